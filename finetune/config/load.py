@@ -1,0 +1,233 @@
+"""Merging run file, strategies and `key=value` into one typed configuration, with all problems reported at once."""
+
+import dataclasses
+import difflib
+import logging
+import typing
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from finetune.config.schema import RunConfig
+from finetune.errors import UserError
+
+log = logging.getLogger(__name__)
+
+ROOT = Path(__file__).resolve().parents[2]
+OVERLAYS = ROOT / "finetune" / "strategies"
+
+
+def schema_fields(cls: type = RunConfig, prefix: str = "") -> dict[str, dataclasses.Field]:
+    """Every key of the run file in dotted form, with its dataclass field."""
+    hints = typing.get_type_hints(cls)
+    found: dict[str, dataclasses.Field] = {}
+    for f in dataclasses.fields(cls):
+        key = f"{prefix}{f.name}"
+        if dataclasses.is_dataclass(hints[f.name]):
+            found.update(schema_fields(hints[f.name], key + "."))
+        else:
+            found[key] = f
+    return found
+
+
+class Layers:
+    """The configuration while layers are laid over it; remembers where each value came from and what was wrong."""
+
+    def __init__(self) -> None:
+        self.config = OmegaConf.structured(RunConfig)
+        self.fields = schema_fields()
+        self.origin: dict[str, str] = {}
+        self.problems: list[str] = []
+
+    def apply(self, values: dict[str, Any], origin: str, announce: bool = True) -> None:
+        """Lays nested values over the configuration. A value that replaces an explicit one is logged."""
+        for key, value in self._leaves(values, origin):
+            before = OmegaConf.select(self.config, key, throw_on_missing=False)
+            try:
+                OmegaConf.update(self.config, key, value, merge=False)
+            except (OmegaConfBaseException, ValueError) as error:
+                reason = str(error).splitlines()[0]
+                self.problems.append(f"{origin}: {key}: {reason} (expected {self._type(key)}, found {value!r})")
+                continue
+            if announce and key in self.origin and self.origin[key] != origin and before != value:
+                log.info("%s: %s replaces %s (%s) by %s", origin, key, before, self.origin[key], value)
+            self.origin[key] = origin
+
+    def _leaves(self, values: Any, origin: str, prefix: str = "") -> typing.Iterator[tuple[str, Any]]:
+        sections = {k.split(".")[0] for k in self.fields}
+        if not isinstance(values, dict):
+            self.problems.append(f"{origin}: {prefix.rstrip('.') or 'the file'} has to be a mapping, found {values!r}")
+            return
+        for name, value in values.items():
+            key = f"{prefix}{name}"
+            if key in self.fields:
+                yield key, value
+            elif key in sections:
+                yield from self._leaves({} if value is None else value, origin, key + ".")
+            else:
+                self.problems.append(f"{origin}: unknown key {key}.{self._suggest(key)}")
+
+    def _suggest(self, key: str) -> str:
+        last = key.rsplit(".", 1)[-1]
+        same_name = [k for k in self.fields if k.rsplit(".", 1)[-1] == last]
+        near = same_name or difflib.get_close_matches(key, self.fields, n=2, cutoff=0.6)
+        return f" Did you mean {' or '.join(near)}?" if near else " docs/configuration.md lists all keys."
+
+    def _type(self, key: str) -> str:
+        hint = self.fields[key].type
+        return str(hint).removeprefix("typing.") if not isinstance(hint, type) else hint.__name__
+
+    def check_values(self) -> None:
+        """Missing values, choices and bounds."""
+        for key, f in self.fields.items():
+            if OmegaConf.is_missing(self.config, key):
+                self.problems.append(f"{key} is not set. {f.metadata['help']}")
+                continue
+            value = OmegaConf.select(self.config, key)
+            choices = f.metadata.get("choices")
+            if choices and value not in choices:
+                near = difflib.get_close_matches(str(value), choices, n=1)
+                hint = f" Did you mean {near[0]}?" if near else ""
+                self.problems.append(
+                    f"{self.origin.get(key, 'default')}: {key}: {value!r} is not one of {', '.join(choices)}.{hint}"
+                )
+        self.problems += [f"{self.origin.get(k, 'default')}: {k}: {why}" for k, why in _bounds(self)]
+
+
+def _bounds(layers: Layers) -> list[tuple[str, str]]:
+    config, problems = layers.config, []
+    at_least_one = (
+        "per_device_train_batch_size",
+        "per_device_eval_batch_size",
+        "gradient_accumulation_steps",
+        "logging_steps",
+        "dataloader_prefetch_factor",
+    )
+    at_least_zero = (
+        "eval_steps",
+        "save_steps",
+        "save_total_limit",
+        "dataloader_num_workers",
+        "max_grad_norm",
+        "weight_decay",
+        "warmup_steps",
+        "num_gpus",
+        "num_threads",
+        "sample_predictions",
+    )
+    t = config.training
+    for name in at_least_one:
+        if t[name] < 1:
+            problems.append((f"training.{name}", f"has to be 1 or more, found {t[name]}"))
+    for name in at_least_zero:
+        if t[name] < 0:
+            problems.append((f"training.{name}", f"has to be 0 or more, found {t[name]}"))
+    if not t.learning_rate > 0:
+        problems.append(("training.learning_rate", f"has to be above 0, found {t.learning_rate}"))
+    if not 0 <= t.warmup_ratio <= 1:
+        problems.append(("training.warmup_ratio", f"is a fraction from 0 to 1, found {t.warmup_ratio}"))
+    if t.max_steps == 0 or t.max_steps < -1:
+        problems.append(("training.max_steps", f"is a number of steps, or -1; found {t.max_steps}"))
+    if t.max_steps == -1 and not t.num_train_epochs > 0:
+        problems.append(("training.num_train_epochs", f"has to be above 0, found {t.num_train_epochs}"))
+    if not 0 <= config.data.max_bad_fraction <= 1:
+        problems.append(("data.max_bad_fraction", f"is a fraction from 0 to 1, found {config.data.max_bad_fraction}"))
+    if config.data.min_duration > config.data.max_duration:
+        problems.append(
+            ("data.min_duration", f"{config.data.min_duration} is above data.max_duration {config.data.max_duration}")
+        )
+    if config.data.max_samples == 0 or config.data.max_samples < -1:
+        problems.append(("data.max_samples", f"is a number of clips, or -1 for all; found {config.data.max_samples}"))
+    if config.data.shuffle_buffer_size < 1:
+        problems.append(("data.shuffle_buffer_size", f"has to be 1 or more, found {config.data.shuffle_buffer_size}"))
+    if config.model.gradient_checkpointing_every < 1:
+        problems.append(
+            (
+                "model.gradient_checkpointing_every",
+                f"has to be 1 or more, found {config.model.gradient_checkpointing_every}",
+            )
+        )
+    for name in ("dropout", "omega"):
+        value = config.model[name]
+        if value is not None and not 0 <= value <= 1:
+            problems.append((f"model.{name}", f"is a probability, found {value}"))
+    return problems
+
+
+def read_yaml(path: Path, what: str) -> dict[str, Any]:
+    """A YAML mapping, with the place of a syntax error in the message."""
+    if not path.is_file():
+        raise UserError(f"{what}: there is no file {path} (looked in {Path.cwd()}).")
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_loader())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{what}: {path} is not valid YAML: {error}") from error
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise UserError(f"{what}: {path} has to be a mapping, found {type(values).__name__}.")
+    return values
+
+
+def _loader() -> type[yaml.SafeLoader]:
+    """YAML 1.1 reads 1e-4 as a string; this reads it as the number that was meant."""
+    from omegaconf._utils import get_yaml_loader
+
+    return get_yaml_loader()
+
+
+def parse_overrides(overrides: list[str]) -> dict[str, Any]:
+    """`key=value` arguments as nested values; the value is read as YAML."""
+    nested: dict[str, Any] = {}
+    for text in overrides:
+        key, sign, value = text.partition("=")
+        if not sign or not key or key.startswith("-"):
+            raise UserError(
+                f"unknown argument {text!r}. Settings are given as key=value, such as training.max_steps=100."
+            )
+        section = nested
+        parts = key.split(".")
+        for part in parts[:-1]:
+            section = section.setdefault(part, {})
+        section[parts[-1]] = yaml.load(value, Loader=_loader()) if value else None
+    return nested
+
+
+def overlay_path(strategy: str) -> Path:
+    """The strategy's overlay of the run file; it exists only where the strategy concerns model or optimizer."""
+    return OVERLAYS / f"{strategy}.yaml"
+
+
+def load_config(config_file: Path, strategies: list[str], overrides: list[str]) -> tuple[DictConfig, dict[str, str]]:
+    """Run file, strategies, `key=value`, in this order.
+
+    Returns:
+        The typed configuration, and for each key that was set the name of the layer that set it.
+
+    Raises:
+        UserError: lists every problem of every layer.
+    """
+    layers = Layers()
+    layers.apply(read_yaml(config_file, "--config"), str(config_file))
+    for strategy in strategies:
+        path = overlay_path(strategy)
+        if path.is_file():
+            layers.apply(read_yaml(path, f"--strategy {strategy}"), f"strategy {strategy}")
+    layers.apply(parse_overrides(overrides), "command line")
+    layers.check_values()
+    if layers.problems:
+        from finetune.strategies.compatibility import find_conflicts
+
+        raise UserError(_listed(layers.problems + find_conflicts(layers.config)))
+    return layers.config, layers.origin
+
+
+def _listed(problems: list[str]) -> str:
+    if len(problems) == 1:
+        return problems[0]
+    return f"{len(problems)} problems in the configuration:\n" + "\n".join(
+        f"  {i}. {p}" for i, p in enumerate(problems, 1)
+    )

@@ -1,0 +1,187 @@
+"""The run file's schema: every key with its type, default, unit and meaning.
+
+`docs/configuration.md` is generated from these dataclasses (`python scripts/write_configuration_docs.py`).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+def option(default: Any, help: str, unit: str = "", choices: tuple[str, ...] = ()) -> Any:
+    """A dataclass field that carries its own documentation.
+
+    A mutable default is copied for each instance. `choices` are checked by `finetune.config.validate`.
+    """
+    metadata = {"help": help, "unit": unit, "choices": choices}
+    if isinstance(default, (dict, list)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+OPTIMIZERS = ("adamw", "adamw_8bit")
+SCHEDULES = (
+    "linear",
+    "cosine",
+    "cosine_with_min_lr",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "onecycle",
+)
+
+
+@dataclass
+class ModelConfig:
+    """What is trained."""
+
+    name: str = option(
+        MISSING,
+        "A .nemo file, a run's output directory, a hub name such as `nvidia/parakeet-tdt-0.6b-v3`, or a NeMo model "
+        "YAML (random weights).",
+    )
+    tokenizer: str | None = option(
+        None,
+        "Directory with a SentencePiece `tokenizer.model`. Only for a NeMo model YAML without a tokenizer of its own.",
+    )
+    gradient_checkpointing: bool = option(
+        False,
+        "Recompute the activations of the encoder's Conformer layers in the backward pass instead of storing them.",
+    )
+    gradient_checkpointing_every: int = option(
+        1,
+        "Checkpoint each N-th Conformer layer. Larger is faster and needs more memory. No effect without "
+        "`gradient_checkpointing`.",
+        "layers",
+    )
+    freeze_batchnorm: bool = option(
+        False,
+        "Use the stored BatchNorm statistics and do not update them. Right for small batches, and needed where ranks "
+        "or accumulated batches must give the same result as one big batch.",
+    )
+    sync_batchnorm: bool = option(
+        False, "Share BatchNorm statistics between the GPUs of a DDP run. No effect on one process or on a CPU."
+    )
+    spec_augment: bool = option(True, "Use the model's own SpecAugment settings while training.")
+    dropout: float | None = option(
+        None, "Replaces every dropout probability of the model. null keeps the model's own.", "probability"
+    )
+    sigma: float | None = option(
+        None, "Logit under-normalisation of the TDT loss. null keeps the model's own (NeMo's `loss.tdt_kwargs.sigma`)."
+    )
+    omega: float | None = option(
+        None,
+        "Probability with which a batch is trained with the plain RNN-T loss. null keeps the model's own "
+        "(`loss.tdt_kwargs.omega`).",
+        "probability",
+    )
+    fastemit_lambda: float = option(0.0, "FastEmit regularisation of the transducer loss (arXiv 2010.11148).")
+    joint_memory_budget: int | None = option(
+        None, "Memory for one block of joint outputs. null chooses by device.", "MiB"
+    )
+    occupancy_threshold: float = option(
+        0.0,
+        "Lattice cells with a smaller posterior probability are left out of the loss's backward pass. 0 is exact.",
+        "probability",
+    )
+
+
+@dataclass
+class DataConfig:
+    """What it is trained and judged on. A source is a path or name, or a mapping with `path` and the keys of
+    `finetune.data.sources.Source`; a list is a mixture."""
+
+    train: Any = option(MISSING, "Training source, or a list of sources.")
+    validation: Any = option(None, "Source for the evaluations during the run; the best model is chosen on it.")
+    test: Any = option(None, "Source for the WER before and after the run. Never used to choose a model.")
+    guard: Any = option(None, "Source of the original domain, evaluated to see what fine-tuning made worse.")
+    max_samples: int = option(-1, "Use only the first N training clips. -1 means all.", "clips")
+    max_eval_samples: int = option(-1, "Use only the first N clips of each evaluation set. -1 means all.", "clips")
+    min_duration: float = option(0.1, "Shorter training clips are left out and counted.", "seconds")
+    max_duration: float = option(40.0, "Longer training clips are left out and counted.", "seconds")
+    text_normalization: str = option(
+        "none",
+        "What is done to the training texts: `none`, `lower`, or `basic` (lower case, no punctuation but apostrophes, "
+        "single spaces).",
+        choices=("none", "lower", "basic"),
+    )
+    wer_normalization: str = option(
+        "basic", "What is done to references and hypotheses before WER and CER.", choices=("none", "lower", "basic")
+    )
+    shuffle: bool = option(True, "Shuffle shards and clips, anew each epoch.")
+    shuffle_buffer_size: int = option(512, "Clips that are shuffled together in one window, in each worker.", "clips")
+    group_by_duration: bool = option(
+        True,
+        "Put clips of like length into a batch, among those of one shuffle window, which saves padding. Needs a column "
+        "`duration`; no effect without one.",
+    )
+    max_bad_fraction: float = option(
+        0.05,
+        "The run stops when a larger share of the clips read so far had to be put in quarantine (judged after 200 clips).",
+        "fraction",
+    )
+
+
+@dataclass
+class TrainingConfig:
+    """How it is trained. Names follow `transformers.TrainingArguments` where there is a counterpart."""
+
+    output_dir: str = option(MISSING, "Directory for everything that the run leaves.")
+    overwrite_output_dir: bool = option(False, "Delete an earlier run in `output_dir` and start afresh.")
+    optimizer: str = option("adamw", "The optimizer.", choices=OPTIMIZERS)
+    optimizer_args: dict[str, Any] = option(
+        {},
+        "Options of the optimizer: `betas`, `eps`; for 8-bit ones `min_8bit_size` (elements; smaller tensors keep "
+        "32-bit states).",
+    )
+    learning_rate: float = option(1e-4, "Peak learning rate.")
+    encoder_learning_rate: float | None = option(None, "Peak learning rate of the encoder. null: `learning_rate`.")
+    decoder_learning_rate: float | None = option(
+        None, "Peak learning rate of the prediction network. null: `learning_rate`."
+    )
+    joint_learning_rate: float | None = option(None, "Peak learning rate of the joint. null: `learning_rate`.")
+    weight_decay: float = option(0.01, "Decoupled weight decay; never on biases, norms and other vectors.")
+    lr_scheduler_type: str = option("cosine", "Learning-rate schedule.", choices=SCHEDULES)
+    warmup_ratio: float = option(0.1, "Share of the steps in which the learning rate rises.", "fraction")
+    warmup_steps: int = option(0, "Steps of warm-up. Replaces `warmup_ratio` where above 0.", "steps")
+    max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm, after accumulation. 0: never.")
+    per_device_train_batch_size: int = option(8, "Clips in one forward pass of one process.", "clips")
+    per_device_eval_batch_size: int = option(8, "Clips decoded together in one process.", "clips")
+    gradient_accumulation_steps: int = option(1, "Forward passes for one optimizer step.", "batches")
+    loss_reduction: str = option(
+        "mean_batch",
+        "`mean_batch`: mean over the clips of the optimizer step; `mean_volume`: sum divided by its tokens.",
+        choices=("mean_batch", "mean_volume"),
+    )
+    max_steps: int = option(-1, "Optimizer steps of the run. -1: `num_train_epochs` decides.", "steps")
+    num_train_epochs: float = option(3.0, "Passes over the data. No effect where `max_steps` is set.", "epochs")
+    bf16: bool = option(False, "Mixed precision with bfloat16.")
+    fp16: bool = option(False, "Mixed precision with float16 and loss scaling. GPU only.")
+    num_gpus: int = option(0, "Checked against the number of processes. 0: not checked.", "processes")
+    seed: int = option(42, "Seed of shuffling, dropout, SpecAugment and new weights.")
+    dataloader_num_workers: int = option(2, "Worker processes that read, decode and tokenise.", "processes")
+    dataloader_prefetch_factor: int = option(4, "Batches that each worker keeps ready.", "batches")
+    eval_steps: int = option(500, "Evaluate on `data.validation` each N steps. 0: only at the end.", "steps")
+    eval_on_start: bool = option(True, "Evaluate the base model as step 0.")
+    save_steps: int = option(500, "Write a checkpoint each N steps. 0: only at the end.", "steps")
+    save_total_limit: int = option(2, "Newest checkpoints that are kept. 0: all.", "checkpoints")
+    resume_from_checkpoint: Any = option(
+        False, "true: continue from the newest whole checkpoint of `output_dir`; or the path of a checkpoint."
+    )
+    logging_steps: int = option(10, "Steps between two lines in metrics.jsonl.", "steps")
+    report_to: Any = option(
+        "tensorboard", "Tracker of Accelerate, or a list: `tensorboard`, `wandb`, `trackio`, `none`."
+    )
+    sample_predictions: int = option(5, "Reference/hypothesis pairs shown by an evaluation.", "clips")
+    num_threads: int = option(0, "CPU threads of the training process. 0: torch's own choice.", "threads")
+
+
+@dataclass
+class RunConfig:
+    """A run file."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)

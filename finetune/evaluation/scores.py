@@ -1,0 +1,91 @@
+"""Word and character error rates, counted clip by clip so that memory does not grow with the set."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jiwer
+
+from finetune.data.text import normalize_text
+
+
+@dataclass
+class Counts:
+    """Edit counts over clips."""
+
+    clips: int = 0
+    words: int = 0
+    word_errors: int = 0
+    substitutions: int = 0
+    deletions: int = 0
+    insertions: int = 0
+    characters: int = 0
+    character_errors: int = 0
+
+    def add(self, other: "Counts") -> None:
+        for name in vars(self):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def rates(self) -> dict[str, Any]:
+        """WER and CER as fractions (None without reference words), and the counts behind them."""
+        return {
+            "wer": self.word_errors / self.words if self.words else None,
+            "cer": self.character_errors / self.characters if self.characters else None,
+            **vars(self),
+        }
+
+
+def score_pair(reference: str, hypothesis: str, normalization: str) -> Counts:
+    """Edit counts of one clip after normalisation (see `finetune.data.text.normalize_text`)."""
+    reference, hypothesis = (normalize_text(text, normalization) for text in (reference, hypothesis))
+    if not reference:
+        words, characters = len(hypothesis.split()), len(hypothesis)
+        return Counts(1, 0, words, 0, 0, words, 0, characters)
+    words = jiwer.process_words(reference, hypothesis)
+    characters = jiwer.process_characters(reference, hypothesis)
+    return Counts(
+        clips=1,
+        words=words.hits + words.substitutions + words.deletions,
+        word_errors=words.substitutions + words.deletions + words.insertions,
+        substitutions=words.substitutions,
+        deletions=words.deletions,
+        insertions=words.insertions,
+        characters=characters.hits + characters.substitutions + characters.deletions,
+        character_errors=characters.substitutions + characters.deletions + characters.insertions,
+    )
+
+
+@dataclass
+class Scoreboard:
+    """Counts overall and per language, and a few pairs to look at."""
+
+    normalization: str
+    keep_pairs: int = 0
+    total: Counts = field(default_factory=Counts)
+    by_language: dict[str, Counts] = field(default_factory=dict)
+    pairs: list[dict[str, str]] = field(default_factory=list)
+    quarantined: list[dict[str, str]] = field(default_factory=list)
+    filtered: dict[str, int] = field(default_factory=dict)
+
+    def add(self, clip_id: str, language: str, reference: str, hypothesis: str) -> Counts:
+        counts = score_pair(reference, hypothesis, self.normalization)
+        self.total.add(counts)
+        self.by_language.setdefault(language or "unknown", Counts()).add(counts)
+        if len(self.pairs) < self.keep_pairs:
+            self.pairs.append({"id": clip_id, "language": language, "reference": reference, "hypothesis": hypothesis})
+        return counts
+
+    def merge(self, other: "Scoreboard") -> None:
+        self.total.add(other.total)
+        for language, counts in other.by_language.items():
+            self.by_language.setdefault(language, Counts()).add(counts)
+        self.pairs = (self.pairs + other.pairs)[: self.keep_pairs]
+        self.quarantined += other.quarantined
+        for reason, n in other.filtered.items():
+            self.filtered[reason] = self.filtered.get(reason, 0) + n
+
+    def result(self) -> dict[str, Any]:
+        """The object that `evaluate --json` and evaluations.jsonl are made from."""
+        return {
+            **self.total.rates(),
+            "by_language": {name: counts.rates() for name, counts in sorted(self.by_language.items())},
+        }

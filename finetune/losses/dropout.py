@@ -1,0 +1,90 @@
+"""Dropout masks that can be made again for any subset of lattice cells, on any device.
+
+Shape suffixes: N lattice cells, H hidden.
+
+The mask of an element is a hash of (seed, cell number, hidden unit), so neither the block size nor the cells that backward leaves out
+change it. The hash is lowbias32 (Chris Wellons, public domain), two rounds of xor-shift and multiply on 32-bit numbers.
+"""
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+
+def dropout_mask(cell_N: torch.Tensor, H: int, probability: float, seed: int) -> torch.Tensor:
+    """(N, H) bool, True where the element is kept.
+
+    Args:
+        cell_N: (N,) int64 numbers of the cells.
+        H: hidden units of a cell.
+        probability: with which an element is dropped, 0 <= probability < 1.
+        seed: below 2^31.
+    """
+    threshold = min(int(probability * 2**32), 2**32 - 1)
+    kernel = _numba_mask() if cell_N.device.type == "cpu" else None
+    if kernel is None:
+        return _torch_mask(cell_N, H, threshold, seed)
+    mask = np.empty((cell_N.shape[0], H), dtype=np.bool_)
+    kernel(cell_N.numpy(), np.uint32(threshold), np.uint32(seed), mask)
+    return torch.from_numpy(mask)
+
+
+def _torch_mask(cell_N: torch.Tensor, H: int, threshold: int, seed: int) -> torch.Tensor:
+    low = 0xFFFFFFFF
+    row_N1 = _mix(((cell_N ^ (cell_N >> 32)) & low) ^ seed)[:, None]
+    column_H = _mix(torch.arange(H, device=cell_N.device) ^ 0x9E3779B9 ^ seed)
+    return _mix(row_N1 ^ column_H) >= threshold
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """lowbias32 on int64 that holds 32-bit numbers: products stay below 2^63."""
+    low = 0xFFFFFFFF
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & low
+    x = x ^ (x >> 15)
+    # 0x846CA68B needs 32 bits: split it so that no product reaches 2^63.
+    x = (((x * 0x846C) & 0xFFFF) * 0x10000 + x * 0xA68B) & low
+    return x ^ (x >> 16)
+
+
+def _fill_mask(cell_N, threshold, seed, mask_NH):
+    """`_torch_mask` in one pass (compiled by numba)."""
+    N, H = mask_NH.shape
+    s16, s15 = np.uint32(16), np.uint32(15)
+    m1, m2, golden = np.uint32(0x7FEB352D), np.uint32(0x846CA68B), np.uint32(0x9E3779B9)
+    column_H = np.empty(H, dtype=np.uint32)
+    for h in range(H):
+        x = np.uint32(np.uint32(h) ^ golden ^ seed)
+        x = np.uint32(x ^ (x >> s16))
+        x = np.uint32(x * m1)
+        x = np.uint32(x ^ (x >> s15))
+        x = np.uint32(x * m2)
+        column_H[h] = np.uint32(x ^ (x >> s16))
+    for n in range(N):
+        x = np.uint32(np.uint32(cell_N[n] ^ (cell_N[n] >> 32)) ^ seed)
+        x = np.uint32(x ^ (x >> s16))
+        x = np.uint32(x * m1)
+        x = np.uint32(x ^ (x >> s15))
+        x = np.uint32(x * m2)
+        row = np.uint32(x ^ (x >> s16))
+        for h in range(H):
+            x = np.uint32(row ^ column_H[h])
+            x = np.uint32(x ^ (x >> s16))
+            x = np.uint32(x * m1)
+            x = np.uint32(x ^ (x >> s15))
+            x = np.uint32(x * m2)
+            mask_NH[n, h] = np.uint32(x ^ (x >> s16)) >= threshold
+
+
+@functools.cache
+def _numba_mask() -> Callable[..., None] | None:
+    try:
+        import numba
+    except ImportError:
+        return None
+    try:
+        return numba.njit(cache=True, nogil=True)(_fill_mask)
+    except RuntimeError:  # numba found no folder that it may write its cache to
+        return numba.njit(nogil=True)(_fill_mask)

@@ -1,0 +1,355 @@
+"""The alignment lattice of a transducer: which clips have an alignment, and forward-backward over the lattice's cells.
+
+Shape suffixes: B batch, T encoder frames, U target tokens, D durations, N lattice cells, K diagonals.
+
+A clip with T frames and U tokens has the cells (t, u), 0 <= t < T, 0 <= u <= U; cell (t, u) stands for "u tokens emitted, the
+next decision is made at frame t". With the durations d of TDT (arXiv 2304.06795) the arcs out of a cell are
+    label  (t, u) -> (t + d, u + 1)   for t + d < T,                 log-probability label(t, u) + duration_d(t, u)
+    blank  (t, u) -> (t + d, u)       for d > 0 and t + d < T,       log-probability blank(t, u) + duration_d(t, u)
+    end    (t, U) -> (T, U)           for d > 0 and t + d = T,       as a blank
+so an alignment ends with a blank that lands exactly on T. RNN-T (arXiv 1211.3711) is the same lattice with labels of duration 0
+and blanks of duration 1. Cells are listed clip by clip, t before u: cell = first_cell + t * (U + 1) + u.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+# Below this many cells starting threads costs more than it saves.
+CELLS_WORTH_A_THREAD = 8_192
+
+
+class LatticeResult(NamedTuple):
+    """What forward-backward finds; the posteriors are None unless they were asked for.
+
+    Attributes:
+        losses_B: (B,) float64, -log P(targets) in nats; inf without an alignment.
+        label_N, blank_N: (N,) float64, posterior probability that an alignment leaves the cell by a label, by a blank.
+        duration_ND: (N, D) float64, posterior probability that it leaves the cell with the d-th duration.
+    """
+
+    losses_B: torch.Tensor
+    label_N: torch.Tensor | None
+    blank_N: torch.Tensor | None
+    duration_ND: torch.Tensor | None
+
+
+def check_durations(durations: Sequence[int]) -> tuple[int, ...]:
+    """`durations` as a tuple of ints, () for plain RNN-T; raises ValueError when no blank could advance."""
+    try:
+        checked = tuple(int(d) for d in durations)
+    except (TypeError, ValueError):
+        raise ValueError(f"durations: expected a sequence of whole numbers of frames, got {durations!r}") from None
+    distinct = len(set(checked)) == len(checked)
+    if checked and (
+        not distinct or min(checked) < 0 or max(checked) == 0 or any(a != b for a, b in zip(checked, durations))
+    ):
+        raise ValueError(
+            f"durations: expected distinct whole numbers >= 0 with at least one above 0 (or () for RNN-T), got {durations!r}"
+        )
+    return checked
+
+
+def feasible_clips(
+    enc_lengths_B: torch.Tensor, target_lengths_B: torch.Tensor, durations: Sequence[int] = (0, 1, 2, 3, 4)
+) -> torch.Tensor:
+    """Which clips have at least one alignment.
+
+    A clip is feasible when its T frames are a sum of U durations (its labels, in any order) and of one or more durations above 0
+    (its blanks, the last of which ends the clip).
+
+    Args:
+        enc_lengths_B: (B,) encoder frames of each clip, whole numbers >= 0.
+        target_lengths_B: (B,) target tokens of each clip, whole numbers >= 0.
+        durations: the model's durations in frames; () for plain RNN-T.
+
+    Returns:
+        (B,) bool, on the device of `enc_lengths_B`.
+    """
+    durations = check_durations(durations)
+    if not durations or {0, 1} <= set(durations):
+        return enc_lengths_B > 0
+    frames, tokens = enc_lengths_B.tolist(), target_lengths_B.tolist()
+    if not frames:
+        return torch.zeros_like(enc_lengths_B, dtype=torch.bool)
+    # Bit t of a Python int says that t frames can be reached; shifting by d adds an arc of duration d.
+    within = (1 << (max(frames) + 1)) - 1
+    reached, grown = 0, 1
+    while grown != reached:
+        reached = grown
+        for d in durations:
+            grown |= (reached << d) & within
+    reachable = 0
+    for d in durations:
+        if d > 0:
+            reachable |= (reached << d) & within
+    reachable_by_tokens = [reachable]
+    for _ in range(max(tokens)):
+        step = 0
+        for d in durations:
+            step |= (reachable_by_tokens[-1] << d) & within
+        reachable_by_tokens.append(step)
+    answers = [bool(reachable_by_tokens[u] >> t & 1) for t, u in zip(frames, tokens)]
+    return torch.tensor(answers, dtype=torch.bool, device=enc_lengths_B.device)
+
+
+def forward_backward(
+    blank_N: torch.Tensor,
+    label_N: torch.Tensor,
+    duration_ND: torch.Tensor,
+    frames_B: Sequence[int],
+    tokens_B: Sequence[int],
+    durations: Sequence[int],
+    *,
+    labels_stay: bool = False,
+    posteriors: bool = True,
+) -> LatticeResult:
+    """Losses and arc posteriors of a batch of lattices, in float64; numba on the CPU, PyTorch elsewhere.
+
+    Args:
+        blank_N, label_N: (N,) log-probability of blank and of the next target token; label_N is not read where u = U.
+        duration_ND: (N, D) log-probability of each duration.
+        frames_B, tokens_B: T and U of each clip, on the host. A clip with T = 0 has no cells.
+        durations: the D durations in frames.
+        labels_stay: labels take the first duration only (RNN-T: durations (0, 1), labels_stay).
+        posteriors: also compute the posteriors that the gradient needs.
+    """
+    solve = _solve_numba if blank_N.device.type == "cpu" and _numba_kernel() is not None else _solve_torch
+    return solve(
+        blank_N.double(),
+        label_N.double(),
+        duration_ND.double(),
+        frames_B,
+        tokens_B,
+        durations,
+        1 if labels_stay else len(durations),
+        posteriors,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- numba, on the CPU
+
+
+def _solve_clips(
+    first_clip,
+    last_clip,
+    first_cell_B,
+    frames_B,
+    tokens_B,
+    durations_D,
+    label_durations,
+    posteriors,
+    blank_N,
+    label_N,
+    duration_ND,
+    losses_B,
+    label_post_N,
+    blank_post_N,
+    duration_post_ND,
+):
+    """Forward-backward for a range of clips, writing into the last four arrays (compiled by numba)."""
+    minus_inf = -np.inf
+    D = durations_D.shape[0]
+    for b in range(first_clip, last_clip):
+        T = frames_B[b]
+        W = tokens_B[b] + 1
+        first = first_cell_B[b]
+        losses_B[b] = np.inf
+        if T <= 0:
+            continue
+        alpha = np.full(T * W + 1, minus_inf)  # the last entry is the end, behind a blank that lands on T
+        terms = np.empty(2 * D)
+        alpha[0] = 0.0
+        for i in range(T * W + 1):
+            t, u = i // W, i % W
+            if i == T * W:
+                u = W - 1
+            if i > 0:
+                n = 0
+                top = minus_inf
+                for k in range(D):
+                    d = durations_D[k]
+                    if d > t:
+                        continue
+                    source = (t - d) * W + u
+                    if d > 0:
+                        x = alpha[source] + blank_N[first + source] + duration_ND[first + source, k]
+                        terms[n] = x
+                        n += 1
+                        if x > top or x != x:
+                            top = x
+                    if u > 0 and i < T * W and k < label_durations:
+                        source -= 1
+                        x = alpha[source] + label_N[first + source] + duration_ND[first + source, k]
+                        terms[n] = x
+                        n += 1
+                        if x > top or x != x:
+                            top = x
+                if top != minus_inf:
+                    total = 0.0
+                    for j in range(n):
+                        total += np.exp(terms[j] - top)
+                    alpha[i] = top + np.log(total)
+        log_z = alpha[T * W]
+        losses_B[b] = -log_z
+        if not posteriors or log_z == minus_inf:
+            continue
+        beta = np.full(T * W, minus_inf)
+        for i in range(T * W - 1, -1, -1):
+            t, u = i // W, i % W
+            n = 0
+            top = minus_inf
+            blank = blank_N[first + i]
+            label = label_N[first + i]
+            for k in range(D):
+                d = durations_D[k]
+                duration = duration_ND[first + i, k]
+                blank_term = minus_inf
+                if d > 0 and t + d < T:
+                    blank_term = beta[i + d * W] + blank + duration
+                elif d > 0 and t + d == T and u == W - 1:
+                    blank_term = blank + duration
+                label_term = minus_inf
+                if u < W - 1 and t + d < T and k < label_durations:
+                    label_term = beta[i + d * W + 1] + label + duration
+                terms[n] = blank_term
+                terms[n + 1] = label_term
+                n += 2
+                if blank_term > top or blank_term != blank_term:
+                    top = blank_term
+                if label_term > top or label_term != label_term:
+                    top = label_term
+            if top == minus_inf:
+                continue
+            total = 0.0
+            for j in range(n):
+                terms[j] = np.exp(terms[j] - top)
+                total += terms[j]
+            beta[i] = top + np.log(total)
+            # The arcs out of the cell share its occupancy in proportion to their terms: no further exponentials.
+            share = np.exp(alpha[i] + beta[i] - log_z) / total
+            for k in range(D):
+                by_blank, by_label = share * terms[2 * k], share * terms[2 * k + 1]
+                blank_post_N[first + i] += by_blank
+                label_post_N[first + i] += by_label
+                duration_post_ND[first + i, k] += by_blank + by_label
+
+
+@functools.cache
+def _numba_kernel() -> Callable[..., None] | None:
+    """The compiled `_solve_clips`, or None where numba is missing. Compiled at the first call of a machine, then read from a cache."""
+    try:
+        import numba
+    except ImportError:
+        return None
+    try:
+        return numba.njit(cache=True, nogil=True, error_model="numpy")(_solve_clips)
+    except RuntimeError:  # numba found no folder that it may write its cache to
+        return numba.njit(nogil=True, error_model="numpy")(_solve_clips)
+
+
+def _solve_numba(
+    blank_N, label_N, duration_ND, frames_B, tokens_B, durations, label_durations, posteriors
+) -> LatticeResult:
+    B, N, D = len(frames_B), blank_N.shape[0], len(durations)
+    frames, tokens = np.asarray(frames_B, dtype=np.int64), np.asarray(tokens_B, dtype=np.int64)
+    first_cell = np.cumsum(frames * (tokens + 1)) - frames * (tokens + 1)
+    size = N if posteriors else 0
+    losses, label_post, blank_post, duration_post = np.empty(B), np.zeros(size), np.zeros(size), np.zeros((size, D))
+
+    def solve(first_clip: int, last_clip: int) -> None:
+        _numba_kernel()(
+            first_clip, last_clip, first_cell, frames, tokens, np.asarray(durations, dtype=np.int64), label_durations, posteriors,
+            blank_N.contiguous().numpy(), label_N.contiguous().numpy(), duration_ND.contiguous().numpy(),
+            losses, label_post, blank_post, duration_post,
+        )  # fmt: skip
+
+    # Plain threads over released-GIL code, not numba's own: those abort when two Python threads enter them or after a fork.
+    threads = min(torch.get_num_threads(), B, N // CELLS_WORTH_A_THREAD)
+    if threads > 1:
+        solve(0, 0)  # compile or load once, before the threads race for it
+        cuts = np.searchsorted(first_cell, np.linspace(0, N, threads + 1)[1:-1])
+        ranges = zip([0, *cuts.tolist()], [*cuts.tolist(), B])
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda clips: solve(*clips), ranges))
+    else:
+        solve(0, B)
+    result = torch.from_numpy(losses)
+    if not posteriors:
+        return LatticeResult(result, None, None, None)
+    return LatticeResult(
+        result, torch.from_numpy(label_post), torch.from_numpy(blank_post), torch.from_numpy(duration_post)
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- PyTorch, on any device
+
+
+def _solve_torch(
+    blank_N, label_N, duration_ND, frames_B, tokens_B, durations, label_durations, posteriors
+) -> LatticeResult:
+    """The same along the diagonals k = t + u, whose cells do not depend on each other; a few launches a diagonal, no sync."""
+    device = blank_N.device
+    B, D, minus_inf = len(frames_B), len(durations), float("-inf")
+    lengths = torch.tensor([list(frames_B), list(tokens_B)], dtype=torch.int64).to(device, non_blocking=True)
+    T_B, U_B = lengths[0], lengths[1]
+    widest, longest = max(tokens_B) + 1, max(durations)
+    diagonals = max((t + u for t, u in zip(frames_B, tokens_B)), default=0) + 1
+    # Row `margin` holds diagonal 0; the rows around it stay impossible, so that no step needs a bounds check.
+    margin, K = longest + 1, diagonals + 2 * (longest + 1)
+    N = blank_N.shape[0]
+    cells_B = T_B * (U_B + 1)
+    b_N = torch.repeat_interleave(torch.arange(B, device=device), cells_B, output_size=N)
+    within_N = torch.arange(N, device=device) - (cells_B.cumsum(0) - cells_B)[b_N]
+    t_N, u_N = within_N // (U_B + 1)[b_N], within_N % (U_B + 1)[b_N]
+    place_N = ((t_N + u_N + margin) * B + b_N) * widest + u_N
+    d_D = torch.tensor(durations, device=device)
+    lands_ND = t_N[:, None] + d_D
+    frames_N1, last_N1 = T_B[b_N][:, None], (u_N == U_B[b_N])[:, None]
+    blank_ok_ND = (d_D > 0) & ((lands_ND < frames_N1) | ((lands_ND == frames_N1) & last_N1))
+    label_ok_ND = (lands_ND < frames_N1) & ~last_N1 & (torch.arange(D, device=device) < label_durations)
+
+    def diagonal_scores(score_N: torch.Tensor, ok_ND: torch.Tensor) -> torch.Tensor:
+        arcs_ND = (score_N[:, None] + duration_ND).masked_fill(~ok_ND, minus_inf)
+        out = arcs_ND.new_full((K * B * widest, D), minus_inf)
+        return out.index_copy_(0, place_N, arcs_ND).view(K, B, widest, D)
+
+    blank_KBUD = diagonal_scores(blank_N, blank_ok_ND)
+    label_KBUD = diagonal_scores(label_N, label_ok_ND)
+    # logsumexp over arcs that are all impossible is -inf, as it should be.
+    alpha_KBU = blank_N.new_full((K, B, widest), minus_inf)
+    alpha_KBU[margin, :, 0] = 0.0
+    which_D = torch.arange(D, device=device)
+    for k in range(margin + 1, margin + diagonals):
+        blank_DBU = alpha_KBU[k - d_D] + blank_KBUD[k - d_D, :, :, which_D]
+        label_DBU = alpha_KBU[k - 1 - d_D, :, :-1] + label_KBUD[k - 1 - d_D, :, :-1, which_D]
+        label_DBU = torch.nn.functional.pad(label_DBU, (1, 0), value=minus_inf)
+        alpha_KBU[k] = torch.logsumexp(torch.cat([blank_DBU, label_DBU]), 0)
+    clips = torch.arange(B, device=device)
+    end_B = (T_B + U_B + margin) * B * widest + clips * widest + U_B
+    log_z_B = alpha_KBU.view(-1)[end_B].masked_fill(T_B == 0, minus_inf)
+    if not posteriors:
+        return LatticeResult(-log_z_B, None, None, None)
+    beta_KBU = blank_N.new_full((K, B, widest), minus_inf)
+    beta_KBU.view(-1)[end_B] = 0.0
+    end_KBU = beta_KBU == 0.0
+    for k in range(margin + diagonals - 1, margin - 1, -1):
+        blank_DBU = beta_KBU[k + d_D] + blank_KBUD[k].movedim(-1, 0)
+        label_DBU = beta_KBU[k + 1 + d_D, :, 1:] + label_KBUD[k, :, :-1].movedim(-1, 0)
+        label_DBU = torch.nn.functional.pad(label_DBU, (0, 1), value=minus_inf)
+        summed_BU = torch.logsumexp(torch.cat([blank_DBU, label_DBU]), 0)
+        beta_KBU[k] = torch.where(end_KBU[k], beta_KBU[k], summed_BU)
+
+    def arc_posteriors(arcs_KBUD: torch.Tensor, moved: int) -> torch.Tensor:
+        arcs_ND = arcs_KBUD.view(-1, D)[place_N]
+        beta_ND = beta_KBU.view(-1)[(place_N + moved * (B * widest + 1))[:, None] + d_D * (B * widest)]
+        log_ND = alpha_KBU.view(-1)[place_N][:, None] + arcs_ND + beta_ND - log_z_B[b_N][:, None]
+        # Without an alignment log_z is -inf and the difference no number: such a clip has no posteriors.
+        return torch.where((log_z_B == minus_inf)[b_N][:, None], 0.0, log_ND.exp())
+
+    blank_ND, label_ND = arc_posteriors(blank_KBUD, 0), arc_posteriors(label_KBUD, 1)
+    return LatticeResult(-log_z_B, label_ND.sum(1), blank_ND.sum(1), blank_ND + label_ND)

@@ -1,0 +1,1 @@
+"""Loading Parakeet checkpoints and the module that turns a batch into losses."""

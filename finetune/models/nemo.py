@@ -1,0 +1,230 @@
+"""NeMo transducer models: loading, checking, and preparing them for training outside of Lightning."""
+
+import logging
+import os
+import random
+import tarfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf, open_dict
+
+from finetune.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+def import_nemo() -> Any:
+    """NeMo's ASR models module, imported late (it takes 10 s) and with its own logging turned down."""
+    os.environ.setdefault("ONE_LOGGER_JOB_CATEGORY", "test")
+    warnings.filterwarnings("ignore", category=UserWarning, module="(pydub|lightning|nemo|lhotse|torch.jit).*")
+    warnings.filterwarnings("ignore", category=SyntaxWarning)
+    for noisy in ("nv_one_logger", "numexpr", "lhotse", "matplotlib", "lightning", "lightning.pytorch"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    from nemo.collections.asr import models
+    from nemo.utils import logging as nemo_logging
+
+    nemo_logging.setLevel(nemo_logging.ERROR)
+    return models
+
+
+def load_model(name: str, tokenizer: str | None = None) -> Any:
+    """A NeMo transducer with a SentencePiece tokenizer (EncDecRNNTBPEModel, TDT or RNN-T head), on the CPU.
+
+    Args:
+        name: a .nemo file, a run's output directory (its model.nemo), a hub name, or a NeMo model YAML (random weights).
+        tokenizer: directory with `tokenizer.model`, for a YAML that names none.
+
+    Raises:
+        UserError: nothing is found under the name, or it is not a transducer that this project trains.
+    """
+    path = Path(name)
+    if path.is_dir():
+        if (path / "model.nemo").is_file():
+            return _restore(path / "model.nemo")
+        if (path / "config.json").is_file():
+            raise UserError(
+                f"model.name: {name} is a Hugging Face directory; this version reads .nemo files, run directories, hub "
+                "names of NeMo models and NeMo model YAMLs. Give the model's .nemo file."
+            )
+        raise UserError(
+            f"model.name: the directory {name} holds no model.nemo. Give a .nemo file or a finished run's directory."
+        )
+    if path.suffix in (".yaml", ".yml"):
+        return _build(path, tokenizer)
+    if path.suffix == ".nemo":
+        if not path.is_file():
+            raise UserError(f"model.name: there is no file {name} (looked in {Path.cwd()}).")
+        return _restore(path)
+    return _download(name)
+
+
+def _restore(path: Path) -> Any:
+    models = import_nemo()
+    try:
+        model = models.ASRModel.restore_from(str(path), map_location="cpu")
+    except Exception as error:
+        raise UserError(
+            f"model.name: {path} cannot be read as a NeMo model: {type(error).__name__}: {error}"
+        ) from error
+    return _check(model, str(path))
+
+
+def _download(name: str) -> Any:
+    if name.count("/") != 1 or name.startswith((".", "/")):
+        raise UserError(
+            f"model.name: there is no file or directory {name}, and it is not a hub name like nvidia/parakeet-tdt-0.6b-v3."
+        )
+    models = import_nemo()
+    try:
+        model = models.ASRModel.from_pretrained(model_name=name, map_location="cpu")
+    except Exception as error:
+        raise UserError(
+            f"model.name: {name} is no local file, and loading it from the hub failed: {type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else ''}. Check the name and the network, or download the .nemo file and give its path.",
+            exit_code=1,
+        ) from error
+    return _check(model, name)
+
+
+def _build(path: Path, tokenizer: str | None) -> Any:
+    if not path.is_file():
+        raise UserError(f"model.name: there is no file {path} (looked in {Path.cwd()}).")
+    root = OmegaConf.load(path)
+    if "model" not in root:
+        raise UserError(f"{path}: no key `model:`; a NeMo model YAML has the layout of the network under `model:`.")
+    with open_dict(root):
+        for key in ("train_ds", "validation_ds", "test_ds", "optim"):
+            root.model.pop(key, None)
+        if tokenizer is not None:
+            root.model.tokenizer.dir = tokenizer
+    directory = root.model.tokenizer.get("dir")
+    if not directory or not (Path(directory) / "tokenizer.model").is_file():
+        raise UserError(
+            f"model.tokenizer: {path} needs a SentencePiece tokenizer, and there is no tokenizer.model in {directory!r}. "
+            "Set model.tokenizer to its directory (python scripts/train_tokenizer.py makes one)."
+        )
+    models = import_nemo()
+    OmegaConf.resolve(root)
+    try:
+        model = models.EncDecRNNTBPEModel(cfg=root.model)
+    except Exception as error:
+        raise UserError(f"{path}: NeMo cannot build this model: {type(error).__name__}: {error}") from error
+    return _check(model, str(path))
+
+
+def _check(model: Any, name: str) -> Any:
+    """Refuses what would train the wrong thing in silence: no transducer, or a head that does not match its loss."""
+    if not all(hasattr(model, part) for part in ("encoder", "decoder", "joint", "tokenizer")):
+        raise UserError(
+            f"model.name: {name} is a {type(model).__name__}; this project trains transducers with a SentencePiece tokenizer "
+            "(EncDecRNNTBPEModel: Parakeet TDT or RNN-T)."
+        )
+    durations = tdt_durations(model)
+    outputs = model.joint.joint_net[-1].out_features
+    expected = model.tokenizer.vocab_size + 1 + len(durations)
+    if outputs != expected:
+        raise UserError(
+            f"model.name: {name}: the joint has {outputs} outputs, but tokenizer ({model.tokenizer.vocab_size}) + blank + "
+            f"durations {list(durations)} make {expected}. The loss settings were probably lost in a change of vocabulary: "
+            "restore `loss.loss_name: tdt` and `loss.tdt_kwargs.durations` in the model's configuration."
+        )
+    return model
+
+
+def tdt_durations(model: Any) -> tuple[int, ...]:
+    """Durations of the TDT head in encoder frames; empty for a plain RNN-T."""
+    if model.joint.num_extra_outputs == 0:
+        return ()
+    kwargs = (model.cfg.get("loss") or {}).get("tdt_kwargs") or {}
+    durations = kwargs.get("durations") or model.cfg.decoding.get("durations")
+    if not durations:
+        raise UserError(
+            f"model.name: the joint has {model.joint.num_extra_outputs} outputs for durations, but the model's configuration "
+            "names none (loss.tdt_kwargs.durations)."
+        )
+    return tuple(int(d) for d in durations)
+
+
+def prepare_for_training(model: Any, *, spec_augment: bool, dropout: float | None, freeze_batchnorm: bool) -> None:
+    """Takes out what only works under Lightning, and applies the run file's choices, in place."""
+    # A collective in the encoder's forward would hang when ranks take different numbers of evaluation batches.
+    model.encoder.sync_max_audio_length = False
+    if not spec_augment:
+        model.spec_augmentation = None
+    for module in model.modules():
+        # NeMo's SpecAugment keeps a private unseeded generator; the global one is seeded and saved in checkpoints.
+        if hasattr(module, "_rng"):
+            module._rng = random
+        if dropout is not None and isinstance(module, torch.nn.Dropout):
+            module.p = dropout
+        if dropout is not None and isinstance(module, torch.nn.LSTM):
+            module.dropout = dropout
+    if dropout is not None:
+        for layer in model.encoder.layers:
+            layer.self_attn.dropout_rate = dropout
+    model.freeze_batchnorm = freeze_batchnorm
+    disable_cuda_graphs(model)
+
+
+def disable_cuda_graphs(model: Any) -> None:
+    """CUDA-graph decoding disturbs later work in the same process (NeMo issue 15423), so training does without it."""
+    greedy = model.decoding.decoding
+    if hasattr(greedy, "disable_cuda_graphs"):
+        greedy.disable_cuda_graphs()
+
+
+def set_train_mode(model: Any) -> None:
+    """`model.train()`, with BatchNorm kept on its stored statistics where the run file asks for it."""
+    model.train()
+    if getattr(model, "freeze_batchnorm", False):
+        for module in model.modules():
+            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+                module.eval()
+
+
+def encoder_lengths(model: Any, audio_lengths_B: torch.Tensor) -> torch.Tensor:
+    """Encoder frames for each clip.
+
+    Args:
+        audio_lengths_B: (B,) samples at the model's sample rate.
+
+    Returns:
+        (B,) frames after subsampling, int64.
+    """
+    from nemo.collections.asr.parts.submodules.subsampling import calc_length
+
+    mel_lengths_B = model.preprocessor.featurizer.get_seq_len(audio_lengths_B)
+    pre_encode = model.encoder.pre_encode
+    if not hasattr(pre_encode, "_stride"):  # a plain linear stacking of frames
+        return torch.div(
+            mel_lengths_B + model.encoder.subsampling_factor - 1,
+            model.encoder.subsampling_factor,
+            rounding_mode="floor",
+        ).long()
+    return calc_length(
+        mel_lengths_B,
+        all_paddings=pre_encode._left_padding + pre_encode._right_padding,
+        kernel_size=pre_encode._kernel_size,
+        stride=pre_encode._stride,
+        ceil_mode=pre_encode._ceil_mode,
+        repeat_num=pre_encode._sampling_num,
+    ).long()
+
+
+def save_nemo(model: Any, path: Path) -> None:
+    """Writes a .nemo that plain NeMo restores; written aside and renamed, so it is whole or absent."""
+    aside = path.with_name(f".{path.name}.tmp.nemo")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    model.save_to(str(aside))
+    os.replace(aside, path)
+
+
+def load_weights(model: Any, path: Path) -> None:
+    """Puts the weights of a .nemo into a model of the same layout, in place."""
+    with tarfile.open(path) as archive:
+        member = next(m for m in archive.getmembers() if m.name.endswith("model_weights.ckpt"))
+        weights = torch.load(archive.extractfile(member), map_location="cpu", weights_only=True)
+    model.load_state_dict(weights)

@@ -1,0 +1,99 @@
+"""From audio and tokens to one transducer loss a clip, around NeMo's own modules.
+
+B batch, S samples, T encoder frames, U target tokens, H joint width.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.losses import fused_tdt_loss
+from finetune.models.nemo import set_train_mode, tdt_durations
+
+
+class TransducerLossModule(nn.Module):
+    """The module that is handed to Accelerate: `forward` returns the losses, so that DDP, ZeRO and FSDP see every parameter.
+
+    Args:
+        nemo_model: a NeMo EncDecRNNTBPEModel.
+        sigma, omega: settings of the TDT loss; None takes the model's own.
+        joint_memory_budget: MiB for a block of joint outputs; None chooses by device.
+    """
+
+    def __init__(
+        self,
+        nemo_model: Any,
+        *,
+        sigma: float | None = None,
+        omega: float | None = None,
+        fastemit_lambda: float = 0.0,
+        occupancy_threshold: float = 0.0,
+        joint_memory_budget: int | None = None,
+    ):
+        super().__init__()
+        self.nemo = nemo_model
+        kwargs = (nemo_model.cfg.get("loss") or {}).get("tdt_kwargs") or {}
+        self.durations = tdt_durations(nemo_model)
+        self.sigma = float(sigma if sigma is not None else kwargs.get("sigma", 0.0)) if self.durations else 0.0
+        self.omega = float(omega if omega is not None else kwargs.get("omega", 0.0)) if self.durations else 0.0
+        self.loss_options = {
+            "fastemit_lambda": fastemit_lambda,
+            "occupancy_threshold": occupancy_threshold,
+            "joint_memory_budget": None if joint_memory_budget is None else joint_memory_budget * 2**20,
+        }
+        layers = list(nemo_model.joint.joint_net)
+        self.activation = {nn.ReLU: "relu", nn.Tanh: "tanh", nn.Sigmoid: "sigmoid"}[type(layers[0])]
+
+    def train(self, mode: bool = True) -> "TransducerLossModule":
+        super().train(mode)
+        if mode:
+            set_train_mode(self.nemo)
+        return self
+
+    def forward(
+        self,
+        audio_BS: torch.Tensor,
+        audio_lengths_B: torch.Tensor,
+        tokens_BU: torch.Tensor,
+        token_lengths_B: torch.Tensor,
+        rnnt_draw: bool = False,
+    ) -> torch.Tensor:
+        """One loss a clip, (B,) fp32, in nats; inf where no alignment exists.
+
+        Args:
+            audio_BS: (B, S) waveforms at the model's sample rate, zero-padded.
+            audio_lengths_B: (B,) samples.
+            tokens_BU: (B, U) token ids, padded with anything.
+            token_lengths_B: (B,) tokens.
+            rnnt_draw: this batch's draw of omega; True trains it with the plain RNN-T loss.
+        """
+        nemo = self.nemo
+        with torch.autocast(audio_BS.device.type, enabled=False):
+            mel_BFT, mel_lengths_B = nemo.preprocessor(input_signal=audio_BS.float(), length=audio_lengths_B)
+            if nemo.spec_augmentation is not None and self.training:
+                mel_BFT = nemo.spec_augmentation(input_spec=mel_BFT, length=mel_lengths_B)
+        weight_dtype = nemo.joint.enc.weight.dtype
+        enc_BHT, enc_lengths_B = nemo.encoder(audio_signal=mel_BFT.to(weight_dtype), length=mel_lengths_B)
+        pred_BHU, _, _ = nemo.decoder(targets=tokens_BU, target_length=token_lengths_B)
+        enc_BTH = nemo.joint.project_encoder(enc_BHT.transpose(1, 2))
+        pred_BUH = nemo.joint.project_prednet(pred_BHU.transpose(1, 2))
+        head = nemo.joint.joint_net[-1]
+        dropout = next((m.p for m in nemo.joint.joint_net if isinstance(m, nn.Dropout)), 0.0)
+        return fused_tdt_loss(
+            enc_BTH,
+            pred_BUH,
+            head.weight,
+            head.bias,
+            tokens_BU,
+            enc_lengths_B,
+            token_lengths_B,
+            durations=self.durations,
+            activation=self.activation,
+            dropout=dropout if self.training else 0.0,
+            sigma=self.sigma,
+            omega=self.omega,
+            rnnt_draw=rnnt_draw,
+            reduction="none",
+            **self.loss_options,
+        )

@@ -1,0 +1,257 @@
+"""Strategy names, the Accelerate files behind them, and an Accelerator that follows them under every launcher."""
+
+import logging
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import yaml
+
+from finetune.config.load import ROOT, overlay_path
+from finetune.errors import UserError
+
+log = logging.getLogger(__name__)
+
+ACCELERATE_CONFIGS = ROOT / "accelerate_configs"
+
+
+def strategy_names() -> list[str]:
+    """Names of all strategies that ship."""
+    return sorted(path.stem for path in ACCELERATE_CONFIGS.glob("*.yaml"))
+
+
+@dataclass
+class Strategy:
+    """What was asked for, by name and by launcher."""
+
+    names: list[str] = field(default_factory=list)
+    engine: str = "none"
+    """none (also DDP, where more than one process was started), deepspeed, deepspeed_offload or fsdp."""
+    engine_from: str = ""
+    """The strategy or file that set the engine."""
+    from_launcher: bool = False
+    """The launcher already put the engine's settings into the environment."""
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    deepspeed_config: Path | None = None
+    mixed_precision: str | None = None
+
+
+def launcher_config_file() -> Path | None:
+    """The `--config_file` of the `accelerate launch` that started this process, found in its parents' command lines."""
+    if not any(key.startswith("ACCELERATE_") for key in os.environ):
+        return None
+    for parent in psutil.Process().parents()[:6]:
+        try:
+            words = parent.cmdline()
+        except psutil.Error:
+            return None
+        for word, following in zip(words, words[1:] + [""], strict=True):
+            if word in ("--config_file", "--config-file"):
+                return Path(parent.cwd()) / following
+            if word.startswith(("--config_file=", "--config-file=")):
+                return Path(parent.cwd()) / word.split("=", 1)[1]
+    return None
+
+
+def resolve_strategy(named: list[str], deepspeed_file: str | None = None) -> Strategy:
+    """Strategies from `--strategy`, the launcher's Accelerate file, and `--deepspeed FILE`, as one.
+
+    Raises:
+        UserError: unknown names, two engines, or a launcher whose settings contradict the strategy.
+    """
+    strategy = Strategy()
+    launched_with = launcher_config_file()
+    if launched_with is not None:
+        if launched_with.stem in strategy_names() and launched_with.resolve().parent == ACCELERATE_CONFIGS:
+            strategy.names.append(launched_with.stem)
+            log.info("strategy %s, from the launcher's --config_file %s", launched_with.stem, launched_with)
+        else:
+            log.info("the launcher's own Accelerate file %s sets engine and precision", launched_with)
+    for name in named:
+        if name not in strategy_names():
+            raise UserError(f"--strategy: there is no strategy {name!r}. There are: {', '.join(strategy_names())}.")
+        if name not in strategy.names:
+            strategy.names.append(name)
+    for name in strategy.names:
+        values = yaml.safe_load((ACCELERATE_CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))
+        strategy.files[name] = values
+        _take_engine(strategy, values, f"strategy {name}")
+    _compare_with_launcher(strategy, launched_with)
+    if deepspeed_file is not None:
+        path = Path(deepspeed_file)
+        if not path.is_file():
+            raise UserError(f"--deepspeed: there is no file {path} (looked in {Path.cwd()}).")
+        if strategy.deepspeed_config is not None and strategy.deepspeed_config.resolve() != path.resolve():
+            raise UserError(
+                f"--deepspeed {path} contradicts {strategy.engine_from}, which uses {strategy.deepspeed_config}. Give one of them."
+            )
+        _set_engine(strategy, "deepspeed_offload" if _offloads(path) else "deepspeed", f"--deepspeed {path}")
+        strategy.deepspeed_config = path
+    return strategy
+
+
+def _set_engine(strategy: Strategy, engine: str, origin: str) -> None:
+    if strategy.engine not in ("none", engine):
+        raise UserError(
+            f"{strategy.engine_from} ({strategy.engine}) and {origin} ({engine}) are two engines; a run has one. Leave one out."
+        )
+    strategy.engine, strategy.engine_from = engine, origin
+
+
+def _offloads(path: Path) -> bool:
+    import json
+
+    try:
+        zero = json.loads(path.read_text(encoding="utf-8")).get("zero_optimization", {})
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    return zero.get("offload_optimizer", {}).get("device", "none") != "none"
+
+
+def _take_engine(strategy: Strategy, values: dict[str, Any], origin: str) -> None:
+    kind = str(values.get("distributed_type", "NO")).upper()
+    if kind == "DEEPSPEED":
+        path = ROOT / values["deepspeed_config"]["deepspeed_config_file"]
+        _set_engine(strategy, "deepspeed_offload" if _offloads(path) else "deepspeed", origin)
+        strategy.deepspeed_config = path
+    elif kind == "FSDP":
+        _set_engine(strategy, "fsdp", origin)
+    precision = str(values.get("mixed_precision", "no"))
+    if precision != "no":
+        if strategy.mixed_precision not in (None, precision):
+            raise UserError(
+                f"{origin} wants mixed precision {precision}, another strategy {strategy.mixed_precision}. Leave one out."
+            )
+        strategy.mixed_precision = precision
+
+
+def _compare_with_launcher(strategy: Strategy, launched_with: Path | None) -> None:
+    """The environment that `accelerate launch` made must not ask for another engine than the strategies."""
+    launcher = "none"
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
+        launcher = "deepspeed"
+    elif os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        launcher = "fsdp"
+    if launcher == "none":
+        return
+    origin = f"the launcher ({launched_with or 'accelerate launch'})"
+    if strategy.engine.split("_")[0] not in ("none", launcher):
+        raise UserError(
+            f"{origin} starts {launcher}, but {strategy.engine_from} is for {strategy.engine}. Start with the strategy's own file: accelerate launch --config_file accelerate_configs/{strategy.engine_from.removeprefix('strategy ')}.yaml"
+        )
+    strategy.from_launcher = True
+    if launcher == "fsdp":
+        strategy.engine = "fsdp"
+    elif strategy.engine == "none":
+        file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+        offload = os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none") != "none"
+        if file.lower() != "none":
+            strategy.deepspeed_config = Path(file)
+            offload = _offloads(Path(file))
+        strategy.engine = "deepspeed_offload" if offload else "deepspeed"
+    strategy.engine_from = origin
+
+
+def number_of_processes() -> int:
+    """Processes of this run, from the launcher's environment."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_num_gpus(num_gpus: int) -> None:
+    """`training.num_gpus` against the processes that were really started."""
+    started = number_of_processes()
+    if num_gpus and num_gpus != started:
+        raise UserError(
+            f"training.num_gpus is {num_gpus}, but {started} process{'es were' if started > 1 else ' was'} started. Type: "
+            f"torchrun --nproc_per_node {num_gpus} finetune/train.py ... (or accelerate launch --multi_gpu --num_processes "
+            f"{num_gpus} finetune/train.py ...), or set training.num_gpus: {started}."
+        )
+
+
+def resolve_precision(bf16: bool, fp16: bool, strategy: Strategy) -> str:
+    """no, bf16 or fp16, from the run file, the strategy and the launcher.
+
+    Raises:
+        UserError: two of them name different ones.
+    """
+    wanted = {"training.bf16": "bf16"} if bf16 else {"training.fp16": "fp16"} if fp16 else {}
+    if strategy.mixed_precision:
+        wanted[f"strategy {'+'.join(strategy.names)}"] = strategy.mixed_precision
+    launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launcher not in ("no", ""):
+        wanted["the launcher"] = launcher
+    if len(set(wanted.values())) > 1:
+        said = ", ".join(f"{origin} says {precision}" for origin, precision in wanted.items())
+        raise UserError(f"mixed precision is contradictory: {said}. Make them equal.")
+    return next(iter(wanted.values()), "no")
+
+
+def make_accelerator(
+    strategy: Strategy,
+    *,
+    precision: str,
+    batch_size: int,
+    max_grad_norm: float,
+    log_with: list[str],
+    project_dir: Path,
+) -> Any:
+    """An Accelerator for the strategy, with the engine's settings taken from the launcher or made here.
+
+    Accumulation is 1 for Accelerate: the training loop normalises and synchronises accumulated batches itself.
+    """
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, ProjectConfiguration
+
+    options: dict[str, Any] = {
+        "mixed_precision": precision,
+        "log_with": log_with or None,
+        "project_config": ProjectConfiguration(project_dir=str(project_dir), logging_dir=str(project_dir / "logs")),
+        "kwargs_handlers": [DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+    }
+    if not torch.cuda.is_available():
+        # Accelerate takes DDP over gloo only when it is told that the CPU is meant.
+        options["cpu"] = strategy.engine == "none"
+    if strategy.engine.startswith("deepspeed"):
+        _single_process_environment()
+        if not strategy.from_launcher:
+            options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=str(strategy.deepspeed_config))
+    elif strategy.engine == "fsdp" and not strategy.from_launcher:
+        options["fsdp_plugin"] = _fsdp_plugin(strategy)
+    accelerator = Accelerator(**options)
+    if strategy.engine.startswith("deepspeed"):
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        config["train_micro_batch_size_per_gpu"] = batch_size
+        config["gradient_accumulation_steps"] = 1
+        config["train_batch_size"] = batch_size * accelerator.num_processes
+        config["gradient_clipping"] = max_grad_norm
+    return accelerator
+
+
+def _fsdp_plugin(strategy: Strategy) -> Any:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    for values in strategy.files.values():
+        if str(values.get("distributed_type", "")).upper() == "FSDP":
+            settings = {k.removeprefix("fsdp_"): v for k, v in values.get("fsdp_config", {}).items()}
+            settings["fsdp_version"] = settings.pop("version", 2)
+            return FullyShardedDataParallelPlugin(**settings)
+    raise UserError("an FSDP engine without an Accelerate file that describes it")
+
+
+def _single_process_environment() -> None:
+    """DeepSpeed looks for mpi4py unless a launcher has set these; a single process needs no launcher."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def overlays(names: list[str]) -> list[Path]:
+    """The overlay files of these strategies."""
+    return [path for path in map(overlay_path, names) if path.is_file()]

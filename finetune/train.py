@@ -1,0 +1,88 @@
+"""Fine-tune a Parakeet transducer.
+
+    accelerate launch finetune/train.py --config RUN.yaml [--strategy NAME ...] [key=value ...]
+    accelerate launch --config_file accelerate_configs/NAME.yaml finetune/train.py --config RUN.yaml
+    deepspeed --num_gpus=1 finetune/train.py --config RUN.yaml --strategy zero2_offload
+    torchrun --nproc_per_node 2 finetune/train.py --config RUN.yaml --strategy ddp
+    python finetune/train.py --config RUN.yaml training.max_steps=100
+
+Exit codes: 0 done, 1 failed, 2 bad arguments or configuration.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+# Under a launcher this file's folder comes first on sys.path, where our evaluate.py would shadow Hugging Face's package.
+_HERE = Path(__file__).resolve().parent
+sys.path[:] = [str(_HERE.parent)] + [p for p in sys.path if Path(p or ".").resolve() not in (_HERE, _HERE.parent)]
+
+from finetune.config.load import load_config  # noqa: E402
+from finetune.errors import UserError  # noqa: E402
+from finetune.logs import set_up_logging  # noqa: E402
+from finetune.strategies.accelerate_files import check_num_gpus, resolve_strategy  # noqa: E402
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line; what is neither an option nor `key=value` is refused."""
+    parser = argparse.ArgumentParser(prog="finetune/train.py", description="Fine-tune a Parakeet transducer.")
+    parser.add_argument("--config", type=Path, help="run file (default: ./config.yaml)")
+    parser.add_argument(
+        "--strategy", action="append", default=[], metavar="NAME", help="memory strategy; repeat to combine"
+    )
+    parser.add_argument(
+        "--deepspeed", metavar="FILE", help="DeepSpeed JSON file, such as ds_configs/zero2_offload.json"
+    )
+    parser.add_argument(
+        "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
+    )  # DeepSpeed's launcher adds it
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that replace those of the run file"
+    )
+    arguments, rest = parser.parse_known_intermixed_args(argv)
+    if rest:
+        parser.error(f"unknown arguments {' '.join(rest)}; settings are given as key=value")
+    if arguments.config is None:
+        if not Path("config.yaml").is_file():
+            parser.print_usage(sys.stderr)
+            raise UserError(
+                "no --config, and no config.yaml in this directory. Try --config finetune/configs/quickstart.yaml."
+            )
+        arguments.config = Path("config.yaml")
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a training as its arguments say; returns the exit code."""
+    set_up_logging()
+    try:
+        arguments = parse_arguments(argv)
+        strategy = resolve_strategy(arguments.strategy, arguments.deepspeed)
+        config, origins = load_config(arguments.config, strategy.names, arguments.overrides)
+        check_num_gpus(config.training.num_gpus)
+
+        from finetune.training import run
+
+        accelerator = run.build_accelerator(config, strategy)
+        with run.output_directory(accelerator, config):
+            sources = run.open_sources(config)
+            model = run.build_model(accelerator, config)
+            trainer = run.build_trainer(accelerator, model, sources, config)
+            run.describe(accelerator, trainer, config, strategy)
+            run.resume_or_evaluate_base(trainer, config)
+            trainer.run(max_epochs=run.epoch_limit(config))
+            run.finish(accelerator, trainer, config, strategy)
+        return 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(
+            "stopped by the keyboard; training.resume_from_checkpoint=true continues from the last checkpoint",
+            file=sys.stderr,
+        )
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

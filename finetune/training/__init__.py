@@ -1,0 +1,1 @@
+"""The training loop, its schedule, its checkpoints and the files that it leaves."""

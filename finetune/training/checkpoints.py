@@ -1,0 +1,129 @@
+"""Checkpoints: whole or absent, the newest found again, old ones removed."""
+
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import UserError
+from finetune.training.outputs import write_json
+
+log = logging.getLogger(__name__)
+
+
+def checkpoint_path(output_dir: Path, step: int) -> Path:
+    return output_dir / "checkpoints" / f"step-{step:08d}"
+
+
+def whole_checkpoints(output_dir: Path) -> list[Path]:
+    """Complete checkpoints, oldest first. One that was being written when the run died has another name."""
+    return sorted(p for p in (output_dir / "checkpoints").glob("step-*") if (p / "trainer_state.json").is_file())
+
+
+def save_checkpoint(
+    accelerator: Any, output_dir: Path, step: int, state: dict[str, Any], rank_state: dict[str, Any]
+) -> Path:
+    """Writes a checkpoint beside the others under a temporary name and renames it at last.
+
+    Args:
+        accelerator: holds model, optimizer, scaler and random states.
+        state: what is the same on all ranks (JSON).
+        rank_state: what each rank has of its own (JSON).
+    """
+    final = checkpoint_path(output_dir, step)
+    aside = final.with_name(f".{final.name}.tmp")
+    if accelerator.is_main_process:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    accelerator.wait_for_everyone()
+    accelerator.save_state(str(aside))
+    write_json(aside / f"stream-{accelerator.process_index}.json", rank_state)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        write_json(aside / "trainer_state.json", state)
+        _sync(aside)
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(aside, final)
+        _sync_directory(final.parent)
+    accelerator.wait_for_everyone()
+    return final
+
+
+def _sync(directory: Path) -> None:
+    """Pushes everything to the disk before the rename makes it count."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    _sync_directory(directory)
+
+
+def _sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove_old_checkpoints(output_dir: Path, keep: int) -> None:
+    """Keeps the newest `keep` checkpoints; 0 keeps all. Also removes remains of unfinished ones."""
+    for leftover in (output_dir / "checkpoints").glob(".step-*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    if keep:
+        for old in whole_checkpoints(output_dir)[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def find_checkpoint(resume: Any, output_dir: Path) -> Path | None:
+    """The checkpoint to continue from, or None to start at step 0.
+
+    Args:
+        resume: `training.resume_from_checkpoint`: true, false or a path.
+    """
+    if not resume:
+        return None
+    if resume is True:
+        found = whole_checkpoints(output_dir)
+        if not found:
+            log.info(
+                "resume_from_checkpoint: there is no whole checkpoint in %s; the run starts at step 0", output_dir
+            )
+            return None
+        return found[-1]
+    path = Path(str(resume))
+    if not (path / "trainer_state.json").is_file():
+        raise UserError(
+            f"training.resume_from_checkpoint: {path} is no whole checkpoint (it has no trainer_state.json)."
+        )
+    return path
+
+
+def read_checkpoint_state(path: Path, process_index: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The states given to `save_checkpoint`: the common one and this rank's."""
+    state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+    rank_file = path / f"stream-{process_index}.json"
+    if not rank_file.is_file():
+        raise UserError(
+            f"{path} was written by {state['world_size']} process(es) and cannot be continued by more. Start "
+            f"{state['world_size']} process(es) again."
+        )
+    return state, json.loads(rank_file.read_text(encoding="utf-8"))
+
+
+def load_checkpoint(accelerator: Any, path: Path) -> None:
+    """Model, optimizer, scaler and random states of this rank.
+
+    Raises:
+        UserError: the checkpoint belongs to another model.
+    """
+    try:
+        accelerator.load_state(str(path))
+    except (RuntimeError, KeyError, ValueError) as error:
+        raise UserError(
+            f"{path} does not fit this model or optimizer: {str(error).splitlines()[0]} Resume with the run file that wrote "
+            "it, or start afresh with another training.output_dir."
+        ) from error

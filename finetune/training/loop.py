@@ -1,0 +1,560 @@
+"""The training loop. B batch, S samples, U target tokens."""
+
+import json
+import logging
+import math
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from finetune.data.stream import Batch, ClipStream
+from finetune.errors import UserError
+from finetune.evaluation.recognise import batched_decoding_differs
+from finetune.losses import feasible_clips
+from finetune.models.nemo import encoder_lengths, save_nemo
+from finetune.strategies.optimizers import describe_optimizer
+from finetune.training import checkpoints
+from finetune.training.data import make_stream
+from finetune.training.evaluate import evaluate_split, evaluation_rows, log_board
+from finetune.training.outputs import LineFile, peak_memory_gib, peak_rss_gib, rss_gib
+
+log = logging.getLogger(__name__)
+
+BAD_FRACTION_JUDGED_AFTER = 200
+SKIPPED_STEPS_IN_A_ROW = 20
+
+
+@dataclass
+class Progress:
+    """Everything about a run that a checkpoint keeps besides weights, optimizer and random states."""
+
+    step: int = 0
+    epoch: int = 0
+    samples: int = 0
+    audio_seconds: float = 0.0
+    padded_seconds: float = 0.0
+    rows_read: int = 0
+    quarantined: int = 0
+    quarantine_lines: int = 0
+    infeasible: int = 0
+    skipped_steps: int = 0
+    filtered: dict[str, int] = field(default_factory=dict)
+    best_step: int | None = None
+    best_wer: float | None = None
+    wer_before: dict[str, Any] | None = None
+    train_seconds: float = 0.0
+    omega_state: list[int] | None = None
+    finished: bool = False
+
+
+class Trainer:
+    """State of a run: the prepared objects, the progress, and the open files.
+
+    Args:
+        accelerator: Accelerate's Accelerator.
+        module: prepared TransducerLossModule.
+        optimizer: prepared optimizer.
+        schedule: `finetune.training.schedule.Schedule`.
+        stream: training batches of this rank.
+        sources: opened sources by key (train, validation, test, guard).
+        config: the run's configuration.
+        total_steps: optimizer steps of the run.
+        steps_are_exact: False where the number of epochs ends the run and total_steps is an estimate.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        module: Any,
+        optimizer: Any,
+        schedule: Any,
+        stream: ClipStream,
+        sources: dict[str, list[Any]],
+        config: Any,
+        total_steps: int,
+    ):
+        self.accelerator, self.module, self.optimizer, self.schedule = accelerator, module, optimizer, schedule
+        self.stream, self.sources, self.config, self.total_steps = stream, sources, config, total_steps
+        self.core = accelerator.unwrap_model(module)
+        self.model = self.core.nemo
+        self.output_dir = Path(config.training.output_dir)
+        self.progress = Progress()
+        self.metrics = LineFile(self.output_dir / "metrics.jsonl")
+        self.evaluations = LineFile(self.output_dir / "evaluations.jsonl")
+        self.quarantine = LineFile(self.output_dir / "quarantine.jsonl")
+        self.quarantined_before: set[tuple[str, str]] = set()
+        # One generator for the draw between TDT and RNN-T, equal on all ranks and kept in checkpoints.
+        self.omega_generator = torch.Generator().manual_seed(config.training.seed)
+        self.resumed_from: int | None = None
+        self.optimizer_description: dict[str, Any] = {}
+        self.last_saved = -1
+        self.skipped_in_a_row = 0
+
+    # ---- resume and save -------------------------------------------------------------------------------------------
+
+    def resume(self, path: Path) -> None:
+        """Continues from a checkpoint: weights, optimizer, schedule, random states, stream, counters and log files."""
+        state, rank_state = checkpoints.read_checkpoint_state(path, self.accelerator.process_index)
+        if state["world_size"] != self.accelerator.num_processes:
+            raise UserError(
+                f"{path} was written by {state['world_size']} process(es), now there are {self.accelerator.num_processes}. "
+                f"Start {state['world_size']} again."
+            )
+        try:
+            self.stream.load_state_dict(rank_state)
+        except ValueError as error:
+            raise UserError(
+                f"{path}: {error}. Start with the numbers of before (training.dataloader_num_workers)."
+            ) from error
+        checkpoints.load_checkpoint(self.accelerator, path)
+        self.progress = Progress(**state["progress"])
+        self.omega_generator.set_state(torch.tensor(self.progress.omega_state, dtype=torch.uint8))
+        self.schedule.load_state_dict(state["schedule"])
+        self.resumed_from = self.last_saved = self.progress.step
+        self.quarantined_before = {tuple(pair) for pair in state["quarantined_clips"]}
+        if self.accelerator.is_main_process:
+            self.metrics.cut_after_step(self.progress.step)
+            self.evaluations.cut_after_step(self.progress.step)
+            self.quarantine.cut(self.progress.quarantine_lines)
+        for key, before in state["settings"].items():
+            if before != self._settings()[key]:
+                log.warning(
+                    "%s was %s when the checkpoint was written and is %s now; the new value counts",
+                    key,
+                    before,
+                    self._settings()[key],
+                )
+        log.info(
+            "resumed from %s: step %d, epoch %d, %d clips",
+            path.name,
+            self.progress.step,
+            self.progress.epoch,
+            self.progress.samples,
+        )
+
+    def _settings(self) -> dict[str, Any]:
+        t, d = self.config.training, self.config.data
+        return {
+            "training.seed": t.seed,
+            "training.learning_rate": t.learning_rate,
+            "training.per_device_train_batch_size": t.per_device_train_batch_size,
+            "training.gradient_accumulation_steps": t.gradient_accumulation_steps,
+            "training.optimizer": t.optimizer,
+            "data.shuffle_buffer_size": d.shuffle_buffer_size,
+            "data.max_samples": d.max_samples,
+            "total steps": self.total_steps,
+        }
+
+    def save(self) -> None:
+        """Writes a checkpoint of the present step."""
+        if self.last_saved == self.progress.step:
+            return
+        self.progress.omega_state = self.omega_generator.get_state().tolist()
+        state = {
+            "progress": asdict(self.progress),
+            "schedule": self.schedule.state_dict(),
+            "world_size": self.accelerator.num_processes,
+            "settings": self._settings(),
+            "quarantined_clips": sorted(self.quarantined_before),
+        }
+        checkpoints.save_checkpoint(
+            self.accelerator, self.output_dir, self.progress.step, state, self.stream.state_dict()
+        )
+        self.last_saved = self.progress.step
+        if self.accelerator.is_main_process:
+            checkpoints.remove_old_checkpoints(self.output_dir, self.config.training.save_total_limit)
+
+    # ---- evaluation ------------------------------------------------------------------------------------------------
+
+    def evaluate(self, splits: tuple[str, ...]) -> dict[str, Any]:
+        """Evaluates the splits that the run file names; keeps the best model by validation WER."""
+        boards = {}
+        for split in splits:
+            if split not in self.sources:
+                continue
+            board = evaluate_split(self.accelerator, self.model, self.config, self.sources[split], split)
+            boards[split] = board
+            log_board(self.progress.step, split, board)
+            if self.accelerator.is_main_process:
+                self.evaluations.append(*evaluation_rows(self.progress.step, split, board))
+                self._write_quarantine(board.quarantined)
+                rates = board.total.rates()
+                if rates["wer"] is not None:
+                    self.accelerator.log(
+                        {f"{split}/wer": rates["wer"], f"{split}/cer": rates["cer"]}, step=self.progress.step
+                    )
+        if "validation" in boards and boards["validation"].total.words:
+            wer = boards["validation"].total.rates()["wer"]
+            if self.progress.best_wer is None or wer < self.progress.best_wer:
+                self.progress.best_wer, self.progress.best_step = wer, self.progress.step
+                if self.progress.step > 0:
+                    self.keep_model()
+        return boards
+
+    def evaluate_best(self, splits: tuple[str, ...]) -> dict[str, Any]:
+        """Evaluates the chosen model; its lines carry the best step."""
+        boards = {}
+        for split in splits:
+            if split in self.sources:
+                boards[split] = evaluate_split(self.accelerator, self.model, self.config, self.sources[split], split)
+                step = self.progress.step if self.progress.best_step is None else self.progress.best_step
+                log_board(step, split, boards[split])
+                if self.accelerator.is_main_process:
+                    rows = evaluation_rows(step, split, boards[split])
+                    self.evaluations.append(*({**row, "model": "best"} for row in rows))
+        return boards
+
+    def check_decoding(self) -> None:
+        """Compares batched with single decoding on a few clips; a difference makes every WER below doubtful."""
+        split = next((s for s in ("validation", "test") if s in self.sources), None)
+        if split is None or not self.accelerator.is_main_process:
+            return
+        stream = make_stream(self.accelerator, self.model, self.config, self.sources[split], training=False)
+        stream.workers = 0
+        batch = next((b for b in stream.batches() if b.audio_BS is not None), None)
+        if batch is None:
+            return
+        differing = batched_decoding_differs(self.model, batch)
+        if differing:
+            clip_id, alone, batched = differing[0]
+            log.warning(
+                "batched decoding differs from single decoding on %d of 4 clips, such as %s: %r alone, %r in a batch",
+                len(differing),
+                clip_id,
+                alone,
+                batched,
+            )
+        else:
+            log.info("batched and single decoding agree")
+
+    def last_loss(self) -> float | None:
+        """Loss of the last line of metrics.jsonl."""
+        lines = self.metrics.path.read_text(encoding="utf-8").splitlines()
+        return json.loads(lines[-1])["loss"] if lines else None
+
+    def keep_model(self) -> None:
+        """Writes the present weights as model.nemo."""
+        if self.accelerator.is_main_process:
+            save_nemo(self.model, self.output_dir / "model.nemo")
+        self.accelerator.wait_for_everyone()
+
+    # ---- training --------------------------------------------------------------------------------------------------
+
+    def run(self, max_epochs: float | None) -> None:
+        """Trains until `total_steps`, or until `max_epochs` passes over the data are done."""
+        bar = tqdm(
+            total=self.total_steps,
+            initial=self.progress.step,
+            desc="train",
+            unit="step",
+            disable=not self.accelerator.is_main_process,
+            dynamic_ncols=True,
+            smoothing=0.05,
+        )
+        window = MetricsWindow()
+        self.module.train()
+        with bar:
+            while self.progress.step < self.total_steps and not self._epochs_done(max_epochs):
+                samples_before, whole_epoch = self.progress.samples, not self.stream.positions
+                iterator = self.stream.batches()
+                try:
+                    while self.progress.step < self.total_steps:
+                        waited = time.perf_counter()
+                        group = self._next_group(iterator)
+                        window.waited += time.perf_counter() - waited
+                        totals = self._totals(group)
+                        if totals["batches"] == 0:
+                            self.progress.epoch += 1
+                            break
+                        self._optimizer_step(group, totals, window)
+                        self._after_step(window, bar)
+                finally:
+                    iterator.close()
+                if whole_epoch and self.progress.samples == samples_before:
+                    raise self._nothing_left()
+        self.progress.finished = True
+
+    def _epochs_done(self, max_epochs: float | None) -> bool:
+        return max_epochs is not None and self.progress.epoch >= max_epochs
+
+    def _nothing_left(self) -> UserError:
+        filtered = ", ".join(f"{n} {reason}" for reason, n in sorted(self.progress.filtered.items())) or "none"
+        return UserError(
+            f"data.train: no clip is left to train on. Read {self.progress.rows_read}, put {self.progress.quarantined} in "
+            f"quarantine (reasons in {self.quarantine.path}), left out by filters: {filtered}. Check data.min_duration, "
+            "data.max_duration and the reasons.",
+            exit_code=1,
+        )
+
+    def _next_group(self, iterator: Any) -> list[Batch]:
+        """The micro-batches of one optimizer step of this rank; fewer at the end of the epoch."""
+        group: list[Batch] = []
+        self._reports: list[Batch] = []
+        while len(group) < self.config.training.gradient_accumulation_steps:
+            batch = next(iterator, None)
+            if batch is None:
+                break
+            self._reports.append(batch)
+            if batch.error:
+                break
+            if batch.audio_BS is not None:
+                group.append(batch)
+        return group
+
+    def _totals(self, group: list[Batch]) -> dict[str, float]:
+        """What the optimizer step holds over all ranks, found before its first backward pass, and the ranks' reports."""
+        errors = [b.error for b in self._reports if b.error]
+        device = self.accelerator.device
+        clips = tokens = infeasible = 0
+        for batch in group:
+            feasible_B = feasible_clips(
+                encoder_lengths(self.model, batch.audio_lengths_B), batch.token_lengths_B, self.core.durations
+            )
+            batch.feasible_B = feasible_B
+            clips += int(feasible_B.sum())
+            tokens += int(batch.token_lengths_B[feasible_B].sum())
+            infeasible += int((~feasible_B).sum())
+        rows = sum(b.rows_read for b in self._reports)
+        reports = [q for b in self._reports for q in b.quarantined]
+        filtered: dict[str, int] = {}
+        for b in self._reports:
+            for reason, n in b.filtered.items():
+                filtered[reason] = filtered.get(reason, 0) + n
+        seconds = sum(float(b.audio_lengths_B.sum()) for b in group)
+        padded = sum(float(b.audio_BS.numel()) for b in group)
+        sums = torch.tensor(
+            [clips, tokens, infeasible, rows, seconds, padded, bool(errors)], dtype=torch.float64, device=device
+        )
+        most = torch.tensor([len(group)], dtype=torch.int64, device=device)
+        if self.accelerator.num_processes > 1:
+            # One small exchange a step: a rank that has run out of clips keeps step with the others instead of hanging them.
+            torch.distributed.all_reduce(sums)
+            torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+            from accelerate.utils import gather_object
+
+            everything = gather_object([(reports, filtered)])
+            reports = [q for part, _ in everything for q in part]
+            filtered = {}
+            for _, part in everything:
+                for reason, n in part.items():
+                    filtered[reason] = filtered.get(reason, 0) + n
+        if errors:
+            raise UserError(f"data.train: {errors[0]}", exit_code=1)
+        if sums[6] > 0:
+            raise UserError(
+                "data.train: another process could not read its data; its message says which shard.", exit_code=1
+            )
+        rate = self.model.preprocessor._sample_rate
+        p = self.progress
+        p.rows_read += int(sums[3])
+        p.audio_seconds += float(sums[4]) / rate
+        p.padded_seconds += float(sums[5]) / rate
+        p.infeasible += int(sums[2])
+        for reason, n in filtered.items():
+            p.filtered[reason] = p.filtered.get(reason, 0) + n
+        p.quarantined += len(reports)
+        self._write_quarantine(reports)
+        self._check_bad_fraction()
+        return {
+            "clips": float(sums[0]),
+            "tokens": float(sums[1]),
+            "batches": int(most),
+            "samples": float(sums[0] + sums[2]),
+            "audio_seconds": float(sums[4]) / rate,
+            "padded_seconds": float(sums[5]) / rate,
+        }
+
+    def _write_quarantine(self, reports: list[dict[str, str]]) -> None:
+        """Writes bad clips; one that comes again in a later epoch is not written again."""
+        new = []
+        for report in reports:
+            key = (report["source"], report["id"])
+            if key not in self.quarantined_before:
+                self.quarantined_before.add(key)
+                new.append(report)
+        self.progress.quarantine_lines += len(new)
+        if new and self.accelerator.is_main_process:
+            self.quarantine.append(*new)
+            log.warning("%d clip(s) put in quarantine, such as %s: %s", len(new), new[0]["id"], new[0]["reason"])
+
+    def _check_bad_fraction(self) -> None:
+        p, limit = self.progress, self.config.data.max_bad_fraction
+        if p.rows_read >= BAD_FRACTION_JUDGED_AFTER and p.quarantined > limit * p.rows_read:
+            raise UserError(
+                f"{p.quarantined} of {p.rows_read} clips had to be put in quarantine, more than data.max_bad_fraction={limit:g}. "
+                f"The reasons are in {self.quarantine.path}. Mend the data, or raise data.max_bad_fraction.",
+                exit_code=1,
+            )
+
+    def _optimizer_step(self, group: list[Batch], totals: dict[str, float], window: "MetricsWindow") -> None:
+        """Forward and backward over the accumulated batches, then one step.
+
+        Every loss is divided by what the whole step holds over all ranks and batches, so gradients equal those of one big
+        batch however it is cut.
+        """
+        accelerator, t = self.accelerator, self.config.training
+        denominator = max(totals["clips"] if t.loss_reduction == "mean_batch" else totals["tokens"], 1.0)
+        rnnt_draws = [self._draw_rnnt() for _ in range(totals["batches"])]
+        self.schedule.apply(self.optimizer)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+        for index in range(totals["batches"]):
+            last = index == totals["batches"] - 1
+            # A rank without a batch of its own runs its last one with weight zero: DDP and ZeRO wait for every rank.
+            weight = 1.0 if index < len(group) else 0.0
+            batch = group[index] if weight else self._stand_in(group)
+            accelerator.sync_gradients = last
+            with self._no_sync(not last):
+                losses_B = self.module(*self._to_device(batch), rnnt_draw=rnnt_draws[index])
+                loss = weight * losses_B[batch.feasible_B].sum() / denominator
+                # DDP, ZeRO and FSDP average gradients over the ranks; the denominator already counts all of them.
+                accelerator.backward(loss * accelerator.num_processes)
+            loss_sum += loss.detach().double()
+        if accelerator.num_processes > 1:
+            torch.distributed.all_reduce(loss_sum)
+        accelerator.sync_gradients = True
+        grad_norm = self._clip()
+        finite = math.isfinite(float(loss_sum)) and (grad_norm is None or math.isfinite(grad_norm))
+        if finite or accelerator.scaler is not None or accelerator.distributed_type == "DEEPSPEED":
+            self.optimizer.step()
+        skipped = not finite or bool(getattr(self.optimizer, "step_was_skipped", False))
+        self.optimizer.zero_grad()
+        if skipped:
+            self._count_skipped(group)
+        else:
+            self.skipped_in_a_row = 0
+            self.schedule.step()
+        p = self.progress
+        p.step += 1
+        p.samples += int(totals["samples"])
+        window.add(float(loss_sum), grad_norm, totals)
+
+    def _count_skipped(self, group: list[Batch]) -> None:
+        """A step whose loss or gradient is not finite changes nothing, and is said."""
+        self.progress.skipped_steps += 1
+        self.skipped_in_a_row += 1
+        ids = [clip_id for batch in group for clip_id in batch.ids]
+        log.warning(
+            "step %d: loss or gradient is not finite, the step is skipped; its clips: %s",
+            self.progress.step + 1,
+            ", ".join(ids[:16]),
+        )
+        if self.skipped_in_a_row >= SKIPPED_STEPS_IN_A_ROW:
+            raise UserError(
+                f"{SKIPPED_STEPS_IN_A_ROW} steps in a row had a loss or gradient that is not finite. Lower "
+                "training.learning_rate, or use training.bf16 instead of training.fp16.",
+                exit_code=1,
+            )
+
+    def _draw_rnnt(self) -> bool:
+        if self.core.omega <= 0:
+            return False
+        return bool(torch.rand((), generator=self.omega_generator) < self.core.omega)
+
+    def _no_sync(self, skip: bool) -> Any:
+        import contextlib
+
+        if skip and self.accelerator.num_processes > 1 and self.accelerator.distributed_type != "DEEPSPEED":
+            return self.accelerator.no_sync(self.module)
+        return contextlib.nullcontext()
+
+    def _stand_in(self, group: list[Batch]) -> Batch:
+        """A batch for a rank that has none: its last one, or a second of silence."""
+        if group:
+            return group[-1]
+        rate = self.model.preprocessor._sample_rate
+        return Batch(
+            ["silence"], [""], [""], torch.zeros(1, rate), torch.tensor([rate]), torch.zeros(1, 1, dtype=torch.int64), torch.tensor([1]), -1, {},
+            feasible_B=torch.tensor([True]),
+        )  # fmt: skip
+
+    def _to_device(self, batch: Batch) -> tuple[torch.Tensor, ...]:
+        tensors = (batch.audio_BS, batch.audio_lengths_B, batch.tokens_BU, batch.token_lengths_B)
+        return tuple(tensor.to(self.accelerator.device, non_blocking=True) for tensor in tensors)
+
+    def _clip(self) -> float | None:
+        """Clips after accumulation and returns the norm before it; None where the engine does not tell."""
+        limit = self.config.training.max_grad_norm or math.inf
+        norm = self.accelerator.clip_grad_norm_(self.module.parameters(), limit)
+        return None if norm is None else float(norm)
+
+    def _after_step(self, window: "MetricsWindow", bar: Any) -> None:
+        t, p = self.config.training, self.progress
+        if not self.optimizer_description:
+            self.optimizer_description = describe_optimizer(self.optimizer)
+            log.info(
+                "optimizer %(optimizer)s: %(optimizer_state_bytes)d bytes of state %(optimizer_state_dtypes)s on %(optimizer_state_devices)s",
+                self.optimizer_description,
+            )
+        bar.update(1)
+        if p.step % t.logging_steps == 0 or p.step == self.total_steps or p.step == 1:
+            row = window.row(p, self.schedule.rates())
+            if self.accelerator.is_main_process:
+                self.metrics.append(row)
+                self.accelerator.log(
+                    {f"train/{k}": v for k, v in row.items() if isinstance(v, float | int) and k != "step"},
+                    step=p.step,
+                )
+            wer = "" if p.best_wer is None else f"{p.best_wer:.3f}"
+            bar.set_postfix(
+                loss=f"{row['loss']:.3f}",
+                wer=wer,
+                audio_s_per_s=f"{row['audio_seconds_per_second']:.0f}",
+                mem=f"{row['peak_memory_gib']:.1f}G",
+            )
+            window.reset()
+        last = p.step == self.total_steps
+        if (t.eval_steps and p.step % t.eval_steps == 0) or last:
+            paused = time.perf_counter()
+            self.evaluate(("validation",))
+            self.module.train()
+            window.started += time.perf_counter() - paused
+        if (t.save_steps and p.step % t.save_steps == 0) or last:
+            paused = time.perf_counter()
+            self.save()
+            window.started += time.perf_counter() - paused
+
+
+class MetricsWindow:
+    """Sums between two lines of metrics.jsonl."""
+
+    def __init__(self) -> None:
+        self.waited = 0.0
+        self.reset()
+
+    def reset(self) -> None:
+        self.started = time.perf_counter()
+        self.steps, self.loss, self.grad_norm, self.waited = 0, 0.0, 0.0, 0.0
+        self.audio_seconds = self.padded_seconds = 0.0
+
+    def add(self, loss: float, grad_norm: float | None, totals: dict[str, float]) -> None:
+        self.steps += 1
+        self.loss += loss
+        self.grad_norm += grad_norm or 0.0
+        self.audio_seconds += totals["audio_seconds"]
+        self.padded_seconds += totals["padded_seconds"]
+
+    def row(self, progress: Progress, rates: list[float]) -> dict[str, Any]:
+        """One line of metrics.jsonl: means over the steps since the line before."""
+        seconds = max(time.perf_counter() - self.started, 1e-9)
+        progress.train_seconds += seconds
+        steps = max(self.steps, 1)
+        return {
+            "step": progress.step,
+            "samples": progress.samples,
+            "audio_hours": progress.audio_seconds / 3600,
+            "epoch": progress.epoch,
+            "loss": self.loss / steps,
+            "grad_norm": self.grad_norm / steps,
+            "learning_rate": max(rates),
+            "audio_seconds_per_second": self.audio_seconds / seconds,
+            "data_wait_fraction": min(self.waited / seconds, 1.0),
+            "padding_fraction": 1 - self.audio_seconds / self.padded_seconds if self.padded_seconds else 0.0,
+            "peak_memory_gib": peak_memory_gib(),
+            "rss_gib": rss_gib(),
+            "peak_rss_gib": peak_rss_gib(),
+            "seconds_per_step": seconds / steps,
+        }

@@ -1,0 +1,112 @@
+"""The files that a run leaves in training.output_dir."""
+
+import json
+import os
+import platform
+import resource
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VERSIONS = (
+    "torch",
+    "torchaudio",
+    "nemo_toolkit",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "bitsandbytes",
+    "deepspeed",
+    "numpy",
+    "numba",
+    "soundfile",
+    "jiwer",
+)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON aside and renames it, so that the file is whole or as before."""
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.write_text(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+    os.replace(aside, path)
+
+
+class LineFile:
+    """A JSON-lines file that is appended to and can be cut back on resume."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def append(self, *rows: dict[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False, default=float) + "\n")
+
+    def cut(self, lines: int) -> None:
+        """Keeps the first `lines` whole lines."""
+        kept = []
+        if self.path.is_file():
+            with self.path.open(encoding="utf-8", errors="replace") as file:
+                kept = [line for _, line in zip(range(lines), file, strict=False)]
+        aside = self.path.with_name(f".{self.path.name}.tmp")
+        aside.write_text("".join(kept), encoding="utf-8")
+        os.replace(aside, self.path)
+
+    def cut_after_step(self, step: int) -> None:
+        """Keeps the rows up to a step."""
+        keep = 0
+        if self.path.is_file():
+            with self.path.open(encoding="utf-8", errors="replace") as file:
+                for line in file:
+                    try:
+                        if json.loads(line)["step"] > step:
+                            break
+                    except (ValueError, KeyError):
+                        break  # a line that was cut off when the run died
+                    keep += 1
+        self.cut(keep)
+
+
+def environment(seed: int) -> dict[str, Any]:
+    """Versions, devices, git revision and seed."""
+    versions = {}
+    for name in VERSIONS:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    root = Path(__file__).resolve().parents[2]
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "processor": platform.processor() or platform.machine(),
+        "cpus": os.cpu_count(),
+        "gpus": devices,
+        "versions": versions,
+        "git_revision": git.stdout.strip() or None,
+        "seed": seed,
+    }
+
+
+def rss_gib() -> float:
+    """Resident memory of this process now, GiB."""
+    import psutil
+
+    return psutil.Process().memory_info().rss / 2**30
+
+
+def peak_rss_gib() -> float:
+    """Largest resident memory of this process so far, GiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def peak_memory_gib() -> float:
+    """Peak of the CUDA allocator; on a machine without a GPU the peak resident memory. GiB."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return peak_rss_gib()

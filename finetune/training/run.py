@@ -1,0 +1,354 @@
+"""The steps of a run, in the order in which finetune/train.py tells them."""
+
+import contextlib
+import json
+import logging
+import math
+import random
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import FileLock, Timeout
+from omegaconf import OmegaConf
+
+from finetune.errors import UserError
+from finetune.models.nemo import load_model, load_weights, prepare_for_training, save_nemo
+from finetune.models.transducer import TransducerLossModule
+from finetune.strategies.accelerate_files import Strategy, make_accelerator, resolve_precision
+from finetune.strategies.checkpointing import enable_gradient_checkpointing
+from finetune.strategies.compatibility import find_conflicts
+from finetune.strategies.optimizers import build_optimizer, describe_optimizer, parameter_groups
+from finetune.training import checkpoints
+from finetune.training.advice import warnings_for
+from finetune.training.data import count_clips, make_stream
+from finetune.training.data import open_sources as open_sources
+from finetune.training.loop import Trainer
+from finetune.training.outputs import environment, peak_memory_gib, peak_rss_gib, write_json
+from finetune.training.schedule import Schedule
+
+log = logging.getLogger(__name__)
+
+
+def build_accelerator(config: Any, strategy: Strategy) -> Any:
+    """Checks what excludes itself, then makes Accelerate's Accelerator and seeds everything."""
+    t = config.training
+    precision = resolve_precision(t.bf16, t.fp16, strategy)
+    t.bf16, t.fp16 = precision == "bf16", precision == "fp16"
+    conflicts = find_conflicts(config, strategy.engine, torch.cuda.is_available())
+    if conflicts:
+        raise UserError("\n".join(conflicts))
+    if t.num_threads:
+        torch.set_num_threads(t.num_threads)
+    trackers = t.report_to if not isinstance(t.report_to, str) else [t.report_to]
+    accelerator = make_accelerator(
+        strategy,
+        precision=precision,
+        batch_size=t.per_device_train_batch_size,
+        max_grad_norm=t.max_grad_norm,
+        log_with=[name for name in trackers if name != "none"],
+        project_dir=Path(t.output_dir),
+    )
+    # The same on all ranks while the model is made; each rank gets its own for dropout afterwards.
+    seed_everything(t.seed)
+    return accelerator
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds Python, NumPy and torch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def output_directory(accelerator: Any, config: Any) -> Iterator[Path]:
+    """Makes and locks training.output_dir.
+
+    Raises:
+        UserError: another process uses it, or it holds a run that is not to be resumed.
+    """
+    t = config.training
+    path = Path(t.output_dir)
+    lock = None
+    problem = None
+    if accelerator.is_main_process:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(path / ".lock")  # an advisory lock of the system: it ends with its holder
+            lock.acquire(timeout=0)
+            holds_run = (path / "config.yaml").is_file() or bool(checkpoints.whole_checkpoints(path))
+            if holds_run and t.overwrite_output_dir and not t.resume_from_checkpoint:
+                _remove_run(path)
+            elif holds_run and not t.resume_from_checkpoint:
+                problem = (
+                    f"training.output_dir: {path} holds another run. Continue it with training.resume_from_checkpoint=true, "
+                    "delete it with training.overwrite_output_dir=true, or name another directory."
+                )
+        except Timeout:
+            problem = (
+                f"training.output_dir: {path} is in use by another process. Wait for it or name another directory."
+            )
+        except OSError as error:
+            problem = f"training.output_dir: {path} cannot be written: {error}."
+    if accelerator.num_processes > 1:
+        from accelerate.utils import broadcast_object_list
+
+        problem = broadcast_object_list([problem])[0]
+    if problem:
+        raise UserError(problem)
+    try:
+        yield path
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _remove_run(path: Path) -> None:
+    """Removes what a run leaves, and nothing else that may lie there."""
+    for name in ("checkpoints", "logs"):
+        shutil.rmtree(path / name, ignore_errors=True)
+    for name in (
+        "config.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "evaluations.jsonl",
+        "quarantine.jsonl",
+        "model.nemo",
+        "summary.json",
+        "report.html",
+    ):
+        (path / name).unlink(missing_ok=True)
+
+
+def build_model(accelerator: Any, config: Any) -> Any:
+    """The NeMo model on the training device, prepared as the run file's `model:` says."""
+    started = time.perf_counter()
+    m = config.model
+    with accelerator.local_main_process_first():  # the first one downloads, the others find it
+        model = load_model(m.name, m.tokenizer)
+    prepare_for_training(model, spec_augment=m.spec_augment, dropout=m.dropout, freeze_batchnorm=m.freeze_batchnorm)
+    if m.gradient_checkpointing:
+        layers = enable_gradient_checkpointing(model, m.gradient_checkpointing_every)
+        log.info("gradient checkpointing of %d of %d encoder layers", layers, len(model.encoder.layers))
+    if m.sync_batchnorm and accelerator.num_processes > 1 and accelerator.device.type == "cuda":
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model.to(accelerator.device)
+    log.info(
+        "model %s: %.1f M parameters, loaded in %.0f s",
+        m.name,
+        count_parameters(model) / 1e6,
+        time.perf_counter() - started,
+    )
+    return model
+
+
+def count_parameters(model: Any, trainable: bool = False) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad or not trainable)
+
+
+def plan_steps(accelerator: Any, config: Any, sources: dict[str, list[Any]]) -> int:
+    """Optimizer steps of the run; from the number of clips where the epochs decide (filters may make it fewer)."""
+    t = config.training
+    if t.max_steps > 0:
+        return t.max_steps
+    clips = count_clips(sources["train"], config.data.max_samples)
+    if clips is None:
+        raise UserError(
+            "training.num_train_epochs: the number of clips of data.train is not known beforehand (a stream). Set "
+            "training.max_steps."
+        )
+    per_step = t.per_device_train_batch_size * t.gradient_accumulation_steps * accelerator.num_processes
+    return max(1, math.ceil(clips / per_step * t.num_train_epochs))
+
+
+def epoch_limit(config: Any) -> float | None:
+    """Where the epochs end the run; None where max_steps does."""
+    return None if config.training.max_steps > 0 else math.ceil(config.training.num_train_epochs)
+
+
+def build_trainer(accelerator: Any, model: Any, sources: dict[str, list[Any]], config: Any) -> Trainer:
+    """Optimizer, schedule and stream around the model."""
+    m, t = config.model, config.training
+    module = TransducerLossModule(
+        model,
+        sigma=m.sigma,
+        omega=m.omega,
+        fastemit_lambda=m.fastemit_lambda,
+        occupancy_threshold=m.occupancy_threshold,
+        joint_memory_budget=m.joint_memory_budget,
+    )
+    rates = {
+        part: rate
+        for part, rate in (
+            ("encoder", t.encoder_learning_rate),
+            ("decoder", t.decoder_learning_rate),
+            ("joint", t.joint_learning_rate),
+        )
+        if rate is not None
+    }
+    groups = parameter_groups(model, rates, t.learning_rate, t.weight_decay)
+    optimizer = build_optimizer(t.optimizer, groups, OmegaConf.to_container(t.optimizer_args, resolve=True))
+    total = plan_steps(accelerator, config, sources)
+    warmup = t.warmup_steps or int(t.warmup_ratio * total)
+    schedule = Schedule(t.lr_scheduler_type, optimizer.param_groups, warmup, total)
+    prepared, prepared_optimizer = accelerator.prepare(module, optimizer)
+    stream = make_stream(accelerator, model, config, sources["train"], training=True)
+    seed_everything(t.seed + 1000 * accelerator.process_index)
+    trainer = Trainer(accelerator, prepared, prepared_optimizer, schedule, stream, sources, config, total)
+    for text in warnings_for(
+        config,
+        pretrained=not str(m.name).endswith((".yaml", ".yml")),
+        parameters=count_parameters(model),
+        clips_per_step=t.per_device_train_batch_size * t.gradient_accumulation_steps * accelerator.num_processes,
+        total_steps=total,
+    ):
+        log.warning("advice: %s", text)
+    return trainer
+
+
+def describe(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy) -> None:
+    """Writes config.yaml and environment.json, starts the trackers, and logs the run in a few lines."""
+    t = config.training
+    if accelerator.is_main_process:
+        (trainer.output_dir / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True), encoding="utf-8")
+        write_json(trainer.output_dir / "environment.json", environment(t.seed))
+        trainer.metrics.path.touch()
+        trainer.evaluations.path.touch()
+        trainer.quarantine.path.touch()
+    if any(name != "none" for name in ([t.report_to] if isinstance(t.report_to, str) else t.report_to)):
+        accelerator.init_trackers("finetune", config={})
+    log.info(
+        "strategy %s, engine %s, %d process(es), precision %s, %d steps of %d x %d x %d clips",
+        "+".join(strategy.names) or "none",
+        strategy.engine,
+        accelerator.num_processes,
+        accelerator.mixed_precision,
+        trainer.total_steps,
+        accelerator.num_processes,
+        t.gradient_accumulation_steps,
+        t.per_device_train_batch_size,
+    )
+
+
+def resume_or_evaluate_base(trainer: Trainer, config: Any) -> None:
+    """Continues from a checkpoint, or measures the base model as step 0."""
+    path = checkpoints.find_checkpoint(config.training.resume_from_checkpoint, trainer.output_dir)
+    if path is not None:
+        trainer.resume(path)
+        return
+    if trainer.accelerator.is_main_process:
+        for file in (trainer.metrics, trainer.evaluations, trainer.quarantine):
+            file.cut(0)
+    trainer.check_decoding()
+    if config.training.eval_on_start:
+        boards = trainer.evaluate(("validation", "test", "guard"))
+        judged = boards.get("test") or boards.get("validation")
+        if judged is not None:
+            trainer.progress.wer_before = {**judged.result(), "pairs": judged.pairs}
+
+
+def finish(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy) -> None:
+    """Settles the best model, measures it, and writes summary.json."""
+    p, t = trainer.progress, config.training
+    if p.step > 0 and p.step % max(t.eval_steps, 1) and p.step != trainer.total_steps:
+        trainer.evaluate(("validation",))  # the epochs ended before the planned number of steps
+    trainer.save()
+    judged = "test" if "test" in trainer.sources else "validation"
+    if p.best_step is None:  # nothing to choose by
+        trainer.keep_model()
+    elif p.best_step == 0:
+        log.info("no evaluation was better than the base model's WER %.3f: model.nemo is the base model", p.best_wer)
+        if accelerator.is_main_process:
+            save_nemo(load_model(config.model.name, config.model.tokenizer), trainer.output_dir / "model.nemo")
+        accelerator.wait_for_everyone()
+    if p.best_step is not None and p.best_step != p.step:
+        load_weights(trainer.model, trainer.output_dir / "model.nemo")
+    boards = trainer.evaluate_best((judged, "guard"))
+    after = boards.get(judged)
+    if accelerator.is_main_process:
+        summary = summarise(accelerator, trainer, config, strategy, after)
+        write_json(trainer.output_dir / "summary.json", summary)
+        _say(summary, p.wer_before, after, trainer.output_dir)
+    accelerator.end_training()
+
+
+def summarise(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy, after: Any) -> dict[str, Any]:
+    """The run as one object."""
+    p = trainer.progress
+    before = p.wer_before or {}
+    result = after.result() if after is not None else {}
+    languages = sorted(set(before.get("by_language", {})) | set(result.get("by_language", {})))
+    return {
+        "strategy": strategy.names,
+        "engine": strategy.engine,
+        **describe_optimizer(trainer.optimizer),
+        "world_size": accelerator.num_processes,
+        "mixed_precision": accelerator.mixed_precision,
+        "steps": p.step,
+        "total_steps": trainer.total_steps,
+        "samples": p.samples,
+        "epochs": p.epoch,
+        "audio_hours": p.audio_seconds / 3600,
+        "judged_on": "test" if "test" in trainer.sources else "validation",
+        "wer_before": before.get("wer"),
+        "wer_after": result.get("wer"),
+        "cer_before": before.get("cer"),
+        "cer_after": result.get("cer"),
+        "wer_by_language": {
+            name: {
+                "before": before.get("by_language", {}).get(name, {}).get("wer"),
+                "after": result.get("by_language", {}).get(name, {}).get("wer"),
+            }
+            for name in languages
+        },
+        "best_step": p.best_step,
+        "best_validation_wer": p.best_wer,
+        "peak_memory_gib": peak_memory_gib(),
+        "peak_memory_is": "CUDA allocator" if torch.cuda.is_available() else "resident memory of the process",
+        "peak_rss_gib": peak_rss_gib(),
+        "trainable_parameters": count_parameters(trainer.model, trainable=True),
+        "parameters": count_parameters(trainer.model),
+        "audio_seconds_per_second": p.audio_seconds / p.train_seconds if p.train_seconds else None,
+        "wall_seconds": p.train_seconds,
+        "padding_fraction": 1 - p.audio_seconds / p.padded_seconds if p.padded_seconds else None,
+        "quarantined": p.quarantine_lines,
+        "filtered": p.filtered,
+        "infeasible": p.infeasible,
+        "skipped_steps": p.skipped_steps,
+        "resumed_from": trainer.resumed_from,
+        "final_loss": trainer.last_loss(),
+        "effective_settings": json.loads(json.dumps(OmegaConf.to_container(config, resolve=True))),
+    }
+
+
+def _say(summary: dict[str, Any], before: dict[str, Any] | None, after: Any, output_dir: Path) -> None:
+    """The closing lines: both WERs, the same clips before and after, and where everything is."""
+    if before and after is not None and before.get("wer") is not None:
+        for old, new in zip(before["pairs"], after.pairs, strict=False):
+            log.info(
+                "  reference  %s\n           before     %s\n           after      %s",
+                old["reference"],
+                old["hypothesis"],
+                new["hypothesis"],
+            )
+        change = (
+            (summary["wer_after"] - summary["wer_before"]) / summary["wer_before"] if summary["wer_before"] else 0.0
+        )
+        log.info(
+            "WER on %s: %.3f before, %.3f after (%+.0f %%), best step %s",
+            summary["judged_on"],
+            summary["wer_before"],
+            summary["wer_after"],
+            100 * change,
+            summary["best_step"],
+        )
+        for name, pair in summary["wer_by_language"].items():
+            if None not in pair.values():
+                log.info("  %s: %.3f before, %.3f after", name, pair["before"], pair["after"])
+    log.info("model: %s   summary: %s", output_dir / "model.nemo", output_dir / "summary.json")
+    log.info("transcribe a file: python -m finetune.transcribe --model %s FILE", output_dir)

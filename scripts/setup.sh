@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Makes .venv with the exact versions of constraints.txt. A second call installs nothing again.
+# Sourced or called by quickstart.sh and test.sh. PYTHON chooses the interpreter (3.11 or 3.12).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+fail() { echo "set-up: $*" >&2; exit 1; }
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-} python3.12 python3.11 python3; do
+        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+}
+
+stamp() { { cat constraints.txt pyproject.toml; .venv/bin/python -V; } | sha256sum | cut -d ' ' -f 1; }
+
+if [ -x .venv/bin/python ] && [ "$(cat .venv/.installed 2>/dev/null)" = "$(stamp)" ]; then
+    exit 0
+fi
+
+[ "$(uname -s)" = Linux ] || fail "this project runs on Linux; on another system use a container with Debian or Ubuntu."
+python=$(find_python)
+[ -n "$python" ] || fail "no Python 3.11 or 3.12 found; install one (Debian/Ubuntu: sudo apt install python3 python3-venv) or name it: PYTHON=/path/to/python3.12 bash $0"
+"$python" -c 'import ensurepip, venv' 2>/dev/null || fail "this Python has no venv module; install it (Debian/Ubuntu: sudo apt install python3-venv)."
+command -v g++ >/dev/null || fail "no C++ compiler found, which DeepSpeed and torch.compile need; install one (Debian/Ubuntu: sudo apt install g++)."
+"$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ||
+    fail "Python's header files are missing, which DeepSpeed's CPU optimizer is compiled with; install them (Debian/Ubuntu: sudo apt install python3-dev)."
+free_gb=$(df -Pk . | awk 'NR == 2 { print int($4 / 1048576) }')
+needed_gb=9
+if [ ! -d .venv ] && [ "$free_gb" -lt "$needed_gb" ]; then
+    fail "$free_gb GB are free on this disk and the installation needs $needed_gb GB; make room or clone to another disk."
+fi
+
+echo "set-up: installing into .venv (about 3 minutes and 7 GB, once)"
+[ -x .venv/bin/python ] || "$python" -m venv .venv
+log=.venv/install.log
+if ! .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" >"$log" 2>&1; then
+    tail -n 15 "$log" >&2
+    fail "the installation failed; the lines above say why, all of them are in $log."
+fi
+stamp >.venv/.installed
+echo "set-up: done"
