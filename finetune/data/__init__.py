@@ -1,0 +1,1 @@
+"""Sources, decoding, filters and the resumable stream of batches."""

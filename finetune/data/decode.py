@@ -1,0 +1,68 @@
+"""Audio bytes or files to 16 kHz mono waveforms, with a reason for everything that cannot be used."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import soundfile
+import torch
+import torchaudio
+
+
+class BadClip(Exception):
+    """A clip that cannot be used; the text is the reason that goes into quarantine.jsonl."""
+
+
+def decode_audio(audio: Any, sample_rate: int, folder: Path | None = None) -> np.ndarray:
+    """Decodes one clip.
+
+    Args:
+        audio: a path, or a mapping with "bytes" or "path" (the form of `datasets.Audio(decode=False)`), or one with
+            "array" and "sampling_rate".
+        sample_rate: Hz of the result.
+        folder: where relative paths start.
+
+    Returns:
+        (S,) float32 in [-1, 1], channels averaged.
+
+    Raises:
+        BadClip: missing, unreadable, empty, or not finite.
+    """
+    samples_SC, rate = _read(audio, folder)
+    if samples_SC.shape[0] == 0:
+        raise BadClip("the audio is empty")
+    if samples_SC.ndim == 2:
+        samples_SC = samples_SC.mean(axis=1) if samples_SC.shape[1] > 1 else samples_SC[:, 0]
+    if not np.isfinite(samples_SC).all():
+        raise BadClip("the audio holds samples that are not finite")
+    if rate != sample_rate:
+        samples_SC = torchaudio.functional.resample(torch.from_numpy(samples_SC), rate, sample_rate).numpy()
+    return np.ascontiguousarray(samples_SC, dtype=np.float32)
+
+
+def _read(audio: Any, folder: Path | None) -> tuple[np.ndarray, int]:
+    if isinstance(audio, str):
+        audio = {"path": audio}
+    if not isinstance(audio, dict):
+        raise BadClip(f"no audio (found {type(audio).__name__})")
+    if audio.get("array") is not None:
+        return np.asarray(audio["array"], dtype=np.float32), int(audio["sampling_rate"])
+    data, path = audio.get("bytes"), audio.get("path")
+    if data is None and not path:
+        raise BadClip("no audio")
+    if data is not None and len(data) == 0:
+        raise BadClip("the audio is empty (0 bytes)")
+    try:
+        if data is not None:
+            return soundfile.read(io.BytesIO(data), dtype="float32")
+        file = Path(path) if folder is None or Path(path).is_absolute() else folder / path
+        if not file.is_file():
+            raise BadClip(f"there is no file {file}")
+        if file.stat().st_size == 0:
+            raise BadClip("the audio is empty (0 bytes)")
+        return soundfile.read(str(file), dtype="float32")
+    except BadClip:
+        raise
+    except Exception as error:
+        raise BadClip(f"the audio cannot be decoded: {str(error).strip() or type(error).__name__}") from error

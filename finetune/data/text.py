@@ -1,0 +1,24 @@
+"""Normalisation of transcripts, for training targets and for WER."""
+
+import re
+import unicodedata
+
+_NOT_WORD = re.compile(r"[^\w'\s]|_")
+_LOOSE_APOSTROPHE = re.compile(r"(?<!\w)'|'(?!\w)")
+
+
+def normalize_text(text: str, mode: str) -> str:
+    """Normalises a transcript.
+
+    Args:
+        text: any transcript.
+        mode: "none" (only outer and repeated white space goes), "lower" (lower case too), or "basic" (lower case, no
+            punctuation but apostrophes inside words; letters with accents and digits stay).
+    """
+    text = unicodedata.normalize("NFC", text)
+    if mode in ("lower", "basic"):
+        text = text.lower()
+    if mode == "basic":
+        text = text.replace("\u2019", "'").replace("\u02bc", "'")
+        text = _LOOSE_APOSTROPHE.sub(" ", _NOT_WORD.sub(" ", text))
+    return " ".join(text.split())
