@@ -27,7 +27,7 @@ def dropout_mask(cell_N: torch.Tensor, H: int, probability: float, seed: int) ->
     if kernel is None:
         return _torch_mask(cell_N, H, threshold, seed)
     mask = np.empty((cell_N.shape[0], H), dtype=np.bool_)
-    kernel(cell_N.numpy(), np.uint32(threshold), np.uint32(seed), mask)
+    kernel(cell_N.contiguous().numpy(), np.uint32(threshold), np.uint32(seed), mask)
     return torch.from_numpy(mask)
 
 

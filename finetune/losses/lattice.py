@@ -69,14 +69,24 @@ def feasible_clips(
 
     Returns:
         (B,) bool, on the device of `enc_lengths_B`.
+
+    Raises:
+        ValueError: the lengths do not fit each other or are no whole numbers >= 0, or the durations cannot be used.
     """
     durations = check_durations(durations)
+    if enc_lengths_B.dim() != 1 or enc_lengths_B.shape != target_lengths_B.shape:
+        raise ValueError(
+            "enc_lengths_B and target_lengths_B: expected two tensors of the same shape (B,), got "
+            f"{tuple(enc_lengths_B.shape)} and {tuple(target_lengths_B.shape)}"
+        )
     if not durations or {0, 1} <= set(durations):
         return enc_lengths_B > 0
-    frames, tokens = enc_lengths_B.tolist(), target_lengths_B.tolist()
+    frames, tokens = enc_lengths_B.long().tolist(), target_lengths_B.long().tolist()
     if not frames:
         return torch.zeros_like(enc_lengths_B, dtype=torch.bool)
-    # Bit t of a Python int says that t frames can be reached; shifting by d adds an arc of duration d.
+    if min(frames + tokens) < 0:
+        raise ValueError(f"enc_lengths_B and target_lengths_B: expected lengths >= 0, got {frames} and {tokens}")
+    # Bit t of a Python int says that t frames can be reached; shifting by d adds an arc of duration d. First by blanks alone.
     within = (1 << (max(frames) + 1)) - 1
     reached, grown = 0, 1
     while grown != reached:

@@ -20,7 +20,8 @@ from finetune.strategies.optimizers import describe_optimizer
 from finetune.training import checkpoints
 from finetune.training.data import make_stream
 from finetune.training.evaluate import evaluate_split, evaluation_rows, log_board
-from finetune.training.outputs import LineFile, peak_memory_gib, peak_rss_gib, rss_gib
+from finetune.training.metrics import MetricsWindow
+from finetune.training.outputs import LineFile
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Progress:
     best_wer: float | None = None
     wer_before: dict[str, Any] | None = None
     train_seconds: float = 0.0
+    wall_seconds: float = 0.0
     omega_state: list[int] | None = None
     finished: bool = False
 
@@ -93,6 +95,7 @@ class Trainer:
         self.optimizer_description: dict[str, Any] = {}
         self.last_saved = -1
         self.skipped_in_a_row = 0
+        self.clock = time.perf_counter()
 
     # ---- resume and save -------------------------------------------------------------------------------------------
 
@@ -153,6 +156,7 @@ class Trainer:
         """Writes a checkpoint of the present step."""
         if self.last_saved == self.progress.step:
             return
+        self.count_wall_seconds()
         self.progress.omega_state = self.omega_generator.get_state().tolist()
         state = {
             "progress": asdict(self.progress),
@@ -167,6 +171,12 @@ class Trainer:
         self.last_saved = self.progress.step
         if self.accelerator.is_main_process:
             checkpoints.remove_old_checkpoints(self.output_dir, self.config.training.save_total_limit)
+
+    def count_wall_seconds(self) -> None:
+        """Adds the time since the last call, so that the sum survives an interruption."""
+        now = time.perf_counter()
+        self.progress.wall_seconds += now - self.clock
+        self.clock = now
 
     # ---- evaluation ------------------------------------------------------------------------------------------------
 
@@ -191,8 +201,7 @@ class Trainer:
             wer = boards["validation"].total.rates()["wer"]
             if self.progress.best_wer is None or wer < self.progress.best_wer:
                 self.progress.best_wer, self.progress.best_step = wer, self.progress.step
-                if self.progress.step > 0:
-                    self.keep_model()
+                self.keep_model()
         return boards
 
     def evaluate_best(self, splits: tuple[str, ...]) -> dict[str, Any]:
@@ -390,7 +399,7 @@ class Trainer:
                 exit_code=1,
             )
 
-    def _optimizer_step(self, group: list[Batch], totals: dict[str, float], window: "MetricsWindow") -> None:
+    def _optimizer_step(self, group: list[Batch], totals: dict[str, float], window: MetricsWindow) -> None:
         """Forward and backward over the accumulated batches, then one step.
 
         Every loss is divided by what the whole step holds over all ranks and batches, so gradients equal those of one big
@@ -481,7 +490,7 @@ class Trainer:
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), limit)
         return None if norm is None else float(norm)
 
-    def _after_step(self, window: "MetricsWindow", bar: Any) -> None:
+    def _after_step(self, window: MetricsWindow, bar: Any) -> None:
         t, p = self.config.training, self.progress
         if not self.optimizer_description:
             self.optimizer_description = describe_optimizer(self.optimizer)
@@ -516,45 +525,3 @@ class Trainer:
             paused = time.perf_counter()
             self.save()
             window.started += time.perf_counter() - paused
-
-
-class MetricsWindow:
-    """Sums between two lines of metrics.jsonl."""
-
-    def __init__(self) -> None:
-        self.waited = 0.0
-        self.reset()
-
-    def reset(self) -> None:
-        self.started = time.perf_counter()
-        self.steps, self.loss, self.grad_norm, self.waited = 0, 0.0, 0.0, 0.0
-        self.audio_seconds = self.padded_seconds = 0.0
-
-    def add(self, loss: float, grad_norm: float | None, totals: dict[str, float]) -> None:
-        self.steps += 1
-        self.loss += loss
-        self.grad_norm += grad_norm or 0.0
-        self.audio_seconds += totals["audio_seconds"]
-        self.padded_seconds += totals["padded_seconds"]
-
-    def row(self, progress: Progress, rates: list[float]) -> dict[str, Any]:
-        """One line of metrics.jsonl: means over the steps since the line before."""
-        seconds = max(time.perf_counter() - self.started, 1e-9)
-        progress.train_seconds += seconds
-        steps = max(self.steps, 1)
-        return {
-            "step": progress.step,
-            "samples": progress.samples,
-            "audio_hours": progress.audio_seconds / 3600,
-            "epoch": progress.epoch,
-            "loss": self.loss / steps,
-            "grad_norm": self.grad_norm / steps,
-            "learning_rate": max(rates),
-            "audio_seconds_per_second": self.audio_seconds / seconds,
-            "data_wait_fraction": min(self.waited / seconds, 1.0),
-            "padding_fraction": 1 - self.audio_seconds / self.padded_seconds if self.padded_seconds else 0.0,
-            "peak_memory_gib": peak_memory_gib(),
-            "rss_gib": rss_gib(),
-            "peak_rss_gib": peak_rss_gib(),
-            "seconds_per_step": seconds / steps,
-        }

@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 
 from finetune.errors import UserError
-from finetune.models.nemo import load_model, load_weights, prepare_for_training, save_nemo
+from finetune.models.nemo import load_model, load_weights, prepare_for_training
 from finetune.models.transducer import TransducerLossModule
 from finetune.strategies.accelerate_files import Strategy, make_accelerator, resolve_precision
 from finetune.strategies.checkpointing import enable_gradient_checkpointing
@@ -263,14 +263,12 @@ def finish(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy) 
         trainer.keep_model()
     elif p.best_step == 0:
         log.info("no evaluation was better than the base model's WER %.3f: model.nemo is the base model", p.best_wer)
-        if accelerator.is_main_process:
-            save_nemo(load_model(config.model.name, config.model.tokenizer), trainer.output_dir / "model.nemo")
-        accelerator.wait_for_everyone()
     if p.best_step is not None and p.best_step != p.step:
         load_weights(trainer.model, trainer.output_dir / "model.nemo")
     boards = trainer.evaluate_best((judged, "guard"))
     after = boards.get(judged)
     if accelerator.is_main_process:
+        trainer.count_wall_seconds()
         summary = summarise(accelerator, trainer, config, strategy, after)
         write_json(trainer.output_dir / "summary.json", summary)
         _say(summary, p.wer_before, after, trainer.output_dir)
@@ -314,7 +312,8 @@ def summarise(accelerator: Any, trainer: Trainer, config: Any, strategy: Strateg
         "trainable_parameters": count_parameters(trainer.model, trainable=True),
         "parameters": count_parameters(trainer.model),
         "audio_seconds_per_second": p.audio_seconds / p.train_seconds if p.train_seconds else None,
-        "wall_seconds": p.train_seconds,
+        "train_seconds": p.train_seconds,
+        "wall_seconds": p.wall_seconds,
         "padding_fraction": 1 - p.audio_seconds / p.padded_seconds if p.padded_seconds else None,
         "quarantined": p.quarantine_lines,
         "filtered": p.filtered,

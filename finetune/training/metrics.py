@@ -1,0 +1,48 @@
+"""What is summed up between two lines of metrics.jsonl."""
+
+import time
+from typing import Any
+
+from finetune.training.outputs import peak_memory_gib, peak_rss_gib, rss_gib
+
+
+class MetricsWindow:
+    """Sums between two lines of metrics.jsonl."""
+
+    def __init__(self) -> None:
+        self.waited = 0.0
+        self.reset()
+
+    def reset(self) -> None:
+        self.started = time.perf_counter()
+        self.steps, self.loss, self.grad_norm, self.waited = 0, 0.0, 0.0, 0.0
+        self.audio_seconds = self.padded_seconds = 0.0
+
+    def add(self, loss: float, grad_norm: float | None, totals: dict[str, float]) -> None:
+        self.steps += 1
+        self.loss += loss
+        self.grad_norm += grad_norm or 0.0
+        self.audio_seconds += totals["audio_seconds"]
+        self.padded_seconds += totals["padded_seconds"]
+
+    def row(self, progress: Any, rates: list[float]) -> dict[str, Any]:
+        """One line of metrics.jsonl: means over the steps since the line before."""
+        seconds = max(time.perf_counter() - self.started, 1e-9)
+        progress.train_seconds += seconds
+        steps = max(self.steps, 1)
+        return {
+            "step": progress.step,
+            "samples": progress.samples,
+            "audio_hours": progress.audio_seconds / 3600,
+            "epoch": progress.epoch,
+            "loss": self.loss / steps,
+            "grad_norm": self.grad_norm / steps,
+            "learning_rate": max(rates),
+            "audio_seconds_per_second": self.audio_seconds / seconds,
+            "data_wait_fraction": min(self.waited / seconds, 1.0),
+            "padding_fraction": 1 - self.audio_seconds / self.padded_seconds if self.padded_seconds else 0.0,
+            "peak_memory_gib": peak_memory_gib(),
+            "rss_gib": rss_gib(),
+            "peak_rss_gib": peak_rss_gib(),
+            "seconds_per_step": seconds / steps,
+        }
