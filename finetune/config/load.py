@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import logging
+import math
 import typing
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from finetune.config.schema import RunConfig
 from finetune.errors import UserError
+from finetune.strategies.compatibility import find_conflicts
+from finetune.strategies.optimizers import ALLOWED_ARGS
 
 log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
 OVERLAYS = ROOT / "finetune" / "strategies"
+REQUIRED = ("model.name", "data.train", "training.output_dir")
+TRACKERS = ("tensorboard", "wandb", "trackio", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "none")
 
 
 def schema_fields(cls: type = RunConfig, prefix: str = "") -> dict[str, dataclasses.Field]:
@@ -33,6 +38,18 @@ def schema_fields(cls: type = RunConfig, prefix: str = "") -> dict[str, dataclas
     return found
 
 
+def _as_written(config: DictConfig, key: str) -> Any:
+    """A value without resolving its `${...}`; "???" where it is not set."""
+    section, name = key.split(".", 1)
+    return OmegaConf.to_container(config[section])[name]
+
+
+def _resolved(config: DictConfig, key: str) -> Any:
+    """A value as plain Python; None where it is not set."""
+    value = OmegaConf.select(config, key, throw_on_missing=False)
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
 class Layers:
     """The configuration while layers are laid over it; remembers where each value came from and what was wrong."""
 
@@ -40,17 +57,20 @@ class Layers:
         self.config = OmegaConf.structured(RunConfig)
         self.fields = schema_fields()
         self.origin: dict[str, str] = {}
+        self.refused: set[str] = set()
         self.problems: list[str] = []
 
     def apply(self, values: dict[str, Any], origin: str, announce: bool = True) -> None:
         """Lays nested values over the configuration. A value that replaces an explicit one is logged."""
         for key, value in self._leaves(values, origin):
-            before = OmegaConf.select(self.config, key, throw_on_missing=False)
+            before = _as_written(self.config, key)
             try:
-                OmegaConf.update(self.config, key, value, merge=False)
+                # A section with keys of its own choice (optimizer_args) is laid over, key by key; a source is replaced.
+                OmegaConf.update(self.config, key, value, merge=self._is_section(key) and isinstance(value, dict))
             except (OmegaConfBaseException, ValueError) as error:
                 reason = str(error).splitlines()[0]
                 self.problems.append(f"{origin}: {key}: {reason} (expected {self._type(key)}, found {value!r})")
+                self.refused.add(key)
                 continue
             if announce and key in self.origin and self.origin[key] != origin and before != value:
                 log.info("%s: %s replaces %s (%s) by %s", origin, key, before, self.origin[key], value)
@@ -70,6 +90,9 @@ class Layers:
             else:
                 self.problems.append(f"{origin}: unknown key {key}.{self._suggest(key)}")
 
+    def _is_section(self, key: str) -> bool:
+        return typing.get_origin(self.fields[key].type) is dict
+
     def _suggest(self, key: str) -> str:
         last = key.rsplit(".", 1)[-1]
         same_name = [k for k in self.fields if k.rsplit(".", 1)[-1] == last]
@@ -82,11 +105,22 @@ class Layers:
 
     def check_values(self) -> None:
         """Missing values, choices and bounds."""
+        defaults = OmegaConf.structured(RunConfig)
         for key, f in self.fields.items():
-            if OmegaConf.is_missing(self.config, key):
-                self.problems.append(f"{key} is not set. {f.metadata['help']}")
+            if key in self.refused:
+                continue  # said already; what counts here is an earlier layer's value or the default
+            problem = None
+            try:
+                value = _resolved(self.config, key)
+                if OmegaConf.is_missing(self.config, key) or (key in REQUIRED and not value):
+                    problem = f"{key} is not set. {f.metadata['help']}"
+            except OmegaConfBaseException as error:
+                problem = f"{self.origin.get(key, 'default')}: {key}: {str(error).splitlines()[0]}"
+            if problem:
+                self.problems.append(problem)
+                # The default, so that everything else can still be checked.
+                OmegaConf.update(self.config, key, _as_written(defaults, key), merge=False)
                 continue
-            value = OmegaConf.select(self.config, key)
             choices = f.metadata.get("choices")
             if choices and value not in choices:
                 near = difflib.get_close_matches(str(value), choices, n=1)
@@ -117,16 +151,22 @@ def _bounds(layers: Layers) -> list[tuple[str, str]]:
         "num_gpus",
         "num_threads",
         "sample_predictions",
+        "seed",
     )
     t = config.training
+    for key in layers.fields:
+        value = _resolved(config, key)
+        if isinstance(value, float) and not math.isfinite(value) and key != "data.max_duration":
+            problems.append((key, f"has to be a finite number, found {value}"))
     for name in at_least_one:
         if t[name] < 1:
             problems.append((f"training.{name}", f"has to be 1 or more, found {t[name]}"))
     for name in at_least_zero:
         if t[name] < 0:
             problems.append((f"training.{name}", f"has to be 0 or more, found {t[name]}"))
-    if not t.learning_rate > 0:
-        problems.append(("training.learning_rate", f"has to be above 0, found {t.learning_rate}"))
+    for name in ("learning_rate", "encoder_learning_rate", "decoder_learning_rate", "joint_learning_rate"):
+        if t[name] is not None and t[name] <= 0:
+            problems.append((f"training.{name}", f"has to be above 0, found {t[name]}"))
     if not 0 <= t.warmup_ratio <= 1:
         problems.append(("training.warmup_ratio", f"is a fraction from 0 to 1, found {t.warmup_ratio}"))
     if t.max_steps == 0 or t.max_steps < -1:
@@ -150,10 +190,27 @@ def _bounds(layers: Layers) -> list[tuple[str, str]]:
                 f"has to be 1 or more, found {config.model.gradient_checkpointing_every}",
             )
         )
-    for name in ("dropout", "omega"):
+    for name in ("dropout", "omega", "occupancy_threshold"):
         value = config.model[name]
         if value is not None and not 0 <= value <= 1:
             problems.append((f"model.{name}", f"is a probability, found {value}"))
+    for name in ("sigma", "fastemit_lambda"):
+        value = config.model[name]
+        if value is not None and value < 0:
+            problems.append((f"model.{name}", f"has to be 0 or more, found {value}"))
+    if config.model.joint_memory_budget is not None and config.model.joint_memory_budget < 1:
+        problems.append(
+            ("model.joint_memory_budget", f"has to be 1 MiB or more, found {config.model.joint_memory_budget}")
+        )
+    trackers = _resolved(config, "training.report_to")
+    for tracker in trackers if isinstance(trackers, list) else [trackers]:
+        if tracker not in TRACKERS:
+            problems.append(("training.report_to", f"{tracker!r} is not one of {', '.join(TRACKERS)}"))
+    allowed = ALLOWED_ARGS.get(t.optimizer, set(t.optimizer_args))
+    for name in sorted(set(t.optimizer_args) - allowed):
+        problems.append(
+            ("training.optimizer_args", f"{t.optimizer} has no option {name}; it has {', '.join(sorted(allowed))}")
+        )
     return problems
 
 
@@ -192,7 +249,12 @@ def parse_overrides(overrides: list[str]) -> dict[str, Any]:
         parts = key.split(".")
         for part in parts[:-1]:
             section = section.setdefault(part, {})
-        section[parts[-1]] = yaml.load(value, Loader=_loader()) if value else None
+            if not isinstance(section, dict):
+                raise UserError(f"{text}: {part} was given a value of its own by another argument.")
+        try:
+            section[parts[-1]] = yaml.load(value, Loader=_loader()) if value else None
+        except yaml.YAMLError as error:
+            raise UserError(f"{text}: the value is not valid YAML ({' '.join(str(error).split())}).") from error
     return nested
 
 
@@ -218,10 +280,9 @@ def load_config(config_file: Path, strategies: list[str], overrides: list[str]) 
             layers.apply(read_yaml(path, f"--strategy {strategy}"), f"strategy {strategy}")
     layers.apply(parse_overrides(overrides), "command line")
     layers.check_values()
-    if layers.problems:
-        from finetune.strategies.compatibility import find_conflicts
-
-        raise UserError(_listed(layers.problems + find_conflicts(layers.config)))
+    problems = layers.problems + find_conflicts(layers.config)
+    if problems:
+        raise UserError(_listed(problems))
     return layers.config, layers.origin
 
 

@@ -171,6 +171,7 @@ class TrainingConfig:
         False, "true: continue from the newest whole checkpoint of `output_dir`; or the path of a checkpoint."
     )
     logging_steps: int = option(10, "Steps between two lines in metrics.jsonl.", "steps")
+    log_clips: bool = option(False, "Write the ids of each step's clips to clips.jsonl, to find what a step held.")
     report_to: Any = option(
         "tensorboard", "Tracker of Accelerate, or a list: `tensorboard`, `wandb`, `trackio`, `none`."
     )

@@ -446,6 +446,9 @@ class ClipStream:
             self.positions[batch.lane] = batch.position
             self.next_worker = (batch.lane // self.ranks + 1) % lanes
             yield batch
+
+    def next_epoch(self) -> None:
+        """Goes to the beginning of the next epoch. A separate call, since other ranks may still have batches of this one."""
         self.epoch, self.next_worker, self.positions = self.epoch + 1, 0, {}
 
     def state_dict(self) -> dict[str, Any]:

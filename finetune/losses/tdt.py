@@ -309,7 +309,7 @@ class _FusedTransducer(torch.autograd.Function):
         grad_weight = torch.zeros(weight_OH.shape, dtype=dtype, device=device) if need_weight else None
         grad_bias = torch.zeros(bias_O.shape, dtype=dtype, device=device) if need_bias else None
         # Half precision holds gradient rows up to 1 well; the loss scale goes in after the sums.
-        has_cells_B = torch.tensor([t > 0 for t in plan.frames]).to(device, non_blocking=True)
+        has_cells_B = torch.tensor([t > 0 for t in plan.frames], dtype=torch.bool).to(device, non_blocking=True)
         scale_B = torch.where(has_cells_B, grad_B.to(dtype), 0.0)
         largest = scale_B.abs().amax() if scale_B.numel() else scale_B.sum()
         scale_B = torch.where(largest == 0, 0.0, scale_B / largest)

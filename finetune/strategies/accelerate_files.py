@@ -30,7 +30,7 @@ class Strategy:
 
     names: list[str] = field(default_factory=list)
     engine: str = "none"
-    """none (also DDP, where more than one process was started), deepspeed, deepspeed_offload or fsdp."""
+    """none (DDP too, where a launcher alone started more processes), ddp, deepspeed, deepspeed_offload or fsdp."""
     engine_from: str = ""
     """The strategy or file that set the engine."""
     from_launcher: bool = False
@@ -120,6 +120,8 @@ def _take_engine(strategy: Strategy, values: dict[str, Any], origin: str) -> Non
         strategy.deepspeed_config = path
     elif kind == "FSDP":
         _set_engine(strategy, "fsdp", origin)
+    elif kind.startswith("MULTI_"):
+        _set_engine(strategy, "ddp", origin)
     precision = str(values.get("mixed_precision", "no"))
     if precision != "no":
         if strategy.mixed_precision not in (None, precision):
@@ -214,7 +216,7 @@ def make_accelerator(
     }
     if not torch.cuda.is_available():
         # Accelerate takes DDP over gloo only when it is told that the CPU is meant.
-        options["cpu"] = strategy.engine == "none"
+        options["cpu"] = strategy.engine in ("none", "ddp")
     if strategy.engine.startswith("deepspeed"):
         _single_process_environment()
         if not strategy.from_launcher:

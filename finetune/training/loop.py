@@ -14,18 +14,17 @@ from tqdm import tqdm
 from finetune.data.stream import Batch, ClipStream
 from finetune.errors import UserError
 from finetune.evaluation.recognise import batched_decoding_differs
-from finetune.losses import feasible_clips
-from finetune.models.nemo import encoder_lengths, save_nemo
+from finetune.models.nemo import save_nemo
 from finetune.strategies.optimizers import describe_optimizer
 from finetune.training import checkpoints
 from finetune.training.data import make_stream
 from finetune.training.evaluate import evaluate_split, evaluation_rows, log_board
+from finetune.training.intake import Intake, StepInput
 from finetune.training.metrics import MetricsWindow
 from finetune.training.outputs import LineFile
 
 log = logging.getLogger(__name__)
 
-BAD_FRACTION_JUDGED_AFTER = 200
 SKIPPED_STEPS_IN_A_ROW = 20
 
 
@@ -88,7 +87,8 @@ class Trainer:
         self.metrics = LineFile(self.output_dir / "metrics.jsonl")
         self.evaluations = LineFile(self.output_dir / "evaluations.jsonl")
         self.quarantine = LineFile(self.output_dir / "quarantine.jsonl")
-        self.quarantined_before: set[tuple[str, str]] = set()
+        self.clips = LineFile(self.output_dir / "clips.jsonl")
+        self.intake = Intake(self)
         # One generator for the draw between TDT and RNN-T, equal on all ranks and kept in checkpoints.
         self.omega_generator = torch.Generator().manual_seed(config.training.seed)
         self.resumed_from: int | None = None
@@ -118,10 +118,12 @@ class Trainer:
         self.omega_generator.set_state(torch.tensor(self.progress.omega_state, dtype=torch.uint8))
         self.schedule.load_state_dict(state["schedule"])
         self.resumed_from = self.last_saved = self.progress.step
-        self.quarantined_before = {tuple(pair) for pair in state["quarantined_clips"]}
+        self.intake.quarantined_before = {tuple(pair) for pair in state["quarantined_clips"]}
         if self.accelerator.is_main_process:
             self.metrics.cut_after_step(self.progress.step)
             self.evaluations.cut_after_step(self.progress.step)
+            if self.config.training.log_clips:
+                self.clips.cut_after_step(self.progress.step)
             self.quarantine.cut(self.progress.quarantine_lines)
         for key, before in state["settings"].items():
             if before != self._settings()[key]:
@@ -163,7 +165,7 @@ class Trainer:
             "schedule": self.schedule.state_dict(),
             "world_size": self.accelerator.num_processes,
             "settings": self._settings(),
-            "quarantined_clips": sorted(self.quarantined_before),
+            "quarantined_clips": sorted(self.intake.quarantined_before),
         }
         checkpoints.save_checkpoint(
             self.accelerator, self.output_dir, self.progress.step, state, self.stream.state_dict()
@@ -191,7 +193,7 @@ class Trainer:
             log_board(self.progress.step, split, board)
             if self.accelerator.is_main_process:
                 self.evaluations.append(*evaluation_rows(self.progress.step, split, board))
-                self._write_quarantine(board.quarantined)
+                self.intake.write_quarantine(board.quarantined)
                 rates = board.total.rates()
                 if rates["wer"] is not None:
                     self.accelerator.log(
@@ -273,151 +275,43 @@ class Trainer:
                 try:
                     while self.progress.step < self.total_steps:
                         waited = time.perf_counter()
-                        group = self._next_group(iterator)
+                        step_input = self.intake.next_step(iterator)
                         window.waited += time.perf_counter() - waited
-                        totals = self._totals(group)
-                        if totals["batches"] == 0:
+                        if step_input.batches == 0:
                             self.progress.epoch += 1
+                            self.stream.next_epoch()
                             break
-                        self._optimizer_step(group, totals, window)
+                        self._optimizer_step(step_input, window)
                         self._after_step(window, bar)
                 finally:
                     iterator.close()
                 if whole_epoch and self.progress.samples == samples_before:
-                    raise self._nothing_left()
+                    raise self.intake.nothing_left()
         self.progress.finished = True
 
     def _epochs_done(self, max_epochs: float | None) -> bool:
         return max_epochs is not None and self.progress.epoch >= max_epochs
 
-    def _nothing_left(self) -> UserError:
-        filtered = ", ".join(f"{n} {reason}" for reason, n in sorted(self.progress.filtered.items())) or "none"
-        return UserError(
-            f"data.train: no clip is left to train on. Read {self.progress.rows_read}, put {self.progress.quarantined} in "
-            f"quarantine (reasons in {self.quarantine.path}), left out by filters: {filtered}. Check data.min_duration, "
-            "data.max_duration and the reasons.",
-            exit_code=1,
-        )
-
-    def _next_group(self, iterator: Any) -> list[Batch]:
-        """The micro-batches of one optimizer step of this rank; fewer at the end of the epoch."""
-        group: list[Batch] = []
-        self._reports: list[Batch] = []
-        while len(group) < self.config.training.gradient_accumulation_steps:
-            batch = next(iterator, None)
-            if batch is None:
-                break
-            self._reports.append(batch)
-            if batch.error:
-                break
-            if batch.audio_BS is not None:
-                group.append(batch)
-        return group
-
-    def _totals(self, group: list[Batch]) -> dict[str, float]:
-        """What the optimizer step holds over all ranks, found before its first backward pass, and the ranks' reports."""
-        errors = [b.error for b in self._reports if b.error]
-        device = self.accelerator.device
-        clips = tokens = infeasible = 0
-        for batch in group:
-            feasible_B = feasible_clips(
-                encoder_lengths(self.model, batch.audio_lengths_B), batch.token_lengths_B, self.core.durations
-            )
-            batch.feasible_B = feasible_B
-            clips += int(feasible_B.sum())
-            tokens += int(batch.token_lengths_B[feasible_B].sum())
-            infeasible += int((~feasible_B).sum())
-        rows = sum(b.rows_read for b in self._reports)
-        reports = [q for b in self._reports for q in b.quarantined]
-        filtered: dict[str, int] = {}
-        for b in self._reports:
-            for reason, n in b.filtered.items():
-                filtered[reason] = filtered.get(reason, 0) + n
-        seconds = sum(float(b.audio_lengths_B.sum()) for b in group)
-        padded = sum(float(b.audio_BS.numel()) for b in group)
-        sums = torch.tensor(
-            [clips, tokens, infeasible, rows, seconds, padded, bool(errors)], dtype=torch.float64, device=device
-        )
-        most = torch.tensor([len(group)], dtype=torch.int64, device=device)
-        if self.accelerator.num_processes > 1:
-            # One small exchange a step: a rank that has run out of clips keeps step with the others instead of hanging them.
-            torch.distributed.all_reduce(sums)
-            torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
-            from accelerate.utils import gather_object
-
-            everything = gather_object([(reports, filtered)])
-            reports = [q for part, _ in everything for q in part]
-            filtered = {}
-            for _, part in everything:
-                for reason, n in part.items():
-                    filtered[reason] = filtered.get(reason, 0) + n
-        if errors:
-            raise UserError(f"data.train: {errors[0]}", exit_code=1)
-        if sums[6] > 0:
-            raise UserError(
-                "data.train: another process could not read its data; its message says which shard.", exit_code=1
-            )
-        rate = self.model.preprocessor._sample_rate
-        p = self.progress
-        p.rows_read += int(sums[3])
-        p.audio_seconds += float(sums[4]) / rate
-        p.padded_seconds += float(sums[5]) / rate
-        p.infeasible += int(sums[2])
-        for reason, n in filtered.items():
-            p.filtered[reason] = p.filtered.get(reason, 0) + n
-        p.quarantined += len(reports)
-        self._write_quarantine(reports)
-        self._check_bad_fraction()
-        return {
-            "clips": float(sums[0]),
-            "tokens": float(sums[1]),
-            "batches": int(most),
-            "samples": float(sums[0] + sums[2]),
-            "audio_seconds": float(sums[4]) / rate,
-            "padded_seconds": float(sums[5]) / rate,
-        }
-
-    def _write_quarantine(self, reports: list[dict[str, str]]) -> None:
-        """Writes bad clips; one that comes again in a later epoch is not written again."""
-        new = []
-        for report in reports:
-            key = (report["source"], report["id"])
-            if key not in self.quarantined_before:
-                self.quarantined_before.add(key)
-                new.append(report)
-        self.progress.quarantine_lines += len(new)
-        if new and self.accelerator.is_main_process:
-            self.quarantine.append(*new)
-            log.warning("%d clip(s) put in quarantine, such as %s: %s", len(new), new[0]["id"], new[0]["reason"])
-
-    def _check_bad_fraction(self) -> None:
-        p, limit = self.progress, self.config.data.max_bad_fraction
-        if p.rows_read >= BAD_FRACTION_JUDGED_AFTER and p.quarantined > limit * p.rows_read:
-            raise UserError(
-                f"{p.quarantined} of {p.rows_read} clips had to be put in quarantine, more than data.max_bad_fraction={limit:g}. "
-                f"The reasons are in {self.quarantine.path}. Mend the data, or raise data.max_bad_fraction.",
-                exit_code=1,
-            )
-
-    def _optimizer_step(self, group: list[Batch], totals: dict[str, float], window: MetricsWindow) -> None:
+    def _optimizer_step(self, step_input: StepInput, window: MetricsWindow) -> None:
         """Forward and backward over the accumulated batches, then one step.
 
         Every loss is divided by what the whole step holds over all ranks and batches, so gradients equal those of one big
         batch however it is cut.
         """
         accelerator, t = self.accelerator, self.config.training
-        denominator = max(totals["clips"] if t.loss_reduction == "mean_batch" else totals["tokens"], 1.0)
-        rnnt_draws = [self._draw_rnnt() for _ in range(totals["batches"])]
+        group, batches = step_input.group, step_input.batches
+        denominator = max(step_input.clips if t.loss_reduction == "mean_batch" else step_input.tokens, 1.0)
+        rnnt_draw = self._draw_rnnt()  # once a step, so that a step cut into more batches or ranks stays the same
         self.schedule.apply(self.optimizer)
         loss_sum = torch.zeros((), dtype=torch.float64, device=accelerator.device)
-        for index in range(totals["batches"]):
-            last = index == totals["batches"] - 1
+        for index in range(batches):
+            last = index == batches - 1
             # A rank without a batch of its own runs its last one with weight zero: DDP and ZeRO wait for every rank.
             weight = 1.0 if index < len(group) else 0.0
             batch = group[index] if weight else self._stand_in(group)
             accelerator.sync_gradients = last
             with self._no_sync(not last):
-                losses_B = self.module(*self._to_device(batch), rnnt_draw=rnnt_draws[index])
+                losses_B = self.module(*self._to_device(batch), rnnt_draw=rnnt_draw)
                 loss = weight * losses_B[batch.feasible_B].sum() / denominator
                 # DDP, ZeRO and FSDP average gradients over the ranks; the denominator already counts all of them.
                 accelerator.backward(loss * accelerator.num_processes)
@@ -438,8 +332,19 @@ class Trainer:
             self.schedule.step()
         p = self.progress
         p.step += 1
-        p.samples += int(totals["samples"])
-        window.add(float(loss_sum), grad_norm, totals)
+        p.samples += step_input.samples
+        window.add(float(loss_sum), grad_norm, step_input)
+        if t.log_clips:
+            self._log_clips(group)
+
+    def _log_clips(self, group: list[Batch]) -> None:
+        ids = [[batch.ids for batch in group]]
+        if self.accelerator.num_processes > 1:
+            from accelerate.utils import gather_object
+
+            ids = gather_object(ids)
+        if self.accelerator.is_main_process:
+            self.clips.append({"step": self.progress.step, "ids_by_rank": ids})
 
     def _count_skipped(self, group: list[Batch]) -> None:
         """A step whose loss or gradient is not finite changes nothing, and is said."""

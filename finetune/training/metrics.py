@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+from finetune.training.intake import StepInput
 from finetune.training.outputs import peak_memory_gib, peak_rss_gib, rss_gib
 
 
@@ -18,12 +19,12 @@ class MetricsWindow:
         self.steps, self.loss, self.grad_norm, self.waited = 0, 0.0, 0.0, 0.0
         self.audio_seconds = self.padded_seconds = 0.0
 
-    def add(self, loss: float, grad_norm: float | None, totals: dict[str, float]) -> None:
+    def add(self, loss: float, grad_norm: float | None, step_input: StepInput) -> None:
         self.steps += 1
         self.loss += loss
         self.grad_norm += grad_norm or 0.0
-        self.audio_seconds += totals["audio_seconds"]
-        self.padded_seconds += totals["padded_seconds"]
+        self.audio_seconds += step_input.audio_seconds
+        self.padded_seconds += step_input.padded_seconds
 
     def row(self, progress: Any, rates: list[float]) -> dict[str, Any]:
         """One line of metrics.jsonl: means over the steps since the line before."""

@@ -118,6 +118,7 @@ def _remove_run(path: Path) -> None:
         "metrics.jsonl",
         "evaluations.jsonl",
         "quarantine.jsonl",
+        "clips.jsonl",
         "model.nemo",
         "summary.json",
         "report.html",
@@ -242,7 +243,12 @@ def resume_or_evaluate_base(trainer: Trainer, config: Any) -> None:
         trainer.resume(path)
         return
     if trainer.accelerator.is_main_process:
-        for file in (trainer.metrics, trainer.evaluations, trainer.quarantine):
+        for file in (
+            trainer.metrics,
+            trainer.evaluations,
+            trainer.quarantine,
+            *([trainer.clips] if config.training.log_clips else []),
+        ):
             file.cut(0)
     trainer.check_decoding()
     if config.training.eval_on_start:

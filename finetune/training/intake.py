@@ -1,0 +1,163 @@
+"""What one optimizer step takes in: its batches, its counts over all ranks, and what was left out on the way."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from finetune.data.stream import Batch
+from finetune.errors import UserError
+from finetune.losses import feasible_clips
+from finetune.models.nemo import encoder_lengths
+
+log = logging.getLogger(__name__)
+
+BAD_FRACTION_JUDGED_AFTER = 200
+
+
+@dataclass
+class StepInput:
+    """The micro-batches of this rank and the counts of all ranks."""
+
+    group: list[Batch]
+    batches: int
+    """Micro-batches that every rank runs: the most that any rank has. 0 ends the epoch."""
+    clips: float
+    """Clips that have an alignment."""
+    tokens: float
+    """Tokens of these clips."""
+    samples: int
+    """All clips."""
+    audio_seconds: float
+    padded_seconds: float
+
+
+class Intake:
+    """Collects the batches of each step and keeps the account of quarantine and filters.
+
+    Args:
+        trainer: the run; its progress is added to.
+    """
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self.quarantined_before: set[tuple[str, str]] = set()
+
+    def next_step(self, iterator: Iterator[Batch]) -> StepInput:
+        """The micro-batches of the next optimizer step; fewer at the end of the epoch, none behind it.
+
+        Raises:
+            UserError: a rank cannot read its data, or too large a share of the clips is bad.
+        """
+        group: list[Batch] = []
+        received: list[Batch] = []
+        while len(group) < self.trainer.config.training.gradient_accumulation_steps:
+            batch = next(iterator, None)
+            if batch is None:
+                break
+            received.append(batch)
+            if batch.error:
+                break
+            if batch.audio_BS is not None:
+                group.append(batch)
+        return self._account(group, received)
+
+    def _account(self, group: list[Batch], received: list[Batch]) -> StepInput:
+        trainer, p = self.trainer, self.trainer.progress
+        clips = tokens = infeasible = 0
+        for batch in group:
+            frames_B = encoder_lengths(trainer.model, batch.audio_lengths_B)
+            batch.feasible_B = feasible_clips(frames_B, batch.token_lengths_B, trainer.core.durations)
+            clips += int(batch.feasible_B.sum())
+            tokens += int(batch.token_lengths_B[batch.feasible_B].sum())
+            infeasible += int((~batch.feasible_B).sum())
+        error = next((b.error for b in received if b.error), None)
+        rows = sum(b.rows_read for b in received)
+        samples = sum(float(b.audio_lengths_B.sum()) for b in group)
+        padded = sum(float(b.audio_BS.numel()) for b in group)
+        sums, batches = self._over_ranks([clips, tokens, infeasible, rows, samples, padded], len(group))
+        reports, filtered, errors = self._reports_of_ranks(received, error)
+        if errors:
+            raise UserError(f"data.train: {errors[0]}", exit_code=1)
+        rate = trainer.model.preprocessor._sample_rate
+        clips, tokens, infeasible, rows, audio_seconds, padded_seconds = sums[:4] + [sums[4] / rate, sums[5] / rate]
+        p.rows_read += int(rows)
+        p.audio_seconds += audio_seconds
+        p.padded_seconds += padded_seconds
+        p.infeasible += int(infeasible)
+        for reason, n in filtered.items():
+            p.filtered[reason] = p.filtered.get(reason, 0) + n
+        p.quarantined += len(reports)
+        self.write_quarantine(reports)
+        self._check_bad_fraction()
+        return StepInput(group, batches, clips, tokens, int(clips + infeasible), audio_seconds, padded_seconds)
+
+    def _over_ranks(self, values: list[float], batches: int) -> tuple[list[float], int]:
+        """Sums over the ranks, and the most batches of any rank.
+
+        One small exchange a step: a rank that has run out of clips keeps step with the others instead of hanging them.
+        """
+        accelerator = self.trainer.accelerator
+        if accelerator.num_processes == 1:
+            return [float(v) for v in values], batches
+        sums = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
+        most = torch.tensor([batches], dtype=torch.int64, device=accelerator.device)
+        torch.distributed.all_reduce(sums)
+        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+        return sums.tolist(), int(most)
+
+    def _reports_of_ranks(
+        self, received: list[Batch], error: str | None
+    ) -> tuple[list[dict[str, str]], dict[str, int], list[str]]:
+        """Quarantined clips, filter counts and errors of all ranks."""
+        reports = [q for b in received for q in b.quarantined]
+        counts = [b.filtered for b in received]
+        errors = [error] if error else []
+        if self.trainer.accelerator.num_processes > 1:
+            from accelerate.utils import gather_object
+
+            parts = gather_object([(reports, counts, errors)])
+            reports = [q for part in parts for q in part[0]]
+            counts = [c for part in parts for c in part[1]]
+            errors = [e for part in parts for e in part[2]]
+        filtered: dict[str, int] = {}
+        for count in counts:
+            for reason, n in count.items():
+                filtered[reason] = filtered.get(reason, 0) + n
+        return reports, filtered, errors
+
+    def write_quarantine(self, reports: list[dict[str, str]]) -> None:
+        """Writes bad clips; one that comes again in a later epoch is not written again."""
+        new = []
+        for report in reports:
+            key = (report["source"], report["id"])
+            if key not in self.quarantined_before:
+                self.quarantined_before.add(key)
+                new.append(report)
+        self.trainer.progress.quarantine_lines += len(new)
+        if new and self.trainer.accelerator.is_main_process:
+            self.trainer.quarantine.append(*new)
+            log.warning("%d clip(s) put in quarantine, such as %s: %s", len(new), new[0]["id"], new[0]["reason"])
+
+    def _check_bad_fraction(self) -> None:
+        p, limit = self.trainer.progress, self.trainer.config.data.max_bad_fraction
+        if p.rows_read >= BAD_FRACTION_JUDGED_AFTER and p.quarantined > limit * p.rows_read:
+            raise UserError(
+                f"{p.quarantined} of {p.rows_read} clips had to be put in quarantine, more than "
+                f"data.max_bad_fraction={limit:g}. The reasons are in {self.trainer.quarantine.path}. Mend the data, or "
+                "raise data.max_bad_fraction.",
+                exit_code=1,
+            )
+
+    def nothing_left(self) -> UserError:
+        """The error for an epoch without a single clip."""
+        p = self.trainer.progress
+        filtered = ", ".join(f"{n} {reason}" for reason, n in sorted(p.filtered.items())) or "none"
+        return UserError(
+            f"data.train: no clip is left to train on. Read {p.rows_read}, put {p.quarantined} in quarantine (reasons in "
+            f"{self.trainer.quarantine.path}), left out by filters: {filtered}. Check data.min_duration, data.max_duration "
+            "and the reasons.",
+            exit_code=1,
+        )

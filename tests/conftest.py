@@ -1,0 +1,204 @@
+"""Fixtures that the tests share: a tiny NeMo model, a few real clips, and whole trainings inside this process.
+
+Importing NeMo takes ten seconds, so everything that needs it runs in the one test process where it can.
+"""
+
+import io
+import json
+import logging
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+import yaml
+
+# Before anything imports huggingface_hub: no test asks the network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+
+ROOT = Path(__file__).resolve().parents[1]
+VOICE_PROMPTS = ROOT / "examples" / "voice_prompts" / "data"
+TOKENIZER = ROOT / "examples" / "base" / "tokenizer"
+LAYOUT = ROOT / "finetune" / "configs" / "models" / "fastconformer_tdt_3m.yaml"
+
+LONGEST_CLIP = 1.5  # seconds
+CLIPS = 24
+
+
+def tiny_layout(dropout: float = 0.1) -> dict[str, Any]:
+    """A NeMo model YAML of 76 thousand parameters, in the layout of the one that ships.
+
+    Args:
+        dropout: probability in encoder, prediction network and joint.
+    """
+    layout = yaml.safe_load(LAYOUT.read_text(encoding="utf-8"))
+    model = layout["model"]
+    model["model_defaults"].update(enc_hidden=32, pred_hidden=32, joint_hidden=32)
+    model["encoder"].update(d_model=32, n_layers=2, n_heads=2, subsampling_conv_channels=16)
+    model["encoder"].update(dropout=dropout, dropout_pre_encoder=dropout, dropout_att=dropout)
+    model["decoder"]["prednet"]["dropout"] = dropout
+    model["joint"]["jointnet"]["dropout"] = dropout
+    model["tokenizer"]["dir"] = str(TOKENIZER)
+    return layout
+
+
+@pytest.fixture(scope="session")
+def make_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Builds a tiny .nemo with random weights, once a session for each dropout: `make_tiny_model(dropout=0.0)`."""
+    folder = tmp_path_factory.mktemp("tiny_model")
+    built: dict[float, Path] = {}
+
+    def make(dropout: float = 0.1) -> Path:
+        if dropout not in built:
+            from finetune.models.nemo import load_model, save_nemo
+
+            layout = folder / f"tiny-dropout-{dropout}.yaml"
+            layout.write_text(yaml.safe_dump(tiny_layout(dropout)), encoding="utf-8")
+            with _random_state_kept():
+                torch.manual_seed(0)
+                save_nemo(load_model(str(layout)), layout.with_suffix(".nemo"))
+            built[dropout] = layout.with_suffix(".nemo")
+        return built[dropout]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_model(make_tiny_model: Callable[..., Path]) -> Path:
+    """A .nemo of 76 thousand random weights, dropout 0.1."""
+    return make_tiny_model()
+
+
+@pytest.fixture(scope="session")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with 24 short real clips, English and French, as 16 kHz FLAC files, and manifest.jsonl."""
+    import pyarrow.parquet as pq
+
+    folder = tmp_path_factory.mktemp("clips")
+    rows: list[dict[str, Any]] = []
+    for language in ("en", "fr"):
+        short = (
+            row
+            for path in sorted(VOICE_PROMPTS.glob("train-*.parquet"))
+            for row in pq.read_table(path).to_pylist()
+            if row["language"] == language and row["duration"] <= LONGEST_CLIP
+        )
+        for _, row in zip(range(CLIPS // 2), short):
+            samples_S, rate = soundfile.read(io.BytesIO(row["audio"]["bytes"]), dtype="float32")
+            name = row["id"].replace("/", "-") + ".flac"
+            soundfile.write(folder / name, samples_S, rate)
+            rows.append(
+                {
+                    "audio_filepath": name,
+                    "duration": len(samples_S) / rate,
+                    "text": row["text"],
+                    "lang": language,
+                    "id": row["id"],
+                }
+            )
+    write_manifest(folder / "manifest.jsonl", rows)
+    return folder
+
+
+def write_manifest(path: Path, rows: list[Any]) -> Path:
+    """Writes a manifest; a row that is a string goes in as it is."""
+    lines = (row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows)
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+class _random_state_kept:
+    """Puts the random states of Python, NumPy and torch back at its end."""
+
+    def __enter__(self) -> None:
+        self.states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+    def __exit__(self, *_: Any) -> None:
+        random.setstate(self.states[0])
+        np.random.set_state(self.states[1])
+        torch.set_rng_state(self.states[2])
+
+
+def reset_process() -> None:
+    """Forgets what Accelerate and torch.distributed keep for a whole process."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture
+def run_train() -> Iterator[Callable[..., int]]:
+    """`run_train("--config", ...)` calls finetune.train.main in this process and returns its exit code.
+
+    Afterwards the process is as before: Accelerate's state, random states, environment, threads and logging.
+    """
+    from finetune import train
+
+    project = logging.getLogger("finetune")
+
+    def run(*arguments: Any) -> int:
+        environment, threads = dict(os.environ), torch.get_num_threads()
+        handlers, propagate, level = project.handlers[:], project.propagate, project.level
+        with _random_state_kept():
+            try:
+                return train.main([str(a) for a in arguments])
+            except SystemExit as stop:  # argparse
+                return int(stop.code or 0)
+            finally:
+                reset_process()
+                os.environ.clear()
+                os.environ.update(environment)
+                torch.set_num_threads(threads)
+                project.handlers[:], project.propagate = handlers, propagate
+                project.setLevel(level)
+
+    yield run
+    reset_process()
+
+
+@pytest.fixture
+def tiny_run(tiny_model: Path, clips: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """`tiny_run(*key_values, model={...}, data={...}, training={...})` writes tmp_path/RUN.yaml and returns the arguments.
+
+    The tiny model learns the 24 clips in batches of 4 for two steps, into tmp_path/run; they are train,
+    validation and test at once.
+    """
+
+    def arguments(*overrides: str, **sections: dict[str, Any]) -> list[str]:
+        manifest = str(clips / "manifest.jsonl")
+        run: dict[str, dict[str, Any]] = {
+            "model": {"name": str(tiny_model)},
+            "data": {"train": manifest, "validation": manifest, "test": manifest, "text_normalization": "basic"},
+            "training": {
+                "output_dir": str(tmp_path / "run"),
+                "max_steps": 2,
+                "per_device_train_batch_size": 4,
+                "per_device_eval_batch_size": 8,
+                "learning_rate": 1e-3,
+                "logging_steps": 1,
+                "dataloader_num_workers": 0,
+                "num_threads": 1,
+                "report_to": "none",
+            },
+        }
+        for name, values in sections.items():
+            run[name].update(values)
+        path = tmp_path / "RUN.yaml"
+        path.write_text(yaml.safe_dump(run), encoding="utf-8")
+        return ["--config", str(path), *overrides]
+
+    return arguments
