@@ -9,16 +9,31 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import datasets
+
 from finetune.errors import UserError
 
 log = logging.getLogger(__name__)
 
 MANIFEST_CHUNK_BYTES = 8 * 2**20
 MANIFEST_SUFFIXES = (".json", ".jsonl", ".ndjson")
-TEXT_COLUMNS = ("text", "sentence", "transcription", "transcript", "normalized_text", "raw_text")
+TEXT_COLUMNS = ("text", "sentence", "transcription", "transcript", "normalized_text", "raw_text", "txt")
 LANGUAGE_COLUMNS = ("language", "lang", "locale")
 AUDIO_COLUMNS = ("audio", "audio_filepath", "wav", "flac", "mp3", "ogg", "opus")
 ID_COLUMNS = ("id", "__key__", "utt_id", "file_name")
+
+
+@dataclass
+class StoredAudio(datasets.Audio):
+    """Audio as it lies in the file. `Audio(decode=False)` asks for torchcodec where a builder gives rows instead of tables
+    (tar shards, audio folders), although it encodes nothing."""
+
+    decode: bool = False
+
+    def encode_example(self, value: Any) -> dict[str, Any] | None:
+        if isinstance(value, dict):
+            return {"bytes": value.get("bytes"), "path": value.get("path")}
+        return {"bytes": None, "path": None if value is None else str(value)}
 
 
 @dataclass
@@ -98,8 +113,6 @@ def open_source(source: Source, key: str) -> OpenSource:
     path = source.path
     if path.endswith(MANIFEST_SUFFIXES):
         return _open_manifest(source, key)
-    import datasets
-
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     options: dict[str, Any] = {"split": source.split, "streaming": True}
@@ -134,7 +147,7 @@ def open_source(source: Source, key: str) -> OpenSource:
         ) from error
     columns = _find_columns(source, list(dataset.features or _first_row(dataset, key, path)), key)
     if dataset.features and isinstance(dataset.features.get(columns["audio"]), datasets.Audio):
-        dataset = dataset.cast_column(columns["audio"], datasets.Audio(decode=False))
+        dataset = dataset.cast_column(columns["audio"], StoredAudio())
     shards = [dataset.shard(num_shards=dataset.num_shards, index=i) for i in range(dataset.num_shards)]
     splits = dataset.info.splits or {}
     clips = splits[source.split].num_examples if source.split in splits else _count_parquet(path, source.split)
@@ -151,7 +164,9 @@ def _builder_for(file: str, key: str) -> str:
     for suffix, builder in ((".parquet", "parquet"), (".arrow", "arrow"), (".tar", "webdataset"), (".csv", "csv")):
         if file.endswith(suffix):
             return builder
-    raise UserError(f"{key}: {file} is neither a manifest ({', '.join(MANIFEST_SUFFIXES)}) nor .parquet, .arrow or .tar.")
+    raise UserError(
+        f"{key}: {file} is neither a manifest ({', '.join(MANIFEST_SUFFIXES)}) nor .parquet, .arrow or .tar."
+    )
 
 
 def _first_row(dataset: Any, key: str, path: str) -> dict[str, Any]:
@@ -173,7 +188,9 @@ def _find_columns(source: Source, columns: list[str], key: str) -> dict[str, str
             raise UserError(f"{key}: {source.path} has no column {named!r}; it has {columns}.")
         column = named or next((c for c in guesses if c in columns), None)
         if column is None and required:
-            raise UserError(f"{key}: {source.path} has no column of {role}; it has {columns}. Set `{role}_column` of the source.")
+            raise UserError(
+                f"{key}: {source.path} has no column of {role}; it has {columns}. Set `{role}_column` of the source."
+            )
         if column is not None:
             found[role] = column
     return found
@@ -181,7 +198,6 @@ def _find_columns(source: Source, columns: list[str], key: str) -> dict[str, str
 
 def _count_parquet(path: str, split: str | None) -> int | None:
     """Rows of local parquet files, from their footers; None for anything else."""
-    import datasets
     import pyarrow.parquet as pq
 
     if any(c in path for c in "*?["):
@@ -198,8 +214,6 @@ def _count_parquet(path: str, split: str | None) -> int | None:
 
 
 def _open_manifest(source: Source, key: str) -> OpenSource:
-    import datasets
-
     path = Path(source.path)
     if not path.is_file():
         raise UserError(f"{key}: there is no manifest {path} (looked in {Path.cwd()}).")
@@ -208,7 +222,9 @@ def _open_manifest(source: Source, key: str) -> OpenSource:
         raise UserError(f"{key}: the manifest {path} is empty.")
     bounds = manifest_chunks(path)
     shards = [
-        datasets.IterableDataset.from_generator(read_manifest_chunk, gen_kwargs={"path": str(path), "start": a, "end": b})
+        datasets.IterableDataset.from_generator(
+            read_manifest_chunk, gen_kwargs={"path": str(path), "start": a, "end": b}
+        )
         for a, b in bounds
     ]
     with path.open("rb") as file:
@@ -217,7 +233,12 @@ def _open_manifest(source: Source, key: str) -> OpenSource:
         clips += file.read(1) != b"\n"
     names = [f"{path} bytes {a} to {b}" for a, b in bounds]
     columns = {"audio": "audio_filepath", "text": "text", "language": "lang", "id": "id"}
-    for role, named in (("audio", source.audio_column), ("text", source.text_column), ("language", source.language_column), ("id", source.id_column)):
+    for role, named in (
+        ("audio", source.audio_column),
+        ("text", source.text_column),
+        ("language", source.language_column),
+        ("id", source.id_column),
+    ):
         columns[role] = named or columns[role]
     return OpenSource(source, shards, names, path.parent, clips, columns)
 

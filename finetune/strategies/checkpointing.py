@@ -15,13 +15,14 @@ from torch.utils.checkpoint import checkpoint
 def _batchnorm_counts_once(layer: torch.nn.Module) -> Iterator[None]:
     """Recomputation normalises by the same batch statistics but must not add them to the running ones again."""
     norms = [m for m in layer.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm) and m.training]
+    kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
-        norm.track_running_stats = False
+        norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
         yield
     finally:
-        for norm in norms:
-            norm.track_running_stats = True
+        for norm, (momentum, batches) in zip(norms, kept, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, batches
 
 
 def enable_gradient_checkpointing(model: Any, every: int = 1) -> int:
