@@ -303,6 +303,7 @@ def test_one_worker_reads_like_none(corpus: Path) -> None:
     assert same_batches(read_epoch(alone), read_epoch(worker))
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize(("ranks", "workers"), [(4, 0), (2, 2)])
 def test_ranks_and_workers_make_the_same_lanes(corpus: Path, ranks: int, workers: int) -> None:
     options = {"group_by_duration": True, "batch_size": 2}

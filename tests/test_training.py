@@ -41,7 +41,9 @@ def test_accumulated_batches_train_like_one_big_batch(run_train, tiny_run, tmp_p
         curves.append([(r["loss"], r["grad_norm"], r["samples"]) for r in read_lines(output / "metrics.jsonl")])
     for whole, cut in zip(*curves, strict=True):
         assert cut == pytest.approx(whole, rel=1e-4)
-    assert curves[0][-1][0] < 0.95 * curves[0][0][0], "the model has to learn something for the comparison to mean much"
+    assert curves[0][-1][0] < 0.95 * curves[0][0][0], (
+        "the model has to learn something for the comparison to mean much"
+    )
 
 
 def test_gradient_checkpointing_changes_memory_and_nothing_else(run_train, tiny_run, tmp_path):

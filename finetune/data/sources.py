@@ -149,9 +149,14 @@ def open_source(source: Source, key: str) -> OpenSource:
     if dataset.features and isinstance(dataset.features.get(columns["audio"]), datasets.Audio):
         dataset = dataset.cast_column(columns["audio"], StoredAudio())
     shards = [dataset.shard(num_shards=dataset.num_shards, index=i) for i in range(dataset.num_shards)]
-    splits = dataset.info.splits or {}
-    clips = splits[source.split].num_examples if source.split in splits else _count_parquet(path, source.split)
     names = [f"{path}[{source.split}] shard {i + 1} of {len(shards)}" for i in range(len(shards))]
+    rows = _rows_of_parquet_files(path, source.split)
+    if rows is not None and len(rows) == len(shards):  # a file without rows would be an error when it is read
+        shards, names = ([x for x, n in zip(these, rows, strict=True) if n] for these in (shards, names))
+    splits = dataset.info.splits or {}
+    clips = splits[source.split].num_examples if source.split in splits else rows and sum(rows)
+    if rows is not None and not sum(rows):
+        raise UserError(f"{key}: {path} (split {source.split}) is empty: it holds no clips.")
     folder = Path(path) if os.path.isdir(path) else None
     return OpenSource(source, shards, names, folder, clips or None, columns)
 
@@ -196,12 +201,12 @@ def _find_columns(source: Source, columns: list[str], key: str) -> dict[str, str
     return found
 
 
-def _count_parquet(path: str, split: str | None) -> int | None:
-    """Rows of local parquet files, from their footers; None for anything else."""
+def _rows_of_parquet_files(path: str, split: str | None) -> list[int] | None:
+    """Rows of each local parquet file, from the footers; None for anything else."""
     import pyarrow.parquet as pq
 
     if any(c in path for c in "*?["):
-        files = glob.glob(path, recursive=True)
+        files = sorted(glob.glob(path, recursive=True))
     elif os.path.isfile(path):
         files = [path]
     elif os.path.isdir(path):
@@ -210,7 +215,7 @@ def _count_parquet(path: str, split: str | None) -> int | None:
         return None
     if not files or not all(f.endswith(".parquet") and os.path.isfile(f) for f in files):
         return None
-    return sum(pq.read_metadata(f).num_rows for f in files)
+    return [pq.read_metadata(f).num_rows for f in files]
 
 
 def _open_manifest(source: Source, key: str) -> OpenSource:

@@ -3,7 +3,6 @@
 import re
 import unicodedata
 
-_NOT_WORD = re.compile(r"[^\w'\s]|_")
 _LOOSE_APOSTROPHE = re.compile(r"(?<!\w)'|'(?!\w)")
 
 
@@ -20,5 +19,7 @@ def normalize_text(text: str, mode: str) -> str:
         text = text.lower()
     if mode == "basic":
         text = text.replace("\u2019", "'").replace("\u02bc", "'")
-        text = _LOOSE_APOSTROPHE.sub(" ", _NOT_WORD.sub(" ", text))
+        # Letters, digits and marks: a vowel sign of Hindi or Thai is a mark of its own, and no place to part a word.
+        text = "".join(c if c == "'" or unicodedata.category(c)[0] in "LMN" else " " for c in text)
+        text = _LOOSE_APOSTROPHE.sub(" ", text)
     return " ".join(text.split())

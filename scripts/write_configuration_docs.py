@@ -1,0 +1,64 @@
+"""Writes docs/configuration.md from the dataclasses of the run file's schema. --check only compares."""
+
+import sys
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import Field
+from pathlib import Path
+
+from omegaconf import MISSING
+
+from finetune.config.load import schema_fields
+from finetune.strategies.compatibility import RULES
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+INTRODUCTION = """# The run file
+
+Written by `python scripts/write_configuration_docs.py` from `finetune/config/schema.py`; do not edit.
+
+A run file is YAML with the sections `model`, `data` and `training`. Strategies (`--strategy NAME`) are laid over it, then
+`key=value` arguments such as `training.max_steps=100`. A source under `data` is a path or name, or a mapping with `path`,
+`split`, `name`, `revision`, `language`, `weight`, `audio_column`, `text_column`, `language_column` and `id_column`.
+"""
+
+
+def default_of(field: Field) -> str:
+    value = field.default_factory() if field.default_factory is not NO_DEFAULT else field.default
+    if value == MISSING:
+        return "(required)"
+    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if not isinstance(value, dict) else "{}"
+
+
+def type_of(field: Field) -> str:
+    return (field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))).replace(
+        "typing.", ""
+    )
+
+
+def page() -> str:
+    """The whole page."""
+    lines, section = [INTRODUCTION], ""
+    for key, field in schema_fields().items():
+        if key.split(".")[0] != section:
+            section = key.split(".")[0]
+            lines.append(f"\n## {section}\n\n| key | type | default | unit | meaning |\n|---|---|---|---|---|")
+        choices = field.metadata["choices"]
+        meaning = field.metadata["help"] + (f" One of {', '.join(f'`{c}`' for c in choices)}." if choices else "")
+        kind = str(type_of(field)).replace("|", "or")
+        lines.append(f"| `{key}` | {kind} | {default_of(field)} | {field.metadata['unit']} | {meaning} |")
+    lines.append("\n## What excludes what\n\n| | and | because | instead |\n|---|---|---|---|")
+    lines += [f"| {r.first} | {r.second} | {r.reason} | {r.instead} |" for r in RULES]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    if "--check" in sys.argv:
+        if PAGE.read_text(encoding="utf-8") != page():
+            print(f"{PAGE} is not up to date; run python {sys.argv[0]}", file=sys.stderr)
+            return 1
+        return 0
+    PAGE.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,538 @@
+"""Bad audio, bad texts, bad paths: a message with the place and the remedy, or quarantine while the run goes on."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import soundfile
+import yaml
+from conftest import read_lines, tiny_layout, write_manifest
+
+from finetune.data.decode import BadClip, decode_audio
+from finetune.errors import UserError
+
+RATE = 16_000
+NOTHING_TO_JUDGE_BY: dict[str, Any] = {"validation": None, "test": None}
+
+
+@pytest.fixture
+def failed(run_train: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Calls train.py, which has to end with this exit code; returns what it says."""
+
+    def run(exit_code: int, *arguments: Any) -> str:
+        capsys.readouterr()
+        code = run_train(*arguments)
+        said = capsys.readouterr().err
+        assert code == exit_code, said
+        assert "Traceback" not in said
+        assert code == 0 or "error: " in said
+        return said.rsplit("error: ", 1)[-1] if code else said
+
+    return run
+
+
+@pytest.fixture
+def refused(failed: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Calls train.py, which has to end with 2 before it makes a model; returns the message."""
+
+    def build(*_: Any) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("finetune.training.run.build_model", build)
+    return lambda *arguments: failed(2, *arguments)
+
+
+def good_rows(clips: Path) -> list[dict[str, Any]]:
+    """Rows of the clips' manifest, with absolute paths."""
+    rows = read_lines(clips / "manifest.jsonl")
+    return [{**row, "audio_filepath": str(clips / row["audio_filepath"])} for row in rows]
+
+
+def sine(seconds: float, rate: int, hertz: float = 440.0) -> np.ndarray:
+    return (0.5 * np.sin(2 * np.pi * hertz * np.arange(int(seconds * rate)) / rate)).astype(np.float32)
+
+
+# ---- one file ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rate", [8_000, 11_025, 22_050, 44_100, 48_000])
+def test_other_sample_rates_are_resampled(tmp_path: Path, rate: int) -> None:
+    soundfile.write(tmp_path / "a.wav", sine(1.5, rate), rate)
+    audio_S = decode_audio("a.wav", RATE, tmp_path)
+    assert abs(len(audio_S) - 1.5 * RATE) <= 1
+    assert audio_S.dtype == np.float32
+    spectrum = np.abs(np.fft.rfft(audio_S))
+    assert np.argmax(spectrum) * RATE / len(audio_S) == pytest.approx(440, abs=1)
+    inner = slice(RATE // 10, -RATE // 10)
+    assert np.abs(audio_S[inner] - sine(1.5, RATE)[: len(audio_S)][inner]).max() < 0.01
+
+
+def test_channels_are_averaged(tmp_path: Path) -> None:
+    left_S, right_S = sine(0.5, RATE, 300), sine(0.5, RATE, 500)
+    soundfile.write(tmp_path / "a.wav", np.stack([left_S, right_S], axis=1), RATE, subtype="FLOAT")
+    for audio in ("a.wav", {"bytes": (tmp_path / "a.wav").read_bytes(), "path": None}):
+        audio_S = decode_audio(audio, RATE, tmp_path)
+        assert audio_S.shape == (RATE // 2,)
+        assert np.allclose(audio_S, (left_S + right_S) / 2, atol=1e-6)
+    assert decode_audio({"array": left_S, "sampling_rate": 8_000}, RATE).shape == (RATE,)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda path: path.write_bytes(b""), "the audio is empty (0 bytes)"),
+        (lambda path: path.write_bytes(b"RIFF this is no audio at all"), "the audio cannot be decoded: "),
+        (lambda path: path.mkdir(), "there is no file "),
+        (lambda path: None, "there is no file "),
+        (lambda path: soundfile.write(path, np.zeros(0), RATE), "the audio is empty"),
+        (
+            lambda path: soundfile.write(path, np.array([0.0, np.nan, 0.1]), RATE, subtype="FLOAT"),
+            "the audio holds samples that are not finite",
+        ),
+    ],
+    ids=["zero bytes", "no audio", "a directory", "missing", "no samples", "NaN"],
+)
+def test_unusable_file(tmp_path: Path, make: Callable[[Path], Any], reason: str) -> None:
+    path = tmp_path / "a.wav"
+    make(path)
+    with pytest.raises(BadClip) as caught:
+        decode_audio(str(path), RATE)
+    assert str(caught.value).startswith(reason)
+    if path.is_file():
+        with pytest.raises(BadClip):
+            decode_audio({"bytes": path.read_bytes(), "path": None}, RATE)
+    else:
+        assert str(path) in str(caught.value)
+
+
+# ---- bad clips among good ones -------------------------------------------------------------------------------------
+
+
+def test_a_few_bad_clips_are_quarantined(
+    failed: Callable[..., str], tiny_run: Callable[..., list[str]], clips: Path, tmp_path: Path
+) -> None:
+    good = good_rows(clips)
+    audio = good[0]["audio_filepath"]
+    (tmp_path / "zero.flac").write_bytes(b"")
+    (tmp_path / "corrupt.flac").write_bytes(Path(audio).read_bytes()[:60] + b"\x55" * 500)
+    soundfile.write(tmp_path / "nan.wav", np.full(RATE, np.nan), RATE, subtype="FLOAT")
+    soundfile.write(tmp_path / "short.wav", np.zeros(100), RATE)
+    soundfile.write(tmp_path / "stereo.wav", np.stack([sine(0.5, RATE)] * 2, axis=1), RATE)
+    soundfile.write(tmp_path / "telephone.wav", sine(0.7, 8_000), 8_000)
+
+    def row(name: str, **values: Any) -> dict[str, Any]:
+        return {"audio_filepath": audio, "text": "yes", "lang": "en", "id": name, **values}
+
+    bad = {
+        "zero": (row("zero", audio_filepath="zero.flac"), "empty (0 bytes)"),
+        "corrupt": (row("corrupt", audio_filepath="corrupt.flac"), "cannot be decoded"),
+        "gone": (row("gone", audio_filepath="gone.flac"), f"there is no file {tmp_path / 'gone.flac'}"),
+        "nan": (row("nan", audio_filepath="nan.wav"), "not finite"),
+        "short": (row("short", audio_filepath="short.wav"), "too short"),
+        "letters": (
+            row("letters", text="日本 yes"),
+            "no piece for '日本'; normalise the texts (data.text_normalization",
+        ),
+        "number": (row("number", text=7), "no text in column 'text'"),
+        "null": (row("null", text=None), "no text in column 'text'"),
+        "no audio": ({"text": "yes", "id": "no audio"}, "no audio in column 'audio_filepath'"),
+        "line": ('{"audio_filepath": "x.flac", "text":', "not valid JSON"),
+        "list": ('["x.flac", "yes"]', "not a JSON object"),
+    }
+    filtered = [
+        row("empty", text=""),
+        row("dots", text=" ... "),
+        row("long", duration=99.0),
+        row("long too", duration=50),
+    ]
+    fine = [row("stereo", audio_filepath="stereo.wav"), row("telephone", audio_filepath="telephone.wav")]
+    rows = [*good, *(r for r, _ in bad.values()), *filtered, *fine]
+    manifest = write_manifest(tmp_path / "spoiled.jsonl", rows)
+    data = {**NOTHING_TO_JUDGE_BY, "train": str(manifest), "min_duration": 0.0, "max_bad_fraction": 0.01}
+    said = failed(0, *tiny_run("training.max_steps=-1", "training.num_train_epochs=2", data=data))
+
+    assert "put in quarantine" in said
+    lines = read_lines(tmp_path / "run" / "quarantine.jsonl")
+    # Two epochs have met each of them twice; it is written once.
+    assert len(lines) == len(bad)
+    by_row = {int(line["source"].rsplit(" row ", 1)[1]): line for line in lines}
+    for name, (bad_row, reason) in bad.items():
+        line = by_row[rows.index(bad_row)]
+        assert str(manifest) in line["source"]
+        assert reason in line["reason"]
+        assert line["id"] == (line["source"] if isinstance(bad_row, str) else name)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["quarantined"] == len(bad)
+    assert summary["filtered"] == {"empty_text": 4, "longer_than_max_duration": 4}
+    assert (summary["epochs"], summary["samples"]) == (2, 2 * (len(good) + len(fine)))
+
+
+def test_bad_clips_of_an_evaluation(
+    failed: Callable[..., str], tiny_run: Callable[..., list[str]], clips: Path, tmp_path: Path
+) -> None:
+    rows = good_rows(clips)[:6]
+    judged = write_manifest(
+        tmp_path / "judged.jsonl", [*rows, {**rows[0], "id": "lost", "audio_filepath": "lost.flac"}]
+    )
+    useless = write_manifest(tmp_path / "useless.jsonl", ["no JSON"])
+    arguments = tiny_run("training.max_steps=1", data={"validation": str(judged), "test": str(useless)})
+    said = failed(0, *arguments)
+    assert "evaluation of test: no clip with words in it" in said
+    lines = read_lines(tmp_path / "run" / "quarantine.jsonl")
+    assert [line["id"] for line in lines if line["id"] == "lost"] == ["lost"]
+    assert sum("not valid JSON" in line["reason"] for line in lines) == 1
+    evaluations = read_lines(tmp_path / "run" / "evaluations.jsonl")
+    assert {e["clips"] for e in evaluations if e["split"] == "validation" and e["language"] is None} == {6}
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["quarantined"], summary["wer_after"]) == (2, None)
+    assert (tmp_path / "run" / "model.nemo").is_file()
+
+
+@pytest.fixture
+def many(clips: Path, tmp_path: Path) -> Callable[[int, int], str]:
+    """A manifest of so many good rows, a few short files over and over, and so many bad ones among them."""
+    shortest = sorted(good_rows(clips), key=lambda row: row["duration"])[:4]
+
+    def write(good: int, bad: int) -> str:
+        rows = [{**shortest[i % 4], "id": f"good{i}"} for i in range(good)]
+        rows += [{"audio_filepath": "gone.flac", "text": "yes", "duration": 0.5, "id": f"bad{i}"} for i in range(bad)]
+        order = np.random.default_rng(0).permutation(len(rows))
+        return str(write_manifest(tmp_path / f"many-{good}-{bad}.jsonl", [rows[i] for i in order]))
+
+    return write
+
+
+def test_too_many_bad_clips_stop_the_run(
+    failed: Callable[..., str], tiny_run: Callable[..., list[str]], many: Callable[[int, int], str], tmp_path: Path
+) -> None:
+    def arguments(good: int, bad: int, **data: Any) -> list[str]:
+        return tiny_run(
+            data={**NOTHING_TO_JUDGE_BY, "train": many(good, bad), **data},
+            training={
+                "max_steps": -1,
+                "num_train_epochs": 1,
+                "per_device_train_batch_size": 32,
+                "overwrite_output_dir": True,
+            },
+        )
+
+    message = failed(1, *arguments(230, 20))
+    quarantine = tmp_path / "run" / "quarantine.jsonl"
+    assert "clips had to be put in quarantine, more than data.max_bad_fraction=0.05" in message
+    assert str(quarantine) in message
+    assert "Mend the data, or raise data.max_bad_fraction" in message
+    bad, read = (int(word) for word in message.split(" clips")[0].split(" of "))
+    assert read >= 200
+    assert bad > 0.05 * read
+    assert len(read_lines(quarantine)) == bad
+    assert {line["reason"] for line in read_lines(quarantine)} == {f"there is no file {tmp_path / 'gone.flac'}"}
+    assert not (tmp_path / "run" / "summary.json").exists()
+    # A larger limit, a smaller share, and too few clips to judge by: the run goes on.
+    for good, bad, limit in ((230, 20, 0.1), (245, 5, 0.05), (40, 20, 0.05)):
+        failed(0, *arguments(good, bad, max_bad_fraction=limit))
+        summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+        assert (summary["quarantined"], summary["samples"]) == (bad, good)
+        assert len(read_lines(quarantine)) == bad
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"min_duration": 30.0}, ["Read 24", "24 shorter_than_min_duration", "data.min_duration"]),
+        ({"max_duration": 0.2, "min_duration": 0.0}, ["Read 24", "24 longer_than_max_duration", "data.max_duration"]),
+    ],
+)
+def test_all_clips_filtered_out(
+    failed: Callable[..., str], tiny_run: Callable[..., list[str]], data: dict[str, Any], words: list[str]
+) -> None:
+    message = failed(1, *tiny_run(data={**NOTHING_TO_JUDGE_BY, **data}))
+    assert "data.train: no clip is left to train on" in message
+    assert all(word in message for word in words), message
+
+
+def test_all_clips_bad_or_none_there(
+    failed: Callable[..., str], tiny_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    rows = [{"audio_filepath": "gone.flac", "text": "yes"}, "no JSON", {"audio_filepath": "gone.flac", "text": ""}]
+    manifest = write_manifest(tmp_path / "bad.jsonl", rows)
+    message = failed(1, *tiny_run(data={**NOTHING_TO_JUDGE_BY, "train": str(manifest)}))
+    assert "no clip is left to train on. Read 3, put 2 in quarantine" in message
+    assert "1 empty_text" in message
+    assert str(tmp_path / "run" / "quarantine.jsonl") in message
+    assert len(read_lines(tmp_path / "run" / "quarantine.jsonl")) == 2
+
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    overwrite = "training.overwrite_output_dir=true"
+    message = failed(1, *tiny_run(overwrite, data={**NOTHING_TO_JUDGE_BY, "train": str(tmp_path / "blank.jsonl")}))
+    assert "no clip is left to train on. Read 0" in message
+
+
+def write_empty_shard(path: Path) -> None:
+    schema = pa.schema([("audio", pa.struct([("bytes", pa.binary()), ("path", pa.string())])), ("text", pa.string())])
+    pq.write_table(pa.Table.from_pylist([], schema=schema), path)
+
+
+def test_an_empty_shard_among_others(
+    failed: Callable[..., str], tiny_run: Callable[..., list[str]], clips: Path, tmp_path: Path
+) -> None:
+    for i in (0, 2):
+        pq.write_table(parquet_table(good_rows(clips)[i : i + 2]), tmp_path / f"train-{i}.parquet")
+    write_empty_shard(tmp_path / "train-1.parquet")
+    write_empty_shard(tmp_path / "train-3.parquet")
+    for path in (f"{tmp_path}/train-*.parquet", str(tmp_path)):
+        failed(
+            0,
+            *tiny_run(
+                "training.overwrite_output_dir=true",
+                data={**NOTHING_TO_JUDGE_BY, "train": path},
+                training={"max_steps": -1, "num_train_epochs": 1},
+            ),
+        )
+        assert json.loads((tmp_path / "run" / "summary.json").read_text())["samples"] == 4
+
+
+def parquet_table(rows: list[dict[str, Any]]) -> pa.Table:
+    return pa.Table.from_pylist(
+        [
+            {"audio": {"bytes": Path(row["audio_filepath"]).read_bytes(), "path": None}, "text": row["text"]}
+            for row in rows
+        ]
+    )
+
+
+def test_a_broken_shard_stops_the_run(
+    failed: Callable[..., str], tiny_run: Callable[..., list[str]], clips: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "shard.parquet"
+    pq.write_table(parquet_table(good_rows(clips)), path, row_group_size=4)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:200] + bytes(len(whole) // 2) + whole[200 + len(whole) // 2 :])
+    message = failed(1, *tiny_run(data={**NOTHING_TO_JUDGE_BY, "train": str(path)}))
+    assert message.startswith("data.train: ")
+    assert str(path) in message
+    assert "cannot be read from row" in message
+
+
+# ---- data that is not there ----------------------------------------------------------------------------------------
+
+
+def test_data_paths(refused: Callable[..., str], tiny_run: Callable[..., list[str]], tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "folder" / "inner").mkdir(parents=True)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "README.txt").write_text("nothing here")
+    (tmp_path / "train.txt").write_text("nothing here")
+    pq.write_table(pa.table({"audio": [{"path": "a"}], "n": [1]}), tmp_path / "wordless.parquet")
+    pq.write_table(pa.table({"text": ["a"], "n": [1]}), tmp_path / "silent.parquet")
+    write_empty_shard(tmp_path / "none.parquet")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 this is no parquet file")
+    cases = {
+        "empty.jsonl": "the manifest {} is empty",
+        "nowhere.jsonl": "there is no manifest {}",
+        "nowhere": "there is no file or directory {}",
+        "folder": "the directory {} is empty",
+        "notes": "{}",
+        "train.txt": "{} is neither a manifest",
+        "*.flac": "no file matches {}",
+        "wordless.parquet": "{} has no column of text; it has ['audio', 'n']. Set `text_column`",
+        "silent.parquet": "{} has no column of audio; it has ['text', 'n']. Set `audio_column`",
+        "none.parquet": "{} (split train) is empty: it holds no clips",
+        "broken.parquet": "{} (split train) cannot be opened",
+    }
+    for name, expected in cases.items():
+        path = str(tmp_path / name)
+        message = refused(*tiny_run(data={**NOTHING_TO_JUDGE_BY, "train": path}))
+        assert message.startswith("data.train: ")
+        assert expected.format(path) in message, message
+
+
+def test_all_bad_paths_at_once(
+    refused: Callable[..., str], tiny_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    bad = {key: str(tmp_path / f"no-{key}.jsonl") for key in ("train", "validation", "guard")}
+    message = refused(*tiny_run(data=bad))
+    for key, path in bad.items():
+        assert f"data.{key}: there is no manifest {path}" in message
+    assert "data.test" not in message
+
+
+def test_a_data_set_that_no_hub_has(refused: Callable[..., str], tiny_run: Callable[..., list[str]]) -> None:
+    message = refused(*tiny_run(data={**NOTHING_TO_JUDGE_BY, "train": "nobody/no-such-data"}))
+    assert "data.train: nobody/no-such-data" in message
+    assert "no local path either; check the name and the network" in message
+
+
+# ---- output_dir and checkpoints ------------------------------------------------------------------------------------
+
+
+def test_output_dir_of_another_run(
+    failed: Callable[..., str], tiny_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    arguments = tiny_run("training.max_steps=1", data=NOTHING_TO_JUDGE_BY)
+    failed(0, *arguments)
+    summary = (tmp_path / "run" / "summary.json").read_text()
+    (tmp_path / "run" / "mine.txt").write_text("kept")
+    message = failed(2, *arguments)
+    assert f"training.output_dir: {tmp_path / 'run'} holds another run" in message
+    for remedy in ("resume_from_checkpoint=true", "overwrite_output_dir=true", "name another directory"):
+        assert remedy in message
+    assert (tmp_path / "run" / "summary.json").read_text() == summary
+
+    other = tmp_path / "other.yaml"
+    layout = tiny_layout()
+    layout["model"]["encoder"]["n_layers"] = 1
+    other.write_text(yaml.safe_dump(layout))
+    resume = "training.resume_from_checkpoint=true"
+    message = failed(2, *arguments, resume, f"model.name={other}")
+    assert f"{tmp_path / 'run' / 'checkpoints' / 'step-00000001'} does not fit this model" in message
+    assert "Resume with the run file that wrote it, or start afresh with another training.output_dir" in message
+
+    nowhere = tmp_path / "run" / "checkpoints" / "step-00000007"
+    message = failed(2, *arguments, f"training.resume_from_checkpoint={nowhere}")
+    assert f"training.resume_from_checkpoint: {nowhere} is no whole checkpoint" in message
+
+    failed(0, *arguments, "training.overwrite_output_dir=true", "training.max_steps=2")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
+    assert (tmp_path / "run" / "mine.txt").read_text() == "kept"
+
+
+def test_nothing_to_resume_from(
+    failed: Callable[..., str], tiny_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    arguments = tiny_run("training.max_steps=1", data=NOTHING_TO_JUDGE_BY)
+    said = failed(0, *arguments, "training.resume_from_checkpoint=true")
+    assert f"there is no whole checkpoint in {tmp_path / 'run'}; the run starts at step 0" in said
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["resumed_from"] is None
+
+
+def test_output_dir_that_cannot_be_one(
+    refused: Callable[..., str], tiny_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    message = refused(*tiny_run(f"training.output_dir={tmp_path / 'file'}"))
+    assert f"training.output_dir: {tmp_path / 'file'} cannot be written" in message
+
+
+@pytest.fixture
+def holder(
+    tiny_run: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[multiprocessing.Process]:
+    """Another process in the middle of a run into tmp_path/run."""
+    from finetune import train
+
+    parent, arrived = os.getpid(), multiprocessing.get_context("fork").Event()
+
+    def build(*_: Any) -> None:
+        if os.getpid() == parent:
+            raise UserError("came as far as the model", exit_code=1)
+        arrived.set()
+        time.sleep(600)
+
+    monkeypatch.setattr("finetune.training.run.build_model", build)
+    arguments = tiny_run()
+    process = multiprocessing.get_context("fork").Process(target=train.main, args=(arguments,), daemon=True)
+    process.start()
+    assert arrived.wait(60)
+    yield process
+    process.kill()
+
+
+def test_second_process_in_the_same_output_dir(
+    holder: multiprocessing.Process, failed: Callable[..., str], tiny_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    message = failed(2, *tiny_run())
+    assert f"training.output_dir: {tmp_path / 'run'} is in use by another process" in message
+    assert "name another directory" in message
+    assert "came as far" in failed(1, *tiny_run(f"training.output_dir={tmp_path / 'elsewhere'}"))
+    # The lock dies with its holder.
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.join(60)
+    assert "came as far" in failed(1, *tiny_run())
+
+
+# ---- models --------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_models(failed: Callable[..., str], tiny_run: Callable[..., list[str]], tmp_path: Path) -> None:
+    (tmp_path / "garbage.nemo").write_bytes(b"this is no tar file")
+    (tmp_path / "layout.yaml").write_text("encoder: {}\n")
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / "config.json").write_text("{}")
+    without_tokenizer = tiny_layout()
+    without_tokenizer["model"]["tokenizer"]["dir"] = None
+    (tmp_path / "speechless.yaml").write_text(yaml.safe_dump(without_tokenizer))
+    cases = {
+        "nowhere.nemo": ["there is no file {}"],
+        "nowhere.yaml": ["there is no file {}"],
+        "nowhere/at/all": ["there is no file or directory {}"],
+        "garbage.nemo": ["{} cannot be read as a NeMo model"],
+        "layout.yaml": ["{}", "no key `model:`"],
+        "unfinished": ["the directory {} holds no model.nemo", "finished run"],
+        "transformers": ["{} is a Hugging Face directory", ".nemo"],
+        "speechless.yaml": ["model.tokenizer", "{}", "tokenizer.model"],
+    }
+    wrong = []
+    for name, expected in cases.items():
+        path = str(tmp_path / name)
+        message = failed(2, *tiny_run(model={"name": path}, data=NOTHING_TO_JUDGE_BY))
+        wrong += [(name, message) for words in expected if words.format(path) not in message]
+    assert wrong == []
+
+
+def test_a_file_that_is_no_model(
+    failed: Callable[..., str], tiny_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    path = tmp_path / "weights.ckpt"
+    path.write_text("not a model")
+    message = failed(2, *tiny_run(model={"name": str(path)}, data=NOTHING_TO_JUDGE_BY))
+    assert f"model.name: {path}" in message
+    assert ".nemo" in message
+    assert "there is no file" not in message
+
+
+def test_model_names_that_no_hub_has(failed: Callable[..., str], tiny_run: Callable[..., list[str]]) -> None:
+    message = failed(2, *tiny_run(model={"name": "parakeet"}, data=NOTHING_TO_JUDGE_BY))
+    assert "model.name: there is no file or directory parakeet" in message
+    assert "nvidia/parakeet-tdt-0.6b-v3" in message
+    message = failed(1, *tiny_run(model={"name": "nobody/no-such-model"}, data=NOTHING_TO_JUDGE_BY))
+    assert "model.name: nobody/no-such-model is no local file, and loading it from the hub failed" in message
+    assert "Check the name and the network, or download the .nemo file and give its path" in message
+
+
+def test_models_of_another_kind(
+    failed: Callable[..., str], tiny_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    from omegaconf import OmegaConf
+
+    from finetune.models.nemo import import_nemo
+
+    layout = tiny_layout()["model"]
+    decoder = {
+        "_target_": "nemo.collections.asr.modules.ConvASRDecoder",
+        "feat_in": 32,
+        "num_classes": -1,
+        "vocabulary": [],
+    }
+    for name in ("joint", "loss", "decoding"):
+        del layout[name]
+    model = import_nemo().EncDecCTCModelBPE(cfg=OmegaConf.create({**layout, "decoder": decoder}))
+    model.save_to(str(tmp_path / "ctc.nemo"))
+    message = failed(2, *tiny_run(model={"name": str(tmp_path / "ctc.nemo")}, data=NOTHING_TO_JUDGE_BY))
+    assert f"model.name: {tmp_path / 'ctc.nemo'} is a EncDecCTCModelBPE; this project trains transducers" in message
+
+    lost = tiny_layout()
+    lost["model"]["loss"]["tdt_kwargs"]["durations"] = [0, 1, 2]
+    (tmp_path / "lost.yaml").write_text(yaml.safe_dump(lost))
+    message = failed(2, *tiny_run(model={"name": str(tmp_path / "lost.yaml")}, data=NOTHING_TO_JUDGE_BY))
+    assert "durations [0, 1, 2]" in message
+    assert "loss.tdt_kwargs.durations" in message

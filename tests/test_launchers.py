@@ -1,0 +1,137 @@
+"""The same script under every launcher, in processes of their own, as users start it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import ROOT, read_lines
+
+BIN = Path(sys.executable).parent
+TRAIN = str(ROOT / "finetune" / "train.py")
+DETERMINISTIC = {"spec_augment": False, "dropout": 0.0, "freeze_batchnorm": True}
+ONLY_TRAIN = {"validation": None, "test": None, "shuffle": False, "group_by_duration": False}
+
+
+def start(command: list[str], expect: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command from another directory, so that nothing depends on the present one."""
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd="/",
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}", **environment},
+    )
+    assert done.returncode == expect, done.stdout[-2000:] + done.stderr[-6000:]
+    return done
+
+
+def summary(run: Path) -> dict[str, Any]:
+    return json.loads((run / "summary.json").read_text(encoding="utf-8"))
+
+
+def curve(run: Path) -> list[tuple[float, float]]:
+    return [(row["loss"], row["grad_norm"]) for row in read_lines(run / "metrics.jsonl")]
+
+
+@pytest.fixture
+def adamw_curve(run_train, tiny_run, tmp_path) -> list[tuple[float, float]]:
+    """Eight steps of plain AdamW in one process."""
+    training = {"max_steps": 8, "output_dir": str(tmp_path / "adamw"), "dataloader_num_workers": 1}
+    assert run_train(*tiny_run(model=DETERMINISTIC, data=ONLY_TRAIN, training=training)) == 0
+    return curve(tmp_path / "adamw")
+
+
+def test_accelerate_launch_with_a_strategys_file(tiny_run, tmp_path):
+    """train.py finds the strategy's name in the launcher's command line and applies its overlay."""
+    file = ROOT / "accelerate_configs" / "adamw_8bit.yaml"
+    done = start(
+        [str(BIN / "accelerate"), "launch", "--config_file", str(file), TRAIN, *tiny_run(data=ONLY_TRAIN)],
+    )
+    told = summary(tmp_path / "run")
+    assert told["strategy"] == ["adamw_8bit"]
+    assert told["optimizer"] == "AdamW8bit"
+    assert "strategy adamw_8bit, from the launcher's --config_file" in done.stderr
+
+
+def test_bare_accelerate_launch_with_combined_strategies(tiny_run, tmp_path):
+    strategies = ["--strategy", "adamw_8bit", "--strategy", "gradient_checkpointing"]
+    start([str(BIN / "accelerate"), "launch", TRAIN, *tiny_run(data=ONLY_TRAIN), *strategies])
+    told = summary(tmp_path / "run")
+    assert told["strategy"] == ["adamw_8bit", "gradient_checkpointing"]
+    assert told["effective_settings"]["model"]["gradient_checkpointing"] is True
+    assert told["optimizer"] == "AdamW8bit"
+
+
+def test_deepspeed_zero2_offload_equals_adamw_with_its_state_on_the_cpu(adamw_curve, tiny_run, tmp_path):
+    """`deepspeed --num_gpus=1`; DeepSpeed compiles its CPU optimizer the first time, a minute or so."""
+    training = {"max_steps": 8, "dataloader_num_workers": 1}
+    arguments = tiny_run(model=DETERMINISTIC, data=ONLY_TRAIN, training=training)
+    start([str(BIN / "deepspeed"), "--num_gpus=1", TRAIN, *arguments, "--strategy", "zero2_offload"])
+    told = summary(tmp_path / "run")
+    assert told["engine"] == "deepspeed_offload"
+    assert told["optimizer"] == "DeepSpeedCPUAdam"
+    assert told["optimizer_state_devices"] == ["cpu"]
+    for ours, theirs in zip(curve(tmp_path / "run"), adamw_curve, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_deepspeed_file_by_argument_resumes(run_train, tiny_run, tmp_path):
+    """HF's way: --deepspeed FILE, here in a plain process without any launcher; then resumed from step 4 of 8."""
+    training = {"max_steps": 8, "save_steps": 4, "dataloader_num_workers": 1, "save_total_limit": 0}
+    arguments = tiny_run(model=DETERMINISTIC, data=ONLY_TRAIN, training=training)
+    deepspeed = ["--deepspeed", str(ROOT / "ds_configs" / "zero2_offload.json")]
+    start([sys.executable, TRAIN, *arguments, *deepspeed])
+    whole = curve(tmp_path / "run")
+    import shutil
+
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000008")
+    start([sys.executable, TRAIN, *arguments, *deepspeed, "training.resume_from_checkpoint=true"])
+    assert summary(tmp_path / "run")["resumed_from"] == 4
+    assert curve(tmp_path / "run") == whole
+
+
+def test_two_ddp_processes_equal_one_with_the_same_global_batch(run_train, tiny_run, clips, tmp_path):
+    """Two ranks with one worker each see what one rank with two workers and two accumulated batches sees."""
+    one = {
+        "max_steps": 8,
+        "dataloader_num_workers": 2,
+        "gradient_accumulation_steps": 2,
+        "output_dir": str(tmp_path / "one"),
+    }
+    assert run_train(*tiny_run(model=DETERMINISTIC, data=ONLY_TRAIN, training=one)) == 0
+    two = {"max_steps": 8, "dataloader_num_workers": 1, "num_gpus": 2}
+    arguments = tiny_run(model=DETERMINISTIC, data=ONLY_TRAIN, training=two)
+    start([str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", TRAIN, *arguments, "--strategy", "ddp"])
+    assert summary(tmp_path / "run")["world_size"] == 2
+    assert summary(tmp_path / "run")["samples"] == summary(tmp_path / "one")["samples"]
+    for ours, theirs in zip(curve(tmp_path / "run"), curve(tmp_path / "one"), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_uneven_ranks_do_not_hang_and_lose_nothing(tiny_run, clips, tmp_path):
+    """One rank has 19 clips, the other 2; every clip is trained on once an epoch. Started through run_training.sh."""
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    rows = [json.loads(line) for line in (clips / "manifest.jsonl").read_text().splitlines()][:21]
+    for row in rows:
+        row["audio"] = {"bytes": (clips / row.pop("audio_filepath")).read_bytes(), "path": None}
+    pq.write_table(pa.Table.from_pylist(rows[:19]), shards / "train-0.parquet")
+    pq.write_table(pa.Table.from_pylist(rows[19:]), shards / "train-1.parquet")
+    data = {**ONLY_TRAIN, "train": str(shards / "*.parquet")}
+    training = {"max_steps": -1, "num_train_epochs": 2, "dataloader_num_workers": 1, "log_clips": True}
+    arguments = tiny_run(model=DETERMINISTIC, data=data, training=training)
+    start(["bash", str(ROOT / "scripts" / "run_training.sh"), *arguments, "--strategy", "ddp"], NUM_PROCESSES="2")
+    seen = [
+        i for row in read_lines(tmp_path / "run" / "clips.jsonl") for r in row["ids_by_rank"] for b in r for i in b
+    ]
+    assert sorted(seen) == sorted([row["id"] for row in rows] * 2)
+    told = summary(tmp_path / "run")
+    assert told["samples"] == 42
+    assert told["epochs"] == 2

@@ -1,0 +1,288 @@
+"""Error rates, normalisation, cutting of long recordings, and learning-rate schedules."""
+
+import random
+from itertools import pairwise
+
+import jiwer
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.optim.lr_scheduler import OneCycleLR
+from transformers import get_scheduler
+
+from finetune.config.schema import SCHEDULES
+from finetune.data.text import normalize_text
+from finetune.evaluation.long_audio import cut_at_silence
+from finetune.evaluation.scores import Scoreboard, score_pair
+from finetune.training.schedule import Schedule
+
+# ---- error rates ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reference", "hypothesis", "words", "substitutions", "deletions", "insertions", "characters", "character_errors"),
+    [
+        ("the cat sat on the mat", "the cat sat on the mat", 6, 0, 0, 0, 22, 0),
+        ("the cat sat on the mat", "the cat sit on mat", 6, 1, 1, 0, 22, 5),  # sat/sit, "the " gone
+        ("one two", "one and two", 2, 0, 0, 1, 7, 4),
+        ("one two", "", 2, 0, 2, 0, 7, 7),
+        ("", "one two", 0, 0, 0, 2, 0, 7),
+        ("", "", 0, 0, 0, 0, 0, 0),
+        ("...", "!", 0, 0, 0, 0, 0, 0),
+        ("Été", "ete", 1, 1, 0, 0, 3, 2),
+        ("a", "b c d", 1, 1, 0, 2, 1, 5),
+    ],
+)
+def test_hand_counted(
+    reference: str,
+    hypothesis: str,
+    words: int,
+    substitutions: int,
+    deletions: int,
+    insertions: int,
+    characters: int,
+    character_errors: int,
+) -> None:
+    counts = score_pair(reference, hypothesis, "basic")
+    assert (counts.clips, counts.words, counts.characters) == (1, words, characters)
+    assert (counts.substitutions, counts.deletions, counts.insertions) == (substitutions, deletions, insertions)
+    assert counts.word_errors == substitutions + deletions + insertions
+    assert counts.character_errors == character_errors
+    rates = counts.rates()
+    assert rates["wer"] == (pytest.approx(counts.word_errors / words) if words else None)
+    assert rates["cer"] == (pytest.approx(character_errors / characters) if characters else None)
+
+
+def spoil(rng: random.Random, text: str) -> str:
+    """A hypothesis with words left out, changed and added."""
+    words = []
+    for word in text.split():
+        change = rng.random()
+        if change < 0.1:
+            continue
+        words.append(word[::-1] if change < 0.2 else word)
+        if change > 0.9:
+            words.append(rng.choice(["uh", "été"]))
+    return " ".join(words)
+
+
+def pairs(n: int = 60) -> list[tuple[str, str, str]]:
+    """(language, reference, hypothesis), two empty hypotheses among them."""
+    rng = random.Random(0)
+    vocabulary = ["press", "one", "to", "hear", "l'appel", "été", "Désolé,", "peut-être", "ok!"]
+    made = []
+    for i in range(n):
+        reference = " ".join(rng.choices(vocabulary, k=rng.randint(1, 12)))
+        made.append((("en", "fr", "")[i % 3], reference, "" if i in (7, 30) else spoil(rng, reference)))
+    return made
+
+
+def test_equals_jiwer_over_the_whole_list() -> None:
+    made = pairs()
+    for mode in ("none", "lower", "basic"):
+        board = Scoreboard(mode)
+        for i, (language, reference, hypothesis) in enumerate(made):
+            board.add(str(i), language, reference, hypothesis)
+        references, hypotheses = ([normalize_text(pair[side], mode) for pair in made] for side in (1, 2))
+        result = board.result()
+        assert result["wer"] == pytest.approx(jiwer.wer(references, hypotheses), abs=1e-12)
+        assert result["cer"] == pytest.approx(jiwer.cer(references, hypotheses), abs=1e-12)
+        output = jiwer.process_words(references, hypotheses)
+        assert (result["substitutions"], result["deletions"], result["insertions"]) == (
+            output.substitutions,
+            output.deletions,
+            output.insertions,
+        )
+        assert (result["clips"], result["words"]) == (len(made), sum(len(r.split()) for r in references))
+        assert 0.1 < result["wer"] < 0.5
+
+
+def test_by_language() -> None:
+    made = pairs()
+    board = Scoreboard("basic", keep_pairs=3)
+    for i, (language, reference, hypothesis) in enumerate(made):
+        board.add(str(i), language, reference, hypothesis)
+    by_language = board.result()["by_language"]
+    assert list(by_language) == ["en", "fr", "unknown"]
+    for name, result in by_language.items():
+        own = [(r, h) for language, r, h in made if (language or "unknown") == name]
+        references, hypotheses = ([normalize_text(pair[side], "basic") for pair in own] for side in (0, 1))
+        assert result["clips"] == len(own)
+        assert result["wer"] == pytest.approx(jiwer.wer(references, hypotheses))
+        assert result["cer"] == pytest.approx(jiwer.cer(references, hypotheses))
+    assert len({result["wer"] for result in by_language.values()}) == 3
+    assert [pair["id"] for pair in board.pairs] == ["0", "1", "2"]
+    assert board.pairs[1] == {"id": "1", "language": "fr", "reference": made[1][1], "hypothesis": made[1][2]}
+
+
+def test_parts_of_several_ranks_merge_to_the_whole() -> None:
+    made = pairs()
+    whole, parts = Scoreboard("basic", keep_pairs=4), [Scoreboard("basic", keep_pairs=4) for _ in range(3)]
+    for i, (language, reference, hypothesis) in enumerate(made):
+        whole.add(str(i), language, reference, hypothesis)
+        parts[i % 2].add(str(i), language, reference, hypothesis)  # the third rank had no clip
+    for i, part in enumerate(parts):
+        part.quarantined.append({"id": f"bad{i}"})
+        part.filtered["empty_text"] = i
+    merged = Scoreboard("basic", keep_pairs=4)
+    for part in parts:
+        merged.merge(part)
+    assert merged.result() == whole.result()
+    assert len(merged.pairs) == 4
+    assert [q["id"] for q in merged.quarantined] == ["bad0", "bad1", "bad2"]
+    assert merged.filtered == {"empty_text": 3}
+
+
+# ---- normalisation -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "none", "lower", "basic"),
+    [
+        ("  Press\t1,\n now! ", "Press 1, now!", "press 1, now!", "press 1 now"),
+        ("L’été, c’est “BEAU”…", "L’été, c’est “BEAU”…", "l’été, c’est “beau”…", "l'été c'est beau"),
+        ("E\u0301te\u0301 fini", "Été fini", "été fini", "été fini"),
+        ("rock 'n' roll, 'tis it's Jess'", "rock 'n' roll, 'tis it's Jess'", "rock 'n' roll, 'tis it's jess'", "rock n roll tis it's jess"),
+        ("Peut-être_là : À ŒUVRE ÇA", "Peut-être_là : À ŒUVRE ÇA", "peut-être_là : à œuvre ça", "peut être là à œuvre ça"),
+        ("‘aujourd’hui’ aujourd\u02bchui", "‘aujourd’hui’ aujourd\u02bchui", "‘aujourd’hui’ aujourd\u02bchui", "aujourd'hui aujourd'hui"),
+        ("हिन्दी, भाषा।", "हिन्दी, भाषा।", "हिन्दी, भाषा।", "हिन्दी भाषा"),
+        ("ภาษาไทยที่ดี!", "ภาษาไทยที่ดี!", "ภาษาไทยที่ดี!", "ภาษาไทยที่ดี"),
+        ("--- ' '' ---", "--- ' '' ---", "--- ' '' ---", ""),
+    ],
+)  # fmt: skip
+def test_normalize_text(text: str, none: str, lower: str, basic: str) -> None:
+    assert normalize_text(text, "none") == none
+    assert normalize_text(text, "lower") == lower
+    assert normalize_text(text, "basic") == basic
+
+
+@given(st.text(max_size=60), st.sampled_from(["none", "lower", "basic"]))
+def test_normalizing_again_changes_nothing(text: str, mode: str) -> None:
+    once = normalize_text(text, mode)
+    assert normalize_text(once, mode) == once
+    assert once == " ".join(once.split())
+
+
+# ---- long recordings -----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    samples=st.integers(0, 30_000),
+    longest=st.floats(1.0, 12.0),
+    search=st.floats(0.3, 8.0),
+    silent=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_pieces_hold_every_sample_once(samples: int, longest: float, search: float, silent: bool, seed: int) -> None:
+    rate = 1000
+    audio_S = np.zeros(samples) if silent else np.random.default_rng(seed).standard_normal(samples)
+    audio_S = audio_S.astype(np.float32)
+    pieces = cut_at_silence(audio_S, rate, longest, search)
+    assert np.array_equal(np.concatenate([piece.audio_S for piece in pieces]), audio_S)
+    assert all(len(piece.audio_S) <= longest * rate for piece in pieces)
+    assert samples == 0 or all(len(piece.audio_S) > 0 for piece in pieces)
+    assert pieces[0].start == 0.0
+    for piece, following in pairwise(pieces):
+        assert following.start == pytest.approx(piece.start + len(piece.audio_S) / rate)
+    # Pieces are no shorter than needed: the limit less the stretch that is searched.
+    assert all(len(piece.audio_S) >= (longest - min(search, longest / 2)) * rate - 1 for piece in pieces[:-1])
+
+
+def test_cuts_lie_in_silence() -> None:
+    rate, rng = 16_000, np.random.default_rng(0)
+    audio_S = 0.3 * rng.standard_normal(40 * rate).astype(np.float32)
+    gaps = [(4.0, 4.4), (7.5, 7.75), (16.0, 16.3), (24.2, 24.6), (33.0, 33.5)]
+    for start, end in gaps:
+        audio_S[int(start * rate) : int(end * rate)] *= 0.01
+    pieces = cut_at_silence(audio_S, rate, longest=10.0)
+    cuts = [piece.start for piece in pieces[1:]]
+    assert len(cuts) == 4
+    # 4.0 lies before the five seconds that are searched, so it is left alone.
+    for cut, (start, end) in zip(cuts, gaps[1:], strict=True):
+        assert start < cut < end, cuts
+    assert [len(p.audio_S) for p in cut_at_silence(audio_S[: 10 * rate], rate, longest=10.0)] == [10 * rate]
+
+
+# ---- schedules -----------------------------------------------------------------------------------------------------
+
+PEAKS = (1e-3, 2e-4)
+
+
+def optimizer_with(peaks: tuple[float, ...] = PEAKS) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": [torch.nn.Parameter(torch.zeros(2))], "lr": peak} for peak in peaks])
+
+
+def curve(schedule: Schedule, steps: int) -> list[list[float]]:
+    """The rates of the coming steps."""
+    found = []
+    for _ in range(steps):
+        found.append(schedule.rates())
+        schedule.step()
+    return found
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 7])
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "onecycle"])
+def test_schedule_equals_transformers(name: str, warmup: int) -> None:
+    steps = 30
+    optimizer = optimizer_with()
+    specific = {"min_lr_rate": 0.1} if name == "cosine_with_min_lr" else None
+    expected = get_scheduler(name, optimizer, warmup, steps, specific)
+    schedule = Schedule(name, optimizer_with().param_groups, warmup, steps)
+    for step in range(steps):
+        assert schedule.rates() == pytest.approx([group["lr"] for group in optimizer.param_groups], rel=1e-12), step
+        optimizer.step()
+        expected.step()
+        schedule.step()
+
+
+@pytest.mark.parametrize("warmup", [1, 10])
+def test_onecycle_equals_torch(warmup: int) -> None:
+    # N steps walk from the first to the last of N + 1 points, as transformers' schedules do.
+    steps = 100
+    optimizer = optimizer_with()
+    expected = OneCycleLR(
+        optimizer, list(PEAKS), total_steps=steps + 1, pct_start=warmup / steps, anneal_strategy="cos"
+    )
+    schedule = Schedule("onecycle", optimizer_with().param_groups, warmup, steps)
+    rates = []
+    for step in range(steps):
+        assert schedule.rates() == pytest.approx([group["lr"] for group in optimizer.param_groups], rel=1e-12), step
+        rates.append(schedule.rates()[0])
+        optimizer.step()
+        expected.step()
+        schedule.step()
+    assert rates[0] == pytest.approx(PEAKS[0] / 25)
+    assert abs(int(np.argmax(rates)) - warmup) <= 1
+    assert max(rates) == pytest.approx(PEAKS[0], rel=0.01)
+    assert schedule.rates()[0] == pytest.approx(PEAKS[0] / 25 / 1e4)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedule_resumes(name: str) -> None:
+    steps, warmup = 40, 6
+    whole = curve(Schedule(name, optimizer_with().param_groups, warmup, steps), steps + 3)
+    for cut in (0, 3, 6, 25, steps):
+        stopped = Schedule(name, optimizer_with().param_groups, warmup, steps)
+        head = curve(stopped, cut)
+        resumed = Schedule(name, optimizer_with().param_groups, warmup, steps)
+        resumed.load_state_dict(stopped.state_dict())
+        assert head + curve(resumed, steps + 3 - cut) == whole
+    assert whole[steps] == whole[steps + 1] == whole[steps + 2], "beyond the end the last rate stays"
+    assert name == "constant" or len({rates[0] for rates in whole}) > 5
+
+
+def test_apply_writes_into_the_groups() -> None:
+    optimizer = optimizer_with()
+    tensor = torch.tensor(5.0)
+    optimizer.param_groups[1]["lr"] = tensor
+    schedule = Schedule("linear", optimizer_with().param_groups, 4, 10)
+    schedule.step()
+    schedule.step()
+    schedule.apply(optimizer)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(PEAKS[0] / 2)
+    assert optimizer.param_groups[1]["lr"] is tensor  # a rate in a tensor keeps its identity
+    assert float(tensor) == pytest.approx(PEAKS[1] / 2)
