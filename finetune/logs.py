@@ -38,7 +38,9 @@ def set_up_logging() -> None:
     """INFO of this project on rank 0, warnings elsewhere; errors only from other libraries."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    os.environ.setdefault("DS_ACCELERATOR_LOG_LEVEL", "error")
+    os.environ.setdefault(
+        "TQDM_MININTERVAL", "0.1" if sys.stderr.isatty() else "20"
+    )  # few lines where it is no terminal
     handler = _TqdmHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     project = logging.getLogger("finetune")
@@ -47,4 +49,6 @@ def set_up_logging() -> None:
     project.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR)
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
+    # DeepSpeed sets its level and handler when it is imported, so a filter has to hold it.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     warnings.filterwarnings("ignore")

@@ -25,7 +25,9 @@ def default_of(field: Field) -> str:
     value = field.default_factory() if field.default_factory is not NO_DEFAULT else field.default
     if value == MISSING:
         return "(required)"
-    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if not isinstance(value, dict) else "{}"
+    if value is None or isinstance(value, bool):
+        return str(value).lower().replace("none", "null")
+    return str(value)
 
 
 def type_of(field: Field) -> str:

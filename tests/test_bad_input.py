@@ -320,6 +320,9 @@ def test_a_broken_shard_stops_the_run(
     assert message.startswith("data.train: ")
     assert str(path) in message
     assert "cannot be read from row" in message
+    message = failed(1, *tiny_run(f"training.output_dir={tmp_path / 'second'}", data={"validation": str(path)}))
+    assert message.startswith("evaluate validation: ")
+    assert str(path) in message
 
 
 # ---- data that is not there ----------------------------------------------------------------------------------------

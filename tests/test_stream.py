@@ -241,6 +241,8 @@ def test_tar_shards(corpus: Path, tmp_path: Path) -> None:
         ({"path": "a", "splitt": "train"}, ("splitt", "known are", "weight")),
         ([{"path": "a", "weight": 1}, "b"], ("every source", "weight")),
         ([{"path": "a", "weight": 0}], ("above 0",)),
+        ([{"path": "a", "weight": "much"}], ("above 0", "'much'")),
+        ({"path": 3}, ("`path`", "3")),
         (3, ("a source is a path", "3")),
     ],
 )
@@ -249,6 +251,32 @@ def test_sources_that_are_refused(value: Any, words: tuple[str, ...]) -> None:
         parse_sources(value, "data.guard", "train")
     assert str(caught.value).startswith("data.guard: ")
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_manifest_rows_cut_out_of_a_recording(tmp_path: Path) -> None:
+    ramp_S = np.linspace(-0.5, 0.5, 3 * RATE, dtype=np.float32)
+    soundfile.write(tmp_path / "talk.wav", ramp_S, RATE, subtype="FLOAT")
+    row = {"audio_filepath": "talk.wav", "text": "x"}
+    parts = {
+        "middle": ({"offset": 0.5, "duration": 1.25}, slice(RATE // 2, RATE * 7 // 4)),
+        "start": ({"offset": 0, "duration": 1}, slice(0, RATE)),
+        "rest": ({"offset": 2.0}, slice(2 * RATE, None)),
+        "over": ({"offset": 2.5, "duration": 9.0}, slice(RATE * 5 // 2, None)),
+        "whole": ({"duration": 1.0}, slice(None)),
+        "odd": ({"offset": None, "duration": float("nan")}, slice(None)),
+    }
+    rows = [{**row, **values, "id": name} for name, (values, _) in parts.items()]
+    rows += [{**row, "offset": 3.5, "id": "behind"}, {**row, "offset": "1 s", "id": "words"}]
+    batches = read_epoch(make_stream(str(write_manifest(tmp_path / "m.jsonl", rows)), batch_size=1))
+    read = {b.ids[0]: b.audio_BS[0].numpy() for b in batches if b.ids}
+    assert set(read) == set(parts)
+    for name, (_, part) in parts.items():
+        assert np.array_equal(read[name], ramp_S[part]), name
+    reasons = {q["id"]: q["reason"] for b in batches for q in b.quarantined}
+    assert reasons == {
+        "behind": "offset 3.5 s lies behind the end of the audio (3.0 s)",
+        "words": "offset is a number of seconds, found '1 s'",
+    }
 
 
 @pytest.mark.parametrize("end", ["\n", "", "\n\n"])
@@ -457,6 +485,16 @@ def test_mixture(corpus: Path, long_manifest: Path, ranks: int) -> None:
     assert Counter(c for c in swapped if not c.startswith("long")) == Counter(
         {f"clip{i}": 1 for i in range(ROWS, ROWS + HELD_OUT)}
     )
+
+
+def test_a_source_of_a_mixture_is_shuffled_anew_in_each_pass(corpus: Path, long_manifest: Path) -> None:
+    value = [{"path": str(long_manifest), "weight": 1}, {"path": str(corpus / "shards"), "weight": 1}]
+    # Windows of one row, so that nothing but the order of the shards differs.
+    drawn = [c for c in ids(read_epoch(make_stream(value, shuffle_buffer_size=1))) if not c.startswith("long")]
+    passes = [drawn[i : i + ROWS] for i in range(0, len(drawn) - ROWS + 1, ROWS)]
+    assert len(passes) > 3
+    assert all(sorted(order) == all_ids() for order in passes)
+    assert len({tuple(order) for order in passes}) > 1
 
 
 @pytest.mark.timeout(60)

@@ -14,7 +14,13 @@ class BadClip(Exception):
     """A clip that cannot be used; the text is the reason that goes into quarantine.jsonl."""
 
 
-def decode_audio(audio: Any, sample_rate: int, folder: Path | None = None) -> np.ndarray:
+def decode_audio(
+    audio: Any,
+    sample_rate: int,
+    folder: Path | None = None,
+    offset: float | None = None,
+    duration: float | None = None,
+) -> np.ndarray:
     """Decodes one clip.
 
     Args:
@@ -22,6 +28,8 @@ def decode_audio(audio: Any, sample_rate: int, folder: Path | None = None) -> np
             "array" and "sampling_rate".
         sample_rate: Hz of the result.
         folder: where relative paths start.
+        offset: seconds into the file at which the clip begins; None takes the whole file.
+        duration: seconds of the clip, from `offset` on; None takes the rest. No effect without `offset`.
 
     Returns:
         (S,) float32 in [-1, 1], channels averaged.
@@ -29,7 +37,7 @@ def decode_audio(audio: Any, sample_rate: int, folder: Path | None = None) -> np
     Raises:
         BadClip: missing, unreadable, empty, or not finite.
     """
-    samples_SC, rate = _read(audio, folder)
+    samples_SC, rate = _read(audio, folder, offset, duration)
     if samples_SC.shape[0] == 0:
         raise BadClip("the audio is empty")
     if samples_SC.ndim == 2:
@@ -41,7 +49,7 @@ def decode_audio(audio: Any, sample_rate: int, folder: Path | None = None) -> np
     return np.ascontiguousarray(samples_SC, dtype=np.float32)
 
 
-def _read(audio: Any, folder: Path | None) -> tuple[np.ndarray, int]:
+def _read(audio: Any, folder: Path | None, offset: float | None, duration: float | None) -> tuple[np.ndarray, int]:
     if isinstance(audio, str):
         audio = {"path": audio}
     if not isinstance(audio, dict):
@@ -55,14 +63,26 @@ def _read(audio: Any, folder: Path | None) -> tuple[np.ndarray, int]:
         raise BadClip("the audio is empty (0 bytes)")
     try:
         if data is not None:
-            return soundfile.read(io.BytesIO(data), dtype="float32")
+            return _read_part(io.BytesIO(data), offset, duration)
         file = Path(path) if folder is None or Path(path).is_absolute() else folder / path
         if not file.is_file():
             raise BadClip(f"there is no file {file}")
         if file.stat().st_size == 0:
             raise BadClip("the audio is empty (0 bytes)")
-        return soundfile.read(str(file), dtype="float32")
+        return _read_part(str(file), offset, duration)
     except BadClip:
         raise
     except Exception as error:
         raise BadClip(f"the audio cannot be decoded: {str(error).strip() or type(error).__name__}") from error
+
+
+def _read_part(file: Any, offset: float | None, duration: float | None) -> tuple[np.ndarray, int]:
+    if offset is None:
+        return soundfile.read(file, dtype="float32")
+    with soundfile.SoundFile(file) as sound:
+        first = round(offset * sound.samplerate)
+        if first >= sound.frames:
+            raise BadClip(f"offset {offset} s lies behind the end of the audio ({sound.frames / sound.samplerate} s)")
+        sound.seek(first)
+        frames = -1 if duration is None else round(duration * sound.samplerate)
+        return sound.read(frames, dtype="float32"), sound.samplerate

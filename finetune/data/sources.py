@@ -3,6 +3,7 @@
 import glob
 import json
 import logging
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -90,7 +91,7 @@ def parse_sources(value: Any, key: str, split: str) -> list[Source]:
     for entry in entries:
         if isinstance(entry, str):
             entry = {"path": entry}
-        if not isinstance(entry, dict) or not entry.get("path"):
+        if not isinstance(entry, dict) or not isinstance(entry.get("path"), str) or not entry["path"]:
             raise UserError(f"{key}: a source is a path, or a mapping with `path`; found {entry!r}.")
         unknown = sorted(set(entry) - set(known))
         if unknown:
@@ -99,8 +100,9 @@ def parse_sources(value: Any, key: str, split: str) -> list[Source]:
     weighted = [s.weight is not None for s in sources]
     if any(weighted) and not all(weighted):
         raise UserError(f"{key}: give every source of the list a weight, or none.")
-    if any(s.weight is not None and s.weight <= 0 for s in sources):
-        raise UserError(f"{key}: weights are above 0.")
+    for weight in (s.weight for s in sources if s.weight is not None):
+        if not isinstance(weight, int | float) or not 0 < weight < math.inf:
+            raise UserError(f"{key}: a weight is a number above 0, found {weight!r}.")
     return sources
 
 

@@ -9,6 +9,7 @@ B batch, S samples, U target tokens.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -205,11 +206,12 @@ def order_window(
 
 
 def row_duration(row: dict[str, Any]) -> float | None:
-    """Seconds as the row states them, or None."""
+    """Seconds as the row states them, or None where it does not, or states no number."""
     if row.get("_row"):
         row = json.loads(row["_row"])
     duration = row.get("duration")
-    return float(duration) if isinstance(duration, int | float) and not isinstance(duration, bool) else None
+    is_number = isinstance(duration, int | float) and not isinstance(duration, bool) and math.isfinite(duration)
+    return float(duration) if is_number else None
 
 
 def _draw(
@@ -239,10 +241,14 @@ def make_clip(
     Raises:
         BadClip: it cannot be used; FilteredClip: a filter leaves it out.
     """
+    offset = None
     if "_error" in row:  # a line of a manifest
         if row["_error"]:
             raise BadClip(row["_error"])
         row = json.loads(row["_row"])
+        offset = row.get("offset")  # NeMo's manifests cut clips out of longer recordings so
+        if not isinstance(offset, int | float | None) or (offset is not None and not 0 <= offset < float("inf")):
+            raise BadClip(f"offset is a number of seconds, found {offset!r}")
     columns = source.columns
     text = row.get(columns["text"])
     if not isinstance(text, str):
@@ -256,7 +262,7 @@ def make_clip(
     tokens = encode(text)
     if columns["audio"] not in row:
         raise BadClip(f"no audio in column {columns['audio']!r}")
-    audio_S = decode_audio(row[columns["audio"]], options.sample_rate, source.folder)
+    audio_S = decode_audio(row[columns["audio"]], options.sample_rate, source.folder, offset, duration)
     _filter_duration(len(audio_S) / options.sample_rate, options)
     if len(audio_S) < options.sample_rate // 50:
         raise BadClip(f"the audio is too short for one frame of features ({len(audio_S)} samples)")
@@ -351,7 +357,9 @@ class LaneDataset(torch.utils.data.IterableDataset):
             return
         clips: list[Clip] = []
         report = Batch([], [], [], None, None, None, None, lane, {})
-        rows = read_lane(self.groups, self.weights, self.options, self.epoch, lane, self.ranks * self.workers, position)
+        rows = read_lane(
+            self.groups, self.weights, self.options, self.epoch, lane, self.ranks * self.workers, position
+        )
         try:
             for source, place, row, position, batch_ends in rows:
                 report.rows_read += 1

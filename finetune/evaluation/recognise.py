@@ -11,6 +11,7 @@ import torch
 from tqdm import tqdm
 
 from finetune.data.stream import Batch, ClipStream
+from finetune.errors import UserError
 from finetune.evaluation.scores import Scoreboard
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,9 @@ def score_stream(
         total: clips, for the bar.
         keep_pairs: reference/hypothesis pairs to keep.
         on_clip: called with id, language, reference, hypothesis and counts of each clip.
+
+    Raises:
+        UserError: a shard cannot be read.
     """
     board = Scoreboard(normalization, keep_pairs)
     with (
@@ -83,7 +87,7 @@ def score_stream(
             for reason, n in batch.filtered.items():
                 board.filtered[reason] = board.filtered.get(reason, 0) + n
             if batch.error:
-                raise RuntimeError(batch.error)
+                raise UserError(f"{description}: {batch.error}", exit_code=1)
             if batch.audio_BS is None:
                 continue
             hypotheses = recognise_batch(model, batch.audio_BS, batch.audio_lengths_B)

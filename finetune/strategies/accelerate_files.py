@@ -221,8 +221,6 @@ def make_accelerator(
         _single_process_environment()
         if not strategy.from_launcher:
             options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=str(strategy.deepspeed_config))
-    elif strategy.engine == "fsdp" and not strategy.from_launcher:
-        options["fsdp_plugin"] = _fsdp_plugin(strategy)
     accelerator = Accelerator(**options)
     if strategy.engine.startswith("deepspeed"):
         config = accelerator.state.deepspeed_plugin.deepspeed_config
@@ -231,17 +229,6 @@ def make_accelerator(
         config["train_batch_size"] = batch_size * accelerator.num_processes
         config["gradient_clipping"] = max_grad_norm
     return accelerator
-
-
-def _fsdp_plugin(strategy: Strategy) -> Any:
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
-    for values in strategy.files.values():
-        if str(values.get("distributed_type", "")).upper() == "FSDP":
-            settings = {k.removeprefix("fsdp_"): v for k, v in values.get("fsdp_config", {}).items()}
-            settings["fsdp_version"] = settings.pop("version", 2)
-            return FullyShardedDataParallelPlugin(**settings)
-    raise UserError("an FSDP engine without an Accelerate file that describes it")
 
 
 def _single_process_environment() -> None:

@@ -72,7 +72,13 @@ class Intake:
             batch.feasible_B = feasible_clips(frames_B, batch.token_lengths_B, trainer.core.durations)
             clips += int(batch.feasible_B.sum())
             tokens += int(batch.token_lengths_B[batch.feasible_B].sum())
-            infeasible += int((~batch.feasible_B).sum())
+            impossible = [i for i, ok in zip(batch.ids, batch.feasible_B.tolist(), strict=True) if not ok]
+            infeasible += len(impossible)
+            if impossible:
+                log.warning(
+                    "no alignment exists for %s: too few encoder frames for the tokens; left out of the loss and counted",
+                    ", ".join(impossible),
+                )
         error = next((b.error for b in received if b.error), None)
         rows = sum(b.rows_read for b in received)
         samples = sum(float(b.audio_lengths_B.sum()) for b in group)

@@ -37,6 +37,10 @@ log = logging.getLogger(__name__)
 def build_accelerator(config: Any, strategy: Strategy) -> Any:
     """Checks what excludes itself, then makes Accelerate's Accelerator and seeds everything."""
     t = config.training
+    if strategy.engine == "fsdp":
+        raise UserError(
+            f"{strategy.engine_from}: this version does not train under FSDP. Use ddp or zero2_offload instead."
+        )
     precision = resolve_precision(t.bf16, t.fp16, strategy)
     t.bf16, t.fp16 = precision == "bf16", precision == "fp16"
     conflicts = find_conflicts(config, strategy.engine, torch.cuda.is_available())
@@ -222,7 +226,7 @@ def describe(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy
         trainer.evaluations.path.touch()
         trainer.quarantine.path.touch()
     if any(name != "none" for name in ([t.report_to] if isinstance(t.report_to, str) else t.report_to)):
-        accelerator.init_trackers("finetune", config={})
+        accelerator.init_trackers("finetune", config=flat_settings(config))
     log.info(
         "strategy %s, engine %s, %d process(es), precision %s, %d steps of %d x %d x %d clips",
         "+".join(strategy.names) or "none",
@@ -234,6 +238,15 @@ def describe(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy
         t.gradient_accumulation_steps,
         t.per_device_train_batch_size,
     )
+
+
+def flat_settings(config: Any) -> dict[str, Any]:
+    """Dotted keys and plain values, the form that every tracker takes."""
+    flat = {}
+    for section, values in OmegaConf.to_container(config, resolve=True).items():
+        for key, value in values.items():
+            flat[f"{section}.{key}"] = value if isinstance(value, bool | int | float | str) else str(value)
+    return flat
 
 
 def resume_or_evaluate_base(trainer: Trainer, config: Any) -> None:
