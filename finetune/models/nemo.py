@@ -216,6 +216,9 @@ def encoder_lengths(model: Any, audio_lengths_B: torch.Tensor) -> torch.Tensor:
 
 def save_nemo(model: Any, path: Path) -> None:
     """Writes a .nemo that plain NeMo restores; written aside and renamed, so it is whole or absent."""
+    if "validation_ds" not in model.cfg:
+        with open_dict(model.cfg):  # NeMo's own transcribe() reads this key
+            model.cfg.validation_ds = {"use_start_end_token": False}
     aside = path.with_name(f".{path.name}.tmp.nemo")
     path.parent.mkdir(parents=True, exist_ok=True)
     model.save_to(str(aside))
