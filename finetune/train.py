@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
             trainer = run.build_trainer(accelerator, model, sources, config)
             run.describe(accelerator, trainer, config, strategy)
             run.resume_or_evaluate_base(trainer, config)
-            trainer.run(max_epochs=run.epoch_limit(config))
+            trainer.run()
             run.finish(accelerator, trainer, config, strategy)
         return 0
     except UserError as error:

@@ -9,7 +9,9 @@ from conftest import ROOT
 
 def test_the_configuration_page_is_up_to_date():
     done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "write_configuration_docs.py"), "--check"], capture_output=True, text=True
+        [sys.executable, str(ROOT / "scripts" / "write_configuration_docs.py"), "--check"],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
 
@@ -25,7 +27,9 @@ def test_the_readme_lists_every_strategy_and_none_that_is_not_there():
 
 def test_files_that_the_readme_names_exist():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"\b((?:finetune|scripts|accelerate_configs|ds_configs|docs|examples)/[\w./-]+\w)", readme))
+    named = set(
+        re.findall(r"(?<![\w/])((?:finetune|scripts|accelerate_configs|ds_configs|docs|examples)/[\w./-]+\w)", readme)
+    )
     missing = [path for path in named if not (ROOT / path).exists() and "NAME" not in path and "FILE" not in path]
     assert len(named) > 10
     assert not missing

@@ -94,7 +94,8 @@ def test_deepspeed_file_by_argument_resumes(run_train, tiny_run, tmp_path):
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000008")
     start([sys.executable, TRAIN, *arguments, *deepspeed, "training.resume_from_checkpoint=true"])
     assert summary(tmp_path / "run")["resumed_from"] == 4
-    assert curve(tmp_path / "run") == whole
+    for ours, theirs in zip(curve(tmp_path / "run"), whole, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 def test_two_ddp_processes_equal_one_with_the_same_global_batch(run_train, tiny_run, clips, tmp_path):

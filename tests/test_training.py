@@ -243,3 +243,14 @@ def test_omega_draws_plain_rnnt_steps(run_train, tiny_run, tmp_path, tiny_model)
         )
         durations = load_model(str(output)).joint.joint_net[-1].weight[-5:]
         assert torch.equal(durations, start) == (omega == 1.0)
+
+
+def test_epochs_end_the_run_with_every_clip_seen(run_train, tiny_run, tmp_path):
+    """24 clips in batches of 4, 4 batches a step: 1.5 steps an epoch, of which the second is a smaller one."""
+    training = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 4, "log_clips": True}
+    assert run_train(*tiny_run(data={"test": None}, training=training)) == 0
+    told = summary(tmp_path / "run")
+    assert (told["samples"], told["epochs"], told["steps"]) == (48, 2, 4)
+    ids = [i for r in read_lines(tmp_path / "run" / "clips.jsonl") for b in r["ids_by_rank"][0] for i in b]
+    assert all(ids.count(i) == 2 for i in ids)
+    assert {r["step"] for r in read_lines(tmp_path / "run" / "evaluations.jsonl")} == {0, told["best_step"], 4}

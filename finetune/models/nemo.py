@@ -73,6 +73,11 @@ def _restore(path: Path) -> Any:
 
 
 def _download(name: str) -> Any:
+    if Path(name).exists():
+        raise UserError(
+            f"model.name: {name} is neither a .nemo file nor a NeMo model YAML (.yaml). Weights alone do not say what the "
+            "model looks like: give the .nemo file that they came with."
+        )
     if name.count("/") != 1 or name.startswith((".", "/")):
         raise UserError(
             f"model.name: there is no file or directory {name}, and it is not a hub name like nvidia/parakeet-tdt-0.6b-v3."

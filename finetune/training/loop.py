@@ -63,8 +63,8 @@ class Trainer:
         stream: training batches of this rank.
         sources: opened sources by key (train, validation, test, guard).
         config: the run's configuration.
-        total_steps: optimizer steps of the run.
-        steps_are_exact: False where the number of epochs ends the run and total_steps is an estimate.
+        total_steps: optimizer steps of the run, which the schedule is laid out for.
+        max_epochs: passes over the data that end the run, whatever `total_steps` estimated; None: `total_steps` ends it.
     """
 
     def __init__(
@@ -77,9 +77,11 @@ class Trainer:
         sources: dict[str, list[Any]],
         config: Any,
         total_steps: int,
+        max_epochs: int | None,
     ):
         self.accelerator, self.module, self.optimizer, self.schedule = accelerator, module, optimizer, schedule
-        self.stream, self.sources, self.config, self.total_steps = stream, sources, config, total_steps
+        self.stream, self.sources, self.config = stream, sources, config
+        self.total_steps, self.max_epochs = total_steps, max_epochs
         self.core = accelerator.unwrap_model(module)
         self.model = self.core.nemo
         self.output_dir = Path(config.training.output_dir)
@@ -93,7 +95,7 @@ class Trainer:
         self.omega_generator = torch.Generator().manual_seed(config.training.seed)
         self.resumed_from: int | None = None
         self.optimizer_description: dict[str, Any] = {}
-        self.last_saved = -1
+        self.last_saved = self.last_evaluated = -1
         self.skipped_in_a_row = 0
         self.clock = time.perf_counter()
 
@@ -199,6 +201,8 @@ class Trainer:
                     self.accelerator.log(
                         {f"{split}/wer": rates["wer"], f"{split}/cer": rates["cer"]}, step=self.progress.step
                     )
+        if "validation" in boards:
+            self.last_evaluated = self.progress.step
         if "validation" in boards and boards["validation"].total.words:
             wer = boards["validation"].total.rates()["wer"]
             if self.progress.best_wer is None or wer < self.progress.best_wer:
@@ -255,8 +259,8 @@ class Trainer:
 
     # ---- training --------------------------------------------------------------------------------------------------
 
-    def run(self, max_epochs: float | None) -> None:
-        """Trains until `total_steps`, or until `max_epochs` passes over the data are done."""
+    def run(self) -> None:
+        """Trains until `max_epochs` passes over the data are done, or else until `total_steps`."""
         bar = tqdm(
             total=self.total_steps,
             initial=self.progress.step,
@@ -269,11 +273,11 @@ class Trainer:
         window = MetricsWindow()
         self.module.train()
         with bar:
-            while self.progress.step < self.total_steps and not self._epochs_done(max_epochs):
+            while not self._done():
                 samples_before, whole_epoch = self.progress.samples, not self.stream.positions
                 iterator = self.stream.batches()
                 try:
-                    while self.progress.step < self.total_steps:
+                    while not self._done():
                         waited = time.perf_counter()
                         step_input = self.intake.next_step(iterator)
                         window.waited += time.perf_counter() - waited
@@ -289,8 +293,10 @@ class Trainer:
                     raise self.intake.nothing_left()
         self.progress.finished = True
 
-    def _epochs_done(self, max_epochs: float | None) -> bool:
-        return max_epochs is not None and self.progress.epoch >= max_epochs
+    def _done(self) -> bool:
+        if self.max_epochs is not None:
+            return self.progress.epoch >= self.max_epochs
+        return self.progress.step >= self.total_steps
 
     def _optimizer_step(self, step_input: StepInput, window: MetricsWindow) -> None:
         """Forward and backward over the accumulated batches, then one step.
@@ -404,7 +410,7 @@ class Trainer:
                 self.optimizer_description,
             )
         bar.update(1)
-        if p.step % t.logging_steps == 0 or p.step == self.total_steps or p.step == 1:
+        if p.step % t.logging_steps == 0 or p.step == 1 or self._done():
             row = window.row(p, self.schedule.rates())
             if self.accelerator.is_main_process:
                 self.metrics.append(row)
@@ -420,7 +426,7 @@ class Trainer:
                 mem=f"{row['peak_memory_gib']:.1f}G",
             )
             window.reset()
-        last = p.step == self.total_steps
+        last = self.max_epochs is None and self._done()
         if (t.eval_steps and p.step % t.eval_steps == 0) or last:
             paused = time.perf_counter()
             self.evaluate(("validation",))

@@ -171,9 +171,10 @@ def plan_steps(accelerator: Any, config: Any, sources: dict[str, list[Any]]) -> 
     return max(1, math.ceil(clips / per_step * t.num_train_epochs))
 
 
-def epoch_limit(config: Any) -> float | None:
-    """Where the epochs end the run; None where max_steps does."""
-    return None if config.training.max_steps > 0 else math.ceil(config.training.num_train_epochs)
+def epoch_limit(config: Any) -> int | None:
+    """Whole passes that end the run; None where max_steps does, or a part of a pass that only steps can measure."""
+    t = config.training
+    return int(t.num_train_epochs) if t.max_steps <= 0 and float(t.num_train_epochs).is_integer() else None
 
 
 def build_trainer(accelerator: Any, model: Any, sources: dict[str, list[Any]], config: Any) -> Trainer:
@@ -204,7 +205,9 @@ def build_trainer(accelerator: Any, model: Any, sources: dict[str, list[Any]], c
     prepared, prepared_optimizer = accelerator.prepare(module, optimizer)
     stream = make_stream(accelerator, model, config, sources["train"], training=True)
     seed_everything(t.seed + 1000 * accelerator.process_index)
-    trainer = Trainer(accelerator, prepared, prepared_optimizer, schedule, stream, sources, config, total)
+    trainer = Trainer(
+        accelerator, prepared, prepared_optimizer, schedule, stream, sources, config, total, epoch_limit(config)
+    )
     for text in warnings_for(
         config,
         pretrained=not str(m.name).endswith((".yaml", ".yml")),
@@ -273,9 +276,9 @@ def resume_or_evaluate_base(trainer: Trainer, config: Any) -> None:
 
 def finish(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy) -> None:
     """Settles the best model, measures it, and writes summary.json."""
-    p, t = trainer.progress, config.training
-    if p.step > 0 and p.step % max(t.eval_steps, 1) and p.step != trainer.total_steps:
-        trainer.evaluate(("validation",))  # the epochs ended before the planned number of steps
+    p, _t = trainer.progress, config.training
+    if p.step > 0 and trainer.last_evaluated != p.step and trainer.resumed_from != p.step:
+        trainer.evaluate(("validation",))  # the end of the last epoch is rarely a step with an evaluation
     trainer.save()
     judged = "test" if "test" in trainer.sources else "validation"
     if p.best_step is None:  # nothing to choose by

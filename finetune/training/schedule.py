@@ -23,7 +23,6 @@ class Schedule:
     def __init__(self, name: str, groups: list[dict[str, Any]], num_warmup_steps: int, num_training_steps: int):
         peaks = [float(group["lr"]) for group in groups]
         self.stand_in = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(()))], "lr": lr} for lr in peaks])
-        self.stand_in.step()  # torch warns when a schedule steps before its optimizer
         if name == "onecycle":
             share = min(max(num_warmup_steps, 1) / num_training_steps, 1.0)
             self.scheduler = OneCycleLR(
@@ -39,6 +38,7 @@ class Schedule:
 
             specific = {"min_lr_rate": 0.1} if name == "cosine_with_min_lr" else None
             self.scheduler = get_scheduler(name, self.stand_in, num_warmup_steps, num_training_steps, specific)
+        self.stand_in.step()  # torch warns when a schedule steps before its optimizer does
         self.limit = num_training_steps
         self.steps = 0
 
