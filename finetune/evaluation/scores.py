@@ -1,5 +1,6 @@
 """Word and character error rates, counted clip by clip so that memory does not grow with the set."""
 
+import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,15 +71,19 @@ class Scoreboard:
         counts = score_pair(reference, hypothesis, self.normalization)
         self.total.add(counts)
         self.by_language.setdefault(language or "unknown", Counts()).add(counts)
-        if len(self.pairs) < self.keep_pairs:
-            self.pairs.append({"id": clip_id, "language": language, "reference": reference, "hypothesis": hypothesis})
+        pair = {"id": clip_id, "language": language, "reference": reference, "hypothesis": hypothesis}
+        self.pairs = self._spread([*self.pairs, pair])
         return counts
+
+    def _spread(self, pairs: list[dict[str, str]]) -> list[dict[str, str]]:
+        """The pairs whose ids have the smallest checksums: the same clips each time, from all over the set."""
+        return sorted(pairs, key=lambda pair: zlib.crc32(pair["id"].encode()))[: self.keep_pairs]
 
     def merge(self, other: "Scoreboard") -> None:
         self.total.add(other.total)
         for language, counts in other.by_language.items():
             self.by_language.setdefault(language, Counts()).add(counts)
-        self.pairs = (self.pairs + other.pairs)[: self.keep_pairs]
+        self.pairs = self._spread(self.pairs + other.pairs)
         self.quarantined += other.quarantined
         for reason, n in other.filtered.items():
             self.filtered[reason] = self.filtered.get(reason, 0) + n
