@@ -42,7 +42,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--utterances", type=Path, help="write one JSON line a clip here")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.batch_size < 1 or arguments.workers < 0:
+        parser.error("--batch-size has to be 1 or more, --workers 0 or more")
+    for path in (arguments.json, arguments.utterances):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+    return arguments
 
 
 def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -120,7 +126,6 @@ def main(argv: list[str] | None = None) -> int:
         return getattr(error, "exit_code", 1)
     print_table(result)
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         write_json(arguments.json, result)
     return 0
 

@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         arguments = parse_arguments(argv)
         strategy = resolve_strategy(arguments.strategy, arguments.deepspeed)
-        config, origins = load_config(arguments.config, strategy.names, arguments.overrides)
+        config, _ = load_config(arguments.config, strategy.names, arguments.overrides)
         check_num_gpus(config.training.num_gpus)
 
         from finetune.training import run
@@ -66,8 +66,9 @@ def main(argv: list[str] | None = None) -> int:
         accelerator = run.build_accelerator(config, strategy)
         with run.output_directory(accelerator, config):
             sources = run.open_sources(config)
+            total_steps = run.plan_steps(accelerator, config, sources)
             model = run.build_model(accelerator, config)
-            trainer = run.build_trainer(accelerator, model, sources, config)
+            trainer = run.build_trainer(accelerator, model, sources, config, total_steps)
             run.describe(accelerator, trainer, config, strategy)
             run.resume_or_evaluate_base(trainer, config)
             trainer.run()

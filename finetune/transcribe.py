@@ -39,6 +39,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", help="tokenizer directory, for a NeMo model YAML")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args(argv)
+    if arguments.batch_size < 1:
+        parser.error("--batch-size has to be 1 or more")
     if arguments.longest < 1:
         parser.error("--longest has to be 1 second or more")
     return arguments
@@ -67,6 +69,7 @@ def transcribe_file(model: Any, file: str, *, longest: float, batch_size: int, t
                         "end": round(piece.start + float(word["end"]), 3),
                     }
                     for word in hypothesis.timestamp["word"]
+                    if word["word"]
                 ]
     result = {"file": file, "duration": round(len(audio_S) / rate, 3), "text": " ".join(" ".join(texts).split())}
     return {**result, "words": words} if timestamps else result

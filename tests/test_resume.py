@@ -23,6 +23,7 @@ TRAINING = {
     "save_total_limit": 0,
     "eval_steps": 5,
     "dataloader_num_workers": 2,
+    "logging_steps": 3,
     "log_clips": True,
     "resume_from_checkpoint": True,
 }
@@ -107,7 +108,7 @@ def test_every_checkpoint_of_a_run_continues_to_the_same_end(unbroken, run_train
     for step in (2, 6, 12, 14):
         resumed = tmp_path / f"from-{step}"
         shutil.copytree(unbroken, resumed)
-        for later in (resumed / "checkpoints").iterdir():
+        for later in (resumed / "checkpoints").glob("step-*"):
             if int(later.name.removeprefix("step-")) > step:
                 shutil.rmtree(later)
         arguments = tiny_run(model=MODEL, data=DATA, training={**TRAINING, "output_dir": str(resumed)})

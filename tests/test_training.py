@@ -121,8 +121,8 @@ def test_8bit_adamw_falls_back_to_adamw_with_one_warning(run_train, tiny_run, tm
     assert "optimizer AdamW:" in told
     assert summary(tmp_path / "run")["optimizer"] == "AdamW"
     rates = [r["learning_rate"] for r in read_lines(tmp_path / "run" / "metrics.jsonl")]
-    assert rates == sorted(rates, reverse=True)
-    assert rates[-1] < 1e-6, "the schedule has to run to its end"
+    # warm-up of 0 steps, then a cosine over 4: the rates that the steps were taken with
+    assert rates == pytest.approx([1e-3 * 0.5 * (1 + math.cos(math.pi * i / 4)) for i in range(4)])
 
 
 def test_adamw_is_fused_and_spares_biases_and_norms(tiny_model):
@@ -154,7 +154,7 @@ def test_what_a_run_leaves(run_train, tiny_run, tmp_path):
     }
     assert run_train(*tiny_run(training=training)) == 0
     run = tmp_path / "run"
-    assert {p.name for p in (run / "checkpoints").iterdir()} == {"step-00000008", "step-00000009"}
+    assert {p.name for p in (run / "checkpoints").glob("*step*")} == {"step-00000008", "step-00000009"}
     metrics = read_lines(run / "metrics.jsonl")
     assert [r["step"] for r in metrics] == [1, 2, 4, 6, 8, 9]
     wanted = "samples audio_hours epoch loss grad_norm learning_rate audio_seconds_per_second data_wait_fraction padding_fraction peak_memory_gib rss_gib"

@@ -12,7 +12,7 @@ from omegaconf import MISSING
 def option(default: Any, help: str, unit: str = "", choices: tuple[str, ...] = ()) -> Any:
     """A dataclass field that carries its own documentation.
 
-    A mutable default is copied for each instance. `choices` are checked by `finetune.config.validate`.
+    A mutable default is copied for each instance. `choices` are checked by `finetune.config.load`.
     """
     metadata = {"help": help, "unit": unit, "choices": choices}
     if isinstance(default, (dict, list)):

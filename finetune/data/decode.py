@@ -44,6 +44,8 @@ def decode_audio(
         samples_SC = samples_SC.mean(axis=1) if samples_SC.shape[1] > 1 else samples_SC[:, 0]
     if not np.isfinite(samples_SC).all():
         raise BadClip("the audio holds samples that are not finite")
+    if rate <= 0:
+        raise BadClip(f"the sample rate is {rate}")
     if rate != sample_rate:
         samples_SC = torchaudio.functional.resample(torch.from_numpy(samples_SC), rate, sample_rate).numpy()
     return np.ascontiguousarray(samples_SC, dtype=np.float32)
@@ -55,6 +57,8 @@ def _read(audio: Any, folder: Path | None, offset: float | None, duration: float
     if not isinstance(audio, dict):
         raise BadClip(f"no audio (found {type(audio).__name__})")
     if audio.get("array") is not None:
+        if not audio.get("sampling_rate"):
+            raise BadClip("the audio is an array without sampling_rate")
         return np.asarray(audio["array"], dtype=np.float32), int(audio["sampling_rate"])
     data, path = audio.get("bytes"), audio.get("path")
     if data is None and not path:

@@ -22,6 +22,13 @@ from finetune.data.sources import OpenSource
 from finetune.data.text import normalize_text
 
 
+REPORT_AFTER_ROWS = 200
+
+
+class UnreadableShard(Exception):
+    """A shard that cannot be read on; the text names it and the row."""
+
+
 @dataclass
 class Batch:
     """One batch of one lane. Its tensors are None where a lane only reports what it left out at its end."""
@@ -145,7 +152,7 @@ class GroupReader:
                 self.shard, self.row, self.rows = self.shard + 1, 0, None
                 continue
             except Exception as error:
-                raise RuntimeError(
+                raise UnreadableShard(
                     f"{source.shard_names[index]} cannot be read from row {self.row} on: {type(error).__name__}: {error}"
                 ) from error
             place = f"{source.shard_names[index]} row {self.row}"
@@ -371,10 +378,15 @@ class LaneDataset(torch.utils.data.IterableDataset):
                     report.quarantined.append(
                         {"id": _safe_id(source, place, row), "source": place, "reason": str(reason)}
                     )
+                if not clips and report.rows_read >= REPORT_AFTER_ROWS:
+                    # Nothing usable for long: the loop hears of it now and not at the end of the data.
+                    report.position = position
+                    yield report
+                    report = Batch([], [], [], None, None, None, None, lane, {})
                 if len(clips) == self.options.batch_size or (batch_ends and clips):
                     yield _with_report(collate(clips, lane, position), report)
                     clips, report = [], Batch([], [], [], None, None, None, None, lane, {})
-        except RuntimeError as error:
+        except UnreadableShard as error:
             report.error = str(error)
         finished = {"finished": True}
         yield _with_report(collate(clips, lane, finished) if clips else report, report, finished)
@@ -466,12 +478,17 @@ class ClipStream:
             "next_worker": self.next_worker,
             "ranks": self.ranks,
             "workers": self.workers,
+            "shards": [source.shard_names[i] for group in self.groups for source, i in group],
             "options": {k: v for k, v in asdict(self.options).items() if v != float("inf")},
             "positions": {str(lane): position for lane, position in self.positions.items()},
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """Continues where `state_dict` was taken.
+
+        Returns:
+            What changes the order of the clips, such as another seed or another source. Positions mean nothing then, and
+            the stream stands at the beginning of the next epoch.
 
         Raises:
             ValueError: another number of ranks or workers, which would give other lanes.
@@ -481,3 +498,17 @@ class ClipStream:
                 raise ValueError(f"the stream was saved with {state[name]} {name} and now has {getattr(self, name)}")
         self.epoch, self.next_worker = state["epoch"], state["next_worker"]
         self.positions = {int(lane): position for lane, position in state["positions"].items()}
+        now = self.state_dict()
+        ordering = ["seed", "shuffle", "shuffle_buffer_size", "group_by_duration", "max_samples"]
+        if self.options.group_by_duration:
+            ordering.append("batch_size")
+        changes = [
+            f"{name} was {state['options'][name]} and is {now['options'][name]}"
+            for name in ordering
+            if state["options"][name] != now["options"][name]
+        ]
+        if state["shards"] != now["shards"]:
+            changes.append("the sources are others")
+        if changes:
+            self.next_epoch()
+        return changes

@@ -185,9 +185,14 @@ def set_train_mode(model: Any) -> None:
     """`model.train()`, with BatchNorm kept on its stored statistics where the run file asks for it."""
     model.train()
     if getattr(model, "freeze_batchnorm", False):
-        for module in model.modules():
-            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-                module.eval()
+        set_batchnorm_mode(model, training=False)
+
+
+def set_batchnorm_mode(model: Any, training: bool) -> None:
+    """Whether BatchNorm uses and updates the statistics of the batch."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            module.train(training)
 
 
 def encoder_lengths(model: Any, audio_lengths_B: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import psutil
 import torch
 import yaml
 
-from finetune.config.load import ROOT, overlay_path
+from finetune.config.load import ROOT
 from finetune.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,6 @@ class Strategy:
     """The strategy or file that set the engine."""
     from_launcher: bool = False
     """The launcher already put the engine's settings into the environment."""
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
     deepspeed_config: Path | None = None
     mixed_precision: str | None = None
 
@@ -78,7 +77,6 @@ def resolve_strategy(named: list[str], deepspeed_file: str | None = None) -> Str
             strategy.names.append(name)
     for name in strategy.names:
         values = yaml.safe_load((ACCELERATE_CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))
-        strategy.files[name] = values
         _take_engine(strategy, values, f"strategy {name}")
     _compare_with_launcher(strategy, launched_with)
     if deepspeed_file is not None:
@@ -209,7 +207,8 @@ def make_accelerator(
     from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, ProjectConfiguration
 
     options: dict[str, Any] = {
-        "mixed_precision": precision,
+        # DeepSpeed's own bf16 mode casts parameters and leaves BatchNorm's buffers, so autocast does it under DeepSpeed too.
+        "mixed_precision": "no" if strategy.engine.startswith("deepspeed") else precision,
         "log_with": log_with or None,
         "project_config": ProjectConfiguration(project_dir=str(project_dir), logging_dir=str(project_dir / "logs")),
         "kwargs_handlers": [DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
@@ -223,12 +222,45 @@ def make_accelerator(
             options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=str(strategy.deepspeed_config))
     accelerator = Accelerator(**options)
     if strategy.engine.startswith("deepspeed"):
-        config = accelerator.state.deepspeed_plugin.deepspeed_config
-        config["train_micro_batch_size_per_gpu"] = batch_size
-        config["gradient_accumulation_steps"] = 1
-        config["train_batch_size"] = batch_size * accelerator.num_processes
-        config["gradient_clipping"] = max_grad_norm
+        _fill_deepspeed_config(
+            accelerator.state.deepspeed_plugin.deepspeed_config,
+            batch_size,
+            accelerator.num_processes,
+            max_grad_norm,
+            precision,
+        )
     return accelerator
+
+
+def _fill_deepspeed_config(
+    config: dict[str, Any], batch_size: int, processes: int, max_grad_norm: float, precision: str
+) -> None:
+    """Fills what the run file decides into a DeepSpeed configuration, in place.
+
+    Raises:
+        UserError: the file holds values of its own that say otherwise.
+    """
+    if config.get("bf16", {}).get("enabled") is True or config.get("fp16", {}).get("enabled") is True:
+        raise UserError(
+            "the DeepSpeed file switches on bf16 or fp16, which casts parameters but not BatchNorm's buffers and fails on "
+            "FastConformer. Remove these keys and set training.bf16: true."
+        )
+    ours = {
+        "train_micro_batch_size_per_gpu": (batch_size, "training.per_device_train_batch_size"),
+        "gradient_clipping": (max_grad_norm, "training.max_grad_norm"),
+    }
+    for key, (value, origin) in ours.items():
+        theirs = config.get(key, "auto")
+        if theirs not in ("auto", value):
+            raise UserError(
+                f'the DeepSpeed file says {key}: {theirs}, {origin} says {value}. Write "auto" in the file.'
+            )
+        config[key] = value
+    # The training loop accumulates and normalises itself and tells the engine where a step ends.
+    config["gradient_accumulation_steps"] = 1
+    config["train_batch_size"] = batch_size * processes
+    if precision == "bf16":
+        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
 
 
 def _single_process_environment() -> None:
@@ -239,8 +271,3 @@ def _single_process_environment() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-
-
-def overlays(names: list[str]) -> list[Path]:
-    """The overlay files of these strategies."""
-    return [path for path in map(overlay_path, names) if path.is_file()]

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 @dataclass(frozen=True)
 class Rule:
-    """Two conditions that must not hold together. `engine` is none, ddp, deepspeed or fsdp."""
+    """Two conditions that must not hold together. `engine` is none, ddp, deepspeed, deepspeed_offload or fsdp."""
 
     first: str
     second: str
@@ -37,6 +37,13 @@ RULES = (
         lambda c, engine, gpu: bool(_get(c, "training.fp16") and not gpu),
         "fp16 training needs a GPU's loss scaling",
         "set training.fp16: false, or training.bf16: true",
+    ),
+    Rule(
+        "training.fp16",
+        "DeepSpeed",
+        lambda c, engine, gpu: bool(_get(c, "training.fp16") and engine.startswith("deepspeed")),
+        "DeepSpeed's fp16 mode casts parameters but not BatchNorm's buffers",
+        "set training.bf16: true, or train without DeepSpeed",
     ),
     Rule(
         "training.optimizer: adamw_8bit",

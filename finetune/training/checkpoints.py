@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from finetune.errors import UserError
 from finetune.training.outputs import write_json
 
@@ -78,6 +80,13 @@ def remove_old_checkpoints(output_dir: Path, keep: int) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
+def remove_later_checkpoints(output_dir: Path, step: int) -> None:
+    """Removes the checkpoints behind the step that a run is resumed from: they belong to a course that is given up."""
+    for path in whole_checkpoints(output_dir):
+        if path > checkpoint_path(output_dir, step):
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def find_checkpoint(resume: Any, output_dir: Path) -> Path | None:
     """The checkpoint to continue from, or None to start at step 0.
 
@@ -122,6 +131,8 @@ def load_checkpoint(accelerator: Any, path: Path) -> None:
     """
     try:
         accelerator.load_state(str(path))
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, KeyError, ValueError) as error:
         raise UserError(
             f"{path} does not fit this model or optimizer: {str(error).splitlines()[0]} Resume with the run file that wrote "

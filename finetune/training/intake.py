@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from finetune.data.stream import Batch
+from finetune.data.stream import REPORT_AFTER_ROWS, Batch
 from finetune.errors import UserError
 from finetune.losses import feasible_clips
 from finetune.models.nemo import encoder_lengths
+from finetune.training.outputs import LineFile
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +39,25 @@ class Intake:
     """Collects the batches of each step and keeps the account of quarantine and filters.
 
     Args:
-        trainer: the run; its progress is added to.
+        accelerator: Accelerate's Accelerator.
+        model: NeMo transducer.
+        durations: of its TDT head.
+        config: the run's configuration.
+        progress: the run's counters, which are added to.
+        quarantine: the file for bad clips.
     """
 
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
+    def __init__(
+        self,
+        accelerator: Any,
+        model: Any,
+        durations: tuple[int, ...],
+        config: Any,
+        progress: Any,
+        quarantine: LineFile,
+    ):
+        self.accelerator, self.model, self.durations, self.config = accelerator, model, durations, config
+        self.progress, self.quarantine = progress, quarantine
         self.quarantined_before: set[tuple[str, str]] = set()
 
     def next_step(self, iterator: Iterator[Batch]) -> StepInput:
@@ -51,25 +66,31 @@ class Intake:
         Raises:
             UserError: a rank cannot read its data, or too large a share of the clips is bad.
         """
-        group: list[Batch] = []
-        received: list[Batch] = []
-        while len(group) < self.trainer.config.training.gradient_accumulation_steps:
-            batch = next(iterator, None)
-            if batch is None:
-                break
-            received.append(batch)
-            if batch.error:
-                break
-            if batch.audio_BS is not None:
-                group.append(batch)
-        return self._account(group, received)
+        while True:
+            group: list[Batch] = []
+            received: list[Batch] = []
+            exhausted = False
+            while len(group) < self.config.training.gradient_accumulation_steps:
+                batch = next(iterator, None)
+                if batch is None:
+                    exhausted = True
+                    break
+                received.append(batch)
+                if batch.error or (batch.audio_BS is None and batch.rows_read >= REPORT_AFTER_ROWS):
+                    break  # what was left out is accounted for before more is read
+                if batch.audio_BS is not None:
+                    group.append(batch)
+            step_input, ended = self._account(group, received, exhausted)
+            if step_input.batches > 0 or ended:
+                return step_input
 
-    def _account(self, group: list[Batch], received: list[Batch]) -> StepInput:
-        trainer, p = self.trainer, self.trainer.progress
+    def _account(self, group: list[Batch], received: list[Batch], exhausted: bool) -> tuple[StepInput, bool]:
+        """Counts over all ranks, and whether every rank is at the end of its epoch."""
+        p = self.progress
         clips = tokens = infeasible = 0
         for batch in group:
-            frames_B = encoder_lengths(trainer.model, batch.audio_lengths_B)
-            batch.feasible_B = feasible_clips(frames_B, batch.token_lengths_B, trainer.core.durations)
+            frames_B = encoder_lengths(self.model, batch.audio_lengths_B)
+            batch.feasible_B = feasible_clips(frames_B, batch.token_lengths_B, self.durations)
             clips += int(batch.feasible_B.sum())
             tokens += int(batch.token_lengths_B[batch.feasible_B].sum())
             impossible = [i for i, ok in zip(batch.ids, batch.feasible_B.tolist(), strict=True) if not ok]
@@ -83,11 +104,13 @@ class Intake:
         rows = sum(b.rows_read for b in received)
         samples = sum(float(b.audio_lengths_B.sum()) for b in group)
         padded = sum(float(b.audio_BS.numel()) for b in group)
-        sums, batches = self._over_ranks([clips, tokens, infeasible, rows, samples, padded], len(group))
-        reports, filtered, errors = self._reports_of_ranks(received, error)
+        reporting = any(b.quarantined or b.filtered or b.error for b in received)
+        counts = [clips, tokens, infeasible, rows, samples, padded, not exhausted, reporting]
+        sums, batches = self._over_ranks(counts, len(group))
+        reports, filtered, errors = self._reports_of_ranks(received, error, anything=sums[7] > 0)
         if errors:
             raise UserError(f"data.train: {errors[0]}", exit_code=1)
-        rate = trainer.model.preprocessor._sample_rate
+        rate = self.model.preprocessor._sample_rate
         clips, tokens, infeasible, rows, audio_seconds, padded_seconds = sums[:4] + [sums[4] / rate, sums[5] / rate]
         p.rows_read += int(rows)
         p.audio_seconds += audio_seconds
@@ -98,14 +121,15 @@ class Intake:
         p.quarantined += len(reports)
         self.write_quarantine(reports)
         self._check_bad_fraction()
-        return StepInput(group, batches, clips, tokens, int(clips + infeasible), audio_seconds, padded_seconds)
+        step_input = StepInput(group, batches, clips, tokens, int(clips + infeasible), audio_seconds, padded_seconds)
+        return step_input, sums[6] == 0
 
     def _over_ranks(self, values: list[float], batches: int) -> tuple[list[float], int]:
         """Sums over the ranks, and the most batches of any rank.
 
-        One small exchange a step: a rank that has run out of clips keeps step with the others instead of hanging them.
+        Two small exchanges a step: a rank that has run out of clips keeps step with the others instead of hanging them.
         """
-        accelerator = self.trainer.accelerator
+        accelerator = self.accelerator
         if accelerator.num_processes == 1:
             return [float(v) for v in values], batches
         sums = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
@@ -115,13 +139,13 @@ class Intake:
         return sums.tolist(), int(most)
 
     def _reports_of_ranks(
-        self, received: list[Batch], error: str | None
+        self, received: list[Batch], error: str | None, anything: bool
     ) -> tuple[list[dict[str, str]], dict[str, int], list[str]]:
-        """Quarantined clips, filter counts and errors of all ranks."""
+        """Quarantined clips, filter counts and errors of all ranks; exchanged only where any rank has some."""
         reports = [q for b in received for q in b.quarantined]
         counts = [b.filtered for b in received]
         errors = [error] if error else []
-        if self.trainer.accelerator.num_processes > 1:
+        if anything and self.accelerator.num_processes > 1:
             from accelerate.utils import gather_object
 
             parts = gather_object([(reports, counts, errors)])
@@ -142,28 +166,28 @@ class Intake:
             if key not in self.quarantined_before:
                 self.quarantined_before.add(key)
                 new.append(report)
-        self.trainer.progress.quarantine_lines += len(new)
-        if new and self.trainer.accelerator.is_main_process:
-            self.trainer.quarantine.append(*new)
+        self.progress.quarantine_lines += len(new)
+        if new and self.accelerator.is_main_process:
+            self.quarantine.append(*new)
             log.warning("%d clip(s) put in quarantine, such as %s: %s", len(new), new[0]["id"], new[0]["reason"])
 
     def _check_bad_fraction(self) -> None:
-        p, limit = self.trainer.progress, self.trainer.config.data.max_bad_fraction
+        p, limit = self.progress, self.config.data.max_bad_fraction
         if p.rows_read >= BAD_FRACTION_JUDGED_AFTER and p.quarantined > limit * p.rows_read:
             raise UserError(
                 f"{p.quarantined} of {p.rows_read} clips had to be put in quarantine, more than "
-                f"data.max_bad_fraction={limit:g}. The reasons are in {self.trainer.quarantine.path}. Mend the data, or "
+                f"data.max_bad_fraction={limit:g}. The reasons are in {self.quarantine.path}. Mend the data, or "
                 "raise data.max_bad_fraction.",
                 exit_code=1,
             )
 
     def nothing_left(self) -> UserError:
         """The error for an epoch without a single clip."""
-        p = self.trainer.progress
+        p = self.progress
         filtered = ", ".join(f"{n} {reason}" for reason, n in sorted(p.filtered.items())) or "none"
         return UserError(
             f"data.train: no clip is left to train on. Read {p.rows_read}, put {p.quarantined} in quarantine (reasons in "
-            f"{self.trainer.quarantine.path}), left out by filters: {filtered}. Check data.min_duration, data.max_duration "
+            f"{self.quarantine.path}), left out by filters: {filtered}. Check data.min_duration, data.max_duration "
             "and the reasons.",
             exit_code=1,
         )

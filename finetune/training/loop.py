@@ -14,14 +14,14 @@ from tqdm import tqdm
 from finetune.data.stream import Batch, ClipStream
 from finetune.errors import UserError
 from finetune.evaluation.recognise import batched_decoding_differs
-from finetune.models.nemo import save_nemo
+from finetune.models.nemo import save_nemo, set_batchnorm_mode
 from finetune.strategies.optimizers import describe_optimizer
 from finetune.training import checkpoints
 from finetune.training.data import make_stream
 from finetune.training.evaluate import evaluate_split, evaluation_rows, log_board
 from finetune.training.intake import Intake, StepInput
 from finetune.training.metrics import MetricsWindow
-from finetune.training.outputs import LineFile
+from finetune.training.outputs import LineFile, read_best, write_json
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +48,8 @@ class Progress:
     wer_before: dict[str, Any] | None = None
     train_seconds: float = 0.0
     wall_seconds: float = 0.0
-    omega_state: list[int] | None = None
-    finished: bool = False
+    last_evaluated: int = -1
+    omega_state: str = ""
 
 
 class Trainer:
@@ -90,12 +90,13 @@ class Trainer:
         self.evaluations = LineFile(self.output_dir / "evaluations.jsonl")
         self.quarantine = LineFile(self.output_dir / "quarantine.jsonl")
         self.clips = LineFile(self.output_dir / "clips.jsonl")
-        self.intake = Intake(self)
+        self.intake = Intake(accelerator, self.model, self.core.durations, config, self.progress, self.quarantine)
+        self.window = MetricsWindow()
         # One generator for the draw between TDT and RNN-T, equal on all ranks and kept in checkpoints.
         self.omega_generator = torch.Generator().manual_seed(config.training.seed)
         self.resumed_from: int | None = None
         self.optimizer_description: dict[str, Any] = {}
-        self.last_saved = self.last_evaluated = -1
+        self.last_saved = -1
         self.skipped_in_a_row = 0
         self.clock = time.perf_counter()
 
@@ -110,14 +111,17 @@ class Trainer:
                 f"Start {state['world_size']} again."
             )
         try:
-            self.stream.load_state_dict(rank_state)
+            changes = self.stream.load_state_dict(rank_state)
         except ValueError as error:
             raise UserError(
                 f"{path}: {error}. Start with the numbers of before (training.dataloader_num_workers)."
             ) from error
         checkpoints.load_checkpoint(self.accelerator, path)
-        self.progress = Progress(**state["progress"])
-        self.omega_generator.set_state(torch.tensor(self.progress.omega_state, dtype=torch.uint8))
+        self.progress = self.intake.progress = Progress(**state["progress"])
+        self.window.load_state_dict(state["window"])
+        self.omega_generator.set_state(
+            torch.frombuffer(bytearray.fromhex(self.progress.omega_state), dtype=torch.uint8)
+        )
         self.schedule.load_state_dict(state["schedule"])
         self.resumed_from = self.last_saved = self.progress.step
         self.intake.quarantined_before = {tuple(pair) for pair in state["quarantined_clips"]}
@@ -127,6 +131,14 @@ class Trainer:
             if self.config.training.log_clips:
                 self.clips.cut_after_step(self.progress.step)
             self.quarantine.cut(self.progress.quarantine_lines)
+            checkpoints.remove_later_checkpoints(self.output_dir, self.progress.step)
+        self._settle_best()
+        if changes:
+            log.warning(
+                "the clips come in another order than before (%s): the stream starts at the beginning of epoch %d",
+                "; ".join(changes),
+                self.stream.epoch,
+            )
         for key, before in state["settings"].items():
             if before != self._settings()[key]:
                 log.warning(
@@ -143,16 +155,27 @@ class Trainer:
             self.progress.samples,
         )
 
+    def _settle_best(self) -> None:
+        """model.nemo may be newer than the checkpoint, or of another run; what is said of it has to be true."""
+        p, kept = self.progress, read_best(self.output_dir)
+        if p.best_step is not None and kept != {"step": p.best_step, "validation_wer": p.best_wer}:
+            if kept is None:
+                log.warning("there is no model.nemo in %s: the best model is chosen anew", self.output_dir)
+                kept = {"step": None, "validation_wer": None}
+            p.best_step, p.best_wer = kept["step"], kept["validation_wer"]
+
     def _settings(self) -> dict[str, Any]:
         t, d = self.config.training, self.config.data
         return {
+            "model.name": self.config.model.name,
             "training.seed": t.seed,
             "training.learning_rate": t.learning_rate,
             "training.per_device_train_batch_size": t.per_device_train_batch_size,
             "training.gradient_accumulation_steps": t.gradient_accumulation_steps,
             "training.optimizer": t.optimizer,
-            "data.shuffle_buffer_size": d.shuffle_buffer_size,
-            "data.max_samples": d.max_samples,
+            "data.min_duration": d.min_duration,
+            "data.max_duration": d.max_duration,
+            "data.text_normalization": d.text_normalization,
             "total steps": self.total_steps,
         }
 
@@ -161,10 +184,12 @@ class Trainer:
         if self.last_saved == self.progress.step:
             return
         self.count_wall_seconds()
-        self.progress.omega_state = self.omega_generator.get_state().tolist()
+        self.progress.omega_state = self.omega_generator.get_state().numpy().tobytes().hex()
+        self._average_batchnorm()
         state = {
             "progress": asdict(self.progress),
             "schedule": self.schedule.state_dict(),
+            "window": self.window.state_dict(),
             "world_size": self.accelerator.num_processes,
             "settings": self._settings(),
             "quarantined_clips": sorted(self.intake.quarantined_before),
@@ -187,6 +212,7 @@ class Trainer:
     def evaluate(self, splits: tuple[str, ...]) -> dict[str, Any]:
         """Evaluates the splits that the run file names; keeps the best model by validation WER."""
         boards = {}
+        self._average_batchnorm()
         for split in splits:
             if split not in self.sources:
                 continue
@@ -202,7 +228,7 @@ class Trainer:
                         {f"{split}/wer": rates["wer"], f"{split}/cer": rates["cer"]}, step=self.progress.step
                     )
         if "validation" in boards:
-            self.last_evaluated = self.progress.step
+            self.progress.last_evaluated = self.progress.step
         if "validation" in boards and boards["validation"].total.words:
             wer = boards["validation"].total.rates()["wer"]
             if self.progress.best_wer is None or wer < self.progress.best_wer:
@@ -251,10 +277,22 @@ class Trainer:
         lines = self.metrics.path.read_text(encoding="utf-8").splitlines()
         return json.loads(lines[-1])["loss"] if lines else None
 
+    def _average_batchnorm(self) -> None:
+        """Under DDP each rank has its own running statistics; what is judged and saved are their means."""
+        if self.accelerator.num_processes > 1 and not self.config.model.freeze_batchnorm:
+            for module in self.model.modules():
+                if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+                    for statistics in (module.running_mean, module.running_var):
+                        torch.distributed.all_reduce(statistics)
+                        statistics /= self.accelerator.num_processes
+
     def keep_model(self) -> None:
         """Writes the present weights as model.nemo."""
         if self.accelerator.is_main_process:
             save_nemo(self.model, self.output_dir / "model.nemo")
+            (self.output_dir / "checkpoints").mkdir(exist_ok=True)
+            best = {"step": self.progress.best_step, "validation_wer": self.progress.best_wer}
+            write_json(self.output_dir / "checkpoints" / "best.json", best)
         self.accelerator.wait_for_everyone()
 
     # ---- training --------------------------------------------------------------------------------------------------
@@ -270,7 +308,7 @@ class Trainer:
             dynamic_ncols=True,
             smoothing=0.05,
         )
-        window = MetricsWindow()
+        self.window.started = time.perf_counter()
         self.module.train()
         with bar:
             while not self._done():
@@ -280,25 +318,26 @@ class Trainer:
                     while not self._done():
                         waited = time.perf_counter()
                         step_input = self.intake.next_step(iterator)
-                        window.waited += time.perf_counter() - waited
+                        self.window.waited += time.perf_counter() - waited
                         if step_input.batches == 0:
                             self.progress.epoch += 1
                             self.stream.next_epoch()
                             break
-                        self._optimizer_step(step_input, window)
-                        self._after_step(window, bar)
+                        self._optimizer_step(step_input)
+                        self._after_step(bar)
                 finally:
                     iterator.close()
                 if whole_epoch and self.progress.samples == samples_before:
                     raise self.intake.nothing_left()
-        self.progress.finished = True
+            if self.window.steps:  # the steps since the last line, where the end of an epoch ended the run
+                self._log_window(bar)
 
     def _done(self) -> bool:
         if self.max_epochs is not None:
             return self.progress.epoch >= self.max_epochs
         return self.progress.step >= self.total_steps
 
-    def _optimizer_step(self, step_input: StepInput, window: MetricsWindow) -> None:
+    def _optimizer_step(self, step_input: StepInput) -> None:
         """Forward and backward over the accumulated batches, then one step.
 
         Every loss is divided by what the whole step holds over all ranks and batches, so gradients equal those of one big
@@ -309,6 +348,7 @@ class Trainer:
         denominator = max(step_input.clips if t.loss_reduction == "mean_batch" else step_input.tokens, 1.0)
         rnnt_draw = self._draw_rnnt()  # once a step, so that a step cut into more batches or ranks stays the same
         self.schedule.apply(self.optimizer)
+        self.applied_rates = self.schedule.rates()
         loss_sum = torch.zeros((), dtype=torch.float64, device=accelerator.device)
         for index in range(batches):
             last = index == batches - 1
@@ -316,12 +356,16 @@ class Trainer:
             weight = 1.0 if index < len(group) else 0.0
             batch = group[index] if weight else self._stand_in(group)
             accelerator.sync_gradients = last
+            if not weight and not self.config.model.sync_batchnorm:
+                set_batchnorm_mode(self.model, training=False)  # a stand-in must not move the statistics
             with self._no_sync(not last):
                 losses_B = self.module(*self._to_device(batch), rnnt_draw=rnnt_draw)
                 loss = weight * losses_B[batch.feasible_B].sum() / denominator
                 # DDP, ZeRO and FSDP average gradients over the ranks; the denominator already counts all of them.
                 accelerator.backward(loss * accelerator.num_processes)
             loss_sum += loss.detach().double()
+            if not weight:
+                self.module.train()
         if accelerator.num_processes > 1:
             torch.distributed.all_reduce(loss_sum)
         accelerator.sync_gradients = True
@@ -339,7 +383,7 @@ class Trainer:
         p = self.progress
         p.step += 1
         p.samples += step_input.samples
-        window.add(float(loss_sum), grad_norm, step_input)
+        self.window.add(float(loss_sum), grad_norm, step_input)
         if t.log_clips:
             self._log_clips(group)
 
@@ -401,7 +445,23 @@ class Trainer:
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), limit)
         return None if norm is None else float(norm)
 
-    def _after_step(self, window: MetricsWindow, bar: Any) -> None:
+    def _log_window(self, bar: Any) -> None:
+        """One line of metrics.jsonl, the trackers and the progress bar."""
+        p = self.progress
+        row = self.window.row(p, self.applied_rates)
+        if self.accelerator.is_main_process:
+            self.metrics.append(row)
+            numbers = {f"train/{k}": v for k, v in row.items() if isinstance(v, float | int) and k != "step"}
+            self.accelerator.log(numbers, step=p.step)
+        bar.set_postfix(
+            loss=f"{row['loss']:.3f}",
+            wer="" if p.best_wer is None else f"{p.best_wer:.3f}",
+            audio_s_per_s=f"{row['audio_seconds_per_second']:.0f}",
+            mem=f"{row['peak_memory_gib']:.1f}G",
+        )
+        self.window.reset()
+
+    def _after_step(self, bar: Any) -> None:
         t, p = self.config.training, self.progress
         if not self.optimizer_description:
             self.optimizer_description = describe_optimizer(self.optimizer)
@@ -411,28 +471,14 @@ class Trainer:
             )
         bar.update(1)
         if p.step % t.logging_steps == 0 or p.step == 1 or self._done():
-            row = window.row(p, self.schedule.rates())
-            if self.accelerator.is_main_process:
-                self.metrics.append(row)
-                self.accelerator.log(
-                    {f"train/{k}": v for k, v in row.items() if isinstance(v, float | int) and k != "step"},
-                    step=p.step,
-                )
-            wer = "" if p.best_wer is None else f"{p.best_wer:.3f}"
-            bar.set_postfix(
-                loss=f"{row['loss']:.3f}",
-                wer=wer,
-                audio_s_per_s=f"{row['audio_seconds_per_second']:.0f}",
-                mem=f"{row['peak_memory_gib']:.1f}G",
-            )
-            window.reset()
+            self._log_window(bar)
         last = self.max_epochs is None and self._done()
         if (t.eval_steps and p.step % t.eval_steps == 0) or last:
             paused = time.perf_counter()
             self.evaluate(("validation",))
             self.module.train()
-            window.started += time.perf_counter() - paused
+            self.window.started += time.perf_counter() - paused
         if (t.save_steps and p.step % t.save_steps == 0) or last:
             paused = time.perf_counter()
             self.save()
-            window.started += time.perf_counter() - paused
+            self.window.started += time.perf_counter() - paused

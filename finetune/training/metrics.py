@@ -16,8 +16,20 @@ class MetricsWindow:
 
     def reset(self) -> None:
         self.started = time.perf_counter()
+        self.earlier_seconds = 0.0
         self.steps, self.loss, self.grad_norm, self.waited = 0, 0.0, 0.0, 0.0
         self.audio_seconds = self.padded_seconds = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums so far, so that the first line after a resume averages over all its steps."""
+        names = ("steps", "loss", "grad_norm", "audio_seconds", "padded_seconds", "waited")
+        return {**{name: getattr(self, name) for name in names}, "seconds": time.perf_counter() - self.started}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            if name != "seconds":
+                setattr(self, name, value)
+        self.earlier_seconds = state["seconds"]
 
     def add(self, loss: float, grad_norm: float | None, step_input: StepInput) -> None:
         self.steps += 1
@@ -28,7 +40,7 @@ class MetricsWindow:
 
     def row(self, progress: Any, rates: list[float]) -> dict[str, Any]:
         """One line of metrics.jsonl: means over the steps since the line before."""
-        seconds = max(time.perf_counter() - self.started, 1e-9)
+        seconds = max(self.earlier_seconds + time.perf_counter() - self.started, 1e-9)
         progress.train_seconds += seconds
         steps = max(self.steps, 1)
         return {

@@ -34,6 +34,14 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(aside, path)
 
 
+def read_best(output_dir: Path) -> dict[str, Any] | None:
+    """Step and validation WER of the model.nemo that lies there; None where there is none."""
+    path = output_dir / "checkpoints" / "best.json"
+    if not path.is_file() or not (output_dir / "model.nemo").is_file():
+        return None
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 class LineFile:
     """A JSON-lines file that is appended to and can be cut back on resume."""
 
@@ -56,13 +64,14 @@ class LineFile:
         os.replace(aside, self.path)
 
     def cut_after_step(self, step: int) -> None:
-        """Keeps the rows up to a step."""
+        """Keeps the rows up to a step, without the closing ones of a finished run."""
         keep = 0
         if self.path.is_file():
             with self.path.open(encoding="utf-8", errors="replace") as file:
                 for line in file:
                     try:
-                        if json.loads(line)["step"] > step:
+                        row = json.loads(line)
+                        if row["step"] > step or row.get("model") == "best":
                             break
                     except (ValueError, KeyError):
                         break  # a line that was cut off when the run died
@@ -79,7 +88,11 @@ def environment(seed: int) -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             versions[name] = None
     root = Path(__file__).resolve().parents[2]
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    try:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+        revision = git.stdout.strip() or None
+    except OSError:  # no git on this machine
+        revision = None
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "python": platform.python_version(),
@@ -88,7 +101,7 @@ def environment(seed: int) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "gpus": devices,
         "versions": versions,
-        "git_revision": git.stdout.strip() or None,
+        "git_revision": revision,
         "seed": seed,
     }
 

@@ -49,14 +49,21 @@ def build_accelerator(config: Any, strategy: Strategy) -> Any:
     if t.num_threads:
         torch.set_num_threads(t.num_threads)
     trackers = t.report_to if not isinstance(t.report_to, str) else [t.report_to]
+    trackers = [name for name in trackers if name != "none"]
     accelerator = make_accelerator(
         strategy,
         precision=precision,
         batch_size=t.per_device_train_batch_size,
         max_grad_norm=t.max_grad_norm,
-        log_with=[name for name in trackers if name != "none"],
+        log_with=trackers,
         project_dir=Path(t.output_dir),
     )
+    missing = sorted(set(trackers) - {getattr(t, "value", str(t)) for t in accelerator.log_with})
+    if missing:
+        raise UserError(
+            f"training.report_to: {', '.join(missing)} is not installed. Install it (pip install -c constraints.txt -e '.[tracking]') "
+            "or set training.report_to: tensorboard."
+        )
     # The same on all ranks while the model is made; each rank gets its own for dropout afterwards.
     seed_everything(t.seed)
     return accelerator
@@ -177,7 +184,7 @@ def epoch_limit(config: Any) -> int | None:
     return int(t.num_train_epochs) if t.max_steps <= 0 and float(t.num_train_epochs).is_integer() else None
 
 
-def build_trainer(accelerator: Any, model: Any, sources: dict[str, list[Any]], config: Any) -> Trainer:
+def build_trainer(accelerator: Any, model: Any, sources: dict[str, list[Any]], config: Any, total: int) -> Trainer:
     """Optimizer, schedule and stream around the model."""
     m, t = config.model, config.training
     module = TransducerLossModule(
@@ -199,7 +206,6 @@ def build_trainer(accelerator: Any, model: Any, sources: dict[str, list[Any]], c
     }
     groups = parameter_groups(model, rates, t.learning_rate, t.weight_decay)
     optimizer = build_optimizer(t.optimizer, groups, OmegaConf.to_container(t.optimizer_args, resolve=True))
-    total = plan_steps(accelerator, config, sources)
     warmup = t.warmup_steps or int(t.warmup_ratio * total)
     schedule = Schedule(t.lr_scheduler_type, optimizer.param_groups, warmup, total)
     prepared, prepared_optimizer = accelerator.prepare(module, optimizer)
@@ -277,8 +283,9 @@ def resume_or_evaluate_base(trainer: Trainer, config: Any) -> None:
 def finish(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy) -> None:
     """Settles the best model, measures it, and writes summary.json."""
     p, _t = trainer.progress, config.training
-    if p.step > 0 and trainer.last_evaluated != p.step and trainer.resumed_from != p.step:
+    if p.step > 0 and p.last_evaluated != p.step:
         trainer.evaluate(("validation",))  # the end of the last epoch is rarely a step with an evaluation
+        trainer.last_saved = -1  # a checkpoint of this step does not know of it yet
     trainer.save()
     judged = "test" if "test" in trainer.sources else "validation"
     if p.best_step is None:  # nothing to choose by
@@ -308,7 +315,7 @@ def summarise(accelerator: Any, trainer: Trainer, config: Any, strategy: Strateg
         "engine": strategy.engine,
         **describe_optimizer(trainer.optimizer),
         "world_size": accelerator.num_processes,
-        "mixed_precision": accelerator.mixed_precision,
+        "mixed_precision": "bf16" if config.training.bf16 else "fp16" if config.training.fp16 else "no",
         "steps": p.step,
         "total_steps": trainer.total_steps,
         "samples": p.samples,
