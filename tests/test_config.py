@@ -536,6 +536,7 @@ def test_two_engines_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 CONFLICTS: dict[tuple[str, str], list[str]] = {
     ("training.bf16", "training.fp16"): ["training.bf16=true", "training.fp16=true"],
     ("training.fp16", "no GPU"): ["training.fp16=true"],
+    ("training.fp16", "DeepSpeed"): ["training.fp16=true", "--strategy=zero2_offload"],
     ("training.optimizer: adamw_8bit", "DeepSpeed optimizer offload"): [
         "--strategy=adamw_8bit",
         "--strategy=zero2_offload",
@@ -562,7 +563,7 @@ def test_rule_fires_before_anything_loads(
 def test_rules_let_the_rest_through(run_file: Callable[..., Path]) -> None:
     for keys in ({}, {"training__bf16": True}, {"training__fp16": True}, {"model__sync_batchnorm": True}):
         config, _ = load_config(run_file(**keys), [], [])
-        for engine in ("none", "ddp", "deepspeed", "deepspeed_offload"):
+        for engine in ("none", "ddp") if config.training.fp16 else ("none", "ddp", "deepspeed", "deepspeed_offload"):
             assert find_conflicts(config, engine, gpu=True) == []
 
 

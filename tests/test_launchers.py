@@ -18,14 +18,16 @@ DETERMINISTIC = {"spec_augment": False, "dropout": 0.0, "freeze_batchnorm": True
 ONLY_TRAIN = {"validation": None, "test": None, "shuffle": False, "group_by_duration": False}
 
 
-def start(command: list[str], expect: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+def start(
+    command: list[str], expect: int = 0, cwd: Path | str = "/", **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Runs a command from another directory, so that nothing depends on the present one."""
     done = subprocess.run(
         command,
         capture_output=True,
         text=True,
-        timeout=280,
-        cwd="/",
+        timeout=580,
+        cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}", **environment},
     )
     assert done.returncode == expect, done.stdout[-2000:] + done.stderr[-6000:]
@@ -69,6 +71,7 @@ def test_bare_accelerate_launch_with_combined_strategies(tiny_run, tmp_path):
     assert told["optimizer"] == "AdamW8bit"
 
 
+@pytest.mark.timeout(600)
 def test_deepspeed_zero2_offload_equals_adamw_with_its_state_on_the_cpu(adamw_curve, tiny_run, tmp_path):
     """`deepspeed --num_gpus=1`; DeepSpeed compiles its CPU optimizer the first time, a minute or so."""
     training = {"max_steps": 8, "dataloader_num_workers": 1}
@@ -96,6 +99,21 @@ def test_deepspeed_file_by_argument_resumes(run_train, tiny_run, tmp_path):
     assert summary(tmp_path / "run")["resumed_from"] == 4
     for ours, theirs in zip(curve(tmp_path / "run"), whole, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_deepspeed_in_bf16_stays_close_to_fp32(adamw_curve, tiny_run, tmp_path):
+    """The 0.6 B run file has bf16: true; DeepSpeed's own bf16 mode fails on BatchNorm's buffers."""
+    training = {"max_steps": 8, "dataloader_num_workers": 1, "bf16": True, "gradient_accumulation_steps": 1}
+    arguments = tiny_run(model=DETERMINISTIC, data=ONLY_TRAIN, training=training)
+    file = ROOT / "accelerate_configs" / "zero2_offload.yaml"
+    launch = [str(BIN / "accelerate"), "launch", "--config_file", str(file)]
+    start([*launch, TRAIN, *arguments], cwd=ROOT)
+    told = summary(tmp_path / "run")
+    assert (told["strategy"], told["mixed_precision"]) == (["zero2_offload"], "bf16")
+    ours = curve(tmp_path / "run")
+    assert ours != adamw_curve
+    for (loss, _), (theirs, _) in zip(ours, adamw_curve, strict=True):
+        assert loss == pytest.approx(theirs, rel=0.05)
 
 
 def test_two_ddp_processes_equal_one_with_the_same_global_batch(run_train, tiny_run, clips, tmp_path):
@@ -136,3 +154,30 @@ def test_uneven_ranks_do_not_hang_and_lose_nothing(tiny_run, clips, tmp_path):
     told = summary(tmp_path / "run")
     assert told["samples"] == 42
     assert told["epochs"] == 2
+
+
+def test_ddp_judges_one_model_and_resumes(run_train, tiny_run, clips, tmp_path):
+    """BatchNorm in training mode on two ranks: what is judged, kept and resumed is one and the same model."""
+    training = {"max_steps": 6, "save_steps": 3, "eval_steps": 2, "dataloader_num_workers": 1, "save_total_limit": 0}
+    training["learning_rate"] = 1e-2
+    arguments = tiny_run(training=training)
+    launch = [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", TRAIN]
+    start([*launch, *arguments, "--strategy", "ddp"])
+    whole, told = curve(tmp_path / "run"), summary(tmp_path / "run")
+    rows = [r for r in read_lines(tmp_path / "run" / "evaluations.jsonl") if r["language"] is None]
+    assert all(r["clips"] == 24 for r in rows), "each clip is judged once, by one of the ranks"
+    import shutil
+
+    from finetune.evaluate import main
+
+    judged = tmp_path / "judged.json"
+    manifest = str(clips / "manifest.jsonl")
+    assert main(["--model", str(tmp_path / "run"), "--data", manifest, "--json", str(judged)]) == 0
+    assert json.loads(judged.read_text())["word_errors"] == rows[-1]["word_errors"]
+    assert json.loads(judged.read_text())["character_errors"] == rows[-1]["character_errors"]
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
+    start([*launch, *arguments, "--strategy", "ddp", "training.resume_from_checkpoint=true"])
+    assert summary(tmp_path / "run")["resumed_from"] == 3
+    assert summary(tmp_path / "run")["wer_after"] == told["wer_after"]
+    for ours, theirs in zip(curve(tmp_path / "run"), whole, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
