@@ -94,7 +94,7 @@ def test_gradient_checkpointing_keeps_fewer_bytes(tiny_model):
     assert (everything - all_layers) / everything == pytest.approx(2 * per_layer, rel=0.05)
 
 
-def test_8bit_adamw_has_8bit_states_of_a_quarter_of_the_bytes(run_train, tiny_run, tmp_path):
+def test_8bit_adamw_has_8bit_states_and_far_fewer_bytes(run_train, tiny_run, tmp_path):
     for name in ("adamw", "adamw_8bit"):
         training = {"max_steps": 12, "output_dir": str(tmp_path / name), "eval_on_start": False}
         if name == "adamw_8bit":
@@ -170,7 +170,8 @@ def test_what_a_run_leaves(run_train, tiny_run, tmp_path):
     wanted = "strategy optimizer world_size steps samples wer_before wer_after wer_by_language best_step peak_memory_gib peak_rss_gib optimizer_state_bytes trainable_parameters audio_seconds_per_second wall_seconds quarantined filtered resumed_from effective_settings"
     assert set(wanted.split()) <= set(told)
     assert told["steps"] == 9
-    assert told["best_step"] in (0, 3, 6, 9)
+    judged = [r for r in evaluations if "model" not in r and r["split"] == "validation" and r["language"] is None]
+    assert told["best_step"] == min(judged, key=lambda r: (r["wer"], r["step"]))["step"]
     environment = json.loads((run / "environment.json").read_text())
     assert environment["versions"]["torch"].startswith("2.11")
     assert (run / "config.yaml").is_file()
