@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from finetune.data.lanes import StreamOptions
 from finetune.data.sources import open_source, parse_sources
-from finetune.data.stream import ClipStream, StreamOptions
+from finetune.data.stream import ClipStream
 from finetune.errors import UserError
 from finetune.evaluation.recognise import score_stream
 from finetune.logs import set_up_logging

@@ -21,6 +21,7 @@ MANIFEST_SUFFIXES = (".json", ".jsonl", ".ndjson")
 TEXT_COLUMNS = ("text", "sentence", "transcription", "transcript", "normalized_text", "raw_text", "txt")
 LANGUAGE_COLUMNS = ("language", "lang", "locale")
 AUDIO_COLUMNS = ("audio", "audio_filepath", "wav", "flac", "mp3", "ogg", "opus")
+BAD_LINE = "(bad line)"  # no key of a manifest
 ID_COLUMNS = ("id", "__key__", "utt_id", "file_name")
 
 
@@ -72,6 +73,8 @@ class OpenSource:
     """Number of rows, where it is known without reading them."""
     columns: dict[str, str] = field(default_factory=dict)
     """Columns of audio, text, language and id."""
+    is_manifest: bool = False
+    """A NeMo manifest: rows are lines of JSON, and `offset` and `duration` cut a clip out of its file."""
 
 
 def parse_sources(value: Any, key: str, split: str) -> list[Source]:
@@ -247,7 +250,7 @@ def _open_manifest(source: Source, key: str) -> OpenSource:
         ("id", source.id_column),
     ):
         columns[role] = named or columns[role]
-    return OpenSource(source, shards, names, path.parent, clips, columns)
+    return OpenSource(source, shards, names, path.parent, clips, columns, is_manifest=True)
 
 
 def manifest_chunks(path: Path, size: int = MANIFEST_CHUNK_BYTES) -> list[tuple[int, int]]:
@@ -264,22 +267,20 @@ def manifest_chunks(path: Path, size: int = MANIFEST_CHUNK_BYTES) -> list[tuple[
     return bounds
 
 
-def read_manifest_chunk(path: str, start: int, end: int) -> Iterator[dict[str, Any]]:
-    """Rows of a part of a NeMo manifest; a line that cannot be read becomes a row whose `_error` says why."""
+def read_manifest_chunk(path: str, start: int, end: int) -> Iterator[dict[str, bytes]]:
+    """Lines of a part of a NeMo manifest, as they are; `plain_row` reads them."""
     with open(path, "rb") as file:
         file.seek(start)
         while file.tell() < end:
-            position = file.tell()
             line = file.readline()
-            if not line.strip():
-                continue
-            place = f"{path} byte {position}"
-            try:
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise ValueError("it is not a JSON object")
-            except ValueError as error:
-                yield {"_place": place, "_row": None, "_error": f"the line is not valid JSON: {error}"}
-                continue
-            # One column of JSON text: rows of a manifest may differ in their keys and types.
-            yield {"_place": place, "_row": json.dumps(row), "_error": None}
+            if line.strip():
+                yield {"line": line}  # one column of bytes: rows of a manifest may differ in their keys and types
+
+
+def plain_row(stored: dict[str, bytes]) -> dict[str, Any]:
+    """The row of a manifest's line; for a line that cannot be read, a row whose BAD_LINE says why."""
+    try:
+        row = json.loads(stored["line"])
+    except (ValueError, RecursionError) as error:
+        return {BAD_LINE: f"the line is not valid JSON: {error}"}
+    return row if isinstance(row, dict) else {BAD_LINE: "the line is not valid JSON: it is not a JSON object"}

@@ -4,8 +4,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from finetune.data.clips import text_encoder
+from finetune.data.lanes import StreamOptions
 from finetune.data.sources import OpenSource, open_source, parse_sources
-from finetune.data.stream import ClipStream, StreamOptions, text_encoder
+from finetune.data.stream import ClipStream
 from finetune.errors import UserError
 
 EVALUATION_SPLITS = ("validation", "test", "guard")
