@@ -21,7 +21,7 @@ from finetune.data.stream import ClipStream
 from finetune.errors import UserError
 from finetune.evaluation.recognise import score_stream
 from finetune.logs import set_up_logging
-from finetune.models.nemo import load_model
+from finetune.models.nemo import load_model, move_to_device
 from finetune.training.data import no_tokens
 from finetune.training.outputs import LineFile, write_json
 
@@ -55,7 +55,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
     """The result as one object: wer, cer, clips, counts, by_language, real_time_factor, quarantined."""
     sources = [open_source(s, "--data") for s in parse_sources(list(arguments.data), "--data", arguments.split)]
-    model = load_model(arguments.model, arguments.tokenizer).to(arguments.device)
+    model = move_to_device(load_model(arguments.model, arguments.tokenizer), arguments.device)
     options = StreamOptions(
         batch_size=arguments.batch_size,
         sample_rate=model.preprocessor._sample_rate,

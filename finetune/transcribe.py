@@ -20,7 +20,7 @@ from finetune.errors import UserError
 from finetune.evaluation.long_audio import Piece, cut_at_silence
 from finetune.evaluation.recognise import evaluation_mode, recognise_batch
 from finetune.logs import set_up_logging
-from finetune.models.nemo import load_model
+from finetune.models.nemo import load_model, move_to_device
 
 SHORTEST_SECONDS = 0.1
 
@@ -104,9 +104,11 @@ def main(argv: list[str] | None = None) -> int:
     """Transcribes; 0 when every file could be read, else 1."""
     set_up_logging()
     arguments = parse_arguments(argv)
-    files = [line.strip() for line in sys.stdin if line.strip()] if arguments.files == ["-"] else arguments.files
+    files: list[str] = []
+    for name in arguments.files:
+        files += [line.strip() for line in sys.stdin if line.strip()] if name == "-" else [name]
     try:
-        model = load_model(arguments.model, arguments.tokenizer).to(arguments.device)
+        model = move_to_device(load_model(arguments.model, arguments.tokenizer), arguments.device)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -5,10 +5,16 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
 output=runs/quickstart
+resume=false
+for argument in "$@"; do
+    case $argument in
+        training.output_dir=*) output=${argument#*=} ;;
+        training.resume_from_checkpoint=*) resume=${argument#*=} ;;
+    esac
+done
 arguments=("$@")
-case " $* " in
-    *resume_from_checkpoint*) ;;
-    *) arguments+=(training.overwrite_output_dir=true) ;;
+case $resume in
+    false | False | null | "") arguments+=(training.overwrite_output_dir=true) ;;
 esac
 .venv/bin/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
     finetune/train.py --config finetune/configs/quickstart.yaml "${arguments[@]}"

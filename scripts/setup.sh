@@ -8,7 +8,7 @@ fail() { echo "set-up: $*" >&2; exit 1; }
 
 find_python() {
     local candidate
-    for candidate in ${PYTHON:-} python3.12 python3.11 python3; do
+    for candidate in ${PYTHON:-python3.12 python3.11 python3}; do
         if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
             echo "$candidate"
             return
@@ -24,19 +24,27 @@ fi
 
 [ "$(uname -s)" = Linux ] || fail "this project runs on Linux; on another system use a container with Debian or Ubuntu."
 python=$(find_python)
+[ -n "$python" ] || [ -z "${PYTHON:-}" ] || fail "PYTHON=$PYTHON is no Python 3.11 or 3.12 that runs here."
 [ -n "$python" ] || fail "no Python 3.11 or 3.12 found; install one (Debian/Ubuntu: sudo apt install python3 python3-venv) or name it: PYTHON=/path/to/python3.12 bash $0"
 "$python" -c 'import ensurepip, venv' 2>/dev/null || fail "this Python has no venv module; install it (Debian/Ubuntu: sudo apt install python3-venv)."
 command -v g++ >/dev/null || fail "no C++ compiler found, which DeepSpeed and torch.compile need; install one (Debian/Ubuntu: sudo apt install g++)."
 "$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ||
     fail "Python's header files are missing, which DeepSpeed's CPU optimizer is compiled with; install them (Debian/Ubuntu: sudo apt install python3-dev)."
-free_gb=$(df -Pk . | awk 'NR == 2 { print int($4 / 1048576) }')
-needed_gb=9
-if [ ! -d .venv ] && [ "$free_gb" -lt "$needed_gb" ]; then
-    fail "$free_gb GB are free on this disk and the installation needs $needed_gb GB; make room or clone to another disk."
+# What an earlier, interrupted or older installation already holds counts as room.
+free_mb=$(df -Pk . | awk 'NR == 2 { print int($4 / 1024) }')
+there_mb=$(du -sm .venv 2>/dev/null | cut -f 1 || true)
+needed_mb=9000
+if [ $((free_mb + ${there_mb:-0})) -lt "$needed_mb" ]; then
+    fail "$free_mb MB are free on this disk and the installation needs $((needed_mb - ${there_mb:-0})) MB; make room or clone to another disk."
 fi
 
 echo "set-up: installing into .venv (about 3 minutes and 7 GB, once)"
-[ -x .venv/bin/python ] || "$python" -m venv .venv
+# Made anew where it is half made (no pip), its interpreter is gone, or PYTHON names another version.
+version() { "$1" -c 'import sys, pip; print(sys.version_info[:2])' 2>/dev/null; }
+if [ "$(version .venv/bin/python)" = "" ] || { [ -n "${PYTHON:-}" ] && [ "$(version .venv/bin/python)" != "$("$python" -c 'import sys; print(sys.version_info[:2])')" ]; }; then
+    rm -rf .venv
+    "$python" -m venv .venv || fail "$python -m venv .venv failed; the lines above say why."
+fi
 log=.venv/install.log
 if ! .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" >"$log" 2>&1; then
     tail -n 15 "$log" >&2

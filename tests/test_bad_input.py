@@ -433,11 +433,15 @@ def holder(
     from finetune import train
 
     parent, arrived = os.getpid(), multiprocessing.get_context("fork").Event()
+    forked = multiprocessing.get_context("fork").Value("i", 0)
 
     def build(*_: Any) -> None:
         if os.getpid() == parent:
             raise UserError("came as far as the model", exit_code=1)
-        arrived.set()
+        child = os.fork()  # as a loader worker, it outlives its parent for a while
+        if child:
+            forked.value = child
+            arrived.set()
         time.sleep(600)
 
     monkeypatch.setattr("finetune.training.run.build_model", build)
@@ -447,6 +451,8 @@ def holder(
     assert arrived.wait(60)
     yield process
     process.kill()
+    if forked.value > 0:
+        os.kill(forked.value, signal.SIGKILL)
 
 
 def test_second_process_in_the_same_output_dir(

@@ -81,6 +81,31 @@ def test_paths_from_standard_input_and_a_missing_file(tiny_model, clips, monkeyp
     assert "there is no file" in rows[1]["error"]
 
 
+def test_standard_input_among_named_files(tiny_model, clips, monkeypatch, capsys):
+    first, second, third = (str(path) for path in sorted(clips.glob("*.flac"))[:3])
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{second}\n"))
+    code, rows = transcribe(capsys, "--model", tiny_model, first, "-", third)
+    assert code == 0
+    assert [row["file"] for row in rows] == [first, second, third]
+
+
+def test_a_device_that_is_not_there(tiny_model, clips, capsys):
+    from finetune.evaluate import main as evaluate
+    from finetune.transcribe import main as transcribe_files
+
+    file = str(sorted(clips.glob("*.flac"))[0])
+    for device in ("cuda:77", "abacus"):
+        for command in (
+            lambda d: transcribe_files(["--model", str(tiny_model), file, "--device", d]),
+            lambda d: evaluate(["--model", str(tiny_model), "--data", str(clips / "manifest.jsonl"), "--device", d]),
+        ):
+            assert command(device) == 2
+            said = capsys.readouterr().err
+            assert said.count("error:") == 1
+            assert f"--device: {device} cannot be used" in said
+            assert "This machine has cpu" in said
+
+
 def test_evaluate_equals_jiwer_over_its_own_utterances(tiny_model, clips, tmp_path, capsys):
     from finetune.evaluate import main
 

@@ -85,6 +85,15 @@ def test_deepspeed_zero2_offload_equals_adamw_with_its_state_on_the_cpu(adamw_cu
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
+def test_deepspeed_accumulates_like_one_big_batch(adamw_curve, tiny_run, tmp_path):
+    training = {"max_steps": 8, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    arguments = tiny_run(model=DETERMINISTIC, data=ONLY_TRAIN, training=training)
+    start([str(BIN / "deepspeed"), "--num_gpus=1", TRAIN, *arguments, "--strategy", "zero2_offload"])
+    for (loss, norm), (expected_loss, expected_norm) in zip(curve(tmp_path / "run"), adamw_curve, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=1e-4)
+        assert norm == pytest.approx(expected_norm, rel=1e-3)
+
+
 def test_deepspeed_file_by_argument_resumes(run_train, tiny_run, tmp_path):
     """HF's way: --deepspeed FILE, here in a plain process without any launcher; then resumed from step 4 of 8."""
     training = {"max_steps": 8, "save_steps": 4, "dataloader_num_workers": 1, "save_total_limit": 0}

@@ -22,7 +22,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.data.lanes import StreamOptions, order_window
-from finetune.data.sources import OpenSource, manifest_chunks, open_source, parse_sources, plain_row, read_manifest_chunk
+from finetune.data.sources import (
+    OpenSource,
+    manifest_chunks,
+    open_source,
+    parse_sources,
+    plain_row,
+    read_manifest_chunk,
+)
 from finetune.data.stream import Batch, ClipStream
 from finetune.errors import UserError
 

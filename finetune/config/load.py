@@ -14,13 +14,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from finetune.config.schema import RunConfig
 from finetune.errors import UserError
+from finetune.paths import OVERLAYS
 from finetune.strategies.compatibility import find_conflicts
 from finetune.strategies.optimizers import ALLOWED_ARGS
 
 log = logging.getLogger(__name__)
 
-ROOT = Path(__file__).resolve().parents[2]
-OVERLAYS = ROOT / "finetune" / "strategies"
 REQUIRED = ("model.name", "data.train", "training.output_dir")
 TRACKERS = ("tensorboard", "wandb", "trackio", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "none")
 

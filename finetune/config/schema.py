@@ -96,7 +96,7 @@ class DataConfig:
     train: Any = option(MISSING, "Training source, or a list of sources.")
     validation: Any = option(None, "Source for the evaluations during the run; the best model is chosen on it.")
     test: Any = option(None, "Source for the WER before and after the run. Never used to choose a model.")
-    guard: Any = option(None, "Source of the original domain, evaluated to see what fine-tuning made worse.")
+    guard: Any = option(None, "Source of the original domain, evaluated before and after; a loss on it is said.")
     max_samples: int = option(-1, "Use only the first N training clips. -1 means all.", "clips")
     max_eval_samples: int = option(-1, "Use only the first N clips of each evaluation set. -1 means all.", "clips")
     min_duration: float = option(0.1, "Shorter training clips are left out and counted.", "seconds")

@@ -61,6 +61,21 @@ def load_model(name: str, tokenizer: str | None = None) -> Any:
     return _download(name)
 
 
+def move_to_device(model: Any, device: str) -> Any:
+    """The model on a device of this machine.
+
+    Raises:
+        UserError: there is no such device.
+    """
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(
+            f"--device: {device} cannot be used: {str(error).splitlines()[0]}. This machine has "
+            f"cpu{''.join(f', cuda:{i}' for i in range(torch.cuda.device_count()))}."
+        ) from error
+
+
 def _restore(path: Path) -> Any:
     models = import_nemo()
     try:
@@ -170,6 +185,9 @@ def prepare_for_training(model: Any, *, spec_augment: bool, dropout: float | Non
     if dropout is not None:
         for layer in model.encoder.layers:
             layer.self_attn.dropout_rate = dropout
+    if hasattr(model, "ctc_decoder"):
+        model.ctc_decoder.requires_grad_(False)
+        log.warning("this is a hybrid model: its transducer head is trained, its CTC head stays as it is")
     model.freeze_batchnorm = freeze_batchnorm
     disable_cuda_graphs(model)
 

@@ -11,17 +11,10 @@ import psutil
 import torch
 import yaml
 
-from finetune.config.load import ROOT
 from finetune.errors import UserError
+from finetune.paths import ACCELERATE_CONFIGS, ROOT, strategy_names
 
 log = logging.getLogger(__name__)
-
-ACCELERATE_CONFIGS = ROOT / "accelerate_configs"
-
-
-def strategy_names() -> list[str]:
-    """Names of all strategies that ship."""
-    return sorted(path.stem for path in ACCELERATE_CONFIGS.glob("*.yaml"))
 
 
 @dataclass

@@ -59,6 +59,13 @@ RULES = (
         "frozen statistics have nothing to synchronise",
         "keep one of them",
     ),
+    Rule(
+        "model.sync_batchnorm",
+        "no GPU",
+        lambda c, engine, gpu: bool(_get(c, "model.sync_batchnorm") and not gpu),
+        "torch's SyncBatchNorm runs on GPUs only",
+        "set model.freeze_batchnorm: true, or neither",
+    ),
 )
 
 

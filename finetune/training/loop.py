@@ -46,6 +46,7 @@ class Progress:
     best_step: int | None = None
     best_wer: float | None = None
     wer_before: dict[str, Any] | None = None
+    guard_before: float | None = None
     train_seconds: float = 0.0
     wall_seconds: float = 0.0
     last_evaluated: int = -1
@@ -124,7 +125,7 @@ class Trainer:
         )
         self.schedule.load_state_dict(state["schedule"])
         self.resumed_from = self.last_saved = self.progress.step
-        self.intake.quarantined_before = {tuple(pair) for pair in state["quarantined_clips"]}
+        self.intake.quarantined_before = self.quarantine.pairs("source", "id", lines=self.progress.quarantine_lines)
         if self.accelerator.is_main_process:
             self.metrics.cut_after_step(self.progress.step)
             self.evaluations.cut_after_step(self.progress.step)
@@ -192,7 +193,6 @@ class Trainer:
             "window": self.window.state_dict(),
             "world_size": self.accelerator.num_processes,
             "settings": self._settings(),
-            "quarantined_clips": sorted(self.intake.quarantined_before),
         }
         checkpoints.save_checkpoint(
             self.accelerator, self.output_dir, self.progress.step, state, self.stream.state_dict()

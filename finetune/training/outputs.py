@@ -1,5 +1,6 @@
 """The files that a run leaves in training.output_dir."""
 
+import contextlib
 import json
 import os
 import platform
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from finetune.paths import ROOT
 
 VERSIONS = (
     "torch",
@@ -53,6 +56,17 @@ class LineFile:
             for row in rows:
                 file.write(json.dumps(row, ensure_ascii=False, default=float) + "\n")
 
+    def pairs(self, first: str, second: str, lines: int) -> set[tuple[str, str]]:
+        """Two keys of each of the first `lines` lines."""
+        found = set()
+        if self.path.is_file():
+            with self.path.open(encoding="utf-8", errors="replace") as file:
+                for _, line in zip(range(lines), file, strict=False):
+                    with contextlib.suppress(ValueError, KeyError):  # a line that was cut off when the machine died
+                        row = json.loads(line)
+                        found.add((row[first], row[second]))
+        return found
+
     def cut(self, lines: int) -> None:
         """Keeps the first `lines` whole lines."""
         kept = []
@@ -87,9 +101,8 @@ def environment(seed: int) -> dict[str, Any]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = None
-    root = Path(__file__).resolve().parents[2]
     try:
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
         revision = git.stdout.strip() or None
     except OSError:  # no git on this machine
         revision = None

@@ -1,6 +1,7 @@
 """The steps of a run, in the order in which finetune/train.py tells them."""
 
 import contextlib
+import fcntl
 import json
 import logging
 import math
@@ -13,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 
 from finetune.errors import UserError
@@ -90,8 +90,9 @@ def output_directory(accelerator: Any, config: Any) -> Iterator[Path]:
     if accelerator.is_main_process:
         try:
             path.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(path / ".lock")  # an advisory lock of the system: it ends with its holder
-            lock.acquire(timeout=0)
+            lock = (path / ".lock").open("w")
+            # A record lock: it ends with this process, and processes forked from it (loader workers) do not hold it on.
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             holds_run = (path / "config.yaml").is_file() or bool(checkpoints.whole_checkpoints(path))
             if holds_run and t.overwrite_output_dir and not t.resume_from_checkpoint:
                 _remove_run(path)
@@ -100,7 +101,7 @@ def output_directory(accelerator: Any, config: Any) -> Iterator[Path]:
                     f"training.output_dir: {path} holds another run. Continue it with training.resume_from_checkpoint=true, "
                     "delete it with training.overwrite_output_dir=true, or name another directory."
                 )
-        except Timeout:
+        except BlockingIOError:
             problem = (
                 f"training.output_dir: {path} is in use by another process. Wait for it or name another directory."
             )
@@ -116,7 +117,7 @@ def output_directory(accelerator: Any, config: Any) -> Iterator[Path]:
         yield path
     finally:
         if lock is not None:
-            lock.release()
+            lock.close()
 
 
 def _remove_run(path: Path) -> None:
@@ -147,7 +148,7 @@ def build_model(accelerator: Any, config: Any) -> Any:
     if m.gradient_checkpointing:
         layers = enable_gradient_checkpointing(model, m.gradient_checkpointing_every)
         log.info("gradient checkpointing of %d of %d encoder layers", layers, len(model.encoder.layers))
-    if m.sync_batchnorm and accelerator.num_processes > 1 and accelerator.device.type == "cuda":
+    if m.sync_batchnorm and accelerator.num_processes > 1:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model.to(accelerator.device)
     log.info(
@@ -278,11 +279,13 @@ def resume_or_evaluate_base(trainer: Trainer, config: Any) -> None:
         judged = boards.get("test") or boards.get("validation")
         if judged is not None:
             trainer.progress.wer_before = {**judged.result(), "pairs": judged.pairs}
+        if "guard" in boards:
+            trainer.progress.guard_before = boards["guard"].total.rates()["wer"]
 
 
 def finish(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy) -> None:
     """Settles the best model, measures it, and writes summary.json."""
-    p, _t = trainer.progress, config.training
+    p = trainer.progress
     if p.step > 0 and p.last_evaluated != p.step:
         trainer.evaluate(("validation",))  # the end of the last epoch is rarely a step with an evaluation
         trainer.last_saved = -1  # a checkpoint of this step does not know of it yet
@@ -299,6 +302,9 @@ def finish(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy) 
     if accelerator.is_main_process:
         trainer.count_wall_seconds()
         summary = summarise(accelerator, trainer, config, strategy, after)
+        if "guard" in boards:
+            summary["guard_wer_before"] = p.guard_before
+            summary["guard_wer_after"] = boards["guard"].total.rates()["wer"]
         write_json(trainer.output_dir / "summary.json", summary)
         _say(summary, p.wer_before, after, trainer.output_dir)
     accelerator.end_training()
@@ -378,5 +384,13 @@ def _say(summary: dict[str, Any], before: dict[str, Any] | None, after: Any, out
         for name, pair in summary["wer_by_language"].items():
             if None not in pair.values():
                 log.info("  %s: %.3f before, %.3f after", name, pair["before"], pair["after"])
+    guard_before, guard_after = summary.get("guard_wer_before"), summary.get("guard_wer_after")
+    if guard_before is not None and guard_after is not None:
+        log.info("WER on guard: %.3f before, %.3f after", guard_before, guard_after)
+        if guard_after > guard_before:
+            log.warning(
+                "the model lost on data.guard. Less forgetting: a lower training.learning_rate, fewer steps, or a share of the "
+                "original domain's data in data.train (a second source, each with a weight)."
+            )
     log.info("model: %s   summary: %s", output_dir / "model.nemo", output_dir / "summary.json")
     log.info("transcribe a file: python -m finetune.transcribe --model %s FILE", output_dir)

@@ -1,0 +1,261 @@
+"""What watches over a run: steps that are not finite, clipping, decoding, forgetting, advice; and heads that are not trained."""
+
+import gc
+import json
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from conftest import LAYOUT, read_lines, tiny_layout, write_manifest
+from safetensors.torch import load_file
+
+DETERMINISTIC = {"spec_augment": False, "dropout": 0.0, "freeze_batchnorm": True}
+ONLY_TRAIN = {"validation": None, "test": None}
+
+
+@pytest.fixture
+def spoiled_forward(monkeypatch):
+    """`spoiled_forward(calls)` makes the loss of these calls of the model (counted from 1) not a number."""
+    from finetune.models.transducer import TransducerLossModule
+
+    def spoil(calls: range) -> None:
+        whole, seen = TransducerLossModule.forward, []
+
+        def forward(self: Any, *inputs: Any, **options: Any) -> torch.Tensor:
+            seen.append(1)
+            losses_B = whole(self, *inputs, **options)
+            return losses_B * math.nan if len(seen) in calls else losses_B
+
+        monkeypatch.setattr(TransducerLossModule, "forward", forward)
+
+    return spoil
+
+
+def test_a_step_that_is_not_finite_changes_nothing_and_is_said(run_train, tiny_run, tmp_path, spoiled_forward, capfd):
+    spoiled_forward(range(3, 4))
+    training = {"max_steps": 4, "save_steps": 1, "save_total_limit": 9, "log_clips": True}
+    assert run_train(*tiny_run(model=DETERMINISTIC, data=ONLY_TRAIN, training=training)) == 0
+    told = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (told["skipped_steps"], told["steps"]) == (1, 4)
+    weights = [
+        load_file(tmp_path / "run" / "checkpoints" / f"step-0000000{n}" / "model.safetensors") for n in (2, 3, 4)
+    ]
+    assert all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0])
+    assert not all(torch.equal(weights[1][k], weights[2][k]) for k in weights[0])
+    assert all(torch.isfinite(w).all() for w in weights[2].values())
+    said = capfd.readouterr().err
+    assert "step 3: loss or gradient is not finite" in said
+    ids = read_lines(tmp_path / "run" / "clips.jsonl")[2]["ids_by_rank"][0][0]
+    assert all(clip_id in said for clip_id in ids)
+
+
+def test_twenty_such_steps_in_a_row_stop_the_run(run_train, tiny_run, tmp_path, spoiled_forward, capfd):
+    spoiled_forward(range(3, 99))
+    training = {"max_steps": 60, "save_steps": 0}
+    assert run_train(*tiny_run(model=DETERMINISTIC, data=ONLY_TRAIN, training=training)) == 1
+    said = capfd.readouterr().err
+    assert "20 steps in a row had a loss or gradient that is not finite. Lower training.learning_rate" in said
+    assert "step 22: " in said
+    assert "step 23: " not in said
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.5])
+def test_gradients_are_clipped_to_the_norm(run_train, tiny_run, tmp_path, tiny_model, limit):
+    """With an epsilon far above the gradients, Adam's first step is rate / epsilon times the clipped gradient."""
+    from finetune.models.nemo import load_model
+
+    training = {
+        "max_steps": 1,
+        "max_grad_norm": limit,
+        "learning_rate": 1.0,
+        "weight_decay": 0.0,
+        "lr_scheduler_type": "constant",
+        "warmup_ratio": 0.0,
+        "optimizer_args": {"eps": 1e5},
+    }
+    assert run_train(*tiny_run(model=DETERMINISTIC, data=ONLY_TRAIN, training=training)) == 0
+    before, after = (dict(load_model(str(p)).named_parameters()) for p in (tiny_model, tmp_path / "run"))
+    moved = math.sqrt(sum(float(((after[k] - before[k]).double() ** 2).sum()) for k in before)) * 1e5
+    norm = read_lines(tmp_path / "run" / "metrics.jsonl")[0]["grad_norm"]
+    assert norm > 1
+    assert moved == pytest.approx(limit or norm, rel=0.02)
+
+
+def test_8bit_adamw_continues_as_if_unbroken(run_train, tiny_run, tmp_path):
+    import shutil
+
+    run = tmp_path / "run"
+    training = {"max_steps": 6, "save_steps": 3, "optimizer_args": {"min_8bit_size": 1024}}
+    arguments = [*tiny_run(model=DETERMINISTIC, data=ONLY_TRAIN, training=training), "--strategy", "adamw_8bit"]
+    assert run_train(*arguments) == 0
+    unbroken = [row["loss"] for row in read_lines(run / "metrics.jsonl")]
+    weights = load_file(run / "checkpoints" / "step-00000006" / "model.safetensors")
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    assert run_train(*arguments, "training.resume_from_checkpoint=true") == 0
+    assert json.loads((run / "summary.json").read_text())["resumed_from"] == 3
+    assert [row["loss"] for row in read_lines(run / "metrics.jsonl")] == unbroken
+    again = load_file(run / "checkpoints" / "step-00000006" / "model.safetensors")
+    assert all(torch.equal(weights[k], again[k]) for k in weights)
+
+
+def test_batched_decoding_that_differs_is_said(run_train, tiny_run, monkeypatch, capfd):
+    from finetune.evaluation import recognise
+
+    right = recognise.recognise_batch
+
+    def first_clip_right(model: Any, audio_BS: Any, audio_lengths_B: Any) -> list[Any]:
+        hypotheses = right(model, audio_BS, audio_lengths_B)
+        for hypothesis in hypotheses[1:]:
+            hypothesis.text += " junk"
+        return hypotheses
+
+    assert run_train(*tiny_run(data={"test": None})) == 0
+    assert "batched and single decoding agree" in capfd.readouterr().err
+    monkeypatch.setattr(recognise, "recognise_batch", first_clip_right)
+    assert run_train(*tiny_run("training.overwrite_output_dir=true", data={"test": None})) == 0
+    assert "batched decoding differs from single decoding on 3 of 4 clips" in capfd.readouterr().err
+
+
+def test_a_loss_on_the_guarded_domain_is_said(run_train, tiny_run, tmp_path, clips, capfd):
+    """Guard: references that the base model happens to get right, so that any training makes them worse."""
+    from finetune.transcribe import main
+
+    manifest = clips / "manifest.jsonl"
+    arguments = tiny_run(training={"max_steps": 12, "learning_rate": 0.05, "eval_on_start": True})
+    model = yaml.safe_load((tmp_path / "RUN.yaml").read_text())["model"]["name"]
+    rows = read_lines(manifest)
+    assert main(["--model", model, *(str(clips / row["audio_filepath"]) for row in rows)]) == 0
+    texts = [json.loads(line)["text"] for line in capfd.readouterr().out.splitlines()]
+    said = [{**row, "text": text} for row, text in zip(rows, texts, strict=True) if text.strip()]
+    guard = write_manifest(clips / "guard.jsonl", said)
+    assert len(said) > 5
+    assert run_train(*arguments, f"data.guard={guard}", "data.validation=null") == 0
+    told = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert told["guard_wer_before"] < 0.2
+    assert told["guard_wer_after"] > told["guard_wer_before"]
+    assert "the model lost on data.guard" in capfd.readouterr().err
+
+
+def test_evaluation_keeps_no_tensors(tiny_model, clips, tmp_path):
+    """The bytes of all tensors alive do not grow with the clips that were decoded."""
+    from finetune.data.lanes import StreamOptions
+    from finetune.data.sources import open_source, parse_sources
+    from finetune.data.stream import ClipStream
+    from finetune.evaluation.recognise import score_stream
+    from finetune.models.nemo import load_model
+    from finetune.training.data import no_tokens
+
+    rows = [{**r, "audio_filepath": str(clips / r["audio_filepath"])} for r in read_lines(clips / "manifest.jsonl")]
+    source = parse_sources(str(write_manifest(tmp_path / "long.jsonl", rows * 6)), "--data", "test")[0]
+    model = load_model(str(tiny_model))
+    options = StreamOptions(batch_size=8, sample_rate=16_000, shuffle=False, keep_empty_text=True)
+    alive: list[int] = []
+
+    def on_clip(*_: Any) -> None:
+        if len(alive) % 24 == 0:
+            gc.collect()
+            tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]
+            alive.append(sum(t.untyped_storage().nbytes() for t in tensors))
+        else:
+            alive.append(alive[-1])
+
+    stream = ClipStream([open_source(source, "--data")], options, no_tokens)
+    board = score_stream(model, stream, normalization="basic", description="test", on_clip=on_clip)
+    assert board.total.clips == 144
+    assert alive[-1] <= alive[24] + 1000
+
+
+def test_a_hybrid_models_ctc_head_stays_and_is_mentioned(run_train, tiny_run, tmp_path, capfd):
+    from nemo.collections.asr.models import EncDecHybridRNNTCTCBPEModel
+    from omegaconf import OmegaConf
+
+    from finetune.models.nemo import load_model
+
+    layout = tiny_layout()
+    layout["model"]["aux_ctc"] = {
+        "ctc_loss_weight": 0.3,
+        "use_cer": False,
+        "ctc_reduction": "mean_batch",
+        "decoder": {
+            "_target_": "nemo.collections.asr.modules.ConvASRDecoder",
+            "feat_in": 32,
+            "num_classes": -1,
+            "vocabulary": [],
+        },
+        "decoding": {"strategy": "greedy"},
+    }
+    config = OmegaConf.create(layout)
+    OmegaConf.resolve(config)
+    hybrid = EncDecHybridRNNTCTCBPEModel(cfg=config.model)
+    hybrid.save_to(str(tmp_path / "hybrid.nemo"))
+    assert run_train(*tiny_run(model={"name": str(tmp_path / "hybrid.nemo")}, data=ONLY_TRAIN)) == 0
+    assert "its transducer head is trained, its CTC head stays as it is" in capfd.readouterr().err
+    trained = load_model(str(tmp_path / "run"))
+    assert type(trained).__name__ == "EncDecHybridRNNTCTCBPEModel"
+    before, after = hybrid.state_dict(), trained.state_dict()
+    assert all(torch.equal(before[k], after[k]) for k in before if k.startswith("ctc_decoder."))
+    assert not torch.equal(before["joint.joint_net.2.weight"], after["joint.joint_net.2.weight"])
+
+
+def test_the_shipped_layout_of_parakeet_has_its_number_of_weights():
+    """627,008,134 weights, of which the encoder has 608,879,616, as in nvidia/parakeet-tdt-0.6b-v3 with 8,192 tokens."""
+    from nemo.collections.asr.modules import ConformerEncoder, RNNTDecoder, RNNTJoint
+    from omegaconf import OmegaConf
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    path = LAYOUT.with_name("parakeet_tdt_0.6b_v3.yaml")
+    root = OmegaConf.load(path)
+    OmegaConf.resolve(root)
+    parts = {}
+    for name, cls in (("encoder", ConformerEncoder), ("decoder", RNNTDecoder), ("joint", RNNTJoint)):
+        options = {k: v for k, v in OmegaConf.to_container(root.model[name]).items() if k != "_target_"}
+        if name == "decoder":
+            options["vocab_size"] = 8192
+        if name == "joint":
+            options.update(num_classes=8192, vocabulary=[str(i) for i in range(8192)])
+            options["jointnet"].update(encoder_hidden=1024, pred_hidden=640)
+        with FakeTensorMode():
+            parts[name] = sum(p.numel() for p in cls(**options).parameters())
+    assert parts["encoder"] == 608_879_616
+    assert parts["decoder"] == 11_807_360
+    assert sum(parts.values()) == 627_008_134
+
+
+BIG = 600_000_000
+
+
+@pytest.mark.parametrize(
+    ("training", "model", "data", "given", "word"),
+    [
+        ({"learning_rate": 8e-5}, {}, {}, {"parameters": BIG, "clips_per_step": 16}, "NeMo issue 15382"),
+        ({"learning_rate": 1e-5}, {}, {}, {"parameters": BIG, "clips_per_step": 16}, None),
+        ({"learning_rate": 8e-5}, {}, {}, {"parameters": BIG, "clips_per_step": 128}, None),
+        ({"encoder_learning_rate": 1e-3}, {}, {}, {"parameters": BIG, "clips_per_step": 16}, "learning rate 0.001"),
+        ({"learning_rate": 5e-3}, {}, {}, {}, "learning rate 0.005 is high"),
+        ({"learning_rate": 5e-3}, {}, {}, {"pretrained": False}, None),
+        ({"warmup_ratio": 0.0}, {}, {}, {}, "no warm-up"),
+        ({"warmup_ratio": 0.0, "warmup_steps": 5}, {}, {}, {}, None),
+        ({}, {}, {}, {"clips_per_step": 4}, "freeze_batchnorm"),
+        ({}, {"freeze_batchnorm": True}, {}, {"clips_per_step": 4}, None),
+        ({}, {}, {"validation": None}, {}, "no data.validation"),
+        ({}, {}, {}, {}, None),
+    ],
+)
+def test_advice(training, model, data, given, word):
+    from finetune.training.advice import warnings_for
+
+    t = {"learning_rate": 1e-5, "warmup_steps": 0, "warmup_ratio": 0.1, "lr_scheduler_type": "cosine", **training}
+    for name in ("encoder_learning_rate", "decoder_learning_rate", "joint_learning_rate"):
+        t.setdefault(name, None)
+    config = SimpleNamespace(
+        training=SimpleNamespace(**t),
+        model=SimpleNamespace(**{"freeze_batchnorm": False, "sync_batchnorm": False, **model}),
+        data=SimpleNamespace(**{"validation": "v", **data}),
+    )
+    facts = {"pretrained": True, "parameters": 3_000_000, "clips_per_step": 32, "total_steps": 1000, **given}
+    found = warnings_for(config, **facts)
+    assert len(found) == (word is not None)
+    assert word is None or word in found[0]
