@@ -7,7 +7,6 @@ or tar shards, an audio folder, or a hub data set name.
 """
 
 import argparse
-import logging
 import sys
 import time
 from pathlib import Path
@@ -24,8 +23,6 @@ from finetune.logs import set_up_logging
 from finetune.models.nemo import load_model, move_to_device
 from finetune.training.data import no_tokens
 from finetune.training.outputs import LineFile, write_json
-
-log = logging.getLogger(__name__)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -6,6 +6,7 @@ The .nemo is checked before it counts: plain NeMo restores it, and its texts on 
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -23,10 +24,15 @@ def export_nemo(model_name: str, output: Path, tokenizer: str | None = None) -> 
     Raises:
         UserError: the file does not give the same encoder outputs and texts when it is read again.
     """
-    model = load_model(model_name, tokenizer)
     path = output / "model.nemo"
-    save_nemo(model, path)
-    again = load_model(str(path))
+    if path.exists() and any(
+        path.samefile(p) for p in (Path(model_name), Path(model_name) / "model.nemo") if p.exists()
+    ):
+        raise UserError(f"--output: {path} is the model itself. Name another directory.")
+    model = load_model(model_name, tokenizer)
+    aside = output / ".export.tmp.nemo"
+    save_nemo(model, aside)
+    again = load_model(str(aside))
     rate = model.preprocessor._sample_rate
     audio_BS = torch.randn(2, 3 * rate, generator=torch.Generator().manual_seed(0)) * 0.1
     lengths_B = torch.tensor([3 * rate, 2 * rate])
@@ -36,10 +42,11 @@ def export_nemo(model_name: str, output: Path, tokenizer: str | None = None) -> 
             torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True)
         )
     if texts[0] != texts[1] or not weights:
-        path.unlink()
+        aside.unlink()
         raise UserError(
             f"{path} read again is not the same model (texts {texts[0]} and {texts[1]}); nothing was kept.", 1
         )
+    os.replace(aside, path)
     return path
 
 

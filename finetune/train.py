@@ -69,8 +69,10 @@ def main(argv: list[str] | None = None) -> int:
             total_steps = run.plan_steps(accelerator, config, sources)
             model = run.build_model(accelerator, config)
             trainer = run.build_trainer(accelerator, model, sources, config, total_steps)
+            resumed = run.begin_run(accelerator, trainer, config)
             run.describe(accelerator, trainer, config, strategy)
-            run.resume_or_evaluate_base(trainer, config)
+            if not resumed:
+                run.evaluate_base(trainer, config)
             trainer.run()
             run.finish(accelerator, trainer, config, strategy)
         return 0

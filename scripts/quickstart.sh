@@ -5,17 +5,23 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
 output=runs/quickstart
-resume=false
+own_choice=
 for argument in "$@"; do
     case $argument in
-        training.output_dir=*) output=${argument#*=} ;;
-        training.resume_from_checkpoint=*) resume=${argument#*=} ;;
+        training.output_dir=*) output=${argument#*=} own_choice=yes ;;
+        training.resume_from_checkpoint=* | training.overwrite_output_dir=* | --config*) own_choice=yes ;;
     esac
 done
 arguments=("$@")
-case $resume in
-    false | False | null | "") arguments+=(training.overwrite_output_dir=true) ;;
-esac
+if [ -z "$own_choice" ]; then
+    # Its own directory, so a finished quickstart may go; one that was interrupted goes on.
+    if [ -f "$output/summary.json" ] || ! compgen -G "$output/checkpoints/step-*" >/dev/null; then
+        arguments+=(training.overwrite_output_dir=true)
+    else
+        echo "quickstart: going on with the interrupted run in $output (rm -r $output to start anew)"
+        arguments+=(training.resume_from_checkpoint=true)
+    fi
+fi
 .venv/bin/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
     finetune/train.py --config finetune/configs/quickstart.yaml "${arguments[@]}"
 echo

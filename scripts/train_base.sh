@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 bash scripts/setup.sh
 python=.venv/bin/python
 "$python" -c 'import wordfreq' 2>/dev/null || "$python" -m pip install -q -c constraints.txt -e ".[corpus]"
-[ -d data/synthetic ] || "$python" scripts/build_synthetic_speech.py --output data/synthetic --hours 12
+compgen -G "data/synthetic/data/train-*" >/dev/null || "$python" scripts/build_synthetic_speech.py --output data/synthetic --hours 12
 [ -f examples/base/tokenizer/tokenizer.model ] ||
     "$python" scripts/train_tokenizer.py --data data/synthetic examples/voice_prompts --vocab-size 128 --output examples/base/tokenizer
 "$python" finetune/train.py --config finetune/configs/base.yaml "$@"

@@ -203,3 +203,30 @@ def tiny_run(tiny_model: Path, clips: Path, tmp_path: Path) -> Callable[..., lis
         return ["--config", str(path), *overrides]
 
     return arguments
+
+
+@pytest.fixture
+def failed(run_train: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Calls train.py, which has to end with this exit code; returns what it says."""
+
+    def run(exit_code: int, *arguments: Any) -> str:
+        capsys.readouterr()
+        code = run_train(*arguments)
+        said = capsys.readouterr().err
+        assert code == exit_code, said
+        assert "Traceback" not in said
+        assert code == 0 or "error: " in said
+        return said.rsplit("error: ", 1)[-1] if code else said
+
+    return run
+
+
+@pytest.fixture
+def refused(failed: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Calls train.py, which has to end with 2 before it makes a model; returns the message."""
+
+    def build(*_: Any) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("finetune.training.run.build_model", build)
+    return lambda *arguments: failed(2, *arguments)

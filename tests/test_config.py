@@ -174,7 +174,7 @@ def test_all_problems_at_once(run_file: Callable[..., Path]) -> None:
         (str(path), "training.optimizer", "Did you mean adamw_8bit?"),
         (str(path), "training.logging_steps", "1 or more, found 0"),
         (str(path), "data.max_bad_fraction", "0 to 1, found 5"),
-        ("command line", "model.dropout", "probability, found 2"),
+        ("command line", "model.dropout", "probability below 1, found 2"),
         ("training.bf16", "training.fp16", "exclude each other"),
     ]
     assert first.startswith(f"{len(expected)} problems")
@@ -267,7 +267,7 @@ def test_choices(run_file: Callable[..., Path], key: str, value: Any, hint: str)
         ("data__max_samples", -2, 1),
         ("data__shuffle_buffer_size", 0, 1),
         ("model__gradient_checkpointing_every", 0, 1),
-        ("model__dropout", 1.5, 1.0),
+        ("model__dropout", 1.0, 0.999),
         ("model__omega", -0.5, 0.0),
         ("model__occupancy_threshold", 1.5, 0.0),
         ("model__sigma", -0.1, 0.0),
@@ -524,6 +524,7 @@ def test_two_engines_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     (tmp_path / "sharded.yaml").write_text("distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config: {}\n")
     (tmp_path / "half.yaml").write_text("distributed_type: 'NO'\nmixed_precision: fp16\n")
     monkeypatch.setattr(accelerate_files, "ACCELERATE_CONFIGS", tmp_path)
+    monkeypatch.setattr("finetune.paths.ACCELERATE_CONFIGS", tmp_path)
     assert resolve_strategy(["adamw", "sharded"]).engine == "fsdp"
     with pytest.raises(UserError, match=r"strategy zero2_offload.*strategy sharded.*two engines"):
         resolve_strategy(["zero2_offload", "sharded"])
@@ -541,6 +542,7 @@ CONFLICTS: dict[tuple[str, str], list[str]] = {
         "--strategy=adamw_8bit",
         "--strategy=zero2_offload",
     ],
+    ("model.sync_batchnorm", "no GPU"): ["model.sync_batchnorm=true"],
     ("model.freeze_batchnorm", "model.sync_batchnorm"): ["model.freeze_batchnorm=true", "model.sync_batchnorm=true"],
 }
 
@@ -601,11 +603,53 @@ def test_launcher_with_another_engine(
 
 def test_launcher_with_the_same_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    file = ROOT / "ds_configs" / "zero2_offload.json"
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
     named = resolve_strategy(["zero2_offload"])
     assert (named.engine, named.from_launcher) == ("deepspeed_offload", True)
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(ROOT / "ds_configs" / "zero2_offload.json"))
-    alone = resolve_strategy([])
+    alone = resolve_strategy([], str(file))
     assert (alone.engine, alone.from_launcher, alone.names) == ("deepspeed_offload", True, [])
+
+
+def test_launcher_with_other_deepspeed_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    other = tmp_path / "zero3.json"
+    other.write_text('{"zero_optimization": {"stage": 3}}')
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(UserError, match=r"starts DeepSpeed with settings of its own, strategy zero2_offload uses"):
+        resolve_strategy(["zero2_offload"])
+    with pytest.raises(UserError, match=r"--deepspeed .*zero3.json contradicts the launcher .*settings of its own"):
+        resolve_strategy([], str(other))
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(other))
+    with pytest.raises(UserError, match=r"starts DeepSpeed with .*zero3.json, strategy zero2_offload uses"):
+        resolve_strategy(["zero2_offload"])
+    assert resolve_strategy([]).deepspeed_config == other
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"betas": 0.9}, "betas are two numbers"),
+        ({"betas": [0.9]}, "betas are two numbers"),
+        ({"betas": [0.9, 1.0]}, "betas are two numbers"),
+        ({"eps": "abc"}, "eps is a number above 0, found 'abc'"),
+        ({"eps": 0}, "eps is a number above 0"),
+        ({"eps": 1e-6, "betas": [0.9, 0.99]}, None),
+    ],
+)
+def test_optimizer_arguments(
+    problem: Callable[..., str], run_file: Callable[..., Path], arguments: dict[str, Any], words: str | None
+) -> None:
+    path = run_file(training__optimizer_args=arguments)
+    if words is None:
+        load_config(path, [], [])
+    else:
+        assert words in problem(path)
+
+
+def test_strategies_without_the_folders_beside_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("finetune.paths.ACCELERATE_CONFIGS", tmp_path / "accelerate_configs")
+    with pytest.raises(UserError, match=r"there is no folder .*accelerate_configs.*pip install -e ."):
+        resolve_strategy(["adamw"])
 
 
 def test_launcher_with_another_precision(

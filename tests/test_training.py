@@ -255,3 +255,20 @@ def test_epochs_end_the_run_with_every_clip_seen(run_train, tiny_run, tmp_path):
     ids = [i for r in read_lines(tmp_path / "run" / "clips.jsonl") for b in r["ids_by_rank"][0] for i in b]
     assert all(ids.count(i) == 2 for i in ids)
     assert {r["step"] for r in read_lines(tmp_path / "run" / "evaluations.jsonl")} == {0, told["best_step"], 4}
+
+
+def test_epochs_of_many_small_batches_keep_their_learning_rate(run_train, tiny_run, tmp_path):
+    """24 clips over 4 workers in batches of 16: four batches an epoch where two were planned."""
+    training = {
+        "max_steps": -1,
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": 16,
+        "dataloader_num_workers": 4,
+        "warmup_ratio": 0.1,
+    }
+    data = {"validation": None, "test": None}
+    assert run_train(*tiny_run(data=data, training=training)) == 0
+    rates = [row["learning_rate"] for row in read_lines(tmp_path / "run" / "metrics.jsonl")]
+    assert summary(tmp_path / "run")["steps"] == len(rates) > summary(tmp_path / "run")["total_steps"]
+    assert all(rate > 0 for rate in rates[1:])
+    assert rates[-1] < 0.5 * max(rates)

@@ -180,6 +180,9 @@ def _bounds(layers: Layers) -> list[tuple[str, str]]:
         )
     if config.data.max_samples == 0 or config.data.max_samples < -1:
         problems.append(("data.max_samples", f"is a number of clips, or -1 for all; found {config.data.max_samples}"))
+    if config.data.max_eval_samples == 0 or config.data.max_eval_samples < -1:
+        value = config.data.max_eval_samples
+        problems.append(("data.max_eval_samples", f"is a number of clips, or -1 for all; found {value}"))
     if config.data.shuffle_buffer_size < 1:
         problems.append(("data.shuffle_buffer_size", f"has to be 1 or more, found {config.data.shuffle_buffer_size}"))
     if config.model.gradient_checkpointing_every < 1:
@@ -191,8 +194,9 @@ def _bounds(layers: Layers) -> list[tuple[str, str]]:
         )
     for name in ("dropout", "omega", "occupancy_threshold"):
         value = config.model[name]
-        if value is not None and not 0 <= value <= 1:
-            problems.append((f"model.{name}", f"is a probability, found {value}"))
+        if value is not None and not (0 <= value <= 1 if name == "omega" else 0 <= value < 1):
+            below = "" if name == "omega" else " below 1"
+            problems.append((f"model.{name}", f"is a probability{below}, found {value}"))
     for name in ("sigma", "fastemit_lambda"):
         value = config.model[name]
         if value is not None and value < 0:
@@ -210,6 +214,23 @@ def _bounds(layers: Layers) -> list[tuple[str, str]]:
         problems.append(
             ("training.optimizer_args", f"{t.optimizer} has no option {name}; it has {', '.join(sorted(allowed))}")
         )
+    problems += _optimizer_arguments(_resolved(config, "training.optimizer_args") or {})
+    return problems
+
+
+def _optimizer_arguments(values: dict[str, Any]) -> list[tuple[str, str]]:
+    """What is wrong with the values of `training.optimizer_args` that every optimizer has."""
+
+    def number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+
+    problems = []
+    betas = values.get("betas", [0.9, 0.98])
+    if not isinstance(betas, list) or len(betas) != 2 or not all(number(b) and 0 <= b < 1 for b in betas):
+        problems.append(("training.optimizer_args", f"betas are two numbers from 0 to below 1, found {betas!r}"))
+    for name, least in (("eps", 0), ("min_8bit_size", 0)):
+        if name in values and not (number(values[name]) and values[name] > least):
+            problems.append(("training.optimizer_args", f"{name} is a number above 0, found {values[name]!r}"))
     return problems
 
 

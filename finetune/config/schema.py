@@ -62,7 +62,8 @@ class ModelConfig:
         "or accumulated batches must give the same result as one big batch.",
     )
     sync_batchnorm: bool = option(
-        False, "Share BatchNorm statistics between the GPUs of a DDP run. No effect on one process or on a CPU."
+        False,
+        "Share BatchNorm statistics between the GPUs of a DDP run. No effect on one process; refused without a GPU.",
     )
     spec_augment: bool = option(True, "Use the model's own SpecAugment settings while training.")
     dropout: float | None = option(

@@ -1,13 +1,18 @@
 """Audio bytes or files to 16 kHz mono waveforms, with a reason for everything that cannot be used."""
 
 import io
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import soundfile
+import soxr
 import torch
 import torchaudio
+
+LOWEST_RATE, HIGHEST_RATE = 2_000, 768_000  # Hz
+LONGEST_RATIO = 1_000
 
 
 class BadClip(Exception):
@@ -44,11 +49,18 @@ def decode_audio(
         samples_SC = samples_SC.mean(axis=1) if samples_SC.shape[1] > 1 else samples_SC[:, 0]
     if not np.isfinite(samples_SC).all():
         raise BadClip("the audio holds samples that are not finite")
-    if rate <= 0:
-        raise BadClip(f"the sample rate is {rate}")
+    if not LOWEST_RATE <= rate <= HIGHEST_RATE:
+        raise BadClip(f"the sample rate is {rate} Hz; speech lies between {LOWEST_RATE} and {HIGHEST_RATE} Hz")
     if rate != sample_rate:
-        samples_SC = torchaudio.functional.resample(torch.from_numpy(samples_SC), rate, sample_rate).numpy()
+        samples_SC = _resample(samples_SC, rate, sample_rate)
     return np.ascontiguousarray(samples_SC, dtype=np.float32)
+
+
+def _resample(samples_S: np.ndarray, rate: int, sample_rate: int) -> np.ndarray:
+    """torchaudio's resampler, but for ratios such as 22254 : 16000, whose polyphase filter would take gigabytes: soxr's."""
+    if max(rate, sample_rate) // math.gcd(rate, sample_rate) > LONGEST_RATIO:
+        return soxr.resample(samples_S, rate, sample_rate)
+    return torchaudio.functional.resample(torch.from_numpy(samples_S), rate, sample_rate).numpy()
 
 
 def _read(audio: Any, folder: Path | None, offset: float | None, duration: float | None) -> tuple[np.ndarray, int]:

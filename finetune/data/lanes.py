@@ -41,20 +41,20 @@ class UnreadableShard(Exception):
 
 def lane_shards(
     group: list[tuple[OpenSource, int]], options: StreamOptions, epoch: int, lane: int, lanes: int
-) -> tuple[list[tuple[OpenSource, int]], int, int]:
-    """The shards that a lane reads in an epoch, and which of their rows: those with index % step == offset.
+) -> list[tuple[OpenSource, int, bool]]:
+    """The shards that a lane reads in an epoch as (source, number, shared); of shared ones it takes each `lanes`-th row.
 
-    Where shards would leave a lane idle for long (few, and not the same number for each lane), or with a limit on the
-    samples, every lane walks over all shards and takes each `lanes`-th row.
+    Lanes get the same number of whole shards; what is left over they share row by row, so that none is idle while
+    others read on. Sharing makes every lane read these shards, so with many shards a lane it is cheaper to be uneven. With a limit
+    on the samples all shards are shared.
     """
-    uneven = len(group) % lanes != 0 and len(group) < SHARDS_A_LANE * lanes
-    by_rows = options.max_samples >= 0 or uneven
     order = list(range(len(group)))
-    if options.shuffle and options.max_samples < 0:
+    if options.max_samples >= 0:
+        return [(*group[i], lanes > 1) for i in order]
+    if options.shuffle:
         order = list(np.random.default_rng((options.seed, epoch, 1)).permutation(len(group)))
-    if by_rows:
-        return [group[i] for i in order], lanes, lane
-    return [group[i] for i in order[lane::lanes]], 1, 0
+    whole = len(group) if len(group) >= SHARDS_A_LANE * lanes else len(group) // lanes * lanes
+    return [(*group[i], False) for i in order[:whole][lane::lanes]] + [(*group[i], True) for i in order[whole:]]
 
 
 def iterate_rows(dataset: Any) -> Iterator[dict[str, Any]]:
@@ -77,7 +77,7 @@ class GroupReader:
     def set_position(self, position: dict[str, int]) -> None:
         self.passes, self.shard, self.row, self.seen = (position[k] for k in ("passes", "shard", "row", "seen"))
         # A pass is as good as an epoch for the order of the shards; the factor keeps the two apart.
-        self.shards, self.step, self.offset = lane_shards(
+        self.shards = lane_shards(
             self.group, self.options, self.epoch + 1_000_003 * self.passes, self.lane, self.lanes
         )
         self.rows: Iterator[dict[str, Any]] | None = None
@@ -92,7 +92,7 @@ class GroupReader:
         """The next row of this lane as (source, place, row), or None at the end of the pass."""
         limit = self.options.max_samples
         while self.shard < len(self.shards):
-            source, index = self.shards[self.shard]
+            source, index, shared = self.shards[self.shard]
             if limit >= 0 and self.seen >= limit:
                 return None
             if self.rows is None:
@@ -109,8 +109,8 @@ class GroupReader:
                 ) from error
             place = f"{source.shard_names[index]} row {self.row}"
             self.row += 1
-            self.seen += 1
-            if (self.seen - 1) % self.step == self.offset:
+            self.seen += shared or limit >= 0
+            if not shared or (self.seen - 1) % self.lanes == self.lane:
                 return source, place, plain_row(row) if source.is_manifest else row
         return None
 

@@ -2,7 +2,6 @@
 
 import glob
 import json
-import logging
 import math
 import os
 from collections.abc import Iterator
@@ -13,8 +12,6 @@ from typing import Any
 import datasets
 
 from finetune.errors import UserError
-
-log = logging.getLogger(__name__)
 
 MANIFEST_CHUNK_BYTES = 8 * 2**20
 MANIFEST_SUFFIXES = (".json", ".jsonl", ".ndjson")
@@ -155,14 +152,14 @@ def open_source(source: Source, key: str) -> OpenSource:
         dataset = dataset.cast_column(columns["audio"], StoredAudio())
     shards = [dataset.shard(num_shards=dataset.num_shards, index=i) for i in range(dataset.num_shards)]
     names = [f"{path}[{source.split}] shard {i + 1} of {len(shards)}" for i in range(len(shards))]
-    rows = _rows_of_parquet_files(path, source.split)
+    rows = _rows_of_parquet_files(path, source.split, source.name)
     if rows is not None and len(rows) == len(shards):  # a file without rows would be an error when it is read
         shards, names = ([x for x, n in zip(these, rows, strict=True) if n] for these in (shards, names))
     splits = dataset.info.splits or {}
     clips = splits[source.split].num_examples if source.split in splits else rows and sum(rows)
     if rows is not None and not sum(rows):
         raise UserError(f"{key}: {path} (split {source.split}) is empty: it holds no clips.")
-    folder = Path(path) if os.path.isdir(path) else None
+    folder = Path(path) if os.path.isdir(path) else Path(path).parent if os.path.isfile(path) else None
     return OpenSource(source, shards, names, folder, clips or None, columns)
 
 
@@ -206,7 +203,7 @@ def _find_columns(source: Source, columns: list[str], key: str) -> dict[str, str
     return found
 
 
-def _rows_of_parquet_files(path: str, split: str | None) -> list[int] | None:
+def _rows_of_parquet_files(path: str, split: str | None, name: str | None) -> list[int] | None:
     """Rows of each local parquet file, from the footers; None for anything else."""
     import pyarrow.parquet as pq
 
@@ -215,7 +212,7 @@ def _rows_of_parquet_files(path: str, split: str | None) -> list[int] | None:
     elif os.path.isfile(path):
         files = [path]
     elif os.path.isdir(path):
-        files = [str(f) for f in (datasets.load_dataset_builder(path).config.data_files or {}).get(split, [])]
+        files = [str(f) for f in (datasets.load_dataset_builder(path, name).config.data_files or {}).get(split, [])]
     else:
         return None
     if not files or not all(f.endswith(".parquet") and os.path.isfile(f) for f in files):

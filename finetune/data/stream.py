@@ -192,7 +192,8 @@ class ClipStream:
             generator=torch.Generator().manual_seed(0),
         )
         for batch in loader:
-            self.positions[batch.lane] = batch.position
+            if batch.error is None:  # so that a run continues with the shard that could not be read
+                self.positions[batch.lane] = batch.position
             self.next_worker = (batch.lane // self.ranks + 1) % lanes
             yield batch
 

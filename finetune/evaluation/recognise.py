@@ -1,7 +1,6 @@
 """NeMo's greedy decoding over batches and streams. B batch, S samples."""
 
 import contextlib
-import logging
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,8 +12,6 @@ from tqdm import tqdm
 from finetune.data.stream import Batch, ClipStream
 from finetune.errors import UserError
 from finetune.evaluation.scores import Scoreboard
-
-log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager

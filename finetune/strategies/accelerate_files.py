@@ -76,9 +76,12 @@ def resolve_strategy(named: list[str], deepspeed_file: str | None = None) -> Str
         path = Path(deepspeed_file)
         if not path.is_file():
             raise UserError(f"--deepspeed: there is no file {path} (looked in {Path.cwd()}).")
-        if strategy.deepspeed_config is not None and strategy.deepspeed_config.resolve() != path.resolve():
+        if (strategy.from_launcher or strategy.deepspeed_config is not None) and (
+            strategy.deepspeed_config is None or strategy.deepspeed_config.resolve() != path.resolve()
+        ):
+            used = strategy.deepspeed_config or "settings of its own"
             raise UserError(
-                f"--deepspeed {path} contradicts {strategy.engine_from}, which uses {strategy.deepspeed_config}. Give one of them."
+                f"--deepspeed {path} contradicts {strategy.engine_from}, which uses {used}. Give one of them."
             )
         _set_engine(strategy, "deepspeed_offload" if _offloads(path) else "deepspeed", f"--deepspeed {path}")
         strategy.deepspeed_config = path
@@ -137,10 +140,17 @@ def _compare_with_launcher(strategy: Strategy, launched_with: Path | None) -> No
             f"{origin} starts {launcher}, but {strategy.engine_from} is for {strategy.engine}. Start with the strategy's own file: accelerate launch --config_file accelerate_configs/{strategy.engine_from.removeprefix('strategy ')}.yaml"
         )
     strategy.from_launcher = True
+    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if strategy.deepspeed_config is not None and (
+        file.lower() == "none" or Path(file).resolve() != strategy.deepspeed_config.resolve()
+    ):
+        theirs = "settings of its own" if file.lower() == "none" else file
+        raise UserError(
+            f"{origin} starts DeepSpeed with {theirs}, {strategy.engine_from} uses {strategy.deepspeed_config}. Leave one of them out."
+        )
     if launcher == "fsdp":
         strategy.engine = "fsdp"
     elif strategy.engine == "none":
-        file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
         offload = os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none") != "none"
         if file.lower() != "none":
             strategy.deepspeed_config = Path(file)
@@ -188,6 +198,7 @@ def make_accelerator(
     *,
     precision: str,
     batch_size: int,
+    accumulation: int,
     max_grad_norm: float,
     log_with: list[str],
     project_dir: Path,
@@ -218,6 +229,7 @@ def make_accelerator(
         _fill_deepspeed_config(
             accelerator.state.deepspeed_plugin.deepspeed_config,
             batch_size,
+            accumulation,
             accelerator.num_processes,
             max_grad_norm,
             precision,
@@ -226,7 +238,7 @@ def make_accelerator(
 
 
 def _fill_deepspeed_config(
-    config: dict[str, Any], batch_size: int, processes: int, max_grad_norm: float, precision: str
+    config: dict[str, Any], batch_size: int, accumulation: int, processes: int, max_grad_norm: float, precision: str
 ) -> None:
     """Fills what the run file decides into a DeepSpeed configuration, in place.
 
@@ -249,6 +261,11 @@ def _fill_deepspeed_config(
                 f'the DeepSpeed file says {key}: {theirs}, {origin} says {value}. Write "auto" in the file.'
             )
         config[key] = value
+    if config.get("gradient_accumulation_steps", "auto") not in ("auto", 1, accumulation):
+        raise UserError(
+            f"the DeepSpeed file says gradient_accumulation_steps: {config['gradient_accumulation_steps']}, "
+            f'training.gradient_accumulation_steps says {accumulation}. Write "auto" in the file.'
+        )
     # The training loop accumulates and normalises itself and tells the engine where a step ends.
     config["gradient_accumulation_steps"] = 1
     config["train_batch_size"] = batch_size * processes

@@ -33,10 +33,15 @@ def warnings_for(
         found.append(
             "no warm-up: the first steps at full learning rate can wreck a trained model. Set training.warmup_ratio=0.1."
         )
-    if pretrained and clips_per_step < 8 and not config.model.freeze_batchnorm and not config.model.sync_batchnorm:
+    if (
+        pretrained
+        and t.per_device_train_batch_size < 8
+        and not config.model.freeze_batchnorm
+        and not config.model.sync_batchnorm
+    ):
         found.append(
-            f"{clips_per_step} clips a step move the BatchNorm statistics with every small batch. Set "
-            "model.freeze_batchnorm=true or accumulate more clips in a batch."
+            f"batches of {t.per_device_train_batch_size} clips move the BatchNorm statistics with every small batch "
+            "(accumulation does not help: it sees them one by one). Set model.freeze_batchnorm=true."
         )
     if not config.data.validation:
         found.append(

@@ -5,9 +5,11 @@ import logging
 import os
 import shutil
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from finetune.errors import UserError
 from finetune.training.outputs import write_json
@@ -47,7 +49,7 @@ def save_checkpoint(
         write_json(aside / "trainer_state.json", state)
         _sync(aside)
         if final.exists():
-            shutil.rmtree(final)
+            _remove(final)
         os.replace(aside, final)
         _sync_directory(final.parent)
     accelerator.wait_for_everyone()
@@ -71,20 +73,28 @@ def _sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
+def _remove(checkpoint: Path) -> None:
+    """Takes its name away first: killed half-way through, a removal must not leave what looks whole."""
+    condemned = checkpoint.with_name(f".{checkpoint.name}.old.tmp")
+    shutil.rmtree(condemned, ignore_errors=True)
+    os.replace(checkpoint, condemned)
+    shutil.rmtree(condemned, ignore_errors=True)
+
+
 def remove_old_checkpoints(output_dir: Path, keep: int) -> None:
     """Keeps the newest `keep` checkpoints; 0 keeps all. Also removes remains of unfinished ones."""
     for leftover in (output_dir / "checkpoints").glob(".step-*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
     if keep:
         for old in whole_checkpoints(output_dir)[:-keep]:
-            shutil.rmtree(old, ignore_errors=True)
+            _remove(old)
 
 
 def remove_later_checkpoints(output_dir: Path, step: int) -> None:
     """Removes the checkpoints behind the step that a run is resumed from: they belong to a course that is given up."""
     for path in whole_checkpoints(output_dir):
         if path > checkpoint_path(output_dir, step):
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
 
 
 def find_checkpoint(resume: Any, output_dir: Path) -> Path | None:
@@ -133,8 +143,9 @@ def load_checkpoint(accelerator: Any, path: Path) -> None:
         accelerator.load_state(str(path))
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, KeyError, ValueError) as error:
+    except (RuntimeError, KeyError, ValueError, OSError, SafetensorError, UnpicklingError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"{path} does not fit this model or optimizer: {str(error).splitlines()[0]} Resume with the run file that wrote "
+            f"{path} does not fit this model or optimizer, or is damaged: {reason} Resume with the run file that wrote "
             "it, or start afresh with another training.output_dir."
         ) from error

@@ -69,8 +69,10 @@ def no_tokens(text: str) -> list[int]:
 
 def count_clips(sources: list[OpenSource], max_samples: int) -> int | None:
     """Clips of one epoch before filters, or None where a source does not say."""
-    weighted = sources[0].source.weight is not None
-    counts = [sources[0].clips] if weighted else [s.clips for s in sources]
+    weights = [s.source.weight for s in sources]
+    counts = [s.clips for s in sources]
+    if weights[0] is not None:  # one pass over the first source, and the others in proportion
+        counts = [None if sources[0].clips is None else round(sources[0].clips * sum(weights) / weights[0])]
     if any(c is None for c in counts):
         return max_samples if max_samples >= 0 else None
     return min(sum(counts), max_samples) if max_samples >= 0 else sum(counts)

@@ -3,7 +3,9 @@
 import logging
 from typing import Any
 
-from finetune.evaluation.recognise import score_stream
+import torch
+
+from finetune.evaluation.recognise import batched_decoding_differs, score_stream
 from finetune.evaluation.scores import Scoreboard
 from finetune.training.data import make_stream
 
@@ -35,6 +37,58 @@ def evaluate_split(accelerator: Any, model: Any, config: Any, sources: list[Any]
             merged.merge(part)
         board = merged
     return board
+
+
+def judge_split(
+    accelerator: Any, model: Any, config: Any, sources: dict[str, list[Any]], split: str, intake: Any
+) -> Scoreboard:
+    """Counts of a split, with its bad clips in quarantine and said."""
+    board = evaluate_split(accelerator, model, config, sources[split], split)
+    intake.write_quarantine(board.quarantined)
+    bad, limit = len(board.quarantined), config.data.max_bad_fraction
+    if bad > limit * (bad + board.total.clips):
+        log.warning(
+            "%d of %d clips of %s cannot be used, more than data.max_bad_fraction=%g: its WER speaks for the others only",
+            bad,
+            bad + board.total.clips,
+            split,
+            limit,
+        )
+    return board
+
+
+def check_decoding(accelerator: Any, model: Any, config: Any, sources: dict[str, list[Any]]) -> None:
+    """Compares batched with single decoding on a few clips; a difference makes every WER doubtful."""
+    split = next((s for s in ("validation", "test") if s in sources), None)
+    if split is None or not accelerator.is_main_process:
+        return
+    stream = make_stream(accelerator, model, config, sources[split], training=False)
+    stream.workers = 0
+    batch = next((b for b in stream.batches() if b.audio_BS is not None), None)
+    if batch is None:
+        return
+    differing = batched_decoding_differs(model, batch)
+    if differing:
+        clip_id, alone, batched = differing[0]
+        log.warning(
+            "batched decoding differs from single decoding on %d of 4 clips, such as %s: %r alone, %r in a batch",
+            len(differing),
+            clip_id,
+            alone,
+            batched,
+        )
+    else:
+        log.info("batched and single decoding agree")
+
+
+def average_batchnorm(accelerator: Any, model: Any, config: Any) -> None:
+    """Under DDP each rank has its own running statistics; what is judged and saved are their means."""
+    if accelerator.num_processes > 1 and not config.model.freeze_batchnorm:
+        for module in model.modules():
+            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+                for statistics in (module.running_mean, module.running_var):
+                    torch.distributed.all_reduce(statistics)
+                    statistics /= accelerator.num_processes
 
 
 def evaluation_rows(step: int, split: str, board: Scoreboard) -> list[dict[str, Any]]:

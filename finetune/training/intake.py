@@ -88,6 +88,7 @@ class Intake:
         """Counts over all ranks, and whether every rank is at the end of its epoch."""
         p = self.progress
         clips = tokens = infeasible = 0
+        without_alignment: list[str] = []
         for batch in group:
             frames_B = encoder_lengths(self.model, batch.audio_lengths_B)
             batch.feasible_B = feasible_clips(frames_B, batch.token_lengths_B, self.durations)
@@ -95,19 +96,22 @@ class Intake:
             tokens += int(batch.token_lengths_B[batch.feasible_B].sum())
             impossible = [i for i, ok in zip(batch.ids, batch.feasible_B.tolist(), strict=True) if not ok]
             infeasible += len(impossible)
-            if impossible:
-                log.warning(
-                    "no alignment exists for %s: too few encoder frames for the tokens; left out of the loss and counted",
-                    ", ".join(impossible),
-                )
+            without_alignment += impossible
         error = next((b.error for b in received if b.error), None)
         rows = sum(b.rows_read for b in received)
         samples = sum(float(b.audio_lengths_B.sum()) for b in group)
         padded = sum(float(b.audio_BS.numel()) for b in group)
-        reporting = any(b.quarantined or b.filtered or b.error for b in received)
+        reporting = bool(without_alignment) or any(b.quarantined or b.filtered or b.error for b in received)
         counts = [clips, tokens, infeasible, rows, samples, padded, not exhausted, reporting]
         sums, batches = self._over_ranks(counts, len(group))
-        reports, filtered, errors = self._reports_of_ranks(received, error, anything=sums[7] > 0)
+        reports, filtered, errors, without_alignment = self._reports_of_ranks(
+            received, error, without_alignment, anything=sums[7] > 0
+        )
+        if without_alignment:
+            log.warning(
+                "no alignment exists for %s: too few encoder frames for the tokens; left out of the loss and counted",
+                ", ".join(without_alignment),
+            )
         if errors:
             raise UserError(f"data.train: {errors[0]}", exit_code=1)
         rate = self.model.preprocessor._sample_rate
@@ -120,7 +124,7 @@ class Intake:
             p.filtered[reason] = p.filtered.get(reason, 0) + n
         p.quarantined += len(reports)
         self.write_quarantine(reports)
-        self._check_bad_fraction()
+        self._check_bad_fraction(ended=sums[6] == 0)
         step_input = StepInput(group, batches, clips, tokens, int(clips + infeasible), audio_seconds, padded_seconds)
         return step_input, sums[6] == 0
 
@@ -139,24 +143,25 @@ class Intake:
         return sums.tolist(), int(most)
 
     def _reports_of_ranks(
-        self, received: list[Batch], error: str | None, anything: bool
-    ) -> tuple[list[dict[str, str]], dict[str, int], list[str]]:
-        """Quarantined clips, filter counts and errors of all ranks; exchanged only where any rank has some."""
+        self, received: list[Batch], error: str | None, without_alignment: list[str], anything: bool
+    ) -> tuple[list[dict[str, str]], dict[str, int], list[str], list[str]]:
+        """Quarantined clips, filter counts, errors and clips without alignment of all ranks; exchanged only where any has some."""
         reports = [q for b in received for q in b.quarantined]
         counts = [b.filtered for b in received]
         errors = [error] if error else []
         if anything and self.accelerator.num_processes > 1:
             from accelerate.utils import gather_object
 
-            parts = gather_object([(reports, counts, errors)])
+            parts = gather_object([(reports, counts, errors, without_alignment)])
             reports = [q for part in parts for q in part[0]]
             counts = [c for part in parts for c in part[1]]
             errors = [e for part in parts for e in part[2]]
+            without_alignment = [i for part in parts for i in part[3]]
         filtered: dict[str, int] = {}
         for count in counts:
             for reason, n in count.items():
                 filtered[reason] = filtered.get(reason, 0) + n
-        return reports, filtered, errors
+        return reports, filtered, errors, without_alignment
 
     def write_quarantine(self, reports: list[dict[str, str]]) -> None:
         """Writes bad clips; one that comes again in a later epoch is not written again."""
@@ -171,9 +176,12 @@ class Intake:
             self.quarantine.append(*new)
             log.warning("%d clip(s) put in quarantine, such as %s: %s", len(new), new[0]["id"], new[0]["reason"])
 
-    def _check_bad_fraction(self) -> None:
+    def _check_bad_fraction(self, ended: bool) -> None:
+        """Judges once enough rows are read, or all of an epoch."""
         p, limit = self.progress, self.config.data.max_bad_fraction
-        if p.rows_read >= BAD_FRACTION_JUDGED_AFTER and p.quarantined > limit * p.rows_read:
+        if ended and p.audio_seconds == 0:
+            return  # not one clip that can be used: `nothing_left` says more
+        if (ended or p.rows_read >= BAD_FRACTION_JUDGED_AFTER) and p.quarantined > limit * p.rows_read:
             raise UserError(
                 f"{p.quarantined} of {p.rows_read} clips had to be put in quarantine, more than "
                 f"data.max_bad_fraction={limit:g}. The reasons are in {self.quarantine.path}. Mend the data, or "

@@ -4,21 +4,22 @@ import json
 import logging
 import math
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from finetune.data.stream import Batch, ClipStream
 from finetune.errors import UserError
-from finetune.evaluation.recognise import batched_decoding_differs
 from finetune.models.nemo import save_nemo, set_batchnorm_mode
-from finetune.strategies.optimizers import describe_optimizer
+from finetune.strategies.optimizers import describe_optimizer, unwrap_optimizer
 from finetune.training import checkpoints
-from finetune.training.data import make_stream
-from finetune.training.evaluate import evaluate_split, evaluation_rows, log_board
+from finetune.training.data import count_clips
+from finetune.training.evaluate import average_batchnorm, evaluation_rows, judge_split, log_board
 from finetune.training.intake import Intake, StepInput
 from finetune.training.metrics import MetricsWindow
 from finetune.training.outputs import LineFile, read_best, write_json
@@ -111,6 +112,17 @@ class Trainer:
                 f"{path} was written by {state['world_size']} process(es), now there are {self.accelerator.num_processes}. "
                 f"Start {state['world_size']} again."
             )
+        built_with, now = state["optimizer"], self._optimizer_kind()
+        if built_with != now:
+            raise UserError(
+                f"{path} holds the optimizer state of {built_with}, this run would step with {now}. Resume with the strategy "
+                f"of before, or start a new run from the weights: model.name={self.output_dir} with another "
+                "training.output_dir."
+            )
+        groups = [
+            {k: v for k, v in g.items() if k not in ("params", "lr", "initial_lr")}
+            for g in self.optimizer.param_groups
+        ]
         try:
             changes = self.stream.load_state_dict(rank_state)
         except ValueError as error:
@@ -118,6 +130,8 @@ class Trainer:
                 f"{path}: {error}. Start with the numbers of before (training.dataloader_num_workers)."
             ) from error
         checkpoints.load_checkpoint(self.accelerator, path)
+        for group, values in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update(values)  # the run file counts: weight decay, betas and eps would come from the checkpoint
         self.progress = self.intake.progress = Progress(**state["progress"])
         self.window.load_state_dict(state["window"])
         self.omega_generator.set_state(
@@ -165,6 +179,12 @@ class Trainer:
                 kept = {"step": None, "validation_wer": None}
             p.best_step, p.best_wer = kept["step"], kept["validation_wer"]
 
+    def _optimizer_kind(self) -> str:
+        """Optimizer and engine, which decide what its saved state looks like."""
+        engine = str(getattr(self.accelerator.distributed_type, "value", self.accelerator.distributed_type))
+        engine = engine if engine in ("DEEPSPEED", "FSDP") else "none"
+        return f"{type(unwrap_optimizer(self.optimizer)).__name__}, engine {engine.lower()}"
+
     def _settings(self) -> dict[str, Any]:
         t, d = self.config.training, self.config.data
         return {
@@ -173,7 +193,11 @@ class Trainer:
             "training.learning_rate": t.learning_rate,
             "training.per_device_train_batch_size": t.per_device_train_batch_size,
             "training.gradient_accumulation_steps": t.gradient_accumulation_steps,
-            "training.optimizer": t.optimizer,
+            "training.encoder_learning_rate": t.encoder_learning_rate,
+            "training.decoder_learning_rate": t.decoder_learning_rate,
+            "training.joint_learning_rate": t.joint_learning_rate,
+            "training.weight_decay": t.weight_decay,
+            "training.optimizer_args": OmegaConf.to_container(t.optimizer_args),
             "data.min_duration": d.min_duration,
             "data.max_duration": d.max_duration,
             "data.text_normalization": d.text_normalization,
@@ -186,13 +210,14 @@ class Trainer:
             return
         self.count_wall_seconds()
         self.progress.omega_state = self.omega_generator.get_state().numpy().tobytes().hex()
-        self._average_batchnorm()
+        average_batchnorm(self.accelerator, self.model, self.config)
         state = {
             "progress": asdict(self.progress),
             "schedule": self.schedule.state_dict(),
             "window": self.window.state_dict(),
             "world_size": self.accelerator.num_processes,
             "settings": self._settings(),
+            "optimizer": self._optimizer_kind(),
         }
         checkpoints.save_checkpoint(
             self.accelerator, self.output_dir, self.progress.step, state, self.stream.state_dict()
@@ -212,16 +237,16 @@ class Trainer:
     def evaluate(self, splits: tuple[str, ...]) -> dict[str, Any]:
         """Evaluates the splits that the run file names; keeps the best model by validation WER."""
         boards = {}
-        self._average_batchnorm()
+        average_batchnorm(self.accelerator, self.model, self.config)
         for split in splits:
             if split not in self.sources:
                 continue
-            board = evaluate_split(self.accelerator, self.model, self.config, self.sources[split], split)
-            boards[split] = board
+            board = boards[split] = judge_split(
+                self.accelerator, self.model, self.config, self.sources, split, self.intake
+            )
             log_board(self.progress.step, split, board)
             if self.accelerator.is_main_process:
                 self.evaluations.append(*evaluation_rows(self.progress.step, split, board))
-                self.intake.write_quarantine(board.quarantined)
                 rates = board.total.rates()
                 if rates["wer"] is not None:
                     self.accelerator.log(
@@ -241,7 +266,9 @@ class Trainer:
         boards = {}
         for split in splits:
             if split in self.sources:
-                boards[split] = evaluate_split(self.accelerator, self.model, self.config, self.sources[split], split)
+                boards[split] = judge_split(
+                    self.accelerator, self.model, self.config, self.sources, split, self.intake
+                )
                 step = self.progress.step if self.progress.best_step is None else self.progress.best_step
                 log_board(step, split, boards[split])
                 if self.accelerator.is_main_process:
@@ -249,42 +276,10 @@ class Trainer:
                     self.evaluations.append(*({**row, "model": "best"} for row in rows))
         return boards
 
-    def check_decoding(self) -> None:
-        """Compares batched with single decoding on a few clips; a difference makes every WER below doubtful."""
-        split = next((s for s in ("validation", "test") if s in self.sources), None)
-        if split is None or not self.accelerator.is_main_process:
-            return
-        stream = make_stream(self.accelerator, self.model, self.config, self.sources[split], training=False)
-        stream.workers = 0
-        batch = next((b for b in stream.batches() if b.audio_BS is not None), None)
-        if batch is None:
-            return
-        differing = batched_decoding_differs(self.model, batch)
-        if differing:
-            clip_id, alone, batched = differing[0]
-            log.warning(
-                "batched decoding differs from single decoding on %d of 4 clips, such as %s: %r alone, %r in a batch",
-                len(differing),
-                clip_id,
-                alone,
-                batched,
-            )
-        else:
-            log.info("batched and single decoding agree")
-
     def last_loss(self) -> float | None:
         """Loss of the last line of metrics.jsonl."""
         lines = self.metrics.path.read_text(encoding="utf-8").splitlines()
         return json.loads(lines[-1])["loss"] if lines else None
-
-    def _average_batchnorm(self) -> None:
-        """Under DDP each rank has its own running statistics; what is judged and saved are their means."""
-        if self.accelerator.num_processes > 1 and not self.config.model.freeze_batchnorm:
-            for module in self.model.modules():
-                if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-                    for statistics in (module.running_mean, module.running_var):
-                        torch.distributed.all_reduce(statistics)
-                        statistics /= self.accelerator.num_processes
 
     def keep_model(self) -> None:
         """Writes the present weights as model.nemo."""
@@ -317,7 +312,7 @@ class Trainer:
                 try:
                     while not self._done():
                         waited = time.perf_counter()
-                        step_input = self.intake.next_step(iterator)
+                        step_input = self._next_step(iterator)
                         self.window.waited += time.perf_counter() - waited
                         if step_input.batches == 0:
                             self.progress.epoch += 1
@@ -331,6 +326,19 @@ class Trainer:
                     raise self.intake.nothing_left()
             if self.window.steps:  # the steps since the last line, where the end of an epoch ended the run
                 self._log_window(bar)
+
+    def _next_step(self, iterator: Iterator[Batch]) -> StepInput:
+        """The next step's batches; where the data end the run, what has been trained so far is kept in a checkpoint."""
+        p, stream = self.progress, self.stream
+        before = replace(p, filtered=dict(p.filtered)), dict(stream.positions), stream.next_worker
+        try:
+            return self.intake.next_step(iterator)
+        except UserError:
+            self.progress, stream.positions, stream.next_worker = before
+            if self.config.training.save_steps and self.progress.step:
+                self.save()
+                log.info("the state of step %d is kept in %s", self.progress.step, self.output_dir / "checkpoints")
+            raise
 
     def _done(self) -> bool:
         if self.max_epochs is not None:
@@ -379,13 +387,25 @@ class Trainer:
             self._count_skipped(group)
         else:
             self.skipped_in_a_row = 0
-            self.schedule.step()
+            self._walk_schedule()
         p = self.progress
         p.step += 1
         p.samples += step_input.samples
         self.window.add(float(loss_sum), grad_norm, step_input)
         if t.log_clips:
             self._log_clips(group)
+
+    def _walk_schedule(self) -> None:
+        """By steps, or by the share of the rows read where epochs end the run: windows and lanes leave smaller batches, so that
+        the number of steps is an estimate, and rates of 0 before the end would waste what comes."""
+        if self.max_epochs is None:
+            self.schedule.step()
+        else:
+            rows = count_clips(self.sources["train"], self.config.data.max_samples)
+            share = self.progress.rows_read / (rows * self.max_epochs)
+            self.schedule.walk_to(
+                min(share, 1 - 0.5 / self.total_steps)
+            )  # there is a step after this one, or none at all
 
     def _log_clips(self, group: list[Batch]) -> None:
         ids = [[batch.ids for batch in group]]
@@ -401,6 +421,10 @@ class Trainer:
         self.progress.skipped_steps += 1
         self.skipped_in_a_row += 1
         ids = [clip_id for batch in group for clip_id in batch.ids]
+        if self.accelerator.num_processes > 1:
+            from accelerate.utils import gather_object
+
+            ids = gather_object(ids)
         log.warning(
             "step %d: loss or gradient is not finite, the step is skipped; its clips: %s",
             self.progress.step + 1,
@@ -454,7 +478,7 @@ class Trainer:
             numbers = {f"train/{k}": v for k, v in row.items() if isinstance(v, float | int) and k != "step"}
             self.accelerator.log(numbers, step=p.step)
         bar.set_postfix(
-            loss=f"{row['loss']:.3f}",
+            loss="not finite" if row["loss"] is None else f"{row['loss']:.3f}",
             wer="" if p.best_wer is None else f"{p.best_wer:.3f}",
             audio_s_per_s=f"{row['audio_seconds_per_second']:.0f}",
             mem=f"{row['peak_memory_gib']:.1f}G",

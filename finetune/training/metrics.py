@@ -1,5 +1,6 @@
 """What is summed up between two lines of metrics.jsonl."""
 
+import math
 import time
 from typing import Any
 
@@ -17,12 +18,12 @@ class MetricsWindow:
     def reset(self) -> None:
         self.started = time.perf_counter()
         self.earlier_seconds = 0.0
-        self.steps, self.loss, self.grad_norm, self.waited = 0, 0.0, 0.0, 0.0
+        self.steps, self.finite_steps, self.loss, self.grad_norm, self.waited = 0, 0, 0.0, 0.0, 0.0
         self.audio_seconds = self.padded_seconds = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """The sums so far, so that the first line after a resume averages over all its steps."""
-        names = ("steps", "loss", "grad_norm", "audio_seconds", "padded_seconds", "waited")
+        names = ("steps", "finite_steps", "loss", "grad_norm", "audio_seconds", "padded_seconds", "waited")
         return {**{name: getattr(self, name) for name in names}, "seconds": time.perf_counter() - self.started}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -33,8 +34,10 @@ class MetricsWindow:
 
     def add(self, loss: float, grad_norm: float | None, step_input: StepInput) -> None:
         self.steps += 1
-        self.loss += loss
-        self.grad_norm += grad_norm or 0.0
+        if math.isfinite(loss + (grad_norm or 0.0)):  # a skipped step has no place in the means
+            self.finite_steps += 1
+            self.loss += loss
+            self.grad_norm += grad_norm or 0.0
         self.audio_seconds += step_input.audio_seconds
         self.padded_seconds += step_input.padded_seconds
 
@@ -48,8 +51,8 @@ class MetricsWindow:
             "samples": progress.samples,
             "audio_hours": progress.audio_seconds / 3600,
             "epoch": progress.epoch,
-            "loss": self.loss / steps,
-            "grad_norm": self.grad_norm / steps,
+            "loss": self.loss / self.finite_steps if self.finite_steps else None,
+            "grad_norm": self.grad_norm / self.finite_steps if self.finite_steps else None,
             "learning_rate": max(rates),
             "audio_seconds_per_second": self.audio_seconds / seconds,
             "data_wait_fraction": min(self.waited / seconds, 1.0),

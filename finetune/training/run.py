@@ -27,6 +27,7 @@ from finetune.training import checkpoints
 from finetune.training.advice import warnings_for
 from finetune.training.data import count_clips, make_stream
 from finetune.training.data import open_sources as open_sources
+from finetune.training.evaluate import check_decoding
 from finetune.training.loop import Trainer
 from finetune.training.outputs import environment, peak_memory_gib, peak_rss_gib, write_json
 from finetune.training.schedule import Schedule
@@ -54,6 +55,7 @@ def build_accelerator(config: Any, strategy: Strategy) -> Any:
         strategy,
         precision=precision,
         batch_size=t.per_device_train_batch_size,
+        accumulation=t.gradient_accumulation_steps,
         max_grad_norm=t.max_grad_norm,
         log_with=trackers,
         project_dir=Path(t.output_dir),
@@ -78,7 +80,7 @@ def seed_everything(seed: int) -> None:
 
 @contextlib.contextmanager
 def output_directory(accelerator: Any, config: Any) -> Iterator[Path]:
-    """Makes and locks training.output_dir.
+    """Makes and locks training.output_dir. A run that is to be overwritten stays until `begin_run`.
 
     Raises:
         UserError: another process uses it, or it holds a run that is not to be resumed.
@@ -94,9 +96,7 @@ def output_directory(accelerator: Any, config: Any) -> Iterator[Path]:
             # A record lock: it ends with this process, and processes forked from it (loader workers) do not hold it on.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             holds_run = (path / "config.yaml").is_file() or bool(checkpoints.whole_checkpoints(path))
-            if holds_run and t.overwrite_output_dir and not t.resume_from_checkpoint:
-                _remove_run(path)
-            elif holds_run and not t.resume_from_checkpoint:
+            if holds_run and not t.resume_from_checkpoint and not t.overwrite_output_dir:
                 problem = (
                     f"training.output_dir: {path} holds another run. Continue it with training.resume_from_checkpoint=true, "
                     "delete it with training.overwrite_output_dir=true, or name another directory."
@@ -118,6 +118,18 @@ def output_directory(accelerator: Any, config: Any) -> Iterator[Path]:
     finally:
         if lock is not None:
             lock.close()
+
+
+def begin_run(accelerator: Any, trainer: Trainer, config: Any) -> bool:
+    """Continues from a checkpoint, or removes the run that is overwritten and begins anew; whether it continues."""
+    path = checkpoints.find_checkpoint(config.training.resume_from_checkpoint, trainer.output_dir)
+    if path is not None:
+        trainer.resume(path)
+        return True
+    if accelerator.is_main_process:
+        _remove_run(trainer.output_dir)
+    accelerator.wait_for_everyone()
+    return False
 
 
 def _remove_run(path: Path) -> None:
@@ -237,12 +249,14 @@ def describe(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy
         trainer.quarantine.path.touch()
     if any(name != "none" for name in ([t.report_to] if isinstance(t.report_to, str) else t.report_to)):
         accelerator.init_trackers("finetune", config=flat_settings(config))
+    if strategy.engine == "ddp" and accelerator.num_processes == 1:
+        log.warning("%s, but one process was started: it trains alone", strategy.engine_from)
     log.info(
         "strategy %s, engine %s, %d process(es), precision %s, %d steps of %d x %d x %d clips",
         "+".join(strategy.names) or "none",
         strategy.engine,
         accelerator.num_processes,
-        accelerator.mixed_precision,
+        "bf16" if t.bf16 else "fp16" if t.fp16 else "fp32",
         trainer.total_steps,
         accelerator.num_processes,
         t.gradient_accumulation_steps,
@@ -259,21 +273,9 @@ def flat_settings(config: Any) -> dict[str, Any]:
     return flat
 
 
-def resume_or_evaluate_base(trainer: Trainer, config: Any) -> None:
-    """Continues from a checkpoint, or measures the base model as step 0."""
-    path = checkpoints.find_checkpoint(config.training.resume_from_checkpoint, trainer.output_dir)
-    if path is not None:
-        trainer.resume(path)
-        return
-    if trainer.accelerator.is_main_process:
-        for file in (
-            trainer.metrics,
-            trainer.evaluations,
-            trainer.quarantine,
-            *([trainer.clips] if config.training.log_clips else []),
-        ):
-            file.cut(0)
-    trainer.check_decoding()
+def evaluate_base(trainer: Trainer, config: Any) -> None:
+    """Measures the base model as step 0."""
+    check_decoding(trainer.accelerator, trainer.model, config, trainer.sources)
     if config.training.eval_on_start:
         boards = trainer.evaluate(("validation", "test", "guard"))
         judged = boards.get("test") or boards.get("validation")
@@ -286,7 +288,7 @@ def resume_or_evaluate_base(trainer: Trainer, config: Any) -> None:
 def finish(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy) -> None:
     """Settles the best model, measures it, and writes summary.json."""
     p = trainer.progress
-    if p.step > 0 and p.last_evaluated != p.step:
+    if p.step > 0 and p.last_evaluated != p.step and "validation" in trainer.sources:
         trainer.evaluate(("validation",))  # the end of the last epoch is rarely a step with an evaluation
         trainer.last_saved = -1  # a checkpoint of this step does not know of it yet
     trainer.save()

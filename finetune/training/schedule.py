@@ -60,6 +60,11 @@ class Schedule:
         if self.steps <= self.limit:
             self.scheduler.step()
 
+    def walk_to(self, share: float) -> None:
+        """Goes on to this share of the run, where epochs and not a number of steps end it."""
+        while self.steps < int(share * self.limit):
+            self.step()
+
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps}
 
