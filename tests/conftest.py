@@ -230,3 +230,102 @@ def refused(failed: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> Call
 
     monkeypatch.setattr("finetune.training.run.build_model", build)
     return lambda *arguments: failed(2, *arguments)
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Callable[..., Path]:
+    """Writes tmp_path/RUN.yaml: a run file without problems, with some keys set to other values."""
+
+    def write(**keys: Any) -> Path:
+        values: dict[str, Any] = {
+            "model": {"name": "m.nemo"},
+            "data": {"train": "train.jsonl"},
+            "training": {"output_dir": "out"},
+        }
+        for key, value in keys.items():
+            section, name = key.split("__")
+            values[section][name] = value
+        path = tmp_path / "RUN.yaml"
+        path.write_text(yaml.safe_dump(values), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def messages() -> Iterator[list[str]]:
+    """What the project logs."""
+    found: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    project, handler = logging.getLogger("finetune"), Keep()
+    level = project.level
+    project.addHandler(handler)
+    project.setLevel(logging.INFO)
+    yield found
+    project.removeHandler(handler)
+    project.setLevel(level)
+
+
+def problem(path: Path, *overrides: str, strategies: tuple[str, ...] = ()) -> str:
+    """The message with which a configuration is refused."""
+    from finetune.config.load import load_config
+    from finetune.errors import UserError
+
+    with pytest.raises(UserError) as caught:
+        load_config(path, list(strategies), list(overrides))
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same 47 clips of noise, 0.05 s to 0.5 s, as parquet shards with splits, as a manifest, and as a spoiled manifest."""
+    from stream_cases import HELD_OUT, RATE, ROWS, SHARDS, flac, write_parquet
+
+    folder = tmp_path_factory.mktemp("corpus")
+    random = np.random.default_rng(0)
+    rows = []
+    for i in range(ROWS + HELD_OUT):
+        samples_S = 0.1 * random.standard_normal(int(RATE * random.uniform(0.05, 0.5)))
+        name = f"clip{i:02d}"
+        (folder / f"{name}.flac").write_bytes(flac(samples_S))
+        rows.append(
+            {
+                "id": name,
+                "audio": {"bytes": flac(samples_S), "path": None},
+                "text": f"text {i}",
+                "language": "en" if i % 3 else "fr",
+                "duration": len(samples_S) / RATE,
+            }
+        )
+    train, held_out = rows[:ROWS], rows[ROWS:]
+    bounds = [0, 9, 10, 25, 40, ROWS]
+    for i in range(SHARDS):
+        path = folder / "shards" / "data" / f"train-{i:05d}-of-{SHARDS:05d}.parquet"
+        write_parquet(path, train[bounds[i] : bounds[i + 1]])
+    write_parquet(folder / "shards" / "data" / "validation-00000-of-00001.parquet", held_out)
+    lines: list[Any] = [
+        {
+            "audio_filepath": f"{r['id']}.flac",
+            "id": r["id"],
+            "text": r["text"],
+            "lang": r["language"],
+            "duration": r["duration"],
+        }
+        for r in train
+    ]
+    write_manifest(folder / "manifest.jsonl", lines)
+    for i, line in (
+        (3, "not json"),
+        (20, {**lines[20], "audio_filepath": "gone.flac"}),
+        (46, {**lines[46], "text": 5}),
+    ):
+        lines[i] = line
+    for i in (8, 30):
+        lines[i] = {**lines[i], "duration": 99.0}
+    write_manifest(folder / "spoiled.jsonl", lines)
+    return folder

@@ -1,0 +1,89 @@
+"""Streams over a small corpus, and what the tests of sources and order ask of them."""
+
+import functools
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import soundfile
+import torch
+
+from finetune.data.lanes import StreamOptions
+from finetune.data.sources import (
+    OpenSource,
+    open_source,
+    parse_sources,
+)
+from finetune.data.stream import Batch, ClipStream
+
+RATE = 16_000
+ROWS = 47
+SHARDS = 5
+HELD_OUT = 6
+
+
+def encode(text: str) -> list[int]:
+    return [ord(c) for c in text]
+
+
+def flac(samples_S: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, samples_S, RATE, format="FLAC")
+    return file.getvalue()
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]], columns: tuple[str, ...] = ()) -> None:
+    """Rows (id, audio, text, language, duration) as one parquet file, on demand under other column names."""
+    table = pa.Table.from_pylist(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table.rename_columns(list(columns)) if columns else table, path, row_group_size=5)
+
+
+@functools.cache
+def opened(value: str, folder: str) -> list[OpenSource]:
+    """Opened once for all streams of a place, as in a run."""
+    return [open_source(source, "data.train") for source in parse_sources(json.loads(value), "data.train", "train")]
+
+
+def make_stream(value: Any, *, rank: int = 0, ranks: int = 1, workers: int = 0, **options: Any) -> ClipStream:
+    """A stream over what a run file would name, in small windows so that there are several."""
+    sources = opened(json.dumps(value), os.getcwd())
+    defaults = {"batch_size": 4, "sample_rate": RATE, "seed": 1, "shuffle_buffer_size": 9}
+    return ClipStream(
+        sources, StreamOptions(**{**defaults, **options}), encode, rank=rank, ranks=ranks, workers=workers
+    )
+
+
+def read_epoch(stream: ClipStream) -> list[Batch]:
+    batches = list(stream.batches())
+    stream.next_epoch()
+    return batches
+
+
+def ids(batches: list[Batch]) -> list[str]:
+    return [clip_id for batch in batches for clip_id in batch.ids]
+
+
+def all_ids(rows: int = ROWS) -> list[str]:
+    return [f"clip{i:02d}" for i in range(rows)]
+
+
+def same_batches(first: list[Batch], second: list[Batch]) -> bool:
+    """Whether two lists of batches hold the same clips, padding and reports, in the same order."""
+    if len(first) != len(second):
+        return False
+    for a, b in zip(first, second, strict=True):
+        if (a.ids, a.texts, a.languages, a.lane, a.position) != (b.ids, b.texts, b.languages, b.lane, b.position):
+            return False
+        if (a.rows_read, a.quarantined, a.filtered, a.error) != (b.rows_read, b.quarantined, b.filtered, b.error):
+            return False
+        for name in ("audio_BS", "audio_lengths_B", "tokens_BU", "token_lengths_B"):
+            x, y = getattr(a, name), getattr(b, name)
+            if (x is None) != (y is None) or (x is not None and not torch.equal(x, y)):
+                return False
+    return True
