@@ -177,11 +177,7 @@ class TrainingConfig:
         "tensorboard", "Tracker of Accelerate, or a list: `tensorboard`, `wandb`, `trackio`, `none`."
     )
     sample_predictions: int = option(5, "Reference/hypothesis pairs shown by an evaluation.", "clips")
-    num_threads: int = option(
-        0,
-        "CPU threads of each process. 0: its share of the cores where there is no GPU (launchers would leave it one).",
-        "threads",
-    )
+    num_threads: int = option(0, "CPU threads of the training process. 0: torch's own choice.", "threads")
 
 
 @dataclass

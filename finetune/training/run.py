@@ -5,7 +5,6 @@ import fcntl
 import json
 import logging
 import math
-import os
 import random
 import shutil
 import time
@@ -48,7 +47,8 @@ def build_accelerator(config: Any, strategy: Strategy) -> Any:
     conflicts = find_conflicts(config, strategy.engine, torch.cuda.is_available())
     if conflicts:
         raise UserError("\n".join(conflicts))
-    torch.set_num_threads(t.num_threads or default_threads(torch.get_num_threads()))
+    if t.num_threads:
+        torch.set_num_threads(t.num_threads)
     trackers = t.report_to if not isinstance(t.report_to, str) else [t.report_to]
     trackers = [name for name in trackers if name != "none"]
     accelerator = make_accelerator(
@@ -69,14 +69,6 @@ def build_accelerator(config: Any, strategy: Strategy) -> Any:
     # The same on all ranks while the model is made; each rank gets its own for dropout afterwards.
     seed_everything(t.seed)
     return accelerator
-
-
-def default_threads(present: int) -> int:
-    """CPU threads of this process: without a GPU its share of the cores, since launchers leave it with one."""
-    if torch.cuda.is_available():
-        return present
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
-    return max(1, len(os.sched_getaffinity(0)) // processes)
 
 
 def seed_everything(seed: int) -> None:
