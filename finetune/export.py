@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,8 +32,17 @@ def export_nemo(model_name: str, output: Path, tokenizer: str | None = None) -> 
         raise UserError(f"--output: {path} is the model itself. Name another directory.")
     model = load_model(model_name, tokenizer)
     aside = output / ".export.tmp.nemo"
-    save_nemo(model, aside)
-    again = load_model(str(aside))
+    try:
+        save_nemo(model, aside)
+        _compare(model, load_model(str(aside)), path)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+    return path
+
+
+def _compare(model: Any, again: Any, path: Path) -> None:
+    """Raises UserError where the two do not have equal weights and texts."""
     rate = model.preprocessor._sample_rate
     audio_BS = torch.randn(2, 3 * rate, generator=torch.Generator().manual_seed(0)) * 0.1
     lengths_B = torch.tensor([3 * rate, 2 * rate])
@@ -42,12 +52,9 @@ def export_nemo(model_name: str, output: Path, tokenizer: str | None = None) -> 
             torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True)
         )
     if texts[0] != texts[1] or not weights:
-        aside.unlink()
         raise UserError(
             f"{path} read again is not the same model (texts {texts[0]} and {texts[1]}); nothing was kept.", 1
         )
-    os.replace(aside, path)
-    return path
 
 
 def main(argv: list[str] | None = None) -> int:

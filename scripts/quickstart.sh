@@ -9,7 +9,8 @@ own_choice=
 for argument in "$@"; do
     case $argument in
         training.output_dir=*) output=${argument#*=} own_choice=yes ;;
-        training.resume_from_checkpoint=* | training.overwrite_output_dir=* | --config*) own_choice=yes ;;
+        training.resume_from_checkpoint=* | training.overwrite_output_dir=*) own_choice=yes ;;
+        --config*) own_choice=yes output= ;;
     esac
 done
 arguments=("$@")
@@ -24,6 +25,7 @@ if [ -z "$own_choice" ]; then
 fi
 .venv/bin/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
     finetune/train.py --config finetune/configs/quickstart.yaml "${arguments[@]}"
+[ -n "$output" ] || exit 0
 echo
 echo "Everything about this run is in $output. Transcribe a file of your own (WAV, FLAC, MP3, Ogg):"
 echo "  .venv/bin/python -m finetune.transcribe --model $output FILE"

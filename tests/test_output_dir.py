@@ -64,6 +64,45 @@ def test_a_run_is_overwritten_only_once_everything_else_is_right(
         assert {p: p.read_bytes() for p in kept} == kept
 
 
+def test_what_others_keep_in_the_output_directory_stays(
+    failed: Callable[..., str], tiny_run: Callable[..., list[str]], tiny_model: Path, tmp_path: Path
+) -> None:
+    for name in ("logs/theirs.txt", "checkpoints/theirs.ckpt", "report.html"):
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_text("theirs")
+    arguments = tiny_run("training.max_steps=1", data=NOTHING_TO_JUDGE_BY)
+    failed(0, *arguments)
+    for name in ("logs/theirs.txt", "checkpoints/theirs.ckpt", "report.html"):
+        assert (tmp_path / "run" / name).read_text() == "theirs"
+    # A model is not trained on into the directory that would be cleared of it.
+    model = f"model.name={tmp_path / 'run' / 'model.nemo'}"
+    message = failed(2, *arguments, "training.overwrite_output_dir=true", model)
+    assert "which would be overwritten. Name another training.output_dir" in message
+    assert (tmp_path / "run" / "model.nemo").is_file()
+
+
+def test_epochs_resumed_with_larger_batches_go_on_down_the_same_curve(
+    failed: Callable[..., str], tiny_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    training = {"max_steps": -1, "num_train_epochs": 4, "per_device_train_batch_size": 2, "save_steps": 24}
+    arguments = tiny_run(data={**NOTHING_TO_JUDGE_BY, "group_by_duration": False}, training=training)
+    failed(0, *arguments)
+    unbroken = {row["samples"]: row["learning_rate"] for row in read_lines(tmp_path / "run" / "metrics.jsonl")}
+    checkpoints = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
+    for later in checkpoints[1:]:
+        import shutil
+
+        shutil.rmtree(later)
+    assert checkpoints[0].name == "step-00000024"
+    failed(0, *arguments, RESUME, "training.per_device_train_batch_size=4")
+    resumed = {row["samples"]: row["learning_rate"] for row in read_lines(tmp_path / "run" / "metrics.jsonl")}
+    later = [samples for samples in resumed if samples > 52 and samples - 4 in resumed]
+    assert len(later) >= 8
+    for samples in later:  # the rate of a step is that of the clips before it
+        assert resumed[samples] == pytest.approx(unbroken[samples - 2], abs=1e-4)
+    assert all(rate > 0 for samples, rate in resumed.items() if samples > 8)
+
+
 def test_a_resume_that_is_refused_leaves_the_record_of_the_run(
     failed: Callable[..., str], tiny_run: Callable[..., list[str]], tmp_path: Path
 ) -> None:

@@ -120,7 +120,7 @@ class DataConfig:
     )
     max_bad_fraction: float = option(
         0.05,
-        "The run stops when a larger share of the clips read so far had to be put in quarantine (judged after 200 clips).",
+        "The run stops when a larger share of the clips read so far had to be put in quarantine (judged once 200 clips are read, and at the end of each epoch).",
         "fraction",
     )
 

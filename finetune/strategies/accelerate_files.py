@@ -103,6 +103,8 @@ def _offloads(path: Path) -> bool:
         zero = json.loads(path.read_text(encoding="utf-8")).get("zero_optimization", {})
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error} (looked in {Path.cwd()}).") from error
     return zero.get("offload_optimizer", {}).get("device", "none") != "none"
 
 
@@ -144,7 +146,8 @@ def _compare_with_launcher(strategy: Strategy, launched_with: Path | None) -> No
     if strategy.deepspeed_config is not None and (
         file.lower() == "none" or Path(file).resolve() != strategy.deepspeed_config.resolve()
     ):
-        theirs = "settings of its own" if file.lower() == "none" else file
+        missing = "" if file.lower() == "none" or Path(file).is_file() else f" (not found from {Path.cwd()})"
+        theirs = "settings of its own" if file.lower() == "none" else file + missing
         raise UserError(
             f"{origin} starts DeepSpeed with {theirs}, {strategy.engine_from} uses {strategy.deepspeed_config}. Leave one of them out."
         )

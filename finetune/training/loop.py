@@ -112,7 +112,11 @@ class Trainer:
                 f"{path} was written by {state['world_size']} process(es), now there are {self.accelerator.num_processes}. "
                 f"Start {state['world_size']} again."
             )
-        built_with, now = state["optimizer"], self._optimizer_kind()
+        built_with, now = state.get("optimizer"), self._optimizer_kind()
+        if built_with is None:
+            raise UserError(
+                f"{path} was written by an earlier version of this program. Start afresh with another training.output_dir."
+            )
         if built_with != now:
             raise UserError(
                 f"{path} holds the optimizer state of {built_with}, this run would step with {now}. Resume with the strategy "
@@ -137,7 +141,10 @@ class Trainer:
         self.omega_generator.set_state(
             torch.frombuffer(bytearray.fromhex(self.progress.omega_state), dtype=torch.uint8)
         )
-        self.schedule.load_state_dict(state["schedule"])
+        if self.max_epochs is None:
+            self.schedule.load_state_dict(state["schedule"])
+        else:  # by the share of the data: batches of another size have another number of steps
+            self.schedule.walk_to(self._share_done())
         self.resumed_from = self.last_saved = self.progress.step
         self.intake.quarantined_before = self.quarantine.pairs("source", "id", lines=self.progress.quarantine_lines)
         if self.accelerator.is_main_process:
@@ -401,11 +408,12 @@ class Trainer:
         if self.max_epochs is None:
             self.schedule.step()
         else:
-            rows = count_clips(self.sources["train"], self.config.data.max_samples)
-            share = self.progress.rows_read / (rows * self.max_epochs)
-            self.schedule.walk_to(
-                min(share, 1 - 0.5 / self.total_steps)
-            )  # there is a step after this one, or none at all
+            self.schedule.walk_to(self._share_done())
+
+    def _share_done(self) -> float:
+        """Share of the run by rows read; below the last step's, since there is a step after this one, or none at all."""
+        rows = count_clips(self.sources["train"], self.config.data.max_samples)
+        return min(self.progress.rows_read / (rows * self.max_epochs), 1 - 0.5 / self.total_steps)
 
     def _log_clips(self, group: list[Batch]) -> None:
         ids = [[batch.ids for batch in group]]

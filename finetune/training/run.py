@@ -107,6 +107,12 @@ def output_directory(accelerator: Any, config: Any) -> Iterator[Path]:
             )
         except OSError as error:
             problem = f"training.output_dir: {path} cannot be written: {error}."
+    model = Path(config.model.name)
+    if t.overwrite_output_dir and model.exists() and model.resolve().is_relative_to(path.resolve()):
+        problem = problem or (
+            f"training.overwrite_output_dir: {model} lies in {path}, which would be overwritten. Name another "
+            "training.output_dir, or copy the model elsewhere."
+        )
     if accelerator.num_processes > 1:
         from accelerate.utils import broadcast_object_list
 
@@ -127,7 +133,11 @@ def begin_run(accelerator: Any, trainer: Trainer, config: Any) -> bool:
         trainer.resume(path)
         return True
     if accelerator.is_main_process:
-        _remove_run(trainer.output_dir)
+        if config.training.overwrite_output_dir:
+            _remove_run(trainer.output_dir)
+        for file in (trainer.metrics, trainer.evaluations, trainer.quarantine, trainer.clips):
+            if file.path.exists():
+                file.cut(0)
     accelerator.wait_for_everyone()
     return False
 
