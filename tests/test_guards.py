@@ -238,8 +238,8 @@ BIG = 600_000_000
         ({"learning_rate": 5e-3}, {}, {}, {"pretrained": False}, None),
         ({"warmup_ratio": 0.0}, {}, {}, {}, "no warm-up"),
         ({"warmup_ratio": 0.0, "warmup_steps": 5}, {}, {}, {}, None),
-        ({}, {}, {}, {"clips_per_step": 4}, "freeze_batchnorm"),
-        ({}, {"freeze_batchnorm": True}, {}, {"clips_per_step": 4}, None),
+        ({"per_device_train_batch_size": 4}, {}, {}, {}, "freeze_batchnorm"),
+        ({"per_device_train_batch_size": 4}, {"freeze_batchnorm": True}, {}, {}, None),
         ({}, {}, {"validation": None}, {}, "no data.validation"),
         ({}, {}, {}, {}, None),
     ],
@@ -247,7 +247,14 @@ BIG = 600_000_000
 def test_advice(training, model, data, given, word):
     from finetune.training.advice import warnings_for
 
-    t = {"learning_rate": 1e-5, "warmup_steps": 0, "warmup_ratio": 0.1, "lr_scheduler_type": "cosine", **training}
+    t = {
+        "learning_rate": 1e-5,
+        "warmup_steps": 0,
+        "warmup_ratio": 0.1,
+        "lr_scheduler_type": "cosine",
+        "per_device_train_batch_size": 16,
+        **training,
+    }
     for name in ("encoder_learning_rate", "decoder_learning_rate", "joint_learning_rate"):
         t.setdefault(name, None)
     config = SimpleNamespace(
