@@ -329,3 +329,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lines[i] = {**lines[i], "duration": 99.0}
     write_manifest(folder / "spoiled.jsonl", lines)
     return folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest tests first, so that no core idles at the end: launchers start processes and compile DeepSpeed's optimizer."""
+    items.sort(key=lambda item: item.path.name != "test_launchers.py")
