@@ -10,6 +10,8 @@ Exit codes: 0 done, 1 failed, 2 bad arguments or configuration.
 """
 
 import argparse
+import atexit
+import os
 import sys
 from pathlib import Path
 
@@ -87,5 +89,17 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
+def leave(code: int) -> None:
+    """Ends the process. In a process group it does not take the interpreter down first: a thread of gloo that asks for it then is killed,
+    which aborts the process, and the launcher calls a run failed that is done.
+    """
+    if "RANK" in os.environ:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
