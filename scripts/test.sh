@@ -12,4 +12,4 @@ fi
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 OMP_NUM_THREADS=1
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
-.venv/bin/python -m pytest -q -n logical --maxprocesses 4 --dist worksteal --durations=15 "${select[@]}" "$@"
+.venv/bin/python -m pytest -q -n logical --maxprocesses 4 --maxschedchunk 1 --durations=15 "${select[@]}" "$@"
