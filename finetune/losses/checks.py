@@ -3,6 +3,7 @@
 Shape suffixes: B batch, T encoder frames, U target tokens, V vocabulary, D durations, H hidden, O joint outputs.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -92,8 +93,19 @@ def check_values(enc_BTH, targets_BU, enc_lengths_B, target_lengths_B, V: int) -
 
 
 def check_options(
-    activation, dropout, sigma, omega, reduction, occupancy_threshold, fastemit_lambda, joint_memory_budget
+    activation, dropout, sigma, omega, reduction, occupancy_threshold, fastemit_lambda, clamp, joint_memory_budget
 ) -> None:
+    numbers = {
+        "dropout": dropout,
+        "sigma": sigma,
+        "omega": omega,
+        "occupancy_threshold": occupancy_threshold,
+        "fastemit_lambda": fastemit_lambda,
+        "clamp": clamp,
+    }
+    for name, value in numbers.items():
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{name}: expected a finite number, got {value!r}")
     problems = (
         (
             activation in ACTIVATION_NAMES,

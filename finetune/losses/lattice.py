@@ -12,6 +12,7 @@ and blanks of duration 1. Cells are listed clip by clip, t before u: cell = firs
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -118,7 +119,7 @@ def forward_backward(
     labels_stay: bool = False,
     posteriors: bool = True,
 ) -> LatticeResult:
-    """Losses and arc posteriors of a batch of lattices, in float64; numba on the CPU, PyTorch elsewhere.
+    """Losses and arc posteriors of a batch of lattices, in float64; numba on the CPU, Triton on a GPU, else PyTorch.
 
     Args:
         blank_N, label_N: (N,) log-probability of blank and of the next target token; label_N is not read where u = U.
@@ -128,7 +129,11 @@ def forward_backward(
         labels_stay: labels take the first duration only (RNN-T: durations (0, 1), labels_stay).
         posteriors: also compute the posteriors that the gradient needs.
     """
-    solve = _solve_numba if blank_N.device.type == "cpu" and _numba_kernel() is not None else _solve_torch
+    solve = _solve_torch
+    if blank_N.device.type == "cpu" and _numba_kernel() is not None:
+        solve = _solve_numba
+    elif blank_N.is_cuda and _triton_solve() is not None:
+        solve = _triton_solve()
     return solve(
         blank_N.double(),
         label_N.double(),
@@ -296,6 +301,34 @@ def _solve_numba(
     )
 
 
+# ------------------------------------------------------------------------------------------------------------ Triton, on a GPU
+
+
+def _triton_solve() -> Callable[..., LatticeResult] | None:
+    if not triton_works():
+        return None
+    from finetune.losses.lattice_triton import solve
+
+    return lambda *arguments: LatticeResult(*solve(*arguments))
+
+
+@functools.cache
+def triton_works() -> bool:
+    """Whether Triton is there and can compile for the GPU (it needs a C compiler); says so once where it cannot."""
+    try:
+        from finetune.losses.lattice_triton import solve
+
+        one = torch.zeros(1, dtype=torch.float64, device="cuda")
+        solve(one, one, one[:, None], [1], [0], (1,), 1, False)
+    except Exception as error:
+        warnings.warn(
+            f"the fused loss runs without its GPU kernels, several times slower: Triton fails with {type(error).__name__}: {error}",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
 # ------------------------------------------------------------------------------------------------------- PyTorch, on any device
 
 
@@ -307,7 +340,7 @@ def _solve_torch(
     B, D, minus_inf = len(frames_B), len(durations), float("-inf")
     lengths = torch.tensor([list(frames_B), list(tokens_B)], dtype=torch.int64).to(device, non_blocking=True)
     T_B, U_B = lengths[0], lengths[1]
-    widest, longest = max(tokens_B) + 1, max(durations)
+    widest, longest = max(tokens_B, default=0) + 1, max(durations)
     diagonals = max((t + u for t, u in zip(frames_B, tokens_B)), default=0) + 1
     # Row `margin` holds diagonal 0; the rows around it stay impossible, so that no step needs a bounds check.
     margin, K = longest + 1, diagonals + 2 * (longest + 1)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from finetune.losses import fused_tdt_loss
+from finetune.losses.dropin import ACTIVATION_OF, in_forward_of
 from finetune.models.nemo import set_train_mode, tdt_durations
 
 
@@ -43,7 +44,7 @@ class TransducerLossModule(nn.Module):
             "joint_memory_budget": None if joint_memory_budget is None else joint_memory_budget * 2**20,
         }
         layers = list(nemo_model.joint.joint_net)
-        self.activation = {nn.ReLU: "relu", nn.Tanh: "tanh", nn.Sigmoid: "sigmoid"}[type(layers[0])]
+        self.activation = ACTIVATION_OF[type(layers[0])]
 
     def train(self, mode: bool = True) -> "TransducerLossModule":
         super().train(mode)
@@ -80,20 +81,24 @@ class TransducerLossModule(nn.Module):
         pred_BUH = nemo.joint.project_prednet(pred_BHU.transpose(1, 2))
         head = nemo.joint.joint_net[-1]
         dropout = next((m.p for m in nemo.joint.joint_net if isinstance(m, nn.Dropout)), 0.0)
-        return fused_tdt_loss(
-            enc_BTH,
-            pred_BUH,
-            head.weight,
-            head.bias,
-            tokens_BU,
-            enc_lengths_B,
-            token_lengths_B,
-            durations=self.durations,
-            activation=self.activation,
-            dropout=dropout if self.training else 0.0,
-            sigma=self.sigma,
-            omega=self.omega,
-            rnnt_draw=rnnt_draw,
-            reduction="none",
-            **self.loss_options,
-        )
+
+        def loss(enc_BTH: torch.Tensor, pred_BUH: torch.Tensor) -> torch.Tensor:
+            return fused_tdt_loss(
+                enc_BTH,
+                pred_BUH,
+                head.weight,
+                head.bias,
+                tokens_BU,
+                enc_lengths_B,
+                token_lengths_B,
+                durations=self.durations,
+                activation=self.activation,
+                dropout=dropout if self.training else 0.0,
+                sigma=self.sigma,
+                omega=self.omega,
+                rnnt_draw=rnnt_draw,
+                reduction="none",
+                **self.loss_options,
+            )
+
+        return in_forward_of(head, loss, enc_BTH, pred_BUH)

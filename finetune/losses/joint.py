@@ -1,0 +1,162 @@
+"""The joint network on chosen cells of the lattice, a block at a time.
+
+Shape suffixes: B batch, T encoder frames, U target tokens, V vocabulary, D durations, H hidden (the joint's width),
+O joint outputs (V + 1 + D: tokens, blank, durations), N lattice cells (all of the batch, or those of one block).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from finetune.losses.dropout import dropout_mask
+
+# activation(x) in place, and the gradient in place given activation(x)
+ACTIVATIONS: dict[str, tuple[Callable, Callable]] = {
+    "relu": (torch.relu_, lambda grad, y: grad.mul_(y > 0)),
+    "tanh": (torch.tanh_, lambda grad, y: grad.mul_(1 - y.to(grad.dtype) ** 2)),
+    "sigmoid": (torch.sigmoid_, lambda grad, y: grad.mul_(y.to(grad.dtype) * (1 - y.to(grad.dtype)))),
+}
+# Measured: 16 to 128 MiB are equally fast, for 1,024 and 8,192 tokens.
+CPU_BLOCK_BYTES = 32 * 2**20
+GPU_BLOCK_BYTES = 512 * 2**20
+# A GPU's matrix products in half precision are quick when rows begin at such multiples of elements; outputs of zeros fill the gap.
+ALIGNED = 8
+# Kernels count with 32-bit numbers in places.
+MOST_ELEMENTS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one call computes, decided before any cell is touched; durations () means RNN-T."""
+
+    frames: list[int]  # of each clip, 0 where it is infeasible: it then has no cells
+    tokens: list[int]
+    V: int
+    durations: tuple[int, ...]
+    activation: str
+    dropout: float
+    seed: int
+    sigma: float
+    occupancy_threshold: float
+    fastemit_lambda: float
+    clamp: float
+    budget: int
+    compute_dtype: torch.dtype
+    needs_gradient: bool
+
+    @property
+    def outputs(self) -> int:
+        """The joint outputs in use: RNN-T on a TDT joint leaves the duration outputs out."""
+        return self.V + 1 + len(self.durations)
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        return torch.float64 if self.compute_dtype == torch.float64 else torch.float32
+
+    def aligned(self, outputs: int) -> int:
+        """So many outputs that rows of them are aligned, where that counts."""
+        return -(-outputs // ALIGNED) * ALIGNED if self.compute_dtype.itemsize == 2 else outputs
+
+    @property
+    def cells(self) -> int:
+        return sum(t * (u + 1) for t, u in zip(self.frames, self.tokens))
+
+    def block_cells(self, H: int, outputs: int | None = None) -> int:
+        """Cells in a block such that its tensors stay within the budget, with all outputs in use or some of them."""
+        outputs = outputs or self.aligned(self.outputs)
+        wide = self.sum_dtype.itemsize
+        narrow = self.compute_dtype.itemsize if self.compute_dtype != self.sum_dtype else 0
+        # Logits and their copy in the other precision; enc, pred, activation, its gradient and a temporary; cell indices and D + 4 numbers.
+        a_cell = outputs * (wide + narrow) + H * (5 * wide + narrow) + 8 * (8 + len(self.durations))
+        if self.dropout:
+            a_cell += H * (wide + 24)  # the mask is hashed in 64-bit numbers on a GPU
+        return max(1, min(self.budget // a_cell, MOST_ELEMENTS // max(outputs, H)))
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The cells of a block: number in the batch, clip, row of enc (b, t), row of pred (b, u), next token (0 where u = U)."""
+
+    number: torch.Tensor
+    clip: torch.Tensor
+    frame: torch.Tensor
+    position: torch.Tensor
+    next_token: torch.Tensor
+
+
+class Joint:
+    """The joint network on chosen cells, with its tensors cast and laid out once."""
+
+    def __init__(self, plan: Plan, enc_BTH, pred_BUH, weight_OH, bias_O, targets_BU):
+        self.plan = plan
+        self.T, self.U1 = enc_BTH.shape[1], pred_BUH.shape[1]
+        self.enc = enc_BTH.reshape(-1, enc_BTH.shape[2])
+        self.pred = pred_BUH.reshape(-1, pred_BUH.shape[2])
+        self.weight = weight_OH[: plan.outputs].to(plan.compute_dtype)
+        self.bias = None if bias_O is None else bias_O[: plan.outputs].to(plan.compute_dtype)
+        spare = plan.aligned(plan.outputs) - plan.outputs
+        if spare:
+            self.weight = nn.functional.pad(self.weight, (0, 0, 0, spare))
+            self.bias = None if bias_O is None else nn.functional.pad(self.bias, (0, spare))
+        device = enc_BTH.device
+        # The token after position u, one column longer than the targets so that u = U has an (unused) entry too; padding may hold anything.
+        next_token = torch.zeros(pred_BUH.shape[:2], dtype=torch.int64, device=device)
+        next_token[:, : targets_BU.shape[1]] = targets_BU
+        lengths = torch.tensor([plan.frames, plan.tokens], dtype=torch.int64).to(device, non_blocking=True)
+        inside = torch.arange(self.U1, device=device) < lengths[1][:, None]
+        self.next_token = next_token.mul_(inside).reshape(-1)
+        self.width_B = lengths[1] + 1
+        self.end_B = (lengths[0] * self.width_B).cumsum(0)
+        self.first_B = self.end_B - lengths[0] * self.width_B
+
+    def cells(self, number_N: torch.Tensor) -> Cells:
+        clip = torch.searchsorted(self.end_B, number_N, right=True)
+        within, width = number_N - self.first_B[clip], self.width_B[clip]
+        t = torch.div(within, width, rounding_mode="floor")
+        position = clip * self.U1 + within - t * width
+        return Cells(number_N, clip, clip * self.T + t, position, self.next_token[position])
+
+    def hidden(self, cells: Cells) -> torch.Tensor:
+        """activation(enc + pred), (N, H), in the compute dtype."""
+        activate, _ = ACTIVATIONS[self.plan.activation]
+        sum_NH = self.enc.index_select(0, cells.frame) + self.pred.index_select(0, cells.position)
+        return activate(sum_NH).to(self.plan.compute_dtype)
+
+    def kept(self, cells: Cells) -> torch.Tensor | None:
+        """(N, H) bool, False where dropout zeroes; None without dropout."""
+        plan = self.plan
+        return dropout_mask(cells.number, self.enc.shape[1], plan.dropout, plan.seed) if plan.dropout else None
+
+    def dropped(self, hidden_NH: torch.Tensor, kept_NH: torch.Tensor | None) -> torch.Tensor:
+        return hidden_NH if kept_NH is None else (hidden_NH * kept_NH).mul_(1 / (1 - self.plan.dropout))
+
+    def logits(self, dropped_NH: torch.Tensor) -> torch.Tensor:
+        """(N, O) outputs in the compute dtype, and zeros up to an aligned width."""
+        return nn.functional.linear(dropped_NH, self.weight, self.bias)
+
+    def token_logits(self, dropped_NH: torch.Tensor) -> torch.Tensor:
+        """(N, V + 1) outputs for tokens and blank, in the compute dtype; rows lie an aligned width apart."""
+        width = self.plan.aligned(self.plan.V + 1)
+        bias = None if self.bias is None else self.bias[:width]
+        return nn.functional.linear(dropped_NH, self.weight[:width], bias)[:, : self.plan.V + 1]
+
+    def hidden_gradient(
+        self, grad_NH: torch.Tensor, hidden_NH: torch.Tensor, kept_NH: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The gradient of enc + pred from that of the linear layer's input, in place."""
+        if kept_NH is not None:
+            grad_NH.mul_(kept_NH).mul_(1 / (1 - self.plan.dropout))
+        _, activation_gradient = ACTIVATIONS[self.plan.activation]
+        return activation_gradient(grad_NH, hidden_NH)
+
+
+def compute_dtype_of(device: torch.device, inputs: Sequence[torch.Tensor | None]) -> torch.dtype:
+    """The dtype of the matrix products: autocast's where it is on (it leaves float64 alone), else that of the inputs together."""
+    dtype = inputs[0].dtype
+    for x in inputs[1:]:
+        dtype = dtype if x is None else torch.promote_types(dtype, x.dtype)
+    if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+        return torch.get_autocast_dtype(device.type)
+    return dtype

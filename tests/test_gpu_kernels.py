@@ -1,0 +1,21 @@
+"""The loss's GPU kernels without a GPU: run by Triton's interpreter, and compiled for GPUs of capability 8.0 and 9.0."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+
+@pytest.mark.parametrize("what", ["run", "compile"])
+def test_kernels(what):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "interpreted.py"), what],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "as it should be" in done.stdout
