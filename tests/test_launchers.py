@@ -109,6 +109,40 @@ def test_deepspeed_file_by_argument_resumes(run_train, tiny_run, tmp_path):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+def test_a_second_run_on_a_machine_is_not_stopped_by_the_launchers_port(tiny_run, tmp_path):
+    """Every launcher takes port 29500. A single process needs none; several are told what to write."""
+    import socket
+
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        arguments = tiny_run(data=ONLY_TRAIN, training={"max_steps": 1})
+        start(
+            [
+                str(BIN / "deepspeed"),
+                "--num_gpus=1",
+                f"--master_port={port}",
+                TRAIN,
+                *arguments,
+                "--strategy",
+                "zero2_offload",
+            ]
+        )
+        assert summary(tmp_path / "run")["steps"] == 1
+        environment = {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        done = start([sys.executable, TRAIN, *arguments, "--strategy", "ddp"], expect=2, **environment)
+        assert f"port {port} is in use" in done.stderr
+        assert "--main_process_port" in done.stderr
+
+
 def test_deepspeed_in_bf16_stays_close_to_fp32(adamw_curve, tiny_run, tmp_path):
     """The 0.6 B run file has bf16: true; DeepSpeed's own bf16 mode fails on BatchNorm's buffers."""
     training = {"max_steps": 8, "dataloader_num_workers": 1, "bf16": True, "gradient_accumulation_steps": 1}

@@ -227,7 +227,15 @@ def make_accelerator(
         _single_process_environment()
         if not strategy.from_launcher:
             options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=str(strategy.deepspeed_config))
-    accelerator = Accelerator(**options)
+    try:
+        accelerator = Accelerator(**options)
+    except torch.distributed.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise UserError(
+            f"port {os.environ.get('MASTER_PORT')} is in use, probably by another run on this machine. Give the launcher a free one: "
+            "accelerate launch --main_process_port N, deepspeed --master_port N, torchrun --master_port N (or --standalone)."
+        ) from error
     if strategy.engine.startswith("deepspeed"):
         _fill_deepspeed_config(
             accelerator.state.deepspeed_plugin.deepspeed_config,
@@ -277,8 +285,12 @@ def _fill_deepspeed_config(
 
 
 def _single_process_environment() -> None:
-    """DeepSpeed looks for mpi4py unless a launcher has set these; a single process needs no launcher."""
-    if "RANK" in os.environ:
+    """DeepSpeed looks for mpi4py unless a launcher has set these; a single process needs no launcher, nor its port.
+
+    DeepSpeed's launcher gives every run port 29500, so that a second one on the same machine would fail; one process meets nobody
+    there. torchrun and accelerate's agents listen on theirs themselves and expect the process to come.
+    """
+    if os.environ.get("WORLD_SIZE", "1") != "1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
