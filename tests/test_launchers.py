@@ -109,7 +109,7 @@ def test_deepspeed_file_by_argument_resumes(run_train, tiny_run, tmp_path):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-def test_a_second_run_on_a_machine_is_not_stopped_by_the_launchers_port(tiny_run, tmp_path):
+def test_a_second_deepspeed_run_on_a_machine_is_not_stopped_by_the_launchers_port(tiny_run, tmp_path):
     """Every launcher takes port 29500. A single process needs none; several are told what to write."""
     import socket
 
