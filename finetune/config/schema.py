@@ -20,7 +20,18 @@ def option(default: Any, help: str, unit: str = "", choices: tuple[str, ...] = (
     return field(default=default, metadata=metadata)
 
 
-OPTIMIZERS = ("adamw", "adamw_8bit")
+OPTIMIZERS = (
+    "adamw",
+    "adamw_foreach",
+    "adamw_loop",
+    "adamw_compiled",
+    "adamw_8bit",
+    "paged_adamw_8bit",
+    "lion_8bit",
+    "adamw_8bit_ao",
+    "adamw_4bit_ao",
+    "adamw_fp8_ao",
+)
 SCHEDULES = (
     "linear",
     "cosine",
@@ -135,8 +146,8 @@ class TrainingConfig:
     optimizer: str = option("adamw", "The optimizer.", choices=OPTIMIZERS)
     optimizer_args: dict[str, Any] = option(
         {},
-        "Options of the optimizer: `betas`, `eps`; for 8-bit ones `min_8bit_size` (elements; smaller tensors keep "
-        "32-bit states).",
+        "Options of the optimizer: `betas`, `eps` (not Lion); for bitsandbytes `min_8bit_size` (elements; smaller tensors keep "
+        "32-bit states) and `embeddings_32bit` (default true); for torchao `block_size` (elements that share a scale).",
     )
     learning_rate: float = option(1e-4, "Peak learning rate.")
     encoder_learning_rate: float | None = option(None, "Peak learning rate of the encoder. null: `learning_rate`.")

@@ -46,10 +46,10 @@ RULES = (
         "set training.bf16: true, or train without DeepSpeed",
     ),
     Rule(
-        "training.optimizer: adamw_8bit",
+        "training.optimizer other than adamw",
         "DeepSpeed optimizer offload",
-        lambda c, engine, gpu: _get(c, "training.optimizer") == "adamw_8bit" and engine == "deepspeed_offload",
-        "DeepSpeed's CPU offload steps its own DeepSpeedCPUAdam and would replace the 8-bit optimizer in silence",
+        lambda c, engine, gpu: _get(c, "training.optimizer") != "adamw" and engine == "deepspeed_offload",
+        "DeepSpeed's CPU offload steps its own DeepSpeedCPUAdam and would replace the optimizer in silence",
         "choose one: --strategy adamw_8bit, or --strategy zero2_offload with training.optimizer: adamw",
     ),
     Rule(

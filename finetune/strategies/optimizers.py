@@ -1,6 +1,5 @@
 """Building the optimizer that a strategy names, and saying which one really runs."""
 
-import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -8,17 +7,30 @@ from typing import Any
 import torch
 
 from finetune.errors import UserError
-
-log = logging.getLogger(__name__)
+from finetune.strategies import low_bit
+from finetune.strategies.low_bit import BETAS, EPS
 
 ADAMW_ARGS = {"betas", "eps"}
-ALLOWED_ARGS = {"adamw": ADAMW_ARGS, "adamw_8bit": ADAMW_ARGS | {"min_8bit_size"}}
+BITSANDBYTES_ARGS = {"betas", "min_8bit_size", "embeddings_32bit"}
+TORCHAO_ARGS = ADAMW_ARGS | {"block_size"}
+ALLOWED_ARGS = {
+    "adamw": ADAMW_ARGS,
+    "adamw_foreach": ADAMW_ARGS,
+    "adamw_loop": ADAMW_ARGS,
+    "adamw_compiled": ADAMW_ARGS,
+    "adamw_8bit": BITSANDBYTES_ARGS | {"eps"},
+    "paged_adamw_8bit": BITSANDBYTES_ARGS | {"eps"},
+    "lion_8bit": BITSANDBYTES_ARGS,
+    "adamw_8bit_ao": TORCHAO_ARGS,
+    "adamw_4bit_ao": TORCHAO_ARGS,
+    "adamw_fp8_ao": TORCHAO_ARGS,
+}
 
 
 def parameter_groups(
     model: Any, learning_rates: dict[str, float], default: float, weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Groups by component (encoder, decoder, joint) and by whether weight decay applies.
+    """Groups by component (encoder, decoder, joint), by whether weight decay applies, and embeddings apart.
 
     Biases, norms and every other tensor with fewer than two dimensions are not decayed, nor are the attention's position
     biases.
@@ -29,19 +41,21 @@ def parameter_groups(
         default: peak learning rate of everything else.
         weight_decay: for the decayed groups.
     """
-    groups: dict[tuple[str, bool], dict[str, Any]] = {}
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    groups: dict[tuple[str, bool, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        component = name.split(".")[0]
+        component, embedding = name.split(".")[0], id(parameter) in embeddings
         decayed = parameter.ndim >= 2 and not re.search(r"pos_bias_[uv]$", name)
         group = groups.setdefault(
-            (component, decayed),
+            (component, decayed, embedding),
             {
-                "name": component if decayed else f"{component}_no_decay",
+                "name": component + ("_embedding" if embedding else "") + ("" if decayed else "_no_decay"),
                 "params": [],
                 "lr": learning_rates.get(component, default),
                 "weight_decay": weight_decay if decayed else 0.0,
+                "embedding": embedding,
             },
         )
         group["params"].append(parameter)
@@ -64,42 +78,35 @@ def build_optimizer(name: str, groups: list[dict[str, Any]], args: dict[str, Any
         raise UserError(
             f"training.optimizer_args: {name} has no option {', '.join(unknown)}; it has {', '.join(sorted(ALLOWED_ARGS[name]))}."
         )
-    args = {"betas": (0.9, 0.98), "eps": 1e-8, **args}
-    args["betas"] = tuple(args["betas"])
-    builders: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": _adamw, "adamw_8bit": _adamw_8bit}
-    return builders[name](groups, args)
+    if "betas" in args:
+        args = {**args, "betas": tuple(args["betas"])}
+    if name in ("adamw_8bit", "paged_adamw_8bit", "lion_8bit"):
+        return low_bit.bitsandbytes_optimizer(name, groups, args)
+    args = {"betas": BETAS, "eps": EPS, **args}
+    if name.endswith("_ao"):
+        return low_bit.torchao_optimizer(name, groups, args)
+    if name == "adamw_compiled":
+        return CompiledAdamW(groups, **args)
+    how = {"adamw": {"fused": True}, "adamw_foreach": {"foreach": True}, "adamw_loop": {"foreach": False}}
+    return torch.optim.AdamW(groups, **how[name], **args)
 
 
-def _adamw(groups: list[dict[str, Any]], args: dict[str, Any]) -> torch.optim.Optimizer:
-    args.pop("min_8bit_size", None)
-    return torch.optim.AdamW(groups, fused=True, **args)
+class CompiledAdamW(torch.optim.AdamW):
+    """AdamW whose whole step is one compiled graph. Learning rates are tensors, so that a schedule does not compile it anew."""
 
+    def __init__(self, groups: list[dict[str, Any]], **args: Any):
+        for group in groups:
+            group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
+        super().__init__(groups, lr=groups[0]["lr"], foreach=True, capturable=groups[0]["params"][0].is_cuda, **args)
+        self.compiled_step = torch.compile(super().step, fullgraph=False)
 
-def _adamw_8bit(groups: list[dict[str, Any]], args: dict[str, Any]) -> torch.optim.Optimizer:
-    """bitsandbytes AdamW with 8-bit block-wise states (arXiv 2110.02861); plain AdamW where bitsandbytes cannot run."""
-    try:
-        import bitsandbytes as bnb
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = closure() if closure is not None else None
+        self.compiled_step()
+        return loss
 
-        _try_8bit_step(bnb, groups)
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        log.warning(
-            "8-bit AdamW cannot be used here (%s: %s); training goes on with 32-bit AdamW, whose state is four times as "
-            "large. The learning-rate schedule stays as it is. `bash scripts/install_8bit_optimizer.sh` installs and "
-            "checks bitsandbytes.",
-            type(error).__name__,
-            reason,
-        )
-        return _adamw(groups, args)
-    return bnb.optim.AdamW8bit(groups, **args)
-
-
-def _try_8bit_step(bnb: Any, groups: list[dict[str, Any]]) -> None:
-    """One step on a scratch tensor: bitsandbytes imports on machines where its kernels do not run."""
-    device = groups[0]["params"][0].device
-    scratch = torch.nn.Parameter(torch.ones(8192, device=device))
-    scratch.grad = torch.ones_like(scratch)
-    bnb.optim.AdamW8bit([scratch], lr=1e-3).step()
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in super().__getstate__().items() if k != "compiled_step"}
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
@@ -111,12 +118,25 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
+def stored_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that hold a tensor's bytes: those inside of a quantised one, or itself."""
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [inner for name in names for inner in stored_tensors(getattr(tensor, name))]
+
+
 def state_tensors(optimizer: Any) -> list[torch.Tensor]:
-    """All tensors of the optimizer's state on this process; empty before the first step."""
-    found = []
+    """The plain tensors of the optimizer's state on this process, each once; empty before the first step."""
+    found: dict[tuple[int, str], torch.Tensor] = {}
     for state in unwrap_optimizer(optimizer).state.values():
-        found += [v for v in state.values() if isinstance(v, torch.Tensor)]
-    return found
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                for tensor in stored_tensors(value):
+                    found[tensor.untyped_storage().data_ptr(), str(tensor.device)] = tensor
+    return list(found.values())
 
 
 def describe_optimizer(optimizer: Any) -> dict[str, Any]:

@@ -1,0 +1,93 @@
+"""Optimizers whose states are kept in 8 or 4 bits: bitsandbytes (arXiv 2110.02861) and torchao."""
+
+import logging
+from typing import Any
+
+import torch
+
+from finetune.errors import UserError
+
+log = logging.getLogger(__name__)
+
+BETAS, EPS = (0.9, 0.98), 1e-8
+LION_BETAS = (0.9, 0.99)
+BITSANDBYTES = {"adamw_8bit": "AdamW8bit", "paged_adamw_8bit": "PagedAdamW8bit", "lion_8bit": "Lion8bit"}
+TORCHAO = {"adamw_8bit_ao": "AdamW8bit", "adamw_4bit_ao": "AdamW4bit", "adamw_fp8_ao": "AdamWFp8"}
+# float8 conversion in hardware
+FP8_CAPABILITY = (8, 9)
+
+
+def bitsandbytes_optimizer(name: str, groups: list[dict[str, Any]], args: dict[str, Any]) -> torch.optim.Optimizer:
+    """bitsandbytes' optimizer with 8-bit block-wise states; 32-bit AdamW with a warning where bitsandbytes cannot run.
+
+    Args:
+        name: a key of BITSANDBYTES.
+        groups: parameter groups; those with `embedding` True keep 32-bit states unless args say otherwise.
+        args: betas, eps (not for Lion), min_8bit_size in elements, embeddings_32bit.
+    """
+    lion = name == "lion_8bit"
+    args = {"betas": LION_BETAS, **args} if lion else {"betas": BETAS, "eps": EPS, **args}
+    wide = args.pop("embeddings_32bit", True)
+    try:
+        import bitsandbytes as bnb
+
+        kind = getattr(bnb.optim, BITSANDBYTES[name])
+        _try_step(kind, groups[0]["params"][0].device)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        log.warning(
+            "%s cannot be used here (%s: %s); training goes on with 32-bit AdamW, whose state is %s times as large. The "
+            "learning-rate schedule stays as it is%s. `bash scripts/install_8bit_optimizer.sh` installs and checks bitsandbytes.",
+            BITSANDBYTES[name],
+            type(error).__name__,
+            reason,
+            "eight" if lion else "four",
+            ", though AdamW wants rates several times as high as Lion's" if lion else "",
+        )
+        betas = BETAS if lion else args["betas"]
+        return torch.optim.AdamW(groups, fused=True, betas=betas, eps=args.get("eps", EPS))
+    return _with_wide_embeddings(kind, wide)(groups, **args)
+
+
+def _try_step(kind: type, device: torch.device) -> None:
+    """One step on a scratch tensor: bitsandbytes imports on machines where its kernels do not run."""
+    scratch = torch.nn.Parameter(torch.ones(8192, device=device))
+    scratch.grad = torch.ones_like(scratch)
+    kind([scratch], lr=1e-3).step()
+
+
+def _with_wide_embeddings(kind: type, wide: bool) -> type:
+    """The optimizer class with 32-bit states for embeddings, whose rows see few and large gradients.
+
+    bitsandbytes' own way, GlobalOptimManager, keeps overrides by group and position for the whole process, other optimizers included.
+    """
+
+    def get_config(self: Any, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+        config = kind.get_config(self, gindex, pindex, group)
+        if wide and group.get("embedding"):
+            config["optim_bits"] = 32
+        return config
+
+    return type(kind.__name__, (kind,), {"get_config": get_config})
+
+
+def torchao_optimizer(name: str, groups: list[dict[str, Any]], args: dict[str, Any]) -> torch.optim.Optimizer:
+    """torchao's AdamW with quantised states; its step is compiled, 6 to 25 s at first.
+
+    Args:
+        name: a key of TORCHAO.
+        groups: parameter groups.
+        args: betas, eps, block_size (elements that share a scale; torchao's own choice without it).
+
+    Raises:
+        UserError: FP8 on a GPU that has none.
+    """
+    device = groups[0]["params"][0].device
+    if name == "adamw_fp8_ao" and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        found = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        raise UserError(
+            f"training.optimizer: adamw_fp8_ao needs a GPU of compute capability 8.9 or more, this one has {found}. Take adamw_8bit_ao."
+        )
+    import torchao.optim
+
+    return getattr(torchao.optim, TORCHAO[name])(groups, **args)
