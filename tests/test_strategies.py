@@ -12,6 +12,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from conftest import ROOT, problem
 
 from finetune.config.load import load_config, overlay_path, schema_fields
+from finetune.config.schema import OPTIMIZERS
 from finetune.errors import UserError
 from finetune.strategies import accelerate_files
 from finetune.strategies.accelerate_files import (
@@ -29,8 +30,7 @@ RUN_FILES = sorted((ROOT / "finetune" / "configs").glob("*.yaml"))
 
 # The keys that a memory strategy may be about. One that needs another key is about something else.
 STRATEGY_KEYS = {
-    "adamw": {"training.optimizer", "training.optimizer_args"},
-    "adamw_8bit": {"training.optimizer", "training.optimizer_args"},
+    **dict.fromkeys(OPTIMIZERS, {"training.optimizer", "training.optimizer_args"}),
     "gradient_checkpointing": {"model.gradient_checkpointing", "model.gradient_checkpointing_every"},
 }
 
