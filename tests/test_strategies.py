@@ -30,7 +30,7 @@ RUN_FILES = sorted((ROOT / "finetune" / "configs").glob("*.yaml"))
 
 # The keys that a memory strategy may be about. One that needs another key is about something else.
 STRATEGY_KEYS = {
-    **dict.fromkeys(OPTIMIZERS, {"training.optimizer", "training.optimizer_args"}),
+    **{name: {"training.optimizer", "training.optimizer_args"} for name in OPTIMIZERS},
     "gradient_checkpointing": {"model.gradient_checkpointing", "model.gradient_checkpointing_every"},
 }
 
