@@ -67,6 +67,42 @@ class ModelConfig:
         "`gradient_checkpointing`.",
         "layers",
     )
+    activation_offload: bool = option(
+        False,
+        "Keep what the backward pass needs of the encoder in pinned host memory instead of on the GPU, copied beside the "
+        "computation.",
+    )
+    dtype: str = option(
+        "float32",
+        "Type of the parameters. bfloat16 halves parameters and gradients; BatchNorm stays in float32. Wants an optimizer that "
+        "rounds its updates safely (the strategies bf16_full and bf16_stochastic_rounding).",
+        choices=("float32", "bfloat16"),
+    )
+    freeze_encoder: bool = option(False, "Train prediction network and joint only; the encoder gets no gradients.")
+    unfreeze_encoder_layers: int = option(
+        0, "Train the last N Conformer layers nevertheless. No effect without `freeze_encoder`.", "layers"
+    )
+    lora_rank: int = option(
+        0,
+        "Rank of LoRA adapters in the encoder (arXiv 2106.09685); everything else of the encoder is frozen. 0: no LoRA. "
+        "model.nemo is written with the adapters merged.",
+    )
+    lora_alpha: float | None = option(
+        None, "LoRA updates are scaled by alpha / rank. null: twice the rank. No effect without `lora_rank`."
+    )
+    lora_dropout: float = option(0.0, "Dropout before the adapters. No effect without `lora_rank`.", "probability")
+    lora_targets: list[str] = option(
+        ["linear_q", "linear_k", "linear_v", "linear_out", "linear1", "linear2"],
+        "Linear layers of each Conformer layer that get adapters: `linear_q`, `linear_k`, `linear_v`, `linear_out`, `linear_pos` "
+        "(attention), `linear1`, `linear2` (feed-forward). No effect without `lora_rank`.",
+    )
+    scaled_dot_product_attention: bool = option(
+        False, "Attention of the encoder through torch's scaled_dot_product_attention."
+    )
+    compile: bool = option(
+        False,
+        "Compile the Conformer layers with torch.compile: one graph for all layers and all lengths, made in the first step.",
+    )
     freeze_batchnorm: bool = option(
         False,
         "Use the stored BatchNorm statistics and do not update them. Right for small batches, and needed where ranks "
@@ -172,10 +208,24 @@ class TrainingConfig:
     num_train_epochs: float = option(3.0, "Passes over the data. No effect where `max_steps` is set.", "epochs")
     bf16: bool = option(False, "Mixed precision with bfloat16.")
     fp16: bool = option(False, "Mixed precision with float16 and loss scaling. GPU only.")
+    tf32: bool = option(
+        False, "Let float32 matrix products of a GPU round their factors to TensorFloat-32. No effect on a CPU."
+    )
+    empty_cache_each_epoch: bool = option(
+        False, "Give the allocator's unused GPU memory back after each epoch and evaluation. No effect on a CPU."
+    )
+    cuda_alloc_conf: str | None = option(
+        None,
+        "PYTORCH_CUDA_ALLOC_CONF of the run, such as `expandable_segments:True`. The environment's own value counts where "
+        "there is one. No effect on a CPU.",
+    )
     num_gpus: int = option(0, "Checked against the number of processes. 0: not checked.", "processes")
     seed: int = option(42, "Seed of shuffling, dropout, SpecAugment and new weights.")
     dataloader_num_workers: int = option(2, "Worker processes that read, decode and tokenise.", "processes")
     dataloader_prefetch_factor: int = option(4, "Batches that each worker keeps ready.", "batches")
+    dataloader_pin_memory: bool = option(
+        True, "Batches in page-locked memory, copied to the GPU beside the computation. No effect on a CPU."
+    )
     eval_steps: int = option(500, "Evaluate on `data.validation` each N steps. 0: only at the end.", "steps")
     eval_on_start: bool = option(True, "Evaluate the base model as step 0.")
     save_steps: int = option(500, "Write a checkpoint each N steps. 0: only at the end.", "steps")

@@ -58,7 +58,7 @@ def make_stream(accelerator: Any, model: Any, config: Any, sources: list[OpenSou
         ranks=accelerator.num_processes,
         workers=t.dataloader_num_workers if training else min(1, t.dataloader_num_workers),
         prefetch_factor=t.dataloader_prefetch_factor,
-        pin_memory=accelerator.device.type == "cuda",
+        pin_memory=t.dataloader_pin_memory and accelerator.device.type == "cuda",
     )
 
 
