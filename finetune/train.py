@@ -22,7 +22,7 @@ sys.path[:] = [str(_HERE.parent)] + [p for p in sys.path if Path(p or ".").resol
 from finetune.config.load import load_config  # noqa: E402
 from finetune.errors import UserError  # noqa: E402
 from finetune.logs import set_up_logging  # noqa: E402
-from finetune.strategies.accelerate_files import check_num_gpus, resolve_strategy  # noqa: E402
+from finetune.strategies.accelerate_files import check_num_gpus, number_of_processes, resolve_strategy  # noqa: E402
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -57,6 +57,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Runs a training as its arguments say; returns the exit code."""
     set_up_logging()
+    config = None
     try:
         arguments = parse_arguments(argv)
         strategy = resolve_strategy(arguments.strategy, arguments.deepspeed)
@@ -81,6 +82,14 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except (RuntimeError, MemoryError) as error:
+        from finetune.training.out_of_memory import is_out_of_memory, out_of_memory_message
+
+        if config is None or not is_out_of_memory(error):
+            raise
+        gpu = type(error).__name__ == "OutOfMemoryError"
+        print(f"error: {out_of_memory_message(error, config, gpu, number_of_processes())}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(
             "stopped by the keyboard; training.resume_from_checkpoint=true continues from the last checkpoint",

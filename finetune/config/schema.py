@@ -31,6 +31,11 @@ OPTIMIZERS = (
     "adamw_8bit_ao",
     "adamw_4bit_ao",
     "adamw_fp8_ao",
+    "adamw_bf16_ao",
+    "cpu_offload_ao",
+    "cpu_offload_gradients_ao",
+    "flash_adamw",
+    "flash_adamw_gradient_release",
 )
 SCHEDULES = (
     "linear",

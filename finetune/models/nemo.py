@@ -197,6 +197,22 @@ def prepare_for_training(model: Any, *, spec_augment: bool, dropout: float | Non
     disable_cuda_graphs(model)
 
 
+def cast_parameters(model: Any, dtype: torch.dtype) -> None:
+    """Parameters and buffers of encoder, prediction network and joint in another type, in place.
+
+    BatchNorm stays in float32, whose running statistics would stand still in bf16; so does the preprocessor.
+    """
+    for part in (model.encoder, model.decoder, model.joint):
+        for module in part.modules():
+            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+                continue
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(dtype)
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    setattr(module, name, buffer.to(dtype))
+
+
 def disable_cuda_graphs(model: Any) -> None:
     """CUDA-graph decoding disturbs later work in the same process (NeMo issue 15423), so training does without it."""
     greedy = model.decoding.decoding

@@ -323,6 +323,7 @@ class Trainer:
                         self.window.waited += time.perf_counter() - waited
                         if step_input.batches == 0:
                             self.progress.epoch += 1
+                            self._empty_cache()
                             self.stream.next_epoch()
                             break
                         self._optimizer_step(step_input)
@@ -474,8 +475,15 @@ class Trainer:
     def _clip(self) -> float | None:
         """Clips after accumulation and returns the norm before it; None where the engine does not tell."""
         limit = self.config.training.max_grad_norm or math.inf
+        own = getattr(unwrap_optimizer(self.optimizer), "clip_grad_norm_", None)
+        if own is not None:  # the gradients that count lie elsewhere, or are gone already
+            return float(own(limit))
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), limit)
         return None if norm is None else float(norm)
+
+    def _empty_cache(self) -> None:
+        if self.config.training.empty_cache_each_epoch and self.accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _log_window(self, bar: Any) -> None:
         """One line of metrics.jsonl, the trackers and the progress bar."""
@@ -508,6 +516,7 @@ class Trainer:
         if (t.eval_steps and p.step % t.eval_steps == 0) or last:
             paused = time.perf_counter()
             self.evaluate(("validation",))
+            self._empty_cache()
             self.module.train()
             self.window.started += time.perf_counter() - paused
         if (t.save_steps and p.step % t.save_steps == 0) or last:

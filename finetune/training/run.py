@@ -5,6 +5,7 @@ import fcntl
 import json
 import logging
 import math
+import os
 import random
 import shutil
 import time
@@ -17,9 +18,9 @@ import torch
 from omegaconf import OmegaConf
 
 from finetune.errors import UserError
-from finetune.models.nemo import load_model, load_weights, prepare_for_training
+from finetune.models.nemo import cast_parameters, load_model, load_weights, prepare_for_training
 from finetune.models.transducer import TransducerLossModule
-from finetune.strategies.accelerate_files import Strategy, make_accelerator, resolve_precision
+from finetune.strategies.accelerate_files import Strategy, make_accelerator, number_of_processes, resolve_precision
 from finetune.strategies.checkpointing import enable_gradient_checkpointing
 from finetune.strategies.compatibility import find_conflicts
 from finetune.strategies.optimizers import build_optimizer, describe_optimizer, parameter_groups
@@ -44,9 +45,11 @@ def build_accelerator(config: Any, strategy: Strategy) -> Any:
         )
     precision = resolve_precision(t.bf16, t.fp16, strategy)
     t.bf16, t.fp16 = precision == "bf16", precision == "fp16"
-    conflicts = find_conflicts(config, strategy.engine, torch.cuda.is_available())
+    engine = "ddp" if strategy.engine == "none" and number_of_processes() > 1 else strategy.engine
+    conflicts = find_conflicts(config, engine, torch.cuda.is_available())
     if conflicts:
         raise UserError("\n".join(conflicts))
+    set_allocator(t.cuda_alloc_conf)
     if t.num_threads:
         torch.set_num_threads(t.num_threads)
     trackers = t.report_to if not isinstance(t.report_to, str) else [t.report_to]
@@ -76,6 +79,26 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def set_allocator(cuda_alloc_conf: str | None) -> None:
+    """Settings of the GPU's memory allocator, which have to stand before the first tensor on a GPU."""
+    if not cuda_alloc_conf:
+        return
+    theirs = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
+    if theirs is not None and theirs != cuda_alloc_conf:
+        log.warning(
+            "training.cuda_alloc_conf: the environment's allocator settings %r count, not %r", theirs, cuda_alloc_conf
+        )
+        return
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = cuda_alloc_conf
+    if torch.cuda.is_available():
+        # The variable may have been read already; a setting that torch does not know is refused here.
+        try:
+            torch.cuda.memory._set_allocator_settings(cuda_alloc_conf)
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"training.cuda_alloc_conf: {cuda_alloc_conf!r} is not understood: {reason}") from error
 
 
 @contextlib.contextmanager
@@ -167,6 +190,7 @@ def build_model(accelerator: Any, config: Any) -> Any:
     with accelerator.local_main_process_first():  # the first one downloads, the others find it
         model = load_model(m.name, m.tokenizer)
     prepare_for_training(model, spec_augment=m.spec_augment, dropout=m.dropout, freeze_batchnorm=m.freeze_batchnorm)
+    cast_parameters(model, getattr(torch, m.dtype))
     if m.gradient_checkpointing:
         layers = enable_gradient_checkpointing(model, m.gradient_checkpointing_every)
         log.info("gradient checkpointing of %d of %d encoder layers", layers, len(model.encoder.layers))
