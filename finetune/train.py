@@ -13,7 +13,9 @@ import argparse
 import atexit
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 # Under a launcher this file's folder comes first on sys.path, where our evaluate.py would shadow Hugging Face's package.
 _HERE = Path(__file__).resolve().parent
@@ -54,8 +56,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs a training as its arguments say; returns the exit code."""
+def main(argv: list[str] | None = None, observe: Callable[[Any], None] | None = None) -> int:
+    """Runs a training as its arguments say; returns the exit code.
+
+    Args:
+        argv: command line; None takes the process's own.
+        observe: called with the Trainer before it begins.
+    """
     set_up_logging()
     config = None
     try:
@@ -72,6 +79,8 @@ def main(argv: list[str] | None = None) -> int:
             total_steps = run.plan_steps(accelerator, config, sources)
             model = run.build_model(accelerator, config)
             trainer = run.build_trainer(accelerator, model, sources, config, total_steps)
+            if observe is not None:
+                observe(trainer)
             resumed = run.begin_run(accelerator, trainer, config)
             run.describe(accelerator, trainer, config, strategy)
             if not resumed:

@@ -1,10 +1,12 @@
 """The training loop. B batch, S samples, U target tokens."""
 
+import contextlib
 import json
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,8 @@ class Trainer:
         self.last_saved = -1
         self.skipped_in_a_row = 0
         self.clock = time.perf_counter()
+        # What else happens around each optimizer step, such as measuring it.
+        self.around_step: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
     # ---- resume and save -------------------------------------------------------------------------------------------
 
@@ -326,7 +330,8 @@ class Trainer:
                             self._empty_cache()
                             self.stream.next_epoch()
                             break
-                        self._optimizer_step(step_input)
+                        with self.around_step():
+                            self._optimizer_step(step_input)
                         self._after_step(bar)
                 finally:
                     iterator.close()
@@ -452,8 +457,6 @@ class Trainer:
         return bool(torch.rand((), generator=self.omega_generator) < self.core.omega)
 
     def _no_sync(self, skip: bool) -> Any:
-        import contextlib
-
         if skip and self.accelerator.num_processes > 1 and self.accelerator.distributed_type != "DEEPSPEED":
             return self.accelerator.no_sync(self.module)
         return contextlib.nullcontext()
