@@ -13,6 +13,7 @@ import yaml
 
 from finetune.errors import UserError
 from finetune.paths import ACCELERATE_CONFIGS, ROOT, strategy_names
+from finetune.strategies import fsdp
 
 log = logging.getLogger(__name__)
 
@@ -23,12 +24,15 @@ class Strategy:
 
     names: list[str] = field(default_factory=list)
     engine: str = "none"
-    """none (DDP too, where a launcher alone started more processes), ddp, deepspeed, deepspeed_offload or fsdp."""
+    """none (DDP too, where a launcher alone started more processes), ddp, deepspeed, deepspeed_zero3 or fsdp; the last three with _offload
+    behind them where the optimizer's states lie on the host."""
     engine_from: str = ""
     """The strategy or file that set the engine."""
     from_launcher: bool = False
     """The launcher already put the engine's settings into the environment."""
     deepspeed_config: Path | None = None
+    fsdp_settings: dict[str, str] = field(default_factory=dict)
+    """FSDP's settings from a strategy's file, as environment variables."""
     mixed_precision: str | None = None
 
 
@@ -83,7 +87,7 @@ def resolve_strategy(named: list[str], deepspeed_file: str | None = None) -> Str
             raise UserError(
                 f"--deepspeed {path} contradicts {strategy.engine_from}, which uses {used}. Give one of them."
             )
-        _set_engine(strategy, "deepspeed_offload" if _offloads(path) else "deepspeed", f"--deepspeed {path}")
+        _set_engine(strategy, _deepspeed_engine(path), f"--deepspeed {path}")
         strategy.deepspeed_config = path
     return strategy
 
@@ -96,7 +100,8 @@ def _set_engine(strategy: Strategy, engine: str, origin: str) -> None:
     strategy.engine, strategy.engine_from = engine, origin
 
 
-def _offloads(path: Path) -> bool:
+def _deepspeed_engine(path: Path) -> str:
+    """Name of the engine that a DeepSpeed file asks for."""
     import json
 
     try:
@@ -105,17 +110,32 @@ def _offloads(path: Path) -> bool:
         raise UserError(f"{path} is not valid JSON: {error}") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error} (looked in {Path.cwd()}).") from error
-    return zero.get("offload_optimizer", {}).get("device", "none") != "none"
+    return _name_deepspeed(zero.get("stage"), zero.get("offload_optimizer", {}).get("device", "none"))
+
+
+def _name_deepspeed(stage: Any, offload_device: str) -> str:
+    return "deepspeed" + ("_zero3" if str(stage) == "3" else "") + ("" if offload_device == "none" else "_offload")
+
+
+def _fsdp_engine(settings: Any) -> str:
+    return "fsdp_offload" if settings.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true" else "fsdp"
 
 
 def _take_engine(strategy: Strategy, values: dict[str, Any], origin: str) -> None:
     kind = str(values.get("distributed_type", "NO")).upper()
     if kind == "DEEPSPEED":
         path = ROOT / values["deepspeed_config"]["deepspeed_config_file"]
-        _set_engine(strategy, "deepspeed_offload" if _offloads(path) else "deepspeed", origin)
+        _set_engine(strategy, _deepspeed_engine(path), origin)
         strategy.deepspeed_config = path
     elif kind == "FSDP":
-        _set_engine(strategy, "fsdp", origin)
+        settings = fsdp.fsdp_environment(values)
+        fsdp.check_settings(settings, origin)
+        if strategy.fsdp_settings not in ({}, settings):
+            raise UserError(
+                f"{strategy.engine_from} and {origin} shard in different ways; a run has one. Leave one out."
+            )
+        _set_engine(strategy, _fsdp_engine(settings), origin)
+        strategy.fsdp_settings = settings
     elif kind.startswith("MULTI_"):
         _set_engine(strategy, "ddp", origin)
     precision = str(values.get("mixed_precision", "no"))
@@ -142,6 +162,21 @@ def _compare_with_launcher(strategy: Strategy, launched_with: Path | None) -> No
             f"{origin} starts {launcher}, but {strategy.engine_from} is for {strategy.engine}. Start with the strategy's own file: accelerate launch --config_file accelerate_configs/{strategy.engine_from.removeprefix('strategy ')}.yaml"
         )
     strategy.from_launcher = True
+    if launcher == "fsdp":
+        fsdp.check_settings(os.environ, origin)
+        different = fsdp.contradictions(strategy.fsdp_settings)
+        if different:
+            raise UserError(
+                f"{origin} shards otherwise than {strategy.engine_from}: {'; '.join(different)}. Leave one of them out."
+            )
+        strategy.engine = _fsdp_engine(os.environ)
+    else:
+        _compare_deepspeed_files(strategy, origin)
+    strategy.engine_from = origin
+
+
+def _compare_deepspeed_files(strategy: Strategy, origin: str) -> None:
+    """The launcher's DeepSpeed file has to be the strategy's; without a strategy it says what the engine is."""
     file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if strategy.deepspeed_config is not None and (
         file.lower() == "none" or Path(file).resolve() != strategy.deepspeed_config.resolve()
@@ -151,15 +186,14 @@ def _compare_with_launcher(strategy: Strategy, launched_with: Path | None) -> No
         raise UserError(
             f"{origin} starts DeepSpeed with {theirs}, {strategy.engine_from} uses {strategy.deepspeed_config}. Leave one of them out."
         )
-    if launcher == "fsdp":
-        strategy.engine = "fsdp"
+    if strategy.engine == "none" and file.lower() != "none":
+        strategy.deepspeed_config = Path(file)
+        strategy.engine = _deepspeed_engine(Path(file))
     elif strategy.engine == "none":
-        offload = os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none") != "none"
-        if file.lower() != "none":
-            strategy.deepspeed_config = Path(file)
-            offload = _offloads(Path(file))
-        strategy.engine = "deepspeed_offload" if offload else "deepspeed"
-    strategy.engine_from = origin
+        strategy.engine = _name_deepspeed(
+            os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE"),
+            os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none"),
+        )
 
 
 def number_of_processes() -> int:
@@ -211,7 +245,12 @@ def make_accelerator(
     Accumulation is 1 for Accelerate: the training loop normalises and synchronises accumulated batches itself.
     """
     from accelerate import Accelerator
-    from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, ProjectConfiguration
+    from accelerate.utils import (
+        DeepSpeedPlugin,
+        DistributedDataParallelKwargs,
+        InitProcessGroupKwargs,
+        ProjectConfiguration,
+    )
 
     options: dict[str, Any] = {
         # DeepSpeed's own bf16 mode casts parameters and leaves BatchNorm's buffers, so autocast does it under DeepSpeed too.
@@ -227,7 +266,21 @@ def make_accelerator(
         _single_process_environment()
         if not strategy.from_launcher:
             options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=str(strategy.deepspeed_config))
+        if not torch.cuda.is_available():
+            # Without the name Accelerate counts one process while DeepSpeed counts all of them.
+            options["kwargs_handlers"].append(InitProcessGroupKwargs(backend="gloo"))
+    if strategy.engine.startswith("fsdp"):
+        _single_process_environment()
+        for name, value in strategy.fsdp_settings.items():
+            if name.startswith("PARALLELISM_CONFIG_"):
+                os.environ.setdefault(name, value)
+            else:
+                os.environ[name] = value
+        fsdp.check_mesh(number_of_processes())
+        options["fsdp_plugin"] = fsdp.make_plugin()
     try:
+        if strategy.engine.startswith("fsdp") and not torch.cuda.is_available():
+            fsdp.join_on_cpu()
         accelerator = Accelerator(**options)
     except torch.distributed.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):

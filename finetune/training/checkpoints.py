@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
 
 from finetune.errors import UserError
+from finetune.strategies.sharded import write_whole_weights
 from finetune.training.outputs import write_json
 
 log = logging.getLogger(__name__)
@@ -27,7 +29,12 @@ def whole_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def save_checkpoint(
-    accelerator: Any, output_dir: Path, step: int, state: dict[str, Any], rank_state: dict[str, Any]
+    accelerator: Any,
+    output_dir: Path,
+    step: int,
+    state: dict[str, Any],
+    rank_state: dict[str, Any],
+    replica: Any | None = None,
 ) -> Path:
     """Writes a checkpoint beside the others under a temporary name and renames it at last.
 
@@ -35,6 +42,7 @@ def save_checkpoint(
         accelerator: holds model, optimizer, scaler and random states.
         state: what is the same on all ranks (JSON).
         rank_state: what each rank has of its own (JSON).
+        replica: the present model with whole weights, written too where the engine's own files hold them in shards.
     """
     final = checkpoint_path(output_dir, step)
     aside = final.with_name(f".{final.name}.tmp")
@@ -46,6 +54,8 @@ def save_checkpoint(
     write_json(aside / f"stream-{accelerator.process_index}.json", rank_state)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        if replica is not None:
+            write_whole_weights(aside, replica)
         write_json(aside / "trainer_state.json", state)
         _sync(aside)
         if final.exists():
@@ -143,7 +153,15 @@ def load_checkpoint(accelerator: Any, path: Path) -> None:
         accelerator.load_state(str(path))
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, KeyError, ValueError, OSError, SafetensorError, UnpicklingError) as error:
+    except (
+        RuntimeError,
+        KeyError,
+        ValueError,
+        OSError,
+        SafetensorError,
+        UnpicklingError,
+        CheckpointException,
+    ) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"{path} does not fit this model or optimizer, or is damaged: {reason} Resume with the run file that wrote "

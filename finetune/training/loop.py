@@ -1,12 +1,11 @@
 """The training loop. B batch, S samples, U target tokens."""
 
-import contextlib
 import json
 import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ from tqdm import tqdm
 
 from finetune.data.stream import Batch, ClipStream
 from finetune.errors import UserError
-from finetune.models.nemo import save_nemo, set_batchnorm_mode
+from finetune.models.nemo import load_weights, save_nemo, set_batchnorm_mode
+from finetune.strategies import sharded
 from finetune.strategies.optimizers import describe_optimizer, unwrap_optimizer
 from finetune.training import checkpoints
 from finetune.training.data import count_clips
@@ -69,6 +69,7 @@ class Trainer:
         config: the run's configuration.
         total_steps: optimizer steps of the run, which the schedule is laid out for.
         max_epochs: passes over the data that end the run, whatever `total_steps` estimated; None: `total_steps` ends it.
+        replica: a whole copy of the NeMo model on the host (finetune.strategies.sharded), where the engine shards parameters.
     """
 
     def __init__(
@@ -82,12 +83,13 @@ class Trainer:
         config: Any,
         total_steps: int,
         max_epochs: int | None,
+        replica: Any | None = None,
     ):
         self.accelerator, self.module, self.optimizer, self.schedule = accelerator, module, optimizer, schedule
         self.stream, self.sources, self.config = stream, sources, config
         self.total_steps, self.max_epochs = total_steps, max_epochs
         self.core = accelerator.unwrap_model(module)
-        self.model = self.core.nemo
+        self.model, self.replica = self.core.nemo, replica
         self.output_dir = Path(config.training.output_dir)
         self.progress = Progress()
         self.metrics = LineFile(self.output_dir / "metrics.jsonl")
@@ -104,7 +106,7 @@ class Trainer:
         self.skipped_in_a_row = 0
         self.clock = time.perf_counter()
         # What else happens around each optimizer step, such as measuring it.
-        self.around_step: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+        self.around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     # ---- resume and save -------------------------------------------------------------------------------------------
 
@@ -230,8 +232,10 @@ class Trainer:
             "settings": self._settings(),
             "optimizer": self._optimizer_kind(),
         }
+        if self.replica is not None:
+            sharded.copy_weights(self.model, self.replica)
         checkpoints.save_checkpoint(
-            self.accelerator, self.output_dir, self.progress.step, state, self.stream.state_dict()
+            self.accelerator, self.output_dir, self.progress.step, state, self.stream.state_dict(), self.replica
         )
         self.last_saved = self.progress.step
         if self.accelerator.is_main_process:
@@ -245,46 +249,50 @@ class Trainer:
 
     # ---- evaluation ------------------------------------------------------------------------------------------------
 
+    def whole_model(self) -> AbstractContextManager[Any]:
+        """The model to evaluate and to save: itself, or under an engine that shards parameters a whole replica. All ranks enter."""
+        return sharded.whole_model(self.model, self.replica, self.accelerator.device)
+
     def evaluate(self, splits: tuple[str, ...]) -> dict[str, Any]:
         """Evaluates the splits that the run file names; keeps the best model by validation WER."""
-        boards = {}
         average_batchnorm(self.accelerator, self.model, self.config)
-        for split in splits:
-            if split not in self.sources:
-                continue
-            board = boards[split] = judge_split(
-                self.accelerator, self.model, self.config, self.sources, split, self.intake
-            )
-            log_board(self.progress.step, split, board)
+        with self.whole_model() as model:
+            boards = self._judge(model, splits, self.progress.step, {})
             if self.accelerator.is_main_process:
-                self.evaluations.append(*evaluation_rows(self.progress.step, split, board))
-                rates = board.total.rates()
-                if rates["wer"] is not None:
-                    self.accelerator.log(
-                        {f"{split}/wer": rates["wer"], f"{split}/cer": rates["cer"]}, step=self.progress.step
-                    )
-        if "validation" in boards:
-            self.progress.last_evaluated = self.progress.step
-        if "validation" in boards and boards["validation"].total.words:
-            wer = boards["validation"].total.rates()["wer"]
-            if self.progress.best_wer is None or wer < self.progress.best_wer:
-                self.progress.best_wer, self.progress.best_step = wer, self.progress.step
-                self.keep_model()
+                for split, board in boards.items():
+                    rates = board.total.rates()
+                    if rates["wer"] is not None:
+                        self.accelerator.log(
+                            {f"{split}/wer": rates["wer"], f"{split}/cer": rates["cer"]}, step=self.progress.step
+                        )
+            if "validation" in boards:
+                self.progress.last_evaluated = self.progress.step
+            if "validation" in boards and boards["validation"].total.words:
+                wer = boards["validation"].total.rates()["wer"]
+                if self.progress.best_wer is None or wer < self.progress.best_wer:
+                    self.progress.best_wer, self.progress.best_step = wer, self.progress.step
+                    self._keep(model)
         return boards
 
     def evaluate_best(self, splits: tuple[str, ...]) -> dict[str, Any]:
-        """Evaluates the chosen model; its lines carry the best step."""
+        """Evaluates the chosen model, read again from model.nemo where it is not the present one; its lines carry the best step."""
+        p = self.progress
+        with self.whole_model() as model:
+            if p.best_step is not None and p.best_step != p.step:
+                load_weights(model, self.output_dir / "model.nemo")
+            step = p.step if p.best_step is None else p.best_step
+            return self._judge(model, splits, step, {"model": "best"})
+
+    def _judge(self, model: Any, splits: tuple[str, ...], step: int, mark: dict[str, str]) -> dict[str, Any]:
+        """Evaluates the splits that the run file names, and writes the lines, each with `mark`."""
         boards = {}
         for split in splits:
             if split in self.sources:
-                boards[split] = judge_split(
-                    self.accelerator, self.model, self.config, self.sources, split, self.intake
-                )
-                step = self.progress.step if self.progress.best_step is None else self.progress.best_step
+                boards[split] = judge_split(self.accelerator, model, self.config, self.sources, split, self.intake)
                 log_board(step, split, boards[split])
                 if self.accelerator.is_main_process:
                     rows = evaluation_rows(step, split, boards[split])
-                    self.evaluations.append(*({**row, "model": "best"} for row in rows))
+                    self.evaluations.append(*({**row, **mark} for row in rows))
         return boards
 
     def last_loss(self) -> float | None:
@@ -294,8 +302,12 @@ class Trainer:
 
     def keep_model(self) -> None:
         """Writes the present weights as model.nemo."""
+        with self.whole_model() as model:
+            self._keep(model)
+
+    def _keep(self, model: Any) -> None:
         if self.accelerator.is_main_process:
-            save_nemo(self.model, self.output_dir / "model.nemo")
+            save_nemo(model, self.output_dir / "model.nemo")
             (self.output_dir / "checkpoints").mkdir(exist_ok=True)
             best = {"step": self.progress.best_step, "validation_wer": self.progress.best_wer}
             write_json(self.output_dir / "checkpoints" / "best.json", best)
@@ -379,7 +391,7 @@ class Trainer:
             accelerator.sync_gradients = last
             if not weight and not self.config.model.sync_batchnorm:
                 set_batchnorm_mode(self.model, training=False)  # a stand-in must not move the statistics
-            with self._no_sync(not last):
+            with self._no_sync(not last), accelerator.autocast():
                 losses_B = self.module(*self._to_device(batch), rnnt_draw=rnnt_draw)
                 loss = weight * losses_B[batch.feasible_B].sum() / denominator
                 # DDP, ZeRO and FSDP average gradients over the ranks; the denominator already counts all of them.
@@ -456,10 +468,12 @@ class Trainer:
             return False
         return bool(torch.rand((), generator=self.omega_generator) < self.core.omega)
 
-    def _no_sync(self, skip: bool) -> Any:
-        if skip and self.accelerator.num_processes > 1 and self.accelerator.distributed_type != "DEEPSPEED":
+    def _no_sync(self, skip: bool) -> AbstractContextManager[Any]:
+        """DDP adds up in each process and exchanges once a step. ZeRO and FSDP exchange each time: what they spread over the processes
+        would otherwise have to be kept whole in each of them until the step's last batch."""
+        if skip and isinstance(self.module, torch.nn.parallel.DistributedDataParallel):
             return self.accelerator.no_sync(self.module)
-        return contextlib.nullcontext()
+        return nullcontext()
 
     def _stand_in(self, group: list[Batch]) -> Batch:
         """A batch for a rank that has none: its last one, or a second of silence."""
@@ -482,6 +496,8 @@ class Trainer:
         if own is not None:  # the gradients that count lie elsewhere, or are gone already
             return float(own(limit))
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), limit)
+        if hasattr(norm, "full_tensor"):  # each rank has the norm of its own shards
+            norm = norm.full_tensor()
         return None if norm is None else float(norm)
 
     def _empty_cache(self) -> None:

@@ -18,12 +18,13 @@ import torch
 from omegaconf import OmegaConf
 
 from finetune.errors import UserError
-from finetune.models.nemo import cast_parameters, load_model, load_weights, prepare_for_training
+from finetune.models.nemo import cast_parameters, load_model, prepare_for_training
 from finetune.models.transducer import TransducerLossModule
 from finetune.strategies.accelerate_files import Strategy, make_accelerator, number_of_processes, resolve_precision
 from finetune.strategies.checkpointing import enable_gradient_checkpointing
 from finetune.strategies.compatibility import find_conflicts
 from finetune.strategies.optimizers import build_optimizer, describe_optimizer, parameter_groups
+from finetune.strategies.sharded import count_parameters, make_replica, shards_parameters
 from finetune.training import checkpoints
 from finetune.training.advice import warnings_for
 from finetune.training.data import count_clips, make_stream
@@ -39,10 +40,6 @@ log = logging.getLogger(__name__)
 def build_accelerator(config: Any, strategy: Strategy) -> Any:
     """Checks what excludes itself, then makes Accelerate's Accelerator and seeds everything."""
     t = config.training
-    if strategy.engine == "fsdp":
-        raise UserError(
-            f"{strategy.engine_from}: this version does not train under FSDP. Use ddp or zero2_offload instead."
-        )
     precision = resolve_precision(t.bf16, t.fp16, strategy)
     t.bf16, t.fp16 = precision == "bf16", precision == "fp16"
     engine = "ddp" if strategy.engine == "none" and number_of_processes() > 1 else strategy.engine
@@ -206,10 +203,6 @@ def build_model(accelerator: Any, config: Any) -> Any:
     return model
 
 
-def count_parameters(model: Any, trainable: bool = False) -> int:
-    return sum(p.numel() for p in model.parameters() if p.requires_grad or not trainable)
-
-
 def plan_steps(accelerator: Any, config: Any, sources: dict[str, list[Any]]) -> int:
     """Optimizer steps of the run; from the number of clips where the epochs decide (filters may make it fewer)."""
     t = config.training
@@ -234,6 +227,7 @@ def epoch_limit(config: Any) -> int | None:
 def build_trainer(accelerator: Any, model: Any, sources: dict[str, list[Any]], config: Any, total: int) -> Trainer:
     """Optimizer, schedule and stream around the model."""
     m, t = config.model, config.training
+    replica = make_replica(model) if shards_parameters(accelerator) else None
     module = TransducerLossModule(
         model,
         sigma=m.sigma,
@@ -259,7 +253,16 @@ def build_trainer(accelerator: Any, model: Any, sources: dict[str, list[Any]], c
     stream = make_stream(accelerator, model, config, sources["train"], training=True)
     seed_everything(t.seed + 1000 * accelerator.process_index)
     trainer = Trainer(
-        accelerator, prepared, prepared_optimizer, schedule, stream, sources, config, total, epoch_limit(config)
+        accelerator,
+        prepared,
+        prepared_optimizer,
+        schedule,
+        stream,
+        sources,
+        config,
+        total,
+        epoch_limit(config),
+        replica,
     )
     for text in warnings_for(
         config,
@@ -309,7 +312,8 @@ def flat_settings(config: Any) -> dict[str, Any]:
 
 def evaluate_base(trainer: Trainer, config: Any) -> None:
     """Measures the base model as step 0."""
-    check_decoding(trainer.accelerator, trainer.model, config, trainer.sources)
+    with trainer.whole_model() as model:
+        check_decoding(trainer.accelerator, model, config, trainer.sources)
     if config.training.eval_on_start:
         boards = trainer.evaluate(("validation", "test", "guard"))
         judged = boards.get("test") or boards.get("validation")
@@ -331,8 +335,6 @@ def finish(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy) 
         trainer.keep_model()
     elif p.best_step == 0:
         log.info("no evaluation was better than the base model's WER %.3f: model.nemo is the base model", p.best_wer)
-    if p.best_step is not None and p.best_step != p.step:
-        load_weights(trainer.model, trainer.output_dir / "model.nemo")
     boards = trainer.evaluate_best((judged, "guard"))
     after = boards.get(judged)
     if accelerator.is_main_process:
