@@ -23,6 +23,11 @@ def _get(config: Any, key: str) -> Any:
     return OmegaConf.select(config, key, throw_on_missing=False)
 
 
+def _batchnorm_frozen_with_encoder(config: Any) -> bool:
+    whole = _get(config, "model.freeze_encoder") and not _get(config, "model.unfreeze_encoder_layers")
+    return bool(whole or _get(config, "model.lora_rank"))
+
+
 RULES = (
     Rule(
         "training.bf16",
@@ -58,6 +63,21 @@ RULES = (
         lambda c, engine, gpu: bool(_get(c, "model.freeze_batchnorm") and _get(c, "model.sync_batchnorm")),
         "frozen statistics have nothing to synchronise",
         "keep one of them",
+    ),
+    Rule(
+        "model.freeze_encoder or model.lora_rank",
+        "model.sync_batchnorm",
+        lambda c, engine, gpu: bool(_get(c, "model.sync_batchnorm") and _batchnorm_frozen_with_encoder(c)),
+        "the frozen encoder's statistics are stored ones, which have nothing to synchronise",
+        "set model.sync_batchnorm: false",
+    ),
+    Rule(
+        "model.lora_rank",
+        "model.freeze_encoder",
+        lambda c, engine, gpu: bool(_get(c, "model.lora_rank") and _get(c, "model.freeze_encoder")),
+        "LoRA freezes the encoder's own weights itself and trains adapters within it",
+        "set model.freeze_encoder: false to train adapters, or model.lora_rank: 0 to train without the encoder or with its "
+        "last layers",
     ),
     Rule(
         "model.sync_batchnorm",

@@ -202,6 +202,7 @@ class Trainer:
         t, d = self.config.training, self.config.data
         return {
             "model.name": self.config.model.name,
+            "model.lora_alpha": self.config.model.lora_alpha,
             "training.seed": t.seed,
             "training.learning_rate": t.learning_rate,
             "training.per_device_train_batch_size": t.per_device_train_batch_size,
