@@ -77,11 +77,12 @@ def main(argv: list[str] | None = None, observe: Callable[[Any], None] | None = 
         with run.output_directory(accelerator, config):
             sources = run.open_sources(config)
             total_steps = run.plan_steps(accelerator, config, sources)
-            model = run.build_model(accelerator, config)
+            checkpoint = run.find_checkpoint(config)
+            model = run.build_model(accelerator, config, checkpoint)
             trainer = run.build_trainer(accelerator, model, sources, config, total_steps)
             if observe is not None:
                 observe(trainer)
-            resumed = run.begin_run(accelerator, trainer, config)
+            resumed = run.begin_run(accelerator, trainer, config, checkpoint)
             run.describe(accelerator, trainer, config, strategy)
             if not resumed:
                 run.evaluate_base(trainer, config)

@@ -109,10 +109,6 @@ def test_a_resume_that_is_refused_leaves_the_record_of_the_run(
     arguments = tiny_run("training.max_steps=2", data=NOTHING_TO_JUDGE_BY)
     failed(0, *arguments)
     record = (tmp_path / "run" / "config.yaml").read_text()
-    message = failed(2, *arguments, RESUME, "training.optimizer=adamw_8bit", "training.max_steps=4")
-    assert "holds the optimizer state of AdamW, engine none, this run would step with AdamW8bit" in message
-    assert f"model.name={tmp_path / 'run'} with another training.output_dir" in message
-    assert (tmp_path / "run" / "config.yaml").read_text() == record
     damaged = tmp_path / "run" / "checkpoints" / "step-00000002" / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:1000])
     assert "or is damaged" in failed(2, *arguments, RESUME, "training.max_steps=4")

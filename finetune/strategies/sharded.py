@@ -104,11 +104,11 @@ def write_whole_weights(directory: Path, replica: Any) -> None:
     )
 
 
-def read_whole_weights(checkpoint: Path) -> dict[str, torch.Tensor] | None:
+def read_whole_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     """The weights of a checkpoint of any engine, on the host, by the names of TransducerLossModule's state (`nemo.encoder...`).
 
-    Returns:
-        None where the checkpoint holds no whole weights.
+    Raises:
+        FileNotFoundError: the checkpoint holds no whole weights.
     """
     from safetensors.torch import load_file
 
@@ -118,5 +118,5 @@ def read_whole_weights(checkpoint: Path) -> dict[str, torch.Tensor] | None:
     # ZeRO-1 and 2 keep whole parameters; DeepSpeed writes them beside its settings, which only the full unpickler reads.
     states = checkpoint / "pytorch_model" / "mp_rank_00_model_states.pt"
     if not states.is_file():
-        return None
+        raise FileNotFoundError("it holds no whole weights")
     return torch.load(states, map_location="cpu", weights_only=False)["module"]

@@ -162,8 +162,13 @@ def load_checkpoint(accelerator: Any, path: Path) -> None:
         UnpicklingError,
         CheckpointException,
     ) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"{path} does not fit this model or optimizer, or is damaged: {reason} Resume with the run file that wrote "
-            "it, or start afresh with another training.output_dir."
-        ) from error
+        raise UserError(does_not_fit(path, error)) from error
+
+
+def does_not_fit(path: Path, error: Exception) -> str:
+    """The message for a checkpoint that cannot be loaded."""
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return (
+        f"{path} does not fit this model or optimizer, or is damaged: {reason} Resume with the run file that wrote it, or start "
+        "afresh with another training.output_dir."
+    )

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from finetune.data.stream import Batch, ClipStream
@@ -19,12 +18,12 @@ from finetune.errors import UserError
 from finetune.models.nemo import load_weights, save_nemo, set_batchnorm_mode
 from finetune.strategies import sharded
 from finetune.strategies.optimizers import describe_optimizer, unwrap_optimizer
-from finetune.training import checkpoints
+from finetune.training import checkpoints, resume
 from finetune.training.data import count_clips
 from finetune.training.evaluate import average_batchnorm, evaluation_rows, judge_split, log_board
 from finetune.training.intake import Intake, StepInput
 from finetune.training.metrics import MetricsWindow
-from finetune.training.outputs import LineFile, read_best, write_json
+from finetune.training.outputs import LineFile, write_json
 
 log = logging.getLogger(__name__)
 
@@ -108,115 +107,18 @@ class Trainer:
         # What else happens around each optimizer step, such as measuring it.
         self.around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    # ---- resume and save -------------------------------------------------------------------------------------------
+    # ---- saving -------------------------------------------------------------------------------------------------------
 
-    def resume(self, path: Path) -> None:
-        """Continues from a checkpoint: weights, optimizer, schedule, random states, stream, counters and log files."""
-        state, rank_state = checkpoints.read_checkpoint_state(path, self.accelerator.process_index)
-        if state["world_size"] != self.accelerator.num_processes:
-            raise UserError(
-                f"{path} was written by {state['world_size']} process(es), now there are {self.accelerator.num_processes}. "
-                f"Start {state['world_size']} again."
-            )
-        built_with, now = state.get("optimizer"), self._optimizer_kind()
-        if built_with is None:
-            raise UserError(
-                f"{path} was written by an earlier version of this program. Start afresh with another training.output_dir."
-            )
-        if built_with != now:
-            raise UserError(
-                f"{path} holds the optimizer state of {built_with}, this run would step with {now}. Resume with the strategy "
-                f"of before, or start a new run from the weights: model.name={self.output_dir} with another "
-                "training.output_dir."
-            )
-        groups = [
-            {k: v for k, v in g.items() if k not in ("params", "lr", "initial_lr")}
-            for g in self.optimizer.param_groups
-        ]
-        try:
-            changes = self.stream.load_state_dict(rank_state)
-        except ValueError as error:
-            raise UserError(
-                f"{path}: {error}. Start with the numbers of before (training.dataloader_num_workers)."
-            ) from error
-        checkpoints.load_checkpoint(self.accelerator, path)
-        for group, values in zip(self.optimizer.param_groups, groups, strict=True):
-            group.update(values)  # the run file counts: weight decay, betas and eps would come from the checkpoint
-        self.progress = self.intake.progress = Progress(**state["progress"])
-        self.window.load_state_dict(state["window"])
-        self.omega_generator.set_state(
-            torch.frombuffer(bytearray.fromhex(self.progress.omega_state), dtype=torch.uint8)
-        )
+    def restore_progress(self, values: dict[str, Any]) -> None:
+        """The counters of a checkpoint."""
+        self.progress = self.intake.progress = Progress(**values)
+
+    def walk_schedule_to(self, state: dict[str, Any]) -> None:
+        """The schedule's place in a checkpoint."""
         if self.max_epochs is None:
-            self.schedule.load_state_dict(state["schedule"])
+            self.schedule.load_state_dict(state)
         else:  # by the share of the data: batches of another size have another number of steps
             self.schedule.walk_to(self._share_done())
-        self.resumed_from = self.last_saved = self.progress.step
-        self.intake.quarantined_before = self.quarantine.pairs("source", "id", lines=self.progress.quarantine_lines)
-        if self.accelerator.is_main_process:
-            self.metrics.cut_after_step(self.progress.step)
-            self.evaluations.cut_after_step(self.progress.step)
-            if self.config.training.log_clips:
-                self.clips.cut_after_step(self.progress.step)
-            self.quarantine.cut(self.progress.quarantine_lines)
-            checkpoints.remove_later_checkpoints(self.output_dir, self.progress.step)
-        self._settle_best()
-        if changes:
-            log.warning(
-                "the clips come in another order than before (%s): the stream starts at the beginning of epoch %d",
-                "; ".join(changes),
-                self.stream.epoch,
-            )
-        for key, before in state["settings"].items():
-            if before != self._settings()[key]:
-                log.warning(
-                    "%s was %s when the checkpoint was written and is %s now; the new value counts",
-                    key,
-                    before,
-                    self._settings()[key],
-                )
-        log.info(
-            "resumed from %s: step %d, epoch %d, %d clips",
-            path.name,
-            self.progress.step,
-            self.progress.epoch,
-            self.progress.samples,
-        )
-
-    def _settle_best(self) -> None:
-        """model.nemo may be newer than the checkpoint, or of another run; what is said of it has to be true."""
-        p, kept = self.progress, read_best(self.output_dir)
-        if p.best_step is not None and kept != {"step": p.best_step, "validation_wer": p.best_wer}:
-            if kept is None:
-                log.warning("there is no model.nemo in %s: the best model is chosen anew", self.output_dir)
-                kept = {"step": None, "validation_wer": None}
-            p.best_step, p.best_wer = kept["step"], kept["validation_wer"]
-
-    def _optimizer_kind(self) -> str:
-        """Optimizer and engine, which decide what its saved state looks like."""
-        engine = str(getattr(self.accelerator.distributed_type, "value", self.accelerator.distributed_type))
-        engine = engine if engine in ("DEEPSPEED", "FSDP") else "none"
-        return f"{type(unwrap_optimizer(self.optimizer)).__name__}, engine {engine.lower()}"
-
-    def _settings(self) -> dict[str, Any]:
-        t, d = self.config.training, self.config.data
-        return {
-            "model.name": self.config.model.name,
-            "model.lora_alpha": self.config.model.lora_alpha,
-            "training.seed": t.seed,
-            "training.learning_rate": t.learning_rate,
-            "training.per_device_train_batch_size": t.per_device_train_batch_size,
-            "training.gradient_accumulation_steps": t.gradient_accumulation_steps,
-            "training.encoder_learning_rate": t.encoder_learning_rate,
-            "training.decoder_learning_rate": t.decoder_learning_rate,
-            "training.joint_learning_rate": t.joint_learning_rate,
-            "training.weight_decay": t.weight_decay,
-            "training.optimizer_args": OmegaConf.to_container(t.optimizer_args),
-            "data.min_duration": d.min_duration,
-            "data.max_duration": d.max_duration,
-            "data.text_normalization": d.text_normalization,
-            "total steps": self.total_steps,
-        }
 
     def save(self) -> None:
         """Writes a checkpoint of the present step."""
@@ -230,8 +132,9 @@ class Trainer:
             "schedule": self.schedule.state_dict(),
             "window": self.window.state_dict(),
             "world_size": self.accelerator.num_processes,
-            "settings": self._settings(),
-            "optimizer": self._optimizer_kind(),
+            "settings": resume.settings_of(self),
+            "kind": resume.kind_of(self),
+            "lora_scaling": getattr(self.model, "lora_scaling", None),
         }
         if self.replica is not None:
             sharded.copy_weights(self.model, self.replica)

@@ -33,6 +33,7 @@ from finetune.training.data import open_sources as open_sources
 from finetune.training.evaluate import check_decoding
 from finetune.training.loop import Trainer
 from finetune.training.outputs import environment, peak_memory_gib, peak_rss_gib, write_json
+from finetune.training.resume import resume, take_weights
 from finetune.training.schedule import Schedule
 
 log = logging.getLogger(__name__)
@@ -160,11 +161,10 @@ def output_directory(accelerator: Any, config: Any) -> Iterator[Path]:
             lock.close()
 
 
-def begin_run(accelerator: Any, trainer: Trainer, config: Any) -> bool:
+def begin_run(accelerator: Any, trainer: Trainer, config: Any, checkpoint: Path | None) -> bool:
     """Continues from a checkpoint, or removes the run that is overwritten and begins anew; whether it continues."""
-    path = checkpoints.find_checkpoint(config.training.resume_from_checkpoint, trainer.output_dir)
-    if path is not None:
-        trainer.resume(path)
+    if checkpoint is not None:
+        resume(trainer, checkpoint)
         return True
     if accelerator.is_main_process:
         if config.training.overwrite_output_dir:
@@ -174,6 +174,12 @@ def begin_run(accelerator: Any, trainer: Trainer, config: Any) -> bool:
                 file.cut(0)
     accelerator.wait_for_everyone()
     return False
+
+
+def find_checkpoint(config: Any) -> Path | None:
+    """The checkpoint that the run continues from; None starts at step 0."""
+    t = config.training
+    return checkpoints.find_checkpoint(t.resume_from_checkpoint, Path(t.output_dir))
 
 
 def _remove_run(path: Path) -> None:
@@ -194,8 +200,8 @@ def _remove_run(path: Path) -> None:
         (path / name).unlink(missing_ok=True)
 
 
-def build_model(accelerator: Any, config: Any) -> Any:
-    """The NeMo model on the training device, prepared as the run file's `model:` says."""
+def build_model(accelerator: Any, config: Any, checkpoint: Path | None = None) -> Any:
+    """The NeMo model on the training device, prepared as the run file's `model:` says, with the weights of a checkpoint."""
     started = time.perf_counter()
     m = config.model
     with accelerator.local_main_process_first():  # the first one downloads, the others find it
@@ -205,6 +211,8 @@ def build_model(accelerator: Any, config: Any) -> Any:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     apply_encoder_options(model, m)
     cast_parameters(model, getattr(torch, m.dtype))
+    if checkpoint is not None:
+        take_weights(model, checkpoint)
     model.to(accelerator.device)
     log.info(
         "model %s: %.1f M parameters, loaded in %.0f s",

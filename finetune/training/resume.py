@@ -1,0 +1,173 @@
+"""Continuing a run: exactly under the strategy that wrote the checkpoint, from its weights under another."""
+
+import logging
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from safetensors import SafetensorError
+
+from finetune.errors import UserError
+from finetune.strategies.lora import load_merged_state_dict, merge_saved_lora
+from finetune.strategies.optimizers import unwrap_optimizer
+from finetune.strategies.sharded import read_whole_weights
+from finetune.training import checkpoints
+from finetune.training.outputs import read_best
+
+log = logging.getLogger(__name__)
+
+
+def take_weights(model: Any, path: Path) -> None:
+    """Puts a checkpoint's weights into a model that no engine has taken apart yet, in place.
+
+    What the same strategy continues exactly, `resume` loads again; for another strategy this is what carries over.
+
+    Args:
+        model: NeMo transducer, with its strategy's adapters.
+        path: a whole checkpoint of any strategy.
+
+    Raises:
+        UserError: the checkpoint belongs to another model.
+    """
+    state, _ = checkpoints.read_checkpoint_state(path, 0)
+    try:
+        weights = read_whole_weights(path)
+        if state.get("lora_scaling") is not None:
+            weights = merge_saved_lora(weights, state["lora_scaling"])
+        load_merged_state_dict(model, {name.removeprefix("nemo."): tensor for name, tensor in weights.items()})
+    except (KeyError, RuntimeError, OSError, SafetensorError, UnpicklingError) as error:
+        raise UserError(checkpoints.does_not_fit(path, error)) from error
+
+
+def resume(trainer: Any, path: Path) -> None:
+    """Continues from a checkpoint: weights, optimizer, schedule, random states, stream, counters and log files.
+
+    Under another strategy than the one that wrote it the optimizer's and the random states start anew, and the log says so.
+
+    Args:
+        trainer: a Trainer around a model that has the checkpoint's weights already (`take_weights`).
+        path: a whole checkpoint.
+
+    Raises:
+        UserError: it was written by another number of processes or workers, or does not fit.
+    """
+    accelerator = trainer.accelerator
+    state, rank_state = checkpoints.read_checkpoint_state(path, accelerator.process_index)
+    if state["world_size"] != accelerator.num_processes:
+        raise UserError(
+            f"{path} was written by {state['world_size']} process(es), now there are {accelerator.num_processes}. "
+            f"Start {state['world_size']} again."
+        )
+    if "kind" not in state:
+        raise UserError(
+            f"{path} was written by an earlier version of this program. Start afresh with another training.output_dir."
+        )
+    try:
+        changes = trainer.stream.load_state_dict(rank_state)
+    except ValueError as error:
+        raise UserError(
+            f"{path}: {error}. Start with the numbers of before (training.dataloader_num_workers)."
+        ) from error
+    _load_states(trainer, path, state["kind"])
+    trainer.restore_progress(state["progress"])
+    trainer.window.load_state_dict(state["window"])
+    p = trainer.progress
+    trainer.omega_generator.set_state(torch.frombuffer(bytearray.fromhex(p.omega_state), dtype=torch.uint8))
+    trainer.walk_schedule_to(state["schedule"])
+    trainer.resumed_from = trainer.last_saved = p.step
+    trainer.intake.quarantined_before = trainer.quarantine.pairs("source", "id", lines=p.quarantine_lines)
+    if accelerator.is_main_process:
+        trainer.metrics.cut_after_step(p.step)
+        trainer.evaluations.cut_after_step(p.step)
+        if trainer.config.training.log_clips:
+            trainer.clips.cut_after_step(p.step)
+        trainer.quarantine.cut(p.quarantine_lines)
+        checkpoints.remove_later_checkpoints(trainer.output_dir, p.step)
+    _settle_best(trainer)
+    if changes:
+        log.warning(
+            "the clips come in another order than before (%s): the stream starts at the beginning of epoch %d",
+            "; ".join(changes),
+            trainer.stream.epoch,
+        )
+    now = settings_of(trainer)
+    for key, before in state["settings"].items():
+        if before != now[key]:
+            log.warning(
+                "%s was %s when the checkpoint was written and is %s now; the new value counts", key, before, now[key]
+            )
+    log.info("resumed from %s: step %d, epoch %d, %d clips", path.name, p.step, p.epoch, p.samples)
+
+
+def _load_states(trainer: Any, path: Path, kind: dict[str, str]) -> None:
+    """Everything that Accelerate keeps, where the checkpoint is of the same kind."""
+    now = kind_of(trainer)
+    if kind != now:
+        changed = "; ".join(f"{key} was {kind.get(key)}, is {now[key]}" for key in now if kind.get(key) != now[key])
+        log.warning(
+            "%s was written under another strategy (%s). Weights, step, schedule, position in the data and counts carry over; the "
+            "optimizer's state and the random states start anew.",
+            path.name,
+            changed,
+        )
+        return
+    groups = [
+        {k: v for k, v in g.items() if k not in ("params", "lr", "initial_lr")} for g in trainer.optimizer.param_groups
+    ]
+    checkpoints.load_checkpoint(trainer.accelerator, path)
+    for group, values in zip(trainer.optimizer.param_groups, groups, strict=True):
+        group.update(values)  # the run file counts: weight decay, betas and eps would come from the checkpoint
+
+
+def _settle_best(trainer: Any) -> None:
+    """model.nemo may be newer than the checkpoint, or of another run; what is said of it has to be true."""
+    p, kept = trainer.progress, read_best(trainer.output_dir)
+    if p.best_step is not None and kept != {"step": p.best_step, "validation_wer": p.best_wer}:
+        if kept is None:
+            log.warning("there is no model.nemo in %s: the best model is chosen anew", trainer.output_dir)
+            kept = {"step": None, "validation_wer": None}
+        p.best_step, p.best_wer = kept["step"], kept["validation_wer"]
+
+
+def kind_of(trainer: Any) -> dict[str, str]:
+    """What decides how a run's saved state looks: optimizer, engine, what is trained, and in which type."""
+    accelerator, m = trainer.accelerator, trainer.config.model
+    engine = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type)).lower()
+    if engine == "deepspeed":
+        engine += f" ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"
+    elif engine != "fsdp":
+        engine = "none"
+    trained = "everything"
+    if m.lora_rank:
+        trained = f"LoRA of rank {m.lora_rank}, scaled by {trainer.model.lora_scaling:g}, on {', '.join(sorted(m.lora_targets))}"
+    elif m.freeze_encoder:
+        trained = f"the last {m.unfreeze_encoder_layers} layers of the encoder, prediction network and joint"
+    return {
+        "optimizer": type(unwrap_optimizer(trainer.optimizer)).__name__,
+        "engine": engine,
+        "trained": trained,
+        "model.dtype": m.dtype,
+    }
+
+
+def settings_of(trainer: Any) -> dict[str, Any]:
+    """Settings whose change between a checkpoint and its continuation is said."""
+    t, d, m = trainer.config.training, trainer.config.data, trainer.config.model
+    return {
+        "model.name": m.name,
+        "training.seed": t.seed,
+        "training.learning_rate": t.learning_rate,
+        "training.per_device_train_batch_size": t.per_device_train_batch_size,
+        "training.gradient_accumulation_steps": t.gradient_accumulation_steps,
+        "training.encoder_learning_rate": t.encoder_learning_rate,
+        "training.decoder_learning_rate": t.decoder_learning_rate,
+        "training.joint_learning_rate": t.joint_learning_rate,
+        "training.weight_decay": t.weight_decay,
+        "training.optimizer_args": OmegaConf.to_container(t.optimizer_args),
+        "data.min_duration": d.min_duration,
+        "data.max_duration": d.max_duration,
+        "data.text_normalization": d.text_normalization,
+        "total steps": trainer.total_steps,
+    }

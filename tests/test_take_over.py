@@ -1,0 +1,46 @@
+"""A checkpoint of one strategy continued under another: the weights carry over, and the log says what does not."""
+
+import json
+import shutil
+
+import pytest
+from conftest import read_lines
+
+DETERMINISTIC = {"spec_augment": False, "dropout": 0.0, "freeze_batchnorm": True}
+DATA = {"validation": None, "test": None, "shuffle": False, "group_by_duration": False}
+TRAINING = {"max_steps": 2, "save_steps": 2, "eval_on_start": False}
+CONTINUE = ("training.resume_from_checkpoint=true", "training.max_steps=4", "training.lr_scheduler_type=constant")
+
+
+def continued(run_train, arguments, folder, strategy: str) -> list[dict]:
+    """The lines of metrics.jsonl of a copy of the run, continued under a strategy."""
+    copy = folder.parent / f"to-{strategy}"
+    shutil.copytree(folder, copy)
+    assert run_train(*arguments, *CONTINUE, "--strategy", strategy, f"training.output_dir={copy}") == 0
+    assert json.loads((copy / "summary.json").read_text())["resumed_from"] == 2
+    return read_lines(copy / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("first", ["adamw", "lora"])
+def test_weights_carry_over(run_train, tiny_run, tmp_path, capfd, first):
+    """The loss of the first step behind the checkpoint depends on weights, position in the data and nothing else."""
+    arguments = tiny_run(model=DETERMINISTIC, data=DATA, training=TRAINING)
+    assert run_train(*arguments, "training.lr_scheduler_type=constant", "--strategy", first) == 0
+    expected = continued(run_train, arguments, tmp_path / "run", first)
+    assert expected[2]["loss"] < 0.98 * expected[0]["loss"], "the weights have to have moved"
+    assert "another strategy" not in capfd.readouterr().err
+    said = {}
+    others = {"adamw": ("adamw_8bit", "lora", "freeze_encoder", "bf16_full"), "lora": ("adamw",)}[first]
+    for other in others:
+        found = continued(run_train, arguments, tmp_path / "run", other)
+        assert [row["step"] for row in found] == [1, 2, 3, 4]
+        rounding = 2e-2 if other == "bf16_full" else 1e-5
+        assert found[2]["loss"] == pytest.approx(expected[2]["loss"], rel=rounding)
+        assert found[2]["samples"] == expected[2]["samples"]
+        assert found[2]["learning_rate"] == expected[2]["learning_rate"]
+        said[other] = capfd.readouterr().err
+        assert "was written under another strategy" in said[other]
+        assert "the optimizer's state and the random states start anew" in said[other]
+    if first == "adamw":
+        assert "optimizer was AdamW, is AdamW8bit" in said["adamw_8bit"]
+        assert "model.dtype was float32, is bfloat16" in said["bf16_full"]
