@@ -267,9 +267,10 @@ def build_trainer(accelerator: Any, model: Any, sources: dict[str, list[Any]], c
         if rate is not None
     }
     groups = parameter_groups(model, rates, t.learning_rate, t.weight_decay)
+    peaks = [{"lr": group["lr"]} for group in groups]  # some optimizers turn them into tensors of 32 bits
     optimizer = build_optimizer(t.optimizer, groups, OmegaConf.to_container(t.optimizer_args, resolve=True))
     warmup = t.warmup_steps or int(t.warmup_ratio * total)
-    schedule = Schedule(t.lr_scheduler_type, optimizer.param_groups, warmup, total)
+    schedule = Schedule(t.lr_scheduler_type, peaks, warmup, total)
     prepared, prepared_optimizer = accelerator.prepare(module, optimizer)
     stream = make_stream(accelerator, model, config, sources["train"], training=True)
     seed_everything(t.seed + 1000 * accelerator.process_index)
