@@ -131,7 +131,9 @@ def _take_engine(strategy: Strategy, values: dict[str, Any], origin: str) -> Non
         settings = fsdp.fsdp_environment(values)
         fsdp.check_settings(settings, origin)
         if strategy.fsdp_settings not in ({}, settings):
-            raise UserError(f"{strategy.engine_from} and {origin} shard in different ways; a run has one. Leave one out.")
+            raise UserError(
+                f"{strategy.engine_from} and {origin} shard in different ways; a run has one. Leave one out."
+            )
         _set_engine(strategy, _fsdp_engine(settings), origin)
         strategy.fsdp_settings = settings
     elif kind.startswith("MULTI_"):

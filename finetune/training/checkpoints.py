@@ -153,7 +153,15 @@ def load_checkpoint(accelerator: Any, path: Path) -> None:
         accelerator.load_state(str(path))
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, KeyError, ValueError, OSError, SafetensorError, UnpicklingError, CheckpointException) as error:
+    except (
+        RuntimeError,
+        KeyError,
+        ValueError,
+        OSError,
+        SafetensorError,
+        UnpicklingError,
+        CheckpointException,
+    ) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"{path} does not fit this model or optimizer, or is damaged: {reason} Resume with the run file that wrote "
