@@ -13,7 +13,9 @@ import argparse
 import atexit
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 # Under a launcher this file's folder comes first on sys.path, where our evaluate.py would shadow Hugging Face's package.
 _HERE = Path(__file__).resolve().parent
@@ -22,7 +24,7 @@ sys.path[:] = [str(_HERE.parent)] + [p for p in sys.path if Path(p or ".").resol
 from finetune.config.load import load_config  # noqa: E402
 from finetune.errors import UserError  # noqa: E402
 from finetune.logs import set_up_logging  # noqa: E402
-from finetune.strategies.accelerate_files import check_num_gpus, resolve_strategy  # noqa: E402
+from finetune.strategies.accelerate_files import check_num_gpus, number_of_processes, resolve_strategy  # noqa: E402
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -54,9 +56,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs a training as its arguments say; returns the exit code."""
+def main(argv: list[str] | None = None, observe: Callable[[Any], None] | None = None) -> int:
+    """Runs a training as its arguments say; returns the exit code.
+
+    Args:
+        argv: command line; None takes the process's own.
+        observe: called with the Trainer before it begins.
+    """
     set_up_logging()
+    config = None
     try:
         arguments = parse_arguments(argv)
         strategy = resolve_strategy(arguments.strategy, arguments.deepspeed)
@@ -71,6 +79,8 @@ def main(argv: list[str] | None = None) -> int:
             total_steps = run.plan_steps(accelerator, config, sources)
             model = run.build_model(accelerator, config)
             trainer = run.build_trainer(accelerator, model, sources, config, total_steps)
+            if observe is not None:
+                observe(trainer)
             resumed = run.begin_run(accelerator, trainer, config)
             run.describe(accelerator, trainer, config, strategy)
             if not resumed:
@@ -81,6 +91,14 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except (RuntimeError, MemoryError) as error:
+        from finetune.training.out_of_memory import is_out_of_memory, out_of_memory_message
+
+        if config is None or not is_out_of_memory(error):
+            raise
+        gpu = type(error).__name__ == "OutOfMemoryError"
+        print(f"error: {out_of_memory_message(error, config, gpu, number_of_processes())}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(
             "stopped by the keyboard; training.resume_from_checkpoint=true continues from the last checkpoint",

@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the dataclasses of the run file's schema. --check only compares."""
+"""Writes docs/configuration.md from the run file's schema, and the README's tables of strategies. --check only compares."""
 
 import sys
 from dataclasses import MISSING as NO_DEFAULT
@@ -8,9 +8,12 @@ from pathlib import Path
 from omegaconf import MISSING
 
 from finetune.config.load import schema_fields
+from finetune.paths import ACCELERATE_CONFIGS, strategy_names
 from finetune.strategies.compatibility import RULES
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "configuration.md"
+README = ROOT / "README.md"
 INTRODUCTION = """# The run file
 
 Written by `python scripts/write_configuration_docs.py` from `finetune/config/schema.py`; do not edit.
@@ -47,18 +50,45 @@ def page() -> str:
         meaning = field.metadata["help"] + (f" One of {', '.join(f'`{c}`' for c in choices)}." if choices else "")
         kind = str(type_of(field)).replace("|", "or")
         lines.append(f"| `{key}` | {kind} | {default_of(field)} | {field.metadata['unit']} | {meaning} |")
-    lines.append("\n## What excludes what\n\n| | and | because | instead |\n|---|---|---|---|")
+    return "\n".join(lines) + "\n\n## What excludes what\n\n" + compatibility_table()
+
+
+def compatibility_table() -> str:
+    """The table of finetune.strategies.compatibility."""
+    lines = ["| | and | because | instead |", "|---|---|---|---|"]
     lines += [f"| {r.first} | {r.second} | {r.reason} | {r.instead} |" for r in RULES]
     return "\n".join(lines) + "\n"
 
 
+def strategy_table() -> str:
+    """Each strategy with the first line of its Accelerate file."""
+    lines = ["| strategy | what it is |", "|---|---|"]
+    for name in strategy_names():
+        first = (ACCELERATE_CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
+        lines.append(f"| `{name}` | {first.removeprefix('# ')} |")
+    return "\n".join(lines) + "\n"
+
+
+def readme() -> str:
+    """The README with its tables written anew between their marks."""
+    text = README.read_text(encoding="utf-8")
+    for mark, table in (("strategies", strategy_table()), ("compatibility", compatibility_table())):
+        begin, end = f"<!-- {mark}: written by scripts/write_configuration_docs.py -->\n", f"<!-- end of {mark} -->\n"
+        before, rest = text.split(begin)
+        text = before + begin + table + end + rest.split(end)[1]
+    return text
+
+
 def main() -> int:
+    """Command line."""
+    made = {PAGE: page(), README: readme()}
     if "--check" in sys.argv:
-        if PAGE.read_text(encoding="utf-8") != page():
-            print(f"{PAGE} is not up to date; run python {sys.argv[0]}", file=sys.stderr)
-            return 1
-        return 0
-    PAGE.write_text(page(), encoding="utf-8")
+        old = [str(path) for path, text in made.items() if path.read_text(encoding="utf-8") != text]
+        if old:
+            print(f"{' and '.join(old)}: not up to date; run python {sys.argv[0]}", file=sys.stderr)
+        return 1 if old else 0
+    for path, text in made.items():
+        path.write_text(text, encoding="utf-8")
     return 0
 
 

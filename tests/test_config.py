@@ -214,7 +214,7 @@ def test_optimizer_without_the_option(run_file: Callable[..., Path]) -> None:
     message = problem(run_file(training__optimizer_args={"min_8bit_size": 4096}))
     assert "training.optimizer_args: adamw has no option min_8bit_size; it has betas, eps" in message
     message = problem(run_file(training__optimizer="adamw_8bit", training__optimizer_args={"min_8bit_sise": 4096}))
-    assert "has no option min_8bit_sise; it has betas, eps, min_8bit_size" in message
+    assert "has no option min_8bit_sise; it has betas, embeddings_32bit, eps, min_8bit_size" in message
 
 
 def test_missing_and_broken_files(tmp_path: Path) -> None:

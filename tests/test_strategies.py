@@ -28,11 +28,33 @@ ACCELERATE_FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 OVERLAYS = sorted((ROOT / "finetune" / "strategies").glob("*.yaml"))
 RUN_FILES = sorted((ROOT / "finetune" / "configs").glob("*.yaml"))
 
+BATCHES = {
+    "training.per_device_train_batch_size",
+    "training.per_device_eval_batch_size",
+    "training.gradient_accumulation_steps",
+}
 # The keys that a memory strategy may be about. One that needs another key is about something else.
 STRATEGY_KEYS = {
     **{name: {"training.optimizer", "training.optimizer_args"} for name in OPTIMIZERS},
+    "flash_adamw": {"training.optimizer", "model.dtype"},
+    "flash_adamw_gradient_release": {"training.optimizer", "model.dtype", "training.max_grad_norm"},
+    "bf16_full": {"training.optimizer", "model.dtype"},
+    "bf16_stochastic_rounding": {"training.optimizer", "model.dtype"},
     "gradient_checkpointing": {"model.gradient_checkpointing", "model.gradient_checkpointing_every"},
+    "recommended": {"model.gradient_checkpointing", "training.optimizer"} | BATCHES,
+    "recommended_multi": {"training.optimizer"} | BATCHES,
+    "recommended_small": {
+        "model.gradient_checkpointing",
+        "model.dtype",
+        "data.max_duration",
+        "training.optimizer",
+        "training.cuda_alloc_conf",
+    }
+    | BATCHES,
 }
+
+
+WITHOUT_ACCUMULATION = ("cpu_offload_gradients_ao", "flash_adamw_gradient_release")
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +98,9 @@ def test_overlays_set_only_what_they_are_about(path: Path, run_file: Callable[..
 @pytest.mark.parametrize("path", RUN_FILES, ids=lambda p: p.stem)
 def test_shipped_run_files_load_under_every_strategy(path: Path) -> None:
     for name in strategy_names():
-        config, _ = load_config(path, [name], [])
+        # These two refuse accumulation, and say so.
+        once = ["training.gradient_accumulation_steps=1"] if name in WITHOUT_ACCUMULATION else []
+        config, _ = load_config(path, [name], once)
         assert find_conflicts(config, resolve_strategy([name]).engine) == []
 
 
@@ -134,14 +158,40 @@ def test_two_engines_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 # ---- what excludes each other --------------------------------------------------------------------------------------
 
+RELEASE = "--strategy=flash_adamw_gradient_release"
 CONFLICTS: dict[tuple[str, str], list[str]] = {
     ("training.bf16", "training.fp16"): ["training.bf16=true", "training.fp16=true"],
     ("training.fp16", "no GPU"): ["training.fp16=true"],
     ("training.fp16", "DeepSpeed"): ["training.fp16=true", "--strategy=zero2_offload"],
-    ("training.optimizer: adamw_8bit", "DeepSpeed optimizer offload"): [
+    ("training.optimizer other than adamw", "DeepSpeed optimizer offload"): [
         "--strategy=adamw_8bit",
         "--strategy=zero2_offload",
     ],
+    ("training.optimizer cpu_offload_ao", "no GPU"): ["--strategy=cpu_offload_ao"],
+    ("training.optimizer cpu_offload_ao", "several processes or DeepSpeed"): [
+        "--strategy=cpu_offload_ao",
+        "--strategy=ddp",
+    ],
+    ("training.optimizer cpu_offload_ao", "training.fp16"): ["--strategy=cpu_offload_ao", "training.fp16=true"],
+    ("training.optimizer cpu_offload_gradients_ao", "training.gradient_accumulation_steps above 1"): [
+        "--strategy=cpu_offload_gradients_ao",
+        "training.gradient_accumulation_steps=2",
+    ],
+    ("training.optimizer flash_adamw", "no GPU"): ["--strategy=flash_adamw"],
+    ("training.optimizer flash_adamw_gradient_release", "training.gradient_accumulation_steps above 1"): [
+        RELEASE,
+        "training.gradient_accumulation_steps=2",
+    ],
+    ("training.optimizer flash_adamw_gradient_release", "training.max_grad_norm above 0"): [
+        RELEASE,
+        "training.max_grad_norm=1",
+    ],
+    ("training.optimizer flash_adamw_gradient_release", "several processes, DeepSpeed or FSDP"): [
+        RELEASE,
+        "--strategy=ddp",
+    ],
+    ("training.optimizer flash_adamw_gradient_release", "training.fp16"): [RELEASE, "training.fp16=true"],
+    ("model.dtype bfloat16", "training.fp16"): ["model.dtype=bfloat16", "training.fp16=true"],
     ("model.sync_batchnorm", "no GPU"): ["model.sync_batchnorm=true"],
     ("model.freeze_batchnorm", "model.sync_batchnorm"): ["model.freeze_batchnorm=true", "model.sync_batchnorm=true"],
 }
@@ -233,6 +283,9 @@ def test_launcher_with_other_deepspeed_settings(monkeypatch: pytest.MonkeyPatch,
         ({"betas": [0.9, 1.0]}, "betas are two numbers"),
         ({"eps": "abc"}, "eps is a number above 0, found 'abc'"),
         ({"eps": 0}, "eps is a number above 0"),
+        ({"block_size": 0}, "block_size is a number of elements above 0, found 0"),
+        ({"block_size": "many"}, "block_size is a number of elements above 0"),
+        ({"embeddings_32bit": "yes"}, "embeddings_32bit is true or false, found 'yes'"),
         ({"eps": 1e-6, "betas": [0.9, 0.99]}, None),
     ],
 )

@@ -192,7 +192,12 @@ def _bounds(layers: Layers) -> list[tuple[str, str]]:
                 f"has to be 1 or more, found {config.model.gradient_checkpointing_every}",
             )
         )
-    for name in ("dropout", "omega", "occupancy_threshold"):
+    for name in ("lora_rank", "unfreeze_encoder_layers"):
+        if config.model[name] < 0:
+            problems.append((f"model.{name}", f"has to be 0 or more, found {config.model[name]}"))
+    if config.model.lora_alpha is not None and config.model.lora_alpha <= 0:
+        problems.append(("model.lora_alpha", f"has to be above 0, found {config.model.lora_alpha}"))
+    for name in ("dropout", "omega", "occupancy_threshold", "lora_dropout"):
         value = config.model[name]
         if value is not None and not (0 <= value <= 1 if name == "omega" else 0 <= value < 1):
             below = "" if name == "omega" else " below 1"
@@ -231,6 +236,12 @@ def _optimizer_arguments(values: dict[str, Any]) -> list[tuple[str, str]]:
     for name, least in (("eps", 0), ("min_8bit_size", 0)):
         if name in values and not (number(values[name]) and values[name] > least):
             problems.append(("training.optimizer_args", f"{name} is a number above 0, found {values[name]!r}"))
+    size = values.get("block_size", 1)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        problems.append(("training.optimizer_args", f"block_size is a number of elements above 0, found {size!r}"))
+    wide = values.get("embeddings_32bit", True)
+    if not isinstance(wide, bool):
+        problems.append(("training.optimizer_args", f"embeddings_32bit is true or false, found {wide!r}"))
     return problems
 
 

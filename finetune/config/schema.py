@@ -31,6 +31,11 @@ OPTIMIZERS = (
     "adamw_8bit_ao",
     "adamw_4bit_ao",
     "adamw_fp8_ao",
+    "adamw_bf16_ao",
+    "cpu_offload_ao",
+    "cpu_offload_gradients_ao",
+    "flash_adamw",
+    "flash_adamw_gradient_release",
 )
 SCHEDULES = (
     "linear",
@@ -59,7 +64,8 @@ class ModelConfig:
     )
     gradient_checkpointing: bool = option(
         False,
-        "Recompute the activations of the encoder's Conformer layers in the backward pass instead of storing them.",
+        "Recompute the activations of the encoder's subsampling and Conformer layers in the backward pass instead of storing "
+        "them.",
     )
     gradient_checkpointing_every: int = option(
         1,
@@ -209,7 +215,8 @@ class TrainingConfig:
     bf16: bool = option(False, "Mixed precision with bfloat16.")
     fp16: bool = option(False, "Mixed precision with float16 and loss scaling. GPU only.")
     tf32: bool = option(
-        False, "Let float32 matrix products of a GPU round their factors to TensorFloat-32. No effect on a CPU."
+        False,
+        "Let float32 matrix products and convolutions of a GPU round their factors to TensorFloat-32. No effect on a CPU.",
     )
     empty_cache_each_epoch: bool = option(
         False, "Give the allocator's unused GPU memory back after each epoch and evaluation. No effect on a CPU."

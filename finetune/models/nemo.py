@@ -12,6 +12,7 @@ import torch
 from omegaconf import OmegaConf, open_dict
 
 from finetune.errors import UserError
+from finetune.strategies.lora import load_merged_state_dict, merged_state_dict
 
 log = logging.getLogger(__name__)
 
@@ -197,6 +198,22 @@ def prepare_for_training(model: Any, *, spec_augment: bool, dropout: float | Non
     disable_cuda_graphs(model)
 
 
+def cast_parameters(model: Any, dtype: torch.dtype) -> None:
+    """Parameters and buffers of encoder, prediction network and joint in another type, in place.
+
+    BatchNorm stays in float32, whose running statistics would stand still in bf16; so does the preprocessor.
+    """
+    for part in (model.encoder, model.decoder, model.joint):
+        for module in part.modules():
+            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+                continue
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(dtype)
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    setattr(module, name, buffer.to(dtype))
+
+
 def disable_cuda_graphs(model: Any) -> None:
     """CUDA-graph decoding disturbs later work in the same process (NeMo issue 15423), so training does without it."""
     greedy = model.decoding.decoding
@@ -205,8 +222,10 @@ def disable_cuda_graphs(model: Any) -> None:
 
 
 def set_train_mode(model: Any) -> None:
-    """`model.train()`, with BatchNorm kept on its stored statistics where the run file asks for it."""
+    """`model.train()`, but frozen modules stay in evaluation mode, and BatchNorm on its stored statistics where the run file asks for it."""
     model.train()
+    for module in getattr(model, "frozen_modules", ()):
+        module.training = False
     if getattr(model, "freeze_batchnorm", False):
         set_batchnorm_mode(model, training=False)
 
@@ -216,6 +235,15 @@ def set_batchnorm_mode(model: Any, training: bool) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
             module.train(training)
+
+
+def learning_batchnorms(model: Any) -> list[torch.nn.Module]:
+    """The BatchNorm modules whose statistics change in training."""
+    if getattr(model, "freeze_batchnorm", False):
+        return []
+    frozen = set(getattr(model, "frozen_modules", ()))
+    norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+    return [norm for norm in norms if norm not in frozen]
 
 
 def encoder_lengths(model: Any, audio_lengths_B: torch.Tensor) -> torch.Tensor:
@@ -248,19 +276,24 @@ def encoder_lengths(model: Any, audio_lengths_B: torch.Tensor) -> torch.Tensor:
 
 
 def save_nemo(model: Any, path: Path) -> None:
-    """Writes a .nemo that plain NeMo restores; written aside and renamed, so it is whole or absent."""
+    """Writes a .nemo that plain NeMo restores, LoRA adapters merged; written aside and renamed, so it is whole or absent."""
     if "validation_ds" not in model.cfg:
         with open_dict(model.cfg):  # NeMo's own transcribe() reads this key
             model.cfg.validation_ds = {"use_start_end_token": False}
     aside = path.with_name(f".{path.name}.tmp.nemo")
     path.parent.mkdir(parents=True, exist_ok=True)
-    model.save_to(str(aside))
+    weights = merged_state_dict(model)
+    model.state_dict = lambda: weights  # what NeMo's save_to asks for
+    try:
+        model.save_to(str(aside))
+    finally:
+        del model.state_dict
     os.replace(aside, path)
 
 
 def load_weights(model: Any, path: Path) -> None:
-    """Puts the weights of a .nemo into a model of the same layout, in place."""
+    """Puts the weights of a .nemo into a model of the same layout, in place; LoRA adapters add nothing to them afterwards."""
     with tarfile.open(path) as archive:
         member = next(m for m in archive.getmembers() if m.name.endswith("model_weights.ckpt"))
         weights = torch.load(archive.extractfile(member), map_location="cpu", weights_only=True)
-    model.load_state_dict(weights)
+    load_merged_state_dict(model, weights)

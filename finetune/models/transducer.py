@@ -3,6 +3,8 @@
 B batch, S samples, T encoder frames, U target tokens, H joint width.
 """
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ class TransducerLossModule(nn.Module):
     Args:
         nemo_model: a NeMo EncDecRNNTBPEModel.
         sigma, omega: settings of the TDT loss; None takes the model's own.
+        encoder_context: makes a context manager for the encoder's forward (activation offload).
         joint_memory_budget: MiB for a block of joint outputs; None chooses by device.
     """
 
@@ -31,9 +34,11 @@ class TransducerLossModule(nn.Module):
         fastemit_lambda: float = 0.0,
         occupancy_threshold: float = 0.0,
         joint_memory_budget: int | None = None,
+        encoder_context: Callable[[], Any] = contextlib.nullcontext,
     ):
         super().__init__()
         self.nemo = nemo_model
+        self.encoder_context = encoder_context
         kwargs = (nemo_model.cfg.get("loss") or {}).get("tdt_kwargs") or {}
         self.durations = tdt_durations(nemo_model)
         self.sigma = float(sigma if sigma is not None else kwargs.get("sigma", 0.0)) if self.durations else 0.0
@@ -75,7 +80,8 @@ class TransducerLossModule(nn.Module):
             if nemo.spec_augmentation is not None and self.training:
                 mel_BFT = nemo.spec_augmentation(input_spec=mel_BFT, length=mel_lengths_B)
         weight_dtype = nemo.joint.enc.weight.dtype
-        enc_BHT, enc_lengths_B = nemo.encoder(audio_signal=mel_BFT.to(weight_dtype), length=mel_lengths_B)
+        with self.encoder_context():
+            enc_BHT, enc_lengths_B = nemo.encoder(audio_signal=mel_BFT.to(weight_dtype), length=mel_lengths_B)
         pred_BHU, _, _ = nemo.decoder(targets=tokens_BU, target_length=token_lengths_B)
         enc_BTH = nemo.joint.project_encoder(enc_BHT.transpose(1, 2))
         pred_BUH = nemo.joint.project_prednet(pred_BHU.transpose(1, 2))

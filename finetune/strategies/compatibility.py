@@ -23,6 +23,11 @@ def _get(config: Any, key: str) -> Any:
     return OmegaConf.select(config, key, throw_on_missing=False)
 
 
+def _batchnorm_frozen_with_encoder(config: Any) -> bool:
+    whole = _get(config, "model.freeze_encoder") and not _get(config, "model.unfreeze_encoder_layers")
+    return bool(whole or _get(config, "model.lora_rank"))
+
+
 RULES = (
     Rule(
         "training.bf16",
@@ -60,13 +65,110 @@ RULES = (
         "keep one of them",
     ),
     Rule(
+        "model.freeze_encoder or model.lora_rank",
+        "model.sync_batchnorm",
+        lambda c, engine, gpu: bool(_get(c, "model.sync_batchnorm") and _batchnorm_frozen_with_encoder(c)),
+        "the frozen encoder's statistics are stored ones, which have nothing to synchronise",
+        "set model.sync_batchnorm: false",
+    ),
+    Rule(
+        "model.lora_rank",
+        "model.freeze_encoder",
+        lambda c, engine, gpu: bool(_get(c, "model.lora_rank") and _get(c, "model.freeze_encoder")),
+        "LoRA freezes the encoder's own weights itself and trains adapters within it",
+        "set model.freeze_encoder: false to train adapters, or model.lora_rank: 0 to train without the encoder or with its "
+        "last layers",
+    ),
+    Rule(
         "model.sync_batchnorm",
         "no GPU",
         lambda c, engine, gpu: bool(_get(c, "model.sync_batchnorm") and not gpu),
         "torch's SyncBatchNorm runs on GPUs only",
         "set model.freeze_batchnorm: true, or neither",
     ),
+    Rule(
+        "training.optimizer cpu_offload_ao",
+        "no GPU",
+        lambda c, engine, gpu: _optimizer(c).startswith("cpu_offload") and not gpu,
+        "there is no GPU whose memory could be spared",
+        "set training.optimizer: adamw or adamw_8bit",
+    ),
+    Rule(
+        "training.optimizer cpu_offload_ao",
+        "several processes or DeepSpeed",
+        lambda c, engine, gpu: _optimizer(c).startswith("cpu_offload") and engine != "none",
+        "gradients are copied to the host before they are averaged over the processes",
+        "use --strategy zero2_offload or fsdp2_offload",
+    ),
+    Rule(
+        "training.optimizer cpu_offload_ao",
+        "training.fp16",
+        lambda c, engine, gpu: _optimizer(c).startswith("cpu_offload") and bool(_get(c, "training.fp16")),
+        "gradients are copied to the host before their scale is taken out",
+        "set training.bf16: true and training.fp16: false",
+    ),
+    Rule(
+        "training.optimizer cpu_offload_gradients_ao",
+        "training.gradient_accumulation_steps above 1",
+        lambda c, engine, gpu: _optimizer(c) == "cpu_offload_gradients_ao" and _accumulates(c),
+        "each gradient leaves the GPU when it is made, so that nothing is left to add to",
+        "use --strategy cpu_offload_ao, or set training.gradient_accumulation_steps: 1",
+    ),
+    Rule(
+        "training.optimizer flash_adamw",
+        "no GPU",
+        lambda c, engine, gpu: _optimizer(c).startswith("flash_adamw") and not gpu,
+        "flashoptim's kernels run on CUDA GPUs only",
+        "use --strategy bf16_full, or set training.optimizer: adamw_8bit",
+    ),
+    Rule(
+        "training.optimizer flash_adamw_gradient_release",
+        "training.gradient_accumulation_steps above 1",
+        lambda c, engine, gpu: _releases(c) and _accumulates(c),
+        "each gradient is stepped with and freed when it is made",
+        "use --strategy flash_adamw, or set training.gradient_accumulation_steps: 1",
+    ),
+    Rule(
+        "training.optimizer flash_adamw_gradient_release",
+        "training.max_grad_norm above 0",
+        lambda c, engine, gpu: _releases(c) and (_get(c, "training.max_grad_norm") or 0) > 0,
+        "the norm of all gradients is not known when the first of them is stepped with",
+        "set training.max_grad_norm: 0, or use --strategy flash_adamw",
+    ),
+    Rule(
+        "training.optimizer flash_adamw_gradient_release",
+        "several processes, DeepSpeed or FSDP",
+        lambda c, engine, gpu: _releases(c) and engine != "none",
+        "gradients are stepped with before they are averaged over the processes",
+        "use --strategy flash_adamw",
+    ),
+    Rule(
+        "training.optimizer flash_adamw_gradient_release",
+        "training.fp16",
+        lambda c, engine, gpu: _releases(c) and bool(_get(c, "training.fp16")),
+        "gradients are stepped with before their scale is taken out",
+        "set training.fp16: false; the strategy's weights are in bf16 already",
+    ),
+    Rule(
+        "model.dtype bfloat16",
+        "training.fp16",
+        lambda c, engine, gpu: _get(c, "model.dtype") == "bfloat16" and bool(_get(c, "training.fp16")),
+        "loss scaling is for float32 weights with float16 computation",
+        "set training.fp16: false",
+    ),
 )
+
+
+def _optimizer(config: Any) -> str:
+    return str(_get(config, "training.optimizer"))
+
+
+def _releases(config: Any) -> bool:
+    return _optimizer(config) == "flash_adamw_gradient_release"
+
+
+def _accumulates(config: Any) -> bool:
+    return (_get(config, "training.gradient_accumulation_steps") or 1) > 1
 
 
 def find_conflicts(config: Any, engine: str = "none", gpu: bool = True) -> list[str]:

@@ -12,7 +12,12 @@ log = logging.getLogger(__name__)
 BETAS, EPS = (0.9, 0.98), 1e-8
 LION_BETAS = (0.9, 0.99)
 BITSANDBYTES = {"adamw_8bit": "AdamW8bit", "paged_adamw_8bit": "PagedAdamW8bit", "lion_8bit": "Lion8bit"}
-TORCHAO = {"adamw_8bit_ao": "AdamW8bit", "adamw_4bit_ao": "AdamW4bit", "adamw_fp8_ao": "AdamWFp8"}
+TORCHAO = {
+    "adamw_8bit_ao": "AdamW8bit",
+    "adamw_4bit_ao": "AdamW4bit",
+    "adamw_fp8_ao": "AdamWFp8",
+    "adamw_bf16_ao": "_AdamW",
+}
 # float8 conversion in hardware
 FP8_CAPABILITY = (8, 9)
 
@@ -72,7 +77,9 @@ def _with_wide_embeddings(kind: type, wide: bool) -> type:
 
 
 def torchao_optimizer(name: str, groups: list[dict[str, Any]], args: dict[str, Any]) -> torch.optim.Optimizer:
-    """torchao's AdamW with quantised states; its step is compiled, 6 to 25 s at first.
+    """torchao's AdamW with quantised states (adamw_bf16_ao: in the parameters' type); its step is compiled, 6 to 25 s at first.
+
+    bf16 parameters are rounded stochastically, so that updates smaller than their resolution count on average.
 
     Args:
         name: a key of TORCHAO.
@@ -90,4 +97,5 @@ def torchao_optimizer(name: str, groups: list[dict[str, Any]], args: dict[str, A
         )
     import torchao.optim
 
-    return getattr(torchao.optim, TORCHAO[name])(groups, **args)
+    narrow = any(p.dtype == torch.bfloat16 for group in groups for p in group["params"])
+    return getattr(torchao.optim, TORCHAO[name])(groups, bf16_stochastic_round=narrow, **args)

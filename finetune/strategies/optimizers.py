@@ -24,13 +24,27 @@ ALLOWED_ARGS = {
     "adamw_8bit_ao": TORCHAO_ARGS,
     "adamw_4bit_ao": TORCHAO_ARGS,
     "adamw_fp8_ao": TORCHAO_ARGS,
+    "adamw_bf16_ao": ADAMW_ARGS,
+    "cpu_offload_ao": ADAMW_ARGS,
+    "cpu_offload_gradients_ao": ADAMW_ARGS,
+    "flash_adamw": ADAMW_ARGS,
+    "flash_adamw_gradient_release": ADAMW_ARGS,
 }
+ROUNDS_SAFELY = {
+    "adamw_8bit_ao",
+    "adamw_4bit_ao",
+    "adamw_fp8_ao",
+    "adamw_bf16_ao",
+    "flash_adamw",
+    "flash_adamw_gradient_release",
+}
+"""Optimizers whose updates of bf16 weights are not lost in rounding."""
 
 
 def parameter_groups(
     model: Any, learning_rates: dict[str, float], default: float, weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Groups by component (encoder, decoder, joint), by whether weight decay applies, and embeddings apart.
+    """Groups by component (encoder, decoder, joint), by whether weight decay applies, embeddings apart, each of one type.
 
     Biases, norms and every other tensor with fewer than two dimensions are not decayed, nor are the attention's position
     biases.
@@ -42,16 +56,19 @@ def parameter_groups(
         weight_decay: for the decayed groups.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    groups: dict[tuple[str, bool, bool], dict[str, Any]] = {}
+    groups: dict[tuple[str, bool, bool, torch.dtype], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         component, embedding = name.split(".")[0], id(parameter) in embeddings
         decayed = parameter.ndim >= 2 and not re.search(r"pos_bias_[uv]$", name)
         group = groups.setdefault(
-            (component, decayed, embedding),
+            (component, decayed, embedding, parameter.dtype),
             {
-                "name": component + ("_embedding" if embedding else "") + ("" if decayed else "_no_decay"),
+                "name": component
+                + ("_embedding" if embedding else "")
+                + ("" if decayed else "_no_decay")
+                + ("" if parameter.dtype == torch.float32 else f"_{str(parameter.dtype).removeprefix('torch.')}"),
                 "params": [],
                 "lr": learning_rates.get(component, default),
                 "weight_decay": weight_decay if decayed else 0.0,
@@ -83,6 +100,14 @@ def build_optimizer(name: str, groups: list[dict[str, Any]], args: dict[str, Any
     if name in ("adamw_8bit", "paged_adamw_8bit", "lion_8bit"):
         return low_bit.bitsandbytes_optimizer(name, groups, args)
     args = {"betas": BETAS, "eps": EPS, **args}
+    if name.startswith("cpu_offload"):
+        from finetune.strategies.offload import offloaded_adamw
+
+        return offloaded_adamw(groups, offload_gradients="gradients" in name, **args)
+    if name.startswith("flash"):
+        from finetune.strategies.flash import flash_adamw
+
+        return flash_adamw(groups, release="release" in name, **args)
     if name.endswith("_ao"):
         return low_bit.torchao_optimizer(name, groups, args)
     if name == "adamw_compiled":
@@ -92,21 +117,25 @@ def build_optimizer(name: str, groups: list[dict[str, Any]], args: dict[str, Any
 
 
 class CompiledAdamW(torch.optim.AdamW):
-    """AdamW whose whole step is one compiled graph. Learning rates are tensors, so that a schedule does not compile it anew."""
+    """AdamW whose whole step is compiled. Learning rates are tensors, so that a schedule does not compile it anew."""
 
     def __init__(self, groups: list[dict[str, Any]], **args: Any):
+        on_gpu = groups[0]["params"][0].is_cuda
         for group in groups:
             group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
-        super().__init__(groups, lr=groups[0]["lr"], foreach=True, capturable=groups[0]["params"][0].is_cuda, **args)
-        self.compiled_step = torch.compile(super().step, fullgraph=False)
+        # Only inductor's GPU code merges the tensors of a foreach into one kernel; torch refuses it with tensor rates elsewhere.
+        super().__init__(groups, lr=groups[0]["lr"], foreach=True if on_gpu else None, capturable=on_gpu, **args)
+        self.compiled_step: Callable[[], Any] | None = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = closure() if closure is not None else None
+        if self.compiled_step is None:
+            self.compiled_step = torch.compile(super().step, fullgraph=False)
         self.compiled_step()
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in super().__getstate__().items() if k != "compiled_step"}
+        return {**super().__getstate__(), "compiled_step": None}
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:

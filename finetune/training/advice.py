@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from finetune.strategies.optimizers import ROUNDS_SAFELY
+
 
 def warnings_for(
     config: Any, *, pretrained: bool, parameters: int, clips_per_step: int, total_steps: int
@@ -42,6 +44,11 @@ def warnings_for(
         found.append(
             f"batches of {t.per_device_train_batch_size} clips move the BatchNorm statistics with every small batch "
             "(accumulation does not help: it sees them one by one). Set model.freeze_batchnorm=true."
+        )
+    if config.model.dtype == "bfloat16" and t.optimizer not in ROUNDS_SAFELY:
+        found.append(
+            f"model.dtype bfloat16 with {t.optimizer}: updates smaller than a 256th of a weight are lost in rounding. Take an "
+            f"optimizer that rounds safely: {', '.join(sorted(ROUNDS_SAFELY))}."
         )
     if not config.data.validation:
         found.append(

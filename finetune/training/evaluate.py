@@ -7,6 +7,7 @@ import torch
 
 from finetune.evaluation.recognise import batched_decoding_differs, score_stream
 from finetune.evaluation.scores import Scoreboard
+from finetune.models.nemo import learning_batchnorms
 from finetune.training.data import make_stream
 
 log = logging.getLogger(__name__)
@@ -83,12 +84,11 @@ def check_decoding(accelerator: Any, model: Any, config: Any, sources: dict[str,
 
 def average_batchnorm(accelerator: Any, model: Any, config: Any) -> None:
     """Under DDP each rank has its own running statistics; what is judged and saved are their means."""
-    if accelerator.num_processes > 1 and not config.model.freeze_batchnorm:
-        for module in model.modules():
-            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-                for statistics in (module.running_mean, module.running_var):
-                    torch.distributed.all_reduce(statistics)
-                    statistics /= accelerator.num_processes
+    if accelerator.num_processes > 1:
+        for module in learning_batchnorms(model):
+            for statistics in (module.running_mean, module.running_var):
+                torch.distributed.all_reduce(statistics)
+                statistics /= accelerator.num_processes
 
 
 def evaluation_rows(step: int, split: str, board: Scoreboard) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -105,6 +105,8 @@ class Trainer:
         self.last_saved = -1
         self.skipped_in_a_row = 0
         self.clock = time.perf_counter()
+        # What else happens around each optimizer step, such as measuring it.
+        self.around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     # ---- resume and save -------------------------------------------------------------------------------------------
 
@@ -200,6 +202,7 @@ class Trainer:
         t, d = self.config.training, self.config.data
         return {
             "model.name": self.config.model.name,
+            "model.lora_alpha": self.config.model.lora_alpha,
             "training.seed": t.seed,
             "training.learning_rate": t.learning_rate,
             "training.per_device_train_batch_size": t.per_device_train_batch_size,
@@ -337,9 +340,11 @@ class Trainer:
                         self.window.waited += time.perf_counter() - waited
                         if step_input.batches == 0:
                             self.progress.epoch += 1
+                            self._empty_cache()
                             self.stream.next_epoch()
                             break
-                        self._optimizer_step(step_input)
+                        with self.around_step():
+                            self._optimizer_step(step_input)
                         self._after_step(bar)
                 finally:
                     iterator.close()
@@ -488,10 +493,17 @@ class Trainer:
     def _clip(self) -> float | None:
         """Clips after accumulation and returns the norm before it; None where the engine does not tell."""
         limit = self.config.training.max_grad_norm or math.inf
+        own = getattr(unwrap_optimizer(self.optimizer), "clip_grad_norm_", None)
+        if own is not None:  # the gradients that count lie elsewhere, or are gone already
+            return float(own(limit))
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), limit)
         if hasattr(norm, "full_tensor"):  # each rank has the norm of its own shards
             norm = norm.full_tensor()
         return None if norm is None else float(norm)
+
+    def _empty_cache(self) -> None:
+        if self.config.training.empty_cache_each_epoch and self.accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _log_window(self, bar: Any) -> None:
         """One line of metrics.jsonl, the trackers and the progress bar."""
@@ -524,6 +536,7 @@ class Trainer:
         if (t.eval_steps and p.step % t.eval_steps == 0) or last:
             paused = time.perf_counter()
             self.evaluate(("validation",))
+            self._empty_cache()
             self.module.train()
             self.window.started += time.perf_counter() - paused
         if (t.save_steps and p.step % t.save_steps == 0) or last:

@@ -5,6 +5,7 @@ import fcntl
 import json
 import logging
 import math
+import os
 import random
 import shutil
 import time
@@ -17,11 +18,12 @@ import torch
 from omegaconf import OmegaConf
 
 from finetune.errors import UserError
-from finetune.models.nemo import load_model, prepare_for_training
+from finetune.models.nemo import cast_parameters, load_model, prepare_for_training
 from finetune.models.transducer import TransducerLossModule
-from finetune.strategies.accelerate_files import Strategy, make_accelerator, resolve_precision
-from finetune.strategies.checkpointing import enable_gradient_checkpointing
+from finetune.strategies.accelerate_files import Strategy, make_accelerator, number_of_processes, resolve_precision
+from finetune.strategies.activation_offload import ActivationOffload
 from finetune.strategies.compatibility import find_conflicts
+from finetune.strategies.encoder import apply_encoder_options
 from finetune.strategies.optimizers import build_optimizer, describe_optimizer, parameter_groups
 from finetune.strategies.sharded import count_parameters, make_replica, shards_parameters
 from finetune.training import checkpoints
@@ -41,11 +43,14 @@ def build_accelerator(config: Any, strategy: Strategy) -> Any:
     t = config.training
     precision = resolve_precision(t.bf16, t.fp16, strategy)
     t.bf16, t.fp16 = precision == "bf16", precision == "fp16"
-    conflicts = find_conflicts(config, strategy.engine, torch.cuda.is_available())
+    engine = "ddp" if strategy.engine == "none" and number_of_processes() > 1 else strategy.engine
+    conflicts = find_conflicts(config, engine, torch.cuda.is_available())
     if conflicts:
         raise UserError("\n".join(conflicts))
+    set_allocator(t.cuda_alloc_conf)
     if t.num_threads:
         torch.set_num_threads(t.num_threads)
+    set_tf32(t.tf32)
     trackers = t.report_to if not isinstance(t.report_to, str) else [t.report_to]
     trackers = [name for name in trackers if name != "none"]
     accelerator = make_accelerator(
@@ -68,11 +73,43 @@ def build_accelerator(config: Any, strategy: Strategy) -> Any:
     return accelerator
 
 
+def set_tf32(allowed: bool) -> None:
+    """Whether float32 products and convolutions of a GPU round their factors to TensorFloat-32; torch's own default is no and yes."""
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.backends.cudnn.allow_tf32 = allowed
+    if torch.cuda.is_available():
+        log.info(
+            "float32 products and convolutions in %s", "TF32" if allowed else "full precision (training.tf32: false)"
+        )
+    elif allowed:
+        log.warning("training.tf32 has no effect: there is no GPU")
+
+
 def seed_everything(seed: int) -> None:
     """Seeds Python, NumPy and torch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def set_allocator(cuda_alloc_conf: str | None) -> None:
+    """Settings of the GPU's memory allocator, which have to stand before the first tensor on a GPU."""
+    if not cuda_alloc_conf:
+        return
+    theirs = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
+    if theirs is not None and theirs != cuda_alloc_conf:
+        log.warning(
+            "training.cuda_alloc_conf: the environment's allocator settings %r count, not %r", theirs, cuda_alloc_conf
+        )
+        return
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = cuda_alloc_conf
+    if torch.cuda.is_available():
+        # The variable may have been read already; a setting that torch does not know is refused here.
+        try:
+            torch.cuda.memory._set_allocator_settings(cuda_alloc_conf)
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"training.cuda_alloc_conf: {cuda_alloc_conf!r} is not understood: {reason}") from error
 
 
 @contextlib.contextmanager
@@ -164,11 +201,10 @@ def build_model(accelerator: Any, config: Any) -> Any:
     with accelerator.local_main_process_first():  # the first one downloads, the others find it
         model = load_model(m.name, m.tokenizer)
     prepare_for_training(model, spec_augment=m.spec_augment, dropout=m.dropout, freeze_batchnorm=m.freeze_batchnorm)
-    if m.gradient_checkpointing:
-        layers = enable_gradient_checkpointing(model, m.gradient_checkpointing_every)
-        log.info("gradient checkpointing of %d of %d encoder layers", layers, len(model.encoder.layers))
     if m.sync_batchnorm and accelerator.num_processes > 1:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    apply_encoder_options(model, m)
+    cast_parameters(model, getattr(torch, m.dtype))
     model.to(accelerator.device)
     log.info(
         "model %s: %.1f M parameters, loaded in %.0f s",
@@ -211,6 +247,7 @@ def build_trainer(accelerator: Any, model: Any, sources: dict[str, list[Any]], c
         fastemit_lambda=m.fastemit_lambda,
         occupancy_threshold=m.occupancy_threshold,
         joint_memory_budget=m.joint_memory_budget,
+        encoder_context=ActivationOffload(model.encoder) if m.activation_offload else contextlib.nullcontext,
     )
     rates = {
         part: rate

@@ -1,0 +1,1 @@
+"""Where memory goes: the account of the tensors of a training step."""

@@ -1,0 +1,115 @@
+"""An account of the tensors that a training step holds, by what they are for.
+
+It sees every tensor that torch's operations make, on whatever device. It does not see what kernels keep for themselves (cuDNN's
+workspace, arrays of numba) nor what compiled graphs allocate inside.
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from finetune.strategies.optimizers import state_tensors, stored_tensors
+
+PARTS = ("parameters", "gradients", "optimizer", "activations")
+
+
+class TensorAccount(TorchDispatchMode):
+    """Counts the bytes of all live tensors while it is entered; each storage once, by its part.
+
+    Parts: parameters (and buffers), gradients, optimizer (states), activations (all else that the step makes, temporaries
+    included).
+
+    Args:
+        device_type: count tensors on such devices only; None counts all.
+    """
+
+    def __init__(self, device_type: str | None = None):
+        super().__init__()
+        self.device_type = device_type
+        self.parts = dict.fromkeys(PARTS, 0)
+        self.total = 0
+        self.peak = 0
+        self.parts_at_peak = dict(self.parts)
+        self._part_of: dict[int, tuple[str, int]] = {}
+
+    def add(self, tensors: Iterable[torch.Tensor], part: str) -> None:
+        """Counts tensors that exist already, or gives counted ones to another part."""
+        for tensor in tensors:
+            for inner in stored_tensors(tensor):
+                self._count(inner, part, move=True)
+
+    def _count(self, tensor: torch.Tensor, part: str, move: bool = False) -> None:
+        if self.device_type is not None and tensor.device.type != self.device_type:
+            return
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        known = self._part_of.get(key)
+        if known is None:
+            weakref.finalize(storage, self._forget, key)
+            self.total += size
+        elif move or known[1] != size:
+            self.parts[known[0]] -= known[1]
+            self.total += size - known[1]
+            part = part if move else known[0]
+        else:
+            return
+        self._part_of[key] = (part, size)
+        self.parts[part] += size
+        if self.total > self.peak:
+            self.peak, self.parts_at_peak = self.total, dict(self.parts)
+
+    def _forget(self, key: int) -> None:
+        part, size = self._part_of.pop(key)
+        self.parts[part] -= size
+        self.total -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                for inner in stored_tensors(leaf):
+                    self._count(inner, "activations")
+        return result
+
+
+class StepAccount:
+    """A context in which one training step is followed: `with StepAccount(module, optimizer) as account: step()`.
+
+    Afterwards `account.peak` holds the most bytes that were live at once, `account.parts_at_peak` their parts, and
+    `account.parts` what is left when the step is over.
+
+    Args:
+        module: the model as it is trained.
+        optimizer: its optimizer, after a step (its states have to exist).
+        device_type: as for TensorAccount.
+    """
+
+    def __init__(self, module: torch.nn.Module, optimizer: Any, device_type: str | None = None):
+        self.module, self.optimizer = module, optimizer
+        self.account = TensorAccount(device_type)
+        self.hooks: list[Any] = []
+
+    def __enter__(self) -> TensorAccount:
+        account = self.account
+        account.add(self.module.buffers(), "parameters")
+        account.add((p.detach() for p in self.module.parameters()), "parameters")
+        account.add(state_tensors(self.optimizer), "optimizer")
+        for p in self.module.parameters():
+            if p.requires_grad:
+                self.hooks.append(p.register_post_accumulate_grad_hook(self._gradient))
+                if p.grad is not None:
+                    account.add([p.grad], "gradients")
+        return account.__enter__()
+
+    def _gradient(self, p: torch.Tensor) -> None:
+        if p.grad is not None:
+            self.account.add([p.grad], "gradients")
+
+    def __exit__(self, *error: Any) -> None:
+        self.account.__exit__(*error)
+        for hook in self.hooks:
+            hook.remove()

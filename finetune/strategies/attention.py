@@ -1,0 +1,35 @@
+"""The encoder's attention through torch's scaled_dot_product_attention."""
+
+from typing import Any
+
+from torch.nn.attention import SDPBackend
+
+from finetune.errors import UserError
+
+
+def use_scaled_dot_product_attention(model: Any) -> int:
+    """Switches NeMo's attention modules to torch's fused kernel, in place; the mathematics stays the same.
+
+    The relative position scores go in as the kernel's additive mask, so one (B, heads, T, T) tensor is kept for the backward
+    pass in place of four. Rows of padding, which are masked as a whole, come out as zeros as they did before.
+
+    Returns:
+        The number of layers.
+
+    Raises:
+        UserError: the encoder's attention is local, for which NeMo has no such path.
+    """
+    layers = list(model.encoder.layers)
+    kind = model.encoder.self_attention_model
+    if kind not in ("rel_pos", "abs_pos"):
+        raise UserError(
+            f"model.scaled_dot_product_attention: the encoder's attention is {kind}, which torch's kernel does not compute. "
+            "Set model.scaled_dot_product_attention: false."
+        )
+    for layer in layers:
+        attention = layer.self_attn
+        # NeMo turns the names of a layout into torch's constants only where the layout itself asks for the kernel.
+        names = attention.use_pytorch_sdpa_backends or []
+        attention.use_pytorch_sdpa_backends = [getattr(SDPBackend, n) if isinstance(n, str) else n for n in names]
+        attention.use_pytorch_sdpa = True
+    return len(layers)

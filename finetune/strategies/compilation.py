@@ -1,0 +1,44 @@
+"""The Conformer layers under torch.compile."""
+
+import types
+from typing import Any
+
+import torch
+
+
+def compile_layers(model: Any, backend: str = "inductor") -> int:
+    """Compiles the Conformer layers of `model.encoder`, in place.
+
+    All layers share one compiled function, whose graph takes their weights as inputs, and lengths and batch sizes are symbols
+    in it: the first step makes one graph for forward and backward, and another comes only for a batch of one clip (torch
+    treats the size 1 apart), for batches on either side of a size at which a convolution changes its kernel (16 clips on a
+    CPU), and for the recomputation under gradient checkpointing. It is made only for training: evaluations and frozen layers
+    run as they are. Names in the state dict stay as they are.
+
+    Args:
+        backend: of torch.compile.
+
+    Returns:
+        The number of layers.
+    """
+    layers = list(model.encoder.layers)
+    for layer in layers:
+        layer.forward = types.MethodType(_compiled_forward(type(layer), backend), layer)
+    return len(layers)
+
+
+_compiled: dict[tuple[type, str], Any] = {}
+
+
+def _compiled_forward(kind: type, backend: str) -> Any:
+    """The forward of a class of layers: compiled in training, itself otherwise. One for all layers of the class."""
+    if (kind, backend) not in _compiled:
+        plain = kind.forward
+        fast = torch.compile(plain, dynamic=True, backend=backend)
+
+        def run(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            chosen = fast if self.training and torch.is_grad_enabled() else plain
+            return chosen(self, *args, **kwargs)
+
+        _compiled[kind, backend] = run
+    return _compiled[kind, backend]

@@ -1,0 +1,46 @@
+"""Everything under `model:` that changes how the encoder is trained, in the one order in which it fits together."""
+
+import logging
+from typing import Any
+
+from finetune.strategies.attention import use_scaled_dot_product_attention
+from finetune.strategies.checkpointing import enable_gradient_checkpointing
+from finetune.strategies.compilation import compile_layers
+from finetune.strategies.freezing import freeze_encoder
+from finetune.strategies.lora import add_lora
+
+log = logging.getLogger(__name__)
+
+
+def apply_encoder_options(model: Any, m: Any) -> None:
+    """Freezing, adapters, attention kernel, compilation and checkpointing, in place.
+
+    Args:
+        model: NeMo transducer, prepared for training.
+        m: the run's `model:` section.
+
+    Raises:
+        UserError: the model has no such layers, or not so many.
+    """
+    total = len(model.encoder.layers)
+    if m.scaled_dot_product_attention:
+        layers = use_scaled_dot_product_attention(model)
+        log.info("attention of %d encoder layers through torch's scaled_dot_product_attention", layers)
+    if m.freeze_encoder:
+        freeze_encoder(model, m.unfreeze_encoder_layers)
+        log.info("the encoder is frozen but the last %d of its %d layers", m.unfreeze_encoder_layers, total)
+    if m.lora_rank:
+        adapters = add_lora(
+            model, rank=m.lora_rank, alpha=m.lora_alpha, dropout=m.lora_dropout, targets=list(m.lora_targets)
+        )
+        log.info(
+            "LoRA of rank %d, scaled by %g, on %d linear layers of the encoder, which is frozen otherwise",
+            m.lora_rank,
+            model.lora_scaling,
+            adapters,
+        )
+    if m.compile:
+        log.info("compiling %d encoder layers: the first step takes a minute or so longer", compile_layers(model))
+    if m.gradient_checkpointing:
+        layers = enable_gradient_checkpointing(model, m.gradient_checkpointing_every)
+        log.info("gradient checkpointing of %d of %d encoder layers", layers, total)
