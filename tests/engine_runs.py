@@ -41,8 +41,8 @@ def watch_steps(found: dict[str, Any]) -> None:
     def note(optimizer: Any, *_: Any) -> None:
         if type(optimizer) is torch.optim.SGD:  # of the learning-rate schedule
             return
-        parameters = [local(p) for group in optimizer.param_groups for p in group["params"]]
-        found["stepped"] += sum(p.numel() for p in parameters)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        found["stepped"] += sum(local(p).numel() for p in parameters)
         found["gradients"] += sum(local(p.grad).numel() for p in parameters if p.grad is not None)
         found["stepped_on"] = sorted({p.device.type for p in parameters} | set(found["stepped_on"]))
 
