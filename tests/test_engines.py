@@ -48,7 +48,8 @@ def trainings(tiny_run: Callable[..., list[str]], tmp_path: Path) -> Callable[..
             "eval_on_start": False,
             "save_total_limit": 0,
         }
-
+        # A shorter run goes the same way as the first steps of a longer one.
+        training |= {"dataloader_num_workers": 1, "lr_scheduler_type": "constant", "warmup_ratio": 0.0}
         common = tiny_run(model=DETERMINISTIC, data=UNSHUFFLED | {"validation": None}, training=training)
         plan = []
         for name, (processes, *arguments) in wanted.items():
@@ -184,7 +185,11 @@ def test_zero(trainings, clips, uneven, bare_zero3, tmp_path):
         return f"training.resume_from_checkpoint={tmp_path / name / 'checkpoints' / f'step-{SAVED:08d}'}"
 
     rough = [uneven, "training.num_train_epochs=2", "training.max_steps=-1", "model.freeze_batchnorm=false", {"spoiled": [1, 2]}]  # fmt: skip
-    small = ["training.per_device_train_batch_size=2", "training.gradient_accumulation_steps=2", "training.max_steps=6"]
+    small = [
+        "training.per_device_train_batch_size=2",
+        "training.gradient_accumulation_steps=2",
+        "training.max_steps=6",
+    ]
     eight_bit = ["--strategy", "adamw_8bit", "training.optimizer_args={min_8bit_size: 64, embeddings_32bit: false}"]
     told = trainings(
         "deepspeed",
@@ -256,9 +261,17 @@ def test_offload(trainings, clips, bare_zero3, tmp_path):
         "deepspeed",
         adamw=reference(),
         zero3=(*zero3, *save),
-        zero3_resumed=(*zero3, *save, f"training.resume_from_checkpoint={tmp_path}/zero3/checkpoints/step-{SAVED:08d}"),
+        zero3_resumed=(
+            *zero3,
+            *save,
+            f"training.resume_from_checkpoint={tmp_path}/zero3/checkpoints/step-{SAVED:08d}",
+        ),
         fsdp2=(*fsdp2, *save),
-        fsdp2_resumed=(*fsdp2, *save, f"training.resume_from_checkpoint={tmp_path}/fsdp2/checkpoints/step-{SAVED:08d}"),
+        fsdp2_resumed=(
+            *fsdp2,
+            *save,
+            f"training.resume_from_checkpoint={tmp_path}/fsdp2/checkpoints/step-{SAVED:08d}",
+        ),
     )
     engines = {"zero3": "deepspeed_zero3_offload", "fsdp2": "fsdp_offload"}
     for name, engine in engines.items():
@@ -344,11 +357,7 @@ def test_fsdp_that_is_refused(monkeypatch, tmp_path):
 def test_two_ways_to_shard_are_refused():
     with pytest.raises(UserError, match=r"strategy fsdp2 and strategy hybrid_shard shard in different ways"):
         resolve_strategy(["fsdp2", "hybrid_shard"])
-    with pytest.raises(UserError, match=r"strategy zero2 .* and strategy zero3 .* are two engines"):
+    with pytest.raises(UserError, match=r"strategy zero2 and strategy zero3 are two DeepSpeed files"):
         resolve_strategy(["zero2", "zero3"])
-    with pytest.raises(UserError, match=r"two"):
-        resolve_strategy(["zero1", "zero2"])
-
-
-def test_weights_of_a_checkpoint_without_any(tmp_path):
-    assert read_whole_weights(tmp_path) is None
+    with pytest.raises(UserError, match=r"strategy zero2 .* and strategy fsdp2 .* are two engines"):
+        resolve_strategy(["zero2", "fsdp2"])

@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from finetune.strategies.low_bit import BITSANDBYTES
+from finetune.strategies.low_bit import BITSANDBYTES, TORCHAO
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,14 @@ RULES = (
         "FSDP",
         lambda c, engine, gpu: _optimizer(c) in BITSANDBYTES and engine.startswith("fsdp"),
         "bitsandbytes cannot step on parameters that FSDP2 has sharded (DTensor)",
-        "use --strategy adamw_8bit_ao with FSDP, or adamw_8bit with --strategy zero1, zero2, zero3 or ddp",
+        "use --strategy adamw_8bit_ao with fsdp2, or adamw_8bit with --strategy zero1, zero2, zero3 or ddp",
+    ),
+    Rule(
+        "training.optimizer of torchao",
+        "DeepSpeed",
+        lambda c, engine, gpu: _optimizer(c) in TORCHAO and engine.startswith("deepspeed"),
+        "torchao keeps 32-bit states, in silence, for tensors whose size is no multiple of its blocks, as the flat partitions of ZeRO are",
+        "use --strategy adamw_8bit with zero1, zero2 or zero3, or adamw_8bit_ao with fsdp2",
     ),
     Rule(
         "model.freeze_batchnorm",
