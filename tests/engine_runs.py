@@ -1,12 +1,13 @@
 """Trainings in several processes each, one after another: python tests/engine_runs.py PLAN.json.
 
-PLAN.json is a list of {"name", "processes", "arguments"}. NeMo is imported once, then each training's processes are forked, which saves
-its ten seconds for each of them. What train.py does under a launcher is the same; test_launchers.py starts the launchers themselves.
-Each rank writes what it holds of parameters, gradients and states to DIRECTORY/NAME-RANK.json, beside the plan; its output
-goes to NAME-RANK.log.
+Anything behind PLAN.json is a module to import beforehand. PLAN.json is a list of {"name", "processes", "arguments", "spoiled": [rank, call] or nothing}. NeMo is imported once, then each training's
+processes are forked, which saves its ten seconds for each of them; they find the environment that torchrun makes. Each rank writes what
+it holds of parameters, gradients and states to NAME-RANK.json beside the plan, its output goes to NAME-RANK.log.
 """
 
+import importlib
 import json
+import math
 import os
 import socket
 import sys
@@ -19,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from finetune import train
 from finetune.models.nemo import import_nemo
+from finetune.models.transducer import TransducerLossModule
 from finetune.strategies.optimizers import describe_optimizer, state_tensors, unwrap_optimizer
 from finetune.training import run
 
@@ -32,16 +34,31 @@ def sizes(tensors: list[torch.Tensor]) -> dict[str, Any]:
     return {"elements": sum(t.numel() for t in tensors), "devices": sorted({t.device.type for t in tensors})}
 
 
-def watch_gradients(found: dict[str, Any]) -> None:
-    """Notes what the optimizer that really steps is given, in its last step, and how often it steps."""
+def watch_steps(found: dict[str, Any]) -> None:
+    """Notes what the optimizers that really step are given in all. ZeRO steps each parameter group by itself."""
+    found.update(stepped=0, gradients=0, stepped_on=[])
 
     def note(optimizer: Any, *_: Any) -> None:
+        if type(optimizer) is torch.optim.SGD:  # of the learning-rate schedule
+            return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        found["steps"] = found.get("steps", 0) + 1
-        found["stepped"] = sizes(parameters)
-        found["gradients"] = sizes([p.grad for p in parameters if p.grad is not None])
+        found["stepped"] += sum(local(p).numel() for p in parameters)
+        found["gradients"] += sum(local(p.grad).numel() for p in parameters if p.grad is not None)
+        found["stepped_on"] = sorted({p.device.type for p in parameters} | set(found["stepped_on"]))
 
     register_optimizer_step_pre_hook(note)
+
+
+def spoil(call: int) -> None:
+    """Makes the losses of one call of the model, counted from 1, not a number."""
+    whole, seen = TransducerLossModule.forward, []
+
+    def forward(self: Any, *inputs: Any, **options: Any) -> torch.Tensor:
+        seen.append(1)
+        losses_B = whole(self, *inputs, **options)
+        return losses_B * math.nan if len(seen) == call else losses_B
+
+    TransducerLossModule.forward = forward
 
 
 def describe(trainer: Any) -> dict[str, Any]:
@@ -63,12 +80,14 @@ def describe(trainer: Any) -> dict[str, Any]:
 def in_rank(entry: dict[str, Any], rank: int, port: int, folder: Path) -> int:
     processes = entry["processes"]
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **entry.get("environment", {}))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     out = os.open(folder / f"{entry['name']}-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
     os.dup2(out, 2)
     found: dict[str, Any] = {"rank": rank}
-    watch_gradients(found)
+    watch_steps(found)
+    if entry.get("spoiled", [-1])[0] == rank:
+        spoil(entry["spoiled"][1])
     finish = run.finish
 
     def note_and_finish(accelerator: Any, trainer: Any, config: Any, strategy: Any) -> None:
@@ -85,6 +104,8 @@ def in_rank(entry: dict[str, Any], rank: int, port: int, folder: Path) -> int:
 def main(plan: Path) -> None:
     torch.set_num_threads(1)
     import_nemo()
+    if len(sys.argv) > 2:
+        importlib.import_module(sys.argv[2])
     for entry in json.loads(plan.read_text()):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

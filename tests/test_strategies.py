@@ -107,7 +107,9 @@ def test_shipped_run_files_load_under_every_strategy(path: Path) -> None:
 def test_strategies_and_engines() -> None:
     engines = {name: resolve_strategy([name]).engine for name in strategy_names()}
     expected = {"adamw": "none", "adamw_8bit": "none", "gradient_checkpointing": "none"}
-    assert engines.items() >= {**expected, "zero2_offload": "deepspeed_offload", "ddp": "ddp"}.items()
+    expected |= {"ddp": "ddp", "zero2": "deepspeed", "zero2_offload": "deepspeed_offload", "zero3": "deepspeed_zero3"}
+    expected |= {"zero3_offload": "deepspeed_zero3_offload", "fsdp2": "fsdp", "fsdp2_offload": "fsdp_offload"}
+    assert engines.items() >= expected.items()
     both = resolve_strategy(["gradient_checkpointing", "zero2_offload", "gradient_checkpointing"])
     assert both.names == ["gradient_checkpointing", "zero2_offload"]
     assert both.engine == "deepspeed_offload"
@@ -145,7 +147,9 @@ def test_deepspeed_file_by_name() -> None:
 def test_two_engines_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("zero2_offload", "adamw"):
         (tmp_path / f"{name}.yaml").write_text((ROOT / "accelerate_configs" / f"{name}.yaml").read_text())
-    (tmp_path / "sharded.yaml").write_text("distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config: {}\n")
+    (tmp_path / "sharded.yaml").write_text(
+        "distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config: {fsdp_version: 2}\n"
+    )
     (tmp_path / "half.yaml").write_text("distributed_type: 'NO'\nmixed_precision: fp16\n")
     monkeypatch.setattr(accelerate_files, "ACCELERATE_CONFIGS", tmp_path)
     monkeypatch.setattr("finetune.paths.ACCELERATE_CONFIGS", tmp_path)
@@ -192,6 +196,9 @@ CONFLICTS: dict[tuple[str, str], list[str]] = {
     ],
     ("training.optimizer flash_adamw_gradient_release", "training.fp16"): [RELEASE, "training.fp16=true"],
     ("model.dtype bfloat16", "training.fp16"): ["model.dtype=bfloat16", "training.fp16=true"],
+    ("training.fp16", "FSDP"): ["training.fp16=true", "--strategy=fsdp2"],
+    ("training.optimizer of bitsandbytes", "FSDP"): ["--strategy=adamw_8bit", "--strategy=fsdp2_offload"],
+    ("training.optimizer of torchao", "DeepSpeed"): ["--strategy=adamw_8bit_ao", "--strategy=zero3"],
     ("model.sync_batchnorm", "no GPU"): ["model.sync_batchnorm=true"],
     ("model.freeze_batchnorm", "model.sync_batchnorm"): ["model.freeze_batchnorm=true", "model.sync_batchnorm=true"],
 }
@@ -215,7 +222,8 @@ def test_rule_fires_before_anything_loads(
 def test_rules_let_the_rest_through(run_file: Callable[..., Path]) -> None:
     for keys in ({}, {"training__bf16": True}, {"training__fp16": True}, {"model__sync_batchnorm": True}):
         config, _ = load_config(run_file(**keys), [], [])
-        for engine in ("none", "ddp") if config.training.fp16 else ("none", "ddp", "deepspeed", "deepspeed_offload"):
+        others = () if config.training.fp16 else ("deepspeed", "deepspeed_offload", "deepspeed_zero3", "fsdp")
+        for engine in ("none", "ddp", *others):
             assert find_conflicts(config, engine, gpu=True) == []
 
 

@@ -125,6 +125,10 @@ def _take_engine(strategy: Strategy, values: dict[str, Any], origin: str) -> Non
     kind = str(values.get("distributed_type", "NO")).upper()
     if kind == "DEEPSPEED":
         path = ROOT / values["deepspeed_config"]["deepspeed_config_file"]
+        if strategy.deepspeed_config not in (None, path):
+            raise UserError(
+                f"{strategy.engine_from} and {origin} are two DeepSpeed files; a run has one. Leave one out."
+            )
         _set_engine(strategy, _deepspeed_engine(path), origin)
         strategy.deepspeed_config = path
     elif kind == "FSDP":

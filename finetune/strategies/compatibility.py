@@ -6,10 +6,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from finetune.strategies.low_bit import BITSANDBYTES, TORCHAO
+
 
 @dataclass(frozen=True)
 class Rule:
-    """Two conditions that must not hold together. `engine` is none, ddp, deepspeed, deepspeed_offload or fsdp."""
+    """Two conditions that must not hold together. `engine` is as in `accelerate_files.Strategy`."""
 
     first: str
     second: str
@@ -21,6 +23,10 @@ class Rule:
 
 def _get(config: Any, key: str) -> Any:
     return OmegaConf.select(config, key, throw_on_missing=False)
+
+
+def _deepspeed_offloads(engine: str) -> bool:
+    return engine.startswith("deepspeed") and engine.endswith("_offload")
 
 
 def _batchnorm_frozen_with_encoder(config: Any) -> bool:
@@ -53,9 +59,30 @@ RULES = (
     Rule(
         "training.optimizer other than adamw",
         "DeepSpeed optimizer offload",
-        lambda c, engine, gpu: _get(c, "training.optimizer") != "adamw" and engine == "deepspeed_offload",
+        lambda c, engine, gpu: _get(c, "training.optimizer") != "adamw" and _deepspeed_offloads(engine),
         "DeepSpeed's CPU offload steps its own DeepSpeedCPUAdam and would replace the optimizer in silence",
         "choose one: --strategy adamw_8bit, or --strategy zero2_offload with training.optimizer: adamw",
+    ),
+    Rule(
+        "training.fp16",
+        "FSDP",
+        lambda c, engine, gpu: bool(_get(c, "training.fp16")) and engine.startswith("fsdp"),
+        "the loss scale would be lowered by each process for its own shards",
+        "set training.bf16: true, or use --strategy ddp",
+    ),
+    Rule(
+        "training.optimizer of bitsandbytes",
+        "FSDP",
+        lambda c, engine, gpu: _optimizer(c) in BITSANDBYTES and engine.startswith("fsdp"),
+        "bitsandbytes cannot step on parameters that FSDP2 has sharded (DTensor)",
+        "use --strategy adamw_8bit_ao with fsdp2, or adamw_8bit with --strategy zero1, zero2, zero3 or ddp",
+    ),
+    Rule(
+        "training.optimizer of torchao",
+        "DeepSpeed",
+        lambda c, engine, gpu: _optimizer(c) in TORCHAO and engine.startswith("deepspeed"),
+        "torchao keeps 32-bit states, in silence, for tensors whose size is no multiple of its blocks, as the flat partitions of ZeRO are",
+        "use --strategy adamw_8bit with zero1, zero2 or zero3, or adamw_8bit_ao with fsdp2",
     ),
     Rule(
         "model.freeze_batchnorm",

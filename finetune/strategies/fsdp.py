@@ -92,10 +92,13 @@ def make_plugin() -> Any:
     and gradients are reduced in float32. Every process has loaded the model already, so nothing is left to load more thriftily.
     """
     from accelerate import FullyShardedDataParallelPlugin
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
+    offload = os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
     return FullyShardedDataParallelPlugin(
-        mixed_precision_policy=MixedPrecisionPolicy(cast_forward_inputs=False), cpu_ram_efficient_loading=False
+        mixed_precision_policy=MixedPrecisionPolicy(cast_forward_inputs=False),
+        cpu_ram_efficient_loading=False,
+        cpu_offload=CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else False,
     )
 
 
