@@ -38,6 +38,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from bench_optimizer_verdicts import print_verdicts, verdicts
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -148,11 +149,11 @@ def share_states(optimizer: torch.optim.Optimizer, states: dict[torch.Tensor, tu
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all states."""
+    """Bytes of all states; the float32 ones are views of one storage, and bitsandbytes' tables are shared."""
     from finetune.strategies.optimizers import stored_tensors
 
     values = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-    return sum(t.numel() * t.element_size() for v in values for t in stored_tensors(v))
+    return sum({t.data_ptr(): t.numel() * t.element_size() for v in values for t in stored_tensors(v)}.values())
 
 
 def seconds_of(call: Callable[[], Any], device: str) -> float:
@@ -372,7 +373,9 @@ def print_tables(found: dict[str, Any]) -> None:
         for name, r in found["schedules"]["sides"].items():
             print(f"{name:24} {r['microseconds']:9.2f} {r['share_of_fused_step']:16.4%}")
     if "rates" in found:
-        print(f"\nlearning rate in a compiled step, {found['rates']['steps']} steps, {found['rates']['tensors']} tensors")
+        print(
+            f"\nlearning rate in a compiled step, {found['rates']['steps']} steps, {found['rates']['tensors']} tensors"
+        )
         print(f"{'held as':16} {'compiled':>8} {'first s':>8} {'later s':>8} {'all s':>8}")
         for name, r in found["rates"]["sides"].items():
             print(f"{name:16} {r['compilations']:8d} {r['first_seconds']:8.2f} {r['later_seconds_median']:8.3f} {r['total_seconds']:8.2f}")  # fmt: skip
@@ -382,8 +385,6 @@ def measure(
     sections: tuple[str, ...], layers: int, sides: tuple[str, ...] = SIDES, repeats: int = 7, device: str = "cpu"
 ) -> dict[str, Any]:
     """All figures of the named sections, and the verdicts on them."""
-    from bench_optimizer_verdicts import verdicts
-
     work = make_work(layers, device)
     found: dict[str, Any] = {
         "layout": {
@@ -418,8 +419,6 @@ def main() -> None:
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     layers = arguments.layers or (LAYERS if arguments.full or device == "cuda" else 6)
-    from bench_optimizer_verdicts import print_verdicts
-
     about = machine()
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
