@@ -42,12 +42,16 @@ def _row(section: str, technique: str, claim: str, claimed: tuple[float, float] 
 
 def _keep_step(name: str, sides: dict[str, dict[str, Any]]) -> tuple[bool, str]:
     own, default = sides[name], sides.get(DEFAULT)
-    rivals = [k for k, r in sides.items() if k != name and r["state_bytes"] <= ALIKE * own["state_bytes"]]
+    alike = {
+        k: max(r["state_bytes"], own["state_bytes"]) / min(r["state_bytes"], own["state_bytes"])
+        for k, r in sides.items()
+    }
+    rivals = [k for k, ratio in alike.items() if k != name and ratio <= ALIKE]
     best = min(rivals, key=lambda k: sides[k]["seconds"], default=None)
     if best is not None and sides[best]["seconds"] <= (1 - MARGIN) * own["seconds"]:
-        return False, f"{best} takes {sides[best]['seconds'] / own['seconds']:.2f} of its time with no more state"
+        return False, f"{best} takes {sides[best]['seconds'] / own['seconds']:.2f} of its time with the same state"
     if name == DEFAULT or default is None:
-        return True, "nothing with no more state takes 5 % less time"
+        return True, "nothing with the same state takes 5 % less time"
     time, size = own["seconds"] / default["seconds"], own["state_bytes"] / default["state_bytes"]
     gains = time <= 1 - MARGIN or size <= 1 - MARGIN
     return gains, f"{time:.2f} of the time and {size:.2f} of the state of {DEFAULT}"
