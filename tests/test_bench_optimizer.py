@@ -63,6 +63,20 @@ def test_verdicts_of_schedules_follow_the_rule():
     assert not cheap["by hand"]["reached"], "1 us is not nothing"
 
 
+def test_verdicts_of_rates_follow_the_rule():
+    def verdicts_of(floats: int, seconds: float) -> tuple[str, str]:
+        sides = {
+            "float": {"compilations": floats, "total_seconds": 20.0, "later_seconds_median": seconds},
+            "tensor": {"compilations": 1, "total_seconds": 10.0, "later_seconds_median": 1.0},
+        }
+        tensor, held_as_float = verdicts({"rates": {"sides": sides}})
+        return tensor["verdict"], held_as_float["verdict"]
+
+    assert verdicts_of(2, 0.5) == ("keep", "drop")
+    assert verdicts_of(1, 0.9) == ("drop", "keep")
+    assert verdicts_of(1, 1.0) == ("keep", "keep")
+
+
 def test_the_layout_is_the_published_models():
     model = bench_optimizer.real_layout(bench_optimizer.LAYERS)
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(627e6, rel=1e-3)
