@@ -1,0 +1,109 @@
+"""This project's low-bit optimizers in NeMo's own registry, for models that NeMo and Lightning train.
+
+    from finetune.strategies.nemo_registry import register_optimizers
+
+    register_optimizers(model)
+    model.setup_optimization(
+        {"name": "adamw_8bit", "lr": 1e-4, "betas": [0.9, 0.98], "weight_decay": 1e-3,
+         "sched": {"name": "CosineAnnealing", "warmup_steps": 500, "max_steps": 10000, "min_lr": 1e-6}}
+    )
+
+NeMo's schedules work on top. NeMo puts all parameters into one group, so that biases and norms are decayed too, as with NeMo's own
+optimizers; `optim_param_groups` of its configuration makes groups.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from omegaconf import MISSING
+
+from finetune.strategies.low_bit import BETAS, BITSANDBYTES, EPS, LION_BETAS, TORCHAO
+from finetune.strategies.optimizers import build_optimizer
+
+log = logging.getLogger(__name__)
+
+WIDE = "keeps_32bit_states"  # attribute of an embedding's weight
+WEIGHT_DECAY = 0.01
+
+
+@dataclass
+class LionParams:
+    """Defaults where NeMo's configuration says `args: {name: auto}`."""
+
+    lr: float | None = MISSING
+    betas: tuple[float, float] = LION_BETAS
+    weight_decay: float = WEIGHT_DECAY
+    min_8bit_size: int = 4096
+    embeddings_32bit: bool = True
+
+
+@dataclass
+class BitsandbytesAdamWParams(LionParams):
+    betas: tuple[float, float] = BETAS
+    eps: float = EPS
+
+
+@dataclass
+class TorchaoAdamWParams:
+    lr: float | None = MISSING
+    betas: tuple[float, float] = BETAS
+    eps: float = EPS
+    weight_decay: float = WEIGHT_DECAY
+    block_size: int | None = None
+
+
+def register_optimizers(model: torch.nn.Module | None = None) -> list[str]:
+    """Makes the names of BITSANDBYTES and TORCHAO known to `setup_optimization` of every NeMo model; a second call changes nothing.
+
+    Args:
+        model: its embedding tables keep 32-bit states under bitsandbytes, as in this project's own runs; NeMo hands parameters
+            over without saying what they are. Without it they are treated like any matrix.
+
+    Returns:
+        The names that NeMo knows now.
+    """
+    from nemo.core.optim.optimizers import AVAILABLE_OPTIMIZERS, register_optimizer
+
+    for module in model.modules() if model is not None else ():
+        if isinstance(module, torch.nn.Embedding):
+            setattr(module.weight, WIDE, True)
+    names = [*BITSANDBYTES, *TORCHAO]
+    for name in names:
+        known = AVAILABLE_OPTIMIZERS.get(name)
+        if known is None:
+            params = LionParams if name == "lion_8bit" else BitsandbytesAdamWParams if name in BITSANDBYTES else None
+            register_optimizer(name, _factory(name), params or TorchaoAdamWParams)
+        elif getattr(known, "__module__", None) != __name__:
+            log.warning("NeMo already has another optimizer %s (%s); it stays.", name, known)
+    return names
+
+
+def _factory(name: str) -> Callable[..., torch.optim.Optimizer]:
+    """What NeMo calls in place of an optimizer's class. It finds default options under the factory's own name."""
+
+    def make(
+        params: Iterable[Any], lr: float = 1e-3, weight_decay: float = WEIGHT_DECAY, **options: Any
+    ) -> torch.optim.Optimizer:
+        options = {k: v for k, v in options.items() if v is not None}
+        return build_optimizer(name, _groups(params, lr, weight_decay), options)
+
+    make.__name__ = make.__qualname__ = name
+    return make
+
+
+def _groups(params: Iterable[Any], lr: float, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups with rates of their own, without frozen parameters, and with embeddings apart."""
+    given = list(params)
+    if given and not isinstance(given[0], dict):
+        given = [{"params": given}]
+    found = []
+    for group in given:
+        trained = [p for p in group["params"] if p.requires_grad]
+        for embedding in (False, True):
+            part = [p for p in trained if getattr(p, WIDE, False) == embedding]
+            if part:
+                found.append({"lr": lr, "weight_decay": weight_decay, **group, "params": part, "embedding": embedding})
+    return found
