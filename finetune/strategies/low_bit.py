@@ -98,4 +98,29 @@ def torchao_optimizer(name: str, groups: list[dict[str, Any]], args: dict[str, A
     import torchao.optim
 
     narrow = any(p.dtype == torch.bfloat16 for group in groups for p in group["params"])
-    return getattr(torchao.optim, TORCHAO[name])(groups, bf16_stochastic_round=narrow, **args)
+    kind = getattr(torchao.optim, TORCHAO[name])
+    kind = _with_own_levels(kind) if name == "adamw_4bit_ao" else kind
+    return kind(groups, bf16_stochastic_round=narrow, **args)
+
+
+# The 16 levels of 4-bit states, as shares of the largest value of a block.
+FIRST_MOMENT_LEVELS = [k / 7 for k in range(-7, 0)] + [k / 8 for k in range(9)]
+SECOND_MOMENT_LEVELS = [(k / 16) ** 2 for k in range(1, 17)]
+
+
+def _with_own_levels(kind: type) -> type:
+    """torchao's 4-bit AdamW with other levels, by which it learns as fast as with 32-bit states.
+
+    torchao takes the levels of arXiv 2309.01507 without the paper's rank-1 normalisation: the second moment on a linear scale, whose
+    smallest level is a 16th of the block's largest value, so that most weights move too slowly; and the first moment on one that is
+    coarse where most values lie. Here the second moment's levels are squares (its root is what counts), the first moment's even.
+    """
+    from torchao.optim.subclass_4bit import OptimState4bit
+
+    def zeros(p: torch.Tensor, signed: bool, block_size: int) -> torch.Tensor:
+        state = OptimState4bit.zeros(p.shape, signed, block_size, p.device, dtype=p.dtype)
+        levels = FIRST_MOMENT_LEVELS if signed else SECOND_MOMENT_LEVELS
+        state.qmap.copy_(torch.tensor(levels, device=p.device))
+        return state
+
+    return type(kind.__name__, (kind,), {"_subclass_zeros": staticmethod(zeros)})
