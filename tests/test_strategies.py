@@ -195,6 +195,7 @@ CONFLICTS: dict[tuple[str, str], list[str]] = {
         "--strategy=ddp",
     ],
     ("training.optimizer flash_adamw_gradient_release", "training.fp16"): [RELEASE, "training.fp16=true"],
+    ("model.dtype bfloat16", "DeepSpeed or FSDP"): ["model.dtype=bfloat16", "--strategy=fsdp2"],
     ("model.dtype bfloat16", "training.fp16"): ["model.dtype=bfloat16", "training.fp16=true"],
     ("training.fp16", "FSDP"): ["training.fp16=true", "--strategy=fsdp2"],
     ("training.optimizer of bitsandbytes", "FSDP"): ["--strategy=adamw_8bit", "--strategy=fsdp2_offload"],

@@ -178,6 +178,14 @@ RULES = (
     ),
     Rule(
         "model.dtype bfloat16",
+        "DeepSpeed or FSDP",
+        lambda c, engine, gpu: _get(c, "model.dtype") == "bfloat16" and engine.startswith(("deepspeed", "fsdp")),
+        "ZeRO-3 and FSDP2 gather weights of one type only, and BatchNorm stays in float32; ZeRO-1 and 2 step on float32 copies, so that "
+        "nothing is spared",
+        "set model.dtype: float32 and training.bf16: true, with an optimizer for float32 weights",
+    ),
+    Rule(
+        "model.dtype bfloat16",
         "training.fp16",
         lambda c, engine, gpu: _get(c, "model.dtype") == "bfloat16" and bool(_get(c, "training.fp16")),
         "loss scaling is for float32 weights with float16 computation",
