@@ -31,7 +31,12 @@ RUN_FILES = sorted((ROOT / "finetune" / "configs").glob("*.yaml"))
 # The keys that a memory strategy may be about. One that needs another key is about something else.
 STRATEGY_KEYS = {
     **{name: {"training.optimizer", "training.optimizer_args"} for name in OPTIMIZERS},
-    "gradient_checkpointing": {"model.gradient_checkpointing", "model.gradient_checkpointing_every"},
+    "gradient_checkpointing": {"model.gradient_checkpointing"},
+    "gradient_checkpointing_every_2": {"model.gradient_checkpointing", "model.gradient_checkpointing_every"},
+    "activation_offload": {"model.activation_offload"},
+    "freeze_encoder": {"model.freeze_encoder"},
+    "partial_unfreeze": {"model.freeze_encoder", "model.unfreeze_encoder_layers"},
+    "lora": {"model.lora_rank", "model.lora_alpha", "model.lora_dropout", "model.lora_targets"},
 }
 
 

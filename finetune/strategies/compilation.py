@@ -36,9 +36,11 @@ def _compiled_forward(kind: type, backend: str) -> Any:
         plain = kind.forward
         fast = torch.compile(plain, dynamic=True, backend=backend)
 
-        def run(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            chosen = fast if self.training and torch.is_grad_enabled() else plain
-            return chosen(self, *args, **kwargs)
+        def run(self: torch.nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not (self.training and torch.is_grad_enabled()):
+                return plain(self, x, *args, **kwargs)
+            # The first layer's input is a view where there is no dropout before it, and views get a graph of their own.
+            return fast(self, x.clone() if x._is_view() else x, *args, **kwargs)
 
         _compiled[kind, backend] = run
     return _compiled[kind, backend]
