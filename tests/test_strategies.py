@@ -40,7 +40,6 @@ STRATEGY_KEYS = {
     "flash_adamw_gradient_release": {"training.optimizer", "model.dtype", "training.max_grad_norm"},
     "bf16_full": {"training.optimizer", "model.dtype"},
     "bf16_stochastic_rounding": {"training.optimizer", "model.dtype"},
-    "gradient_checkpointing": {"model.gradient_checkpointing", "model.gradient_checkpointing_every"},
     "recommended": {"model.gradient_checkpointing", "training.optimizer"} | BATCHES,
     "recommended_multi": {"training.optimizer"} | BATCHES,
     "recommended_small": {
@@ -51,6 +50,12 @@ STRATEGY_KEYS = {
         "training.cuda_alloc_conf",
     }
     | BATCHES,
+    "gradient_checkpointing": {"model.gradient_checkpointing"},
+    "gradient_checkpointing_every_2": {"model.gradient_checkpointing", "model.gradient_checkpointing_every"},
+    "activation_offload": {"model.activation_offload"},
+    "freeze_encoder": {"model.freeze_encoder"},
+    "partial_unfreeze": {"model.freeze_encoder", "model.unfreeze_encoder_layers"},
+    "lora": {"model.lora_rank", "model.lora_alpha", "model.lora_dropout", "model.lora_targets"},
 }
 
 

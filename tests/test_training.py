@@ -89,9 +89,9 @@ def test_gradient_checkpointing_keeps_fewer_bytes(tiny_model):
         return total
 
     everything, all_layers, every_second = saved_bytes(None), saved_bytes(1), saved_bytes(2)
+    # both leave the subsampling out as well, which here stores more than a layer
     assert all_layers < every_second < everything
-    per_layer = (everything - every_second) / everything
-    assert (everything - all_layers) / everything == pytest.approx(2 * per_layer, rel=0.05)
+    assert everything - every_second > every_second - all_layers > 0.1 * everything
 
 
 def test_8bit_adamw_has_8bit_states_and_far_fewer_bytes(run_train, tiny_run, tmp_path):

@@ -209,7 +209,6 @@ class ActivationOffload:
     def _fetch(self, stored: Stored) -> None:
         if stored.on_device is None:
             stored.on_device = torch.empty(stored.host.numel(), dtype=torch.uint8, device=stored.device)
-            stored.on_device.record_stream(
-                self.stream
-            )  # where a backward pass ends early, nothing else waits for the copy
+            # Where a backward pass ends early, nothing else waits for the copy.
+            stored.on_device.record_stream(self.stream)
             self._copy(stored.on_device, stored.host, stored)

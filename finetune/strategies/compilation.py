@@ -34,11 +34,20 @@ def _compiled_forward(kind: type, backend: str) -> Any:
     """The forward of a class of layers: compiled in training, itself otherwise. One for all layers of the class."""
     if (kind, backend) not in _compiled:
         plain = kind.forward
-        fast = torch.compile(plain, dynamic=True, backend=backend)
 
-        def run(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            chosen = fast if self.training and torch.is_grad_enabled() else plain
-            return chosen(self, *args, **kwargs)
+        def traced(self: torch.nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.self_attention_model == "rel_pos":
+                # Without this the shift of the relative scores looks like an arbitrary reshape, and each length gets a graph.
+                torch._check(kwargs["pos_emb"].size(1) == 2 * x.size(1) - 1)
+            return plain(self, x, *args, **kwargs)
+
+        fast = torch.compile(traced, dynamic=True, backend=backend)
+
+        def run(self: torch.nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not (self.training and torch.is_grad_enabled()):
+                return plain(self, x, *args, **kwargs)
+            # The first layer's input is a view where there is no dropout before it, and views get a graph of their own.
+            return fast(self, x.clone() if x._is_view() else x, *args, **kwargs)
 
         _compiled[kind, backend] = run
     return _compiled[kind, backend]
