@@ -366,13 +366,12 @@ def test_one_graph_for_all_layers_and_lengths(tiny, graphs):
     )
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_layers_train_like_plain_ones(train, plain_losses, graphs, tiny_model, monkeypatch, backend):
+def test_compiled_layers_train_like_plain_ones(train, plain_losses, graphs, tiny_model, monkeypatch):
     """ "eager" runs the graph that torch.compile caught as it is; to make kernels of it takes minutes on a small CPU."""
     from finetune.models.nemo import load_model
     from finetune.strategies import encoder
 
-    monkeypatch.setattr(encoder, "compile_layers", functools.partial(encoder.compile_layers, backend=backend))
+    monkeypatch.setattr(encoder, "compile_layers", functools.partial(encoder.compile_layers, backend="eager"))
     run = train("compiled", "model.compile=true")
     assert losses(run) == pytest.approx(plain_losses, rel=1e-4)
     assert graphs() == 1

@@ -107,7 +107,8 @@ class ModelConfig:
     )
     compile: bool = option(
         False,
-        "Compile the Conformer layers with torch.compile: one graph for all layers and all lengths, made in the first step.",
+        "Compile the Conformer layers with torch.compile: one graph for all layers, made in the first step. For GPUs: on a CPU it "
+        "is compiled again for each length, for minutes.",
     )
     freeze_batchnorm: bool = option(
         False,
