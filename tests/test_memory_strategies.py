@@ -378,6 +378,31 @@ def test_compiled_layers_train_like_plain_ones(train, plain_losses, graphs, tiny
     assert list(load_model(str(run)).state_dict()) == list(load_model(str(tiny_model)).state_dict())
 
 
+def test_lengths_are_padded_to_buckets_and_losses_stay(tiny_model):
+    """BatchNorm on its stored statistics: in others the padding counts."""
+    from finetune.models.nemo import load_model, prepare_for_training
+    from finetune.models.transducer import TransducerLossModule
+
+    model = load_model(str(tiny_model))
+    prepare_for_training(model, spec_augment=False, dropout=0.0, freeze_batchnorm=True)
+    frames = []
+    model.encoder.register_forward_pre_hook(
+        lambda _, args, kwargs: frames.append(kwargs["audio_signal"].size(2)), with_kwargs=True
+    )
+    for samples in (9_000, 15_000, 20_000):
+        batch = (
+            torch.randn(2, samples, generator=torch.Generator().manual_seed(samples)),
+            torch.tensor([samples, samples - 3_000]),
+            torch.tensor([[5, 9], [7, 3]]),
+            torch.tensor([2, 1]),
+        )
+        plain = TransducerLossModule(model).train()(*batch)
+        padded = TransducerLossModule(model, length_bucket=0.5).train()(*batch)
+        torch.testing.assert_close(padded, plain, rtol=1e-5, atol=1e-5)
+    assert [f % 50 for f in frames[1::2]] == [0, 0, 0]
+    assert all(f % 50 for f in frames[0::2])
+
+
 # ---- freezing ------------------------------------------------------------------------------------------------------
 
 
@@ -628,19 +653,20 @@ def test_adapters_keep_batchnorm_on_its_stored_statistics(tiny):
 # ---- precision and pairs -------------------------------------------------------------------------------------------
 
 
-def test_tf32_sets_both_switches(messages, monkeypatch):
-    from finetune.training.run import set_tf32
+def test_tf32_is_switched_on_and_otherwise_left_alone(messages, monkeypatch):
+    from finetune.training.run import allow_tf32
 
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     try:
-        for allowed in (True, False):
-            monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-            set_tf32(allowed)
-            assert torch.backends.cuda.matmul.allow_tf32 is allowed
-            assert torch.backends.cudnn.allow_tf32 is allowed
-            assert ("TF32" in messages[-1]) == allowed
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        allow_tf32(False)
+        assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (False, False)
+        allow_tf32(True)
+        assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (True, True)
+        assert "in TF32" in messages[-1]
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        set_tf32(True)
+        allow_tf32(True)
         assert "no effect: there is no GPU" in messages[-1]
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before

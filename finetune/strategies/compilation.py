@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+LENGTHS = 32
+
 
 def compile_layers(model: Any, backend: str = "inductor") -> int:
     """Compiles the Conformer layers of `model.encoder`, in place.
@@ -16,8 +18,8 @@ def compile_layers(model: Any, backend: str = "inductor") -> int:
     state dict stay as they are.
 
     On a CPU the symbols do not last: torch 2.11's inductor lays a tensor of the attention out anew and writes its strides into
-    the backward kernels as numbers, so that each length is compiled again, for minutes, until torch gives up after eight and
-    runs the layers plainly. Compile on GPUs.
+    the backward kernels as numbers, so that each length is compiled again, for minutes. model.compile_bucket keeps the number
+    of lengths small; behind LENGTHS of them torch runs the layers plainly. Compile on GPUs.
 
     Args:
         backend: of torch.compile.
@@ -25,6 +27,7 @@ def compile_layers(model: Any, backend: str = "inductor") -> int:
     Returns:
         The number of layers.
     """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, LENGTHS)
     layers = list(model.encoder.layers)
     for layer in layers:
         layer.forward = types.MethodType(_compiled_forward(type(layer), backend), layer)
