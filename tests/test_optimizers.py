@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import read_lines
+from conftest import DETERMINISTIC, ONLY_TRAIN, read_lines
 
 from finetune.strategies import low_bit
 from finetune.strategies.optimizers import build_optimizer, describe_optimizer, parameter_groups
-
-DETERMINISTIC = {"spec_augment": False, "dropout": 0.0, "freeze_batchnorm": True}
-ONLY_TRAIN = {"validation": None, "test": None, "shuffle": False, "group_by_duration": False}
 
 
 class Net(torch.nn.Module):
