@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import read_lines
 from memory_cases import assert_same, batch, forward_and_backward, losses, saved_storages
 
 from finetune.errors import UserError
@@ -37,6 +38,17 @@ def test_losses_equal_plain_adamw(train, plain_losses, arguments, monkeypatch, c
     assert ("of the first batch wait in host memory" in told) == ("activation_offload" in arguments)
     assert ("gradient checkpointing of 1 of 2" in told) == ("gradient_checkpointing_every_2" in arguments)
     assert ("gradient checkpointing of 2 of 2" in told) == ("gradient_checkpointing" in arguments)
+
+
+def test_one_batch_of_16_equals_four_of_4(train):
+    """Accumulated: the sum of the losses is divided by what the whole step holds."""
+    curves = {}
+    for clips, batches in ((16, 1), (4, 4)):
+        sizes = (f"training.per_device_train_batch_size={clips}", f"training.gradient_accumulation_steps={batches}")
+        rows = read_lines(train(f"{batches}x{clips}", *sizes) / "metrics.jsonl")
+        assert {row["samples"] for row in rows} >= {16, 24, 40}
+        curves[clips] = [value for row in rows for value in (row["loss"], row["grad_norm"])]
+    assert curves[4] == pytest.approx(curves[16], rel=1e-4)
 
 
 def test_every_second_layer_is_computed_twice(tiny):

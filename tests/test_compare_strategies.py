@@ -1,0 +1,97 @@
+"""The command that compares strategies, on the tiny model."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT
+
+from finetune.errors import UserError
+from finetune.paths import strategy_names
+
+SCRIPT = ROOT / "scripts" / "compare_strategies.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("compare_strategies", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def wanted(**values) -> SimpleNamespace:
+    return SimpleNamespace(**{"strategies": None, "matrix": None, "yardstick": "adamw", **values})
+
+
+def test_rows(script):
+    rows = script.rows_to_run(wanted())
+    assert rows[0]["name"] == "adamw"
+    assert sorted(r["name"] for r in rows) == strategy_names()
+    combined = script.rows_to_run(wanted(strategies="adamw_8bit+gradient_checkpointing"))[1]
+    assert combined["strategies"] == ["adamw_8bit", "gradient_checkpointing"]
+    crossed = script.rows_to_run(wanted(strategies="adamw_8bit_ao", matrix="precision,compile,offload"))
+    assert len(crossed) == 1 + 3 * 2 * 2
+    cell = next(r for r in crossed if r["name"] == "adamw_8bit_ao [full bf16, compiled, no offload]")
+    assert cell["settings"] == ["model.dtype=bfloat16", "model.compile=true"]
+    with pytest.raises(UserError, match="there is no zero9"):
+        script.rows_to_run(wanted(strategies="adamw,zero9"))
+    with pytest.raises(UserError, match="--matrix takes precision, compile, offload, found speed"):
+        script.rows_to_run(wanted(matrix="speed"))
+
+
+def test_processes(script):
+    assert script.processes_of(["adamw_8bit", "gradient_checkpointing"], gpus=0) == 1
+    assert script.processes_of(["ddp"], gpus=0) == 2
+    assert script.processes_of(["fsdp2"], gpus=4) == 4
+
+
+def test_a_comparison_goes_on_where_it_was(tiny_run, tmp_path):
+    """Two rows that run, one of them of two processes, and one that cannot; then the same again without a run."""
+    run_file = tiny_run(data={"test": None})[1]
+    out = tmp_path / "compared"
+    command = [
+        sys.executable, str(SCRIPT), "--config", run_file, "--strategies", "adamw_8bit,flash_adamw", "--steps", "5",
+        "--eval-clips", "4", "--output-dir", str(out),
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads((out / "results.json").read_text())
+    adamw, low_bit, flash = results["rows"]
+    assert (adamw["name"], low_bit["name"], flash["name"]) == ("adamw", "adamw_8bit", "flash_adamw")
+    assert "exclude each other" in flash["reason"]
+    assert adamw["optimizer_bytes_per_parameter"] == pytest.approx(8.0, abs=0.1)
+    assert low_bit["parts_bytes"]["optimizer"] < 0.6 * adamw["parts_bytes"]["optimizer"]
+    assert low_bit["parts_bytes"]["parameters"] == adamw["parts_bytes"]["parameters"]
+    assert adamw["peak_bytes"] == sum(adamw["parts_bytes"].values())
+    assert len(adamw["losses"]) == 5
+    assert low_bit["losses"][0] == pytest.approx(adamw["losses"][0], rel=1e-6)
+    assert adamw["wer"] >= 0
+    assert adamw["seconds_per_step"] > 0
+    assert (out / "strategies.png").stat().st_size > 10_000
+    table = (out / "table.md").read_text()
+    assert table in done.stdout
+    assert "cannot run here" in table
+    kept = json.loads((out / "rows.json").read_text())
+    again = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert again.returncode == 0
+    assert json.loads((out / "rows.json").read_text()) == kept
+
+
+def test_a_row_that_has_to_run_fails_the_command(tiny_run, tmp_path):
+    run_file = tiny_run("model.name=nowhere.nemo")[1]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--config", run_file, "--strategies", "adamw", "--output-dir", str(tmp_path / "out"), "model.name=gone.nemo"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert (
+        "error: adamw has to run on every machine and did not: model.name: there is no file gone.nemo" in done.stderr
+    )
