@@ -39,7 +39,6 @@ from finetune.paths import ACCELERATE_CONFIGS, strategy_names  # noqa: E402
 
 # Families of strategies that need no GPU. The rest say why they cannot run.
 NEEDS_A_GPU = ("cpu_offload_ao", "cpu_offload_gradients_ao", "flash_adamw", "flash_adamw_gradient_release")
-YARDSTICK = "adamw"
 SKIPPED_STEPS = 3
 AXES = {
     "precision": {
@@ -124,12 +123,12 @@ def rows_to_run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     axes = arguments.matrix.split(",") if arguments.matrix else []
     if set(axes) - set(AXES):
         raise UserError(f"--matrix takes {', '.join(AXES)}, found {', '.join(sorted(set(axes) - set(AXES)))}.")
-    rows = [{"name": YARDSTICK, "strategies": [YARDSTICK], "settings": []}]
+    rows = [{"name": arguments.yardstick, "strategies": arguments.yardstick.split("+"), "settings": []}]
     for name in names:
         for cell in itertools.product(*(AXES[axis].items() for axis in axes)):
             label = f"{name} [{', '.join(words for words, _ in cell)}]" if cell else name
             settings = [setting for _, part in cell for setting in part]
-            if label != YARDSTICK:
+            if label != arguments.yardstick:
                 rows.append({"name": label, "strategies": name.split("+"), "settings": settings})
     return rows
 
@@ -214,8 +213,8 @@ def machine() -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]], where: dict[str, Any], steps: int) -> str:
-    """The comparison as a Markdown table."""
-    base = next(r for r in rows if r["name"] == YARDSTICK)
+    """The comparison as a Markdown table; the first row is the yardstick."""
+    base = rows[0]
     scale, unit = (2**30, "GiB") if base.get("peak_bytes", 0) > 2**31 else (2**20, "MiB")
     kind = "CUDA allocator" if where["gpu"] else "account of the process's tensors"
     lines = [
@@ -223,7 +222,7 @@ def table(rows: list[dict[str, Any]], where: dict[str, Any], steps: int) -> str:
         f"steps; peak memory: {kind}, of one process.",
         "",
         f"| strategy | processes | peak {unit} | of that parameters / gradients / optimizer / activations | optimizer bytes a trained "
-        f"parameter | time a step against {YARDSTICK} | loss | against {YARDSTICK} | WER |",
+        f"parameter | time a step against {base['name']} | loss | against {base['name']} | WER |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
@@ -252,7 +251,7 @@ def picture(rows: list[dict[str, Any]], where: dict[str, Any], path: Path) -> No
     import matplotlib.pyplot as plt
 
     measured = [r for r in rows if "reason" not in r]
-    base = next((r for r in measured if r["name"] == YARDSTICK), measured[0])
+    base = measured[0]
     fig, (memory, speed, curves) = plt.subplots(
         1, 3, figsize=(17, 1.8 + 0.3 * len(measured)), width_ratios=(5, 3, 5), layout="constrained"
     )
@@ -363,6 +362,7 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True, help="run file")
     parser.add_argument("--strategies", help="names with commas between; + combines (default: all)")
     parser.add_argument("--matrix", help=f"axes to cross each strategy with: {','.join(AXES)}")
+    parser.add_argument("--yardstick", default="adamw", help="the row that the others are compared with")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each row")
     parser.add_argument("--warmup-steps", type=int, default=2)
     parser.add_argument("--eval-clips", type=int, default=32, help="validation clips for the WER column")

@@ -21,6 +21,7 @@ run() {
 
 run loss "the loss on the GPU against the CPU" "$python" scripts/gpu_check_loss.py
 run optimizers "optimizers on the GPU: states, offload, time" "$python" scripts/gpu_check_optimizers.py --json "$parts/optimizers.json"
+run strategies "memory and time of strategies on the 0.6B layout" "$python" scripts/bench_real_size.py --output-dir "$parts/real_size" --json "$parts/strategies.json"
 run loss_time "time and memory of the loss" "$python" scripts/bench_tdt_loss.py --cases gpu_v8192 gpu_24gb --json "$parts/loss_time.json"
 
 "$python" - "$parts" "$results/gpu_check.json" <<'PY'

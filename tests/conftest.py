@@ -27,6 +27,11 @@ VOICE_PROMPTS = ROOT / "examples" / "voice_prompts" / "data"
 TOKENIZER = ROOT / "examples" / "base" / "tokenizer"
 LAYOUT = ROOT / "finetune" / "configs" / "models" / "fastconformer_tdt_3m.yaml"
 
+# Settings under which nothing of a run is random.
+DETERMINISTIC = {"spec_augment": False, "dropout": 0.0, "freeze_batchnorm": True}
+ONLY_TRAIN = {"validation": None, "test": None, "shuffle": False, "group_by_duration": False}
+_plain_losses: list[float] = []
+
 LONGEST_CLIP = 1.5  # seconds
 CLIPS = 24
 
@@ -203,6 +208,44 @@ def tiny_run(tiny_model: Path, clips: Path, tmp_path: Path) -> Callable[..., lis
         return ["--config", str(path), *overrides]
 
     return arguments
+
+
+@pytest.fixture
+def tiny(tiny_model: Path) -> Callable[[], Any]:
+    """Loads the tiny model, in training mode, without anything random in it."""
+    from finetune.models.nemo import load_model, prepare_for_training, set_train_mode
+
+    def load(dropout: float = 0.0) -> Any:
+        model = load_model(str(tiny_model))
+        prepare_for_training(model, spec_augment=False, dropout=dropout, freeze_batchnorm=False)
+        set_train_mode(model)
+        return model
+
+    return load
+
+
+@pytest.fixture
+def train(run_train: Callable[..., int], tiny_run: Callable[..., Any], tmp_path: Path) -> Callable[..., Path]:
+    """Trains the tiny model for 20 steps without anything random; returns the run's directory."""
+
+    def run(name: str, *arguments: str, model: dict[str, Any] | None = None, **training: Any) -> Path:
+        settings = {"max_steps": 20, "output_dir": str(tmp_path / name), "learning_rate": 3e-3, **training}
+        settings = {"save_steps": 0, "eval_on_start": False, **settings}
+        run_file = tiny_run(model={**DETERMINISTIC, **(model or {})}, data=ONLY_TRAIN, training=settings)
+        assert run_train(*run_file, *arguments) == 0
+        return tmp_path / name
+
+    return run
+
+
+@pytest.fixture
+def plain_losses(train: Callable[..., Path]) -> list[float]:
+    """Losses of plain AdamW, trained once for all tests."""
+    if not _plain_losses:
+        run = train("plain", "--strategy", "adamw")
+        _plain_losses.extend(row["loss"] for row in read_lines(run / "metrics.jsonl"))
+        assert _plain_losses[-1] < 0.9 * _plain_losses[0], "it has to learn something for the comparison to mean much"
+    return _plain_losses
 
 
 @pytest.fixture

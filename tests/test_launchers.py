@@ -10,12 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, read_lines
+from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, read_lines
 
 BIN = Path(sys.executable).parent
 TRAIN = str(ROOT / "finetune" / "train.py")
-DETERMINISTIC = {"spec_augment": False, "dropout": 0.0, "freeze_batchnorm": True}
-ONLY_TRAIN = {"validation": None, "test": None, "shuffle": False, "group_by_duration": False}
 
 
 def start(

@@ -1,17 +1,15 @@
 """Optimizers as strategies: equal curves where the mathematics is the same, small states where that is the point."""
 
 import json
+import shutil
 from typing import Any
 
 import pytest
 import torch
-from conftest import read_lines
+from conftest import DETERMINISTIC, ONLY_TRAIN, read_lines
 
 from finetune.strategies import low_bit
 from finetune.strategies.optimizers import build_optimizer, describe_optimizer, parameter_groups
-
-DETERMINISTIC = {"spec_augment": False, "dropout": 0.0, "freeze_batchnorm": True}
-ONLY_TRAIN = {"validation": None, "test": None, "shuffle": False, "group_by_duration": False}
 
 
 class Net(torch.nn.Module):
@@ -78,13 +76,12 @@ def test_schedules_do_not_compile_the_step_anew():
         ("adamw_fp8_ao", 2.2, "float8_e4m3fn"),
     ],
 )
-def test_low_bit_states_train_as_well(name, bytes_per_parameter, dtype):
-    expected, _ = train("adamw")
-    losses, told = train(name, args={"embeddings_32bit": False} if name in low_bit.BITSANDBYTES else {})
+def test_bytes_of_low_bit_states(name, bytes_per_parameter, dtype):
+    args = {"embeddings_32bit": False} if name in low_bit.BITSANDBYTES else {}
+    _, told = train(name, 2, args)
     parameters = sum(p.numel() for p in Net().parameters())
     assert told["optimizer_state_bytes"] / parameters < bytes_per_parameter
     assert told["optimizer_state_dtypes"][dtype] > 0.8 * told["optimizer_state_bytes"]
-    assert sum(losses[-20:]) == pytest.approx(sum(expected[-20:]), rel=0.02)
 
 
 def test_lion_keeps_one_8bit_state():
@@ -110,15 +107,13 @@ def test_block_size_of_torchao():
     assert small["optimizer_state_bytes"] > 1.03 * large["optimizer_state_bytes"]
 
 
-@pytest.mark.parametrize("name", ["adamw_compiled", "adamw_8bit_ao", "paged_adamw_8bit", "lion_8bit"])
+@pytest.mark.parametrize("name", ["adamw_compiled", "adamw_4bit_ao", "paged_adamw_8bit", "lion_8bit"])
 def test_a_run_resumes_exactly(run_train, tiny_run, tmp_path, name):
     """The optimizer's file of a checkpoint brings back states, tensors of learning rates and quantised ones included."""
     training = {"max_steps": 6, "save_steps": 3, "save_total_limit": 0, "eval_on_start": False}
     arguments = tiny_run(model=DETERMINISTIC, data=ONLY_TRAIN, training=training)
     assert run_train(*arguments, "--strategy", name) == 0
     whole = read_lines(tmp_path / "run" / "metrics.jsonl")
-    import shutil
-
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
     assert run_train(*arguments, "--strategy", name, "training.resume_from_checkpoint=true") == 0
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["resumed_from"] == 3

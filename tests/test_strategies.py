@@ -205,6 +205,11 @@ CONFLICTS: dict[tuple[str, str], list[str]] = {
     ("training.fp16", "FSDP"): ["training.fp16=true", "--strategy=fsdp2"],
     ("training.optimizer of bitsandbytes", "FSDP"): ["--strategy=adamw_8bit", "--strategy=fsdp2_offload"],
     ("training.optimizer of torchao", "DeepSpeed"): ["--strategy=adamw_8bit_ao", "--strategy=zero3"],
+    ("model.freeze_encoder or model.lora_rank", "model.sync_batchnorm"): [
+        "model.lora_rank=4",
+        "model.sync_batchnorm=true",
+    ],
+    ("model.lora_rank", "model.freeze_encoder"): ["model.lora_rank=4", "model.freeze_encoder=true"],
     ("model.sync_batchnorm", "no GPU"): ["model.sync_batchnorm=true"],
     ("model.freeze_batchnorm", "model.sync_batchnorm"): ["model.freeze_batchnorm=true", "model.sync_batchnorm=true"],
 }

@@ -4,10 +4,8 @@ import json
 import shutil
 
 import pytest
-from conftest import read_lines
+from conftest import DETERMINISTIC, ONLY_TRAIN, read_lines
 
-DETERMINISTIC = {"spec_augment": False, "dropout": 0.0, "freeze_batchnorm": True}
-DATA = {"validation": None, "test": None, "shuffle": False, "group_by_duration": False}
 TRAINING = {"max_steps": 2, "save_steps": 2, "eval_on_start": False}
 CONTINUE = ("training.resume_from_checkpoint=true", "training.max_steps=4", "training.lr_scheduler_type=constant")
 
@@ -25,7 +23,7 @@ def continued(run_train, arguments, folder, strategy: str) -> list[dict]:
 @pytest.mark.parametrize("first", ["adamw", "lora"])
 def test_weights_carry_over(run_train, tiny_run, tmp_path, capfd, first):
     """The loss of the first step behind the checkpoint depends on weights, position in the data and nothing else."""
-    arguments = tiny_run(model=DETERMINISTIC, data=DATA, training=TRAINING)
+    arguments = tiny_run(model=DETERMINISTIC, data=ONLY_TRAIN, training=TRAINING)
     assert run_train(*arguments, "training.lr_scheduler_type=constant", "--strategy", first) == 0
     expected = continued(run_train, arguments, tmp_path / "run", first)
     assert expected[2]["loss"] < 0.98 * expected[0]["loss"], "the weights have to have moved"

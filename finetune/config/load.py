@@ -195,6 +195,8 @@ def _bounds(layers: Layers) -> list[tuple[str, str]]:
     for name in ("lora_rank", "unfreeze_encoder_layers"):
         if config.model[name] < 0:
             problems.append((f"model.{name}", f"has to be 0 or more, found {config.model[name]}"))
+    if config.model.compile_bucket < 0:
+        problems.append(("model.compile_bucket", f"has to be 0 or more, found {config.model.compile_bucket}"))
     if config.model.lora_alpha is not None and config.model.lora_alpha <= 0:
         problems.append(("model.lora_alpha", f"has to be above 0, found {config.model.lora_alpha}"))
     for name in ("dropout", "omega", "occupancy_threshold", "lora_dropout"):

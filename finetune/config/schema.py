@@ -107,7 +107,14 @@ class ModelConfig:
     )
     compile: bool = option(
         False,
-        "Compile the Conformer layers with torch.compile: one graph for all layers and all lengths, made in the first step.",
+        "Compile the Conformer layers with torch.compile: one graph for all layers, made in the first step. For GPUs: on a CPU it "
+        "is compiled again for each length, for minutes.",
+    )
+    compile_bucket: float = option(
+        2.0,
+        "Batches are padded to a multiple of this, so that few lengths have to be compiled where a graph fits one length only. 0: "
+        "no padding. The padding counts in BatchNorm's statistics unless `freeze_batchnorm` is set. No effect without `compile`.",
+        "seconds",
     )
     freeze_batchnorm: bool = option(
         False,

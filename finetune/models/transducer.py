@@ -23,6 +23,8 @@ class TransducerLossModule(nn.Module):
         sigma, omega: settings of the TDT loss; None takes the model's own.
         encoder_context: makes a context manager for the encoder's forward (activation offload).
         joint_memory_budget: MiB for a block of joint outputs; None chooses by device.
+        encoder_context: entered around the encoder's forward.
+        length_bucket: seconds; features are padded to a multiple of it. 0: no padding.
     """
 
     def __init__(
@@ -35,10 +37,12 @@ class TransducerLossModule(nn.Module):
         occupancy_threshold: float = 0.0,
         joint_memory_budget: int | None = None,
         encoder_context: Callable[[], Any] = contextlib.nullcontext,
+        length_bucket: float = 0.0,
     ):
         super().__init__()
         self.nemo = nemo_model
         self.encoder_context = encoder_context
+        self.bucket_frames = round(length_bucket / nemo_model.cfg.preprocessor.window_stride)
         kwargs = (nemo_model.cfg.get("loss") or {}).get("tdt_kwargs") or {}
         self.durations = tdt_durations(nemo_model)
         self.sigma = float(sigma if sigma is not None else kwargs.get("sigma", 0.0)) if self.durations else 0.0
@@ -79,6 +83,8 @@ class TransducerLossModule(nn.Module):
             mel_BFT, mel_lengths_B = nemo.preprocessor(input_signal=audio_BS.float(), length=audio_lengths_B)
             if nemo.spec_augmentation is not None and self.training:
                 mel_BFT = nemo.spec_augmentation(input_spec=mel_BFT, length=mel_lengths_B)
+        if self.bucket_frames:
+            mel_BFT = nn.functional.pad(mel_BFT, (0, -mel_BFT.size(2) % self.bucket_frames))
         weight_dtype = nemo.joint.enc.weight.dtype
         with self.encoder_context():
             enc_BHT, enc_lengths_B = nemo.encoder(audio_signal=mel_BFT.to(weight_dtype), length=mel_lengths_B)

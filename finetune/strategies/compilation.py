@@ -5,15 +5,21 @@ from typing import Any
 
 import torch
 
+LENGTHS = 32
+
 
 def compile_layers(model: Any, backend: str = "inductor") -> int:
     """Compiles the Conformer layers of `model.encoder`, in place.
 
     All layers share one compiled function, whose graph takes their weights as inputs, and lengths and batch sizes are symbols
-    in it: the first step makes one graph for forward and backward, and another comes only for a batch of one clip (torch
-    treats the size 1 apart), for batches on either side of a size at which a convolution changes its kernel (16 clips on a
-    CPU), and for the recomputation under gradient checkpointing. It is made only for training: evaluations and frozen layers
-    run as they are. Names in the state dict stay as they are.
+    in it: the first step catches one graph, and another comes only for a batch of one clip (torch treats the size 1 apart), for
+    batches on either side of a size at which a convolution changes its kernel (16 clips on a CPU), and for the recomputation
+    under gradient checkpointing. It is made only for training: evaluations and frozen layers run as they are. Names in the
+    state dict stay as they are.
+
+    On a CPU the symbols do not last: torch 2.11's inductor lays a tensor of the attention out anew and writes its strides into
+    the backward kernels as numbers, so that each length is compiled again, for minutes. model.compile_bucket keeps the number
+    of lengths small; behind LENGTHS of them torch runs the layers plainly. Compile on GPUs.
 
     Args:
         backend: of torch.compile.
@@ -21,6 +27,7 @@ def compile_layers(model: Any, backend: str = "inductor") -> int:
     Returns:
         The number of layers.
     """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, LENGTHS)
     layers = list(model.encoder.layers)
     for layer in layers:
         layer.forward = types.MethodType(_compiled_forward(type(layer), backend), layer)

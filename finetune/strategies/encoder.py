@@ -40,7 +40,7 @@ def apply_encoder_options(model: Any, m: Any) -> None:
             adapters,
         )
     if m.compile:
-        log.info("compiling %d encoder layers: the first step takes a minute or so longer", compile_layers(model))
+        log.info("compiling %d encoder layers in the first step", compile_layers(model))
     if m.gradient_checkpointing:
         layers = enable_gradient_checkpointing(model, m.gradient_checkpointing_every)
         log.info("gradient checkpointing of %d of %d encoder layers", layers, total)

@@ -105,7 +105,7 @@ def torchao_optimizer(name: str, groups: list[dict[str, Any]], args: dict[str, A
 
 # The 16 levels of 4-bit states, as shares of the largest value of a block.
 FIRST_MOMENT_LEVELS = [k / 7 for k in range(-7, 0)] + [k / 8 for k in range(9)]
-SECOND_MOMENT_LEVELS = [(k / 16) ** 2 for k in range(1, 17)]
+SECOND_MOMENT_LEVELS = [(k / 16) ** 1.25 for k in range(1, 17)]
 
 
 def _with_own_levels(kind: type) -> type:
@@ -113,7 +113,8 @@ def _with_own_levels(kind: type) -> type:
 
     torchao takes the levels of arXiv 2309.01507 without the paper's rank-1 normalisation: the second moment on a linear scale, whose
     smallest level is a 16th of the block's largest value, so that most weights move too slowly; and the first moment on one that is
-    coarse where most values lie. Here the second moment's levels are squares (its root is what counts), the first moment's even.
+    coarse where it matters. Here the first moment's levels are even and the second moment's a little denser near zero. With squares
+    there, weights would move too fast: 1.25 lies between.
     """
     from torchao.optim.subclass_4bit import OptimState4bit
 

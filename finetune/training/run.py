@@ -51,7 +51,7 @@ def build_accelerator(config: Any, strategy: Strategy) -> Any:
     set_allocator(t.cuda_alloc_conf)
     if t.num_threads:
         torch.set_num_threads(t.num_threads)
-    set_tf32(t.tf32)
+    allow_tf32(t.tf32)
     trackers = t.report_to if not isinstance(t.report_to, str) else [t.report_to]
     trackers = [name for name in trackers if name != "none"]
     accelerator = make_accelerator(
@@ -74,16 +74,17 @@ def build_accelerator(config: Any, strategy: Strategy) -> Any:
     return accelerator
 
 
-def set_tf32(allowed: bool) -> None:
-    """Whether float32 products and convolutions of a GPU round their factors to TensorFloat-32; torch's own default is no and yes."""
-    torch.backends.cuda.matmul.allow_tf32 = allowed
-    torch.backends.cudnn.allow_tf32 = allowed
-    if torch.cuda.is_available():
-        log.info(
-            "float32 products and convolutions in %s", "TF32" if allowed else "full precision (training.tf32: false)"
-        )
-    elif allowed:
+def allow_tf32(allowed: bool) -> None:
+    """Lets float32 products of a GPU round their factors to TensorFloat-32. Without it torch's own choice stays: products no,
+    convolutions yes."""
+    if not allowed:
+        return
+    if not torch.cuda.is_available():
         log.warning("training.tf32 has no effect: there is no GPU")
+        return
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = True
+    log.info("float32 products and convolutions in TF32")
 
 
 def seed_everything(seed: int) -> None:
@@ -256,6 +257,7 @@ def build_trainer(accelerator: Any, model: Any, sources: dict[str, list[Any]], c
         occupancy_threshold=m.occupancy_threshold,
         joint_memory_budget=m.joint_memory_budget,
         encoder_context=ActivationOffload(model.encoder) if m.activation_offload else contextlib.nullcontext,
+        length_bucket=m.compile_bucket if m.compile else 0.0,
     )
     rates = {
         part: rate
