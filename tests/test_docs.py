@@ -1,9 +1,14 @@
 """Documents that are made from code, or name what the code has, stay true."""
 
+import itertools
+import os
 import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 from conftest import ROOT
 
 
@@ -33,3 +38,113 @@ def test_files_that_the_readme_names_exist():
     missing = [path for path in named if not (ROOT / path).exists() and "NAME" not in path and "FILE" not in path]
     assert len(named) > 10
     assert not missing
+
+
+# ---- strategies.md and full_dataset.md ------------------------------------------------------------------------------
+
+LABELS = ["Background", "Use", "Requirements", "How it works", "Excludes", "Limits"]
+GUIDES = ("docs/strategies.md", "docs/full_dataset.md")
+LAUNCHERS = ("accelerate", "bash", "deepspeed", "python", "torchrun")
+
+
+def sections(text: str) -> dict[str, str]:
+    """What stands under each heading of the third level whose title is a plain name; a name that comes twice fails."""
+    parts = re.split(r"^(#{2,3}) (.+)$", text, flags=re.MULTILINE)
+    found: dict[str, str] = {}
+    for level, title, body in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        if level == "###" and re.fullmatch(r"\w+", title):
+            assert title not in found, f"two sections {title}"
+            found[title] = body
+    return found
+
+
+def commands(guide: str) -> list[str]:
+    """Command lines of a document, in code blocks and in running text."""
+    text = (ROOT / guide).read_text(encoding="utf-8")
+    blocks = "\n".join(re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    running = [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
+    lines = [line.strip() for line in [*blocks.splitlines(), *running]]
+    return [line for line in lines if " " in line and line.split()[0] in LAUNCHERS]
+
+
+def named_strategies(words: list[str]) -> list[str]:
+    """Strategies of a command: by `--config_file`, by `--strategy` and by compare_strategies' list."""
+    found = []
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        option, _, value = word.partition("=")
+        value = value or following
+        if option == "--config_file":
+            found.append(Path(value).stem)
+        if option == "--strategy":
+            found.append(value)
+        if option == "--strategies":
+            found += re.split(r"[,+]", value)
+    return found
+
+
+def test_every_strategy_has_one_section_with_every_label():
+    from finetune.strategies.accelerate_files import strategy_names
+
+    found = sections((ROOT / "docs" / "strategies.md").read_text(encoding="utf-8"))
+    assert sorted(found) == strategy_names()
+    for name, body in found.items():
+        assert re.findall(r"^\*\*([^*]+)\*\*", body, re.MULTILINE) == LABELS, name
+        assert re.search(r"^\*\*Use\*\*\n\n```bash\n.*\n```", body, re.MULTILINE), f"{name}: a command in one line"
+        uses = re.findall(r"^(?:accelerate|deepspeed|torchrun) .*", body, re.MULTILINE)
+        assert name in named_strategies(shlex.split(uses[0])), name
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_commands_name_files_and_strategies_that_exist(guide):
+    from finetune.strategies.accelerate_files import strategy_names
+
+    lines = commands(guide)
+    assert len(lines) > 10
+    for line in lines:
+        words = shlex.split(line)
+        for word in words:
+            path = word.rpartition("=")[2]
+            if re.match(r"(finetune|scripts|accelerate_configs|ds_configs|docs|examples)/", path):
+                assert (ROOT / path).is_file(), line
+        if "-m" in words:
+            assert (ROOT / (words[words.index("-m") + 1].replace(".", "/") + ".py")).is_file(), line
+        assert set(named_strategies(words)) <= {*strategy_names()}, line
+    text = (ROOT / guide).read_text(encoding="utf-8")
+    assert set(re.findall(r"--strategy[ =](\w+)", text)) <= {*strategy_names()}
+    for target in re.findall(r"\]\(([^)#]+\.\w+)\)", text):
+        assert (ROOT / "docs" / target).exists(), target
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_trainings_that_the_guides_start_are_accepted(guide, monkeypatch):
+    """Each command's run file, strategies and settings make a configuration in which nothing excludes itself."""
+    from finetune.config.load import load_config
+    from finetune.strategies.accelerate_files import resolve_precision, resolve_strategy
+    from finetune.strategies.compatibility import find_conflicts
+
+    for name in [n for n in os.environ if n.startswith(("ACCELERATE_", "FSDP_"))]:
+        monkeypatch.delenv(name)
+    trainings = [line for line in commands(guide) if "train.py" in line or "run_training.sh" in line]
+    assert len(trainings) > 5
+    for line in trainings:
+        words = shlex.split(line)
+        option = dict(itertools.pairwise(words))
+        deepspeed_file = option.get("--deepspeed")
+        strategy = resolve_strategy(named_strategies(words), deepspeed_file and str(ROOT / deepspeed_file))
+        start = next(i for i, word in enumerate(words) if word.endswith(("train.py", "run_training.sh")))
+        settings = [word for word in words[start:] if re.match(r"(model|data|training)\.\w+", word)]
+        config, _ = load_config(ROOT / option["--config"], strategy.names, settings)
+        resolve_precision(config.training.bf16, config.training.fp16, strategy)
+        several = int(option.get("--nproc_per_node") or option.get("--num_processes") or 1) > 1
+        engine = "ddp" if several and strategy.engine == "none" else strategy.engine
+        assert not find_conflicts(config, engine, gpu=True), line
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_settings_that_the_guides_name_exist(guide):
+    from finetune.config.load import schema_fields
+
+    text = (ROOT / guide).read_text(encoding="utf-8")
+    named = set(re.findall(r"(?<![\w./])((?:model|data|training)\.[a-z]\w+)\b(?!\()", text)) - {"model.nemo"}
+    assert len(named) > 20
+    assert not named - schema_fields().keys()
