@@ -98,7 +98,8 @@ def main(argv: list[str] | None = None, observe: Callable[[Any], None] | None = 
         if config is None or not is_out_of_memory(error):
             raise
         gpu = type(error).__name__ == "OutOfMemoryError"
-        print(f"error: {out_of_memory_message(error, config, gpu, number_of_processes())}", file=sys.stderr)
+        engine = "ddp" if strategy.engine == "none" and number_of_processes() > 1 else strategy.engine
+        print(f"error: {out_of_memory_message(error, config, gpu, engine)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(

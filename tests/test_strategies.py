@@ -33,22 +33,23 @@ BATCHES = {
     "training.per_device_eval_batch_size",
     "training.gradient_accumulation_steps",
 }
+# Autocast over weights in bf16 would only run some operations in float32 again.
+BF16_WEIGHTS = {"training.optimizer", "model.dtype", "training.bf16"}
 # The keys that a memory strategy may be about. One that needs another key is about something else.
 STRATEGY_KEYS = {
     **{name: {"training.optimizer", "training.optimizer_args"} for name in OPTIMIZERS},
-    "flash_adamw": {"training.optimizer", "model.dtype"},
-    "flash_adamw_gradient_release": {"training.optimizer", "model.dtype", "training.max_grad_norm"},
-    "bf16_full": {"training.optimizer", "model.dtype"},
-    "bf16_stochastic_rounding": {"training.optimizer", "model.dtype"},
+    "flash_adamw": BF16_WEIGHTS,
+    "flash_adamw_gradient_release": {"training.max_grad_norm"} | BF16_WEIGHTS,
+    "bf16_full": BF16_WEIGHTS,
+    "bf16_stochastic_rounding": BF16_WEIGHTS,
     "recommended": {"model.gradient_checkpointing", "training.optimizer"} | BATCHES,
     "recommended_multi": {"training.optimizer"} | BATCHES,
     "recommended_small": {
         "model.gradient_checkpointing",
-        "model.dtype",
         "data.max_duration",
-        "training.optimizer",
         "training.cuda_alloc_conf",
     }
+    | BF16_WEIGHTS
     | BATCHES,
     "gradient_checkpointing": {"model.gradient_checkpointing"},
     "gradient_checkpointing_every_2": {"model.gradient_checkpointing", "model.gradient_checkpointing_every"},
@@ -177,7 +178,7 @@ CONFLICTS: dict[tuple[str, str], list[str]] = {
         "--strategy=zero2_offload",
     ],
     ("training.optimizer cpu_offload_ao", "no GPU"): ["--strategy=cpu_offload_ao"],
-    ("training.optimizer cpu_offload_ao", "several processes or DeepSpeed"): [
+    ("training.optimizer cpu_offload_ao", "several processes, DeepSpeed or FSDP"): [
         "--strategy=cpu_offload_ao",
         "--strategy=ddp",
     ],

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import torch
 from conftest import DETERMINISTIC, ONLY_TRAIN, read_lines
 
 TRAINING = {"max_steps": 2, "save_steps": 2, "eval_on_start": False}
@@ -41,5 +42,25 @@ def test_weights_carry_over(run_train, tiny_run, tmp_path, capfd, first):
         assert "was written under another strategy" in said[other]
         assert "the optimizer's state and the random states start anew" in said[other]
     if first == "adamw":
-        assert "optimizer was AdamW, is AdamW8bit" in said["adamw_8bit"]
+        assert "optimizer was AdamW of torch, is AdamW8bit of bitsandbytes" in said["adamw_8bit"]
         assert "model.dtype was float32, is bfloat16" in said["model.dtype=bfloat16"]
+
+
+def test_optimizers_of_one_name_are_told_apart():
+    """bitsandbytes and torchao both have an AdamW8bit."""
+    from types import SimpleNamespace
+
+    from finetune.strategies.optimizers import build_optimizer
+    from finetune.training.resume import kind_of
+
+    kinds = {}
+    for name in ("adamw", "adamw_foreach", "adamw_8bit", "adamw_8bit_ao"):
+        weight = torch.nn.Parameter(torch.zeros(8, 8))
+        optimizer = build_optimizer(name, [{"params": [weight], "lr": 1e-3, "weight_decay": 0.0}], {})
+        config = SimpleNamespace(lora_rank=0, freeze_encoder=False, dtype="float32")
+        accelerator = SimpleNamespace(distributed_type="NO")
+        trainer = SimpleNamespace(optimizer=optimizer, accelerator=accelerator, config=SimpleNamespace(model=config))
+        kinds[name] = kind_of(trainer)["optimizer"]
+    assert kinds["adamw_8bit"] == "AdamW8bit of bitsandbytes"
+    assert kinds["adamw_8bit_ao"] == "AdamW8bit of torchao"
+    assert kinds["adamw"] == kinds["adamw_foreach"] == "AdamW of torch"

@@ -122,7 +122,7 @@ RULES = (
     ),
     Rule(
         "training.optimizer cpu_offload_ao",
-        "several processes or DeepSpeed",
+        "several processes, DeepSpeed or FSDP",
         lambda c, engine, gpu: _optimizer(c).startswith("cpu_offload") and engine != "none",
         "gradients are copied to the host before they are averaged over the processes",
         "use --strategy zero2_offload or fsdp2_offload",

@@ -75,7 +75,7 @@ class ReleasingAdamW(FlashAdamW):
             raise UserError(
                 "a gradient was not finite and has been stepped with, for flash_adamw_gradient_release steps in the backward pass: "
                 "the weights are spoilt. Continue from the last checkpoint (training.resume_from_checkpoint=true) with "
-                "training.optimizer=flash_adamw, which skips such steps.",
+                "training.optimizer=flash_adamw, which skips such steps; the optimizer's state starts anew.",
                 exit_code=1,
             )
         return norm

@@ -14,7 +14,7 @@ from finetune.errors import UserError
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
-    """AdamW whose states, gradients to step with and master copies lie in the host's pinned memory.
+    """AdamW whose states lie in host memory, and gradients to step with and master copies in its pinned part.
 
     Args:
         groups: parameter groups on a GPU.

@@ -3,6 +3,9 @@
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
+
+from finetune.strategies.compatibility import find_conflicts
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -13,49 +16,96 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
 
 
-def remedies(config: Any, gpu: bool, processes: int = 1) -> list[str]:
-    """Settings that would help and are not in use yet, those that cost least first.
+def remedies(config: Any, gpu: bool, engine: str = "none") -> list[str]:
+    """Settings that would help, are not in use yet, and go with the rest of the configuration; those that cost least first.
 
     Args:
         config: the run's configuration.
         gpu: whether it is a GPU's memory.
-        processes: of the run.
+        engine: of the run, as in finetune.strategies.compatibility.
     """
-    m, t, found = config.model, config.training, []
-    if gpu and "expandable_segments" not in (t.cuda_alloc_conf or ""):
-        found.append("training.cuda_alloc_conf=expandable_segments:True (memory lost to fragments)")
-    if t.per_device_eval_batch_size > 2:
-        found.append("training.per_device_eval_batch_size=2 (where it happened in an evaluation)")
-    if gpu and not (t.bf16 or t.fp16 or m.dtype == "bfloat16"):
-        found.append("training.bf16=true (half the activations)")
-    if t.optimizer.startswith("adamw") and "bit" not in t.optimizer and "fp8" not in t.optimizer:
-        found.append("--strategy adamw_8bit (a quarter of the optimizer's state)")
-    if not m.gradient_checkpointing and not m.freeze_encoder:
-        found.append("--strategy gradient_checkpointing (the encoder's activations are recomputed)")
-    if t.per_device_train_batch_size > 1:
-        halved = t.per_device_train_batch_size // 2
-        found.append(
-            f"training.per_device_train_batch_size={halved} with training.gradient_accumulation_steps="
-            f"{t.gradient_accumulation_steps * t.per_device_train_batch_size // halved} (the same step in smaller pieces)"
-        )
-    if config.data.max_duration > 20:
-        found.append("data.max_duration=20 (the longest clips need most)")
-    if gpu and m.gradient_checkpointing and m.dtype == "float32" and processes == 1:
-        found.append("--strategy bf16_full (weights and gradients in two bytes)")
-    if gpu and processes == 1:
-        found.append("--strategy cpu_offload_ao or zero2_offload (the optimizer in host memory; slower)")
-    if gpu and processes > 1:
-        found.append("--strategy fsdp2 or zero3 (parameters, gradients and states shared out over the GPUs)")
-    if t.empty_cache_each_epoch is False and gpu:
-        found.append("training.empty_cache_each_epoch=true (where it happens after an evaluation or epoch)")
-    if m.lora_rank == 0:
-        found.append("--strategy lora (gradients and states for a few percent of the encoder)")
-    return found
+    m, t = config.model, config.training
+    train, accumulated = t.per_device_train_batch_size, t.gradient_accumulation_steps
+    half = max(train // 2, 1)
+    narrow = m.dtype == "bfloat16"
+    spared = ("8bit", "4bit", "fp8", "offload", "flash")
+    small = "adamw_8bit_ao" if narrow or engine.startswith("fsdp") else "adamw_8bit"
+    # Whether it would help and is not there yet; what to write; what that sets.
+    candidates: list[tuple[bool, str, dict[str, Any]]] = [
+        (
+            gpu and "expandable_segments" not in (t.cuda_alloc_conf or ""),
+            "training.cuda_alloc_conf=expandable_segments:True (memory lost to fragments)",
+            {},
+        ),
+        (
+            t.per_device_eval_batch_size > 2,
+            "training.per_device_eval_batch_size=2 (where it happened in an evaluation)",
+            {},
+        ),
+        (
+            gpu and not (t.bf16 or t.fp16 or narrow),
+            "training.bf16=true (half the activations)",
+            {"training.bf16": True},
+        ),
+        (
+            not any(word in t.optimizer for word in spared),
+            f"--strategy {small} (a quarter of the optimizer's state)",
+            {"training.optimizer": small},
+        ),
+        (
+            not m.gradient_checkpointing and not (m.freeze_encoder and m.unfreeze_encoder_layers == 0),
+            "--strategy gradient_checkpointing (the encoder's activations are recomputed)",
+            {"model.gradient_checkpointing": True},
+        ),
+        (
+            train > 1,
+            f"training.per_device_train_batch_size={half} with training.gradient_accumulation_steps={accumulated * train // half} "
+            "(the same step in smaller pieces)",
+            {
+                "training.per_device_train_batch_size": half,
+                "training.gradient_accumulation_steps": accumulated * train // half,
+            },
+        ),
+        (config.data.max_duration > 20, "data.max_duration=20 (the longest clips need most)", {}),
+        (
+            gpu and m.gradient_checkpointing and not narrow,
+            "--strategy bf16_full (weights and gradients in two bytes)",
+            {"model.dtype": "bfloat16", "training.optimizer": "adamw_8bit_ao"},
+        ),
+        (
+            gpu and not t.optimizer.startswith("cpu_offload"),
+            "--strategy cpu_offload_ao (the optimizer in host memory; slower)",
+            {"training.optimizer": "cpu_offload_ao"},
+        ),
+        (
+            gpu and engine == "ddp",
+            "--strategy fsdp2 or zero3 (parameters, gradients and states shared out over the GPUs)",
+            {},
+        ),
+        (
+            gpu and not t.empty_cache_each_epoch,
+            "training.empty_cache_each_epoch=true (where it happens after an evaluation or epoch)",
+            {},
+        ),
+        (
+            m.lora_rank == 0,
+            "--strategy lora (gradients and states for a few percent of the encoder)",
+            {"model.lora_rank": 16},
+        ),
+    ]
+    return [text for helps, text, sets in candidates if helps and not _conflicts_with(config, sets, engine)]
 
 
-def out_of_memory_message(error: BaseException, config: Any, gpu: bool, processes: int = 1) -> str:
+def _conflicts_with(config: Any, sets: dict[str, Any], engine: str) -> bool:
+    changed = OmegaConf.create(OmegaConf.to_container(config))
+    for key, value in sets.items():
+        OmegaConf.update(changed, key, value)
+    return bool(find_conflicts(changed, engine))
+
+
+def out_of_memory_message(error: BaseException, config: Any, gpu: bool, engine: str = "none") -> str:
     """One message: what ran out, and what would help."""
     reason = " ".join(str(error).split("\n")[0].split()) or type(error).__name__
-    lines = "\n".join(f"  - {remedy}" for remedy in remedies(config, gpu, processes))
+    lines = "\n".join(f"  - {remedy}" for remedy in remedies(config, gpu, engine))
     where = "GPU" if gpu else "host"
     return f"the {where} is out of memory: {reason}\nWhat would help, cheapest first:\n{lines}"

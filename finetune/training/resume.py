@@ -145,11 +145,18 @@ def kind_of(trainer: Any) -> dict[str, str]:
     elif m.freeze_encoder:
         trained = f"the last {m.unfreeze_encoder_layers} layers of the encoder, prediction network and joint"
     return {
-        "optimizer": type(unwrap_optimizer(trainer.optimizer)).__name__,
+        "optimizer": _optimizer_of(trainer),
         "engine": engine,
         "trained": trained,
         "model.dtype": m.dtype,
     }
+
+
+def _optimizer_of(trainer: Any) -> str:
+    """Class and library: bitsandbytes and torchao have classes of the same name."""
+    kind = type(unwrap_optimizer(trainer.optimizer))
+    libraries = [base.__module__.split(".")[0] for base in kind.__mro__]
+    return f"{kind.__name__} of {next(name for name in libraries if name not in ('finetune', 'abc', 'builtins'))}"
 
 
 def settings_of(trainer: Any) -> dict[str, Any]:
