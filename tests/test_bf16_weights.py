@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 
 
 @pytest.fixture(autouse=True)
-def without_compiler(monkeypatch):
+def without_compiler():
     """torchao's step as it stands, without a minute of compilation."""
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)
+    with torch._dynamo.config.patch(disable=True):
+        yield
 
 
 def test_what_is_cast(tiny):

@@ -68,10 +68,8 @@ def adamw() -> tuple[float, float]:
 
 @pytest.fixture
 def without_compiler():
-    disabled = torch._dynamo.config.disable
-    torch._dynamo.config.disable = True
-    yield
-    torch._dynamo.config.disable = disabled
+    with torch._dynamo.config.patch(disable=True):
+        yield
 
 
 @pytest.mark.parametrize("name", ["adamw_8bit", "adamw_4bit_ao"])
