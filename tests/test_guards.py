@@ -242,6 +242,8 @@ BIG = 600_000_000
         ({"per_device_train_batch_size": 4}, {"freeze_batchnorm": True}, {}, {}, None),
         ({}, {}, {"validation": None}, {}, "no data.validation"),
         ({}, {}, {}, {}, None),
+        ({}, {"dtype": "bfloat16"}, {}, {}, "lost in rounding"),
+        ({"optimizer": "adamw_8bit_ao"}, {"dtype": "bfloat16"}, {}, {}, None),
     ],
 )
 def test_advice(training, model, data, given, word):
@@ -253,13 +255,14 @@ def test_advice(training, model, data, given, word):
         "warmup_ratio": 0.1,
         "lr_scheduler_type": "cosine",
         "per_device_train_batch_size": 16,
+        "optimizer": "adamw",
         **training,
     }
     for name in ("encoder_learning_rate", "decoder_learning_rate", "joint_learning_rate"):
         t.setdefault(name, None)
     config = SimpleNamespace(
         training=SimpleNamespace(**t),
-        model=SimpleNamespace(**{"freeze_batchnorm": False, "sync_batchnorm": False, **model}),
+        model=SimpleNamespace(**{"freeze_batchnorm": False, "sync_batchnorm": False, "dtype": "float32", **model}),
         data=SimpleNamespace(**{"validation": "v", **data}),
     )
     facts = {"pretrained": True, "parameters": 3_000_000, "clips_per_step": 32, "total_steps": 1000, **given}
