@@ -25,6 +25,13 @@ class Net(torch.nn.Module):
         return self.joint(torch.relu(self.encoder(self.decoder(tokens_N))))
 
 
+@pytest.fixture
+def without_compiler():
+    """torchao's step as it stands, without a minute of compilation."""
+    with torch._dynamo.config.patch(disable=True):
+        yield
+
+
 def train(
     name: str, steps: int = 200, args: dict[str, Any] | None = None, rate: float = 3e-3
 ) -> tuple[list[float], dict[str, Any]]:
@@ -76,7 +83,7 @@ def test_schedules_do_not_compile_the_step_anew():
         ("adamw_fp8_ao", 2.2, "float8_e4m3fn"),
     ],
 )
-def test_bytes_of_low_bit_states(name, bytes_per_parameter, dtype):
+def test_bytes_of_low_bit_states(without_compiler, name, bytes_per_parameter, dtype):
     args = {"embeddings_32bit": False} if name in low_bit.BITSANDBYTES else {}
     _, told = train(name, 2, args)
     parameters = sum(p.numel() for p in Net().parameters())
@@ -101,15 +108,19 @@ def test_embeddings_keep_32_bits_in_bitsandbytes():
     )
 
 
-def test_block_size_of_torchao():
+def test_block_size_of_torchao(without_compiler):
     _, large = train("adamw_8bit_ao", 2)
     _, small = train("adamw_8bit_ao", 2, {"block_size": 64})
     assert small["optimizer_state_bytes"] > 1.03 * large["optimizer_state_bytes"]
 
 
-@pytest.mark.parametrize("name", ["adamw_compiled", "adamw_4bit_ao", "paged_adamw_8bit", "lion_8bit"])
-def test_a_run_resumes_exactly(run_train, tiny_run, tmp_path, name):
+@pytest.mark.parametrize(
+    "name", [pytest.param("adamw_compiled", marks=pytest.mark.slow), "adamw_4bit_ao", "paged_adamw_8bit", "lion_8bit"]
+)
+def test_a_run_resumes_exactly(request, run_train, tiny_run, tmp_path, name):
     """The optimizer's file of a checkpoint brings back states, tensors of learning rates and quantised ones included."""
+    if name != "adamw_compiled":
+        request.getfixturevalue("without_compiler")
     training = {"max_steps": 6, "save_steps": 3, "save_total_limit": 0, "eval_on_start": False}
     arguments = tiny_run(model=DETERMINISTIC, data=ONLY_TRAIN, training=training)
     assert run_train(*arguments, "--strategy", name) == 0
