@@ -17,6 +17,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import math
 import os
 import platform
 import shutil
@@ -35,19 +36,19 @@ import yaml  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from finetune.errors import UserError  # noqa: E402
-from finetune.paths import ACCELERATE_CONFIGS, strategy_names  # noqa: E402
+from finetune.paths import ACCELERATE_CONFIGS, OVERLAYS, strategy_names  # noqa: E402
 
 # Families of strategies that need no GPU. The rest say why they cannot run.
 NEEDS_A_GPU = ("cpu_offload_ao", "cpu_offload_gradients_ao", "flash_adamw", "flash_adamw_gradient_release")
 SKIPPED_STEPS = 3
 AXES = {
     "precision": {
-        "fp32": [],
-        "amp": ["training.bf16=true"],
-        "full bf16": ["model.dtype=bfloat16"],
+        "fp32": ["training.bf16=false", "model.dtype=float32"],
+        "amp": ["training.bf16=true", "model.dtype=float32"],
+        "full bf16": ["training.bf16=false", "model.dtype=bfloat16"],
     },
-    "compile": {"eager": [], "compiled": ["model.compile=true"]},
-    "offload": {"no offload": [], "offload": ["training.optimizer=cpu_offload_ao"]},
+    "compile": {"eager": ["model.compile=false"], "compiled": ["model.compile=true"]},
+    "offload": {"no offload": [], "cpu_offload_ao": ["training.optimizer=cpu_offload_ao"]},
 }
 
 
@@ -86,7 +87,8 @@ class Probe:
             yield
             if on_gpu:
                 torch.cuda.synchronize()
-                self.memory["allocator_peak_bytes"] = torch.cuda.max_memory_allocated()
+                seen = self.memory.get("allocator_peak_bytes", 0)
+                self.memory["allocator_peak_bytes"] = max(seen, torch.cuda.max_memory_allocated())
             if self.trainer.progress.step > SKIPPED_STEPS:
                 self.seconds.append(time.perf_counter() - started)
 
@@ -134,17 +136,21 @@ def rows_to_run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def processes_of(strategies: list[str], gpus: int) -> int:
-    """Processes for strategies that share work out: the GPUs that there are, or two on a CPU."""
-    kinds = [
-        yaml.safe_load((ACCELERATE_CONFIGS / f"{name}.yaml").read_text())["distributed_type"] for name in strategies
-    ]
-    several = any(str(kind).startswith(("MULTI", "FSDP")) for kind in kinds)
-    return max(2, gpus) if several else 1
+    """Processes for strategies that share work out: the GPUs that there are, on a CPU two, or as many as a mesh has places."""
+    files = [yaml.safe_load((ACCELERATE_CONFIGS / f"{name}.yaml").read_text()) for name in strategies]
+    meshes = [file["parallelism_config"] for file in files if "parallelism_config" in file]
+    if meshes:
+        return math.prod(int(size) for key, size in meshes[0].items() if key.endswith("_size"))
+    if any(str(file["distributed_type"]).startswith(("MULTI", "FSDP")) for file in files):
+        return max(2, gpus)
+    return 1
 
 
 def run_row(row: dict[str, Any], arguments: argparse.Namespace, gpus: int) -> dict[str, Any]:
     """Runs one row in fresh processes; the row with its figures, or with the reason why it cannot run here."""
     processes = processes_of(row["strategies"], gpus)
+    if gpus and processes > gpus:
+        return {**row, "lacks": True, "reason": f"needs {processes} GPUs, there {'is' if gpus == 1 else 'are'} {gpus}"}
     run_dir = arguments.output_dir / "run"
     shutil.rmtree(run_dir, ignore_errors=True)
     probed = arguments.output_dir / "probe.json"
@@ -156,7 +162,11 @@ def run_row(row: dict[str, Any], arguments: argparse.Namespace, gpus: int) -> di
     if processes > 1 and not arguments.own_batches:
         size = int(same[0].split("=")[1])
         if size % processes:
-            return {**row, "reason": f"{size} clips are not shared out evenly over {processes} processes"}
+            return {
+                **row,
+                "lacks": True,
+                "reason": f"{size} clips are not shared out evenly over {processes} processes",
+            }
         same = [f"{same[0].split('=')[0]}={size // processes}", *same[1:]]
     command = [
         *launch, str(Path(__file__).resolve()), "--measure", str(probed), "--config", str(arguments.config),
@@ -181,7 +191,7 @@ def run_row(row: dict[str, Any], arguments: argparse.Namespace, gpus: int) -> di
     parts = seen["parts_bytes"]
     peak = seen.get("allocator_peak_bytes", seen["account_peak_bytes"])
     # What the allocator holds beyond the account (workspaces, what compiled code allocates) is temporary.
-    parts["activations"] += peak - seen["account_peak_bytes"]
+    parts["activations"] = max(peak - sum(size for part, size in parts.items() if part != "activations"), 0)
     return {
         **row,
         "optimizer": summary["optimizer"],
@@ -218,17 +228,17 @@ def table(rows: list[dict[str, Any]], where: dict[str, Any], steps: int) -> str:
     scale, unit = (2**30, "GiB") if base.get("peak_bytes", 0) > 2**31 else (2**20, "MiB")
     kind = "CUDA allocator" if where["gpu"] else "account of the process's tensors"
     lines = [
-        f"Measured on {where['gpu'] or where['cpu']} ({where['threads']} threads), torch {where['torch']}, {where['date']}; {steps} "
+        f"Measured on {where['gpu'] or where['cpu']} ({where['threads']} threads), torch {where['torch']}, {' and '.join(sorted({r['date'] for r in rows}))}; {steps} "
         f"steps; peak memory: {kind}, of one process.",
         "",
-        f"| strategy | processes | peak {unit} | of that parameters / gradients / optimizer / activations | optimizer bytes a trained "
+        f"| strategy | optimizer | processes | peak {unit} | of that parameters / gradients / optimizer / activations | optimizer bytes a trained "
         f"parameter | time a step against {base['name']} | loss | against {base['name']} | WER |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         if "reason" in r:
             reason = " ".join(r["reason"].split()).replace("|", "/")
-            lines.append(f"| {r['name']} | | | cannot run here: {reason} | | | | | |")
+            lines.append(f"| {r['name']} | | | | cannot run here: {reason} | | | | | |")
             continue
         parts = " / ".join(
             f"{r['parts_bytes'][p] / scale:.1f}" for p in ("parameters", "gradients", "optimizer", "activations")
@@ -237,7 +247,7 @@ def table(rows: list[dict[str, Any]], where: dict[str, Any], steps: int) -> str:
         change = f"{100 * (r['loss'] / base['loss'] - 1):+.2f} %" if "loss" in base else ""
         wer = "" if r["wer"] is None else f"{r['wer']:.3f}"
         lines.append(
-            f"| {r['name']} | {r['processes']} | {r['peak_bytes'] / scale:.1f} | {parts} | {r['optimizer_bytes_per_parameter']:.2f} | "
+            f"| {r['name']} | {r['optimizer']} | {r['processes']} | {r['peak_bytes'] / scale:.1f} | {parts} | {r['optimizer_bytes_per_parameter']:.2f} | "
             f"{ratio} | {r['loss']:.3f} | {change} | {wer} |"
         )
     return "\n".join(lines) + "\n"
@@ -293,18 +303,15 @@ def picture(rows: list[dict[str, Any]], where: dict[str, Any], path: Path) -> No
     plt.close(fig)
 
 
-def settings_key(row: dict[str, Any], arguments: argparse.Namespace) -> str:
-    """Tells a row that is already measured from one with other settings."""
-    files = [
-        str(arguments.config),
-        arguments.config.read_text(),
-        *arguments.overrides,
-        *arguments.batches,
-        str(arguments.own_batches),
-    ]
-    text = json.dumps(
-        [row["name"], row["settings"], arguments.steps, arguments.warmup_steps, arguments.eval_clips, files]
-    )
+def settings_key(row: dict[str, Any], arguments: argparse.Namespace, where: dict[str, Any]) -> str:
+    """Tells a row that is already measured from one with other settings, files of its strategies, versions or another machine."""
+    files = [arguments.config]
+    for name in row["strategies"]:
+        files += [ACCELERATE_CONFIGS / f"{name}.yaml", OVERLAYS / f"{name}.yaml", ROOT / "ds_configs" / f"{name}.json"]
+    texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
+    machine_of = {key: value for key, value in where.items() if key != "date"}
+    settings = [arguments.steps, arguments.warmup_steps, arguments.eval_clips, arguments.overrides, arguments.batches]
+    text = json.dumps([row["name"], row["settings"], settings, arguments.own_batches, texts, machine_of])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -326,18 +333,17 @@ def compare(arguments: argparse.Namespace) -> int:
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     kept_file = arguments.output_dir / "rows.json"
     kept = json.loads(kept_file.read_text()) if kept_file.is_file() else {}
-    rows = []
+    rows, where = [], machine()
     with tqdm(rows_to_run(arguments), desc="compare", unit="strategy") as bar:
         for row in bar:
             bar.set_postfix_str(row["name"])
-            key = settings_key(row, arguments)
-            if key not in kept:
-                kept[key] = run_row(row, arguments, gpus)
+            key = settings_key(row, arguments, where)
+            if key not in kept or "reason" in kept[key]:  # what failed is tried again
+                kept[key] = {**run_row(row, arguments, gpus), "date": where["date"]}
                 aside = kept_file.with_suffix(".tmp")
                 aside.write_text(json.dumps(kept, indent=1))
                 os.replace(aside, kept_file)
             rows.append(kept[key])
-    where = machine()
     command = "python scripts/compare_strategies.py " + " ".join(sys.argv[1:])
     text = table(rows, where, arguments.steps)
     found = {"machine": where, "command": command, "rows": rows}
@@ -348,7 +354,11 @@ def compare(arguments: argparse.Namespace) -> int:
     if any("reason" not in r for r in rows):
         picture(rows, where, arguments.output_dir / "strategies.png")
     print(text)
-    failed = [r for r in rows if "reason" in r and r["name"] in strategy_names() and r["name"] not in NEEDS_A_GPU]
+    failed = [
+        r
+        for r in rows
+        if "reason" in r and not r["settings"] and "lacks" not in r and not set(r["strategies"]) & set(NEEDS_A_GPU)
+    ]
     for r in failed:
         print(f"error: {r['name']} has to run on every machine and did not: {r['reason']}", file=sys.stderr)
     return 1 if failed else 0

@@ -37,7 +37,9 @@ def test_rows(script):
     crossed = script.rows_to_run(wanted(strategies="adamw_8bit_ao", matrix="precision,compile,offload"))
     assert len(crossed) == 1 + 3 * 2 * 2
     cell = next(r for r in crossed if r["name"] == "adamw_8bit_ao [full bf16, compiled, no offload]")
-    assert cell["settings"] == ["model.dtype=bfloat16", "model.compile=true"]
+    assert cell["settings"] == ["training.bf16=false", "model.dtype=bfloat16", "model.compile=true"]
+    plain = next(r for r in crossed if r["name"] == "adamw_8bit_ao [fp32, eager, no offload]")
+    assert plain["settings"] == ["training.bf16=false", "model.dtype=float32", "model.compile=false"]
     with pytest.raises(UserError, match="there is no zero9"):
         script.rows_to_run(wanted(strategies="adamw,zero9"))
     with pytest.raises(UserError, match="--matrix takes precision, compile, offload, found speed"):
@@ -48,10 +50,13 @@ def test_processes(script):
     assert script.processes_of(["adamw_8bit", "gradient_checkpointing"], gpus=0) == 1
     assert script.processes_of(["ddp"], gpus=0) == 2
     assert script.processes_of(["fsdp2"], gpus=4) == 4
+    assert script.processes_of(["hybrid_shard"], gpus=0) == 4
+    lacking = script.run_row({"name": "ddp", "strategies": ["ddp"], "settings": []}, None, gpus=1)
+    assert lacking["reason"] == "needs 2 GPUs, there is 1"
 
 
 def test_a_comparison_goes_on_where_it_was(tiny_run, tmp_path):
-    """Two rows that run, one of them of two processes, and one that cannot; then the same again without a run."""
+    """Two rows that run and one that cannot; then the same again, where only the one that failed is tried anew."""
     run_file = tiny_run(data={"test": None})[1]
     out = tmp_path / "compared"
     command = [

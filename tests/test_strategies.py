@@ -177,6 +177,7 @@ CONFLICTS: dict[tuple[str, str], list[str]] = {
         "--strategy=adamw_8bit",
         "--strategy=zero2_offload",
     ],
+    ("model.activation_offload", "FSDP or ZeRO-3"): ["--strategy=activation_offload", "--strategy=zero3"],
     ("training.optimizer cpu_offload_ao", "no GPU"): ["--strategy=cpu_offload_ao"],
     ("training.optimizer cpu_offload_ao", "several processes, DeepSpeed or FSDP"): [
         "--strategy=cpu_offload_ao",

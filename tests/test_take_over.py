@@ -58,7 +58,7 @@ def test_optimizers_of_one_name_are_told_apart():
         weight = torch.nn.Parameter(torch.zeros(8, 8))
         optimizer = build_optimizer(name, [{"params": [weight], "lr": 1e-3, "weight_decay": 0.0}], {})
         config = SimpleNamespace(lora_rank=0, freeze_encoder=False, dtype="float32")
-        accelerator = SimpleNamespace(distributed_type="NO")
+        accelerator = SimpleNamespace(distributed_type="NO", scaler=None)
         trainer = SimpleNamespace(optimizer=optimizer, accelerator=accelerator, config=SimpleNamespace(model=config))
         kinds[name] = kind_of(trainer)["optimizer"]
     assert kinds["adamw_8bit"] == "AdamW8bit of bitsandbytes"

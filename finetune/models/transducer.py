@@ -23,7 +23,6 @@ class TransducerLossModule(nn.Module):
         sigma, omega: settings of the TDT loss; None takes the model's own.
         encoder_context: makes a context manager for the encoder's forward (activation offload).
         joint_memory_budget: MiB for a block of joint outputs; None chooses by device.
-        encoder_context: entered around the encoder's forward.
         length_bucket: seconds; features are padded to a multiple of it. 0: no padding.
     """
 

@@ -114,6 +114,15 @@ RULES = (
         "set model.freeze_batchnorm: true, or neither",
     ),
     Rule(
+        "model.activation_offload",
+        "FSDP or ZeRO-3",
+        lambda c, engine, gpu: (
+            bool(_get(c, "model.activation_offload")) and engine.startswith(("fsdp", "deepspeed_zero3"))
+        ),
+        "weights that are gathered for a layer would be taken for activations and copied while they are let go",
+        "set model.gradient_checkpointing: true and model.activation_offload: false",
+    ),
+    Rule(
         "training.optimizer cpu_offload_ao",
         "no GPU",
         lambda c, engine, gpu: _optimizer(c).startswith("cpu_offload") and not gpu,

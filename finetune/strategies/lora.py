@@ -108,12 +108,16 @@ def load_merged_state_dict(model: Any, weights: dict[str, torch.Tensor]) -> None
         weights: what `merged_state_dict` returned.
     """
     full = {}
+    names = ((key.replace(".base_layer.", "."), tensor) for key, tensor in model.state_dict().items())
+    present = {tensor.data_ptr(): name for name, tensor in names if name in weights}
     for key, tensor in model.state_dict().items():
         found = LORA_KEY.match(key)
         if found:
             full[key] = torch.zeros_like(tensor) if found[2] == "B" else tensor
         else:
-            full[key] = weights[key.replace(".base_layer.", ".")]
+            name = key.replace(".base_layer.", ".")
+            # A file keeps a tensor that modules share under one of its names only.
+            full[key] = weights[name] if name in weights else weights[present[tensor.data_ptr()]]
     unexpected = sorted(set(weights) - {key.replace(".base_layer.", ".") for key in full})
     if unexpected:
         raise KeyError(f"weights without a place in the model: {', '.join(unexpected[:8])}")

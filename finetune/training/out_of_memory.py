@@ -58,7 +58,7 @@ def remedies(config: Any, gpu: bool, engine: str = "none") -> list[str]:
             {"model.gradient_checkpointing": True},
         ),
         (
-            train > 1,
+            train > 1 and train % 2 == 0,
             f"training.per_device_train_batch_size={half} with training.gradient_accumulation_steps={accumulated * train // half} "
             "(the same step in smaller pieces)",
             {
@@ -71,6 +71,11 @@ def remedies(config: Any, gpu: bool, engine: str = "none") -> list[str]:
             gpu and m.gradient_checkpointing and not narrow,
             "--strategy bf16_full (weights and gradients in two bytes)",
             {"model.dtype": "bfloat16", "training.optimizer": "adamw_8bit_ao"},
+        ),
+        (
+            gpu and not m.activation_offload and not m.freeze_encoder,
+            "--strategy activation_offload (the encoder's activations in host memory)",
+            {"model.activation_offload": True},
         ),
         (
             gpu and not t.optimizer.startswith("cpu_offload"),

@@ -149,6 +149,7 @@ def kind_of(trainer: Any) -> dict[str, str]:
         "engine": engine,
         "trained": trained,
         "model.dtype": m.dtype,
+        "loss scaling": "none" if accelerator.scaler is None else "fp16",
     }
 
 
