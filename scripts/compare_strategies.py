@@ -41,6 +41,14 @@ from finetune.paths import ACCELERATE_CONFIGS, OVERLAYS, strategy_names  # noqa:
 # Families of strategies that need no GPU. The rest say why they cannot run.
 NEEDS_A_GPU = ("cpu_offload_ao", "cpu_offload_gradients_ao", "flash_adamw", "flash_adamw_gradient_release")
 SKIPPED_STEPS = 3
+# Nothing random, and clips in the order of the data, so that any number of processes sees the same ones in each step.
+SAME_BATCHES = (
+    "data.shuffle=false",
+    "data.group_by_duration=false",
+    "model.dropout=0.0",
+    "model.spec_augment=false",
+    "model.freeze_batchnorm=true",
+)
 AXES = {
     "precision": {
         "fp32": ["training.bf16=false", "model.dtype=float32"],
@@ -141,7 +149,7 @@ def processes_of(strategies: list[str], gpus: int) -> int:
     meshes = [file["parallelism_config"] for file in files if "parallelism_config" in file]
     if meshes:
         return math.prod(int(size) for key, size in meshes[0].items() if key.endswith("_size"))
-    if any(str(file["distributed_type"]).startswith(("MULTI", "FSDP")) for file in files):
+    if any(file["num_processes"] > 1 for file in files):
         return max(2, gpus)
     return 1
 
@@ -174,7 +182,7 @@ def run_row(row: dict[str, Any], arguments: argparse.Namespace, gpus: int) -> di
         f"training.output_dir={run_dir}", f"training.max_steps={arguments.steps}", f"training.warmup_steps={arguments.warmup_steps}",
         "training.eval_on_start=false", "training.eval_steps=0", "training.save_steps=0", "training.logging_steps=1", "data.test=null",
         "data.guard=null", "training.report_to=none", f"data.max_eval_samples={arguments.eval_clips}",
-        *same, *arguments.overrides, *row["settings"],
+        *SAME_BATCHES, *same, *arguments.overrides, *row["settings"],
     ]  # fmt: skip
     started = time.perf_counter()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -52,6 +52,8 @@ def test_processes(script):
     assert script.processes_of(["ddp"], gpus=0) == 2
     assert script.processes_of(["fsdp2"], gpus=4) == 4
     assert script.processes_of(["hybrid_shard"], gpus=0) == 4
+    assert script.processes_of(["zero2"], gpus=0) == 2
+    assert script.processes_of(["zero2_offload"], gpus=0) == 1
     lacking = script.run_row({"name": "ddp", "strategies": ["ddp"], "settings": []}, None, gpus=1)
     assert lacking["reason"] == "needs 2 GPUs, there is 1"
 
