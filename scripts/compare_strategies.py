@@ -1,4 +1,4 @@
-"""Runs each memory strategy for a few steps from the same weights on the same batches, and says what it needs and costs.
+"""Runs each memory strategy for a few steps from the same weights on the same clips, and says what it needs and costs.
 
     python scripts/compare_strategies.py --config RUN.yaml [--strategies adamw,adamw_8bit,adamw_8bit+gradient_checkpointing]
     python scripts/compare_strategies.py --config RUN.yaml --strategies adamw_8bit --matrix precision,compile,offload
@@ -8,6 +8,9 @@ Each strategy runs in fresh processes of its own. Memory is the CUDA allocator's
 process's tensors (finetune/planning/accounting.py) in one step after the optimizer's states exist; of several processes that of the
 first. Seconds a step are the median without the first three steps and the accounted one. An interrupted comparison goes on where
 it was: rows lie in --output-dir. Writes table.md, results.json and strategies.png there.
+
+Rows of one process see the same batches. Several processes share the shards of the data out, so that a step of theirs holds other
+clips where there is more than one shard: compare losses within one number of processes.
 
 Exit codes: 0 done, 1 a strategy that must run on this machine did not, 2 bad arguments.
 """
@@ -237,7 +240,8 @@ def table(rows: list[dict[str, Any]], where: dict[str, Any], steps: int) -> str:
     kind = "CUDA allocator" if where["gpu"] else "account of the process's tensors"
     lines = [
         f"Measured on {where['gpu'] or where['cpu']} ({where['threads']} threads), torch {where['torch']}, {' and '.join(sorted({r['date'] for r in rows}))}; {steps} "
-        f"steps; peak memory: {kind}, of one process.",
+        f"steps; peak memory: {kind}, of one process. Losses of rows with different numbers of processes are of "
+        "different batches where the data has several shards.",
         "",
         f"| strategy | optimizer | processes | peak {unit} | of that parameters / gradients / optimizer / activations | optimizer bytes a trained "
         f"parameter | time a step against {base['name']} | loss | against {base['name']} | WER |",

@@ -51,7 +51,9 @@ def test_remedies_are_those_not_taken_yet(run_file):
 def test_each_remedy_is_a_setting_that_exists(run_file):
     config, _ = load_config(run_file(), [], [])
     for gpu, engine in ((True, "none"), (True, "ddp"), (False, "none")):
-        for remedy in remedies(config, gpu, engine):
+        found = remedies(config, gpu, engine)
+        assert len(found) >= 4
+        for remedy in found:
             command = remedy.split(" (")[0]
             names = command.removeprefix("--strategy ").split(" or ") if command.startswith("--strategy") else []
             settings = [] if names else command.split(" with ")
