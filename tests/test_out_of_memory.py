@@ -61,6 +61,24 @@ def test_each_remedy_is_a_setting_that_exists(run_file):
 
 
 @pytest.mark.parametrize(
+    ("strategies", "engine", "never"),
+    [
+        (["zero2_offload"], "deepspeed_offload", ("adamw_8bit", "bf16_full", "cpu_offload_ao")),
+        (["bf16_stochastic_rounding"], "none", ("adamw_8bit (", "bf16_full")),
+        (["freeze_encoder"], "none", ("gradient_checkpointing", "lora")),
+        (["cpu_offload_ao"], "none", ("cpu_offload_ao", "adamw_8bit")),
+        (["cpu_offload_gradients_ao"], "none", ("gradient_accumulation_steps",)),
+        (["fsdp2"], "fsdp", ("adamw_8bit (", "cpu_offload_ao", "bf16_full", "activation_offload")),
+    ],
+)
+def test_no_remedy_that_would_be_refused(run_file, strategies, engine, never):
+    config, _ = load_config(run_file(), strategies, ["training.gradient_accumulation_steps=1"])
+    found = "\n".join(remedies(config, gpu=True, engine=engine))
+    assert found
+    assert not [words for words in never if words in found]
+
+
+@pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), MemoryError()]
 )
 def test_the_run_ends_with_one_message(failed, tiny_run, monkeypatch, error):
