@@ -21,19 +21,8 @@ run() {
 
 run loss "the loss on the GPU against the CPU" "$python" scripts/gpu_check_loss.py
 run optimizers "optimizers on the GPU: states, offload, time" "$python" scripts/gpu_check_optimizers.py --json "$parts/optimizers.json"
+run activation_offload "activation offload: memory and gradients" "$python" -m pytest -q -p no:cacheprovider tests/test_memory_strategies.py -k offload_frees_gpu_memory
 run strategies "memory and time of strategies on the 0.6B layout" "$python" scripts/bench_real_size.py --output-dir "$parts/real_size" --json "$parts/strategies.json"
 run loss_time "time and memory of the loss" "$python" scripts/bench_tdt_loss.py --cases gpu_v8192 gpu_24gb --json "$parts/loss_time.json"
 
-"$python" - "$parts" "$results/gpu_check.json" <<'PY'
-import json, sys
-from pathlib import Path
-
-parts, report = Path(sys.argv[1]), {}
-for ended in sorted(parts.glob("*.exit")):
-    figures = ended.with_suffix(".json")
-    report[ended.stem] = {"exit_code": int(ended.read_text()), **(json.loads(figures.read_text()) if figures.exists() else {})}
-Path(sys.argv[2]).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-failed = [name for name, part in report.items() if part["exit_code"]]
-print(f"\n{sys.argv[2]} holds all figures; " + (f"FAILED: {', '.join(failed)}" if failed else "every check holds"))
-sys.exit(bool(failed))
-PY
+"$python" scripts/gpu_check_report.py "$parts" "$results/gpu_check.json"

@@ -180,15 +180,13 @@ def check_flashoptim(dtype: torch.dtype, device: str) -> dict[str, Any]:
     """FlashAdamW: 8-bit states, and for bf16 weights a correction byte beside."""
     if importlib.util.find_spec("flashoptim") is None:
         return {"skipped": "flashoptim is not installed"}
-    from flashoptim import FlashAdamW
-
     weights = [p.detach().to(dtype) for g in real_groups(device) for p in g["params"]]
     parameters, reference = [torch.nn.Parameter(w) for w in weights], [torch.nn.Parameter(w.float()) for w in weights]
     options = {"lr": RATE, "betas": BETAS, "eps": EPS, "weight_decay": 0.01}
     plain = learn(torch.optim.AdamW(reference, fused=True, **options), reference, device)
     narrow = dtype == torch.bfloat16
     before = torch.cuda.memory_allocated()
-    optimizer = FlashAdamW(parameters, master_weight_bits=24 if narrow else None, **options)
+    optimizer = build_optimizer("flash_adamw", [{"params": parameters, "lr": RATE, "weight_decay": 0.01}], {})
     optimizer.zero_grad()
     for p in parameters:
         p.grad = torch.zeros_like(p)
@@ -205,6 +203,38 @@ def check_flashoptim(dtype: torch.dtype, device: str) -> dict[str, Any]:
     return found
 
 
+def check_gradient_release(device: str) -> dict[str, Any]:
+    """Steps inside of the backward pass: the same weights as with steps after it, and no gradient is left."""
+    if importlib.util.find_spec("flashoptim") is None:
+        return {"skipped": "flashoptim is not installed"}
+    found: dict[str, Any] = {}
+    weights = []
+    for name in ("flash_adamw", "flash_adamw_gradient_release"):
+        net = make_net(device).to(torch.bfloat16)
+        optimizer = build_optimizer(name, groups_of(net), {})
+        norms = []
+        for step in range(5):
+            g = torch.Generator().manual_seed(step)
+            x, y = (torch.randn(32, size, generator=g).to(device, torch.bfloat16) for size in (256, 128))
+            (net(x) - y).square().mean().backward()
+            if "release" in name:
+                assert all(p.grad is None for p in net.parameters()), "gradients are left after the backward pass"
+            norms.append(float(getattr(optimizer, "clip_grad_norm_", lambda _: total_norm(net))(math.inf)))
+            optimizer.step()
+            optimizer.zero_grad()
+        found[f"norms of {name}"] = norms
+        weights.append([p.detach().float() for p in net.parameters()])
+    for after, inside in zip(*weights, strict=True):
+        torch.testing.assert_close(inside, after, rtol=0.0, atol=0.0)
+    after, inside = (torch.tensor(norms) for norms in found.values())
+    torch.testing.assert_close(inside, after, rtol=1e-3, atol=0.0)
+    return found
+
+
+def total_norm(net: torch.nn.Module) -> torch.Tensor:
+    return torch.stack([p.grad.float().square().sum() for p in net.parameters()]).sum().sqrt()
+
+
 def run_checks(device: str) -> dict[str, Any]:
     """Every check's figures, or why it failed; one that fails does not keep the others from running."""
     checks: dict[str, Callable[[], dict[str, Any]]] = {}
@@ -214,6 +244,7 @@ def run_checks(device: str) -> dict[str, Any]:
         checks[f"offload, gradients {gradients}"] = lambda gradients=gradients: check_offload(gradients, device)
     for dtype in (torch.float32, torch.bfloat16):
         checks[f"flashoptim, {dtype}"] = lambda dtype=dtype: check_flashoptim(dtype, device)
+    checks["flashoptim, gradient release"] = lambda: check_gradient_release(device)
     found = {}
     for name, check in checks.items():
         started = time.perf_counter()

@@ -58,6 +58,32 @@ def test_processes(script):
     assert lacking["reason"] == "needs 2 GPUs, there is 1"
 
 
+def test_what_may_fail(script):
+    row = {"strategies": ["flash_adamw", "gradient_checkpointing"], "reason": "exit code 1: killed"}
+    assert script.excused(row, {"gpu": None})
+    assert not script.excused(row, {"gpu": "H100"})
+    assert not script.excused({**row, "strategies": ["adamw"]}, {"gpu": None})
+    assert script.excused({**row, "reason": "the GPU is out of memory: tried to allocate 2 GiB"}, {"gpu": "H100"})
+
+
+def test_goals_on_a_gpu():
+    spec = importlib.util.spec_from_file_location("report", SCRIPT.with_name("gpu_check_report.py"))
+    report = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(report)
+    rows = [
+        {"name": "adamw", "seconds_per_step": 2.0, "peak_bytes": 40e9},
+        {"name": "recommended", "seconds_per_step": 2.4, "peak_bytes": 10.5e9},
+        {"name": "recommended_small", "seconds_per_step": 2.4, "peak_bytes": 7.6e9},
+    ]
+    met = {goal["goal"]: goal["met"] for goal in report.judge(rows)}
+    assert met == {
+        "recommended: peak memory, GB": True,
+        "recommended_small: peak memory, GB": False,
+        "recommended: time a step against adamw": True,
+    }
+    assert not any(goal["met"] for goal in report.judge([{"name": "recommended", "reason": "killed"}]))
+
+
 def rows_that_ran(out: Path) -> dict:
     rows = json.loads((out / "rows.json").read_text())
     return {key: row for key, row in rows.items() if "reason" not in row}
