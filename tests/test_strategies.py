@@ -207,6 +207,7 @@ CONFLICTS: dict[tuple[str, str], list[str]] = {
     ("training.fp16", "FSDP"): ["training.fp16=true", "--strategy=fsdp2"],
     ("training.optimizer of bitsandbytes", "FSDP"): ["--strategy=adamw_8bit", "--strategy=fsdp2_offload"],
     ("training.optimizer of torchao", "DeepSpeed"): ["--strategy=adamw_8bit_ao", "--strategy=zero3"],
+    ("training.optimizer adamw_fp8_ao", "a GPU of compute capability below 8.9"): ["--strategy=adamw_fp8_ao"],
     ("model.freeze_encoder or model.lora_rank", "model.sync_batchnorm"): [
         "model.lora_rank=4",
         "model.sync_batchnorm=true",
@@ -225,7 +226,8 @@ def test_every_rule_has_a_case() -> None:
 def test_rule_fires_before_anything_loads(
     rule: Any, refused: Callable[..., str], run_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: "a GPU" in rule.second)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     message = refused("--config", run_file(), *CONFLICTS[rule.first, rule.second])
     assert f"{rule.first} and {rule.second} exclude each other" in message
     assert rule.reason in message

@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from finetune.strategies.low_bit import BITSANDBYTES, TORCHAO
+from finetune.strategies.low_bit import BITSANDBYTES, TORCHAO, gpu_lacks_fp8
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,13 @@ RULES = (
         lambda c, engine, gpu: _optimizer(c) in TORCHAO and engine.startswith("deepspeed"),
         "torchao keeps 32-bit states, in silence, for tensors whose size is no multiple of its blocks, as the flat partitions of ZeRO are",
         "use --strategy adamw_8bit with zero1, zero2 or zero3, or adamw_8bit_ao with fsdp2",
+    ),
+    Rule(
+        "training.optimizer adamw_fp8_ao",
+        "a GPU of compute capability below 8.9",
+        lambda c, engine, gpu: _optimizer(c) == "adamw_fp8_ao" and gpu and gpu_lacks_fp8(),
+        "the GPU has no FP8",
+        "use --strategy adamw_8bit_ao, whose states are as small",
     ),
     Rule(
         "model.freeze_batchnorm",

@@ -76,6 +76,11 @@ def _with_wide_embeddings(kind: type, wide: bool) -> type:
     return type(kind.__name__, (kind,), {"get_config": get_config})
 
 
+def gpu_lacks_fp8() -> bool:
+    """Whether there is a CUDA GPU that does not compute with FP8."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() < FP8_CAPABILITY
+
+
 def torchao_optimizer(name: str, groups: list[dict[str, Any]], args: dict[str, Any]) -> torch.optim.Optimizer:
     """torchao's AdamW with quantised states (adamw_bf16_ao: in the parameters' type); its step is compiled, 6 to 25 s at first.
 
@@ -89,11 +94,10 @@ def torchao_optimizer(name: str, groups: list[dict[str, Any]], args: dict[str, A
     Raises:
         UserError: FP8 on a GPU that has none.
     """
-    device = groups[0]["params"][0].device
-    if name == "adamw_fp8_ao" and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
-        found = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    if name == "adamw_fp8_ao" and groups[0]["params"][0].is_cuda and gpu_lacks_fp8():
+        found = ".".join(map(str, torch.cuda.get_device_capability()))
         raise UserError(
-            f"training.optimizer: adamw_fp8_ao needs a GPU of compute capability 8.9 or more, this one has {found}. Take adamw_8bit_ao."
+            f"adamw_fp8_ao needs a GPU of compute capability 8.9 or more, this one has {found}. Take adamw_8bit_ao."
         )
     import torchao.optim
 
