@@ -1,10 +1,13 @@
 """Audio bytes or files to 16 kHz mono waveforms, with a reason for everything that cannot be used."""
 
+import contextlib
 import io
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import soundfile
 import soxr
@@ -13,6 +16,7 @@ import torchaudio
 
 LOWEST_RATE, HIGHEST_RATE = 2_000, 768_000  # Hz
 LONGEST_RATIO = 1_000
+UNKNOWN_FRAMES = 2**53  # libsndfile says more where a stream does not tell its length
 
 
 class BadClip(Exception):
@@ -22,7 +26,7 @@ class BadClip(Exception):
 def decode_audio(
     audio: Any,
     sample_rate: int,
-    folder: Path | None = None,
+    folder: str | Path | None = None,
     offset: float | None = None,
     duration: float | None = None,
 ) -> np.ndarray:
@@ -42,7 +46,20 @@ def decode_audio(
     Raises:
         BadClip: missing, unreadable, empty, or not finite.
     """
-    samples_SC, rate = _read(audio, folder, offset, duration)
+    return mono_at(*read_audio(audio, folder, offset, duration), sample_rate)
+
+
+def mono_at(samples_SC: np.ndarray, rate: int, sample_rate: int) -> np.ndarray:
+    """Samples as they are in a file as one channel at another rate.
+
+    Args:
+        samples_SC: (S,) or (S, C) float32.
+        rate: Hz that it has.
+        sample_rate: Hz of the result.
+
+    Raises:
+        BadClip: empty, not finite, or of a rate that no speech has.
+    """
     if samples_SC.shape[0] == 0:
         raise BadClip("the audio is empty")
     if samples_SC.ndim == 2:
@@ -56,6 +73,25 @@ def decode_audio(
     return np.ascontiguousarray(samples_SC, dtype=np.float32)
 
 
+def audio_seconds(audio: Any, folder: str | Path | None = None, offset: float | None = None) -> float:
+    """Length of a clip from the head of its audio; where that does not tell, from all of it.
+
+    Args:
+        audio, folder, offset: as in `decode_audio`.
+
+    Raises:
+        BadClip: missing, unreadable or empty.
+    """
+    if isinstance(audio, dict) and audio.get("array") is not None:
+        samples, rate = read_audio(audio, folder, offset, None)
+        return len(samples) / rate
+    with _opening(audio, folder) as sound:
+        if 0 <= sound.frames < UNKNOWN_FRAMES:
+            return max(sound.frames / sound.samplerate - (offset or 0.0), 0.0)
+    samples, rate = read_audio(audio, folder, offset, None)
+    return len(samples) / rate
+
+
 def _resample(samples_S: np.ndarray, rate: int, sample_rate: int) -> np.ndarray:
     """torchaudio's resampler, but for ratios such as 22254 : 16000, whose polyphase filter would take gigabytes: soxr's."""
     if max(rate, sample_rate) // math.gcd(rate, sample_rate) > LONGEST_RATIO:
@@ -63,42 +99,62 @@ def _resample(samples_S: np.ndarray, rate: int, sample_rate: int) -> np.ndarray:
     return torchaudio.functional.resample(torch.from_numpy(samples_S), rate, sample_rate).numpy()
 
 
-def _read(audio: Any, folder: Path | None, offset: float | None, duration: float | None) -> tuple[np.ndarray, int]:
+def read_audio(
+    audio: Any, folder: str | Path | None, offset: float | None, duration: float | None
+) -> tuple[np.ndarray, int]:
+    """Samples (S,) or (S, C) as they are in a file, and their rate; the arguments are those of `decode_audio`."""
+    if isinstance(audio, dict) and audio.get("array") is not None:
+        if not audio.get("sampling_rate"):
+            raise BadClip("the audio is an array without sampling_rate")
+        return np.asarray(audio["array"], dtype=np.float32), int(audio["sampling_rate"])
+    with _opening(audio, folder) as sound:
+        if offset is None:
+            return sound.read(dtype="float32"), sound.samplerate
+        first = round(offset * sound.samplerate)
+        if first >= sound.frames > 0:
+            raise BadClip(f"offset {offset} s lies behind the end of the audio ({sound.frames / sound.samplerate} s)")
+        if first:
+            sound.seek(first)
+        frames = -1 if duration is None else round(duration * sound.samplerate)
+        return sound.read(frames, dtype="float32"), sound.samplerate
+
+
+@contextlib.contextmanager
+def _opening(audio: Any, folder: Any) -> Iterator[soundfile.SoundFile]:
+    """The audio as an open file; what goes wrong in it becomes a BadClip."""
     if isinstance(audio, str):
         audio = {"path": audio}
     if not isinstance(audio, dict):
         raise BadClip(f"no audio (found {type(audio).__name__})")
-    if audio.get("array") is not None:
-        if not audio.get("sampling_rate"):
-            raise BadClip("the audio is an array without sampling_rate")
-        return np.asarray(audio["array"], dtype=np.float32), int(audio["sampling_rate"])
     data, path = audio.get("bytes"), audio.get("path")
     if data is None and not path:
         raise BadClip("no audio")
     if data is not None and len(data) == 0:
         raise BadClip("the audio is empty (0 bytes)")
     try:
-        if data is not None:
-            return _read_part(io.BytesIO(data), offset, duration)
-        file = Path(path) if folder is None or Path(path).is_absolute() else folder / path
-        if not file.is_file():
-            raise BadClip(f"there is no file {file}")
-        if file.stat().st_size == 0:
-            raise BadClip("the audio is empty (0 bytes)")
-        return _read_part(str(file), offset, duration)
+        with soundfile.SoundFile(io.BytesIO(data) if data is not None else _file_of(str(path), folder)) as sound:
+            yield sound
     except BadClip:
         raise
     except Exception as error:
         raise BadClip(f"the audio cannot be decoded: {str(error).strip() or type(error).__name__}") from error
 
 
-def _read_part(file: Any, offset: float | None, duration: float | None) -> tuple[np.ndarray, int]:
-    if offset is None:
-        return soundfile.read(file, dtype="float32")
-    with soundfile.SoundFile(file) as sound:
-        first = round(offset * sound.samplerate)
-        if first >= sound.frames:
-            raise BadClip(f"offset {offset} s lies behind the end of the audio ({sound.frames / sound.samplerate} s)")
-        sound.seek(first)
-        frames = -1 if duration is None else round(duration * sound.samplerate)
-        return sound.read(frames, dtype="float32"), sound.samplerate
+def _file_of(path: str, folder: Any) -> Any:
+    """A local file's name, or the content of one elsewhere."""
+    if "://" in path or (folder is not None and "://" in str(folder)):
+        url = path if "://" in path else f"{str(folder).rstrip('/')}/{path}"
+        try:
+            with fsspec.open(url, "rb") as remote:
+                content = remote.read()
+        except FileNotFoundError as error:
+            raise BadClip(f"there is no file {url}") from error
+        if not content:
+            raise BadClip("the audio is empty (0 bytes)")
+        return io.BytesIO(content)
+    file = Path(path) if folder is None or Path(path).is_absolute() else Path(folder) / path
+    if not file.is_file():
+        raise BadClip(f"there is no file {file}")
+    if file.stat().st_size == 0:
+        raise BadClip("the audio is empty (0 bytes)")
+    return str(file)

@@ -334,7 +334,7 @@ class Trainer:
 
     def _share_done(self) -> float:
         """Share of the run by rows read; below the last step's, since there is a step after this one, or none at all."""
-        rows = count_clips(self.sources["train"], self.config.data.max_samples)
+        rows = count_clips(self.sources["train"], self.config.data.max_samples, self.config.data.skip_samples)
         return min(self.progress.rows_read / (rows * self.max_epochs), 1 - 0.5 / self.total_steps)
 
     def _log_clips(self, group: list[Batch]) -> None:

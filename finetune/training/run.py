@@ -28,7 +28,7 @@ from finetune.strategies.optimizers import build_optimizer, describe_optimizer, 
 from finetune.strategies.sharded import count_parameters, make_replica, shards_parameters
 from finetune.training import checkpoints
 from finetune.training.advice import warnings_for
-from finetune.training.data import count_clips, make_stream
+from finetune.training.data import count_clips, make_stream, mean_seconds
 from finetune.training.data import open_sources as open_sources
 from finetune.training.evaluate import check_decoding
 from finetune.training.loop import Trainer
@@ -225,17 +225,20 @@ def build_model(accelerator: Any, config: Any, checkpoint: Path | None = None) -
 
 
 def plan_steps(accelerator: Any, config: Any, sources: dict[str, list[Any]]) -> int:
-    """Optimizer steps of the run; from the number of clips where the epochs decide (filters may make it fewer)."""
+    """Optimizer steps of the run; from the number of clips where the epochs decide (filters may make it fewer), and from the mean
+    length of some of them where batches are made by duration."""
     t = config.training
     if t.max_steps > 0:
         return t.max_steps
-    clips = count_clips(sources["train"], config.data.max_samples)
+    clips = count_clips(sources["train"], config.data.max_samples, config.data.skip_samples)
     if clips is None:
         raise UserError(
             "training.num_train_epochs: the number of clips of data.train is not known beforehand (a stream). Set "
             "training.max_steps."
         )
-    per_step = t.per_device_train_batch_size * t.gradient_accumulation_steps * accelerator.num_processes
+    seconds = config.data.batch_duration
+    batch = seconds / mean_seconds(sources["train"], config) if seconds else t.per_device_train_batch_size
+    per_step = batch * t.gradient_accumulation_steps * accelerator.num_processes
     return max(1, math.ceil(clips / per_step * t.num_train_epochs))
 
 

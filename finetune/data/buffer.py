@@ -1,0 +1,154 @@
+"""Which of the clips that wait in a lane's buffer make the next batch.
+
+With `group_by_duration` the clips are ordered by length and cut into bands that hold a few batches each; a band is drawn at
+random, its clips are ordered by their tokens and cut into batches, and one of these is drawn. So a batch holds clips of like
+length and like number of tokens, there are no bounds of buckets to be found beforehand, and every band is as likely as its share
+of the audio. The draws follow from (seed, epoch, worker, number of the draw) and not from the rank: at the same step all ranks
+draw the same part of their distributions of lengths, so that none waits long for another.
+"""
+
+import bisect
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+BATCHES_A_BAND = 4
+
+
+@dataclass(slots=True)
+class Entry:
+    """A clip before its audio is decoded."""
+
+    ref: tuple[int, int, int, int]
+    """Group, pass over it, shard and row."""
+    seconds: float
+    tokens: list[int]
+    cells: int
+    """Cells of its alignment lattice, T x (U + 1)."""
+    id: str
+    place: str
+    text: str
+    language: str
+    audio: Any
+    """As `finetune.data.decode.decode_audio` takes it."""
+    source: Any
+    offset: float | None
+    duration: float | None
+    bytes: int
+    """What it holds in memory while it waits."""
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """What a batch may hold. The first limit that is met ends it; one clip is always a batch."""
+
+    clips: int = 0
+    """0: no limit."""
+    seconds: float = 0.0
+    """Audio with padding: number of clips times the longest. 0: no limit."""
+    cells: int = 0
+    """Cells of all clips' alignment lattices, which the loss computes with. 0: no limit."""
+
+    def clips_of_length(self, seconds: float) -> int:
+        """How many clips of a length make a batch."""
+        by_seconds = int(self.seconds / max(seconds, 1e-3)) if self.seconds else 2**31
+        return max(1, min(self.clips or 2**31, by_seconds))
+
+
+class Buffer:
+    """Clips that wait.
+
+    Args:
+        limits: of a batch.
+        shuffle: draw at random; else batches come in the order of the clips.
+        group: like lengths together; no effect without `shuffle`.
+    """
+
+    def __init__(self, limits: BatchLimits, shuffle: bool, group: bool):
+        self.limits, self.shuffle, self.group = limits, shuffle, group and shuffle
+        self.entries: list[Entry] = []
+        self.bytes = 0
+
+    def _key(self, entry: Entry) -> Any:
+        return (-entry.seconds, len(entry.tokens), entry.ref) if self.group else entry.ref
+
+    def add(self, entry: Entry) -> None:
+        """Keeps the clips in an order that does not tell when they came, so that it is the same after a resume."""
+        if self.shuffle:
+            bisect.insort(self.entries, entry, key=self._key)
+        else:
+            self.entries.append(entry)
+        self.bytes += entry.bytes
+
+    def refs(self) -> np.ndarray:
+        """(n, 4) groups, passes, shards and rows of the clips that wait, in their order."""
+        return np.array([entry.ref for entry in self.entries], dtype=np.int64).reshape(-1, 4)
+
+    def holds_a_batch(self) -> bool:
+        """Whether reading on would not change the next batch; only where nothing is drawn."""
+        if self.shuffle:
+            return False
+        taken = self._head(self.entries)
+        return len(taken) < len(self.entries) or len(taken) == self.limits.clips
+
+    def draw(self, seed: tuple[int, ...], last: bool) -> list[Entry]:
+        """Takes the next batch out of the buffer, which holds some clip.
+
+        Args:
+            seed: of this draw.
+            last: nothing comes after what is in the buffer, so that smaller batches have to be taken too.
+        """
+        if not self.shuffle:
+            batch = self._head(self.entries)
+        else:
+            random = np.random.default_rng(seed)
+            batch = self._draw_alike(random, last) if self.group else self._draw_any(random)
+        taken = {entry.ref for entry in batch}
+        self.entries = [entry for entry in self.entries if entry.ref not in taken]
+        self.bytes -= sum(entry.bytes for entry in batch)
+        return batch
+
+    def _head(self, entries: list[Entry]) -> list[Entry]:
+        """As many of the first clips as make a batch."""
+        longest, cells = 0.0, 0
+        for n, entry in enumerate(entries):
+            longest, cells = max(longest, entry.seconds), cells + entry.cells
+            if n and (n >= self.limits.clips_of_length(longest) or (self.limits.cells and cells > self.limits.cells)):
+                return entries[:n]
+        return entries[: self.limits.clips or None]
+
+    def _draw_any(self, random: np.random.Generator) -> list[Entry]:
+        return self._head([self.entries[i] for i in random.permutation(len(self.entries))])
+
+    def _draw_alike(self, random: np.random.Generator, last: bool) -> list[Entry]:
+        bands = self._bands(last)
+        start, stop = bands[int(random.random() * len(bands))]
+        size = self.limits.clips_of_length(self.entries[start].seconds)
+        # From either end, so that what does not fill a batch is not always of the same kind.
+        sign = 1 if random.random() < 0.5 else -1
+        band = sorted(self.entries[start:stop], key=lambda entry: (sign * len(entry.tokens), entry.ref))
+        batches = []
+        while band:
+            cells = np.cumsum([entry.cells for entry in band[:size]])
+            count = int(np.searchsorted(cells, self.limits.cells, side="right")) if self.limits.cells else size
+            batches.append(band[: max(count, 1)])
+            band = band[max(count, 1) :]
+        if not last and len(batches) > 1 and len(batches[-1]) < size:
+            batches.pop()  # the rest of the band waits for more of its kind
+        return batches[int(random.random() * len(batches))]
+
+    def _bands(self, last: bool) -> list[tuple[int, int]]:
+        """Stretches of the ordered clips that hold BATCHES_A_BAND batches each; the last ones, the shortest, may hold fewer."""
+        bands, start, n, size = [], 0, len(self.entries), 0
+        while start < n:
+            before, size = size, self.limits.clips_of_length(self.entries[start].seconds)
+            stop = min(start + BATCHES_A_BAND * size, n)
+            if bands and stop - start < size and not last:
+                # Less than a batch: where batches of that length are larger it waits for more of its kind.
+                if size == before:
+                    bands[-1] = (bands[-1][0], stop)
+                break
+            bands.append((start, stop))
+            start = stop
+        return bands

@@ -1,0 +1,111 @@
+"""The command that reads a data set and reports on it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+from conftest import read_lines, write_manifest
+from stream_cases import RATE
+
+from finetune.data.buffer import BatchLimits
+from finetune.data.check import estimate_padding, main
+
+
+@pytest.fixture
+def spoiled(tmp_path: Path) -> Path:
+    """Forty clips of 0.5 to 1.5 s in two languages, with a missing file, an empty text, an id twice, and a wrong duration."""
+    random = np.random.default_rng(0)
+    rows = []
+    for i in range(40):
+        samples_S = 0.1 * random.standard_normal(int(RATE * random.uniform(0.5, 1.5)))
+        soundfile.write(tmp_path / f"{i}.flac", samples_S, RATE)
+        rows.append(
+            {
+                "audio_filepath": f"{i}.flac",
+                "id": f"c{i}",
+                "text": f"text {i}",
+                "lang": "en" if i % 4 else "fr",
+                "duration": len(samples_S) / RATE,
+            }
+        )
+    rows[3]["audio_filepath"] = "gone.flac"
+    rows[5]["text"] = " "
+    rows[7]["id"] = "c8"
+    rows[9]["duration"] = 9.0
+    return write_manifest(tmp_path / "m.jsonl", rows)
+
+
+def test_the_report(spoiled: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "check"
+    arguments = [
+        "--data",
+        str(spoiled),
+        "--output-dir",
+        str(out),
+        "--workers",
+        "2",
+        "--json",
+        str(tmp_path / "figures.json"),
+    ]
+    assert main(arguments) == 0
+    found = json.loads((tmp_path / "figures.json").read_text())
+    assert found == json.loads((out / "check.json").read_text())
+    assert (found["rows"], found["clips"], found["bad"], found["duplicate_ids"]) == (40, 37, 2, 1)
+    assert found["filtered"] == {"empty_text": 1}
+    assert found["problems"] == {"there is no file": 1, "the row says": 1}
+    assert found["clips_by_language"] == {"en": 27, "fr": 10}
+    seconds = sum(soundfile.info(spoiled.parent / f"{i}.flac").duration for i in range(40) if i not in (3, 5, 9))
+    assert found["hours"] == pytest.approx(seconds / 3600, rel=1e-6)
+    assert sum(found["histograms"]["seconds"]["counts"]) == 37
+    assert found["padding"]["by duration"] < found["padding"]["at random"]
+    assert {line["id"] for line in read_lines(out / "problems.jsonl")} == {"c3", "c9"}
+    page = (out / "report.html").read_text()
+    assert "data:image/png;base64," in page
+    assert "there is no file" in page
+    assert "40 rows, 37 clips" in capsys.readouterr().out
+
+
+def test_a_check_goes_on_where_it_was_and_begins_anew_for_other_data(spoiled: Path, tmp_path: Path) -> None:
+    out = tmp_path / "check"
+    arguments = ["--data", str(spoiled), "--output-dir", str(out), "--workers", "1"]
+    main(arguments)
+    parts = sorted((out / "parts").glob("*.json"))
+    whole = json.loads((out / "check.json").read_text())
+    times = {p: p.stat().st_mtime_ns for p in parts}
+    parts[0].unlink()
+    main(arguments)
+    assert json.loads((out / "check.json").read_text()) == whole
+    assert {p for p in parts if p.stat().st_mtime_ns == times[p]} == set(parts[1:])
+    write_manifest(spoiled, read_lines(spoiled)[:10])
+    main(arguments)
+    assert json.loads((out / "check.json").read_text())["rows"] == 10
+
+
+def test_with_a_run_file_its_filters_and_its_model(tiny_run: Any, tmp_path: Path) -> None:
+    run_file = tiny_run(data={"filters": {"max_tokens": 4}, "max_duration": 1.0})[1]
+    assert main(["--config", run_file, "--output-dir", str(tmp_path / "check"), "--workers", "1"]) == 0
+    found = json.loads((tmp_path / "check" / "check.json").read_text())
+    assert found["filtered"]["more_than_max_tokens"] > 0
+    assert found["rows"] == found["clips"] + sum(found["filtered"].values())
+
+
+def test_too_many_bad_clips_are_a_bad_verdict(tmp_path: Path, capsys: Any) -> None:
+    rows = [{"audio_filepath": f"{i}.flac", "text": "a"} for i in range(10)]
+    manifest = write_manifest(tmp_path / "m.jsonl", rows)
+    assert main(["--data", str(manifest), "--output-dir", str(tmp_path / "check")]) == 1
+    assert main(["--data", str(tmp_path / "none.jsonl"), "--output-dir", str(tmp_path / "check")]) == 2
+    assert "there is no manifest" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 2
+
+
+def test_estimated_padding() -> None:
+    same = [[5.0, 20]] * 100
+    assert estimate_padding(same, BatchLimits(clips=8), 64) == {"by duration": 0.0, "at random": 0.0}
+    mixed = [[1.0 + i % 10, 20] for i in range(400)]
+    found = estimate_padding(mixed, BatchLimits(clips=8), 200)
+    assert found["by duration"] < 0.1 < 0.3 < found["at random"]
