@@ -1,12 +1,12 @@
 """The data stream against what it could do at best, and against others: both sides in one run.
 
-    python scripts/bench_data.py [--json FILE] [--cases decode,workers,padding,manifest] [--lines 5200000]
+    python scripts/bench_data.py [--json FILE] [--cases decode,padding,manifest,train] [--lines 5200000]
 
-decode    clips a second of one worker, against soundfile.read of the same bytes in a bare loop
-workers   two workers against one
+decode    clips a second of one worker, against soundfile.read of the same bytes in a bare loop; and of two workers against one
 padding   share of padding on log-normal lengths of 0.5 to 30 s: by duration, at random, and lhotse's DynamicBucketingSampler
 manifest  5.2 M lines: time to the first batch, memory and its growth, and resume at line 4,000,000. Audio is not read here: decoding is
-          replaced by silence of the stated length, cut to 0.1 s.
+          replaced by 0.1 s of silence.
+train     audio seconds a second of training the sample base model, with batches by duration against random ones
 
 Timed parts alternate in rounds, and medians are reported.
 """
@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -102,45 +103,41 @@ def seconds_of(run: Callable[[], Any]) -> float:
 
 def bench_decode(folder: Path, clips: int) -> dict[str, Any]:
     """Clips a second of a bare loop and of the stream without, with one and with two workers."""
-    found = {}
-    for kind in ("FLAC", "OPUS"):
-        place = folder / kind
-        place.mkdir()
-        contents = write_clips(place, kind, clips)
-        path = f"{place}/train-*.parquet"
+    return {kind: decode_one_format(folder / kind, kind, clips) for kind in ("FLAC", "OPUS")}
 
-        def bare() -> None:
-            for content in contents:
-                soundfile.read(io.BytesIO(content), dtype="float32")
 
-        def streamed(workers: int, repeats: int) -> tuple[float, float]:
-            """Clips a second behind the first batch, and the seconds to that: workers start and buffers fill once a run."""
-            stream = make_stream(path, workers=workers, shuffle_buffer_size=256)
-            started = time.perf_counter()
-            first = None
-            count = 0
-            for _ in range(repeats):
-                for batch in stream.batches():
-                    if first is None:
-                        first = time.perf_counter()
-                        continue
-                    count += len(batch.ids)
-                stream.next_epoch()
-            return count / (time.perf_counter() - first), first - started
+def decode_one_format(folder: Path, kind: str, clips: int) -> dict[str, Any]:
+    """The sides for one format of audio, in rounds."""
+    folder.mkdir()
+    contents = write_clips(folder, kind, clips)
 
-        sides: dict[str, list[float]] = {"bare loop": [], "in the process": [], "1 worker": [], "2 workers": []}
-        for _ in tqdm(range(ROUNDS), desc=f"decode {kind}", unit="round"):
-            sides["bare loop"].append(len(contents) / seconds_of(bare))
-            for name, workers in (("in the process", 0), ("1 worker", 1), ("2 workers", 2)):
-                sides[name].append(streamed(workers, 1)[0])
-        medians = {name: statistics.median(values) for name, values in sides.items()}
-        found[kind] = {
-            "clips": clips,
-            "clips_per_second": medians,
-            "one_worker_of_bare_loop": medians["1 worker"] / medians["bare loop"],
-            "two_workers_of_one": medians["2 workers"] / medians["1 worker"],
-        }
-    return found
+    def bare() -> None:
+        for content in contents:
+            soundfile.read(io.BytesIO(content), dtype="float32")
+
+    def streamed(workers: int) -> float:
+        """Clips a second behind the first batch: workers start and buffers fill once a run."""
+        stream = make_stream(f"{folder}/train-*.parquet", workers=workers, shuffle_buffer_size=256)
+        first, count = None, 0
+        for batch in stream.batches():
+            if first is None:
+                first = time.perf_counter()
+            else:
+                count += len(batch.ids)
+        return count / (time.perf_counter() - first)
+
+    sides: dict[str, list[float]] = {"bare loop": [], "in the process": [], "1 worker": [], "2 workers": []}
+    for _ in tqdm(range(ROUNDS), desc=f"decode {kind}", unit="round"):
+        sides["bare loop"].append(len(contents) / seconds_of(bare))
+        for name, workers in (("in the process", 0), ("1 worker", 1), ("2 workers", 2)):
+            sides[name].append(streamed(workers))
+    medians = {name: statistics.median(values) for name, values in sides.items()}
+    return {
+        "clips": clips,
+        "clips_per_second": medians,
+        "one_worker_of_bare_loop": medians["1 worker"] / medians["bare loop"],
+        "two_workers_of_one": medians["2 workers"] / medians["1 worker"],
+    }
 
 
 # ---- padding -------------------------------------------------------------------------------------------------------
@@ -220,6 +217,40 @@ def bench_padding(folder: Path, clips: int) -> dict[str, Any]:
         stream_module.decode_all = decode_all
 
 
+# ---- training ------------------------------------------------------------------------------------------------------
+
+
+def bench_train(folder: Path, steps: int = 60, rounds: int = 2) -> dict[str, Any]:
+    """Audio seconds a second of training the sample base model, with batches by duration and at random, in alternating runs."""
+    sides = {
+        "16 clips, at random": ["data.group_by_duration=false"],
+        "16 clips, by duration": ["data.group_by_duration=true"],
+        "40 s, by duration": ["data.group_by_duration=true", "data.batch_duration=40"],
+    }
+    speeds: dict[str, list[float]] = {name: [] for name in sides}
+    padding = {}
+    for number in range(rounds):
+        for name, settings in tqdm(sides.items(), desc=f"train, round {number + 1} of {rounds}", unit="run"):
+            run = folder / f"run-{number}"
+            command = [
+                sys.executable, str(ROOT / "finetune" / "train.py"), "--config", str(ROOT / "finetune" / "configs" / "quickstart.yaml"),
+                f"training.output_dir={run}", "training.overwrite_output_dir=true", f"training.max_steps={steps}", "training.eval_on_start=false",
+                "training.eval_steps=0", "training.save_steps=0", "training.report_to=none", "data.validation=null", "data.test=null", *settings,
+            ]  # fmt: skip
+            subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
+            lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][2:]
+            speeds[name].append(statistics.median(line["audio_seconds_per_second"] for line in lines))
+            padding[name] = json.loads((run / "summary.json").read_text())["padding_fraction"]
+    medians = {name: statistics.median(values) for name, values in speeds.items()}
+    base = medians["16 clips, at random"]
+    return {
+        "steps": steps,
+        "audio_seconds_per_second": speeds,
+        "padding": padding,
+        "against_random": {name: value / base for name, value in medians.items()},
+    }
+
+
 # ---- a large manifest ----------------------------------------------------------------------------------------------
 
 
@@ -293,7 +324,7 @@ def machine() -> dict[str, Any]:
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default="decode,padding,manifest")
+    parser.add_argument("--cases", default="decode,padding,manifest,train")
     parser.add_argument("--clips", type=int, default=1000, help="clips that are decoded in a round")
     parser.add_argument("--padding-clips", type=int, default=60_000)
     parser.add_argument("--lines", type=int, default=5_200_000)
@@ -304,6 +335,7 @@ def main() -> int:
         "decode": lambda folder: bench_decode(folder, arguments.clips),
         "padding": lambda folder: bench_padding(folder, arguments.padding_clips),
         "manifest": lambda folder: bench_manifest(folder, arguments.lines),
+        "train": bench_train,
     }
     for name in arguments.cases.split(","):
         with tempfile.TemporaryDirectory() as folder:
