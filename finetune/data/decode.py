@@ -14,8 +14,11 @@ import soxr
 import torch
 import torchaudio
 
+from finetune.data.retry import wait_before
+
 LOWEST_RATE, HIGHEST_RATE = 2_000, 768_000  # Hz
 LONGEST_RATIO = 1_000
+DOWNLOAD_ATTEMPTS = 4
 UNKNOWN_FRAMES = 2**53  # libsndfile says more where a stream does not tell its length
 
 
@@ -140,15 +143,26 @@ def _opening(audio: Any, folder: Any) -> Iterator[soundfile.SoundFile]:
         raise BadClip(f"the audio cannot be decoded: {str(error).strip() or type(error).__name__}") from error
 
 
+def _download(url: str) -> bytes:
+    """A file elsewhere, in several attempts."""
+    for attempt in range(1, DOWNLOAD_ATTEMPTS + 1):
+        try:
+            with fsspec.open(url, "rb") as remote:
+                return remote.read()
+        except FileNotFoundError as error:
+            raise BadClip(f"there is no file {url}") from error
+        except Exception:
+            if attempt == DOWNLOAD_ATTEMPTS:
+                raise
+            wait_before(attempt + 1)
+    raise AssertionError  # the last attempt returned or raised
+
+
 def _file_of(path: str, folder: Any) -> Any:
     """A local file's name, or the content of one elsewhere."""
     if "://" in path or (folder is not None and "://" in str(folder)):
         url = path if "://" in path else f"{str(folder).rstrip('/')}/{path}"
-        try:
-            with fsspec.open(url, "rb") as remote:
-                content = remote.read()
-        except FileNotFoundError as error:
-            raise BadClip(f"there is no file {url}") from error
+        content = _download(url)
         if not content:
             raise BadClip("the audio is empty (0 bytes)")
         return io.BytesIO(content)

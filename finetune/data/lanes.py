@@ -1,5 +1,7 @@
 """One lane's batches before decoding: rows are read into a buffer and drawn from it, from any position on."""
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +50,11 @@ class Sources:
     groups: list[Group]
     weights: list[float] | None
     limits: list[int]
+
+    def digest(self) -> str:
+        """Tells these shards from others."""
+        shards = [[shard.file, shard.first, shard.rows] for group in self.groups for _, shard in group]
+        return hashlib.sha256(json.dumps([shards, self.weights]).encode()).hexdigest()
 
 
 class Lane:

@@ -1,17 +1,15 @@
 """Reading the rows of one lane: piece after piece, from any position on, past failures that may pass."""
 
 import logging
-import random
-import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from finetune.data.order import Piece, chosen_pieces, deal, from_json, interleave, shuffled
+from finetune.data.retry import wait_before
 from finetune.data.shards import NumberedRows, Row, Shard
 
 log = logging.getLogger(__name__)
 
-FIRST_DELAY, LONGEST_DELAY = 1.0, 30.0  # seconds between attempts
 Group = list[tuple[Any, Shard]]
 """Shards that are read as one, each with its `finetune.data.sources.OpenSource`."""
 
@@ -43,10 +41,8 @@ def rows_from(shard: Shard, first: int, retries: int) -> NumberedRows:
             failures += 1
             if failures > retries or isinstance(error, FileNotFoundError | PermissionError):
                 raise UnreadableShard(what) from error
-            # A generator of its own: the global ones decide what a run does.
-            delay = min(FIRST_DELAY * 2 ** (failures - 1), LONGEST_DELAY) * random.Random().uniform(0.5, 1.5)
-            log.warning("%s; attempt %d of %d in %.1f s", what, failures + 1, retries + 1, delay)
-            time.sleep(delay)
+            log.warning("%s; attempt %d of %d follows", what, failures + 1, retries + 1)
+            wait_before(failures + 1)
 
 
 def fetch(group: Group, wanted: Iterable[tuple[int, int]], retries: int) -> dict[tuple[int, int], Row]:

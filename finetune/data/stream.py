@@ -209,7 +209,7 @@ class ClipStream:
             "rank": self.rank,
             "ranks": self.ranks,
             "workers": self.workers,
-            "shards": [[shard.file, shard.first, shard.rows] for group in self.sources.groups for _, shard in group],
+            "shards": self.sources.digest(),
             "options": {name: getattr(self.options, name) for name in SAVED} | {"limits": asdict(self.options.limits)},
             "positions": {str(lane): _plain(position) for lane, position in self.positions.items()},
         }
