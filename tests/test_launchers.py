@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -196,6 +197,22 @@ def test_uneven_ranks_do_not_hang_and_lose_nothing(tiny_run, clips, tmp_path):
     assert told["epochs"] == 2
 
 
+def test_a_run_of_two_processes_goes_on_with_one(run_train, tiny_run, clips, tmp_path, capfd):
+    """Every clip once in the epoch that both share; the short rank is named."""
+    training = {"max_steps": -1, "num_train_epochs": 1, "save_steps": 1, "save_total_limit": 0, "log_clips": True}
+    training |= {"dataloader_num_workers": 1, "per_device_train_batch_size": 3}
+    arguments = tiny_run(model=DETERMINISTIC, data={**ONLY_TRAIN, "shuffle": True}, training=training)
+    start([str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", TRAIN, *arguments, "--strategy", "ddp"])
+    for later in sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[2:]:
+        shutil.rmtree(later)
+    assert run_train(*arguments, "training.resume_from_checkpoint=true") == 0
+    assert "2 ranks x 1 workers are 1 x 1 now" in capfd.readouterr().err
+    rows = read_lines(tmp_path / "run" / "clips.jsonl")
+    assert [len(row["ids_by_rank"]) for row in rows] == [2, 2, 1, 1, 1, 1]
+    seen = [i for row in rows for r in row["ids_by_rank"] for b in r for i in b]
+    assert sorted(seen) == sorted(line["id"] for line in read_lines(clips / "manifest.jsonl"))
+
+
 def test_ddp_judges_one_model_and_resumes(run_train, tiny_run, clips, tmp_path):
     """BatchNorm in training mode on two ranks: what is judged, kept and resumed is one and the same model."""
     training = {"max_steps": 6, "save_steps": 3, "eval_steps": 2, "dataloader_num_workers": 1, "save_total_limit": 0}
@@ -206,8 +223,6 @@ def test_ddp_judges_one_model_and_resumes(run_train, tiny_run, clips, tmp_path):
     whole, told = curve(tmp_path / "run"), summary(tmp_path / "run")
     rows = [r for r in read_lines(tmp_path / "run" / "evaluations.jsonl") if r["language"] is None]
     assert all(r["clips"] == 24 for r in rows), "each clip is judged once, by one of the ranks"
-    import shutil
-
     from finetune.evaluate import main
 
     judged = tmp_path / "judged.json"

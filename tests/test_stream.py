@@ -229,6 +229,7 @@ def entry(number: int, seconds: float, tokens: int) -> Entry:
         None,
         None,
         None,
+        False,
         None,
         0,
     )

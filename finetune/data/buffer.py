@@ -34,6 +34,8 @@ class Entry:
     """As `finetune.data.decode.decode_audio` takes it."""
     source: Any
     offset: float | None
+    has_offset: bool
+    """Whether the row names an offset: it is a part of a file then."""
     duration: float | None
     bytes: int
     """What it holds in memory while it waits."""

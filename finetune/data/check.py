@@ -201,7 +201,7 @@ def estimate_padding(sample: list[list[float]], limits: BatchLimits, buffer_size
     for name, group in (("by duration", True), ("at random", False)):
         buffer, used, padded, draws = Buffer(limits, True, group), 0.0, 0.0, 0
         rest = [
-            Entry((0, 0, 0, i), s, [0] * int(n), 0, "", "", "", "", None, None, None, None, 0)
+            Entry((0, 0, 0, i), s, [0] * int(n), 0, "", "", "", "", None, None, None, False, None, 0)
             for i, (s, n) in enumerate(sample)
         ]
         while rest or buffer.entries:
@@ -297,6 +297,9 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"error: --output-dir: {arguments.output_dir} cannot be written: {error}", file=sys.stderr)
+        return 1
     from finetune.data.check_report import write_report
 
     for file in filter(None, (arguments.output_dir / "check.json", arguments.json)):

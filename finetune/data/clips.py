@@ -84,7 +84,10 @@ def examine(
     cells = math.ceil(seconds * options.frame_rate) * (len(tokens) + 1)
     name = row_id(source, place, row)
     size = len(held) if isinstance(held, bytes) else 0
-    return Entry(ref, seconds, tokens, cells, name, place, text, language, audio, source, offset, duration, size)
+    has_offset = row.get("offset") is not None
+    return Entry(
+        ref, seconds, tokens, cells, name, place, text, language, audio, source, offset, has_offset, duration, size
+    )
 
 
 def decode(entry: Entry, options: StreamOptions, epoch: int) -> Clip:
@@ -106,13 +109,13 @@ def read_clip(entry: Entry, options: StreamOptions) -> tuple[np.ndarray, int, np
     Raises:
         BadClip: it cannot be used; FilteredClip: a filter leaves it out.
     """
-    filters = entry.source.filters
+    filters, said = entry.source.filters, entry.duration if options.check_durations else None
+    if said is not None and not entry.has_offset:
+        check_length(audio_seconds(entry.audio, entry.source.folder), said)  # the head tells, before hours are read
     samples_SC, rate = read_audio(entry.audio, entry.source.folder, entry.offset, entry.duration)
     seconds = len(samples_SC) / rate
-    if options.check_durations and entry.duration is not None:
-        off = abs(seconds - entry.duration)
-        if off > SECONDS_OFF and off > SHARE_OFF * entry.duration:
-            raise BadClip(f"the row says {entry.duration:.2f} s, the audio has {seconds:.2f} s")
+    if said is not None:
+        check_length(seconds, said)
     audio_S = mono_at(samples_SC, rate, options.sample_rate)
     filters.check_duration(len(audio_S) / options.sample_rate)
     filters.check_samples(samples_SC, rate)
@@ -121,6 +124,13 @@ def read_clip(entry: Entry, options: StreamOptions) -> tuple[np.ndarray, int, np
     if len(audio_S) < options.sample_rate // 50:
         raise BadClip(f"the audio is too short for one frame of features ({len(audio_S)} samples)")
     return samples_SC, rate, audio_S
+
+
+def check_length(seconds: float, said: float) -> None:
+    """Raises BadClip where audio is not as long as its row says: its text belongs to other audio."""
+    off = abs(seconds - said)
+    if off > SECONDS_OFF and off > SHARE_OFF * said:
+        raise BadClip(f"the row says {said:.2f} s, the audio has {seconds:.2f} s")
 
 
 def row_duration(row: Row) -> float | None:
