@@ -144,7 +144,7 @@ def test_a_source_that_dies_mid_stream_goes_on_from_its_row(no_waiting: list[int
     shard = failing_shard(20, {3: 2, 4: 1, 15: 5}, ConnectionResetError("gone"))
     assert [number for number, _ in rows_from(shard, 1, retries=5)] == list(range(1, 20))
     assert no_waiting == [2, 3, 2, 2, 3, 4, 5, 6]
-    with pytest.raises(UnreadableShard, match="far.tar cannot be read from row 7 on: ConnectionResetError: gone"):
+    with pytest.raises(UnreadableShard, match=r"far.tar cannot be read from row 7 on: ConnectionResetError: gone"):
         list(rows_from(failing_shard(20, {7: 6}, ConnectionResetError("gone")), 0, retries=5))
     with pytest.raises(UnreadableShard, match="FileNotFoundError"):
         list(rows_from(failing_shard(20, {7: 1}, FileNotFoundError("no such key")), 0, retries=5))
@@ -168,7 +168,7 @@ def test_rows_that_waited_are_read_again(no_waiting: list[int]) -> None:
         (0, 17): "17",
         (1, 0): "0",
     }
-    with pytest.raises(UnreadableShard, match="far.tar row 30 is not there any more"):
+    with pytest.raises(UnreadableShard, match=r"far.tar row 30 is not there any more"):
         fetch(group, {(0, 30)}, retries=2)
 
 
@@ -197,7 +197,7 @@ def test_other_bad_sources(tmp_path: Path) -> None:
     (tmp_path / "broken.tar").write_bytes(os.urandom(20_000))
     (tmp_path / "broken.parquet").write_bytes(b"PAR1" + os.urandom(5000))
     for name in ("broken.tar", "broken.parquet"):
-        with pytest.raises(UserError, match=f"data.train: .*{name}"):
+        with pytest.raises(UserError, match=rf"data.train: .*{name}"):
             make_stream(str(tmp_path / name))
 
 

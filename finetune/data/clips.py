@@ -7,6 +7,7 @@ made. S samples.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -110,9 +111,9 @@ def read_clip(entry: Entry, options: StreamOptions) -> tuple[np.ndarray, int, np
         BadClip: it cannot be used; FilteredClip: a filter leaves it out.
     """
     filters, said = entry.source.filters, entry.duration if options.check_durations else None
-    if said is not None and not entry.has_offset:
-        check_length(audio_seconds(entry.audio, entry.source.folder), said)  # the head tells, before hours are read
-    samples_SC, rate = read_audio(entry.audio, entry.source.folder, entry.offset, entry.duration)
+    # The head tells, before hours are read.
+    check = partial(check_length, said=said) if said is not None and not entry.has_offset else None
+    samples_SC, rate = read_audio(entry.audio, entry.source.folder, entry.offset, entry.duration, check)
     seconds = len(samples_SC) / rate
     if said is not None:
         check_length(seconds, said)

@@ -3,7 +3,7 @@
 import contextlib
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,14 +103,25 @@ def _resample(samples_S: np.ndarray, rate: int, sample_rate: int) -> np.ndarray:
 
 
 def read_audio(
-    audio: Any, folder: str | Path | None, offset: float | None, duration: float | None
+    audio: Any,
+    folder: str | Path | None,
+    offset: float | None,
+    duration: float | None,
+    check: Callable[[float], None] | None = None,
 ) -> tuple[np.ndarray, int]:
-    """Samples (S,) or (S, C) as they are in a file, and their rate; the arguments are those of `decode_audio`."""
+    """Samples (S,) or (S, C) as they are in a file, and their rate.
+
+    Args:
+        audio, folder, offset, duration: as in `decode_audio`.
+        check: called with the seconds that the head of the file tells, before it is read.
+    """
     if isinstance(audio, dict) and audio.get("array") is not None:
         if not audio.get("sampling_rate"):
             raise BadClip("the audio is an array without sampling_rate")
         return np.asarray(audio["array"], dtype=np.float32), int(audio["sampling_rate"])
     with _opening(audio, folder) as sound:
+        if check is not None and 0 <= sound.frames < UNKNOWN_FRAMES:
+            check(sound.frames / sound.samplerate)
         if offset is None:
             return sound.read(dtype="float32"), sound.samplerate
         first = round(offset * sound.samplerate)
