@@ -59,8 +59,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def train(config: Any, strategy: Any, observe: Callable[[Any], None] | None = None) -> None:
-    """One run, from its configuration to its summary."""
+def train(config: Any, strategy: Any, observe: Callable[[Any], None] | None = None, last: bool = True) -> None:
+    """One run, from its configuration to its summary.
+
+    Args:
+        observe: called with the Trainer before it begins.
+        last: no other run follows in this process.
+    """
     from finetune.training import run
 
     accelerator = run.build_accelerator(config, strategy)
@@ -78,7 +83,10 @@ def train(config: Any, strategy: Any, observe: Callable[[Any], None] | None = No
             run.evaluate_base(trainer, config)
         trainer.run()
         run.finish(accelerator, trainer, config, strategy)
-        accelerator.wait_for_everyone()
+    if last:
+        accelerator.end_training()
+    else:
+        run.end_stage(accelerator)
 
 
 def main(argv: list[str] | None = None, observe: Callable[[Any], None] | None = None) -> int:
@@ -103,15 +111,20 @@ def main(argv: list[str] | None = None, observe: Callable[[Any], None] | None = 
 
         from finetune.training import stages
 
-        def train_stage(settings: dict[str, Any], name: str) -> None:
-            nonlocal config
-            config, _ = load_config(arguments.config, strategy.names, arguments.overrides, (settings, name))
-            train(config, strategy, observe)
-
         t = config.training
         plan = stages.stages_of(list(OmegaConf.to_container(t.stages, resolve=True)), Path(t.output_dir))
+        configs = {
+            stage: load_config(arguments.config, strategy.names, arguments.overrides, (stage.settings, stage.name))[0]
+            for stage in plan
+        }
+
+        def train_stage(stage: stages.Stage) -> None:
+            nonlocal config
+            config = configs[stage]
+            train(config, strategy, observe, last=stage is plan[-1])
+
         stages.run_stages(
-            plan, train_stage, resume=bool(t.resume_from_checkpoint), margin=t.stage_margin, only=arguments.stage
+            plan, train_stage, resume=t.resume_from_checkpoint, margin=t.stage_margin, only=arguments.stage
         )
         return 0
     except UserError as error:

@@ -110,8 +110,8 @@ def test_odd_lines(corpus: Path, tmp_path: Path) -> None:
     lines = [line for pair in zip(bad.values(), [b""] * len(bad), strict=True) for line in pair] + list(fine.values())
     (tmp_path / "m.jsonl").write_bytes(b"\n".join(lines))
     batches = read_epoch(make_stream(str(tmp_path / "m.jsonl"), group_by_duration=True, max_duration=60.0))
-    assert sorted(ids(batches)) == sorted(set(fine) - {"huge"})
-    assert sum((Counter(b.filtered) for b in batches), Counter()) == {"longer_than_max_duration": 1}
+    assert sorted(ids(batches)) == sorted(fine)
+    assert sum((Counter(b.filtered) for b in batches), Counter()) == {}
     assert sum(len(b.quarantined) for b in batches) == len(bad)
     places = sorted(int(q["source"].rsplit(" line ", 1)[1]) for b in batches for q in b.quarantined)
     assert places == [1 + 2 * i for i in range(len(bad))]

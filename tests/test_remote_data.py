@@ -30,6 +30,8 @@ def check_from_hub(endpoint: str, tmp_path: Path, *arguments: str) -> tuple[subp
         "HF_HOME": str(tmp_path / "hf"),
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "NO_PROXY": "127.0.0.1",
+        "HF_HUB_OFFLINE": "0",
+        "HF_DATASETS_OFFLINE": "0",
     }
     command = [sys.executable, "-m", "finetune.data.check", "--output-dir", str(out), "--workers", "1", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False), out

@@ -8,7 +8,7 @@ import pytest
 from conftest import read_lines
 
 from finetune.errors import UserError
-from finetune.training.stages import run_stages, stages_of
+from finetune.training.stages import Stage, run_stages, stages_of
 
 PLAN = [{"max_samples": 8}, {"max_samples": 16, "seen": "skip"}, {"max_samples": -1, "training": {"max_steps": 3}}]
 
@@ -73,10 +73,9 @@ def test_a_stage_that_makes_the_model_worse_ends_the_plan(tmp_path: Path) -> Non
     rates = {1: 0.30, 2: 0.33, 3: 0.20}
     trained = []
 
-    def train(settings: dict[str, Any], name: str) -> None:
-        trained.append(name)
-        number = int(name.split()[1])
-        write(Path(settings["training"]["output_dir"]), wer_before=0.5, wer_after=rates[number])
+    def train(stage: Stage) -> None:
+        trained.append(stage.name)
+        write(stage.folder, wer_before=0.5, wer_after=rates[stage.number])
 
     stages = stages_of(PLAN, tmp_path)
     with pytest.raises(
@@ -90,6 +89,8 @@ def test_a_stage_that_makes_the_model_worse_ends_the_plan(tmp_path: Path) -> Non
     rates[1] = 0.6
     with pytest.raises(UserError, match=r"stage 1 made WER worse, 0.500 to 0.600.*the base"):
         run_stages(stages, train, resume=False, margin=0.05, only=1)
+    with pytest.raises(UserError, match="goes on by itself with true"):
+        run_stages(stages, train, resume="runs/x/checkpoints/step-00000001", margin=0.05)
     with pytest.raises(UserError, match="stages 1 to 3"):
         run_stages(stages, train, resume=False, margin=0.05, only=4)
 

@@ -5,7 +5,7 @@ on any number of ranks. Probabilities are of the clip; an epoch's clips are draw
 """
 
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torchaudio
 
-from finetune.data.decode import BadClip, decode_audio
+from finetune.data.decode import BadClip, audio_seconds, decode_audio
 from finetune.errors import UserError
 
 AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3")
@@ -126,7 +126,7 @@ def _faster(audio_S: np.ndarray, sample_rate: int, factor: float) -> np.ndarray:
     return torchaudio.functional.speed(torch.from_numpy(audio_S), sample_rate, factor)[0].numpy()
 
 
-@cache
+@lru_cache(maxsize=256)
 def _response(file: str, sample_rate: int) -> torch.Tensor:
     """An impulse response of energy 1 that begins at its direct sound."""
     response_S = torch.from_numpy(decode_audio(file, sample_rate))
@@ -146,11 +146,13 @@ def _with_noise(
 ) -> np.ndarray:
     files = audio_files(str(settings.noise_folder))
     file = files[int(random.integers(len(files)))]
-    noise_S = decode_audio(file, sample_rate)
+    wanted, there = len(audio_S) / sample_rate, audio_seconds(file)
+    # A stretch of the file; the whole, again and again, where it is shorter than the clip.
+    offset = float(random.uniform(0.0, max(there - wanted, 0.0)))
+    noise_S = decode_audio(file, sample_rate, None, offset, wanted)
     if not noise_S.any():
         raise BadClip(f"the noise {file} is silent")
-    start = int(random.integers(len(noise_S)))
-    noise_S = np.resize(np.roll(noise_S, -start), len(audio_S))
+    noise_S = np.resize(noise_S, len(audio_S))
     snr = torch.tensor(float(random.uniform(*settings.noise_snr_db)))
     mixed_S = torchaudio.functional.add_noise(torch.from_numpy(audio_S), torch.from_numpy(noise_S.copy()), snr).numpy()
     return _within_full_scale(mixed_S)

@@ -18,8 +18,7 @@ import multiprocessing
 import os
 import sys
 from collections import Counter
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,8 @@ BINS = {
     "level in dB of full scale": (-80.0, 0.0, 80),
 }
 SAMPLED_A_SHARD = 200
-"""Clips of each shard whose lengths the estimate of padding is made from."""
+"""Clips of each shard whose lengths may take part in the estimate of padding."""
+PADDING_SAMPLE = 20_000
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -72,14 +72,28 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 # ---- one shard -----------------------------------------------------------------------------------------------------
 
 
-def check_shard(
-    index: int, sources: list[OpenSource], shards: list[tuple[int, int]], options: StreamOptions, encode: Any, parts: Path
-) -> Path:
-    """Reads a shard and writes its counts; one that has been written is left as it is."""
-    s, number = shards[index]
-    source, shard = sources[s], sources[s].shards[number]
-    file = parts / f"{index:06d}.json"
-    if file.is_file():
+@dataclass
+class Work:
+    """What the processes that read shards share. They inherit it: a tokenizer cannot be sent to them."""
+
+    sources: list[OpenSource]
+    shards: list[tuple[int, int]]
+    options: StreamOptions
+    encode: Any
+    parts: Path
+
+
+_work: list[Work] = []
+
+
+def check_shard(index: int) -> Path:
+    """Reads a shard and writes its counts; one that has been read to its end before is left as it is."""
+    work = _work[0]
+    options, encode = work.options, work.encode
+    s, number = work.shards[index]
+    source, shard = work.sources[s], work.sources[s].shards[number]
+    file = work.parts / f"{index:06d}.json"
+    if file.is_file() and json.loads(file.read_text(encoding="utf-8"))["error"] is None:
         return file
     found: dict[str, Any] = {
         "rows": 0,
@@ -221,11 +235,13 @@ def check(arguments: argparse.Namespace) -> dict[str, Any]:
     shards = [(s, n) for s, source in enumerate(sources) for n in range(len(source.shards))]
     parts = arguments.output_dir / "parts"
     begin(parts, sources, options, arguments.model)
-    work = partial(check_shard, sources=sources, shards=shards, options=options, encode=encode, parts=parts)
+    _work[:] = [Work(sources, shards, options, encode, parts)]
     with multiprocessing.get_context("fork").Pool(arguments.workers) as pool:
-        files = list(tqdm(pool.imap(work, range(len(shards))), total=len(shards), desc="check", unit="shard"))
+        files = list(tqdm(pool.imap(check_shard, range(len(shards))), total=len(shards), desc="check", unit="shard"))
     found = gather(files)
-    found["padding"] = estimate_padding(found.pop("sample"), limits, options.shuffle_buffer_size)
+    sample = found.pop("sample")
+    some = np.random.default_rng(0).permutation(len(sample))[:PADDING_SAMPLE]
+    found["padding"] = estimate_padding([sample[i] for i in some], limits, options.shuffle_buffer_size)
     found["bad_fraction"] = found["bad"] / max(found["rows"], 1)
     found["max_bad_fraction"] = bad_limit
     with (arguments.output_dir / "problems.jsonl").open("w", encoding="utf-8") as out:
@@ -277,6 +293,8 @@ def len_of_characters(text: str) -> list[int]:
 def begin(parts: Path, sources: list[OpenSource], options: StreamOptions, model: str | None) -> None:
     """Makes the folder of the parts; parts of another check are removed."""
     shards = [[shard.file, shard.first, shard.rows] for source in sources for shard in source.shards]
+    files = sorted({shard.file for source in sources for shard in source.shards})
+    shards += [[file, os.stat(file).st_size, os.stat(file).st_mtime_ns] for file in files if os.path.isfile(file)]
     filters = [asdict(source.filters) for source in sources]
     key = json.dumps([shards, filters, options.text_normalization, options.sample_rate, model], default=str)
     mark = parts / "of.txt"

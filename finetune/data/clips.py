@@ -23,6 +23,7 @@ from finetune.data.text import normalize_text
 
 # A row's duration may be rounded; beyond both of these the text belongs to other audio.
 SECONDS_OFF, SHARE_OFF = 1.0, 0.2
+ABSURD_SECONDS = 1e6
 
 
 @dataclass
@@ -135,10 +136,10 @@ def check_length(seconds: float, said: float) -> None:
 
 
 def row_duration(row: Row) -> float | None:
-    """Seconds as the row states them, or None where it does not, or states no number above 0."""
+    """Seconds as the row states them, or None where it does not, or states no number that a clip could have."""
     duration = row.get("duration")
     is_number = isinstance(duration, int | float) and not isinstance(duration, bool) and math.isfinite(duration)
-    return float(duration) if is_number and duration > 0 else None
+    return float(duration) if is_number and 0 < duration < ABSURD_SECONDS else None
 
 
 def row_id(source: OpenSource, place: str, row: Row) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,8 +19,12 @@ from finetune.data.retry import wait_before
 
 LOWEST_RATE, HIGHEST_RATE = 2_000, 768_000  # Hz
 LONGEST_RATIO = 1_000
-DOWNLOAD_ATTEMPTS = 4
+download_retries = 5  # `data.read_retries` of the process that reads
 UNKNOWN_FRAMES = 2**53  # libsndfile says more where a stream does not tell its length
+
+
+class Unreachable(Exception):
+    """Storage that does not answer; the text says where."""
 
 
 class BadClip(Exception):
@@ -148,25 +153,29 @@ def _opening(audio: Any, folder: Any) -> Iterator[soundfile.SoundFile]:
     try:
         with soundfile.SoundFile(io.BytesIO(data) if data is not None else _file_of(str(path), folder)) as sound:
             yield sound
-    except BadClip:
+    except (BadClip, Unreachable):
         raise
     except Exception as error:
         raise BadClip(f"the audio cannot be decoded: {str(error).strip() or type(error).__name__}") from error
 
 
 def _download(url: str) -> bytes:
-    """A file elsewhere, in several attempts."""
-    for attempt in range(1, DOWNLOAD_ATTEMPTS + 1):
+    """A file elsewhere, in several attempts.
+
+    Raises:
+        BadClip: there is none; Unreachable: the storage does not answer, which says nothing of the clip.
+    """
+    for attempt in itertools.count(1):
         try:
             with fsspec.open(url, "rb") as remote:
                 return remote.read()
         except FileNotFoundError as error:
             raise BadClip(f"there is no file {url}") from error
-        except Exception:
-            if attempt == DOWNLOAD_ATTEMPTS:
-                raise
+        except Exception as error:
+            if attempt > download_retries:
+                raise Unreachable(f"{url} cannot be read: {type(error).__name__}: {error}") from error
             wait_before(attempt + 1)
-    raise AssertionError  # the last attempt returned or raised
+    raise AssertionError  # an attempt returned or raised
 
 
 def _file_of(path: str, folder: Any) -> Any:

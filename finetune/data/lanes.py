@@ -10,7 +10,7 @@ import numpy as np
 
 from finetune.data.buffer import Buffer, Entry
 from finetune.data.clips import examine, row_id
-from finetune.data.decode import BadClip
+from finetune.data.decode import BadClip, Unreachable
 from finetune.data.filters import FilteredClip
 from finetune.data.options import StreamOptions
 from finetune.data.reader import Group, GroupReader, UnreadableShard, fetch
@@ -136,7 +136,7 @@ class Lane:
                 yield entries, self._take_report(), position
                 if position == FINISHED:
                     return
-        except UnreadableShard as error:
+        except (UnreadableShard, Unreachable) as error:
             self.report.error = str(error)
         yield [], self._take_report(), FINISHED
 

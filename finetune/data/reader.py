@@ -109,19 +109,20 @@ class GroupReader:
         self.passes = position["passes"]
         own = position.get("pieces")
         self.pieces = self._pieces_of_pass() if own is None else from_json(own)
-        self.own = own is not None
+        self.own, self.changed = own is not None, False
         self.at, self.row = position.get("at", 0), position.get("row")
         self.seen, self.failed = position.get("seen", 0), set(position.get("failed", ()))
         self.rows: Iterator[tuple[int, Row]] | None = None
 
     def position(self) -> dict[str, Any]:
         """Where the next row is, as JSON-able numbers."""
-        done = self.at if self.own else 0
+        done = self.at if self.changed else 0
         return {
             "passes": self.passes,
             "at": self.at - done,
             "row": self.row,
-            **({"pieces": [list(p) for p in self.pieces[done:]]} if self.own else {}),
+            # Those that the stream gave it are known there: it sends them only where they have changed.
+            **({"pieces": [list(p) for p in self.pieces[done:]]} if self.changed else {"given": True} if self.own else {}),
             **({"seen": self.seen} if self.counts else {}),
             **({"failed": sorted(self.failed)} if self.failed else {}),
         }
@@ -136,8 +137,10 @@ class GroupReader:
         if self.counts:
             return chosen
         if self.shuffle:
-            chosen = shuffled(chosen, (self.seed, self.epoch, self.passes, 1))
-        return (interleave if self.interleaved else deal)(chosen, self.lane, self.lanes)
+            chosen = shuffled(chosen, (self.seed, self.epoch, 1))
+        own = (interleave if self.interleaved else deal)(chosen, self.lane, self.lanes)
+        # Further passes over a source of a mixture: the lane's own rows again, in another order.
+        return shuffled(own, (self.seed, self.epoch, self.lane, self.passes, 3)) if self.shuffle and self.passes else own
 
     def rest(self) -> list[Piece]:
         """What has not been read of this pass."""
@@ -191,13 +194,15 @@ class GroupReader:
             self.rows = None
 
     def _put_last(self, piece: Piece, error: UnreadableShard) -> None:
-        if piece.shard in self.failed:
+        """All that is left of the shard, once. Where rows are shared by counting, all lanes have to see the same order."""
+        if piece.shard in self.failed or self.counts:
             raise error
         self.failed.add(piece.shard)
         log.warning("%s; it is tried again when the rest is read", error)
-        self.pieces = [*self.pieces, piece._replace(start=self.row)]
-        self.own = True
-        self.at, self.row, self.rows = self.at + 1, None, None
+        rest = self.rest()
+        self.pieces = [p for p in rest if p.shard != piece.shard] + [p for p in rest if p.shard == piece.shard]
+        self.own = self.changed = True
+        self.at, self.row, self.rows = 0, None, None
 
 
 def _from(rows: Iterator[tuple[int, Row]], number: int, content: Row, start: int) -> NumberedRows:

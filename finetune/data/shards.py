@@ -65,7 +65,7 @@ def manifest_shards(path: str, chunk_bytes: int | None = None) -> tuple[list[Sha
     ends = breaks + 1
     # The line break at or behind each multiple of the chunk's length ends a chunk.
     last_lines = np.unique(np.searchsorted(ends, np.arange(chunk, size + chunk, chunk)).clip(max=len(ends) - 1))
-    bounds = [(0, 0), *((int(ends[i]), i + 1) for i in last_lines)]
+    bounds = [(0, 0), *((int(ends[i]), i + 1) for i in last_lines.tolist())]
     shards = []
     for (start, first), (end, behind) in pairwise(bounds):
         shards.append(Shard(path, "line", first + 1, behind - first, partial(read_manifest_chunk, path, start, end)))

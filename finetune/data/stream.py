@@ -1,7 +1,7 @@
 """The stream of batches: which clip comes when, and how a run continues at exactly the next one.
 
 A DataLoader worker reads, decodes and batches one lane (`finetune.data.lanes`), and each batch carries the lane's position
-behind it: where its readers are and which rows wait in its buffer, as numbers, so a checkpoint needs a few kilobytes a lane.
+behind it: where its readers are and which rows wait in its buffer, as numbers, so a checkpoint needs some ten kilobytes a lane.
 Lane l belongs to rank l % ranks, so R ranks with W workers see what one rank with R x W workers sees.
 
 B batch, S samples, U target tokens.
@@ -16,7 +16,8 @@ import torch
 
 from finetune.data.buffer import Entry
 from finetune.data.clips import Clip, decode
-from finetune.data.decode import BadClip
+from finetune.data import decode as decode_module
+from finetune.data.decode import BadClip, Unreachable
 from finetune.data.filters import FilteredClip
 from finetune.data.lanes import FINISHED, Lane, Position, Report, Sources, make_readers
 from finetune.data.options import StreamOptions
@@ -117,11 +118,18 @@ class LaneDataset(torch.utils.data.IterableDataset):
             worker=worker,
             position=position,
         )
+        decode_module.download_retries = self.options.read_retries
         for entries, report, position in lane.batches():
-            batch = collate(decode_all(entries, self.options, self.epoch, report), number, position)
+            try:
+                clips = decode_all(entries, self.options, self.epoch, report)
+            except Unreachable as error:
+                clips, report.error = [], str(error)
+            batch = collate(clips, number, position)
             batch.quarantined, batch.filtered = report.quarantined, report.filtered
             batch.rows_read, batch.error = report.rows_read, report.error
             yield batch
+            if batch.error:
+                return
 
 
 def decode_all(entries: list[Entry], options: StreamOptions, epoch: int, report: Report) -> list[Clip]:
@@ -174,10 +182,14 @@ class ClipStream:
         self.epoch = 0
         self.next_worker = 0
         self.positions: dict[int, Position] = {}
+        # What lanes read that does not follow from the epoch alone: lists of pieces, one a group of sources.
+        self.given: dict[int, list[list[list[int]] | None]] = {}
 
     def batches(self) -> Iterator[Batch]:
         """The rest of the present epoch. After each batch the stream's position lies behind it."""
         lanes = max(1, self.workers)
+        for lane in list(self.positions):
+            self._take_position(lane, self._whole(lane))  # positions are told from here on
         dataset = LaneDataset(
             self.sources, self.options, self.encode, self.epoch, self.rank, self.ranks,
             lanes, self.next_worker, dict(self.positions),
@@ -193,13 +205,42 @@ class ClipStream:
         )
         for batch in loader:
             if batch.error is None:  # so that a run continues with the shard that could not be read
-                self.positions[batch.lane] = batch.position
+                self._take_position(batch.lane, batch.position)
             self.next_worker = (batch.lane // self.ranks + 1) % lanes
             yield batch
 
     def next_epoch(self) -> None:
         """Goes to the beginning of the next epoch. A separate call, since other ranks may still have batches of this one."""
-        self.epoch, self.next_worker, self.positions = self.epoch + 1, 0, {}
+        self.epoch, self.next_worker, self.positions, self.given = self.epoch + 1, 0, {}, {}
+
+    def snapshot(self) -> Any:
+        """The position, for `go_back`."""
+        return dict(self.positions), {lane: list(pieces) for lane, pieces in self.given.items()}, self.next_worker
+
+    def go_back(self, snapshot: Any) -> None:
+        """Takes back the batches since a snapshot of the same epoch, for the next `batches` or checkpoint."""
+        self.positions, self.given, self.next_worker = snapshot
+
+    def _whole(self, lane: int) -> Position:
+        """A lane's position with the pieces that it does not send along."""
+        position = self.positions[lane]
+        if "readers" not in position:
+            return position
+        given = self.given.get(lane, [None] * len(position["readers"]))
+        readers = [
+            {**{k: v for k, v in r.items() if k not in ("given", "at")}, "at": 0, "pieces": pieces[r["at"] :]}
+            if r.get("given")
+            else r
+            for r, pieces in zip(position["readers"], given, strict=True)
+        ]
+        return {**position, "readers": readers}
+
+    def _take_position(self, lane: int, position: Position) -> None:
+        """Keeps a position, and the pieces in it."""
+        self.positions[lane] = position
+        for g, reader in enumerate(position.get("readers", ())):
+            if "pieces" in reader:
+                self.given.setdefault(lane, [None] * len(position["readers"]))[g] = reader["pieces"]
 
     def state_dict(self) -> dict[str, Any]:
         """Position of this rank as JSON-able numbers."""
@@ -211,7 +252,7 @@ class ClipStream:
             "workers": self.workers,
             "shards": self.sources.digest(),
             "options": {name: getattr(self.options, name) for name in SAVED} | {"limits": asdict(self.options.limits)},
-            "positions": {str(lane): _plain(position) for lane, position in self.positions.items()},
+            "positions": {str(lane): _plain(self._whole(lane)) for lane in self.positions},
         }
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> list[str]:
@@ -242,7 +283,9 @@ class ClipStream:
         if alike and all(first["options"][name] == now["options"][name] for name in ORDERING):
             own = next(state for state in states if state["rank"] == self.rank)
             self.next_worker = own["next_worker"]
-            self.positions = {int(lane): position for lane, position in own["positions"].items()}
+            self.positions, self.given = {}, {}
+            for lane, position in own["positions"].items():
+                self._take_position(int(lane), position)
             return changes
         if not alike:
             changes.append(
@@ -273,21 +316,23 @@ class ClipStream:
                 if position is not None:
                     reader.set_position(position["readers"][g])
                     refs = np.asarray(position["buffer"]).reshape(-1, 4).tolist()
-                    waited[g] += [(shard, row) for group, _, shard, row in refs if group == g]
+                    # A source of a mixture may come to these rows again anyway; twice in one buffer they would be one.
+                    waited[g] += [(shard, row) for group, _, shard, row in refs if group == g == 0]
                 # Sources of a mixture begin again as needed: those that went furthest say which pass it is.
                 if reader.passes > passes[g]:
                     passes[g], rest[g] = reader.passes, []
                 if reader.passes == passes[g]:
                     rest[g] += reader.rest()
         lanes = self.ranks * max(1, self.workers)
-        self.next_worker, self.positions = 0, {}
+        self.next_worker, self.positions, self.given = 0, {}, {}
         for worker in range(max(1, self.workers)):
             lane = worker * self.ranks + self.rank
             readers = [
-                {"passes": n, "pieces": [list(p) for p in _deal_parts(as_pieces(again), pieces, lane, lanes)]}
+                {"passes": n, "at": 0, "row": None, "pieces": [list(p) for p in _deal_parts(as_pieces(again), pieces, lane, lanes)]}
                 for n, again, pieces in zip(passes, waited, rest, strict=True)
             ]
-            self.positions[lane] = {"readers": readers, "draws": 0, "drawn": 0, "exhausted": False, "buffer": []}
+            position = {"readers": readers, "draws": 0, "drawn": 0, "exhausted": False, "buffer": []}
+            self._take_position(lane, position)
         return []
 
 

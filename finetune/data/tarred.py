@@ -111,7 +111,7 @@ def read_tar(tar: str, manifest: str, lines: np.ndarray, first: int = 0) -> Numb
         with tarfile.open(fileobj=opened, mode="r:*" if seekable else "r|*") as archive:
             for member in archive:
                 rows = waiting.pop(_member(member.name), []) if member.isfile() else []
-                if number + len(rows) <= first:
+                if not rows or number + len(rows) <= first:
                     number += len(rows)
                     continue
                 content = archive.extractfile(member).read()

@@ -17,6 +17,7 @@ from finetune.data.clips import examine, text_encoder
 from finetune.data.decode import BadClip
 from finetune.data.filters import FilteredClip, Filters, parse_filters
 from finetune.data.options import StreamOptions
+from finetune.data.reader import UnreadableShard, rows_from
 from finetune.data.sources import OpenSource, open_source, parse_sources
 from finetune.data.stream import ClipStream
 from finetune.errors import UserError
@@ -52,7 +53,8 @@ def open_sources(config: Any) -> dict[str, list[OpenSource]]:
             weigh_languages(train, config.data.temperature)
         except UserError as error:
             problems.append(str(error))
-    if config.data.skip_samples and any(s.source.weight is not None or s.clips is None for s in train):
+    unknown = [s for s in train if any(shard.rows is None for shard in s.shards)]
+    if config.data.skip_samples and (unknown or any(s.source.weight is not None for s in train)):
         problems.append(
             "data.skip_samples: a mixture, or a source that does not tell its number of clips, has no subset that could be skipped."
         )
@@ -158,10 +160,11 @@ def mean_seconds(sources: list[OpenSource], config: Any) -> float:
     found = []
     for source in with_filters(sources, config):
         for index in np.unique(np.linspace(0, len(source.shards) - 1, SHARDS_TO_SAMPLE).astype(int)):
-            shard = source.shards[index]
-            for number, row in itertools.islice(shard.read(0), ROWS_TO_SAMPLE):
-                with contextlib.suppress(BadClip, FilteredClip):
-                    found.append(examine(source, "", (0, 0, 0, number), row, options, no_tokens).seconds)
+            rows = rows_from(source.shards[index], 0, d.read_retries if source.remote else 0)
+            with contextlib.suppress(UnreadableShard):
+                for number, row in itertools.islice(rows, ROWS_TO_SAMPLE):
+                    with contextlib.suppress(BadClip, FilteredClip):
+                        found.append(examine(source, "", (0, 0, 0, number), row, options, no_tokens).seconds)
     return statistics.fmean(found) if found else 10.0
 
 

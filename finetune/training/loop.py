@@ -259,11 +259,12 @@ class Trainer:
     def _next_step(self, iterator: Iterator[Batch]) -> StepInput:
         """The next step's batches; where the data end the run, what has been trained so far is kept in a checkpoint."""
         p, stream = self.progress, self.stream
-        before = replace(p, filtered=dict(p.filtered)), dict(stream.positions), stream.next_worker
+        before, place = replace(p, filtered=dict(p.filtered)), stream.snapshot()
         try:
             return self.intake.next_step(iterator)
         except UserError:
-            self.progress, stream.positions, stream.next_worker = before
+            self.progress = before
+            stream.go_back(place)
             if self.config.training.save_steps and self.progress.step:
                 self.save()
                 log.info("the state of step %d is kept in %s", self.progress.step, self.output_dir / "checkpoints")

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import gc
 import json
 import logging
 import math
@@ -35,6 +36,7 @@ from finetune.training.loop import Trainer
 from finetune.training.outputs import environment, peak_memory_gib, peak_rss_gib, write_json
 from finetune.training.resume import resume, take_weights
 from finetune.training.schedule import Schedule
+from finetune.training.stages import agreed
 
 log = logging.getLogger(__name__)
 
@@ -237,7 +239,7 @@ def plan_steps(accelerator: Any, config: Any, sources: dict[str, list[Any]]) -> 
             "training.max_steps."
         )
     seconds = config.data.batch_duration
-    batch = seconds / mean_seconds(sources["train"], config) if seconds else t.per_device_train_batch_size
+    batch = seconds / agreed(mean_seconds(sources["train"], config)) if seconds else t.per_device_train_batch_size
     per_step = batch * t.gradient_accumulation_steps * accelerator.num_processes
     return max(1, math.ceil(clips / per_step * t.num_train_epochs))
 
@@ -372,7 +374,23 @@ def finish(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy) 
             summary["guard_wer_after"] = boards["guard"].total.rates()["wer"]
         write_json(trainer.output_dir / "summary.json", summary)
         _say(summary, p.wer_before, after, trainer.output_dir)
-    accelerator.end_training()
+    accelerator.wait_for_everyone()
+
+
+def end_stage(accelerator: Any) -> None:
+    """Lets go of what a run holds beside its variables, so that another may begin in this process and its process group."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    for tracker in accelerator.trackers:
+        tracker.finish()
+    accelerator.trackers = []
+    accelerator.free_memory()
+    # Precision and plugins of the next one may be others; the process group stays.
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def summarise(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy, after: Any) -> dict[str, Any]:

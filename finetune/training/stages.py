@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from finetune.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -15,7 +17,7 @@ SECTIONS = ("model", "data", "training")
 OWN_KEYS = ("max_samples", "seen")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stage:
     """One stage.
 
@@ -28,6 +30,11 @@ class Stage:
     number: int
     folder: Path
     settings: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"stage {self.number}"
 
 
 def stages_of(stages: list[Any], output_dir: Path) -> list[Stage]:
@@ -61,7 +68,6 @@ def stages_of(stages: list[Any], output_dir: Path) -> list[Stage]:
             settings["data"]["skip_samples"] = limit_before
         if found:
             settings["model"].setdefault("name", str(found[-1].folder))
-            settings["training"].setdefault("overwrite_output_dir", False)
         settings["training"]["output_dir"] = str(folder)
         found.append(Stage(number, folder, settings))
         limit_before = limit
@@ -69,43 +75,47 @@ def stages_of(stages: list[Any], output_dir: Path) -> list[Stage]:
 
 
 def run_stages(
-    stages: list[Stage],
-    train: Callable[[dict[str, Any], str], Any],
-    *,
-    resume: bool,
-    margin: float,
-    only: int | None = None,
+    stages: list[Stage], train: Callable[[Stage], Any], *, resume: Any, margin: float, only: int | None = None
 ) -> None:
     """Trains stage after stage. One that has been finished is not run again on resume.
 
     Args:
         stages: from `stages_of`.
-        train: trains with settings laid over everything else, under a name for messages.
-        resume: whether stages that are done stay as they are, and one that was begun goes on.
+        train: trains one of them.
+        resume: `training.resume_from_checkpoint`: whether stages that are done stay as they are, and one that was begun goes on.
         margin: by how much WER may be worse than after the stage before.
         only: number of the one stage to run.
 
     Raises:
-        UserError: WER got worse than the margin; or the stage before `only` has not been finished.
+        UserError: WER got worse than the margin; the stage before `only` has not been finished; or a checkpoint is named.
     """
+    if not isinstance(resume, bool):
+        raise UserError(
+            "training.resume_from_checkpoint: a plan of stages goes on by itself with true. To continue from a checkpoint of "
+            "one stage, remove the later ones and take true."
+        )
     if only is not None and not 1 <= only <= len(stages):
         raise UserError(f"--stage {only}: the plan has stages 1 to {len(stages)}.")
-    before: dict[str, Any] | None = None
-    for stage in stages:
-        done = read_summary(stage.folder)
-        if only is not None and stage.number < only:
-            if done is None:
-                raise UserError(f"--stage {only}: stage {stage.number} has not been finished ({stage.folder}).")
-        elif only is not None and stage.number > only:
-            return
-        elif done is not None and resume:
-            log.info("stage %d of %d is finished: %s", stage.number, len(stages), stage.folder)
+    for stage in stages if only is None else [stages[only - 1]]:
+        previous = stages[stage.number - 2] if stage.number > 1 else None
+        before = agreed(read_summary(previous.folder)) if previous else None
+        if previous and before is None:
+            raise UserError(f"--stage {stage.number}: {previous.name} has not been finished ({previous.folder}).")
+        if resume and agreed(read_summary(stage.folder)) is not None:
+            log.info("%s of %d is finished: %s", stage.name, len(stages), stage.folder)
         else:
-            log.info("stage %d of %d in %s", stage.number, len(stages), stage.folder)
-            train(stage.settings, f"stage {stage.number}")
-            done = read_summary(stage.folder)
-        judge(stage, done or {}, before, margin)
-        before = done
+            log.info("%s of %d in %s", stage.name, len(stages), stage.folder)
+            train(stage)
+        judge(stage, agreed(read_summary(stage.folder)) or {}, before, margin)
+
+
+def agreed(value: Any) -> Any:
+    """What the first process found, for all of them: a file system may show others an older state."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return value
+    values = [value]
+    torch.distributed.broadcast_object_list(values)
+    return values[0]
 
 
 def judge(stage: Stage, done: dict[str, Any], before: dict[str, Any] | None, margin: float) -> None:
@@ -115,7 +125,7 @@ def judge(stage: Stage, done: dict[str, Any], before: dict[str, Any] | None, mar
     if now is None or then is None:
         log.warning("stage %d cannot be judged: data.validation or data.test is needed for that", stage.number)
         return
-    log.info("stage %d: WER %.3f, %.3f before it", stage.number, now, then)
+    log.info("%s: WER %.3f, %.3f before it", stage.name, now, then)
     if now > then + margin:
         raise UserError(
             f"stage {stage.number} made WER worse, {then:.3f} to {now:.3f}, more than training.stage_margin={margin:g}: the plan stops. "
