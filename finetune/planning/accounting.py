@@ -5,14 +5,15 @@ workspace, arrays of numba) nor what compiled graphs allocate inside.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from finetune.strategies.optimizers import state_tensors, stored_tensors
+from finetune.strategies.optimizers import state_tensors, stored_tensors, unwrap_optimizer
 
 PARTS = ("parameters", "gradients", "optimizer", "activations")
 
@@ -92,6 +93,7 @@ class StepAccount:
         self.module, self.optimizer = module, optimizer
         self.account = TensorAccount(device_type)
         self.hooks: list[Any] = []
+        self.restore_step: Callable[[], None] | None = None
 
     def __enter__(self) -> TensorAccount:
         account = self.account
@@ -103,7 +105,31 @@ class StepAccount:
                 self.hooks.append(p.register_post_accumulate_grad_hook(self._gradient))
                 if p.grad is not None:
                     account.add([p.grad], "gradients")
+        self._pause_in_compiled_steps()
         return account.__enter__()
+
+    def _pause_in_compiled_steps(self) -> None:
+        """A compiled step would be compiled anew for the account, which cannot see into it, and dynamo may fail at that."""
+        optimizer = unwrap_optimizer(self.optimizer)
+        if not any(
+            "torchao" in kind.__module__ or kind.__name__ == "CompiledAdamW" for kind in type(optimizer).__mro__
+        ):
+            return
+        step = optimizer.step
+        self.restore_step = (
+            partial(setattr, optimizer, "step", step)
+            if "step" in vars(optimizer)
+            else partial(delattr, optimizer, "step")
+        )
+
+        def unseen(*args: Any, **kwargs: Any) -> Any:
+            self.account.__exit__(None, None, None)
+            try:
+                return step(*args, **kwargs)
+            finally:
+                self.account.__enter__()
+
+        optimizer.step = unseen
 
     def _gradient(self, p: torch.Tensor) -> None:
         if p.grad is not None:
@@ -113,3 +139,5 @@ class StepAccount:
         self.account.__exit__(*error)
         for hook in self.hooks:
             hook.remove()
+        if self.restore_step is not None:
+            self.restore_step()

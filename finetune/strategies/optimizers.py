@@ -116,6 +116,10 @@ def build_optimizer(name: str, groups: list[dict[str, Any]], args: dict[str, Any
     return torch.optim.AdamW(groups, **how[name], **args)
 
 
+# torch's compiled step divides by the learning rate: with the 0 that every warm-up begins with, weights without a gradient became NaN.
+SMALLEST_RATE = 1e-30
+
+
 class CompiledAdamW(torch.optim.AdamW):
     """AdamW whose whole step is compiled. Learning rates are tensors, so that a schedule does not compile it anew."""
 
@@ -131,6 +135,8 @@ class CompiledAdamW(torch.optim.AdamW):
         loss = closure() if closure is not None else None
         if self.compiled_step is None:
             self.compiled_step = torch.compile(super().step, fullgraph=False)
+        for group in self.param_groups:
+            group["lr"].clamp_(min=SMALLEST_RATE)
         self.compiled_step()
         return loss
 
