@@ -18,6 +18,7 @@ Exit codes: 0 done, 1 a strategy that must run on this machine did not, 2 bad ar
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -30,6 +31,8 @@ import subprocess
 import sys
 import time
 from datetime import date
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +66,25 @@ AXES = {
         "full bf16": ["training.bf16=false", "model.dtype=bfloat16"],
     },
     "compile": {"eager": ["model.compile=false"], "compiled": ["model.compile=true"]},
-    "offload": {"no offload": [], "cpu_offload_ao": ["training.optimizer=cpu_offload_ao"]},
+    "offload": {
+        "no offload": [],
+        "activations on the host": ["model.activation_offload=true"],
+        "32-bit AdamW on the host": ["training.optimizer=cpu_offload_ao", "training.optimizer_args={}"],
+    },
+    "attention": {
+        "NeMo's attention": ["model.scaled_dot_product_attention=false"],
+        "SDPA": ["model.scaled_dot_product_attention=true"],
+    },
+    "tf32": {"no TF32": ["training.tf32=false"], "TF32": ["training.tf32=true"]},
+    "loading": {
+        "no worker": ["training.dataloader_num_workers=0"],
+        "no prefetch": ["training.dataloader_prefetch_factor=1"],
+        "prefetch": ["training.dataloader_prefetch_factor=4"],
+    },
+    "pinning": {
+        "pageable": ["training.dataloader_pin_memory=false"],
+        "pinned": ["training.dataloader_pin_memory=true"],
+    },
 }
 
 
@@ -77,8 +98,11 @@ class Probe:
         self.file, self.seconds, self.memory = file, [], {}
 
     def watch(self, trainer: Any) -> None:
-        """Begins to watch a Trainer."""
+        """Begins to watch a Trainer, which draws no random features and leaves nothing but figures."""
         self.trainer = trainer
+        trainer.model.preprocessor.featurizer.dither = 0.0
+        trainer.save = trainer.keep_model = lambda: None
+        trainer._keep = lambda model: None
         trainer.around_step = self.step
 
     @contextlib.contextmanager
@@ -148,6 +172,8 @@ def prepare(folder: Path, steps: int, arguments: list[str]) -> int:
                     lines.append(json.dumps({**row, "id": batch.ids[i]}))
                 if len(lines) >= wanted:
                     break
+            if not lines:
+                raise trainer.intake.nothing_left()
             trainer.stream.next_epoch()
         (folder / "clips.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         raise Prepared
@@ -212,11 +238,7 @@ def run_row(row: dict[str, Any], arguments: argparse.Namespace, gpus: int) -> di
     if processes > 1 and not arguments.own_batches:
         size = int(same[0].split("=")[1])
         if size % processes:
-            return {
-                **row,
-                "lacks": True,
-                "reason": f"{size} clips are not shared out evenly over {processes} processes",
-            }
+            return {**row, "reason": f"{size} clips are not shared out evenly over {processes} processes"}
         same = [f"{same[0].split('=')[0]}={size // processes}", *same[1:]]
     command = [
         *launch, str(Path(__file__).resolve()), "--measure", str(probed), "--config", str(arguments.config),
@@ -290,7 +312,11 @@ def together(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     others = [row for row in rows if not any(row is mine for mine in own)]
     if not times:
         return [own[0], *others]
-    return [{**own[0], "seconds_per_step": statistics.median(times), "seconds_per_step_of_runs": times}, *others]
+    for row in own:
+        if "reason" in row:
+            print(f"a run of {row['name']} failed: {row['reason']}", file=sys.stderr)
+    base = next(row for row in own if "reason" not in row)
+    return [{**base, "seconds_per_step": statistics.median(times), "seconds_per_step_of_runs": times}, *others]
 
 
 def table(rows: list[dict[str, Any]], where: dict[str, Any], steps: int) -> str:
@@ -376,9 +402,31 @@ def picture(rows: list[dict[str, Any]], where: dict[str, Any], path: Path) -> No
 
 def excused(row: dict[str, Any], where: dict[str, Any]) -> bool:
     """Whether a row may fail on this machine: for want of a GPU, of an FP8 unit, or of the GPU's memory."""
+    if row["settings"] and "exclude each other" in row["reason"]:
+        return True  # a cell of a matrix may be impossible
     if not where["gpu"]:
         return bool(set(row["strategies"]) & set(NEEDS_A_GPU))
     return "out of memory" in row["reason"] or "compute capability" in row["reason"]
+
+
+@functools.cache
+def code_digest() -> str:
+    """Tells this state of the package and of this script from others."""
+    files = [*sorted((ROOT / "finetune").rglob("*.py")), Path(__file__).resolve()]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+@functools.cache
+def versions() -> str:
+    """Versions of what the strategies are made of."""
+    names = ("torch", "accelerate", "bitsandbytes", "torchao", "deepspeed", "flashoptim", "peft", "nemo_toolkit")
+    return " ".join(f"{name} {metadata.version(name)}" for name in names if find_spec(name.partition("_")[0]))
+
+
+def file_mark(path: str) -> str:
+    """Size and time of a file; its name where it is none."""
+    file = Path(path)
+    return f"{path} {file.stat().st_size} {file.stat().st_mtime_ns}" if file.is_file() else path
 
 
 def prepared_clips(arguments: argparse.Namespace) -> Path:
@@ -388,6 +436,7 @@ def prepared_clips(arguments: argparse.Namespace) -> Path:
         UserError: the run file does not get as far as its first batches.
     """
     settings = [arguments.config.read_text(encoding="utf-8"), arguments.steps, arguments.overrides, arguments.batches]
+    settings += [code_digest(), file_mark(arguments.model)]
     key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
     folder = arguments.output_dir / "clips" / key
     if not (folder / "clips.jsonl").is_file():
@@ -408,11 +457,12 @@ def prepared_clips(arguments: argparse.Namespace) -> Path:
 
 
 def settings_key(row: dict[str, Any], arguments: argparse.Namespace, where: dict[str, Any]) -> str:
-    """Tells a row that is already measured from one with other settings, files of its strategies, versions or another machine."""
+    """Tells a row that is already measured from one with other settings, code, files, model, versions or another machine."""
     files = [arguments.config]
     for name in row["strategies"]:
         files += [ACCELERATE_CONFIGS / f"{name}.yaml", OVERLAYS / f"{name}.yaml", ROOT / "ds_configs" / f"{name}.json"]
     texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
+    texts += [code_digest(), versions(), file_mark(arguments.model)]
     machine_of = {key: value for key, value in where.items() if key != "date"}
     settings = [arguments.steps, arguments.warmup_steps, arguments.eval_clips, arguments.overrides, arguments.batches]
     which = [row["name"], row.get("again", 0), row["settings"]]
@@ -436,6 +486,7 @@ def compare(arguments: argparse.Namespace) -> int:
     ]
     gpus = torch.cuda.device_count()
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    arguments.model = str(config.model.name)
     arguments.clips = prepared_clips(arguments)
     kept_file = arguments.output_dir / "rows.json"
     kept = json.loads(kept_file.read_text()) if kept_file.is_file() else {}
@@ -461,7 +512,7 @@ def compare(arguments: argparse.Namespace) -> int:
     if any("reason" not in r for r in rows):
         picture(rows, where, arguments.output_dir / "strategies.png")
     print(text)
-    failed = [r for r in rows if "reason" in r and not r["settings"] and "lacks" not in r and not excused(r, where)]
+    failed = [r for r in rows if "reason" in r and "lacks" not in r and not excused(r, where)]
     for r in failed:
         print(f"error: {r['name']} has to run on every machine and did not: {r['reason']}", file=sys.stderr)
     return 1 if failed else 0

@@ -57,6 +57,20 @@ def train(
     return losses, describe_optimizer(optimizer)
 
 
+def test_each_implementation_is_the_one_that_it_names():
+    flags = {
+        name: [
+            build_optimizer(name, parameter_groups(Net(), {}, 1e-3, 0.01), {}).param_groups[0].get(flag)
+            for flag in ("fused", "foreach")
+        ]
+        for name in ("adamw", "adamw_foreach", "adamw_loop")
+    }
+    assert flags == {"adamw": [True, None], "adamw_foreach": [None, True], "adamw_loop": [None, False]}
+    paged = build_optimizer("paged_adamw_8bit", parameter_groups(Net(), {}, 1e-3, 0.01), {})
+    assert paged.is_paged
+    assert not build_optimizer("adamw_8bit", parameter_groups(Net(), {}, 1e-3, 0.01), {}).is_paged
+
+
 @pytest.mark.parametrize("name", ["adamw_foreach", "adamw_loop", "adamw_compiled"])
 def test_the_same_mathematics(name):
     expected, _ = train("adamw", 40)

@@ -168,8 +168,14 @@ def state_tensors(optimizer: Any) -> list[torch.Tensor]:
     found: dict[tuple[int, str], torch.Tensor] = {}
     for state in unwrap_optimizer(optimizer).state.values():
         for value in state.values():
-            if isinstance(value, torch.Tensor):
-                for tensor in stored_tensors(value):
+            # flashoptim keeps its moments in objects of its own, with values and scales as tensors inside.
+            inside = (
+                vars(value).values()
+                if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor)
+                else (value,)
+            )
+            for outer in (x for x in inside if isinstance(x, torch.Tensor)):
+                for tensor in stored_tensors(outer):
                     found[tensor.untyped_storage().data_ptr(), str(tensor.device)] = tensor
     return list(found.values())
 
