@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYOUT = ROOT / "finetune" / "configs" / "models" / "parakeet_tdt_0.6b_v3.yaml"
 STRATEGIES = (
     "adamw,adamw_8bit,gradient_checkpointing,recommended,recommended_small,activation_offload+adamw_8bit,"
-    "flash_adamw_gradient_release+gradient_checkpointing,cpu_offload_ao+gradient_checkpointing"
+    "flash_adamw_gradient_release+gradient_checkpointing,cpu_offload_ao+gradient_checkpointing,zero2_offload"
 )
 TOKENS_A_SECOND = 5
 RATE = 16_000
@@ -76,6 +76,9 @@ def main() -> int:
     parser.add_argument("--layout", type=Path, default=LAYOUT, help="NeMo model YAML")
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--yardstick", default="adamw", help="the row that the others are compared with")
+    parser.add_argument(
+        "--limit-gib", type=float, default=24.0, help="on a CPU: resident memory that no row may exceed"
+    )
     parser.add_argument("--output-dir", type=Path, default=Path("runs/real_size"))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -98,9 +101,16 @@ def main() -> int:
         sys.executable, str(ROOT / "scripts" / "compare_strategies.py"), "--config", str(file), "--strategies", arguments.strategies,
         "--steps", str(arguments.steps), "--output-dir", str(arguments.output_dir), "--yardstick", arguments.yardstick,
     ]  # fmt: skip
-    return subprocess.run(
-        command + (["--json", str(arguments.json)] if arguments.json else []), check=False
-    ).returncode
+    results = (arguments.json or arguments.output_dir / "results.json").resolve()
+    code = subprocess.run([*command, "--json", str(results)], check=False).returncode
+    if code:
+        return code
+    found = json.loads(results.read_text(encoding="utf-8"))
+    over = [r["name"] for r in found["rows"] if r.get("peak_rss_gib", 0) > arguments.limit_gib]
+    if over and found["machine"]["gpu"] is None:
+        print(f"error: more than {arguments.limit_gib:g} GiB of resident memory: {', '.join(over)}", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

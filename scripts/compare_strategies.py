@@ -9,14 +9,16 @@ process's tensors (finetune/planning/accounting.py) in one step after the optimi
 first. Seconds a step are the median without the first three steps and the accounted one. An interrupted comparison goes on where
 it was: rows lie in --output-dir. Writes table.md, results.json and strategies.png there.
 
-All rows see the same clips in each step: they come in the order of the data, and several processes deal them out row by row. Only
-where clips are left out (too long, unreadable) does a row of several processes run ahead of one of a single process by some clips.
+All rows see the same clips in each step: the clips of the run's first steps are written to --output-dir/clips once, and come in that
+order to whatever number of processes. The yardstick runs again in the middle and at the end: ratios of time are to the median of
+its runs, and the table says how far these lie apart, which is what a difference in time has to exceed.
 
 Exit codes: 0 done, 1 a strategy that must run on this machine did not, 2 bad arguments.
 """
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -29,6 +31,8 @@ import subprocess
 import sys
 import time
 from datetime import date
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +48,11 @@ from finetune.paths import ACCELERATE_CONFIGS, OVERLAYS, strategy_names  # noqa:
 # Only these may say that they cannot run on a machine without a GPU.
 NEEDS_A_GPU = ("cpu_offload_ao", "cpu_offload_gradients_ao", "flash_adamw", "flash_adamw_gradient_release")
 SKIPPED_STEPS = 3
-# Nothing random, and clips in the order of the data, so that any number of processes sees the same ones in each step. A limit on
-# the samples, here one beyond all data, makes processes share shards by rows; with one worker a process no order lies between.
-ALL_SAMPLES = 10**9
+# Nothing random, and clips in the order of the data. A limit on the samples, here one beyond all data, makes processes share the
+# data out by rows; with one worker a process no order lies between.
 SAME_BATCHES = (
     "training.dataloader_num_workers=1",
+    "data.max_samples=1000000000",
     "data.shuffle=false",
     "data.group_by_duration=false",
     "model.dropout=0.0",
@@ -62,7 +66,25 @@ AXES = {
         "full bf16": ["training.bf16=false", "model.dtype=bfloat16"],
     },
     "compile": {"eager": ["model.compile=false"], "compiled": ["model.compile=true"]},
-    "offload": {"no offload": [], "cpu_offload_ao": ["training.optimizer=cpu_offload_ao"]},
+    "offload": {
+        "no offload": [],
+        "activations on the host": ["model.activation_offload=true"],
+        "32-bit AdamW on the host": ["training.optimizer=cpu_offload_ao", "training.optimizer_args={}"],
+    },
+    "attention": {
+        "NeMo's attention": ["model.scaled_dot_product_attention=false"],
+        "SDPA": ["model.scaled_dot_product_attention=true"],
+    },
+    "tf32": {"no TF32": ["training.tf32=false"], "TF32": ["training.tf32=true"]},
+    "loading": {
+        "no worker": ["training.dataloader_num_workers=0"],
+        "no prefetch": ["training.dataloader_prefetch_factor=1"],
+        "prefetch": ["training.dataloader_prefetch_factor=4"],
+    },
+    "pinning": {
+        "pageable": ["training.dataloader_pin_memory=false"],
+        "pinned": ["training.dataloader_pin_memory=true"],
+    },
 }
 
 
@@ -76,8 +98,11 @@ class Probe:
         self.file, self.seconds, self.memory = file, [], {}
 
     def watch(self, trainer: Any) -> None:
-        """Begins to watch a Trainer."""
+        """Begins to watch a Trainer, which draws no random features and leaves nothing but figures."""
         self.trainer = trainer
+        trainer.model.preprocessor.featurizer.dither = 0.0
+        trainer.save = trainer.keep_model = lambda: None
+        trainer._keep = lambda model: None
         trainer.around_step = self.step
 
     @contextlib.contextmanager
@@ -123,6 +148,43 @@ def measure(file: Path, arguments: list[str]) -> int:
     return code
 
 
+class Prepared(Exception):
+    """The clips are written."""
+
+
+def prepare(folder: Path, steps: int, arguments: list[str]) -> int:
+    """Writes the usable clips of a run's first steps as a manifest, in the order in which they come; returns an exit code."""
+    import soundfile
+
+    from finetune import train
+
+    def write(trainer: Any) -> None:
+        t = trainer.config.training
+        wanted = steps * t.per_device_train_batch_size * t.gradient_accumulation_steps
+        rate, lines = trainer.model.preprocessor._sample_rate, []
+        while len(lines) < wanted:
+            for batch in trainer.stream.batches():
+                for i, text in enumerate(batch.texts[: wanted - len(lines)]):
+                    name = f"{len(lines):06d}.flac"
+                    length = int(batch.audio_lengths_B[i])
+                    soundfile.write(folder / name, batch.audio_BS[i, :length].numpy(), rate)
+                    row = {"audio_filepath": name, "duration": length / rate, "text": text, "lang": batch.languages[i]}
+                    lines.append(json.dumps({**row, "id": batch.ids[i]}))
+                if len(lines) >= wanted:
+                    break
+            if not lines:
+                raise trainer.intake.nothing_left()
+            trainer.stream.next_epoch()
+        (folder / "clips.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        raise Prepared
+
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return train.main(arguments, observe=write)
+    except Prepared:
+        return 0
+
+
 # ---- all of them ---------------------------------------------------------------------------------------------------
 
 
@@ -146,7 +208,7 @@ def rows_to_run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             settings = [setting for _, part in cell for setting in part]
             if label != arguments.yardstick:
                 rows.append({"name": label, "strategies": name.split("+"), "settings": settings})
-    return rows
+    return [*rows[: len(rows) // 2 + 1], {**rows[0], "again": 1}, *rows[len(rows) // 2 + 1 :], {**rows[0], "again": 2}]
 
 
 def processes_of(strategies: list[str], gpus: int) -> int:
@@ -176,11 +238,7 @@ def run_row(row: dict[str, Any], arguments: argparse.Namespace, gpus: int) -> di
     if processes > 1 and not arguments.own_batches:
         size = int(same[0].split("=")[1])
         if size % processes:
-            return {
-                **row,
-                "lacks": True,
-                "reason": f"{size} clips are not shared out evenly over {processes} processes",
-            }
+            return {**row, "reason": f"{size} clips are not shared out evenly over {processes} processes"}
         same = [f"{same[0].split('=')[0]}={size // processes}", *same[1:]]
     command = [
         *launch, str(Path(__file__).resolve()), "--measure", str(probed), "--config", str(arguments.config),
@@ -188,7 +246,7 @@ def run_row(row: dict[str, Any], arguments: argparse.Namespace, gpus: int) -> di
         f"training.output_dir={run_dir}", f"training.max_steps={arguments.steps}", f"training.warmup_steps={arguments.warmup_steps}",
         "training.eval_on_start=false", "training.eval_steps=0", "training.save_steps=0", "training.logging_steps=1", "data.test=null",
         "data.guard=null", "training.report_to=none", f"data.max_eval_samples={arguments.eval_clips}",
-        *SAME_BATCHES, *same, *arguments.overrides, *row["settings"],
+        *arguments.overrides, f"data.train={arguments.clips / 'clips.jsonl'}", *SAME_BATCHES, *same, *row["settings"],
     ]  # fmt: skip
     started = time.perf_counter()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -201,6 +259,8 @@ def run_row(row: dict[str, Any], arguments: argparse.Namespace, gpus: int) -> di
     summary = json.loads((run_dir / "summary.json").read_text())
     losses = [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     shutil.rmtree(run_dir, ignore_errors=True)
+    if None in losses:
+        return {**row, "reason": f"loss or gradient not finite in step {losses.index(None) + 1}"}
     seen = json.loads(probed.read_text())
     parts = seen["parts_bytes"]
     peak = seen.get("allocator_peak_bytes", seen["account_peak_bytes"])
@@ -236,6 +296,29 @@ def machine() -> dict[str, Any]:
     }
 
 
+def spread(base: dict[str, Any]) -> str:
+    """How far the times of the yardstick's runs lie apart."""
+    times = base.get("seconds_per_step_of_runs", [])
+    if len(times) < 2:
+        return ""
+    shares = " to ".join(f"{t / base['seconds_per_step']:.2f}" for t in (times[0], times[-1]))
+    return f"{len(times)} runs of {base['name']}, between the others, took {shares} of their median time."
+
+
+def together(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with the runs of the yardstick as one, the median of their times and all of them beside."""
+    own = [row for row in rows if row["name"] == rows[0]["name"] and row["settings"] == rows[0]["settings"]]
+    times = sorted(row["seconds_per_step"] for row in own if "reason" not in row)
+    others = [row for row in rows if not any(row is mine for mine in own)]
+    if not times:
+        return [own[0], *others]
+    for row in own:
+        if "reason" in row:
+            print(f"a run of {row['name']} failed: {row['reason']}", file=sys.stderr)
+    base = next(row for row in own if "reason" not in row)
+    return [{**base, "seconds_per_step": statistics.median(times), "seconds_per_step_of_runs": times}, *others]
+
+
 def table(rows: list[dict[str, Any]], where: dict[str, Any], steps: int) -> str:
     """The comparison as a Markdown table; the first row is the yardstick."""
     base = rows[0]
@@ -243,7 +326,7 @@ def table(rows: list[dict[str, Any]], where: dict[str, Any], steps: int) -> str:
     kind = "CUDA allocator" if where["gpu"] else "account of the process's tensors"
     lines = [
         f"Measured on {where['gpu'] or where['cpu']} ({where['threads']} threads), torch {where['torch']}, {' and '.join(sorted({r['date'] for r in rows}))}; {steps} "
-        f"steps on the same clips; peak memory: {kind}, of one process.",
+        f"steps on the same clips; peak memory: {kind}, of one process. {spread(base)}",
         "",
         f"| strategy | optimizer | processes | peak {unit} | of that parameters / gradients / optimizer / activations | optimizer bytes a trained "
         f"parameter | time a step against {base['name']} | loss | against {base['name']} | WER |",
@@ -319,20 +402,71 @@ def picture(rows: list[dict[str, Any]], where: dict[str, Any], path: Path) -> No
 
 def excused(row: dict[str, Any], where: dict[str, Any]) -> bool:
     """Whether a row may fail on this machine: for want of a GPU, of an FP8 unit, or of the GPU's memory."""
+    if row["settings"] and "exclude each other" in row["reason"]:
+        return True  # a cell of a matrix may be impossible
     if not where["gpu"]:
         return bool(set(row["strategies"]) & set(NEEDS_A_GPU))
     return "out of memory" in row["reason"] or "compute capability" in row["reason"]
 
 
+@functools.cache
+def code_digest() -> str:
+    """Tells this state of the package and of this script from others."""
+    files = [*sorted((ROOT / "finetune").rglob("*.py")), Path(__file__).resolve()]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+@functools.cache
+def versions() -> str:
+    """Versions of what the strategies are made of."""
+    names = ("torch", "accelerate", "bitsandbytes", "torchao", "deepspeed", "flashoptim", "peft", "nemo_toolkit")
+    return " ".join(f"{name} {metadata.version(name)}" for name in names if find_spec(name.partition("_")[0]))
+
+
+def file_mark(path: str) -> str:
+    """Size and time of a file; its name where it is none."""
+    file = Path(path)
+    return f"{path} {file.stat().st_size} {file.stat().st_mtime_ns}" if file.is_file() else path
+
+
+def prepared_clips(arguments: argparse.Namespace) -> Path:
+    """The folder of the clips that all rows train on, written by a process of its own where it is not there.
+
+    Raises:
+        UserError: the run file does not get as far as its first batches.
+    """
+    settings = [arguments.config.read_text(encoding="utf-8"), arguments.steps, arguments.overrides, arguments.batches]
+    settings += [code_digest(), file_mark(arguments.model)]
+    key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+    folder = arguments.output_dir / "clips" / key
+    if not (folder / "clips.jsonl").is_file():
+        run_dir = arguments.output_dir / "run"
+        shutil.rmtree(run_dir, ignore_errors=True)
+        command = [
+            sys.executable, str(Path(__file__).resolve()), "--prepare", str(folder), str(arguments.steps), "--config", str(arguments.config),
+            f"training.output_dir={run_dir}", "training.report_to=none", "training.bf16=false", "training.max_steps=1",
+            *arguments.overrides, *arguments.batches, "data.validation=null", "data.test=null", "data.guard=null",
+        ]  # fmt: skip
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        shutil.rmtree(run_dir, ignore_errors=True)
+        if done.returncode:
+            said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+            raise UserError(said[0].removeprefix("error: ") if said else done.stderr.strip()[-2000:], exit_code=1)
+    return folder
+
+
 def settings_key(row: dict[str, Any], arguments: argparse.Namespace, where: dict[str, Any]) -> str:
-    """Tells a row that is already measured from one with other settings, files of its strategies, versions or another machine."""
+    """Tells a row that is already measured from one with other settings, code, files, model, versions or another machine."""
     files = [arguments.config]
     for name in row["strategies"]:
         files += [ACCELERATE_CONFIGS / f"{name}.yaml", OVERLAYS / f"{name}.yaml", ROOT / "ds_configs" / f"{name}.json"]
     texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
+    texts += [code_digest(), versions(), file_mark(arguments.model)]
     machine_of = {key: value for key, value in where.items() if key != "date"}
     settings = [arguments.steps, arguments.warmup_steps, arguments.eval_clips, arguments.overrides, arguments.batches]
-    text = json.dumps([row["name"], row["settings"], settings, arguments.own_batches, texts, machine_of])
+    which = [row["name"], row.get("again", 0), row["settings"]]
+    text = json.dumps([which, settings, arguments.own_batches, texts, machine_of])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -349,10 +483,11 @@ def compare(arguments: argparse.Namespace) -> int:
         f"training.gradient_accumulation_steps={t.gradient_accumulation_steps}",
         f"training.per_device_eval_batch_size={t.per_device_eval_batch_size}",
         f"data.max_duration={config.data.max_duration}",
-        f"data.max_samples={config.data.max_samples if config.data.max_samples >= 0 else ALL_SAMPLES}",
     ]
     gpus = torch.cuda.device_count()
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    arguments.model = str(config.model.name)
+    arguments.clips = prepared_clips(arguments)
     kept_file = arguments.output_dir / "rows.json"
     kept = json.loads(kept_file.read_text()) if kept_file.is_file() else {}
     rows, where = [], machine()
@@ -366,6 +501,7 @@ def compare(arguments: argparse.Namespace) -> int:
                 aside.write_text(json.dumps(kept, indent=1))
                 os.replace(aside, kept_file)
             rows.append(kept[key])
+    rows = together(rows)
     command = "python scripts/compare_strategies.py " + " ".join(sys.argv[1:])
     text = table(rows, where, arguments.steps)
     found = {"machine": where, "command": command, "rows": rows}
@@ -376,7 +512,7 @@ def compare(arguments: argparse.Namespace) -> int:
     if any("reason" not in r for r in rows):
         picture(rows, where, arguments.output_dir / "strategies.png")
     print(text)
-    failed = [r for r in rows if "reason" in r and not r["settings"] and "lacks" not in r and not excused(r, where)]
+    failed = [r for r in rows if "reason" in r and "lacks" not in r and not excused(r, where)]
     for r in failed:
         print(f"error: {r['name']} has to run on every machine and did not: {r['reason']}", file=sys.stderr)
     return 1 if failed else 0
@@ -386,6 +522,8 @@ def main() -> int:
     """Command line."""
     if sys.argv[1:2] == ["--measure"]:
         return measure(Path(sys.argv[2]), sys.argv[3:])
+    if sys.argv[1:2] == ["--prepare"]:
+        return prepare(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True, help="run file")
     parser.add_argument("--strategies", help="names with commas between; + combines (default: all)")
@@ -410,7 +548,7 @@ def main() -> int:
 
 if __name__ == "__main__":
     code = main()
-    if sys.argv[1:2] == ["--measure"]:
+    if sys.argv[1:2] in (["--measure"], ["--prepare"]):
         from finetune.train import leave
 
         leave(code)

@@ -89,6 +89,56 @@ def test_views_and_updates_in_place_count_once():
     assert account.peak == 4000
 
 
+def test_storages_that_are_freed_and_taken_back():
+    """As FSDP does with gathered weights."""
+    x = torch.zeros(1000)
+    with TensorAccount() as account:
+        account.add([x], "parameters")
+        x.untyped_storage().resize_(0)
+        assert account.total == 0
+        x.untyped_storage().resize_(4000)
+        assert account.parts["parameters"] == account.total == 4000
+    resize = torch.UntypedStorage.resize_
+    x.untyped_storage().resize_(0)
+    assert account.total == 4000, "the account is over"
+    assert resize is torch.UntypedStorage.resize_
+
+
+def test_bytes_that_are_held_unseen():
+    with TensorAccount() as account:
+        account.reserve(6000, "gradients")
+        bucket = torch.zeros(1000)
+        for part in (bucket[:10], bucket[10:]):
+            account.add([part], "gradients")
+            assert account.parts["gradients"] == account.total == 6000
+        other = torch.zeros(1000)
+        account.add([other], "gradients")
+        assert account.total == 8000
+    assert account.peak == 10_000  # the second kilobyte and a half counted as a temporary before it was known
+
+
+def test_compiled_steps_are_not_compiled_for_the_account():
+    """A step of torchao's kind runs outside of the account, and is the optimizer's own again afterwards."""
+
+    class CompiledAdamW(torch.optim.SGD):
+        seen = 0
+
+        def step(self, closure=None):
+            temporary = torch.zeros(100_000)
+            self.seen += account.total > 300_000
+            del temporary
+            return super().step(closure)
+
+    stack = Stack()
+    optimizer = CompiledAdamW(stack.parameters())
+    with StepAccount(stack, optimizer) as account:
+        stack(torch.randn(4, WIDTH)).backward()
+        before = account.peak
+        optimizer.step()
+    assert account.peak == before
+    assert "step" not in vars(optimizer)
+
+
 def test_one_kind_of_device_only():
     with TensorAccount("cuda") as account:
         x = torch.zeros(1000)

@@ -31,19 +31,19 @@ def wanted(**values) -> SimpleNamespace:
 
 def test_rows(script):
     rows = script.rows_to_run(wanted())
-    assert rows[0]["name"] == "adamw"
-    assert sorted(r["name"] for r in rows) == strategy_names()
+    assert [i for i, r in enumerate(rows) if r["name"] == "adamw"] == [0, len(rows) // 2, len(rows) - 1]
+    assert sorted({r["name"] for r in rows}) == strategy_names()
     combined = script.rows_to_run(wanted(strategies="adamw_8bit+gradient_checkpointing"))[1]
     assert combined["strategies"] == ["adamw_8bit", "gradient_checkpointing"]
     crossed = script.rows_to_run(wanted(strategies="adamw_8bit_ao", matrix="precision,compile,offload"))
-    assert len(crossed) == 1 + 3 * 2 * 2
+    assert len(crossed) == 3 + 3 * 2 * 3
     cell = next(r for r in crossed if r["name"] == "adamw_8bit_ao [full bf16, compiled, no offload]")
     assert cell["settings"] == ["training.bf16=false", "model.dtype=bfloat16", "model.compile=true"]
     plain = next(r for r in crossed if r["name"] == "adamw_8bit_ao [fp32, eager, no offload]")
     assert plain["settings"] == ["training.bf16=false", "model.dtype=float32", "model.compile=false"]
     with pytest.raises(UserError, match="there is no zero9"):
         script.rows_to_run(wanted(strategies="adamw,zero9"))
-    with pytest.raises(UserError, match="--matrix takes precision, compile, offload, found speed"):
+    with pytest.raises(UserError, match="--matrix takes precision, .*pinning, found speed"):
         script.rows_to_run(wanted(matrix="speed"))
 
 
@@ -59,11 +59,31 @@ def test_processes(script):
 
 
 def test_what_may_fail(script):
-    row = {"strategies": ["flash_adamw", "gradient_checkpointing"], "reason": "exit code 1: killed"}
+    row = {"strategies": ["flash_adamw", "gradient_checkpointing"], "settings": [], "reason": "exit code 1: killed"}
     assert script.excused(row, {"gpu": None})
     assert not script.excused(row, {"gpu": "H100"})
     assert not script.excused({**row, "strategies": ["adamw"]}, {"gpu": None})
     assert script.excused({**row, "reason": "the GPU is out of memory: tried to allocate 2 GiB"}, {"gpu": "H100"})
+
+
+def test_runs_of_the_yardstick_are_one_row(script):
+    def run(seconds: float, again: int = 0) -> dict:
+        return {
+            "name": "adamw",
+            "settings": [],
+            "seconds_per_step": seconds,
+            "loss": seconds,
+            **({"again": again} if again else {}),
+        }
+
+    other = {"name": "lora", "settings": [], "seconds_per_step": 1.0}
+    base, rest = script.together([run(3.0), other, run(1.0, 1), run(2.0, 2)])
+    assert (base["seconds_per_step"], base["loss"], rest) == (2.0, 3.0, other)
+    assert script.spread(base) == "3 runs of adamw, between the others, took 0.50 to 1.50 of their median time."
+    failed = {"name": "adamw", "settings": [], "reason": "killed"}
+    base, _ = script.together([failed, other, run(1.0, 1), run(2.0, 2)])
+    assert "reason" not in base
+    assert script.together([failed, other])[0] == failed
 
 
 def test_goals_on_a_gpu():
@@ -94,15 +114,17 @@ def test_a_comparison_goes_on_where_it_was(tiny_run, tmp_path):
     run_file = tiny_run(data={"test": None})[1]
     out = tmp_path / "compared"
     command = [
-        sys.executable, str(SCRIPT), "--config", run_file, "--strategies", "adamw_8bit,flash_adamw", "--steps", "5",
+        sys.executable, str(SCRIPT), "--config", run_file, "--strategies", "adamw_8bit,flash_adamw,ddp", "--steps", "5",
         "--eval-clips", "4", "--output-dir", str(out),
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads((out / "results.json").read_text())
-    adamw, low_bit, flash = results["rows"]
-    assert (adamw["name"], low_bit["name"], flash["name"]) == ("adamw", "adamw_8bit", "flash_adamw")
+    adamw, low_bit, flash, ddp = results["rows"]
+    assert [row["name"] for row in results["rows"]] == ["adamw", "adamw_8bit", "flash_adamw", "ddp"]
+    assert ddp["losses"] == pytest.approx(adamw["losses"], rel=1e-5), "two processes see the clips that one sees"
+    assert ddp["parts_bytes"]["gradients"] == pytest.approx(adamw["parts_bytes"]["parameters"], rel=0.1)
     assert "exclude each other" in flash["reason"]
     assert adamw["optimizer_bytes_per_parameter"] == pytest.approx(8.0, abs=0.1)
     assert low_bit["parts_bytes"]["optimizer"] < 0.6 * adamw["parts_bytes"]["optimizer"]
@@ -117,21 +139,23 @@ def test_a_comparison_goes_on_where_it_was(tiny_run, tmp_path):
     assert table in done.stdout
     assert "cannot run here" in table
     kept = rows_that_ran(out)
-    assert len(kept) == 2
+    assert sorted(row["name"] for row in kept.values()) == ["adamw", "adamw", "adamw", "adamw_8bit", "ddp"]
+    assert "3 runs of adamw, between the others, took " in table
     again = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert again.returncode == 0
     assert rows_that_ran(out) == kept
 
 
 def test_a_row_that_has_to_run_fails_the_command(tiny_run, tmp_path):
-    run_file = tiny_run("model.name=nowhere.nemo")[1]
+    run_file = tiny_run()[1]
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--config", run_file, "--strategies", "adamw", "--output-dir", str(tmp_path / "out"), "model.name=gone.nemo"],
+        [sys.executable, str(SCRIPT), "--config", run_file, "--strategies", "ddp", "--yardstick", "ddp", "--output-dir", str(tmp_path / "out"),
+         "training.per_device_train_batch_size=3"],
         capture_output=True,
         text=True,
         check=False,
     )  # fmt: skip
     assert done.returncode == 1
     assert (
-        "error: adamw has to run on every machine and did not: model.name: there is no file gone.nemo" in done.stderr
+        "error: ddp has to run on every machine and did not: 3 clips are not shared out evenly over 2" in done.stderr
     )

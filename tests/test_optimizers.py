@@ -35,23 +35,40 @@ def without_compiler():
 def train(
     name: str, steps: int = 200, args: dict[str, Any] | None = None, rate: float = 3e-3
 ) -> tuple[list[float], dict[str, Any]]:
-    """Losses of a small classifier under an optimizer with a falling learning rate, and the optimizer's description."""
+    """Losses of a small classifier under an optimizer, and the optimizer's description.
+
+    The learning rate is 0 in the first step, as where a warm-up begins, and falls from its peak afterwards.
+    """
     torch.manual_seed(0)
     net = Net()
     optimizer = build_optimizer(name, parameter_groups(net, {}, rate, 0.01), args or {})
     targets_N = torch.randint(0, 300, (300,), generator=torch.Generator().manual_seed(1))
     losses = []
     for step in range(steps):
+        for group in optimizer.param_groups:
+            now = rate * (1 - step / steps) if step else 0.0
+            group["lr"] = group["lr"].fill_(now) if isinstance(group["lr"], torch.Tensor) else now
         tokens_N = torch.randint(0, 300, (64,), generator=torch.Generator().manual_seed(step))
         loss = torch.nn.functional.cross_entropy(net(tokens_N), targets_N[tokens_N])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        for group in optimizer.param_groups:
-            now = rate * (1 - step / steps)
-            group["lr"] = group["lr"].fill_(now) if isinstance(group["lr"], torch.Tensor) else now
     return losses, describe_optimizer(optimizer)
+
+
+def test_each_implementation_is_the_one_that_it_names():
+    flags = {
+        name: [
+            build_optimizer(name, parameter_groups(Net(), {}, 1e-3, 0.01), {}).param_groups[0].get(flag)
+            for flag in ("fused", "foreach")
+        ]
+        for name in ("adamw", "adamw_foreach", "adamw_loop")
+    }
+    assert flags == {"adamw": [True, None], "adamw_foreach": [None, True], "adamw_loop": [None, False]}
+    paged = build_optimizer("paged_adamw_8bit", parameter_groups(Net(), {}, 1e-3, 0.01), {})
+    assert paged.is_paged
+    assert not build_optimizer("adamw_8bit", parameter_groups(Net(), {}, 1e-3, 0.01), {}).is_paged
 
 
 @pytest.mark.parametrize("name", ["adamw_foreach", "adamw_loop", "adamw_compiled"])

@@ -42,8 +42,8 @@ STRATEGY_KEYS = {
     "flash_adamw_gradient_release": {"training.max_grad_norm"} | BF16_WEIGHTS,
     "bf16_full": BF16_WEIGHTS,
     "bf16_stochastic_rounding": BF16_WEIGHTS,
-    "recommended": {"model.gradient_checkpointing", "training.optimizer"} | BATCHES,
-    "recommended_multi": {"training.optimizer"} | BATCHES,
+    "recommended": {"model.gradient_checkpointing", "training.optimizer", "training.bf16"} | BATCHES,
+    "recommended_multi": {"training.optimizer", "training.bf16"} | BATCHES,
     "recommended_small": {
         "model.gradient_checkpointing",
         "data.max_duration",
@@ -207,6 +207,10 @@ CONFLICTS: dict[tuple[str, str], list[str]] = {
     ("training.fp16", "FSDP"): ["training.fp16=true", "--strategy=fsdp2"],
     ("training.optimizer of bitsandbytes", "FSDP"): ["--strategy=adamw_8bit", "--strategy=fsdp2_offload"],
     ("training.optimizer of torchao", "DeepSpeed"): ["--strategy=adamw_8bit_ao", "--strategy=zero3"],
+    ("training.optimizer flash_adamw", "DeepSpeed or FSDP"): ["--strategy=flash_adamw", "--strategy=fsdp2"],
+    ("training.optimizer adamw_compiled", "DeepSpeed or FSDP"): ["--strategy=adamw_compiled", "--strategy=zero2"],
+    ("training.optimizer adamw_bf16_ao", "model.dtype float32"): ["training.optimizer=adamw_bf16_ao"],
+    ("model.compile", "ZeRO-3"): ["model.compile=true", "--strategy=zero3"],
     ("training.optimizer adamw_fp8_ao", "a GPU of compute capability below 8.9"): ["--strategy=adamw_fp8_ao"],
     ("model.freeze_encoder or model.lora_rank", "model.sync_batchnorm"): [
         "model.lora_rank=4",

@@ -5,14 +5,15 @@ workspace, arrays of numba) nor what compiled graphs allocate inside.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from finetune.strategies.optimizers import state_tensors, stored_tensors
+from finetune.strategies.optimizers import state_tensors, stored_tensors, unwrap_optimizer
 
 PARTS = ("parameters", "gradients", "optimizer", "activations")
 
@@ -35,6 +36,31 @@ class TensorAccount(TorchDispatchMode):
         self.peak = 0
         self.parts_at_peak = dict(self.parts)
         self._part_of: dict[int, tuple[str, int]] = {}
+        self._reserved = 0
+        self._resize: Any = None
+
+    def reserve(self, size: int, part: str) -> None:
+        """Counts bytes that are held where Python cannot see them, until tensors in them are added to the part."""
+        self._reserved += size
+        self.parts[part] += size
+        self.total += size
+        self._mark_peak()
+
+    def __enter__(self) -> "TensorAccount":
+        # FSDP frees and takes back gathered weights through their storages, which is no operation on a tensor.
+        self._resize = resize = torch.UntypedStorage.resize_
+
+        def seen(storage: Any, size: int) -> Any:
+            result = resize(storage, size)
+            self._count_storage(storage, "parameters", move=True)
+            return result
+
+        torch.UntypedStorage.resize_ = seen
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*error)
 
     def add(self, tensors: Iterable[torch.Tensor], part: str) -> None:
         """Counts tensors that exist already, or gives counted ones to another part."""
@@ -43,9 +69,11 @@ class TensorAccount(TorchDispatchMode):
                 self._count(inner, part, move=True)
 
     def _count(self, tensor: torch.Tensor, part: str, move: bool = False) -> None:
-        if self.device_type is not None and tensor.device.type != self.device_type:
+        self._count_storage(tensor.untyped_storage(), part, move)
+
+    def _count_storage(self, storage: Any, part: str, move: bool) -> None:
+        if self.device_type is not None and storage.device.type != self.device_type:
             return
-        storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         known = self._part_of.get(key)
         if known is None:
@@ -59,6 +87,14 @@ class TensorAccount(TorchDispatchMode):
             return
         self._part_of[key] = (part, size)
         self.parts[part] += size
+        if part == "gradients" and self._reserved and (known is None or known[0] != part):
+            found = min(size, self._reserved)
+            self._reserved -= found
+            self.parts[part] -= found
+            self.total -= found
+        self._mark_peak()
+
+    def _mark_peak(self) -> None:
         if self.total > self.peak:
             self.peak, self.parts_at_peak = self.total, dict(self.parts)
 
@@ -92,18 +128,55 @@ class StepAccount:
         self.module, self.optimizer = module, optimizer
         self.account = TensorAccount(device_type)
         self.hooks: list[Any] = []
+        self.restore_step: Callable[[], None] | None = None
 
     def __enter__(self) -> TensorAccount:
         account = self.account
         account.add(self.module.buffers(), "parameters")
         account.add((p.detach() for p in self.module.parameters()), "parameters")
+        account.add(self._weights_of_the_engine(), "parameters")
         account.add(state_tensors(self.optimizer), "optimizer")
+        if isinstance(self.module, torch.nn.parallel.DistributedDataParallel):
+            # Its buckets hold the gradients all the time; in Python they are seen when a gradient is ready.
+            trained = [p for p in self.module.parameters() if p.requires_grad]
+            on_device = [p for p in trained if account.device_type in (None, p.device.type)]
+            account.reserve(sum(p.numel() * p.element_size() for p in on_device), "gradients")
         for p in self.module.parameters():
             if p.requires_grad:
                 self.hooks.append(p.register_post_accumulate_grad_hook(self._gradient))
                 if p.grad is not None:
                     account.add([p.grad], "gradients")
+        self._pause_in_compiled_steps()
         return account.__enter__()
+
+    def _pause_in_compiled_steps(self) -> None:
+        """A compiled step would be compiled anew for the account, which cannot see into it, and dynamo may fail at that."""
+        optimizer = unwrap_optimizer(self.optimizer)
+        if not any(
+            "torchao" in kind.__module__ or kind.__name__ == "CompiledAdamW" for kind in type(optimizer).__mro__
+        ):
+            return
+        step = optimizer.step
+        self.restore_step = (
+            partial(setattr, optimizer, "step", step)
+            if "step" in vars(optimizer)
+            else partial(delattr, optimizer, "step")
+        )
+
+        def unseen(*args: Any, **kwargs: Any) -> Any:
+            self.account.__exit__(None, None, None)
+            try:
+                return step(*args, **kwargs)
+            finally:
+                self.account.__enter__()
+
+        optimizer.step = unseen
+
+    def _weights_of_the_engine(self) -> list[torch.Tensor]:
+        """Partitions that ZeRO keeps beside the module's own parameters: float32 copies, and shards of stage 3."""
+        groups = getattr(unwrap_optimizer(self.optimizer), "param_groups", [])
+        copies = [p.detach() for group in groups for p in group["params"]]
+        return copies + [p.ds_tensor for p in self.module.parameters() if hasattr(p, "ds_tensor")]
 
     def _gradient(self, p: torch.Tensor) -> None:
         if p.grad is not None:
@@ -113,3 +186,5 @@ class StepAccount:
         self.account.__exit__(*error)
         for hook in self.hooks:
             hook.remove()
+        if self.restore_step is not None:
+            self.restore_step()

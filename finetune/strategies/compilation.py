@@ -27,6 +27,7 @@ def compile_layers(model: Any, backend: str = "inductor") -> int:
     Returns:
         The number of layers.
     """
+    torch._dynamo.config.optimize_ddp = False  # it would cut a layer's graph where DDP's buckets end
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, LENGTHS)
     layers = list(model.encoder.layers)
     for layer in layers:

@@ -116,6 +116,10 @@ def build_optimizer(name: str, groups: list[dict[str, Any]], args: dict[str, Any
     return torch.optim.AdamW(groups, **how[name], **args)
 
 
+# torch's compiled step divides by the learning rate: with the 0 that every warm-up begins with, weights without a gradient became NaN.
+SMALLEST_RATE = 1e-30
+
+
 class CompiledAdamW(torch.optim.AdamW):
     """AdamW whose whole step is compiled. Learning rates are tensors, so that a schedule does not compile it anew."""
 
@@ -131,6 +135,8 @@ class CompiledAdamW(torch.optim.AdamW):
         loss = closure() if closure is not None else None
         if self.compiled_step is None:
             self.compiled_step = torch.compile(super().step, fullgraph=False)
+        for group in self.param_groups:
+            group["lr"].clamp_(min=SMALLEST_RATE)
         self.compiled_step()
         return loss
 
@@ -162,8 +168,14 @@ def state_tensors(optimizer: Any) -> list[torch.Tensor]:
     found: dict[tuple[int, str], torch.Tensor] = {}
     for state in unwrap_optimizer(optimizer).state.values():
         for value in state.values():
-            if isinstance(value, torch.Tensor):
-                for tensor in stored_tensors(value):
+            # flashoptim keeps its moments in objects of its own, with values and scales as tensors inside.
+            inside = (
+                vars(value).values()
+                if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor)
+                else (value,)
+            )
+            for outer in (x for x in inside if isinstance(x, torch.Tensor)):
+                for tensor in stored_tensors(outer):
                     found[tensor.untyped_storage().data_ptr(), str(tensor.device)] = tensor
     return list(found.values())
 

@@ -72,10 +72,13 @@ def remedies(config: Any, gpu: bool, engine: str = "none") -> list[str]:
             "--strategy cpu_offload_ao (the optimizer in host memory; slower)",
             {"training.optimizer": "cpu_offload_ao"},
         ),
-        (
-            gpu and engine == "ddp",
-            "--strategy fsdp2 or zero3 (parameters, gradients and states shared out over the GPUs)",
-            {},
+        *(
+            (
+                gpu and engine == "ddp" and not find_conflicts(config, other),
+                f"--strategy {name} in place of the one with ddp (parameters, gradients and states shared out over the GPUs)",
+                {},
+            )
+            for name, other in (("fsdp2", "fsdp"), ("zero3", "deepspeed_zero3"))
         ),
         (
             gpu and not t.empty_cache_each_epoch,

@@ -103,11 +103,17 @@ def _load_states(trainer: Any, path: Path, kind: dict[str, str]) -> None:
         )
         return
     groups = [
-        {k: v for k, v in g.items() if k not in ("params", "lr", "initial_lr")} for g in trainer.optimizer.param_groups
+        {k: v for k, v in g.items() if k not in ("params", "initial_lr")} for g in trainer.optimizer.param_groups
     ]
     checkpoints.load_checkpoint(trainer.accelerator, path)
     for group, values in zip(trainer.optimizer.param_groups, groups, strict=True):
-        group.update(values)  # the run file counts: weight decay, betas and eps would come from the checkpoint
+        # The run file counts: weight decay, betas and eps would come from the checkpoint; rates are written before each step.
+        group.update(values)
+        if group.get("fused") or group.get("capturable"):
+            for p in group["params"]:
+                state = unwrap_optimizer(trainer.optimizer).state.get(p, {})
+                if isinstance(state.get("step"), torch.Tensor):
+                    state["step"] = state["step"].to(p.device)  # adamw_loop keeps it in host memory
 
 
 def _settle_best(trainer: Any) -> None:
