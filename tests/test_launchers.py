@@ -1,15 +1,15 @@
 """The same script under every launcher, in processes of their own, as users start it."""
 
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, read_lines
 
@@ -176,25 +176,54 @@ def test_two_ddp_processes_equal_one_with_the_same_global_batch(run_train, tiny_
 
 
 def test_uneven_ranks_do_not_hang_and_lose_nothing(tiny_run, clips, tmp_path):
-    """One rank has 19 clips, the other 2; every clip is trained on once an epoch. Started through run_training.sh."""
+    """One rank has a tar file of 19 clips, the other one of 2; every clip is trained on once an epoch, and the short rank is named.
+
+    Started through run_training.sh.
+    """
     shards = tmp_path / "shards"
     shards.mkdir()
     rows = [json.loads(line) for line in (clips / "manifest.jsonl").read_text().splitlines()][:21]
-    for row in rows:
-        row["audio"] = {"bytes": (clips / row.pop("audio_filepath")).read_bytes(), "path": None}
-    pq.write_table(pa.Table.from_pylist(rows[:19]), shards / "train-0.parquet")
-    pq.write_table(pa.Table.from_pylist(rows[19:]), shards / "train-1.parquet")
-    data = {**ONLY_TRAIN, "train": str(shards / "*.parquet")}
-    training = {"max_steps": -1, "num_train_epochs": 2, "dataloader_num_workers": 1, "log_clips": True}
+    for number, part in enumerate((rows[:19], rows[19:])):
+        with tarfile.open(shards / f"train-{number}.tar", "w") as tar:
+            for row in part:
+                for suffix, content in (
+                    ("flac", (clips / row["audio_filepath"]).read_bytes()),
+                    ("txt", row["text"].encode()),
+                ):
+                    member = tarfile.TarInfo(f"{row['id']}.{suffix}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    data = {**ONLY_TRAIN, "shuffle": True, "train": str(shards / "*.tar")}
+    training = {"max_steps": 10, "dataloader_num_workers": 1, "log_clips": True}
     arguments = tiny_run(model=DETERMINISTIC, data=data, training=training)
-    start(["bash", str(ROOT / "scripts" / "run_training.sh"), *arguments, "--strategy", "ddp"], NUM_PROCESSES="2")
-    seen = [
-        i for row in read_lines(tmp_path / "run" / "clips.jsonl") for r in row["ids_by_rank"] for b in r for i in b
-    ]
-    assert sorted(seen) == sorted([row["id"] for row in rows] * 2)
+    launch = ["bash", str(ROOT / "scripts" / "run_training.sh"), *arguments, "--strategy", "ddp"]
+    done = start(launch, NUM_PROCESSES="2")
+    # 19 clips in batches of 4 are 5 steps.
+    lines = read_lines(tmp_path / "run" / "clips.jsonl")
+    for epoch in (lines[:5], lines[5:]):
+        seen = [i for row in epoch for r in row["ids_by_rank"] for b in r for i in b]
+        assert sorted(seen) == sorted(row["id"] for row in rows)
+    assert done.stderr.count("has no more clips in this epoch and keeps step with the others") == 2
     told = summary(tmp_path / "run")
-    assert told["samples"] == 42
-    assert told["epochs"] == 2
+    assert (told["samples"], told["epochs"]) == (42, 1)
+
+
+def test_a_plan_of_stages_in_two_processes(tiny_run, tmp_path):
+    """One launch, two runs, of which the second goes on from the first and has another precision."""
+    stages = [{"max_samples": 8}, {"max_samples": 24, "training": {"bf16": True}}]
+    training = {
+        "max_steps": 2,
+        "dataloader_num_workers": 0,
+        "stages": stages,
+        "stage_margin": 9.0,
+        "eval_on_start": True,
+    }
+    arguments = tiny_run(data={"test": None, "max_eval_samples": 4}, training=training)
+    start([str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", TRAIN, *arguments, "--strategy", "ddp"])
+    first, second = (summary(tmp_path / "run" / f"stage-{n}") for n in (1, 2))
+    assert (first["world_size"], second["world_size"]) == (2, 2)
+    assert (first["mixed_precision"], second["mixed_precision"]) == ("no", "bf16")
+    assert second["wer_before"] == pytest.approx(first["wer_after"], abs=0.2)
 
 
 def test_a_run_of_two_processes_goes_on_with_one(run_train, tiny_run, clips, tmp_path, capfd):
