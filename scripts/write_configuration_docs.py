@@ -1,5 +1,6 @@
 """Writes docs/configuration.md from the run file's schema, and the README's tables of strategies. --check only compares."""
 
+import json
 import sys
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field
@@ -14,6 +15,7 @@ from finetune.strategies.compatibility import RULES
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
 README = ROOT / "README.md"
+MEASURED = ROOT / "docs" / "benchmarks" / "strategies_cpu.json"
 INTRODUCTION = """# The run file
 
 Written by `python scripts/write_configuration_docs.py` from `finetune/config/schema.py`; do not edit.
@@ -69,10 +71,42 @@ def strategy_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def measured_table() -> str:
+    """What scripts/compare_strategies.py measured on the small model."""
+    found = json.loads(MEASURED.read_text(encoding="utf-8"))
+    where, rows = found["machine"], found["rows"]
+    base = rows[0]
+    times = base["seconds_per_step_of_runs"]
+    apart = " to ".join(f"{t / base['seconds_per_step']:.2f}" for t in (times[0], times[-1]))
+    lines = [
+        f"Measured on {where['gpu'] or where['cpu']}, {where['threads']} threads, torch {where['torch']}, {where['date']}: "
+        f"`{found['command']}`. Memory is the account of one process's tensors in a step; {len(times)} runs of `{base['name']}` between "
+        f"the others took {apart} of their median time, so that smaller differences in time mean nothing.",
+        "",
+        "| strategy | processes | peak MiB | of that activations | bytes of state a parameter | time a step | loss | WER |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lacking = []
+    for row in rows:
+        if "reason" in row:
+            lacking.append(f"`{row['name']}`")
+            continue
+        wer = "" if row["wer"] is None else f"{row['wer']:.3f}"
+        lines.append(
+            f"| `{row['name']}` | {row['processes']} | {row['peak_bytes'] / 2**20:.0f} | {row['parts_bytes']['activations'] / 2**20:.0f} | "
+            f"{row['optimizer_bytes_per_parameter']:.2f} | {row['seconds_per_step'] / base['seconds_per_step']:.2f} | "
+            f"{100 * (row['loss'] / base['loss'] - 1):+.2f} % | {wer} |"
+        )
+    if lacking:
+        lines += ["", f"Need a GPU: {', '.join(lacking)}."]
+    return "\n".join(lines) + "\n"
+
+
 def readme() -> str:
     """The README with its tables written anew between their marks."""
     text = README.read_text(encoding="utf-8")
-    for mark, table in (("strategies", strategy_table()), ("compatibility", compatibility_table())):
+    tables = {"strategies": strategy_table(), "measured": measured_table(), "compatibility": compatibility_table()}
+    for mark, table in tables.items():
         begin, end = f"<!-- {mark}: written by scripts/write_configuration_docs.py -->\n", f"<!-- end of {mark} -->\n"
         before, rest = text.split(begin)
         text = before + begin + table + end + rest.split(end)[1]

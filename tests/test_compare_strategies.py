@@ -43,7 +43,7 @@ def test_rows(script):
     assert plain["settings"] == ["training.bf16=false", "model.dtype=float32", "model.compile=false"]
     with pytest.raises(UserError, match="there is no zero9"):
         script.rows_to_run(wanted(strategies="adamw,zero9"))
-    with pytest.raises(UserError, match="--matrix takes precision, .*pinning, found speed"):
+    with pytest.raises(UserError, match=r"--matrix takes precision, .*pinning, found speed"):
         script.rows_to_run(wanted(matrix="speed"))
 
 
