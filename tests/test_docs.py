@@ -25,9 +25,14 @@ def test_the_readme_lists_every_strategy_and_none_that_is_not_there():
     from finetune.strategies.accelerate_files import strategy_names
 
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = readme[readme.index("## Memory strategies") :]
+    table, measured = readme[readme.index("<!-- strategies:") :].split("<!-- end of strategies -->")
     listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
     assert sorted(listed) == strategy_names()
+    # Each has a measured row, or is named as needing a GPU.
+    measured = measured[: measured.index("<!-- end of measured -->")]
+    rows = re.findall(r"^\| `(\w+)` \|", measured, re.MULTILINE)
+    lacking = re.findall(r"`(\w+)`", measured[measured.index("Need a GPU:") :])
+    assert sorted(rows + lacking) == strategy_names()
 
 
 def test_files_that_the_readme_names_exist():
