@@ -1,7 +1,7 @@
 """Which of the clips that wait in a lane's buffer make the next batch.
 
-With `group_by_duration` the clips are ordered by length and cut into bands that hold a few batches each; a band is drawn at
-random, its clips are ordered by their tokens and cut into batches, and one of these is drawn. So a batch holds clips of like
+With `group_by_duration` the clips are ordered by length and cut into bands that hold a few batches each, or one where the buffer
+holds few; a band is drawn at random, its clips are ordered by their tokens and cut into batches, and one of these is drawn. So a batch holds clips of like
 length and like number of tokens, there are no bounds of buckets to be found beforehand, and every band is as likely as its share
 of the audio. The draws follow from (seed, epoch, worker, number of the draw) and not from the rank: at the same step all ranks
 draw the same part of their distributions of lengths, so that none waits long for another.
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 BATCHES_A_BAND = 4
+BANDS = 16  # at least, before a band holds more than one batch: wider ones would pad more audio than they save tokens
 
 
 @dataclass(slots=True)
@@ -141,11 +142,11 @@ class Buffer:
         return batches[int(random.random() * len(batches))]
 
     def _bands(self, last: bool) -> list[tuple[int, int]]:
-        """Stretches of the ordered clips that hold BATCHES_A_BAND batches each; the last ones, the shortest, may hold fewer."""
+        """Stretches of the ordered clips that hold up to BATCHES_A_BAND batches each; the last, the shortest, may hold fewer."""
         bands, start, n, size = [], 0, len(self.entries), 0
         while start < n:
             before, size = size, self.limits.clips_of_length(self.entries[start].seconds)
-            stop = min(start + BATCHES_A_BAND * size, n)
+            stop = min(start + size * min(max(n // (BANDS * size), 1), BATCHES_A_BAND), n)
             if bands and stop - start < size and not last:
                 # Less than a batch: where batches of that length are larger it waits for more of its kind.
                 if size == before:
