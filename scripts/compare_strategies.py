@@ -104,6 +104,16 @@ class Probe:
         trainer.save = trainer.keep_model = lambda: None
         trainer._keep = lambda model: None
         trainer.around_step = self.step
+        self.held: list[Any] = []
+        if type(trainer.module).__name__ == "DistributedDataParallel":
+            clip = trainer._clip
+
+            def clip_and_remember() -> Any:
+                # Views of DDP's buckets, which stay where they are when the gradients are set to none.
+                self.held = [p.grad.detach() for p in trainer.module.parameters() if p.grad is not None]
+                return clip()
+
+            trainer._clip = clip_and_remember
 
     @contextlib.contextmanager
     def step(self) -> Any:
@@ -118,7 +128,7 @@ class Probe:
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
         if accounted:
-            follow = StepAccount(self.trainer.module, self.trainer.optimizer, "cuda" if on_gpu else None)
+            follow = StepAccount(self.trainer.module, self.trainer.optimizer, "cuda" if on_gpu else None, self.held)
             with follow as account:
                 yield
             self.memory = {"account_peak_bytes": account.peak, "parts_bytes": account.parts_at_peak}

@@ -104,17 +104,15 @@ def test_storages_that_are_freed_and_taken_back():
     assert resize is torch.UntypedStorage.resize_
 
 
-def test_bytes_that_are_held_unseen():
-    with TensorAccount() as account:
-        account.reserve(6000, "gradients")
-        bucket = torch.zeros(1000)
-        for part in (bucket[:10], bucket[10:]):
-            account.add([part], "gradients")
-            assert account.parts["gradients"] == account.total == 6000
-        other = torch.zeros(1000)
-        account.add([other], "gradients")
-        assert account.total == 8000
-    assert account.peak == 10_000  # the second kilobyte and a half counted as a temporary before it was known
+def test_gradients_that_are_held_between_steps():
+    """As DDP holds its buckets: there from the beginning, and once."""
+    stack = Stack()
+    optimizer = torch.optim.SGD(stack.parameters())
+    weights = 4 * sum(p.numel() for p in stack.parameters())
+    bucket = torch.zeros(weights // 4)
+    with StepAccount(stack, optimizer, held=[bucket[:10], bucket[10:]]) as account:
+        stack(torch.randn(ROWS, WIDTH))
+        assert account.parts["gradients"] == weights
 
 
 def test_compiled_steps_are_not_compiled_for_the_account():

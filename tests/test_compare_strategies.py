@@ -124,7 +124,7 @@ def test_a_comparison_goes_on_where_it_was(tiny_run, tmp_path):
     adamw, low_bit, flash, ddp = results["rows"]
     assert [row["name"] for row in results["rows"]] == ["adamw", "adamw_8bit", "flash_adamw", "ddp"]
     assert ddp["losses"] == pytest.approx(adamw["losses"], rel=1e-5), "two processes see the clips that one sees"
-    assert ddp["parts_bytes"]["gradients"] == pytest.approx(adamw["parts_bytes"]["parameters"], rel=0.1)
+    assert ddp["parts_bytes"]["gradients"] >= 4 * ddp["trainable_parameters"], "DDP's buckets are there all the time"
     assert "exclude each other" in flash["reason"]
     assert adamw["optimizer_bytes_per_parameter"] == pytest.approx(8.0, abs=0.1)
     assert low_bit["parts_bytes"]["optimizer"] < 0.6 * adamw["parts_bytes"]["optimizer"]

@@ -36,15 +36,7 @@ class TensorAccount(TorchDispatchMode):
         self.peak = 0
         self.parts_at_peak = dict(self.parts)
         self._part_of: dict[int, tuple[str, int]] = {}
-        self._reserved = 0
         self._resize: Any = None
-
-    def reserve(self, size: int, part: str) -> None:
-        """Counts bytes that are held where Python cannot see them, until tensors in them are added to the part."""
-        self._reserved += size
-        self.parts[part] += size
-        self.total += size
-        self._mark_peak()
 
     def __enter__(self) -> "TensorAccount":
         # FSDP frees and takes back gathered weights through their storages, which is no operation on a tensor.
@@ -87,14 +79,6 @@ class TensorAccount(TorchDispatchMode):
             return
         self._part_of[key] = (part, size)
         self.parts[part] += size
-        if part == "gradients" and self._reserved and (known is None or known[0] != part):
-            found = min(size, self._reserved)
-            self._reserved -= found
-            self.parts[part] -= found
-            self.total -= found
-        self._mark_peak()
-
-    def _mark_peak(self) -> None:
         if self.total > self.peak:
             self.peak, self.parts_at_peak = self.total, dict(self.parts)
 
@@ -122,10 +106,17 @@ class StepAccount:
         module: the model as it is trained.
         optimizer: its optimizer, after a step (its states have to exist).
         device_type: as for TensorAccount.
+        held: gradients of the step before, whose memory is kept between the steps: DDP's buckets.
     """
 
-    def __init__(self, module: torch.nn.Module, optimizer: Any, device_type: str | None = None):
-        self.module, self.optimizer = module, optimizer
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: Any,
+        device_type: str | None = None,
+        held: Iterable[torch.Tensor] = (),
+    ):
+        self.module, self.optimizer, self.held = module, optimizer, list(held)
         self.account = TensorAccount(device_type)
         self.hooks: list[Any] = []
         self.restore_step: Callable[[], None] | None = None
@@ -136,11 +127,7 @@ class StepAccount:
         account.add((p.detach() for p in self.module.parameters()), "parameters")
         account.add(self._weights_of_the_engine(), "parameters")
         account.add(state_tensors(self.optimizer), "optimizer")
-        if isinstance(self.module, torch.nn.parallel.DistributedDataParallel):
-            # Its buckets hold the gradients all the time; in Python they are seen when a gradient is ready.
-            trained = [p for p in self.module.parameters() if p.requires_grad]
-            on_device = [p for p in trained if account.device_type in (None, p.device.type)]
-            account.reserve(sum(p.numel() * p.element_size() for p in on_device), "gradients")
+        account.add(self.held, "gradients")
         for p in self.module.parameters():
             if p.requires_grad:
                 self.hooks.append(p.register_post_accumulate_grad_hook(self._gradient))
