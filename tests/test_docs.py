@@ -150,6 +150,9 @@ def test_settings_that_the_guides_name_exist(guide):
     from finetune.config.load import schema_fields
 
     text = (ROOT / guide).read_text(encoding="utf-8")
-    named = set(re.findall(r"(?<![\w./])((?:model|data|training)\.[a-z]\w+)\b(?!\()", text)) - {"model.nemo", "data.md"}
+    named = set(re.findall(r"(?<![\w./])((?:model|data|training)\.[a-z]\w+)\b(?!\()", text)) - {
+        "model.nemo",
+        "data.md",
+    }
     assert len(named) > 20
     assert not named - schema_fields().keys()

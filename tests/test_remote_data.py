@@ -166,14 +166,18 @@ def test_tarred_data_sets_that_are_refused(tarred: Path) -> None:
         stream("manifest_{3..5}.jsonl", "audio_{0..2}.tar")
 
 
-def test_a_broken_tar_file_is_tried_again_at_the_end_and_then_named(tarred: Path) -> None:
+@pytest.mark.parametrize("size", [700, 9000])
+def test_a_tar_file_that_is_cut_off_loses_nothing_unsaid(tarred: Path, size: int) -> None:
+    """Rows whose audio is behind the end are named one by one."""
     tar = tarred / "audio_1.tar"
-    tar.write_bytes(tar.read_bytes()[:9000])
+    tar.write_bytes(tar.read_bytes()[:size])
     value = {"path": str(tarred / "common.jsonl"), "tarred_audio": str(tarred / "audio_{0..2}.tar")}
     batches = list(make_stream(value, shuffle=False).batches())
-    assert str(tar) in batches[-1].error
-    readable = [i for i in all_ids() if int(i[4:]) % 3 != 1]
-    assert set(readable) <= set(ids(batches))
+    error = batches[-1].error
+    bad = {q["id"]: q["reason"] for b in batches for q in b.quarantined}
+    readable = {i for i in all_ids() if int(i[4:]) % 3 != 1}
+    assert readable <= set(ids(batches))
+    assert (error is not None and str(tar) in error) or set(ids(batches)) | set(bad) >= set(all_ids())
 
 
 def test_ranges() -> None:

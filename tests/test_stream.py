@@ -335,7 +335,9 @@ def test_mixture(corpus: Path, long_manifest: Path, ranks: int) -> None:
 def test_a_source_of_a_mixture_is_shuffled_anew_in_each_pass(corpus: Path, long_manifest: Path) -> None:
     value = [{"path": str(long_manifest), "weight": 1}, {"path": str(corpus / "shards"), "weight": 1}]
     # Windows of one row, so that nothing but the order of the shards differs.
-    drawn = [c for c in ids(read_epoch(make_stream(value, shuffle_buffer_size=1, batch_size=1))) if not c.startswith("long")]
+    drawn = [
+        c for c in ids(read_epoch(make_stream(value, shuffle_buffer_size=1, batch_size=1))) if not c.startswith("long")
+    ]
     passes = [drawn[i : i + ROWS] for i in range(0, len(drawn) - ROWS + 1, ROWS)]
     assert len(passes) > 3
     assert all(sorted(order) == all_ids() for order in passes)

@@ -183,7 +183,7 @@ def _bounds(layers: Layers) -> list[tuple[str, str]]:
     if config.data.max_eval_samples == 0 or config.data.max_eval_samples < -1:
         value = config.data.max_eval_samples
         problems.append(("data.max_eval_samples", f"is a number of clips, or -1 for all; found {value}"))
-    if 0 <= config.data.max_samples <= config.data.skip_samples:
+    if 1 <= config.data.max_samples <= config.data.skip_samples:
         why = f"{config.data.skip_samples} leaves nothing of data.max_samples {config.data.max_samples}"
         problems.append(("data.skip_samples", why))
     if config.data.temperature is not None and config.data.temperature < 1:

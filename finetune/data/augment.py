@@ -152,7 +152,9 @@ def _with_noise(
     noise_S = decode_audio(file, sample_rate, None, offset, wanted)
     if not noise_S.any():
         raise BadClip(f"the noise {file} is silent")
-    noise_S = np.resize(noise_S, len(audio_S))
+    if len(noise_S) < len(audio_S):
+        noise_S = np.resize(np.roll(noise_S, -int(random.integers(len(noise_S)))), len(audio_S))
+    noise_S = noise_S[: len(audio_S)]
     snr = torch.tensor(float(random.uniform(*settings.noise_snr_db)))
     mixed_S = torchaudio.functional.add_noise(torch.from_numpy(audio_S), torch.from_numpy(noise_S.copy()), snr).numpy()
     return _within_full_scale(mixed_S)
