@@ -101,7 +101,7 @@ def main() -> int:
         sys.executable, str(ROOT / "scripts" / "compare_strategies.py"), "--config", str(file), "--strategies", arguments.strategies,
         "--steps", str(arguments.steps), "--output-dir", str(arguments.output_dir), "--yardstick", arguments.yardstick,
     ]  # fmt: skip
-    results = (arguments.json or arguments.output_dir / "results.json").resolve()
+    results = arguments.json or arguments.output_dir / "results.json"
     code = subprocess.run([*command, "--json", str(results)], check=False).returncode
     if code:
         return code

@@ -6,6 +6,7 @@ from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field
 from pathlib import Path
 
+from compare_strategies_report import spread
 from omegaconf import MISSING
 
 from finetune.config.load import schema_fields
@@ -76,12 +77,10 @@ def measured_table() -> str:
     found = json.loads(MEASURED.read_text(encoding="utf-8"))
     where, rows = found["machine"], found["rows"]
     base = rows[0]
-    times = base["seconds_per_step_of_runs"]
-    apart = " to ".join(f"{t / base['seconds_per_step']:.2f}" for t in (times[0], times[-1]))
     lines = [
         f"Measured on {where['gpu'] or where['cpu']}, {where['threads']} threads, torch {where['torch']}, {where['date']}: "
-        f"`{found['command']}`. Memory is the account of one process's tensors in a step; {len(times)} runs of `{base['name']}` between "
-        f"the others took {apart} of their median time, so that smaller differences in time mean nothing.",
+        f"`{found['command']}`. Memory is the account of one process's tensors in a step. {spread(base)} "
+        "Smaller differences in time mean nothing.",
         "",
         "| strategy | processes | peak MiB | of that activations | bytes of state a parameter | time a step | loss | WER |",
         "|---|---|---|---|---|---|---|---|",

@@ -119,11 +119,8 @@ def test_compiled_steps_are_not_compiled_for_the_account():
     """A step of torchao's kind runs outside of the account, and is the optimizer's own again afterwards."""
 
     class CompiledAdamW(torch.optim.SGD):
-        seen = 0
-
         def step(self, closure=None):
-            temporary = torch.zeros(100_000)
-            self.seen += account.total > 300_000
+            temporary = torch.zeros(1_000_000)
             del temporary
             return super().step(closure)
 
