@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from conftest import ROOT, read_lines, write_manifest
 from hub_server import serve
+from moto.server import ThreadedMotoServer
 from stream_cases import ROWS, all_ids, ids, make_stream, read_epoch
 
 from finetune.data.tarred import expand_ranges
@@ -64,11 +66,7 @@ def test_a_hub_that_fails_now_and_then(corpus: Path, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def bucket(corpus: Path) -> Iterator[str]:
     """An S3 server with the corpus in a bucket."""
-    server_of = pytest.importorskip("moto.server").ThreadedMotoServer
-    pytest.importorskip("s3fs")
-    import fsspec
-
-    server = server_of(ip_address="127.0.0.1", port=0, verbose=False)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     names = {
@@ -94,6 +92,26 @@ def test_s3(bucket: str, path: str) -> None:
     assert [q for b in batches for q in b.quarantined] == []
     assert ids(batches) == all_ids()
     assert sorted(ids(read_epoch(make_stream(f"{bucket}/{path}", group_by_duration=True)))) == all_ids()
+
+
+@pytest.mark.parametrize("path", ["manifest.jsonl", "train-*.parquet"])
+def test_s3_in_worker_processes(bucket: str, path: str) -> None:
+    """This process has a connection already; workers must not use it."""
+    assert len(read_epoch(make_stream(f"{bucket}/{path}"))) > 1
+    assert sorted(ids(read_epoch(make_stream(f"{bucket}/{path}", workers=2)))) == all_ids()
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("gs://bucket/train.jsonl", r"pip install -c constraints.txt -e '.\[gs\]'"),
+        ("no://bucket/a.parquet", "no:// is no"),
+    ],
+)
+def test_storage_that_cannot_be_read(path: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(UserError, match=f"data.train: {path}.*{message}"):
+        make_stream(path)
 
 
 def test_s3_that_is_not_there(bucket: str) -> None:

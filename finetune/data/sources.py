@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import fsspec
 
 from finetune.data.filters import Filters, parse_filters
 from finetune.data.shards import Shard, arrow_shards, dataset_shards, expand, manifest_shards, parquet_shards
@@ -124,6 +125,9 @@ def open_source(source: Source, key: str) -> OpenSource:
         UserError: it is not there, is empty, or lacks a column of audio or text.
     """
     path = source.path
+    for url in (path, source.tarred_audio or ""):
+        if "://" in url:
+            _check_protocol(url, key)
     if path.endswith(MANIFEST_SUFFIXES):
         return _open_manifest(source, key)
     datasets.disable_progress_bars()
@@ -163,6 +167,18 @@ def open_source(source: Source, key: str) -> OpenSource:
     splits = dataset.info.splits or {}
     clips = splits[source.split].num_examples if source.split in splits else None
     return OpenSource(source, dataset_shards(dataset, names), folder, clips or None, columns, remote=remote)
+
+
+def _check_protocol(url: str, key: str) -> None:
+    protocol = url.split("://")[0]
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ImportError as error:
+        extra = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}.get(protocol)
+        install = f": pip install -c constraints.txt -e '.[{extra}]'" if extra else f" ({_first_line(error)})"
+        raise UserError(f"{key}: {url} needs a package that is not installed{install}.") from error
+    except ValueError as error:
+        raise UserError(f"{key}: {url}: {protocol}:// is no storage that fsspec knows.") from error
 
 
 def _how_to_load(source: Source, key: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
