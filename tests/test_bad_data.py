@@ -16,6 +16,7 @@ from stream_cases import RATE, all_ids, ids, make_stream, read_epoch
 
 from finetune.data import reader, retry
 from finetune.data.check import main as check
+from finetune.data.decode import as_float
 from finetune.data.reader import UnreadableShard, fetch, rows_from
 from finetune.data.shards import Shard
 from finetune.errors import UserError
@@ -75,7 +76,7 @@ def test_unusual_audio_is_used(tmp_path: Path, rate: int, channels: int, subtype
     manifest = write_manifest(tmp_path / "m.jsonl", [{"audio_filepath": "a.wav", "text": "words", "id": "a"}])
     (batch,) = (b for b in read_epoch(make_stream(str(manifest), group_by_duration=True)) if b.ids)
     assert abs(int(batch.audio_lengths_B[0]) - RATE) <= 1
-    heard_S = batch.audio_BS[0].numpy()
+    heard_S = as_float(batch.audio_BS)[0].numpy()
     assert np.argmax(np.abs(np.fft.rfft(heard_S))) * RATE / len(heard_S) == pytest.approx(300, abs=1)
     assert np.abs(heard_S[RATE // 4 : -RATE // 4]).max() == pytest.approx(0.3, abs=0.02)
 

@@ -11,6 +11,7 @@ from conftest import write_manifest
 from stream_cases import RATE, make_stream, read_epoch
 
 from finetune.data.augment import augment, parse_augmentation
+from finetune.data.decode import as_float
 from finetune.data.filters import FilteredClip, Filters, parse_filters
 from finetune.errors import UserError
 
@@ -147,14 +148,20 @@ def test_augmented_streams_resume_and_share_out_alike(corpus: Path) -> None:
     def clips(**options: Any) -> dict[str, bytes]:
         batches = read_epoch(make_stream(str(corpus / "shards"), augmentation=settings, **options))
         return {
-            i: b.audio_BS[n, : b.audio_lengths_B[n]].numpy().tobytes() for b in batches for n, i in enumerate(b.ids)
+            i: as_float(b.audio_BS)[n, : b.audio_lengths_B[n]].numpy().tobytes()
+            for b in batches
+            for n, i in enumerate(b.ids)
         }
 
     alone = clips()
     assert alone == clips(workers=2)
     assert alone == {**clips(rank=0, ranks=2), **clips(rank=1, ranks=2)}
     plain = read_epoch(make_stream(str(corpus / "shards")))
-    original = {i: b.audio_BS[n, : b.audio_lengths_B[n]].numpy().tobytes() for b in plain for n, i in enumerate(b.ids)}
+    original = {
+        i: as_float(b.audio_BS)[n, : b.audio_lengths_B[n]].numpy().tobytes()
+        for b in plain
+        for n, i in enumerate(b.ids)
+    }
     changed = sum(alone[i] != original[i] for i in alone)
     assert 0.5 * len(alone) < changed < len(alone)
 

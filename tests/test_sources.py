@@ -10,9 +10,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import soundfile
+import torch
 from conftest import write_manifest
 from stream_cases import HELD_OUT, RATE, ROWS, all_ids, encode, ids, make_stream, read_epoch, write_parquet
 
+from finetune.data.decode import as_float
 from finetune.data.shards import manifest_shards
 from finetune.data.sources import open_source, parse_sources
 from finetune.errors import UserError
@@ -44,9 +46,25 @@ def test_every_form_of_source_gives_the_same_clips(corpus: Path, monkeypatch: py
             samples_S, _ = soundfile.read(corpus / f"{clip_id}.flac", dtype="float32")
             length = int(batch.audio_lengths_B[i])
             assert length == len(samples_S)
-            assert np.array_equal(batch.audio_BS[i, :length].numpy(), samples_S)
+            assert np.array_equal(as_float(batch.audio_BS)[i, :length].numpy(), samples_S)
             assert not batch.audio_BS[i, length:].any()
             assert batch.tokens_BU[i, : batch.token_lengths_B[i]].tolist() == encode(batch.texts[i])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_of_16_bit_stay_so_where_a_whole_batch_has_them(tmp_path: Path, workers: int) -> None:
+    samples_S = np.array([-32768, -1, 0, 1, 32767] * 200, dtype=np.int16)
+    for name, subtype in (("a", "PCM_16"), ("b", "PCM_16"), ("c", "FLOAT"), ("d", "PCM_16")):
+        written_S = samples_S if subtype == "PCM_16" else samples_S.astype(np.float32) / 32768
+        soundfile.write(tmp_path / f"{name}.wav", written_S, RATE, subtype=subtype)
+    rows = [{"audio_filepath": f"{name}.wav", "text": name, "id": name} for name in "abcd"]
+    manifest = write_manifest(tmp_path / "m.jsonl", rows)
+    stream = make_stream(str(manifest), shuffle=False, batch_size=2, workers=workers)
+    first, second = (b for b in stream.batches() if b.ids)
+    assert (first.audio_BS.dtype, second.audio_BS.dtype) == (torch.int16, torch.float32)
+    assert torch.equal(as_float(first.audio_BS), as_float(second.audio_BS))
+    assert np.array_equal(first.audio_BS[1].numpy(), samples_S)
+    assert first.token_lengths_B.tolist() == [1, 1]
 
 
 def test_splits_of_a_folder(corpus: Path) -> None:
@@ -144,7 +162,7 @@ def test_manifest_rows_cut_out_of_a_recording(tmp_path: Path) -> None:
     rows = [{**row, **values, "id": name} for name, (values, _) in parts.items()]
     rows += [{**row, "offset": 3.5, "id": "behind"}, {**row, "offset": "1 s", "id": "words"}]
     batches = read_epoch(make_stream(str(write_manifest(tmp_path / "m.jsonl", rows)), batch_size=1))
-    read = {b.ids[0]: b.audio_BS[0].numpy() for b in batches if b.ids}
+    read = {b.ids[0]: as_float(b.audio_BS)[0].numpy() for b in batches if b.ids}
     assert set(read) == set(parts)
     for name, (_, part) in parts.items():
         assert np.array_equal(read[name], ramp_S[part]), name

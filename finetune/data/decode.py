@@ -61,17 +61,26 @@ def mono_at(samples_SC: np.ndarray, rate: int, sample_rate: int) -> np.ndarray:
     """Samples as they are in a file as one channel at another rate.
 
     Args:
-        samples_SC: (S,) or (S, C) float32.
+        samples_SC: (S,) or (S, C) float32, or int16 in 1/32768.
         rate: Hz that it has.
         sample_rate: Hz of the result.
+
+    Returns:
+        (S,) float32; int16 where nothing had to be computed.
 
     Raises:
         BadClip: empty, not finite, or of a rate that no speech has.
     """
     if samples_SC.shape[0] == 0:
         raise BadClip("the audio is empty")
+    if samples_SC.ndim == 2 and samples_SC.shape[1] == 1:
+        samples_SC = samples_SC[:, 0]
+    if samples_SC.dtype == np.int16:
+        if samples_SC.ndim == 1 and rate == sample_rate:
+            return np.ascontiguousarray(samples_SC)
+        samples_SC = as_float(torch.from_numpy(samples_SC)).numpy()
     if samples_SC.ndim == 2:
-        samples_SC = samples_SC.mean(axis=1) if samples_SC.shape[1] > 1 else samples_SC[:, 0]
+        samples_SC = samples_SC.mean(axis=1)
     if not np.isfinite(samples_SC).all():
         raise BadClip("the audio holds samples that are not finite")
     if not LOWEST_RATE <= rate <= HIGHEST_RATE:
@@ -79,6 +88,11 @@ def mono_at(samples_SC: np.ndarray, rate: int, sample_rate: int) -> np.ndarray:
     if rate != sample_rate:
         samples_SC = _resample(samples_SC, rate, sample_rate)
     return np.ascontiguousarray(samples_SC, dtype=np.float32)
+
+
+def as_float(audio: torch.Tensor) -> torch.Tensor:
+    """Samples of any shape as float32 in [-1, 1]; int16 ones are in 1/32768, and nothing is lost."""
+    return audio.float() / 32768 if audio.dtype == torch.int16 else audio.float()
 
 
 def audio_seconds(audio: Any, folder: str | Path | None = None, offset: float | None = None) -> float:
@@ -113,12 +127,14 @@ def read_audio(
     offset: float | None,
     duration: float | None,
     check: Callable[[float], None] | None = None,
+    compact: bool = False,
 ) -> tuple[np.ndarray, int]:
     """Samples (S,) or (S, C) as they are in a file, and their rate.
 
     Args:
         audio, folder, offset, duration: as in `decode_audio`.
         check: called with the seconds that the head of the file tells, before it is read.
+        compact: gives int16 instead of float32 for files of 16 bit: the same samples, in 1/32768.
     """
     if isinstance(audio, dict) and audio.get("array") is not None:
         if not audio.get("sampling_rate"):
@@ -127,15 +143,16 @@ def read_audio(
     with _opening(audio, folder) as sound:
         if check is not None and 0 <= sound.frames < UNKNOWN_FRAMES:
             check(sound.frames / sound.samplerate)
+        dtype = "int16" if compact and sound.subtype == "PCM_16" else "float32"
         if offset is None:
-            return sound.read(dtype="float32"), sound.samplerate
+            return sound.read(dtype=dtype), sound.samplerate
         first = round(offset * sound.samplerate)
         if first >= sound.frames > 0:
             raise BadClip(f"offset {offset} s lies behind the end of the audio ({sound.frames / sound.samplerate} s)")
         if first:
             sound.seek(first)
         frames = -1 if duration is None else round(duration * sound.samplerate)
-        return sound.read(frames, dtype="float32"), sound.samplerate
+        return sound.read(frames, dtype=dtype), sound.samplerate
 
 
 @contextlib.contextmanager

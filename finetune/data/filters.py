@@ -59,11 +59,16 @@ class Filters:
         if self.max_characters_per_second is not None and pace > self.max_characters_per_second:
             raise FilteredClip("more_than_max_characters_per_second")
 
+    @property
+    def on_samples(self) -> bool:
+        """Whether `check_samples` computes with them."""
+        return self.min_level is not None or self.max_clipped is not None
+
     def check_samples(self, samples_SC: np.ndarray, rate: int) -> None:
         """Raises FilteredClip for audio of too low a rate, too many channels, silence or clipping.
 
         Args:
-            samples_SC: (S,) or (S, C), as in the file.
+            samples_SC: (S,) or (S, C), as in the file; float32 where `on_samples`.
             rate: Hz.
         """
         if self.min_sample_rate is not None and rate < self.min_sample_rate:

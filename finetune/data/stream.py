@@ -7,8 +7,12 @@ Lane l belongs to rank l % ranks, so R ranks with W workers see what one rank wi
 B batch, S samples, U target tokens.
 """
 
+import math
+import mmap
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import reduction
 from typing import Any
 
 import numpy as np
@@ -17,7 +21,7 @@ import torch
 from finetune.data.buffer import Entry
 from finetune.data.clips import Clip, decode
 from finetune.data import decode as decode_module
-from finetune.data.decode import BadClip, Unreachable
+from finetune.data.decode import BadClip, Unreachable, as_float
 from finetune.data.filters import FilteredClip
 from finetune.data.lanes import FINISHED, Lane, Position, Report, Sources, make_readers
 from finetune.data.options import StreamOptions
@@ -38,6 +42,7 @@ class Batch:
     texts: list[str]
     languages: list[str]
     audio_BS: torch.Tensor | None
+    """float32 in [-1, 1]; int16 in 1/32768 where all files of the batch are of 16 bit and unchanged (see `as_float`)."""
     audio_lengths_B: torch.Tensor | None
     tokens_BU: torch.Tensor | None
     token_lengths_B: torch.Tensor | None
@@ -50,6 +55,18 @@ class Batch:
     feasible_B: torch.Tensor | None = None
     """Whether an alignment exists for each clip; filled in by the training loop."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a DataLoader worker sends: the audio in shared memory, the small tensors in the message itself."""
+        state = {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in self.__dict__.items()}
+        if torch.utils.data.get_worker_info() is not None and self.audio_BS is not None:
+            state["audio_BS"] = _lend(state["audio_BS"])
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if isinstance(state["audio_BS"], tuple):
+            state["audio_BS"] = _take(*state["audio_BS"])
+        self.__dict__.update({k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in state.items()})
+
     def pin_memory(self) -> "Batch":
         for name in ("audio_BS", "audio_lengths_B", "tokens_BU", "token_lengths_B"):
             tensor = getattr(self, name)
@@ -58,16 +75,40 @@ class Batch:
         return self
 
 
+def _lend(array: np.ndarray) -> tuple[Any, tuple[int, ...], str]:
+    """Copies an array into memory without a name, for the process that reads what is returned. One write: touching pages of
+    shared memory one by one, as torch's tensors in it do, costs a fault for every 4 KiB."""
+    file = os.fdopen(os.memfd_create("batch"), "wb", buffering=0)
+    with file:
+        rest = memoryview(array).cast("B")
+        while rest:
+            rest = rest[file.write(rest) :]
+        return reduction.DupFd(file.fileno()), array.shape, array.dtype.str
+
+
+def _take(handle: Any, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    descriptor = handle.detach()
+    try:
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        memory = mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)
+    return np.frombuffer(memory, dtype=dtype).reshape(shape)
+
+
 def collate(clips: list[Clip], lane: int, position: Position) -> Batch:
     """Pads clips to the longest of the batch; no clips give a batch without tensors."""
     if not clips:
         return Batch([], [], [], None, None, None, None, lane, position)
     audio_lengths_B = torch.tensor([len(c.audio_S) for c in clips], dtype=torch.int64)
     token_lengths_B = torch.tensor([len(c.tokens) for c in clips], dtype=torch.int64)
-    audio_BS = torch.zeros(len(clips), int(audio_lengths_B.max()))
+    compact = all(clip.audio_S.dtype == np.int16 for clip in clips)
+    audio_BS = torch.empty(len(clips), int(audio_lengths_B.max()), dtype=torch.int16 if compact else torch.float32)
     tokens_BU = torch.zeros(len(clips), int(token_lengths_B.max()), dtype=torch.int64)
     for i, clip in enumerate(clips):
-        audio_BS[i, : len(clip.audio_S)] = torch.from_numpy(clip.audio_S)
+        audio_S = torch.from_numpy(clip.audio_S)
+        audio_BS[i, : len(audio_S)] = audio_S if compact else as_float(audio_S)
+        audio_BS[i, len(audio_S) :] = 0
         tokens_BU[i, : len(clip.tokens)] = torch.tensor(clip.tokens, dtype=torch.int64)
     return Batch(
         [c.id for c in clips],
