@@ -8,12 +8,15 @@ draw the same part of their distributions of lengths, so that none waits long fo
 """
 
 import bisect
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-BATCHES_A_BAND = 4
+REF = struct.Struct("4q")
+BATCHES_A_BAND = 3
 BANDS = 16  # at least, before a band holds more than one batch: wider ones would pad more audio than they save tokens
 
 
@@ -40,6 +43,10 @@ class Entry:
     duration: float | None
     bytes: int
     """What it holds in memory while it waits."""
+    packed_ref: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.packed_ref = REF.pack(*self.ref)
 
 
 @dataclass(frozen=True)
@@ -86,13 +93,13 @@ class Buffer:
 
     def refs(self) -> np.ndarray:
         """(n, 4) groups, passes, shards and rows of the clips that wait, in their order."""
-        return np.array([entry.ref for entry in self.entries], dtype=np.int64).reshape(-1, 4)
+        return np.frombuffer(b"".join([entry.packed_ref for entry in self.entries]), dtype=np.int64).reshape(-1, 4)
 
     def holds_a_batch(self) -> bool:
         """Whether reading on would not change the next batch; only where nothing is drawn."""
         if self.shuffle:
             return False
-        taken = self._head(self.entries)
+        taken = self._head(range(len(self.entries)))
         return len(taken) < len(self.entries) or len(taken) == self.limits.clips
 
     def draw(self, seed: tuple[int, ...], last: bool) -> list[Entry]:
@@ -102,38 +109,38 @@ class Buffer:
             seed: of this draw.
             last: nothing comes after what is in the buffer, so that smaller batches have to be taken too.
         """
-        if not self.shuffle:
-            batch = self._head(self.entries)
-        else:
+        places: Sequence[int] = range(len(self.entries))
+        if self.shuffle:
             random = np.random.default_rng(seed)
-            batch = self._draw_alike(random, last) if self.group else self._draw_any(random)
-        taken = {entry.ref for entry in batch}
-        self.entries = [entry for entry in self.entries if entry.ref not in taken]
+            places = self._alike(random, last) if self.group else random.permutation(len(self.entries)).tolist()
+        places = places if self.group else self._head(places)
+        batch = [self.entries[place] for place in places]
+        for place in sorted(places, reverse=True):
+            del self.entries[place]
         self.bytes -= sum(entry.bytes for entry in batch)
         return batch
 
-    def _head(self, entries: list[Entry]) -> list[Entry]:
+    def _head(self, places: Sequence[int]) -> Sequence[int]:
         """As many of the first clips as make a batch."""
         longest, cells = 0.0, 0
-        for n, entry in enumerate(entries):
+        for n, place in enumerate(places):
+            entry = self.entries[place]
             longest, cells = max(longest, entry.seconds), cells + entry.cells
             if n and (n >= self.limits.clips_of_length(longest) or (self.limits.cells and cells > self.limits.cells)):
-                return entries[:n]
-        return entries[: self.limits.clips or None]
+                return places[:n]
+        return places[: self.limits.clips or None]
 
-    def _draw_any(self, random: np.random.Generator) -> list[Entry]:
-        return self._head([self.entries[i] for i in random.permutation(len(self.entries))])
-
-    def _draw_alike(self, random: np.random.Generator, last: bool) -> list[Entry]:
+    def _alike(self, random: np.random.Generator, last: bool) -> list[int]:
         bands = self._bands(last)
         start, stop = bands[int(random.random() * len(bands))]
         size = self.limits.clips_of_length(self.entries[start].seconds)
         # From either end, so that what does not fill a batch is not always of the same kind.
         sign = 1 if random.random() < 0.5 else -1
-        band = sorted(self.entries[start:stop], key=lambda entry: (sign * len(entry.tokens), entry.ref))
+        entries = self.entries
+        band = sorted(range(start, stop), key=lambda place: (sign * len(entries[place].tokens), entries[place].ref))
         batches = []
         while band:
-            cells = np.cumsum([entry.cells for entry in band[:size]])
+            cells = np.cumsum([entries[place].cells for place in band[:size]])
             count = int(np.searchsorted(cells, self.limits.cells, side="right")) if self.limits.cells else size
             batches.append(band[: max(count, 1)])
             band = band[max(count, 1) :]

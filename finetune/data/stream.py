@@ -100,24 +100,23 @@ def collate(clips: list[Clip], lane: int, position: Position) -> Batch:
     """Pads clips to the longest of the batch; no clips give a batch without tensors."""
     if not clips:
         return Batch([], [], [], None, None, None, None, lane, position)
-    audio_lengths_B = torch.tensor([len(c.audio_S) for c in clips], dtype=torch.int64)
-    token_lengths_B = torch.tensor([len(c.tokens) for c in clips], dtype=torch.int64)
+    audio_lengths_B = np.array([len(c.audio_S) for c in clips], dtype=np.int64)
+    token_lengths_B = np.array([len(c.tokens) for c in clips], dtype=np.int64)
     compact = all(clip.audio_S.dtype == np.int16 for clip in clips)
-    audio_BS = torch.empty(len(clips), int(audio_lengths_B.max()), dtype=torch.int16 if compact else torch.float32)
-    tokens_BU = torch.zeros(len(clips), int(token_lengths_B.max()), dtype=torch.int64)
+    audio_BS = np.empty((len(clips), audio_lengths_B.max()), dtype=np.int16 if compact else np.float32)
+    tokens_BU = np.zeros((len(clips), token_lengths_B.max()), dtype=np.int64)
     for i, clip in enumerate(clips):
-        audio_S = torch.from_numpy(clip.audio_S)
-        audio_BS[i, : len(audio_S)] = audio_S if compact else as_float(audio_S)
-        audio_BS[i, len(audio_S) :] = 0
-        tokens_BU[i, : len(clip.tokens)] = torch.tensor(clip.tokens, dtype=torch.int64)
+        audio_S = clip.audio_S if compact else as_float(torch.from_numpy(clip.audio_S)).numpy()
+        audio_BS[i, : len(audio_S)], audio_BS[i, len(audio_S) :] = audio_S, 0
+        tokens_BU[i, : len(clip.tokens)] = clip.tokens
     return Batch(
         [c.id for c in clips],
         [c.text for c in clips],
         [c.language for c in clips],
-        audio_BS,
-        audio_lengths_B,
-        tokens_BU,
-        token_lengths_B,
+        torch.from_numpy(audio_BS),
+        torch.from_numpy(audio_lengths_B),
+        torch.from_numpy(tokens_BU),
+        torch.from_numpy(token_lengths_B),
         lane,
         position,
     )
