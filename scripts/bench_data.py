@@ -153,12 +153,17 @@ def silence(entries: list[Any], options: Any, epoch: int, report: Any) -> list[C
     return [Clip(e.id, e.text, e.language, np.zeros(RATE // 10, dtype=np.float32), e.tokens) for e in entries]
 
 
-def write_manifest(path: Path, count: int) -> None:
-    seconds = lengths(count)
+def write_manifest(path: Path, count: int, at_once: int = 100_000) -> None:
     with path.open("w", encoding="utf-8") as file:
-        for i, (length, text) in enumerate(zip(seconds.tolist(), texts(seconds), strict=True)):
-            row = {"audio_filepath": f"clips/{i:07d}.flac", "duration": length, "text": text, "lang": "en"}
-            file.write(json.dumps(row) + "\n")
+        for first in tqdm(
+            range(0, count, at_once), desc="manifest", unit_scale=at_once, unit="line", disable=count <= at_once
+        ):
+            seconds = lengths(min(at_once, count - first), seed=first)
+            for i, (length, text) in enumerate(
+                zip(seconds.tolist(), texts(seconds, seed=first + 1), strict=True), first
+            ):
+                row = {"audio_filepath": f"clips/{i:07d}.flac", "duration": length, "text": text, "lang": "en"}
+                file.write(json.dumps(row) + "\n")
 
 
 def share_of_padding(batches: Iterator[list[tuple[float, int]]]) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """The command that reads a data set and reports on it."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,14 @@ import numpy as np
 import pytest
 import soundfile
 from conftest import read_lines, write_manifest
-from stream_cases import RATE
+from stream_cases import RATE, ids, make_stream, read_epoch
 
+from finetune.config.load import load_config
 from finetune.data.buffer import BatchLimits
 from finetune.data.check import estimate_padding, main
+from finetune.data.leave_out import LeaveOut
+from finetune.errors import UserError
+from finetune.training.data import open_sources
 
 
 @pytest.fixture
@@ -61,11 +66,50 @@ def test_the_report(spoiled: Path, tmp_path: Path, capsys: Any) -> None:
     assert found["hours"] == pytest.approx(seconds / 3600, rel=1e-6)
     assert sum(found["histograms"]["seconds"]["counts"]) == 37
     assert found["padding"]["by duration"] < found["padding"]["at random"]
-    assert {line["id"] for line in read_lines(out / "problems.jsonl")} == {"c3", "c9"}
+    assert {line["id"] for line in read_lines(out / "problems.jsonl") if "id" in line} == {"c3", "c9"}
+    problems = {line["source"]: line["reason"] for line in read_lines(out / "problems.jsonl")}
+    assert problems[f"{spoiled} line 9"] == "duplicate_id"
+    assert len(problems) == 3
     page = (out / "report.html").read_text()
     assert "data:image/png;base64," in page
     assert "there is no file" in page
     assert "40 rows, 37 clips" in capsys.readouterr().out
+
+
+def test_training_leaves_out_what_the_check_has_found(spoiled: Path, tmp_path: Path) -> None:
+    main(["--data", str(spoiled), "--output-dir", str(tmp_path / "check"), "--workers", "1"])
+    leave_out = LeaveOut(str(tmp_path / "check" / "problems.jsonl"), "data.leave_out")
+    batches = read_epoch(make_stream(str(spoiled), leave_out=leave_out, check_durations=True, workers=1))
+    assert [q for b in batches for q in b.quarantined] == []
+    filtered = sum((Counter(b.filtered) for b in batches), Counter())
+    assert filtered == {"duplicate_id": 1, "in_leave_out": 2, "empty_text": 1}
+    assert sorted(ids(batches)) == sorted({f"c{i}" for i in range(40)} - {"c3", "c5", "c7", "c9"})
+
+
+def test_parts_of_one_file_are_no_duplicates(tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "long.wav", np.random.default_rng(0).uniform(-0.1, 0.1, 4 * RATE), RATE)
+    rows = [{"audio_filepath": "long.wav", "offset": i, "duration": 1.0, "text": "a"} for i in (0, 1, 2, 1)]
+    manifest = write_manifest(tmp_path / "m.jsonl", rows)
+    main(["--data", str(manifest), "--output-dir", str(tmp_path / "check"), "--workers", "1"])
+    assert [p["source"] for p in read_lines(tmp_path / "check" / "problems.jsonl")] == [f"{manifest} line 4"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"source": "other.jsonl line 3", "reason": "x"}\n', "names rows of other.jsonl, but data.train reads"),
+        ('{"source": "a line 3"}\nwords\n', "line 2 of .* is no"),
+        ("[1]\n", "line 1 of .* is no"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_a_list_that_cannot_be_used(tiny_run: Any, tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "list.jsonl").write_text(content)
+    run_file = tiny_run(data={"leave_out": str(tmp_path / "list.jsonl")})[1]
+    config, _ = load_config(Path(run_file), [], [])
+    with pytest.raises(UserError, match=f"data.leave_out.*{message}"):
+        open_sources(config)
 
 
 def test_a_check_goes_on_where_it_was_and_begins_anew_for_other_data(spoiled: Path, tmp_path: Path) -> None:

@@ -193,6 +193,10 @@ class DataConfig:
         "`alphabet` (the characters that texts may have), `min_level` (dB of full scale), `max_clipped` (share of the samples), "
         "`min_sample_rate` (Hz), `max_channels`. A source may have `filters` of its own.",
     )
+    leave_out: str | None = option(
+        None,
+        "Training clips that a check found unfit or twice, which are left out and counted: its problems.jsonl.",
+    )
     augment: dict[str, Any] = option(
         {},
         "Changes of the waveform, by probability: `speed` (`speed_factors`, default 0.9 and 1.1), `gain` (`gain_db`, -6 to 6), `noise` "

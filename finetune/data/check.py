@@ -5,7 +5,8 @@
 
 D: a NeMo manifest, a folder or glob of parquet or tar shards, an audio folder, or a hub data set name. With a model (or a run
 file, which names one) texts are tokenised and clips judged by what its encoder's frames can carry. An interrupted check goes on
-where it was. Leaves report.html, check.json, and problems.jsonl with each clip that cannot be used.
+where it was. Leaves report.html, check.json, and problems.jsonl with each clip that cannot be used or comes twice: a file for
+`data.leave_out`.
 
 Exit codes: 0 all is usable but what filters leave out, 1 more than data.max_bad_fraction of the clips are bad, 2 bad arguments.
 """
@@ -29,6 +30,7 @@ from finetune.data.buffer import BatchLimits, Buffer, Entry
 from finetune.data.clips import examine, read_clip, row_id, text_encoder
 from finetune.data.decode import BadClip
 from finetune.data.filters import FilteredClip, Filters, level, parse_filters
+from finetune.data.leave_out import DUPLICATE, hash_of
 from finetune.data.options import StreamOptions
 from finetune.data.reader import UnreadableShard, rows_from
 from finetune.data.sources import OpenSource, open_source, parse_sources
@@ -113,7 +115,6 @@ def check_shard(index: int) -> Path:
         for row_number, row in rows_from(shard, 0, options.read_retries if source.remote else 0):
             found["rows"] += 1
             place = shard.place(row_number)
-            names.append(_hash(row_id(source, place, row)))
             try:
                 entry = examine(source, place, (0, 0, 0, row_number), row, options, encode)
                 samples_SC, rate, audio_S = read_clip(entry, options)
@@ -126,10 +127,13 @@ def check_shard(index: int) -> Path:
                 found["problems"].append({"id": row_id(source, place, row), "source": place, "reason": str(reason)})
                 continue
             _count(found, entry, len(audio_S) / options.sample_rate, samples_SC, rate, random)
+            # Parts of one file share its path.
+            part = f"{entry.id} from {entry.offset}" if entry.has_offset else entry.id
+            names.append((hash_of(part), row_number))
     except UnreadableShard as error:
         found["error"] = str(error)
     found["histograms"] = {name: counts.tolist() for name, counts in found["histograms"].items()}
-    np.save(file.with_suffix(".npy"), np.array(names, dtype=np.uint64))
+    np.save(file.with_suffix(".npy"), np.array(names, dtype=np.uint64).reshape(-1, 2))
     aside = file.with_suffix(".tmp")
     aside.write_text(json.dumps(found), encoding="utf-8")
     os.replace(aside, file)
@@ -161,10 +165,6 @@ def _count(
         found["sample"][place] = pair
 
 
-def _hash(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-
-
 # ---- all of them ---------------------------------------------------------------------------------------------------
 
 
@@ -186,19 +186,29 @@ def gather(files: list[Path]) -> dict[str, Any]:
         for name in histograms:
             histograms[name] += np.array(part["histograms"][name])
         problems.update(kind_of(problem["reason"]) for problem in part["problems"])
-    names = np.concatenate([np.load(file.with_suffix(".npy")) for file in files])
+    total["duplicates"] = find_duplicates(files)
     return {
         **total,
         **{name: dict(sorted(counter.items())) for name, counter in sums.items()},
         "hours": sum(sums["seconds_by_language"].values()) / 3600,
         "bad": sum(problems.values()),
         "problems": dict(problems.most_common()),
-        "duplicate_ids": int(len(names) - len(np.unique(names))),
+        "duplicate_ids": sum(len(rows) for rows in total["duplicates"].values()),
         "histograms": {
             name: {"from": BINS[name][0], "to": BINS[name][1], "counts": counts.tolist()}
             for name, counts in histograms.items()
         },
     }
+
+
+def find_duplicates(files: list[Path]) -> dict[int, list[int]]:
+    """Rows of each shard that are fit to train on, and whose id a fit row before them has."""
+    arrays = [np.load(file.with_suffix(".npy")) for file in files]
+    names = np.concatenate([array[:, 0] for array in arrays])
+    again = np.ones(len(names), dtype=bool)
+    again[np.unique(names, return_index=True)[1]] = False
+    parts = np.split(again, np.cumsum([len(array) for array in arrays])[:-1])
+    return {i: array[part, 1].tolist() for i, (array, part) in enumerate(zip(arrays, parts, strict=True)) if part.any()}
 
 
 def kind_of(reason: str) -> str:
@@ -239,15 +249,18 @@ def check(arguments: argparse.Namespace) -> dict[str, Any]:
     with multiprocessing.get_context("fork").Pool(arguments.workers) as pool:
         files = list(tqdm(pool.imap(check_shard, range(len(shards))), total=len(shards), desc="check", unit="shard"))
     found = gather(files)
-    sample = found.pop("sample")
+    sample, duplicates = found.pop("sample"), found.pop("duplicates")
     some = np.random.default_rng(0).permutation(len(sample))[:PADDING_SAMPLE]
     found["padding"] = estimate_padding([sample[i] for i in some], limits, options.shuffle_buffer_size)
     found["bad_fraction"] = found["bad"] / max(found["rows"], 1)
     found["max_bad_fraction"] = bad_limit
     with (arguments.output_dir / "problems.jsonl").open("w", encoding="utf-8") as out:
-        for file in files:
-            for problem in json.loads(file.read_text(encoding="utf-8"))["problems"]:
-                out.write(json.dumps(problem, ensure_ascii=False) + "\n")
+        for index, file in enumerate(files):
+            problems = json.loads(file.read_text(encoding="utf-8"))["problems"]
+            s, number = shards[index]
+            places = [sources[s].shards[number].place(row) for row in duplicates.get(index, ())]
+            problems += [{"source": place, "reason": DUPLICATE} for place in places]
+            out.writelines(json.dumps(problem, ensure_ascii=False) + "\n" for problem in problems)
     return found
 
 

@@ -37,7 +37,7 @@ def write_report(found: dict[str, Any], path: Path) -> None:
         "<h2>Hours by language</h2>" + _table(("language", "clips", "hours"), languages),
         "<h2>What would be left out</h2>" + _table(("filter", "clips"), left_out),
         "<h2>What cannot be used</h2>" + _table(("reason", "clips"), list(found["problems"].items())),
-        "<p>Each clip stands in problems.jsonl.</p>",
+        "<p>Each clip stands in problems.jsonl, which `data.leave_out` takes.</p>",
         "<h2>Files</h2>"
         + _table(("sample rate, Hz", "clips"), list(found["sample_rates"].items()))
         + _table(("channels", "clips"), list(found["channels"].items())),

@@ -51,6 +51,8 @@ def examine(
     Raises:
         BadClip: it cannot be used; FilteredClip: a filter leaves it out.
     """
+    if options.leave_out is not None and (reason := options.leave_out.reason(place)):
+        raise FilteredClip(reason)
     offset = None
     if source.is_manifest:
         if BAD_LINE in row:

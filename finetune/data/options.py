@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from finetune.data.augment import Augmentation
 from finetune.data.buffer import BatchLimits
+from finetune.data.leave_out import LeaveOut
 
 
 @dataclass
@@ -31,6 +32,7 @@ class StreamOptions:
     frame_rate: float = 12.5
     """Encoder frames a second, for the cells of the alignment lattice."""
     augmentation: Augmentation = Augmentation()
+    leave_out: LeaveOut | None = None
     fits: Callable[[list[int], list[int]], list[bool]] | None = None
     """(samples, tokens) of several clips -> whether an alignment exists of each; clips without one are left out."""
     read_retries: int = 5

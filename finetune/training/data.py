@@ -16,6 +16,7 @@ from finetune.data.buffer import BatchLimits
 from finetune.data.clips import examine, text_encoder
 from finetune.data.decode import BadClip
 from finetune.data.filters import FilteredClip, Filters, parse_filters
+from finetune.data.leave_out import LeaveOut
 from finetune.data.options import StreamOptions
 from finetune.data.reader import UnreadableShard, rows_from
 from finetune.data.sources import OpenSource, open_source, parse_sources
@@ -53,6 +54,11 @@ def open_sources(config: Any) -> dict[str, list[OpenSource]]:
             weigh_languages(train, config.data.temperature)
         except UserError as error:
             problems.append(str(error))
+    if config.data.leave_out:
+        try:
+            _check_files(LeaveOut(config.data.leave_out, "data.leave_out"), train)
+        except UserError as error:
+            problems.append(str(error))
     unknown = [s for s in train if any(shard.rows is None for shard in s.shards)]
     if config.data.skip_samples and (unknown or any(s.source.weight is not None for s in train)):
         problems.append(
@@ -61,6 +67,16 @@ def open_sources(config: Any) -> dict[str, list[OpenSource]]:
     if problems:
         raise UserError("\n".join(problems))
     return opened
+
+
+def _check_files(leave_out: LeaveOut, sources: list[OpenSource]) -> None:
+    """Raises UserError where a list is of other data: files named in another way would be left out by nobody."""
+    files = {shard.file for source in sources for shard in source.shards}
+    if leave_out.files and sources and not leave_out.files & files:
+        raise UserError(
+            f"data.leave_out names rows of {min(leave_out.files)}, but data.train reads {min(files)}; "
+            "run the check with the paths of the run file (--config)."
+        )
 
 
 def weigh_languages(sources: list[OpenSource], temperature: float) -> None:
@@ -106,7 +122,10 @@ def make_stream(accelerator: Any, model: Any, config: Any, sources: list[OpenSou
     )
     if training:
         sources = with_filters(sources, config)
-        options = replace(options, augmentation=parse_augmentation(plain(d.augment)), fits=fits_of(model))
+        leave_out = LeaveOut(d.leave_out, "data.leave_out") if d.leave_out else None
+        options = replace(
+            options, leave_out=leave_out, augmentation=parse_augmentation(plain(d.augment)), fits=fits_of(model)
+        )
     encode = text_encoder(model.tokenizer) if training else no_tokens
     return ClipStream(
         sources,
