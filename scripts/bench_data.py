@@ -1,11 +1,12 @@
 """The data stream against what it could do at best, and against others: both sides in one run.
 
-    python scripts/bench_data.py [--json FILE] [--cases decode,padding,manifest,train] [--lines 5200000]
+    python scripts/bench_data.py [--json FILE] [--cases decode,padding,manifest,train,soak] [--lines 5200000]
 
 decode    clips a second of one worker, against soundfile.read of the same bytes in a bare loop; and of two workers against one
 padding   share of padding on log-normal lengths of 0.5 to 30 s: by duration, at random, and lhotse's DynamicBucketingSampler
 manifest  5.2 M lines: time to the first batch, memory and its growth, and resume at line 4,000,000. Audio is not read here: decoding is
           replaced by 0.1 s of silence.
+soak      memory and open files of two workers over a million clips that are decoded
 train     audio seconds a second of training the sample base model, with batches by duration against random ones
 
 Timed parts alternate in rounds, and medians are reported.
@@ -317,6 +318,46 @@ def bench_manifest(folder: Path, lines: int) -> dict[str, Any]:
     return found
 
 
+# ---- memory of workers ----------------------------------------------------------------------------------------------
+
+
+def bench_soak(folder: Path, lines: int, files: int = 200) -> dict[str, Any]:
+    """Memory of two workers that decode short FLAC files, again and again, to so many clips."""
+    random = np.random.default_rng(0)
+    for i in range(files):
+        samples_S = 0.1 * random.standard_normal(int(random.uniform(0.3, 0.9) * RATE))
+        soundfile.write(folder / f"{i}.flac", samples_S, RATE)
+    manifest = folder / "soak.jsonl"
+    with manifest.open("w", encoding="utf-8") as file:
+        for i in range(lines):
+            row = {"audio_filepath": f"{i % files}.flac", "text": f"{WORDS[i % 500]} {WORDS[i % 499]}", "id": str(i)}
+            file.write(json.dumps({**row, "duration": 0.3 + 0.6 * (i % files) / files}) + "\n")
+    process = psutil.Process()
+
+    def measured() -> dict[str, list[float]]:
+        everyone = [process, *process.children()]
+        return {
+            "rss_mib": [round(p.memory_info().rss / 2**20, 1) for p in everyone],
+            "open_files": [p.num_fds() for p in everyone],
+        }
+
+    seen, at, started = 0, {}, time.perf_counter()
+    marks = [lines * share // 10 for share in range(1, 10)]
+    with tqdm(total=lines, desc="soak", unit="clip", mininterval=10) as bar:
+        for batch in make_stream(str(manifest), workers=2, limits=BatchLimits(clips=64)).batches():
+            seen += len(batch.ids)
+            bar.update(len(batch.ids))
+            while marks and seen >= marks[0]:
+                at[str(marks.pop(0))] = measured()
+    first, last = next(iter(at.values())), list(at.values())[-1]
+    return {
+        "clips": seen,
+        "clips_per_second": seen / (time.perf_counter() - started),
+        "training process and two workers at clip": at,
+        "growth_mib": [b - a for a, b in zip(first["rss_mib"], last["rss_mib"], strict=True)],
+    }
+
+
 def machine() -> dict[str, Any]:
     import torch
 
@@ -334,25 +375,28 @@ def machine() -> dict[str, Any]:
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default="decode,padding,manifest,train")
+    parser.add_argument("--cases", default="decode,padding,manifest,train,soak")
     parser.add_argument("--clips", type=int, default=1000, help="clips that are decoded in a round")
     parser.add_argument("--padding-clips", type=int, default=60_000)
     parser.add_argument("--lines", type=int, default=5_200_000)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--soak-clips", type=int, default=1_000_000)
+    parser.add_argument("--json", type=Path, help="results; those of other cases in the file are kept")
     arguments = parser.parse_args()
-    found: dict[str, Any] = {"machine": machine(), "command": "python scripts/bench_data.py " + " ".join(sys.argv[1:])}
+    about = {"machine": machine(), "command": "python scripts/bench_data.py " + " ".join(sys.argv[1:])}
+    found = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.is_file() else {}
     cases = {
         "decode": lambda folder: bench_decode(folder, arguments.clips),
         "padding": lambda folder: bench_padding(folder, arguments.padding_clips),
         "manifest": lambda folder: bench_manifest(folder, arguments.lines),
         "train": bench_train,
+        "soak": lambda folder: bench_soak(folder, arguments.soak_clips),
     }
     for name in arguments.cases.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            found[name] = cases[name](Path(folder))
+            found[name] = {**about, **cases[name](Path(folder))}
         print(json.dumps(found[name], indent=1))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        if arguments.json:
+            arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
