@@ -4,6 +4,7 @@ What is drawn for a clip follows from (seed, epoch, place of its row) and nothin
 on any number of ranks. Probabilities are of the clip; an epoch's clips are drawn anew.
 """
 
+import logging
 from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 from pathlib import Path
@@ -15,6 +16,8 @@ import torchaudio
 
 from finetune.data.decode import BadClip, audio_seconds, decode_audio
 from finetune.errors import UserError
+
+log = logging.getLogger(__name__)
 
 AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3")
 PROBABILITIES = ("speed", "gain", "noise", "room")
@@ -99,10 +102,8 @@ def augment(audio_S: np.ndarray, sample_rate: int, settings: Augmentation, seed:
         seed: of the draws.
 
     Returns:
-        (S',) float32, within full scale; S' differs from S where the speed does.
-
-    Raises:
-        BadClip: a file of noise or of a response cannot be read.
+        (S',) float32, within full scale; S' differs from S where the speed does. A file of noise or of a response that cannot be
+        read changes nothing, and the log names it.
     """
     random = np.random.default_rng(seed)
     chances = random.random(len(PROBABILITIES))  # drawn whatever is turned on, so that one kind does not change another
@@ -136,7 +137,12 @@ def _response(file: str, sample_rate: int) -> torch.Tensor:
 
 def _in_room(audio_S: np.ndarray, sample_rate: int, settings: Augmentation, random: np.random.Generator) -> np.ndarray:
     files = audio_files(str(settings.room_folder))
-    response_S = _response(files[int(random.integers(len(files)))], sample_rate)
+    file = files[int(random.integers(len(files)))]
+    try:
+        response_S = _response(file, sample_rate)
+    except BadClip as error:
+        _warn_of(file, str(error))
+        return audio_S
     wet_S = torchaudio.functional.fftconvolve(torch.from_numpy(audio_S), response_S)[: len(audio_S)].numpy()
     return _within_full_scale(wet_S)
 
@@ -146,18 +152,28 @@ def _with_noise(
 ) -> np.ndarray:
     files = audio_files(str(settings.noise_folder))
     file = files[int(random.integers(len(files)))]
-    wanted, there = len(audio_S) / sample_rate, audio_seconds(file)
-    # A stretch of the file; the whole, again and again, where it is shorter than the clip.
-    offset = float(random.uniform(0.0, max(there - wanted, 0.0)))
-    noise_S = decode_audio(file, sample_rate, None, offset, wanted)
+    wanted = len(audio_S) / sample_rate
+    try:
+        there = audio_seconds(file)
+        # A stretch of the file; the whole, again and again, where it is shorter than the clip.
+        offset = float(random.uniform(0.0, max(there - wanted, 0.0)))
+        noise_S = decode_audio(file, sample_rate, None, offset, wanted)
+    except BadClip as error:  # the clip itself is good
+        _warn_of(file, str(error))
+        return audio_S
     if not noise_S.any():
-        raise BadClip(f"the noise {file} is silent")
+        return audio_S
     if len(noise_S) < len(audio_S):
         noise_S = np.resize(np.roll(noise_S, -int(random.integers(len(noise_S)))), len(audio_S))
     noise_S = noise_S[: len(audio_S)]
     snr = torch.tensor(float(random.uniform(*settings.noise_snr_db)))
     mixed_S = torchaudio.functional.add_noise(torch.from_numpy(audio_S), torch.from_numpy(noise_S.copy()), snr).numpy()
     return _within_full_scale(mixed_S)
+
+
+@cache
+def _warn_of(file: str, reason: str) -> None:
+    log.warning("data.augment: %s adds nothing: %s", file, reason)
 
 
 def _within_full_scale(audio_S: np.ndarray) -> np.ndarray:

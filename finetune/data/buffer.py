@@ -100,7 +100,7 @@ class Buffer:
         if self.shuffle:
             return False
         taken = self._head(range(len(self.entries)))
-        return len(taken) < len(self.entries) or len(taken) == self.limits.clips
+        return len(taken) < len(self.entries) or 0 < self.limits.clips == len(taken)
 
     def draw(self, seed: tuple[int, ...], last: bool) -> list[Entry]:
         """Takes the next batch out of the buffer, which holds some clip.

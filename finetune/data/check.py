@@ -14,11 +14,14 @@ Exit codes: 0 all is usable but what filters leave out, 1 more than data.max_bad
 import argparse
 import hashlib
 import json
+import logging
 import math
 import multiprocessing
 import os
 import sys
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,14 +31,17 @@ from tqdm import tqdm
 
 from finetune.data.buffer import BatchLimits, Buffer, Entry
 from finetune.data.clips import examine, read_clip, row_id, text_encoder
-from finetune.data.decode import BadClip
+from finetune.data.decode import BadClip, Unreachable
 from finetune.data.filters import FilteredClip, Filters, level, parse_filters
 from finetune.data.leave_out import DUPLICATE, hash_of
 from finetune.data.options import StreamOptions
 from finetune.data.reader import UnreadableShard, rows_from
 from finetune.data.sources import OpenSource, open_source, parse_sources
+from finetune.data.shards import Shard
 from finetune.errors import UserError
 from finetune.logs import set_up_logging
+
+log = logging.getLogger(__name__)
 
 BINS = {
     "seconds": (0.0, 40.0, 80),
@@ -128,9 +134,9 @@ def check_shard(index: int) -> Path:
                 continue
             _count(found, entry, len(audio_S) / options.sample_rate, samples_SC, rate, random)
             # Parts of one file share its path.
-            part = f"{entry.id} from {entry.offset}" if entry.has_offset else entry.id
-            names.append((hash_of(part), row_number))
-    except UnreadableShard as error:
+            part = f" from {entry.offset}" if entry.has_offset else ""
+            names.append((hash_of(_whole_id(source, shard, row, place) + part), row_number))
+    except (UnreadableShard, Unreachable) as error:
         found["error"] = str(error)
     found["histograms"] = {name: counts.tolist() for name, counts in found["histograms"].items()}
     np.save(file.with_suffix(".npy"), np.array(names, dtype=np.uint64).reshape(-1, 2))
@@ -138,6 +144,13 @@ def check_shard(index: int) -> Path:
     aside.write_text(json.dumps(found), encoding="utf-8")
     os.replace(aside, file)
     return file
+
+
+def _whole_id(source: OpenSource, shard: Shard, row: dict[str, Any], place: str) -> str:
+    """A clip's id in all of the data: paths and the keys of tar members are those of their folder or file only."""
+    if row.get(source.columns.get("id", "")) and source.columns["id"] != "__key__":
+        return row_id(source, place, row)
+    return f"{source.folder if source.is_manifest else shard.file}\0{row_id(source, place, row)}"
 
 
 def _count(
@@ -244,17 +257,19 @@ def check(arguments: argparse.Namespace) -> dict[str, Any]:
     sources, options, encode, limits, bad_limit = prepare(arguments)
     shards = [(s, n) for s, source in enumerate(sources) for n in range(len(source.shards))]
     parts = arguments.output_dir / "parts"
-    begin(parts, sources, options, arguments.model)
+    there = begin(parts, sources, options, (arguments.model, arguments.tokenizer))
+    if there:
+        log.info("goes on: %d of %d shards have been read before", there, len(shards))
     _work[:] = [Work(sources, shards, options, encode, parts)]
-    with multiprocessing.get_context("fork").Pool(arguments.workers) as pool:
-        files = list(tqdm(pool.imap(check_shard, range(len(shards))), total=len(shards), desc="check", unit="shard"))
+    files = read_all(shards, sources, arguments.workers)
+    (parts / "of.txt").unlink()  # the next check reads everything again: audio may have changed
     found = gather(files)
     sample, duplicates = found.pop("sample"), found.pop("duplicates")
     some = np.random.default_rng(0).permutation(len(sample))[:PADDING_SAMPLE]
     found["padding"] = estimate_padding([sample[i] for i in some], limits, options.shuffle_buffer_size)
     found["bad_fraction"] = found["bad"] / max(found["rows"], 1)
     found["max_bad_fraction"] = bad_limit
-    with (arguments.output_dir / "problems.jsonl").open("w", encoding="utf-8") as out:
+    with (arguments.output_dir / "problems.jsonl").open("w", encoding="utf-8", errors="backslashreplace") as out:
         for index, file in enumerate(files):
             problems = json.loads(file.read_text(encoding="utf-8"))["problems"]
             s, number = shards[index]
@@ -262,6 +277,25 @@ def check(arguments: argparse.Namespace) -> dict[str, Any]:
             problems += [{"source": place, "reason": DUPLICATE} for place in places]
             out.writelines(json.dumps(problem, ensure_ascii=False) + "\n" for problem in problems)
     return found
+
+
+def read_all(shards: list[tuple[int, int]], sources: list[OpenSource], workers: int) -> list[Path]:
+    """The parts of all shards."""
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        waiting = {pool.submit(check_shard, index): index for index in range(len(shards))}
+        files: dict[int, Path] = {}
+        try:
+            for done in tqdm(as_completed(waiting), total=len(shards), desc="check", unit="shard"):
+                files[waiting[done]] = done.result()
+        except BrokenProcessPool as error:
+            s, number = shards[min(set(range(len(shards))) - set(files))]
+            shard = sources[s].shards[number]
+            raise UserError(
+                f"a process was killed, most likely for want of memory, at {shard.place(0)} or in one of the {workers} shards behind it. "
+                "What has been read is kept: start again, with fewer --workers.",
+                exit_code=1,
+            ) from error
+    return [files[index] for index in range(len(shards))]
 
 
 def prepare(arguments: argparse.Namespace) -> tuple[list[OpenSource], StreamOptions, Any, BatchLimits, float]:
@@ -303,20 +337,21 @@ def len_of_characters(text: str) -> list[int]:
     return [0] * math.ceil(len(text) / 4)
 
 
-def begin(parts: Path, sources: list[OpenSource], options: StreamOptions, model: str | None) -> None:
-    """Makes the folder of the parts; parts of another check are removed."""
+def begin(parts: Path, sources: list[OpenSource], options: StreamOptions, model: Any) -> int:
+    """Makes the folder of the parts, and counts those there; parts of another check, or of one that was finished, are removed."""
     shards = [[shard.file, shard.first, shard.rows] for source in sources for shard in source.shards]
     files = sorted({shard.file for source in sources for shard in source.shards})
     shards += [[file, os.stat(file).st_size, os.stat(file).st_mtime_ns] for file in files if os.path.isfile(file)]
-    filters = [asdict(source.filters) for source in sources]
+    filters = [(asdict(source.filters), asdict(source.source)) for source in sources]
     key = json.dumps([shards, filters, options.text_normalization, options.sample_rate, model], default=str)
     mark = parts / "of.txt"
     digest = hashlib.sha256(key.encode()).hexdigest()
-    if mark.is_file() and mark.read_text() != digest:
+    parts.mkdir(parents=True, exist_ok=True)
+    if not mark.is_file() or mark.read_text() != digest:
         for file in parts.iterdir():
             file.unlink()
-    parts.mkdir(parents=True, exist_ok=True)
     mark.write_text(digest)
+    return sum(1 for _ in parts.glob("*.json"))
 
 
 def main(argv: list[str] | None = None) -> int:

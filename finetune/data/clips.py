@@ -7,14 +7,14 @@ made. S samples.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import wraps
 from typing import Any
 
 import numpy as np
 
 from finetune.data.augment import augment
 from finetune.data.buffer import Entry
-from finetune.data.decode import BadClip, audio_seconds, mono_at, read_audio
+from finetune.data.decode import BadClip, Unreachable, audio_seconds, mono_at, read_audio
 from finetune.data.filters import FilteredClip
 from finetune.data.options import StreamOptions
 from finetune.data.shards import BAD_LINE, Row
@@ -38,6 +38,22 @@ class Clip:
     tokens: list[int]
 
 
+def contained(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What nobody thought of in a row's content is that row's problem, with the name of the error, and not the run's."""
+
+    @wraps(function)
+    def call(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except (BadClip, FilteredClip, Unreachable, MemoryError):
+            raise
+        except Exception as error:
+            raise BadClip(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}") from error
+
+    return call
+
+
+@contained
 def examine(
     source: OpenSource,
     place: str,
@@ -65,6 +81,8 @@ def examine(
     text = row.get(columns["text"])
     if not isinstance(text, str):
         raise BadClip(f"no text in column {columns['text']!r}")
+    if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+        raise BadClip("the text holds half of a character (a lone surrogate)")
     duration = row_duration(row)
     filters = source.filters
     if duration is not None:
@@ -95,6 +113,7 @@ def examine(
     )
 
 
+@contained
 def decode(entry: Entry, options: StreamOptions, epoch: int) -> Clip:
     """Decodes the audio of an examined row, and changes it as `options.augmentation` says.
 
@@ -124,7 +143,12 @@ def read_clip(
     """
     filters, said = entry.source.filters, entry.duration if options.check_durations else None
     # The head tells, before hours are read.
-    check = partial(check_length, said=said) if said is not None and not entry.has_offset else None
+    def check(seconds: float) -> None:
+        if said is not None and not entry.has_offset:
+            check_length(seconds, said)
+        if entry.duration is None and not entry.has_offset:
+            filters.check_duration(seconds)
+
     samples_SC, rate = read_audio(entry.audio, entry.source.folder, entry.offset, entry.duration, check, compact)
     seconds = len(samples_SC) / rate
     if said is not None:
@@ -149,7 +173,7 @@ def check_length(seconds: float, said: float) -> None:
 def row_duration(row: Row) -> float | None:
     """Seconds as the row states them, or None where it does not, or states no number that a clip could have."""
     duration = row.get("duration")
-    is_number = isinstance(duration, int | float) and not isinstance(duration, bool) and math.isfinite(duration)
+    is_number = isinstance(duration, int | float) and not isinstance(duration, bool)
     return float(duration) if is_number and 0 < duration < ABSURD_SECONDS else None
 
 

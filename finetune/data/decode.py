@@ -15,6 +15,7 @@ import soxr
 import torch
 import torchaudio
 
+from finetune.data.filters import FilteredClip
 from finetune.data.retry import wait_before
 
 LOWEST_RATE, HIGHEST_RATE = 2_000, 768_000  # Hz
@@ -139,7 +140,10 @@ def read_audio(
     if isinstance(audio, dict) and audio.get("array") is not None:
         if not audio.get("sampling_rate"):
             raise BadClip("the audio is an array without sampling_rate")
-        return np.asarray(audio["array"], dtype=np.float32), int(audio["sampling_rate"])
+        try:
+            return np.asarray(audio["array"], dtype=np.float32), int(audio["sampling_rate"])
+        except (ValueError, TypeError, OverflowError) as error:
+            raise BadClip(f"the audio is no array of samples with a rate: {error}") from error
     with _opening(audio, folder) as sound:
         if check is not None and 0 <= sound.frames < UNKNOWN_FRAMES:
             check(sound.frames / sound.samplerate)
@@ -170,7 +174,7 @@ def _opening(audio: Any, folder: Any) -> Iterator[soundfile.SoundFile]:
     try:
         with soundfile.SoundFile(io.BytesIO(data) if data is not None else _file_of(str(path), folder)) as sound:
             yield sound
-    except (BadClip, Unreachable):
+    except (BadClip, FilteredClip, Unreachable):
         raise
     except Exception as error:
         raise BadClip(f"the audio cannot be decoded: {str(error).strip() or type(error).__name__}") from error

@@ -1,6 +1,7 @@
 """Shards: parts of a source that are read from any row on, without reading what lies before them where the format allows it."""
 
 import glob
+import io
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -97,17 +98,27 @@ def line_breaks(path: str) -> tuple[np.ndarray, int, int]:
 
 def read_manifest_chunk(path: str, start: int, end: int, first: int = 0) -> NumberedRows:
     """Rows of a part of a manifest, from a line of it on. Blank lines have a number and are no rows."""
+    if "://" in path:  # in one request; a remote file's readline fetches and searches a block of megabytes
+        system, inner = fsspec.core.url_to_fs(path)
+        content = system.cat_file(inner, start=start, end=end)
+    else:
+        with open(path, "rb") as file:
+            file.seek(start)
+            content = file.read(end - start)
+    for number, line in enumerate(io.BytesIO(content)):
+        if number >= first and line.strip():
+            yield number, parse_line(line)
+
+
+def lines_of(path: str) -> Iterator[bytes]:
+    """Lines of a file here or elsewhere, with their ends."""
+    rest = b""
     with fsspec.open(path, "rb") as file:
-        file.seek(start)
-        at, number = start, 0
-        while at < end:
-            line = file.readline()
-            if not line:
-                return
-            if number >= first and line.strip():
-                yield number, parse_line(line)
-            at += len(line)
-            number += 1
+        while block := file.read(SCAN_BYTES):
+            *lines, rest = (rest + block).split(b"\n")
+            yield from (line + b"\n" for line in lines)
+    if rest:
+        yield rest
 
 
 def parse_line(line: bytes) -> Row:

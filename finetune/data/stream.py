@@ -7,6 +7,8 @@ Lane l belongs to rank l % ranks, so R ranks with W workers see what one rank wi
 B batch, S samples, U target tokens.
 """
 
+import functools
+import logging
 import math
 import mmap
 import os
@@ -28,6 +30,8 @@ from finetune.data.options import StreamOptions
 from finetune.data.order import Piece, as_pieces, deal
 from finetune.data.sources import OpenSource
 
+
+log = logging.getLogger(__name__)
 
 ORDERING = ("seed", "shuffle", "interleave")
 SUBSET = ("max_samples", "skip_samples")
@@ -59,7 +63,10 @@ class Batch:
         """What a DataLoader worker sends: the audio in shared memory, the small tensors in the message itself."""
         state = {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in self.__dict__.items()}
         if torch.utils.data.get_worker_info() is not None and self.audio_BS is not None:
-            state["audio_BS"] = _lend(state["audio_BS"])
+            try:
+                state["audio_BS"] = _lend(state["audio_BS"])
+            except OSError as error:  # too many open files, a long TMPDIR; an error here would be a batch that never comes
+                _warn_of_slow_way(str(error))
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -73,6 +80,11 @@ class Batch:
             if tensor is not None:
                 setattr(self, name, tensor.pin_memory())
         return self
+
+
+@functools.cache
+def _warn_of_slow_way(error: str) -> None:
+    log.warning("a worker sends its audio through a pipe, which is slower: memory cannot be shared (%s)", error)
 
 
 def _lend(array: np.ndarray) -> tuple[Any, tuple[int, ...], str]:
@@ -340,7 +352,7 @@ class ClipStream:
         before = first["ranks"] * max(1, first["workers"])
         options = replace(self.options, **{name: first["options"][name] for name in ORDERING})
         rest: list[list[Piece]] = [[] for _ in self.sources.groups]
-        waited: list[list[tuple[int, int]]] = [[] for _ in self.sources.groups]
+        waiting: list[list[int]] = []
         passes = [0] * len(rest)
         for lane in range(before):
             position = positions.get(lane)
@@ -355,14 +367,14 @@ class ClipStream:
                     ]
                 if position is not None:
                     reader.set_position(position["readers"][g])
-                    refs = np.asarray(position["buffer"]).reshape(-1, 4).tolist()
-                    # A source of a mixture may come to these rows again anyway; twice in one buffer they would be one.
-                    waited[g] += [(shard, row) for group, _, shard, row in refs if group == g == 0]
+                    waiting += [ref for ref in np.asarray(position["buffer"]).reshape(-1, 4).tolist() if ref[0] == g]
                 # Sources of a mixture begin again as needed: those that went furthest say which pass it is.
                 if reader.passes > passes[g]:
                     passes[g], rest[g] = reader.passes, []
                 if reader.passes == passes[g]:
                     rest[g] += reader.rest()
+        # Of a mixture's other sources the rows of the pass before come again in this one.
+        waited = [[(s, row) for group, n, s, row in waiting if (group, n) == (g, passes[g])] for g in range(len(rest))]
         lanes = self.ranks * max(1, self.workers)
         self.next_worker, self.positions, self.given = 0, {}, {}
         for worker in range(max(1, self.workers)):

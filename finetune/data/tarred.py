@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 import fsspec
 import numpy as np
 
-from finetune.data.shards import BAD_LINE, NumberedRows, Row, Shard, expand, parse_line
+from finetune.data.shards import BAD_LINE, NumberedRows, Row, Shard, expand, lines_of, parse_line
 from finetune.errors import UserError
 
 REPEATED = re.compile(r"-sub\d+(?=\.[^.]*$|$)")
@@ -65,11 +65,10 @@ def tarred_shards(manifest: str, tars: str, key: str) -> tuple[list[Shard], int]
 def manifest_lines(path: str) -> np.ndarray:
     """(n, 2) offset and length of each line that is not blank."""
     found, offset = array("q"), 0
-    with fsspec.open(path, "rb") as file:
-        for line in file:
-            if line.strip():
-                found.extend((offset, len(line)))
-            offset += len(line)
+    for line in lines_of(path):
+        if line.strip():
+            found.extend((offset, len(line)))
+        offset += len(line)
     return np.array(found).reshape(-1, 2)
 
 
@@ -77,15 +76,14 @@ def by_shard(path: str, count: int, key: str) -> list[np.ndarray]:
     """Lines of a common manifest by their `shard_id`, as `manifest_lines`; those that cannot be read go with the first shard."""
     lines = [array("q") for _ in range(count)]
     offset = 0
-    with fsspec.open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                row = parse_line(line)
-                shard = 0 if BAD_LINE in row else row.get("shard_id")
-                if not isinstance(shard, int) or not 0 <= shard < count:
-                    raise UserError(f"{key}: {path} line {number} has shard_id {shard!r}; there are tar files 0 to {count - 1}.")
-                lines[shard].extend((offset, len(line)))
-            offset += len(line)
+    for number, line in enumerate(lines_of(path), 1):
+        if line.strip():
+            row = parse_line(line)
+            shard = 0 if BAD_LINE in row else row.get("shard_id")
+            if not isinstance(shard, int) or not 0 <= shard < count:
+                raise UserError(f"{key}: {path} line {number} has shard_id {shard!r}; there are tar files 0 to {count - 1}.")
+            lines[shard].extend((offset, len(line)))
+        offset += len(line)
     return [np.array(own).reshape(-1, 2) for own in lines]
 
 

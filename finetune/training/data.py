@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from finetune.data.augment import parse_augmentation
 from finetune.data.buffer import BatchLimits
 from finetune.data.clips import examine, text_encoder
-from finetune.data.decode import BadClip
+from finetune.data.decode import BadClip, Unreachable
 from finetune.data.filters import FilteredClip, Filters, parse_filters
 from finetune.data.leave_out import LeaveOut
 from finetune.data.options import StreamOptions
@@ -180,7 +180,7 @@ def mean_seconds(sources: list[OpenSource], config: Any) -> float:
     for source in with_filters(sources, config):
         for index in np.unique(np.linspace(0, len(source.shards) - 1, SHARDS_TO_SAMPLE).astype(int)):
             rows = rows_from(source.shards[index], 0, d.read_retries if source.remote else 0)
-            with contextlib.suppress(UnreadableShard):
+            with contextlib.suppress(UnreadableShard, Unreachable):
                 for number, row in itertools.islice(rows, ROWS_TO_SAMPLE):
                     with contextlib.suppress(BadClip, FilteredClip):
                         found.append(examine(source, "", (0, 0, 0, number), row, options, no_tokens).seconds)

@@ -1,5 +1,6 @@
 """A plan of stages: the same run on more and more of the data, each stage judged before the next one begins."""
 
+import itertools
 import json
 import logging
 from collections.abc import Callable
@@ -106,7 +107,23 @@ def run_stages(
         else:
             log.info("%s of %d in %s", stage.name, len(stages), stage.folder)
             train(stage)
+            set_aside(stages[stage.number :])
         judge(stage, agreed(read_summary(stage.folder)) or {}, before, margin)
+
+
+def set_aside(stages: list[Stage]) -> None:
+    """Renames what later stages left: it came from an older model of the stage that has just been trained."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
+        return
+    for stage in stages:
+        if stage.folder.exists():
+            aside = next(
+                p
+                for n in itertools.count(1)
+                if not (p := stage.folder.with_name(f"{stage.folder.name}.old-{n}")).exists()
+            )
+            stage.folder.rename(aside)
+            log.warning("%s came from an older model of the stage before: its folder is %s now", stage.name, aside)
 
 
 def agreed(value: Any) -> Any:
@@ -120,8 +137,9 @@ def agreed(value: Any) -> Any:
 
 def judge(stage: Stage, done: dict[str, Any], before: dict[str, Any] | None, margin: float) -> None:
     """Stops the plan where a stage made the model worse by more than the margin."""
-    now = done.get("wer_after")
-    then = done.get("wer_before") if before is None else before.get("wer_after")
+    now, then = done.get("wer_after"), before.get("wer_after") if before else done.get("wer_before")
+    if before and None not in (done.get("best_validation_wer"), before.get("best_validation_wer")):
+        now, then = done["best_validation_wer"], before["best_validation_wer"]
     if now is None or then is None:
         log.warning("stage %d cannot be judged: data.validation or data.test is needed for that", stage.number)
         return
