@@ -106,7 +106,7 @@ def bench_decode(folder: Path, clips: int) -> dict[str, Any]:
     """Clips a second of a bare loop and of the stream without, with one and with two workers."""
     # Opus takes five times as long to decode.
     return {
-        kind: decode_one_format(folder / kind, kind, count) for kind, count in (("FLAC", clips), ("OPUS", clips // 2))
+        kind: decode_one_format(folder / kind, kind, count) for kind, count in (("FLAC", clips), ("OPUS", clips // 5))
     }
 
 
@@ -120,8 +120,8 @@ def decode_one_format(folder: Path, kind: str, clips: int) -> dict[str, Any]:
             soundfile.read(io.BytesIO(content), dtype="float32")
 
     def streamed(workers: int) -> float:
-        """Clips a second from the first batch to the last: workers start, buffers fill and workers end once a run."""
-        stream = make_stream(f"{folder}/train-*.parquet", workers=workers, shuffle_buffer_size=256)
+        """Clips a second from the first batch to the last: workers start, a buffer of 64 fills and workers end once a run."""
+        stream = make_stream(f"{folder}/train-*.parquet", workers=workers, shuffle_buffer_size=64)
         first, last, count = None, 0.0, 0
         for batch in stream.batches():
             last = time.perf_counter()
@@ -376,7 +376,7 @@ def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="decode,padding,manifest,train,soak")
-    parser.add_argument("--clips", type=int, default=1000, help="clips that are decoded in a round")
+    parser.add_argument("--clips", type=int, default=3000, help="clips that are decoded in a round")
     parser.add_argument("--padding-clips", type=int, default=60_000)
     parser.add_argument("--lines", type=int, default=5_200_000)
     parser.add_argument("--soak-clips", type=int, default=1_000_000)

@@ -20,6 +20,7 @@ from finetune.data.decode import as_float
 from finetune.data.reader import UnreadableShard, fetch, rows_from
 from finetune.data.shards import Shard
 from finetune.errors import UserError
+from finetune.training.outputs import LineFile
 
 
 def tone(seconds: float, rate: int = RATE) -> np.ndarray:
@@ -98,11 +99,16 @@ def test_odd_lines(corpus: Path, tmp_path: Path) -> None:
         "text": row("text", text={"a": 1}),
         "path": row("path", audio_filepath=["a"]),
         "nul": row("nul", audio_filepath="a\0b.flac"),
+        "half a character": row("half", text="cut \ud83d"),
+        "half a name": row("cut \ud83d", audio_filepath="gone \ud83d.flac"),
+        "array": row("array", audio_filepath={"array": ["x"], "sampling_rate": 16000}),
+        "rate": row("rate", audio_filepath={"array": [0.0], "sampling_rate": "x"}),
     }
     fine = {
         "long": row("long", note="x" * 2_000_000),
         "huge": row("huge", duration=1e308),
         "negative": row("negative", duration=-3),
+        "endless": row("endless", duration=0).replace(b'"duration": 0', b'"duration": 1' + b"0" * 400),
         "nan": row("nan", duration=float("nan")),
         "true": row("true", duration=True),
         "word": row("word", duration="long"),
@@ -116,6 +122,33 @@ def test_odd_lines(corpus: Path, tmp_path: Path) -> None:
     assert sum(len(b.quarantined) for b in batches) == len(bad)
     places = sorted(int(q["source"].rsplit(" line ", 1)[1]) for b in batches for q in b.quarantined)
     assert places == [1 + 2 * i for i in range(len(bad))]
+    file = LineFile(tmp_path / "quarantine.jsonl")
+    file.append(*(q for b in batches for q in b.quarantined))
+    assert len(read_lines(tmp_path / "quarantine.jsonl")) == len(bad)
+
+
+def test_hours_of_audio_are_not_read_where_no_duration_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three hours, 8 bit at 8 kHz, with and without a duration in the row."""
+    with soundfile.SoundFile(tmp_path / "long.flac", "w", 8000, 1, "PCM_S8") as file:
+        for _ in range(180):
+            file.write(np.zeros(60 * 8000, dtype=np.int16))
+    rows = [{"audio_filepath": "long.flac", "text": "a", "id": "a"}]
+    rows += [{**rows[0], "duration": 5.0, "id": "b"}, {**rows[0], "duration": 10_800.0, "id": "c"}]
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("hours are read")
+
+    monkeypatch.setattr(soundfile.SoundFile, "read", never)
+    manifest = str(write_manifest(tmp_path / "m.jsonl", rows))
+    for group in (False, True):
+        batches = read_epoch(make_stream(manifest, max_duration=40.0, check_durations=True, group_by_duration=group))
+        assert ids(batches) == []
+        assert sum((Counter(b.filtered) for b in batches), Counter()) == {"longer_than_max_duration": 2}
+        assert [q["reason"] for b in batches for q in b.quarantined] == [
+            "the row says 5.00 s, the audio has 10800.00 s"
+        ]
 
 
 # ---- shards that fail ------------------------------------------------------------------------------------------------

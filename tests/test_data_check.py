@@ -1,6 +1,9 @@
 """The command that reads a data set and reports on it."""
 
 import json
+import os
+import re
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from conftest import read_lines, write_manifest
 from stream_cases import RATE, ids, make_stream, read_epoch
 
 from finetune.config.load import load_config
+from finetune.data import check as check_module
 from finetune.data.buffer import BatchLimits
 from finetune.data.check import estimate_padding, main
 from finetune.data.leave_out import LeaveOut
@@ -86,6 +90,35 @@ def test_training_leaves_out_what_the_check_has_found(spoiled: Path, tmp_path: P
     assert sorted(ids(batches)) == sorted({f"c{i}" for i in range(40)} - {"c3", "c5", "c7", "c9"})
 
 
+def test_equal_paths_in_two_folders_are_no_duplicates(tmp_path: Path) -> None:
+    manifests = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        soundfile.write(tmp_path / folder / "0.wav", np.zeros(RATE), RATE)
+        rows = [{"audio_filepath": "0.wav", "text": "a"}]
+        manifests.append(str(write_manifest(tmp_path / folder / "m.jsonl", rows)))
+    main(["--data", *manifests, "--output-dir", str(tmp_path / "check"), "--workers", "1"])
+    assert read_lines(tmp_path / "check" / "problems.jsonl") == []
+
+
+def test_a_check_that_was_finished_reads_everything_again(spoiled: Path, tmp_path: Path) -> None:
+    arguments = ["--data", str(spoiled), "--output-dir", str(tmp_path / "check"), "--workers", "1"]
+    main(arguments)
+    soundfile.write(spoiled.parent / "gone.flac", np.zeros(RATE), RATE)
+    main(arguments)
+    assert {p.get("id") for p in read_lines(tmp_path / "check" / "problems.jsonl")} == {"c9", None}
+    assert "there is no file" not in json.loads((tmp_path / "check" / "check.json").read_text())["problems"]
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_is_killed_ends_the_check(
+    spoiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(check_module, "read_clip", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    assert main(["--data", str(spoiled), "--output-dir", str(tmp_path / "check"), "--workers", "2"]) == 1
+    assert re.search(rf"a process was killed.*at {spoiled} line \d+.*fewer --workers", capsys.readouterr().err)
+
+
 def test_parts_of_one_file_are_no_duplicates(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "long.wav", np.random.default_rng(0).uniform(-0.1, 0.1, 4 * RATE), RATE)
     rows = [{"audio_filepath": "long.wav", "offset": i, "duration": 1.0, "text": "a"} for i in (0, 1, 2, 1)]
@@ -112,11 +145,22 @@ def test_a_list_that_cannot_be_used(tiny_run: Any, tmp_path: Path, content: str 
         open_sources(config)
 
 
-def test_a_check_goes_on_where_it_was_and_begins_anew_for_other_data(spoiled: Path, tmp_path: Path) -> None:
+def test_a_check_goes_on_where_it_was_and_begins_anew_for_other_data(
+    spoiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "check"
     arguments = ["--data", str(spoiled), "--output-dir", str(out), "--workers", "1"]
+    began = []
+    read_all = check_module.read_all
+
+    def read(*given: Any) -> list[Path]:
+        began.append((out / "parts" / "of.txt").read_text())
+        return read_all(*given)
+
+    monkeypatch.setattr(check_module, "read_all", read)
     main(arguments)
     parts = sorted((out / "parts").glob("*.json"))
+    (out / "parts" / "of.txt").write_text(began[0])  # as if it had been interrupted before its end
     whole = json.loads((out / "check.json").read_text())
     times = {p: p.stat().st_mtime_ns for p in parts}
     parts[0].unlink()

@@ -108,6 +108,20 @@ def test_speed() -> None:
     assert np.argmax(np.abs(np.fft.rfft(changed_S))) * RATE / len(changed_S) == pytest.approx(550, abs=2)
 
 
+@pytest.mark.parametrize("content", [b"no audio", None], ids=["broken", "silent"])
+def test_files_that_add_nothing_leave_the_clip_as_it_is(tmp_path: Path, capfd: Any, content: bytes | None) -> None:
+    file = tmp_path / "a.wav"
+    soundfile.write(file, np.zeros(RATE), RATE)
+    if content:
+        file.write_bytes(content)
+    names = ("noise", "room") if content else ("noise",)
+    settings = parse_augmentation(
+        {n: v for name in names for n, v in ((name, 1.0), (f"{name}_folder", str(tmp_path)))}
+    )
+    assert np.array_equal(augment(tone(1.0), RATE, settings, (1,)), tone(1.0))
+    assert (str(file) in capfd.readouterr().err) == bool(content)
+
+
 def test_gain_stays_within_full_scale() -> None:
     settings = parse_augmentation({"gain": 1.0, "gain_db": [-12, 40]})
     levels = [np.abs(augment(tone(0.2), RATE, settings, (i,))).max() for i in range(60)]

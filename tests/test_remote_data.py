@@ -17,6 +17,8 @@ from hub_server import serve
 from moto.server import ThreadedMotoServer
 from stream_cases import ROWS, all_ids, ids, make_stream, read_epoch
 
+from finetune.data import sources
+from finetune.data.shards import manifest_shards
 from finetune.data.tarred import expand_ranges
 from finetune.errors import UserError
 
@@ -99,6 +101,42 @@ def test_s3_in_worker_processes(bucket: str, path: str) -> None:
     """This process has a connection already; workers must not use it."""
     assert len(read_epoch(make_stream(f"{bucket}/{path}"))) > 1
     assert sorted(ids(read_epoch(make_stream(f"{bucket}/{path}", workers=2)))) == all_ids()
+
+
+def test_opening_is_tried_again_where_the_network_fails(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tries, waits = [], []
+    read = sources.manifest_shards
+
+    def shaky(path: str) -> Any:
+        tries.append(path)
+        if len(tries) < 3:
+            raise TimeoutError("no answer")
+        return read(str(corpus / "manifest.jsonl"))
+
+    monkeypatch.setattr(sources, "manifest_shards", shaky)
+    monkeypatch.setattr(sources, "wait_before", waits.append)
+    source = sources.parse_sources("memory://bucket/m.jsonl", "data.train", "train")[0]
+    assert sources.open_source(source, "data.train").clips == ROWS
+    assert (len(tries), waits) == (3, [2, 3])
+    assert "TimeoutError: no answer; attempt 3 of 3 follows" in capfd.readouterr().err
+    monkeypatch.setattr(sources, "ATTEMPTS", 1)
+    tries.clear()
+    with pytest.raises(UserError, match="no answer"):
+        sources.open_source(source, "data.train")
+
+
+def test_a_chunk_of_a_remote_manifest_is_read_in_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    system = fsspec.filesystem("memory")
+    lines = b"".join(b'{"audio_filepath": "%d.wav", "text": "a"}\n' % i for i in range(20_000))
+    system.pipe_file("/bucket/m.jsonl", lines)
+    shards, _ = manifest_shards("memory://bucket/m.jsonl")
+    asked, cat = [], type(system).cat_file
+    monkeypatch.setattr(type(system), "cat_file", lambda self, path, **r: asked.append(r) or cat(self, path, **r))
+    assert [n for n, _ in shards[1].read(0)] == list(range(shards[1].rows))
+    assert len(asked) == 1
+    assert asked[0]["end"] - asked[0]["start"] < len(lines) / 2
 
 
 @pytest.mark.parametrize(

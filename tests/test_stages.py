@@ -95,6 +95,34 @@ def test_a_stage_that_makes_the_model_worse_ends_the_plan(tmp_path: Path) -> Non
         run_stages(stages, train, resume=False, margin=0.05, only=4)
 
 
+def test_stages_of_an_older_plan_are_not_taken_for_finished(tmp_path: Path) -> None:
+    trained = []
+
+    def train(stage: Stage) -> None:
+        trained.append(stage.name)
+        if len(trained) == 5:
+            raise KeyboardInterrupt
+        write(stage.folder, wer_before=0.5, wer_after=0.3, run=len(trained))
+
+    stages = stages_of(PLAN, tmp_path)
+    run_stages(stages, train, resume=False, margin=0.1)
+    with pytest.raises(KeyboardInterrupt):
+        run_stages(stages, train, resume=False, margin=0.1)
+    (stages[1].folder / "summary.json").unlink(missing_ok=True)
+    run_stages(stages, train, resume=True, margin=0.1)
+    assert trained == [f"stage {n}" for n in (1, 2, 3, 1, 2, 2, 3)]
+    assert summary(tmp_path / "stage-3.old-1")["run"] == 3
+    assert summary(tmp_path / "stage-3")["run"] == 7
+
+
+def test_stages_are_judged_on_the_validation_data(tmp_path: Path) -> None:
+    def train(stage: Stage) -> None:
+        write(stage.folder, wer_before=0.5, wer_after=0.4 - 0.1 * stage.number, best_validation_wer=0.1 * stage.number)
+
+    with pytest.raises(UserError, match=r"stage 2 made WER worse, 0.100 to 0.200"):
+        run_stages(stages_of(PLAN, tmp_path), train, resume=False, margin=0.05)
+
+
 @pytest.mark.parametrize(
     ("plan", "words"),
     [

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +24,9 @@ from finetune.data.stream import ClipStream
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_each_clip_once_an_epoch(corpus: Path, ranks: int, workers: int) -> None:
-    # Five shards: 1 and 5 lanes read them shard by shard, other numbers share them row by row.
+    # Five shards: some lanes read whole ones, and all share the rows of others.
     streams = [
         make_stream(str(corpus / "shards"), rank=rank, ranks=ranks, workers=workers, group_by_duration=workers == 2)
         for rank in range(ranks)
@@ -402,6 +403,58 @@ def test_resume(
         return make_stream(value, group_by_duration=group_by_duration, max_duration=40.0)
 
     check_resume(make, epoch, None if (value, epoch) == ("spoiled.jsonl", 1) else [5, -2, -1])
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("limits", [{"seconds": 3.0}, {"cells": 400}, {"seconds": 3.0, "cells": 200}])
+def test_batches_by_length_alone_hold_all_clips_and_resume(
+    corpus: Path, shuffle: bool, limits: dict[str, Any]
+) -> None:
+    def stream() -> ClipStream:
+        return make_stream(
+            str(corpus / "manifest.jsonl"), shuffle=shuffle, group_by_duration=True, batch_size=0, **limits
+        )
+
+    whole = read_epoch(stream())
+    assert sorted(ids(whole)) == all_ids()
+    assert len({len(b.ids) for b in whole}) > 1
+    first = stream()
+    for _ in zip(range(3), first.batches()):
+        pass
+    second = stream()
+    second.load_state_dict([first.state_dict()])
+    assert same_batches(list(second.batches()), whole[3:])
+
+
+def test_what_waits_of_every_source_of_a_mixture_comes_with_other_ranks(corpus: Path, long_manifest: Path) -> None:
+    value = [{"path": str(corpus / "shards"), "weight": 1.0}, {"path": str(long_manifest), "weight": 1.0}]
+    streams = [make_stream(value, rank=rank, ranks=2, shuffle_buffer_size=20) for rank in range(2)]
+    given, states = [], []
+    for stream in streams:
+        for _, batch in zip(range(2), stream.batches()):
+            given += batch.ids
+        states.append(stream.state_dict())
+    waited = sum(group == 1 for s in states for p in s["positions"].values() for group, *_ in p["buffer"])
+    assert waited > 5
+    alone = make_stream(value, shuffle_buffer_size=20)
+    alone.load_state_dict(states)
+    pieces = [piece for r in next(iter(alone.positions.values()))["readers"][1:] for piece in r["pieces"]]
+    first_rows = sum(len(range(start, stop, stride)) for _, start, stop, stride, *_ in pieces)
+    total = len(long_manifest.read_text().splitlines())
+    of_long = sum(not clip.startswith("clip") for clip in given)
+    assert first_rows == total - of_long
+
+
+def test_audio_comes_where_memory_cannot_be_shared(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error while a batch is sent would be a batch that never comes."""
+    path = str(corpus / "shards")
+    as_ever = read_epoch(make_stream(path, workers=1))
+
+    def refuse(name: str) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    assert same_batches(read_epoch(make_stream(path, workers=1)), as_ever)
 
 
 def test_resume_without_shuffling(corpus: Path) -> None:

@@ -311,7 +311,9 @@ class TrainingConfig:
         "`training`. `stages` may also stand at the top of the run file.",
     )
     stage_margin: float = option(
-        0.0, "The plan stops where a stage leaves WER worse than the one before by more than this.", "fraction"
+        0.0,
+        "The plan stops where a stage leaves the validation WER worse than the one before by more than this.",
+        "fraction",
     )
     num_threads: int = option(0, "CPU threads of the training process. 0: torch's own choice.", "threads")
 

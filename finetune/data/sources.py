@@ -1,5 +1,7 @@
 """Opening what `data.train` and its siblings name, as lists of shards."""
 
+import itertools
+import logging
 import math
 import os
 from dataclasses import dataclass, field, fields
@@ -10,11 +12,15 @@ import datasets
 import fsspec
 
 from finetune.data.filters import Filters, parse_filters
+from finetune.data.retry import wait_before
 from finetune.data.shards import Shard, arrow_shards, dataset_shards, expand, manifest_shards, parquet_shards
 from finetune.data.tarred import tarred_shards
 from finetune.data.text import NORMALIZATIONS
 from finetune.errors import UserError
 
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 3  # to open a source
 MANIFEST_SUFFIXES = (".json", ".jsonl", ".ndjson")
 TEXT_COLUMNS = ("text", "sentence", "transcription", "transcript", "normalized_text", "raw_text", "txt")
 LANGUAGE_COLUMNS = ("language", "lang", "locale")
@@ -119,11 +125,25 @@ def parse_sources(value: Any, key: str, split: str) -> list[Source]:
 
 
 def open_source(source: Source, key: str) -> OpenSource:
-    """Opens a source without reading its clips.
+    """Opens a source without reading its clips, in several attempts where a network may be at fault.
 
     Raises:
         UserError: it is not there, is empty, or lacks a column of audio or text.
     """
+    for attempt in itertools.count(2):
+        try:
+            return _open_source(source, key)
+        except UserError as error:
+            cause = error.__cause__
+            lasting = not isinstance(cause, OSError) or isinstance(cause, FileNotFoundError | PermissionError)
+            if lasting or attempt > ATTEMPTS or os.path.exists(source.path) or "Offline" in str(cause):
+                raise
+            log.warning("%s; attempt %d of %d follows", error, attempt, ATTEMPTS)
+            wait_before(attempt)
+    raise AssertionError("unreachable")
+
+
+def _open_source(source: Source, key: str) -> OpenSource:
     path = source.path
     for url in (path, source.tarred_audio or ""):
         if "://" in url:
