@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from finetune.data.lanes import StreamOptions
+from finetune.data.buffer import BatchLimits
+from finetune.data.options import StreamOptions
 from finetune.data.sources import open_source, parse_sources
 from finetune.data.stream import ClipStream
 from finetune.errors import UserError
@@ -54,7 +55,7 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
     sources = [open_source(s, "--data") for s in parse_sources(list(arguments.data), "--data", arguments.split)]
     model = move_to_device(load_model(arguments.model, arguments.tokenizer), arguments.device)
     options = StreamOptions(
-        batch_size=arguments.batch_size,
+        limits=BatchLimits(clips=arguments.batch_size),
         sample_rate=model.preprocessor._sample_rate,
         shuffle=False,
         max_samples=arguments.max_samples,

@@ -21,6 +21,8 @@ from typing import Any
 _HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(_HERE.parent)] + [p for p in sys.path if Path(p or ".").resolve() not in (_HERE, _HERE.parent)]
 
+from omegaconf import OmegaConf  # noqa: E402
+
 from finetune.config.load import load_config  # noqa: E402
 from finetune.errors import UserError  # noqa: E402
 from finetune.logs import set_up_logging  # noqa: E402
@@ -37,6 +39,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--deepspeed", metavar="FILE", help="DeepSpeed JSON file, such as ds_configs/zero2_offload.json"
     )
+    parser.add_argument("--stage", type=int, metavar="K", help="run stage K of the plan training.stages alone")
     parser.add_argument(
         "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
     )  # DeepSpeed's launcher adds it
@@ -56,6 +59,36 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
+def train(config: Any, strategy: Any, observe: Callable[[Any], None] | None = None, last: bool = True) -> None:
+    """One run, from its configuration to its summary.
+
+    Args:
+        observe: called with the Trainer before it begins.
+        last: no other run follows in this process.
+    """
+    from finetune.training import run
+
+    accelerator = run.build_accelerator(config, strategy)
+    with run.output_directory(accelerator, config):
+        sources = run.open_sources(config)
+        total_steps = run.plan_steps(accelerator, config, sources)
+        checkpoint = run.find_checkpoint(config)
+        model = run.build_model(accelerator, config, checkpoint)
+        trainer = run.build_trainer(accelerator, model, sources, config, total_steps)
+        if observe is not None:
+            observe(trainer)
+        resumed = run.begin_run(accelerator, trainer, config, checkpoint)
+        run.describe(accelerator, trainer, config, strategy)
+        if not resumed:
+            run.evaluate_base(trainer, config)
+        trainer.run()
+        run.finish(accelerator, trainer, config, strategy)
+    if last:
+        accelerator.end_training()
+    else:
+        run.end_stage(accelerator)
+
+
 def main(argv: list[str] | None = None, observe: Callable[[Any], None] | None = None) -> int:
     """Runs a training as its arguments say; returns the exit code.
 
@@ -70,24 +103,29 @@ def main(argv: list[str] | None = None, observe: Callable[[Any], None] | None = 
         strategy = resolve_strategy(arguments.strategy, arguments.deepspeed)
         config, _ = load_config(arguments.config, strategy.names, arguments.overrides)
         check_num_gpus(config.training.num_gpus)
+        if not config.training.stages:
+            if arguments.stage is not None:
+                raise UserError("--stage: the run file has no training.stages.")
+            train(config, strategy, observe)
+            return 0
 
-        from finetune.training import run
+        from finetune.training import stages
 
-        accelerator = run.build_accelerator(config, strategy)
-        with run.output_directory(accelerator, config):
-            sources = run.open_sources(config)
-            total_steps = run.plan_steps(accelerator, config, sources)
-            checkpoint = run.find_checkpoint(config)
-            model = run.build_model(accelerator, config, checkpoint)
-            trainer = run.build_trainer(accelerator, model, sources, config, total_steps)
-            if observe is not None:
-                observe(trainer)
-            resumed = run.begin_run(accelerator, trainer, config, checkpoint)
-            run.describe(accelerator, trainer, config, strategy)
-            if not resumed:
-                run.evaluate_base(trainer, config)
-            trainer.run()
-            run.finish(accelerator, trainer, config, strategy)
+        t = config.training
+        plan = stages.stages_of(list(OmegaConf.to_container(t.stages, resolve=True)), Path(t.output_dir))
+        configs = {
+            stage: load_config(arguments.config, strategy.names, arguments.overrides, (stage.settings, stage.name))[0]
+            for stage in plan
+        }
+
+        def train_stage(stage: stages.Stage) -> None:
+            nonlocal config
+            config = configs[stage]
+            train(config, strategy, observe, last=stage is plan[-1])
+
+        stages.run_stages(
+            plan, train_stage, resume=t.resume_from_checkpoint, margin=t.stage_margin, only=arguments.stage
+        )
         return 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -32,8 +32,10 @@ def main() -> int:
         for source in sources:
             column = source.columns["text"]
             for shard in source.shards:
-                for rows in shard.select_columns([column]).iter(batch_size=256):
-                    file.writelines(normalize_text(text, arguments.normalization) + "\n" for text in rows[column])
+                texts = (row.get(column) for _, row in shard.read(0))
+                file.writelines(
+                    normalize_text(text, arguments.normalization) + "\n" for text in texts if isinstance(text, str)
+                )
         file.flush()
         sentencepiece.SentencePieceTrainer.train(
             input=file.name,

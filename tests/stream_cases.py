@@ -4,6 +4,7 @@ import functools
 import io
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import pyarrow.parquet as pq
 import soundfile
 import torch
 
-from finetune.data.lanes import StreamOptions
+from finetune.data.buffer import BatchLimits
+from finetune.data.filters import Filters, parse_filters
+from finetune.data.options import StreamOptions
 from finetune.data.sources import (
     OpenSource,
     open_source,
@@ -52,8 +55,13 @@ def opened(value: str, folder: str) -> list[OpenSource]:
 
 def make_stream(value: Any, *, rank: int = 0, ranks: int = 1, workers: int = 0, **options: Any) -> ClipStream:
     """A stream over what a run file would name, in small windows so that there are several."""
-    sources = opened(json.dumps(value), os.getcwd())
-    defaults = {"batch_size": 4, "sample_rate": RATE, "seed": 1, "shuffle_buffer_size": 9}
+    bounds = Filters(options.pop("min_duration", None), options.pop("max_duration", None))
+    sources = [
+        replace(source, filters=parse_filters(source.source.filters, "filters", bounds))
+        for source in opened(json.dumps(value), os.getcwd())
+    ]
+    limits = BatchLimits(options.pop("batch_size", 4), options.pop("seconds", 0.0), options.pop("cells", 0))
+    defaults = {"limits": limits, "sample_rate": RATE, "seed": 1, "shuffle_buffer_size": 9}
     return ClipStream(
         sources, StreamOptions(**{**defaults, **options}), encode, rank=rank, ranks=ranks, workers=workers
     )
@@ -78,7 +86,7 @@ def same_batches(first: list[Batch], second: list[Batch]) -> bool:
     if len(first) != len(second):
         return False
     for a, b in zip(first, second, strict=True):
-        if (a.ids, a.texts, a.languages, a.lane, a.position) != (b.ids, b.texts, b.languages, b.lane, b.position):
+        if (a.ids, a.texts, a.languages, a.lane) != (b.ids, b.texts, b.languages, b.lane):
             return False
         if (a.rows_read, a.quarantined, a.filtered, a.error) != (b.rows_read, b.quarantined, b.filtered, b.error):
             return False

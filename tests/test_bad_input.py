@@ -131,7 +131,7 @@ def test_a_few_bad_clips_are_quarantined(
     lines = read_lines(tmp_path / "run" / "quarantine.jsonl")
     # Two epochs have met each of them twice; it is written once.
     assert len(lines) == len(bad)
-    by_row = {int(line["source"].rsplit(" row ", 1)[1]): line for line in lines}
+    by_row = {int(line["source"].rsplit(" line ", 1)[1]) - 1: line for line in lines}
     for name, (bad_row, reason) in bad.items():
         line = by_row[rows.index(bad_row)]
         assert str(manifest) in line["source"]

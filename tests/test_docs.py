@@ -150,6 +150,33 @@ def test_settings_that_the_guides_name_exist(guide):
     from finetune.config.load import schema_fields
 
     text = (ROOT / guide).read_text(encoding="utf-8")
-    named = set(re.findall(r"(?<![\w./])((?:model|data|training)\.[a-z]\w+)\b(?!\()", text)) - {"model.nemo"}
+    named = set(re.findall(r"(?<![\w./])((?:model|data|training)\.[a-z]\w+)\b(?!\()", text)) - {
+        "model.nemo",
+        "data.md",
+    }
     assert len(named) > 20
     assert not named - schema_fields().keys()
+
+
+# ---- data.md --------------------------------------------------------------------------------------------------------
+
+
+def test_settings_and_examples_of_the_data_page(tmp_path):
+    from finetune.config.load import load_config, schema_fields
+
+    text = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"(?<![\w./])((?:model|data|training)\.[a-z]\w+)\b(?!\()", text))
+    assert len(named) > 20
+    assert not named - schema_fields().keys()
+    for line in commands("docs/data.md"):
+        words = shlex.split(line)
+        assert (ROOT / (words[words.index("-m") + 1].replace(".", "/") + ".py")).is_file(), line
+    examples = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(examples) == 3
+    for number, example in enumerate(examples):
+        run_file = tmp_path / f"{number}.yaml"
+        train = "" if "train:" in example else "\n  train: my_data/train.jsonl"
+        head = "model: {name: base.nemo}\n" + ("" if "data:" in example else f"data:{train}\n")
+        run_file.write_text(head + example.replace("data:\n", f"data:{train}\n"))
+        config, _ = load_config(run_file, [], ["training.output_dir=runs/x"])
+        assert config.data.train

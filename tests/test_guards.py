@@ -141,7 +141,8 @@ def test_a_loss_on_the_guarded_domain_is_said(run_train, tiny_run, tmp_path, cli
 
 def test_evaluation_keeps_no_tensors(tiny_model, clips, tmp_path):
     """The bytes of all tensors alive do not grow with the clips that were decoded."""
-    from finetune.data.lanes import StreamOptions
+    from finetune.data.buffer import BatchLimits
+    from finetune.data.options import StreamOptions
     from finetune.data.sources import open_source, parse_sources
     from finetune.data.stream import ClipStream
     from finetune.evaluation.recognise import score_stream
@@ -151,7 +152,7 @@ def test_evaluation_keeps_no_tensors(tiny_model, clips, tmp_path):
     rows = [{**r, "audio_filepath": str(clips / r["audio_filepath"])} for r in read_lines(clips / "manifest.jsonl")]
     source = parse_sources(str(write_manifest(tmp_path / "long.jsonl", rows * 6)), "--data", "test")[0]
     model = load_model(str(tiny_model))
-    options = StreamOptions(batch_size=8, sample_rate=16_000, shuffle=False, keep_empty_text=True)
+    options = StreamOptions(BatchLimits(clips=8), sample_rate=16_000, shuffle=False, keep_empty_text=True)
     alive: list[int] = []
 
     def on_clip(*_: Any) -> None:

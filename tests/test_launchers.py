@@ -1,15 +1,20 @@
 """The same script under every launcher, in processes of their own, as users start it."""
 
+import io
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import psutil
 import pytest
+import torch
+import yaml
 from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, read_lines
 
 BIN = Path(sys.executable).parent
@@ -175,25 +180,112 @@ def test_two_ddp_processes_equal_one_with_the_same_global_batch(run_train, tiny_
 
 
 def test_uneven_ranks_do_not_hang_and_lose_nothing(tiny_run, clips, tmp_path):
-    """One rank has 19 clips, the other 2; every clip is trained on once an epoch. Started through run_training.sh."""
+    """One rank has a tar file of 1,000 clips, the other one of 37; every clip comes once an epoch, and the short rank is named.
+
+    Started through run_training.sh.
+    """
     shards = tmp_path / "shards"
     shards.mkdir()
-    rows = [json.loads(line) for line in (clips / "manifest.jsonl").read_text().splitlines()][:21]
-    for row in rows:
-        row["audio"] = {"bytes": (clips / row.pop("audio_filepath")).read_bytes(), "path": None}
-    pq.write_table(pa.Table.from_pylist(rows[:19]), shards / "train-0.parquet")
-    pq.write_table(pa.Table.from_pylist(rows[19:]), shards / "train-1.parquet")
-    data = {**ONLY_TRAIN, "train": str(shards / "*.parquet")}
-    training = {"max_steps": -1, "num_train_epochs": 2, "dataloader_num_workers": 1, "log_clips": True}
+    few = [json.loads(line) for line in (clips / "manifest.jsonl").read_text().splitlines()]
+    rows = [{**few[i % len(few)], "id": f"clip{i}"} for i in range(1037)]
+    for number, part in enumerate((rows[:1000], rows[1000:])):
+        with tarfile.open(shards / f"train-{number}.tar", "w") as tar:
+            for row in part:
+                for suffix, content in (
+                    ("flac", (clips / row["audio_filepath"]).read_bytes()),
+                    ("txt", row["text"].encode()),
+                ):
+                    member = tarfile.TarInfo(f"{row['id']}.{suffix}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    data = {**ONLY_TRAIN, "shuffle": True, "train": str(shards / "*.tar")}
+    training = {"max_steps": 11, "dataloader_num_workers": 1, "log_clips": True, "per_device_train_batch_size": 100}
     arguments = tiny_run(model=DETERMINISTIC, data=data, training=training)
-    start(["bash", str(ROOT / "scripts" / "run_training.sh"), *arguments, "--strategy", "ddp"], NUM_PROCESSES="2")
-    seen = [
-        i for row in read_lines(tmp_path / "run" / "clips.jsonl") for r in row["ids_by_rank"] for b in r for i in b
-    ]
-    assert sorted(seen) == sorted([row["id"] for row in rows] * 2)
-    told = summary(tmp_path / "run")
-    assert told["samples"] == 42
-    assert told["epochs"] == 2
+    launch = ["bash", str(ROOT / "scripts" / "run_training.sh"), *arguments, "--strategy", "ddp"]
+    done = start(launch, NUM_PROCESSES="2")
+    lines = read_lines(tmp_path / "run" / "clips.jsonl")
+    seen = [i for row in lines[:10] for r in row["ids_by_rank"] for b in r for i in b]
+    assert sorted(seen) == sorted(row["id"] for row in rows)
+    assert [len(b) for b in lines[10]["ids_by_rank"][0]] == [100]
+    assert done.stderr.count("has no more clips in this epoch and keeps step with the others") == 1
+    assert summary(tmp_path / "run")["samples"] == 1037 + 137
+
+
+def test_a_plan_of_stages_in_two_processes(tiny_run, tmp_path):
+    """One launch, two runs, of which the second goes on from the first and has another precision."""
+    stages = [{"max_samples": 8}, {"max_samples": 24, "training": {"bf16": True, "learning_rate": 1e-12}}]
+    training = {
+        "max_steps": 2,
+        "dataloader_num_workers": 0,
+        "stages": stages,
+        "stage_margin": 9.0,
+        "eval_on_start": True,
+    }
+    arguments = tiny_run(data={"test": None, "max_eval_samples": 4}, training=training)
+    start([str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", TRAIN, *arguments, "--strategy", "ddp"])
+    first, second = (summary(tmp_path / "run" / f"stage-{n}") for n in (1, 2))
+    assert (first["world_size"], second["world_size"]) == (2, 2)
+    assert (first["mixed_precision"], second["mixed_precision"]) == ("no", "bf16")
+    base = yaml.safe_load(Path(arguments[1]).read_text())["model"]["name"]
+    models = [base, *(tmp_path / "run" / f"stage-{n}" / "model.nemo" for n in (1, 2))]
+    before, between, after = (weight_of(model) for model in models)
+    assert torch.allclose(between, after, atol=1e-7)
+    assert not torch.allclose(before, between, atol=1e-5)
+
+
+def weight_of(model: Path | str) -> torch.Tensor:
+    with tarfile.open(model) as archive:
+        member = next(m for m in archive.getmembers() if m.name.endswith("model_weights.ckpt"))
+        state = torch.load(io.BytesIO(archive.extractfile(member).read()), weights_only=True)
+    return state["joint.enc.weight"]
+
+
+def test_two_ranks_with_two_workers_go_on_after_sigkill(tiny_run, tmp_path):
+    """The same clips in the same order on each rank as in an unbroken run."""
+    training = {"max_steps": 7, "save_steps": 2, "save_total_limit": 0, "log_clips": True, "logging_steps": 1}
+    training |= {"dataloader_num_workers": 2, "per_device_train_batch_size": 2, "resume_from_checkpoint": True}
+    data = {**ONLY_TRAIN, "shuffle": True, "group_by_duration": True, "shuffle_buffer_size": 4}
+    launch = [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", TRAIN]
+
+    def command(name: str) -> list[str]:
+        settings = {**training, "output_dir": str(tmp_path / name)}
+        return [*launch, *tiny_run(model=DETERMINISTIC, data=data, training=settings), "--strategy", "ddp"]
+
+    start(command("unbroken"))
+    killed = command("killed")
+    process = subprocess.Popen(killed, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/")
+    metrics, deadline = tmp_path / "killed" / "metrics.jsonl", time.monotonic() + 300
+    while process.poll() is None and time.monotonic() < deadline:
+        if metrics.is_file() and len(metrics.read_text().splitlines()) >= 4:
+            break
+        time.sleep(0.01)
+    assert process.poll() is None, "the run ended before it could be killed"
+    for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+        one.kill()
+    process.wait()
+    start(killed)
+    assert summary(tmp_path / "killed")["resumed_from"] in (2, 4, 6)
+    logs = [read_lines(tmp_path / name / "clips.jsonl") for name in ("unbroken", "killed")]
+    assert logs[0] == logs[1]
+    assert all(len(row["ids_by_rank"]) == 2 for row in logs[0])
+    for ours, theirs in zip(curve(tmp_path / "killed"), curve(tmp_path / "unbroken"), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_a_run_of_two_processes_goes_on_with_one(run_train, tiny_run, clips, tmp_path, capfd):
+    """Every clip once in the epoch that both share; the short rank is named."""
+    training = {"max_steps": -1, "num_train_epochs": 1, "save_steps": 1, "save_total_limit": 0, "log_clips": True}
+    training |= {"dataloader_num_workers": 1, "per_device_train_batch_size": 3}
+    arguments = tiny_run(model=DETERMINISTIC, data={**ONLY_TRAIN, "shuffle": True}, training=training)
+    start([str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", TRAIN, *arguments, "--strategy", "ddp"])
+    for later in sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[2:]:
+        shutil.rmtree(later)
+    assert run_train(*arguments, "training.resume_from_checkpoint=true") == 0
+    assert "2 ranks x 1 workers are 1 x 1 now" in capfd.readouterr().err
+    rows = read_lines(tmp_path / "run" / "clips.jsonl")
+    assert [len(row["ids_by_rank"]) for row in rows] == [2, 2, 1, 1, 1, 1]
+    seen = [i for row in rows for r in row["ids_by_rank"] for b in r for i in b]
+    assert sorted(seen) == sorted(line["id"] for line in read_lines(clips / "manifest.jsonl"))
 
 
 def test_ddp_judges_one_model_and_resumes(run_train, tiny_run, clips, tmp_path):
@@ -206,8 +298,6 @@ def test_ddp_judges_one_model_and_resumes(run_train, tiny_run, clips, tmp_path):
     whole, told = curve(tmp_path / "run"), summary(tmp_path / "run")
     rows = [r for r in read_lines(tmp_path / "run" / "evaluations.jsonl") if r["language"] is None]
     assert all(r["clips"] == 24 for r in rows), "each clip is judged once, by one of the ranks"
-    import shutil
-
     from finetune.evaluate import main
 
     judged = tmp_path / "judged.json"

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,8 +104,6 @@ def test_killed_anywhere(unbroken, run_train, tiny_run, tmp_path, seed):
 
 def test_every_checkpoint_of_a_run_continues_to_the_same_end(unbroken, run_train, tiny_run, tmp_path):
     """All positions, the ends of epochs among them (24 clips in batches of 4: steps 6 and 12)."""
-    import shutil
-
     for step in (2, 6, 12, 14):
         resumed = tmp_path / f"from-{step}"
         shutil.copytree(unbroken, resumed)
@@ -133,9 +132,16 @@ def test_a_half_written_checkpoint_does_not_count(run_train, tiny_run, tmp_path,
     assert "resumed from step-00000002" in capfd.readouterr().err
 
 
-def test_another_number_of_workers_is_refused_with_the_remedy(run_train, tiny_run, capfd):
-    training = {"eval_on_start": False}
-    assert run_train(*tiny_run(data={"test": None}, training=training)) == 0
-    training.update(resume_from_checkpoint=True, dataloader_num_workers=2, max_steps=4)
-    assert run_train(*tiny_run(data={"test": None}, training=training)) == 2
-    assert "dataloader_num_workers" in capfd.readouterr().err
+def test_another_number_of_workers_goes_on_with_the_clips_that_are_left(run_train, tiny_run, tmp_path, capfd):
+    training = {"max_steps": -1, "num_train_epochs": 1, "save_steps": 1, "save_total_limit": 0, "log_clips": True}
+    training |= {"eval_on_start": False, "dataloader_num_workers": 1}
+    data = {"validation": None, "test": None, **DATA}
+    assert run_train(*tiny_run(data=data, training=training)) == 0
+    for later in sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[2:]:
+        shutil.rmtree(later)
+    training |= {"resume_from_checkpoint": True, "dataloader_num_workers": 3}
+    assert run_train(*tiny_run(data=data, training=training)) == 0
+    said = capfd.readouterr().err
+    assert "1 ranks x 1 workers are 1 x 3 now" in said
+    seen = [i for row in read_lines(tmp_path / "run" / "clips.jsonl") for b in row["ids_by_rank"][0] for i in b]
+    assert len(seen) == len(set(seen)) == 24

@@ -10,16 +10,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import soundfile
+import torch
 from conftest import write_manifest
 from stream_cases import HELD_OUT, RATE, ROWS, all_ids, encode, ids, make_stream, read_epoch, write_parquet
 
-from finetune.data.sources import (
-    manifest_chunks,
-    open_source,
-    parse_sources,
-    plain_row,
-    read_manifest_chunk,
-)
+from finetune.data.decode import as_float
+from finetune.data.shards import manifest_shards
+from finetune.data.sources import open_source, parse_sources
 from finetune.errors import UserError
 
 # ---- sources -------------------------------------------------------------------------------------------------------
@@ -49,15 +46,31 @@ def test_every_form_of_source_gives_the_same_clips(corpus: Path, monkeypatch: py
             samples_S, _ = soundfile.read(corpus / f"{clip_id}.flac", dtype="float32")
             length = int(batch.audio_lengths_B[i])
             assert length == len(samples_S)
-            assert np.array_equal(batch.audio_BS[i, :length].numpy(), samples_S)
+            assert np.array_equal(as_float(batch.audio_BS)[i, :length].numpy(), samples_S)
             assert not batch.audio_BS[i, length:].any()
             assert batch.tokens_BU[i, : batch.token_lengths_B[i]].tolist() == encode(batch.texts[i])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_of_16_bit_stay_so_where_a_whole_batch_has_them(tmp_path: Path, workers: int) -> None:
+    samples_S = np.array([-32768, -1, 0, 1, 32767] * 200, dtype=np.int16)
+    for name, subtype in (("a", "PCM_16"), ("b", "PCM_16"), ("c", "FLOAT"), ("d", "PCM_16")):
+        written_S = samples_S if subtype == "PCM_16" else samples_S.astype(np.float32) / 32768
+        soundfile.write(tmp_path / f"{name}.wav", written_S, RATE, subtype=subtype)
+    rows = [{"audio_filepath": f"{name}.wav", "text": name, "id": name} for name in "abcd"]
+    manifest = write_manifest(tmp_path / "m.jsonl", rows)
+    stream = make_stream(str(manifest), shuffle=False, batch_size=2, workers=workers)
+    first, second = (b for b in stream.batches() if b.ids)
+    assert (first.audio_BS.dtype, second.audio_BS.dtype) == (torch.int16, torch.float32)
+    assert torch.equal(as_float(first.audio_BS), as_float(second.audio_BS))
+    assert np.array_equal(first.audio_BS[1].numpy(), samples_S)
+    assert first.token_lengths_B.tolist() == [1, 1]
 
 
 def test_splits_of_a_folder(corpus: Path) -> None:
     (source,) = parse_sources(str(corpus / "shards"), "data.validation", "validation")
     opened = open_source(source, "data.validation")
-    assert (opened.clips, len(opened.shards)) == (HELD_OUT, 1)
+    assert (opened.clips, len(opened.shards)) == (HELD_OUT, 2)  # row groups of five
     named = make_stream({"path": str(corpus / "shards"), "split": "validation"}, shuffle=False)
     assert ids(read_epoch(named)) == [f"clip{i}" for i in range(ROWS, ROWS + HELD_OUT)]
     with pytest.raises(UserError, match=r"data.test: .*shards \(split test\) cannot be opened.*test"):
@@ -108,7 +121,7 @@ def test_tar_shards(corpus: Path, tmp_path: Path) -> None:
                     tar.addfile(member, io.BytesIO(data))
     value = str(tmp_path / "train-*.tar")
     stream = make_stream(value, shuffle=False)
-    assert sum(len(s.shards) for s, _ in stream.groups[0][:1]) == 2
+    assert len(stream.sources.groups[0]) == 2
     batches = read_epoch(stream)
     assert [q["reason"] for b in batches for q in b.quarantined] == []
     assert ids(batches) == ["clip00", "clip01", "clip02", "clip03"]
@@ -142,14 +155,14 @@ def test_manifest_rows_cut_out_of_a_recording(tmp_path: Path) -> None:
         "middle": ({"offset": 0.5, "duration": 1.25}, slice(RATE // 2, RATE * 7 // 4)),
         "start": ({"offset": 0, "duration": 1}, slice(0, RATE)),
         "rest": ({"offset": 2.0}, slice(2 * RATE, None)),
-        "over": ({"offset": 2.5, "duration": 9.0}, slice(RATE * 5 // 2, None)),
+        "over": ({"offset": 2.5, "duration": 0.9}, slice(RATE * 5 // 2, None)),
         "no offset": ({"duration": 1.0}, slice(0, RATE)),
         "odd": ({"offset": None, "duration": float("nan")}, slice(None)),
     }
     rows = [{**row, **values, "id": name} for name, (values, _) in parts.items()]
     rows += [{**row, "offset": 3.5, "id": "behind"}, {**row, "offset": "1 s", "id": "words"}]
     batches = read_epoch(make_stream(str(write_manifest(tmp_path / "m.jsonl", rows)), batch_size=1))
-    read = {b.ids[0]: b.audio_BS[0].numpy() for b in batches if b.ids}
+    read = {b.ids[0]: as_float(b.audio_BS)[0].numpy() for b in batches if b.ids}
     assert set(read) == set(parts)
     for name, (_, part) in parts.items():
         assert np.array_equal(read[name], ramp_S[part]), name
@@ -167,9 +180,16 @@ def test_manifest_in_parts_of_any_size(tmp_path: Path, end: str, line_break: str
     path = tmp_path / "m.jsonl"
     path.write_bytes((line_break.join(json.dumps(row) for row in rows) + end).encode())
     for size in (1, 7, 20, 64, 10_000):
-        bounds = manifest_chunks(path, size)
-        assert [b for b, _ in bounds][1:] == [e for _, e in bounds][:-1]
-        read = [row for a, b in bounds for row in read_manifest_chunk(str(path), a, b)]
-        assert [plain_row(row) for row in read] == rows
-    assert len(manifest_chunks(path, 1)) >= 9
-    assert len(manifest_chunks(path, 10_000)) == 1
+        shards, clips = manifest_shards(str(path), size)
+        assert clips == len(rows)
+        read = [(shard.first + n, row) for shard in shards for n, row in shard.read(0)]
+        assert [row for _, row in read] == rows
+        assert [n for n, _ in read] == list(range(1, len(rows) + 1))
+        assert sum(shard.rows for shard in shards) == len(rows) + (end == "\n\n")
+        for shard in shards:
+            whole = list(shard.read(0))
+            assert all(
+                list(shard.read(first)) == [x for x in whole if x[0] >= first] for first in range(shard.rows + 1)
+            )
+    assert len(manifest_shards(str(path), 1)[0]) >= 9
+    assert len(manifest_shards(str(path), 10_000)[0]) == 1

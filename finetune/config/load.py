@@ -183,6 +183,21 @@ def _bounds(layers: Layers) -> list[tuple[str, str]]:
     if config.data.max_eval_samples == 0 or config.data.max_eval_samples < -1:
         value = config.data.max_eval_samples
         problems.append(("data.max_eval_samples", f"is a number of clips, or -1 for all; found {value}"))
+    if 1 <= config.data.max_samples <= config.data.skip_samples:
+        why = f"{config.data.skip_samples} leaves nothing of data.max_samples {config.data.max_samples}"
+        problems.append(("data.skip_samples", why))
+    if config.data.temperature is not None and config.data.temperature < 1:
+        problems.append(("data.temperature", f"has to be 1 or more, found {config.data.temperature}"))
+    if t.stage_margin < 0:
+        problems.append(("training.stage_margin", f"has to be 0 or more, found {t.stage_margin}"))
+    if 0 < config.data.batch_duration < config.data.max_duration:
+        why = f"{config.data.batch_duration} is below data.max_duration {config.data.max_duration}: the longest clips fit no batch"
+        problems.append(("data.batch_duration", why))
+    for name in ("batch_duration", "batch_cells", "read_retries", "skip_samples"):
+        if config.data[name] < 0:
+            problems.append((f"data.{name}", f"has to be 0 or more, found {config.data[name]}"))
+    if config.data.shuffle_buffer_mib < 1:
+        problems.append(("data.shuffle_buffer_mib", f"has to be 1 or more, found {config.data.shuffle_buffer_mib}"))
     if config.data.shuffle_buffer_size < 1:
         problems.append(("data.shuffle_buffer_size", f"has to be 1 or more, found {config.data.shuffle_buffer_size}"))
     if config.model.gradient_checkpointing_every < 1:
@@ -296,8 +311,16 @@ def overlay_path(strategy: str) -> Path:
     return OVERLAYS / f"{strategy}.yaml"
 
 
-def load_config(config_file: Path, strategies: list[str], overrides: list[str]) -> tuple[DictConfig, dict[str, str]]:
-    """Run file, strategies, `key=value`, in this order.
+def load_config(
+    config_file: Path,
+    strategies: list[str],
+    overrides: list[str],
+    stage: tuple[dict[str, Any], str] | None = None,
+) -> tuple[DictConfig, dict[str, str]]:
+    """Run file, strategies, `key=value`, a stage of a plan, in this order.
+
+    Args:
+        stage: nested settings, and their name for messages.
 
     Returns:
         The typed configuration, and for each key that was set the name of the layer that set it.
@@ -306,12 +329,17 @@ def load_config(config_file: Path, strategies: list[str], overrides: list[str]) 
         UserError: lists every problem of every layer.
     """
     layers = Layers()
-    layers.apply(read_yaml(config_file, "--config"), str(config_file))
+    values = read_yaml(config_file, "--config")
+    if "stages" in values and isinstance(values.get("training"), dict):
+        values["training"]["stages"] = values.pop("stages")
+    layers.apply(values, str(config_file))
     for strategy in strategies:
         path = overlay_path(strategy)
         if path.is_file():
             layers.apply(read_yaml(path, f"--strategy {strategy}"), f"strategy {strategy}")
     layers.apply(parse_overrides(overrides), "command line")
+    if stage is not None:
+        layers.apply(*stage)
     layers.check_values()
     problems = layers.problems + find_conflicts(layers.config)
     if problems:

@@ -159,7 +159,22 @@ class DataConfig:
     validation: Any = option(None, "Source for the evaluations during the run; the best model is chosen on it.")
     test: Any = option(None, "Source for the WER before and after the run. Never used to choose a model.")
     guard: Any = option(None, "Source of the original domain, evaluated before and after; a loss on it is said.")
-    max_samples: int = option(-1, "Use only the first N training clips. -1 means all.", "clips")
+    temperature: float | None = option(
+        None,
+        "Draw languages in proportion to their clips to the power of 1 / temperature: 1 as they are, larger evens them out. Takes the "
+        "place of weights; each source of `train` names its `language`. An epoch is one pass over the first source.",
+    )
+    max_samples: int = option(
+        -1,
+        "Train on a fixed random subset of N clips, which lies within every larger subset; of a mixture each source has its share. "
+        "Without `shuffle` the first N. -1 means all.",
+        "clips",
+    )
+    skip_samples: int = option(
+        0,
+        "Leave out the first N clips of the subset that `max_samples` takes: those of a subset of N. Not for a mixture.",
+        "clips",
+    )
     max_eval_samples: int = option(-1, "Use only the first N clips of each evaluation set. -1 means all.", "clips")
     min_duration: float = option(0.1, "Shorter training clips are left out and counted.", "seconds")
     max_duration: float = option(40.0, "Longer training clips are left out and counted.", "seconds")
@@ -172,12 +187,48 @@ class DataConfig:
     wer_normalization: str = option(
         "basic", "What is done to references and hypotheses before WER and CER.", choices=("none", "lower", "basic")
     )
+    filters: dict[str, Any] = option(
+        {},
+        "Further filters, each counted in summary.json: `min_characters_per_second`, `max_characters_per_second`, `max_tokens`, "
+        "`alphabet` (the characters that texts may have), `min_level` (dB of full scale), `max_clipped` (share of the samples), "
+        "`min_sample_rate` (Hz), `max_channels`. A source may have `filters` of its own.",
+    )
+    leave_out: str | None = option(
+        None,
+        "Training clips that a check found unfit or twice, which are left out and counted: its problems.jsonl.",
+    )
+    augment: dict[str, Any] = option(
+        {},
+        "Changes of the waveform, by probability: `speed` (`speed_factors`, default 0.9 and 1.1), `gain` (`gain_db`, -6 to 6), `noise` "
+        "(`noise_folder`, `noise_snr_db`, 5 to 25), `room` (`room_folder` of impulse responses).",
+    )
     shuffle: bool = option(True, "Shuffle shards and clips, anew each epoch.")
-    shuffle_buffer_size: int = option(512, "Clips that are shuffled together in one window, in each worker.", "clips")
+    shuffle_buffer_size: int = option(
+        2048, "Clips that wait in each worker, from which batches are drawn. No effect without `shuffle`.", "clips"
+    )
+    shuffle_buffer_mib: int = option(
+        256,
+        "Audio files that wait in each worker at most, where the sources hold audio and not its paths. No effect without `shuffle`.",
+        "MiB",
+    )
     group_by_duration: bool = option(
         True,
-        "Put clips of like length into a batch, among those of one shuffle window, which saves padding. Needs a column "
-        "`duration`; no effect without one.",
+        "Put clips of like length, and of like number of tokens, into a batch, which saves padding. No effect without `shuffle`.",
+    )
+    batch_duration: float = option(
+        0.0,
+        "Audio of a batch with its padding (clips x the longest). Short clips then come in large batches. Takes the place of "
+        "`training.per_device_train_batch_size`; at least `max_duration`. 0: that many clips, whatever their length.",
+        "seconds",
+    )
+    batch_cells: int = option(
+        0,
+        "Cells of the alignment lattices of a batch, encoder frames x (tokens + 1) summed over its clips: what the loss computes "
+        "with. 0: no limit.",
+        "cells",
+    )
+    read_retries: int = option(
+        5, "Attempts after a failed read over the network, with growing delays. Local files are read once.", "attempts"
     )
     max_bad_fraction: float = option(
         0.05,
@@ -253,6 +304,17 @@ class TrainingConfig:
         "tensorboard", "Tracker of Accelerate, or a list: `tensorboard`, `wandb`, `trackio`, `none`."
     )
     sample_predictions: int = option(5, "Reference/hypothesis pairs shown by an evaluation.", "clips")
+    stages: list[Any] = option(
+        [],
+        "A plan: stages that train one after the other, each from the model of the one before, in `output_dir`/stage-N. Each is a mapping "
+        "of `max_samples`, `seen` (`repeat`, or `skip` for clips of the stage before), and settings under `model`, `data` and "
+        "`training`. `stages` may also stand at the top of the run file.",
+    )
+    stage_margin: float = option(
+        0.0,
+        "The plan stops where a stage leaves the validation WER worse than the one before by more than this.",
+        "fraction",
+    )
     num_threads: int = option(0, "CPU threads of the training process. 0: torch's own choice.", "threads")
 
 

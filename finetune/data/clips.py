@@ -1,15 +1,29 @@
-"""From a row of a source to a decoded, tokenised clip, or the reason why it is none."""
+"""From a row of a source to a decoded, tokenised clip, or the reason why it is none.
 
+A row is examined first, which reads no more than the head of its audio, waits in the buffer, and is decoded when its batch is
+made. S samples.
+"""
+
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import numpy as np
 
-from finetune.data.decode import BadClip, decode_audio
-from finetune.data.lanes import StreamOptions, row_duration
-from finetune.data.sources import BAD_LINE, OpenSource
+from finetune.data.augment import augment
+from finetune.data.buffer import Entry
+from finetune.data.decode import BadClip, Unreachable, audio_seconds, mono_at, read_audio
+from finetune.data.filters import FilteredClip
+from finetune.data.options import StreamOptions
+from finetune.data.shards import BAD_LINE, Row
+from finetune.data.sources import OpenSource
 from finetune.data.text import normalize_text
+
+# A row's duration may be rounded; beyond both of these the text belongs to other audio.
+SECONDS_OFF, SHARE_OFF = 1.0, 0.2
+ABSURD_SECONDS = 1e6
 
 
 @dataclass
@@ -20,21 +34,41 @@ class Clip:
     text: str
     language: str
     audio_S: np.ndarray
+    """(S,) float32 in [-1, 1], or int16 in 1/32768."""
     tokens: list[int]
 
 
-class FilteredClip(Exception):
-    """A clip left out by a filter: counted, not an error. The text is the filter's name."""
+def contained(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What nobody thought of in a row's content is that row's problem, with the name of the error, and not the run's."""
+
+    @wraps(function)
+    def call(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except (BadClip, FilteredClip, Unreachable, MemoryError):
+            raise
+        except Exception as error:
+            raise BadClip(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}") from error
+
+    return call
 
 
-def make_clip(
-    source: OpenSource, place: str, row: dict[str, Any], options: StreamOptions, encode: Callable[[str], list[int]]
-) -> Clip:
-    """Checks, decodes and tokenises one row.
+@contained
+def examine(
+    source: OpenSource,
+    place: str,
+    ref: tuple[int, int, int, int],
+    row: Row,
+    options: StreamOptions,
+    encode: Callable[[str], list[int]],
+) -> Entry:
+    """Checks and tokenises one row, and finds the length of its clip.
 
     Raises:
         BadClip: it cannot be used; FilteredClip: a filter leaves it out.
     """
+    if options.leave_out is not None and (reason := options.leave_out.reason(place)):
+        raise FilteredClip(reason)
     offset = None
     if source.is_manifest:
         if BAD_LINE in row:
@@ -47,24 +81,103 @@ def make_clip(
     text = row.get(columns["text"])
     if not isinstance(text, str):
         raise BadClip(f"no text in column {columns['text']!r}")
+    if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+        raise BadClip("the text holds half of a character (a lone surrogate)")
     duration = row_duration(row)
+    filters = source.filters
     if duration is not None:
-        _filter_duration(duration, options)
-    text = normalize_text(text, options.text_normalization)
+        filters.check_duration(duration)
+    text = normalize_text(text, source.source.text_normalization or options.text_normalization)
     if not text and not options.keep_empty_text:
         raise FilteredClip("empty_text")
     tokens = encode(text)
+    filters.check_text(text, len(tokens))
     if columns["audio"] not in row:
         raise BadClip(f"no audio in column {columns['audio']!r}")
-    audio_S = decode_audio(row[columns["audio"]], options.sample_rate, source.folder, offset, duration or None)
-    _filter_duration(len(audio_S) / options.sample_rate, options)
+    audio = row[columns["audio"]]
+    if duration is None and (options.group_by_duration or options.limits.seconds or options.limits.cells):
+        seconds = audio_seconds(audio, source.folder, offset)
+        filters.check_duration(seconds)
+    else:
+        seconds = duration or 0.0
+    if seconds:
+        filters.check_pace(len(text), seconds)
+    held = audio.get("bytes") if isinstance(audio, dict) else None
+    language = str(row.get(columns.get("language", "")) or source.source.language or "")
+    cells = math.ceil(seconds * options.frame_rate) * (len(tokens) + 1)
+    name = row_id(source, place, row)
+    size = len(held) if isinstance(held, bytes) else 0
+    has_offset = row.get("offset") is not None
+    return Entry(
+        ref, seconds, tokens, cells, name, place, text, language, audio, source, offset, has_offset, duration, size
+    )
+
+
+@contained
+def decode(entry: Entry, options: StreamOptions, epoch: int) -> Clip:
+    """Decodes the audio of an examined row, and changes it as `options.augmentation` says.
+
+    Raises:
+        BadClip: it cannot be used; FilteredClip: a filter leaves it out.
+    """
+    # Samples of 16 bit stay so, where nobody computes with them: half the bytes to copy between processes and to the device.
+    compact = not options.augmentation.active and not entry.source.filters.on_samples
+    _, _, audio_S = read_clip(entry, options, compact)
+    if options.augmentation.active:
+        place = (entry.ref[0], *entry.ref[2:])
+        audio_S = augment(audio_S, options.sample_rate, options.augmentation, (options.seed, epoch, *place, 13))
+    return Clip(entry.id, entry.text, entry.language, audio_S, entry.tokens)
+
+
+def read_clip(
+    entry: Entry, options: StreamOptions, compact: bool = False
+) -> tuple[np.ndarray, int, np.ndarray]:
+    """The samples as they are in the file, their rate, and the clip's one channel at the stream's rate.
+
+    Args:
+        entry, options: what is read, and how.
+        compact: as in `read_audio`.
+
+    Raises:
+        BadClip: it cannot be used; FilteredClip: a filter leaves it out.
+    """
+    filters, said = entry.source.filters, entry.duration if options.check_durations else None
+    # The head tells, before hours are read.
+    def check(seconds: float) -> None:
+        if said is not None and not entry.has_offset:
+            check_length(seconds, said)
+        if entry.duration is None and not entry.has_offset:
+            filters.check_duration(seconds)
+
+    samples_SC, rate = read_audio(entry.audio, entry.source.folder, entry.offset, entry.duration, check, compact)
+    seconds = len(samples_SC) / rate
+    if said is not None:
+        check_length(seconds, said)
+    audio_S = mono_at(samples_SC, rate, options.sample_rate)
+    filters.check_duration(len(audio_S) / options.sample_rate)
+    filters.check_samples(samples_SC, rate)
+    if not entry.seconds:
+        filters.check_pace(len(entry.text), seconds)
     if len(audio_S) < options.sample_rate // 50:
         raise BadClip(f"the audio is too short for one frame of features ({len(audio_S)} samples)")
-    language = str(row.get(columns.get("language", "")) or source.source.language or "")
-    return Clip(row_id(source, place, row), text, language, audio_S, tokens)
+    return samples_SC, rate, audio_S
 
 
-def row_id(source: OpenSource, place: str, row: dict[str, Any]) -> str:
+def check_length(seconds: float, said: float) -> None:
+    """Raises BadClip where audio is not as long as its row says: its text belongs to other audio."""
+    off = abs(seconds - said)
+    if off > SECONDS_OFF and off > SHARE_OFF * said:
+        raise BadClip(f"the row says {said:.2f} s, the audio has {seconds:.2f} s")
+
+
+def row_duration(row: Row) -> float | None:
+    """Seconds as the row states them, or None where it does not, or states no number that a clip could have."""
+    duration = row.get("duration")
+    is_number = isinstance(duration, int | float) and not isinstance(duration, bool)
+    return float(duration) if is_number and 0 < duration < ABSURD_SECONDS else None
+
+
+def row_id(source: OpenSource, place: str, row: Row) -> str:
     """The clip's id: its id column, the path of its audio, or its place in the source."""
     named = row.get(source.columns.get("id", ""))
     if named:
@@ -72,13 +185,6 @@ def row_id(source: OpenSource, place: str, row: dict[str, Any]) -> str:
     audio = row.get(source.columns["audio"])
     path = audio.get("path") if isinstance(audio, dict) else audio
     return str(path) if isinstance(path, str) and path else place
-
-
-def _filter_duration(seconds: float, options: StreamOptions) -> None:
-    if seconds < options.min_duration:
-        raise FilteredClip("shorter_than_min_duration")
-    if seconds > options.max_duration:
-        raise FilteredClip("longer_than_max_duration")
 
 
 def text_encoder(tokenizer: Any) -> Callable[[str], list[int]]:

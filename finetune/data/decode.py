@@ -1,18 +1,31 @@
 """Audio bytes or files to 16 kHz mono waveforms, with a reason for everything that cannot be used."""
 
+import contextlib
 import io
+import itertools
 import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import soundfile
 import soxr
 import torch
 import torchaudio
 
+from finetune.data.filters import FilteredClip
+from finetune.data.retry import wait_before
+
 LOWEST_RATE, HIGHEST_RATE = 2_000, 768_000  # Hz
 LONGEST_RATIO = 1_000
+download_retries = 5  # `data.read_retries` of the process that reads
+UNKNOWN_FRAMES = 2**53  # libsndfile says more where a stream does not tell its length
+
+
+class Unreachable(Exception):
+    """Storage that does not answer; the text says where."""
 
 
 class BadClip(Exception):
@@ -22,7 +35,7 @@ class BadClip(Exception):
 def decode_audio(
     audio: Any,
     sample_rate: int,
-    folder: Path | None = None,
+    folder: str | Path | None = None,
     offset: float | None = None,
     duration: float | None = None,
 ) -> np.ndarray:
@@ -42,11 +55,33 @@ def decode_audio(
     Raises:
         BadClip: missing, unreadable, empty, or not finite.
     """
-    samples_SC, rate = _read(audio, folder, offset, duration)
+    return mono_at(*read_audio(audio, folder, offset, duration), sample_rate)
+
+
+def mono_at(samples_SC: np.ndarray, rate: int, sample_rate: int) -> np.ndarray:
+    """Samples as they are in a file as one channel at another rate.
+
+    Args:
+        samples_SC: (S,) or (S, C) float32, or int16 in 1/32768.
+        rate: Hz that it has.
+        sample_rate: Hz of the result.
+
+    Returns:
+        (S,) float32; int16 where nothing had to be computed.
+
+    Raises:
+        BadClip: empty, not finite, or of a rate that no speech has.
+    """
     if samples_SC.shape[0] == 0:
         raise BadClip("the audio is empty")
+    if samples_SC.ndim == 2 and samples_SC.shape[1] == 1:
+        samples_SC = samples_SC[:, 0]
+    if samples_SC.dtype == np.int16:
+        if samples_SC.ndim == 1 and rate == sample_rate:
+            return np.ascontiguousarray(samples_SC)
+        samples_SC = as_float(torch.from_numpy(samples_SC)).numpy()
     if samples_SC.ndim == 2:
-        samples_SC = samples_SC.mean(axis=1) if samples_SC.shape[1] > 1 else samples_SC[:, 0]
+        samples_SC = samples_SC.mean(axis=1)
     if not np.isfinite(samples_SC).all():
         raise BadClip("the audio holds samples that are not finite")
     if not LOWEST_RATE <= rate <= HIGHEST_RATE:
@@ -56,6 +91,30 @@ def decode_audio(
     return np.ascontiguousarray(samples_SC, dtype=np.float32)
 
 
+def as_float(audio: torch.Tensor) -> torch.Tensor:
+    """Samples of any shape as float32 in [-1, 1]; int16 ones are in 1/32768, and nothing is lost."""
+    return audio.float() / 32768 if audio.dtype == torch.int16 else audio.float()
+
+
+def audio_seconds(audio: Any, folder: str | Path | None = None, offset: float | None = None) -> float:
+    """Length of a clip from the head of its audio; where that does not tell, from all of it.
+
+    Args:
+        audio, folder, offset: as in `decode_audio`.
+
+    Raises:
+        BadClip: missing, unreadable or empty.
+    """
+    if isinstance(audio, dict) and audio.get("array") is not None:
+        samples, rate = read_audio(audio, folder, offset, None)
+        return len(samples) / rate
+    with _opening(audio, folder) as sound:
+        if 0 <= sound.frames < UNKNOWN_FRAMES:
+            return max(sound.frames / sound.samplerate - (offset or 0.0), 0.0)
+    samples, rate = read_audio(audio, folder, offset, None)
+    return len(samples) / rate
+
+
 def _resample(samples_S: np.ndarray, rate: int, sample_rate: int) -> np.ndarray:
     """torchaudio's resampler, but for ratios such as 22254 : 16000, whose polyphase filter would take gigabytes: soxr's."""
     if max(rate, sample_rate) // math.gcd(rate, sample_rate) > LONGEST_RATIO:
@@ -63,42 +122,94 @@ def _resample(samples_S: np.ndarray, rate: int, sample_rate: int) -> np.ndarray:
     return torchaudio.functional.resample(torch.from_numpy(samples_S), rate, sample_rate).numpy()
 
 
-def _read(audio: Any, folder: Path | None, offset: float | None, duration: float | None) -> tuple[np.ndarray, int]:
+def read_audio(
+    audio: Any,
+    folder: str | Path | None,
+    offset: float | None,
+    duration: float | None,
+    check: Callable[[float], None] | None = None,
+    compact: bool = False,
+) -> tuple[np.ndarray, int]:
+    """Samples (S,) or (S, C) as they are in a file, and their rate.
+
+    Args:
+        audio, folder, offset, duration: as in `decode_audio`.
+        check: called with the seconds that the head of the file tells, before it is read.
+        compact: gives int16 instead of float32 for files of 16 bit: the same samples, in 1/32768.
+    """
+    if isinstance(audio, dict) and audio.get("array") is not None:
+        if not audio.get("sampling_rate"):
+            raise BadClip("the audio is an array without sampling_rate")
+        try:
+            return np.asarray(audio["array"], dtype=np.float32), int(audio["sampling_rate"])
+        except (ValueError, TypeError, OverflowError) as error:
+            raise BadClip(f"the audio is no array of samples with a rate: {error}") from error
+    with _opening(audio, folder) as sound:
+        if check is not None and 0 <= sound.frames < UNKNOWN_FRAMES:
+            check(sound.frames / sound.samplerate)
+        dtype = "int16" if compact and sound.subtype == "PCM_16" else "float32"
+        if offset is None:
+            return sound.read(dtype=dtype), sound.samplerate
+        first = round(offset * sound.samplerate)
+        if first >= sound.frames > 0:
+            raise BadClip(f"offset {offset} s lies behind the end of the audio ({sound.frames / sound.samplerate} s)")
+        if first:
+            sound.seek(first)
+        frames = -1 if duration is None else round(duration * sound.samplerate)
+        return sound.read(frames, dtype=dtype), sound.samplerate
+
+
+@contextlib.contextmanager
+def _opening(audio: Any, folder: Any) -> Iterator[soundfile.SoundFile]:
+    """The audio as an open file; what goes wrong in it becomes a BadClip."""
     if isinstance(audio, str):
         audio = {"path": audio}
     if not isinstance(audio, dict):
         raise BadClip(f"no audio (found {type(audio).__name__})")
-    if audio.get("array") is not None:
-        if not audio.get("sampling_rate"):
-            raise BadClip("the audio is an array without sampling_rate")
-        return np.asarray(audio["array"], dtype=np.float32), int(audio["sampling_rate"])
     data, path = audio.get("bytes"), audio.get("path")
     if data is None and not path:
         raise BadClip("no audio")
     if data is not None and len(data) == 0:
         raise BadClip("the audio is empty (0 bytes)")
     try:
-        if data is not None:
-            return _read_part(io.BytesIO(data), offset, duration)
-        file = Path(path) if folder is None or Path(path).is_absolute() else folder / path
-        if not file.is_file():
-            raise BadClip(f"there is no file {file}")
-        if file.stat().st_size == 0:
-            raise BadClip("the audio is empty (0 bytes)")
-        return _read_part(str(file), offset, duration)
-    except BadClip:
+        with soundfile.SoundFile(io.BytesIO(data) if data is not None else _file_of(str(path), folder)) as sound:
+            yield sound
+    except (BadClip, FilteredClip, Unreachable):
         raise
     except Exception as error:
         raise BadClip(f"the audio cannot be decoded: {str(error).strip() or type(error).__name__}") from error
 
 
-def _read_part(file: Any, offset: float | None, duration: float | None) -> tuple[np.ndarray, int]:
-    if offset is None:
-        return soundfile.read(file, dtype="float32")
-    with soundfile.SoundFile(file) as sound:
-        first = round(offset * sound.samplerate)
-        if first >= sound.frames:
-            raise BadClip(f"offset {offset} s lies behind the end of the audio ({sound.frames / sound.samplerate} s)")
-        sound.seek(first)
-        frames = -1 if duration is None else round(duration * sound.samplerate)
-        return sound.read(frames, dtype="float32"), sound.samplerate
+def _download(url: str) -> bytes:
+    """A file elsewhere, in several attempts.
+
+    Raises:
+        BadClip: there is none; Unreachable: the storage does not answer, which says nothing of the clip.
+    """
+    for attempt in itertools.count(1):
+        try:
+            with fsspec.open(url, "rb") as remote:
+                return remote.read()
+        except FileNotFoundError as error:
+            raise BadClip(f"there is no file {url}") from error
+        except Exception as error:
+            if attempt > download_retries:
+                raise Unreachable(f"{url} cannot be read: {type(error).__name__}: {error}") from error
+            wait_before(attempt + 1)
+    raise AssertionError  # an attempt returned or raised
+
+
+def _file_of(path: str, folder: Any) -> Any:
+    """A local file's name, or the content of one elsewhere."""
+    if "://" in path or (folder is not None and "://" in str(folder)):
+        url = path if "://" in path else f"{str(folder).rstrip('/')}/{path}"
+        content = _download(url)
+        if not content:
+            raise BadClip("the audio is empty (0 bytes)")
+        return io.BytesIO(content)
+    file = Path(path) if folder is None or Path(path).is_absolute() else Path(folder) / path
+    if not file.is_file():
+        raise BadClip(f"there is no file {file}")
+    if file.stat().st_size == 0:
+        raise BadClip("the audio is empty (0 bytes)")
+    return str(file)

@@ -1,190 +1,218 @@
-"""Which row comes when: the order of the rows of one lane, from any position on.
+"""One lane's batches before decoding: rows are read into a buffer and drawn from it, from any position on."""
 
-Clips are spread over *lanes*, one for each DataLoader worker of each rank. A lane reads its shards row by row and orders
-them in windows. The order within a lane follows from (seed, epoch, lane, position) alone, so a position is a few numbers,
-and going on from one reads no more than a window again.
-"""
-
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from finetune.data.sources import OpenSource, plain_row
+from finetune.data.buffer import Buffer, Entry
+from finetune.data.clips import examine, row_id
+from finetune.data.decode import BadClip, Unreachable
+from finetune.data.filters import FilteredClip
+from finetune.data.options import StreamOptions
+from finetune.data.reader import Group, GroupReader, UnreadableShard, fetch
 
-
-SHARDS_A_LANE = 5  # with as many, a lane with one shard more than another works at most a fifth longer
+REPORT_AFTER_ROWS = 200
+CHOICES_AT_ONCE = 1024
+Position = dict[str, Any]
+FINISHED: Position = {"finished": True}
 
 
 @dataclass
-class StreamOptions:
-    """How rows become batches."""
+class Report:
+    """What was read and left out since the batch before."""
 
-    batch_size: int
-    sample_rate: int
-    seed: int = 0
-    shuffle: bool = True
-    shuffle_buffer_size: int = 512
-    group_by_duration: bool = False
-    max_samples: int = -1
-    min_duration: float = 0.0
-    max_duration: float = float("inf")
-    text_normalization: str = "none"
-    keep_empty_text: bool = False
+    rows_read: int = 0
+    quarantined: list[dict[str, str]] = field(default_factory=list)
+    filtered: dict[str, int] = field(default_factory=dict)
+    error: str | None = None
 
+    def filter(self, reason: str) -> None:
+        self.filtered[reason] = self.filtered.get(reason, 0) + 1
 
-class UnreadableShard(Exception):
-    """A shard that cannot be read on; the text names it and the row."""
+    def quarantine(self, clip_id: str, place: str, reason: str) -> None:
+        self.quarantined.append({"id": clip_id, "source": place, "reason": reason})
 
 
-def lane_shards(
-    group: list[tuple[OpenSource, int]], options: StreamOptions, epoch: int, lane: int, lanes: int
-) -> list[tuple[OpenSource, int, bool]]:
-    """The shards that a lane reads in an epoch as (source, number, shared); of shared ones it takes each `lanes`-th row.
+@dataclass
+class Sources:
+    """What is read: groups of shards, and the weights of a mixture.
 
-    Lanes get the same number of whole shards; what is left over they share row by row, so that none is idle while
-    others read on. Sharing makes every lane read these shards, so with many shards a lane it is cheaper to be uneven. With a limit
-    on the samples all shards are shared.
+    Attributes:
+        groups: each is read as one.
+        weights: chances of the groups; None for a single one.
+        limits: rows of each group that take part; -1 for all.
     """
-    order = list(range(len(group)))
-    if options.max_samples >= 0:
-        return [(*group[i], lanes > 1) for i in order]
-    if options.shuffle:
-        order = list(np.random.default_rng((options.seed, epoch, 1)).permutation(len(group)))
-    whole = len(group) if len(group) >= SHARDS_A_LANE * lanes else len(group) // lanes * lanes
-    return [(*group[i], False) for i in order[:whole][lane::lanes]] + [(*group[i], True) for i in order[whole:]]
+
+    groups: list[Group]
+    weights: list[float] | None
+    limits: list[int]
+
+    def digest(self) -> str:
+        """Tells these shards from others."""
+        shards = [[shard.file, shard.first, shard.rows] for group in self.groups for _, shard in group]
+        return hashlib.sha256(json.dumps([shards, self.weights]).encode()).hexdigest()
 
 
-def iterate_rows(dataset: Any) -> Iterator[dict[str, Any]]:
-    """Rows of a one-shard IterableDataset.
+class Lane:
+    """The batches of one lane of an epoch.
 
-    Its `__iter__` would give them to the first DataLoader worker only; `iter` leaves the sharding to the lanes.
+    Args:
+        sources: what is read.
+        options: how rows become batches.
+        encode: text to token ids; raises BadClip.
+        epoch: number of the epoch.
+        lane, lanes: which one of how many.
+        worker: number of the DataLoader worker, the same on all ranks; the draws follow from it.
+        position: where to go on; None begins.
     """
-    for columns in dataset.iter(batch_size=16):
-        for values in zip(*columns.values(), strict=True):
-            yield dict(zip(columns, values, strict=True))
 
+    def __init__(
+        self,
+        sources: Sources,
+        options: StreamOptions,
+        encode: Callable[[str], list[int]],
+        *,
+        epoch: int,
+        lane: int,
+        lanes: int,
+        worker: int,
+        position: Position | None,
+    ):
+        self.sources, self.options, self.encode = sources, options, encode
+        self.epoch, self.lane, self.worker = epoch, lane, worker
+        self.readers = make_readers(sources, options, epoch, lane, lanes)
+        self.buffer = Buffer(options.limits, options.shuffle, options.group_by_duration)
+        self.report = Report()
+        self.draws = self.drawn = 0
+        self.exhausted = False
+        self.waiting: Position | None = position
+        self.choices: tuple[int, np.ndarray] | None = None
 
-class GroupReader:
-    """Reads the rows of one group of sources in order, from any position on, and starts again when told to."""
-
-    def __init__(self, group: list[tuple[OpenSource, int]], options: StreamOptions, epoch: int, lane: int, lanes: int):
-        self.group, self.options, self.epoch, self.lane, self.lanes = group, options, epoch, lane, lanes
-        self.set_position({"passes": 0, "shard": 0, "row": 0, "seen": 0})
-
-    def set_position(self, position: dict[str, int]) -> None:
-        self.passes, self.shard, self.row, self.seen = (position[k] for k in ("passes", "shard", "row", "seen"))
-        # A pass is as good as an epoch for the order of the shards; the factor keeps the two apart.
-        self.shards = lane_shards(
-            self.group, self.options, self.epoch + 1_000_003 * self.passes, self.lane, self.lanes
-        )
-        self.rows: Iterator[dict[str, Any]] | None = None
-
-    def position(self) -> dict[str, int]:
-        return {"passes": self.passes, "shard": self.shard, "row": self.row, "seen": self.seen}
-
-    def restart(self) -> None:
-        self.set_position({"passes": self.passes + 1, "shard": 0, "row": 0, "seen": 0})
-
-    def next_row(self) -> tuple[OpenSource, str, dict[str, Any]] | None:
-        """The next row of this lane as (source, place, row), or None at the end of the pass."""
-        limit = self.options.max_samples
-        while self.shard < len(self.shards):
-            source, index, shared = self.shards[self.shard]
-            if limit >= 0 and self.seen >= limit:
-                return None
-            if self.rows is None:
-                dataset = source.shards[index]
-                self.rows = iterate_rows(dataset.skip(self.row) if self.row else dataset)
-            try:
-                row = next(self.rows)
-            except StopIteration:
-                self.shard, self.row, self.rows = self.shard + 1, 0, None
-                continue
-            except Exception as error:
-                raise UnreadableShard(
-                    f"{source.shard_names[index]} cannot be read from row {self.row} on: {type(error).__name__}: {error}"
-                ) from error
-            place = f"{source.shard_names[index]} row {self.row}"
-            self.row += 1
-            self.seen += shared or limit >= 0
-            if not shared or (self.seen - 1) % self.lanes == self.lane:
-                return source, place, plain_row(row) if source.is_manifest else row
-        return None
-
-
-def read_lane(
-    groups: list[list[tuple[OpenSource, int]]],
-    weights: list[float] | None,
-    options: StreamOptions,
-    epoch: int,
-    lane: int,
-    lanes: int,
-    position: dict[str, Any] | None,
-) -> Iterator[tuple[OpenSource, str, dict[str, Any], dict[str, Any], bool]]:
-    """Rows of one lane in training order, each with the position behind it and whether a batch has to end there."""
-    readers = [GroupReader(group, options, epoch, lane, lanes) for group in groups]
-    window, skip = 0, 0
-    if position is not None:
-        window, skip = position["window"], position["taken"]
-        for reader, start in zip(readers, position["readers"], strict=True):
+    def _restore(self, position: Position) -> None:
+        """Goes to where a position was taken; clips that waited are read again."""
+        for reader, start in zip(self.readers, position["readers"], strict=True):
             reader.set_position(start)
-    size = max(1, options.shuffle_buffer_size) if options.shuffle else 64
-    while True:
-        start = [reader.position() for reader in readers]
-        random = np.random.default_rng((options.seed, epoch, lane, window, 2))
-        rows, finished = _draw(readers, weights, random, size)
-        order, batch_ends = order_window([row for _, _, row in rows], options, random)
-        for taken in range(skip, len(rows)):
-            position = {"readers": start, "window": window, "taken": taken + 1}
-            yield *rows[order[taken]], position, taken + 1 in batch_ends
-        if finished:
-            return
-        window, skip = window + 1, 0
+        self.draws, self.drawn, self.exhausted = position["draws"], position["drawn"], position["exhausted"]
+        refs = [tuple(ref) for ref in np.asarray(position["buffer"]).reshape(-1, 4).tolist()]
+        rows = {}
+        for index, group in enumerate(self.sources.groups):
+            wanted = {(shard, row) for g, _, shard, row in refs if g == index}
+            found = fetch(group, wanted, self.options.read_retries)
+            rows |= {(index, *place): row for place, row in found.items()}
+        for ref in refs:
+            self._take_in(ref, rows[ref[0], ref[2], ref[3]])
+
+    def position(self) -> Position:
+        """Behind the last batch."""
+        if self.exhausted and not self.buffer.entries:
+            return FINISHED
+        return {
+            "readers": [reader.position() for reader in self.readers],
+            "draws": self.draws,
+            "drawn": self.drawn,
+            "exhausted": self.exhausted,
+            "buffer": self.buffer.refs(),
+        }
+
+    def batches(self) -> Iterator[tuple[list[Entry], Report, Position]]:
+        """Clips of each batch, what was left out before it, and the position behind it; no clips where there is only a report."""
+        try:
+            if self.waiting is not None:
+                self._restore(self.waiting)
+            while True:
+                for _ in self._fill():
+                    yield [], self._take_report(), self.position()
+                if not self.buffer.entries:
+                    break
+                # Like lengths at the same step on all ranks; other draws need nothing in common.
+                who = self.worker if self.buffer.group else self.lane
+                entries = self.buffer.draw((self.options.seed, self.epoch, who, self.draws, 7), self.exhausted)
+                self.draws += 1
+                position = self.position()
+                yield entries, self._take_report(), position
+                if position == FINISHED:
+                    return
+        except (UnreadableShard, Unreachable) as error:
+            self.report.error = str(error)
+        yield [], self._take_report(), FINISHED
+
+    def _take_report(self) -> Report:
+        report, self.report = self.report, Report()
+        return report
+
+    def _fill(self) -> Iterator[None]:
+        """Reads until the buffer is full; stops in between where nothing usable has come for long."""
+        options, buffer = self.options, self.buffer
+        size = max(options.shuffle_buffer_size, options.limits.clips)
+        while not self.exhausted:
+            full = len(buffer.entries) >= size or buffer.bytes >= options.shuffle_buffer_bytes
+            if full if options.shuffle else buffer.holds_a_batch():
+                return
+            row = self._next_row()
+            if row is None:
+                self.exhausted = True
+                return
+            self._take_in(*row)
+            if not buffer.entries and self.report.rows_read >= REPORT_AFTER_ROWS:
+                yield
+
+    def _take_in(self, ref: tuple[int, int, int, int], row: dict[str, Any]) -> None:
+        source, shard = self.sources.groups[ref[0]][ref[2]]
+        place = shard.place(ref[3])
+        try:
+            self.buffer.add(examine(source, place, ref, row, self.options, self.encode))
+        except FilteredClip as reason:
+            self.report.filter(str(reason))
+        except BadClip as reason:
+            self.report.quarantine(row_id(source, place, row), place, str(reason))
+
+    def _next_row(self) -> tuple[tuple[int, int, int, int], dict[str, Any]] | None:
+        """The next row with its reference, or None at the end of the epoch, which is where the first group ends."""
+        while True:
+            chosen = self._choose()
+            reader = self.readers[chosen]
+            found = reader.next_row()
+            if found is None and chosen > 0:
+                reader.restart()
+                found = reader.next_row()
+                if found is None:  # this lane has no rows of that source
+                    continue
+            if found is None:
+                return None
+            shard, row, content, first_time = found
+            self.report.rows_read += first_time
+            return (chosen, reader.passes, shard, row), content
+
+    def _choose(self) -> int:
+        """The group that the next row comes from."""
+        if self.sources.weights is None:
+            return 0
+        block, place = divmod(self.drawn, CHOICES_AT_ONCE)
+        if self.choices is None or self.choices[0] != block:
+            random = np.random.default_rng((self.options.seed, self.epoch, self.lane, block, 2))
+            self.choices = block, random.choice(len(self.readers), size=CHOICES_AT_ONCE, p=self.sources.weights)
+        self.drawn += 1
+        return int(self.choices[1][place])
 
 
-def order_window(
-    rows: list[dict[str, Any]], options: StreamOptions, random: np.random.Generator
-) -> tuple[np.ndarray, set[int]]:
-    """The order of a window's rows, and after how many of them a batch has to end.
-
-    Grouped by duration, neighbours in length share a batch and the batches are shuffled; without it rows are shuffled.
-    """
-    order = random.permutation(len(rows)) if options.shuffle else np.arange(len(rows))
-    if not options.group_by_duration:
-        return order, set()
-    durations = np.array([row_duration(row) or 0.0 for row in rows])
-    order = order[np.argsort(durations[order], kind="stable")]
-    batches = [order[i : i + options.batch_size] for i in range(0, len(order), options.batch_size)]
-    if options.shuffle:
-        batches = [batches[i] for i in random.permutation(len(batches))]
-    ends = np.cumsum([len(batch) for batch in batches])
-    return np.concatenate(batches) if batches else order, {int(end) for end in ends}
-
-
-def row_duration(row: dict[str, Any]) -> float | None:
-    """Seconds as the row states them, or None where it does not, or states no number."""
-    duration = row.get("duration")
-    is_number = isinstance(duration, int | float) and not isinstance(duration, bool) and math.isfinite(duration)
-    return float(duration) if is_number else None
-
-
-def _draw(
-    readers: list[GroupReader], weights: list[float] | None, random: np.random.Generator, size: int
-) -> tuple[list[tuple[OpenSource, str, dict[str, Any]]], bool]:
-    """Up to `size` rows, and whether the epoch ends with them. The first group decides where it ends."""
-    rows: list[tuple[OpenSource, str, dict[str, Any]]] = []
-    while len(rows) < size:
-        chosen = 0 if weights is None else int(random.choice(len(readers), p=weights))
-        row = readers[chosen].next_row()
-        if row is None and chosen == 0:
-            return rows, True
-        if row is None:
-            readers[chosen].restart()
-            row = readers[chosen].next_row()
-            if row is None:  # this lane has no rows of that source
-                continue
-        rows.append(row)
-    return rows, False
+def make_readers(sources: Sources, options: StreamOptions, epoch: int, lane: int, lanes: int) -> list[GroupReader]:
+    """A reader for each group, at the beginning of the epoch."""
+    return [
+        GroupReader(
+            group,
+            limit=limit,
+            skip=options.skip_samples,
+            shuffle=options.shuffle,
+            interleaved=options.interleave,
+            seed=options.seed,
+            epoch=epoch,
+            lane=lane,
+            lanes=lanes,
+            retries=options.read_retries,
+        )
+        for group, limit in zip(sources.groups, sources.limits, strict=True)
+    ]

@@ -1,24 +1,30 @@
-"""Opening what `data.train` and its siblings name, as lists of `datasets.IterableDataset`, one a shard."""
+"""Opening what `data.train` and its siblings name, as lists of shards."""
 
-import glob
-import json
+import itertools
+import logging
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import datasets
+import fsspec
 
+from finetune.data.filters import Filters, parse_filters
+from finetune.data.retry import wait_before
+from finetune.data.shards import Shard, arrow_shards, dataset_shards, expand, manifest_shards, parquet_shards
+from finetune.data.tarred import tarred_shards
+from finetune.data.text import NORMALIZATIONS
 from finetune.errors import UserError
 
-MANIFEST_CHUNK_BYTES = 8 * 2**20
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 3  # to open a source
 MANIFEST_SUFFIXES = (".json", ".jsonl", ".ndjson")
 TEXT_COLUMNS = ("text", "sentence", "transcription", "transcript", "normalized_text", "raw_text", "txt")
 LANGUAGE_COLUMNS = ("language", "lang", "locale")
 AUDIO_COLUMNS = ("audio", "audio_filepath", "wav", "flac", "mp3", "ogg", "opus")
-BAD_LINE = "(bad line)"  # no key of a manifest
 ID_COLUMNS = ("id", "__key__", "utt_id", "file_name")
 
 
@@ -55,6 +61,12 @@ class Source:
     text_column: str | None = None
     language_column: str | None = None
     id_column: str | None = None
+    tarred_audio: str | None = None
+    """Tar files of a NeMo manifest's audio, such as `audio__OP_0..127_CL_.tar`."""
+    text_normalization: str | None = None
+    """In place of `data.text_normalization`."""
+    filters: dict[str, Any] | None = None
+    """Filters of this source; their bounds go before those of `data.filters`."""
 
 
 @dataclass
@@ -62,16 +74,19 @@ class OpenSource:
     """An opened source: `shards` can be read one by one, each from any row on."""
 
     source: Source
-    shards: list[Any]
-    shard_names: list[str]
-    folder: Path | None = None
-    """Where relative audio paths start."""
+    shards: list[Shard]
+    folder: str | None = None
+    """Directory or URL where relative audio paths start."""
     clips: int | None = None
     """Number of rows, where it is known without reading them."""
     columns: dict[str, str] = field(default_factory=dict)
     """Columns of audio, text, language and id."""
     is_manifest: bool = False
     """A NeMo manifest: rows are lines of JSON, and `offset` and `duration` cut a clip out of its file."""
+    filters: Filters = Filters()
+    """What leaves a clip out; none for evaluations."""
+    remote: bool = False
+    """Read over a network, where a failure may pass."""
 
 
 def parse_sources(value: Any, key: str, split: str) -> list[Source]:
@@ -97,6 +112,9 @@ def parse_sources(value: Any, key: str, split: str) -> list[Source]:
         if unknown:
             raise UserError(f"{key}: unknown keys {unknown} in a source; known are {known}.")
         sources.append(Source(**{"split": split, **entry}))
+        parse_filters(sources[-1].filters, f"{key}.filters")
+        if sources[-1].text_normalization not in (None, *NORMALIZATIONS):
+            raise UserError(f"{key}.text_normalization: one of {', '.join(NORMALIZATIONS)} is expected.")
     weighted = [s.weight is not None for s in sources]
     if any(weighted) and not all(weighted):
         raise UserError(f"{key}: give every source of the list a weight, or none.")
@@ -107,38 +125,38 @@ def parse_sources(value: Any, key: str, split: str) -> list[Source]:
 
 
 def open_source(source: Source, key: str) -> OpenSource:
-    """Opens a source without reading its clips.
+    """Opens a source without reading its clips, in several attempts where a network may be at fault.
 
     Raises:
         UserError: it is not there, is empty, or lacks a column of audio or text.
     """
+    for attempt in itertools.count(2):
+        try:
+            return _open_source(source, key)
+        except UserError as error:
+            cause = error.__cause__
+            lasting = not isinstance(cause, OSError) or isinstance(cause, FileNotFoundError | PermissionError)
+            if lasting or attempt > ATTEMPTS or os.path.exists(source.path) or "Offline" in str(cause):
+                raise
+            log.warning("%s; attempt %d of %d follows", error, attempt, ATTEMPTS)
+            wait_before(attempt)
+    raise AssertionError("unreachable")
+
+
+def _open_source(source: Source, key: str) -> OpenSource:
     path = source.path
+    for url in (path, source.tarred_audio or ""):
+        if "://" in url:
+            _check_protocol(url, key)
     if path.endswith(MANIFEST_SUFFIXES):
         return _open_manifest(source, key)
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
-    options: dict[str, Any] = {"split": source.split, "streaming": True}
-    if any(c in path for c in "*?["):
-        files = sorted(glob.glob(path, recursive=True))
-        if not files:
-            raise UserError(f"{key}: no file matches {path} (looked in {Path.cwd()}).")
-        builder, options["split"] = _builder_for(files[0], key), "train"
-        arguments: tuple[Any, ...] = (builder,)
-        options["data_files"] = files
-    elif os.path.isfile(path):
-        arguments, options["split"] = (_builder_for(path, key),), "train"
-        options["data_files"] = [path]
-    elif os.path.isdir(path):
-        if not any(files for _, _, files in os.walk(path)):
-            raise UserError(f"{key}: the directory {path} is empty.")
-        arguments = (path,)
-    elif path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise UserError(f"{key}: there is no file or directory {path} (looked in {Path.cwd()}).")
-    else:
-        arguments = (path,)
-        options["revision"] = source.revision
-    if source.name:
-        options["name"] = source.name
+    if os.path.isfile(os.path.join(path, "dataset_info.json")) or os.path.isfile(
+        os.path.join(path, "dataset_dict.json")
+    ):
+        return _open_arrow(source, key)
+    arguments, options = _how_to_load(source, key)
     try:
         dataset = datasets.load_dataset(*arguments, **options)
     except Exception as error:
@@ -148,19 +166,84 @@ def open_source(source: Source, key: str) -> OpenSource:
             f"{key}: {path} (split {source.split}) cannot be opened: {type(error).__name__}: {_first_line(error)}{hint}"
         ) from error
     columns = _find_columns(source, list(dataset.features or _first_row(dataset, key, path)), key)
+    remote = "://" in path or not os.path.exists(path) and "data_files" not in options
+    folder = path if os.path.isdir(path) else str(Path(path).parent) if os.path.isfile(path) else None
+    files = _parquet_files(dataset)
+    if files:
+        try:
+            shards = parquet_shards(files, [*columns.values(), "duration"])
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{key}: {path} (split {source.split}) cannot be opened: {type(error).__name__}: {_first_line(error)}"
+            ) from error
+        if not shards:
+            raise UserError(f"{key}: {path} (split {source.split}) is empty: it holds no clips.")
+        clips = sum(shard.rows for shard in shards)
+        return OpenSource(source, shards, folder, clips, columns, remote=remote)
     if dataset.features and isinstance(dataset.features.get(columns["audio"]), datasets.Audio):
         dataset = dataset.cast_column(columns["audio"], StoredAudio())
-    shards = [dataset.shard(num_shards=dataset.num_shards, index=i) for i in range(dataset.num_shards)]
-    names = [f"{path}[{source.split}] shard {i + 1} of {len(shards)}" for i in range(len(shards))]
-    rows = _rows_of_parquet_files(path, source.split, source.name)
-    if rows is not None and len(rows) == len(shards):  # a file without rows would be an error when it is read
-        shards, names = ([x for x, n in zip(these, rows, strict=True) if n] for these in (shards, names))
+    count = dataset.num_shards
+    names = [f"{path}[{source.split}] shard {i + 1} of {count}" for i in range(count)]
     splits = dataset.info.splits or {}
-    clips = splits[source.split].num_examples if source.split in splits else rows and sum(rows)
-    if rows is not None and not sum(rows):
-        raise UserError(f"{key}: {path} (split {source.split}) is empty: it holds no clips.")
-    folder = Path(path) if os.path.isdir(path) else Path(path).parent if os.path.isfile(path) else None
-    return OpenSource(source, shards, names, folder, clips or None, columns)
+    clips = splits[source.split].num_examples if source.split in splits else None
+    return OpenSource(source, dataset_shards(dataset, names), folder, clips or None, columns, remote=remote)
+
+
+def _check_protocol(url: str, key: str) -> None:
+    protocol = url.split("://")[0]
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ImportError as error:
+        extra = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}.get(protocol)
+        install = f": pip install -c constraints.txt -e '.[{extra}]'" if extra else f" ({_first_line(error)})"
+        raise UserError(f"{key}: {url} needs a package that is not installed{install}.") from error
+    except ValueError as error:
+        raise UserError(f"{key}: {url}: {protocol}:// is no storage that fsspec knows.") from error
+
+
+def _how_to_load(source: Source, key: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of `datasets.load_dataset`."""
+    path = source.path
+    options: dict[str, Any] = {"split": source.split, "streaming": True}
+    if source.name:
+        options["name"] = source.name
+    if any(c in path for c in "*?["):
+        files = expand(path)
+        if not files:
+            raise UserError(f"{key}: no file matches {path} (looked in {Path.cwd()}).")
+        return (_builder_for(files[0], key),), {**options, "split": "train", "data_files": files}
+    if os.path.isfile(path) or "://" in path:
+        return (_builder_for(path, key),), {**options, "split": "train", "data_files": [path]}
+    if os.path.isdir(path):
+        if not any(files for _, _, files in os.walk(path)):
+            raise UserError(f"{key}: the directory {path} is empty.")
+        return (path,), options
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise UserError(f"{key}: there is no file or directory {path} (looked in {Path.cwd()}).")
+    return (path,), {**options, "revision": source.revision}
+
+
+def _parquet_files(dataset: Any) -> list[str]:
+    """The parquet files that a streamed data set consists of; none for other formats."""
+    arguments = getattr(dataset._ex_iterable, "kwargs", {})
+    files = [str(file) for file in arguments.get("files", ())] if "row_groups_list" in arguments else []
+    return files if all(file.split("?")[0].endswith(".parquet") for file in files) else []
+
+
+def _open_arrow(source: Source, key: str) -> OpenSource:
+    """A data set that `save_to_disk` wrote."""
+    dataset = datasets.load_from_disk(source.path)
+    if isinstance(dataset, dict):
+        if source.split not in dataset:
+            raise UserError(f"{key}: {source.path} has no split {source.split!r}; it has {sorted(dataset)}.")
+        dataset = dataset[source.split]
+    if not len(dataset):
+        raise UserError(f"{key}: {source.path} (split {source.split}) is empty: it holds no clips.")
+    columns = _find_columns(source, dataset.column_names, key)
+    if isinstance(dataset.features.get(columns["audio"]), datasets.Audio):
+        dataset = dataset.cast_column(columns["audio"], datasets.Audio(decode=False))
+    name = f"{source.path}[{source.split}]"
+    return OpenSource(source, arrow_shards(dataset, name), source.path, len(dataset), columns)
 
 
 def _first_line(error: Exception) -> str:
@@ -203,42 +286,21 @@ def _find_columns(source: Source, columns: list[str], key: str) -> dict[str, str
     return found
 
 
-def _rows_of_parquet_files(path: str, split: str | None, name: str | None) -> list[int] | None:
-    """Rows of each local parquet file, from the footers; None for anything else."""
-    import pyarrow.parquet as pq
-
-    if any(c in path for c in "*?["):
-        files = sorted(glob.glob(path, recursive=True))
-    elif os.path.isfile(path):
-        files = [path]
-    elif os.path.isdir(path):
-        files = [str(f) for f in (datasets.load_dataset_builder(path, name).config.data_files or {}).get(split, [])]
-    else:
-        return None
-    if not files or not all(f.endswith(".parquet") and os.path.isfile(f) for f in files):
-        return None
-    return [pq.read_metadata(f).num_rows for f in files]
-
-
 def _open_manifest(source: Source, key: str) -> OpenSource:
-    path = Path(source.path)
-    if not path.is_file():
-        raise UserError(f"{key}: there is no manifest {path} (looked in {Path.cwd()}).")
-    size = path.stat().st_size
-    if size == 0:
+    path, remote = source.path, "://" in source.path
+    if source.tarred_audio:
+        shards, clips = tarred_shards(path, source.tarred_audio, key)
+    else:
+        if not remote and not os.path.isfile(path):
+            raise UserError(f"{key}: there is no manifest {path} (looked in {Path.cwd()}).")
+        try:
+            shards, clips = manifest_shards(path)
+        except OSError as error:
+            raise UserError(
+                f"{key}: the manifest {path} cannot be read: {type(error).__name__}: {_first_line(error)}"
+            ) from error
+    if not shards:
         raise UserError(f"{key}: the manifest {path} is empty.")
-    bounds = manifest_chunks(path)
-    shards = [
-        datasets.IterableDataset.from_generator(
-            read_manifest_chunk, gen_kwargs={"path": str(path), "start": a, "end": b}
-        )
-        for a, b in bounds
-    ]
-    with path.open("rb") as file:
-        clips = sum(block.count(b"\n") for block in iter(lambda: file.read(2**22), b""))
-        file.seek(-1, os.SEEK_END)
-        clips += file.read(1) != b"\n"
-    names = [f"{path} bytes {a} to {b}" for a, b in bounds]
     columns = {"audio": "audio_filepath", "text": "text", "language": "lang", "id": "id"}
     for role, named in (
         ("audio", source.audio_column),
@@ -247,37 +309,5 @@ def _open_manifest(source: Source, key: str) -> OpenSource:
         ("id", source.id_column),
     ):
         columns[role] = named or columns[role]
-    return OpenSource(source, shards, names, path.parent, clips, columns, is_manifest=True)
-
-
-def manifest_chunks(path: Path, size: int = MANIFEST_CHUNK_BYTES) -> list[tuple[int, int]]:
-    """Byte ranges of about `size` that begin and end at line breaks."""
-    end = path.stat().st_size
-    bounds, start = [], 0
-    with path.open("rb") as file:
-        while start < end:
-            file.seek(min(start + size, end))
-            file.readline()
-            stop = min(file.tell(), end)
-            bounds.append((start, stop))
-            start = stop
-    return bounds
-
-
-def read_manifest_chunk(path: str, start: int, end: int) -> Iterator[dict[str, bytes]]:
-    """Lines of a part of a NeMo manifest, as they are; `plain_row` reads them."""
-    with open(path, "rb") as file:
-        file.seek(start)
-        while file.tell() < end:
-            line = file.readline()
-            if line.strip():
-                yield {"line": line}  # one column of bytes: rows of a manifest may differ in their keys and types
-
-
-def plain_row(stored: dict[str, bytes]) -> dict[str, Any]:
-    """The row of a manifest's line; for a line that cannot be read, a row whose BAD_LINE says why."""
-    try:
-        row = json.loads(stored["line"])
-    except (ValueError, RecursionError) as error:
-        return {BAD_LINE: f"the line is not valid JSON: {error}"}
-    return row if isinstance(row, dict) else {BAD_LINE: "the line is not valid JSON: it is not a JSON object"}
+    folder = path.rsplit("/", 1)[0] if remote else str(Path(path).parent)
+    return OpenSource(source, shards, folder, clips, columns, is_manifest=True, remote=remote)

@@ -3,6 +3,7 @@
 import re
 import unicodedata
 
+NORMALIZATIONS = ("none", "lower", "basic")
 _LOOSE_APOSTROPHE = re.compile(r"(?<!\w)'|'(?!\w)")
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from finetune.data.decode import as_float
 from finetune.data.stream import Batch, ClipStream
 from finetune.errors import UserError
 from finetune.evaluation.scores import Scoreboard
@@ -40,7 +41,7 @@ def recognise_batch(model: Any, audio_BS: torch.Tensor, audio_lengths_B: torch.T
     device = next(model.parameters()).device
     with torch.autocast(device.type, enabled=False):
         mel_BFT, mel_lengths_B = model.preprocessor(
-            input_signal=audio_BS.to(device, torch.float32), length=audio_lengths_B.to(device)
+            input_signal=as_float(audio_BS.to(device)), length=audio_lengths_B.to(device)
         )
         dtype = model.joint.enc.weight.dtype
         enc_BHT, enc_lengths_B = model.encoder(audio_signal=mel_BFT.to(dtype), length=mel_lengths_B)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from finetune.data.decode import as_float
 from finetune.losses import fused_tdt_loss
 from finetune.losses.dropin import ACTIVATION_OF, in_forward_of
 from finetune.models.nemo import set_train_mode, tdt_durations
@@ -71,7 +72,7 @@ class TransducerLossModule(nn.Module):
         """One loss a clip, (B,) fp32, in nats; inf where no alignment exists.
 
         Args:
-            audio_BS: (B, S) waveforms at the model's sample rate, zero-padded.
+            audio_BS: (B, S) waveforms at the model's sample rate, zero-padded; float32, or int16 in 1/32768.
             audio_lengths_B: (B,) samples.
             tokens_BU: (B, U) token ids, padded with anything.
             token_lengths_B: (B,) tokens.
@@ -79,7 +80,7 @@ class TransducerLossModule(nn.Module):
         """
         nemo = self.nemo
         with torch.autocast(audio_BS.device.type, enabled=False):
-            mel_BFT, mel_lengths_B = nemo.preprocessor(input_signal=audio_BS.float(), length=audio_lengths_B)
+            mel_BFT, mel_lengths_B = nemo.preprocessor(input_signal=as_float(audio_BS), length=audio_lengths_B)
             if nemo.spec_augmentation is not None and self.training:
                 mel_BFT = nemo.spec_augmentation(input_spec=mel_BFT, length=mel_lengths_B)
         if self.bucket_frames:

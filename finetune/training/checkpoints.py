@@ -131,16 +131,21 @@ def find_checkpoint(resume: Any, output_dir: Path) -> Path | None:
     return path
 
 
-def read_checkpoint_state(path: Path, process_index: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The states given to `save_checkpoint`: the common one and this rank's."""
+def read_checkpoint_state(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The states given to `save_checkpoint`: the common one, and those of all ranks.
+
+    Raises:
+        UserError: the state of a rank is missing.
+    """
     state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
-    rank_file = path / f"stream-{process_index}.json"
-    if not rank_file.is_file():
+    rank_files = [path / f"stream-{rank}.json" for rank in range(state["world_size"])]
+    missing = [file.name for file in rank_files if not file.is_file()]
+    if missing:
         raise UserError(
-            f"{path} was written by {state['world_size']} process(es) and cannot be continued by more. Start "
-            f"{state['world_size']} process(es) again."
+            f"{path} lacks {', '.join(missing)}: each of the {state['world_size']} processes that wrote it left one. On a cluster "
+            "training.output_dir has to be a directory that all nodes share."
         )
-    return state, json.loads(rank_file.read_text(encoding="utf-8"))
+    return state, [json.loads(file.read_text(encoding="utf-8")) for file in rank_files]
 
 
 def load_checkpoint(accelerator: Any, path: Path) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from finetune.data.stream import REPORT_AFTER_ROWS, Batch
+from finetune.data.lanes import REPORT_AFTER_ROWS
+from finetune.data.stream import Batch
 from finetune.errors import UserError
 from finetune.losses import feasible_clips
 from finetune.models.nemo import encoder_lengths
@@ -59,6 +60,7 @@ class Intake:
         self.accelerator, self.model, self.durations, self.config = accelerator, model, durations, config
         self.progress, self.quarantine = progress, quarantine
         self.quarantined_before: set[tuple[str, str]] = set()
+        self.short: list[int] = []
 
     def next_step(self, iterator: Iterator[Batch]) -> StepInput:
         """The micro-batches of the next optimizer step; fewer at the end of the epoch, none behind it.
@@ -103,7 +105,8 @@ class Intake:
         padded = sum(float(b.audio_BS.numel()) for b in group)
         reporting = bool(without_alignment) or any(b.quarantined or b.filtered or b.error for b in received)
         counts = [clips, tokens, infeasible, rows, samples, padded, not exhausted, reporting]
-        sums, batches = self._over_ranks(counts, len(group))
+        sums, batches, ended = self._over_ranks(counts, len(group))
+        self._name_short_ranks(ended)
         reports, filtered, errors, without_alignment = self._reports_of_ranks(
             received, error, without_alignment, anything=sums[7] > 0
         )
@@ -128,19 +131,32 @@ class Intake:
         step_input = StepInput(group, batches, clips, tokens, int(clips + infeasible), audio_seconds, padded_seconds)
         return step_input, sums[6] == 0
 
-    def _over_ranks(self, values: list[float], batches: int) -> tuple[list[float], int]:
-        """Sums over the ranks, and the most batches of any rank.
+    def _over_ranks(self, values: list[float], batches: int) -> tuple[list[float], int, list[int]]:
+        """Sums over the ranks, the most batches of any rank, and the ranks that have run out of clips.
 
-        Two small exchanges a step: a rank that has run out of clips keeps step with the others instead of hanging them.
+        One small exchange a step: a rank that has run out of clips keeps step with the others instead of hanging them.
         """
         accelerator = self.accelerator
         if accelerator.num_processes == 1:
-            return [float(v) for v in values], batches
-        sums = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
-        most = torch.tensor([batches], dtype=torch.int64, device=accelerator.device)
-        torch.distributed.all_reduce(sums)
-        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
-        return sums.tolist(), int(most)
+            return [float(v) for v in values], batches, []
+        row = torch.tensor([[*values, batches]], dtype=torch.float64, device=accelerator.device)
+        table_RN = accelerator.gather(row).cpu()
+        ended = [rank for rank, more in enumerate(table_RN[:, 6].tolist()) if not more]
+        return table_RN[:, :-1].sum(0).tolist(), int(table_RN[:, -1].max()), ended
+
+    def _name_short_ranks(self, ended: list[int]) -> None:
+        """Says once an epoch which ranks have no more clips while others go on."""
+        if not ended or len(ended) == self.accelerator.num_processes:
+            self.short = [] if len(ended) == self.accelerator.num_processes else self.short
+            return
+        new = [rank for rank in ended if rank not in self.short]
+        self.short += new
+        if new:
+            log.info(
+                "step %d: rank %s has no more clips in this epoch and keeps step with the others without adding to the gradient",
+                self.progress.step + 1,
+                ", ".join(map(str, new)),
+            )
 
     def _reports_of_ranks(
         self, received: list[Batch], error: str | None, without_alignment: list[str], anything: bool

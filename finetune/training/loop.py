@@ -259,11 +259,12 @@ class Trainer:
     def _next_step(self, iterator: Iterator[Batch]) -> StepInput:
         """The next step's batches; where the data end the run, what has been trained so far is kept in a checkpoint."""
         p, stream = self.progress, self.stream
-        before = replace(p, filtered=dict(p.filtered)), dict(stream.positions), stream.next_worker
+        before, place = replace(p, filtered=dict(p.filtered)), stream.snapshot()
         try:
             return self.intake.next_step(iterator)
         except UserError:
-            self.progress, stream.positions, stream.next_worker = before
+            self.progress = before
+            stream.go_back(place)
             if self.config.training.save_steps and self.progress.step:
                 self.save()
                 log.info("the state of step %d is kept in %s", self.progress.step, self.output_dir / "checkpoints")
@@ -334,7 +335,7 @@ class Trainer:
 
     def _share_done(self) -> float:
         """Share of the run by rows read; below the last step's, since there is a step after this one, or none at all."""
-        rows = count_clips(self.sources["train"], self.config.data.max_samples)
+        rows = count_clips(self.sources["train"], self.config.data.max_samples, self.config.data.skip_samples)
         return min(self.progress.rows_read / (rows * self.max_epochs), 1 - 0.5 / self.total_steps)
 
     def _log_clips(self, group: list[Batch]) -> None:

@@ -25,8 +25,6 @@ def remedies(config: Any, gpu: bool, engine: str = "none") -> list[str]:
         engine: of the run, as in finetune.strategies.compatibility.
     """
     m, t = config.model, config.training
-    train, accumulated = t.per_device_train_batch_size, t.gradient_accumulation_steps
-    half = max(train // 2, 1)
     narrow = m.dtype == "bfloat16"
     spared = ("8bit", "4bit", "fp8", "offload", "flash")
     small = "adamw_8bit_ao" if narrow or engine.startswith("fsdp") else "adamw_8bit"
@@ -57,15 +55,7 @@ def remedies(config: Any, gpu: bool, engine: str = "none") -> list[str]:
             "--strategy gradient_checkpointing (the encoder's activations are recomputed)",
             {"model.gradient_checkpointing": True},
         ),
-        (
-            train > 1 and train % 2 == 0,
-            f"training.per_device_train_batch_size={half} with training.gradient_accumulation_steps={accumulated * train // half} "
-            "(the same step in smaller pieces)",
-            {
-                "training.per_device_train_batch_size": half,
-                "training.gradient_accumulation_steps": accumulated * train // half,
-            },
-        ),
+        _smaller_batches(config),
         (config.data.max_duration > 20, "data.max_duration=20 (the longest clips need most)", {}),
         (
             gpu and m.gradient_checkpointing and not narrow,
@@ -102,6 +92,18 @@ def remedies(config: Any, gpu: bool, engine: str = "none") -> list[str]:
         ),
     ]
     return [text for helps, text, sets in candidates if helps and not _conflicts_with(config, sets, engine)]
+
+
+def _smaller_batches(config: Any) -> tuple[bool, str, dict[str, Any]]:
+    """The same step in smaller pieces, by clips or by duration."""
+    t, seconds = config.training, config.data.batch_duration
+    key, size = "training.per_device_train_batch_size", t.per_device_train_batch_size
+    half, helps = size // 2, size > 1 and size % 2 == 0
+    if seconds:
+        key, half, helps = "data.batch_duration", seconds / 2, seconds / 2 >= config.data.max_duration
+    parts = 2 * t.gradient_accumulation_steps
+    text = f"{key}={half:g} with training.gradient_accumulation_steps={parts} (the same step in smaller pieces)"
+    return helps, text, {key: half, "training.gradient_accumulation_steps": parts}
 
 
 def _conflicts_with(config: Any, sets: dict[str, Any], engine: str) -> bool:

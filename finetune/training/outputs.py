@@ -33,7 +33,11 @@ VERSIONS = (
 def write_json(path: Path, value: Any) -> None:
     """Writes JSON aside and renames it, so that the file is whole or as before."""
     aside = path.with_name(f".{path.name}.tmp")
-    aside.write_text(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+    aside.write_text(
+        json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n",
+        encoding="utf-8",
+        errors="backslashreplace",
+    )
     os.replace(aside, path)
 
 
@@ -52,7 +56,7 @@ class LineFile:
         self.path = path
 
     def append(self, *rows: dict[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
+        with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             for row in rows:
                 file.write(json.dumps(row, ensure_ascii=False, default=float) + "\n")
 

@@ -31,7 +31,7 @@ def take_weights(model: Any, path: Path) -> None:
     Raises:
         UserError: the checkpoint belongs to another model.
     """
-    state, _ = checkpoints.read_checkpoint_state(path, 0)
+    state, _ = checkpoints.read_checkpoint_state(path)
     try:
         weights = read_whole_weights(path)
         if state.get("lora_scaling") is not None:
@@ -51,25 +51,15 @@ def resume(trainer: Any, path: Path) -> None:
         path: a whole checkpoint.
 
     Raises:
-        UserError: it was written by another number of processes or workers, or does not fit.
+        UserError: it does not fit, or the part of a process is missing.
     """
     accelerator = trainer.accelerator
-    state, rank_state = checkpoints.read_checkpoint_state(path, accelerator.process_index)
-    if state["world_size"] != accelerator.num_processes:
-        raise UserError(
-            f"{path} was written by {state['world_size']} process(es), now there are {accelerator.num_processes}. "
-            f"Start {state['world_size']} again."
-        )
+    state, rank_states = checkpoints.read_checkpoint_state(path)
     if "kind" not in state:
         raise UserError(
             f"{path} was written by an earlier version of this program. Start afresh with another training.output_dir."
         )
-    try:
-        changes = trainer.stream.load_state_dict(rank_state)
-    except ValueError as error:
-        raise UserError(
-            f"{path}: {error}. Start with the numbers of before (training.dataloader_num_workers)."
-        ) from error
+    changes = trainer.stream.load_state_dict(rank_states)
     _load_states(trainer, path, state["kind"])
     trainer.restore_progress(state["progress"])
     trainer.window.load_state_dict(state["window"])
@@ -88,13 +78,12 @@ def resume(trainer: Any, path: Path) -> None:
     _settle_best(trainer)
     if changes:
         log.warning(
-            "the clips come in another order than before (%s): the stream starts at the beginning of epoch %d",
+            "the clips come in another order than in an unbroken run: %s. What is left of the epoch comes once",
             "; ".join(changes),
-            trainer.stream.epoch,
         )
     now = settings_of(trainer)
     for key, before in state["settings"].items():
-        if before != now[key]:
+        if before != now.get(key, before):
             log.warning(
                 "%s was %s when the checkpoint was written and is %s now; the new value counts", key, before, now[key]
             )
@@ -142,7 +131,8 @@ def kind_of(trainer: Any) -> dict[str, str]:
     accelerator, m = trainer.accelerator, trainer.config.model
     engine = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type)).lower()
     if engine == "deepspeed":
-        engine += f" ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"
+        # Each process keeps its own part of the optimizer's state.
+        engine += f" ZeRO-{accelerator.state.deepspeed_plugin.zero_stage} of {accelerator.num_processes} process(es)"
     elif engine != "fsdp":
         engine = "none"
     trained = "everything"
@@ -180,6 +170,9 @@ def settings_of(trainer: Any) -> dict[str, Any]:
         "training.joint_learning_rate": t.joint_learning_rate,
         "training.weight_decay": t.weight_decay,
         "training.optimizer_args": OmegaConf.to_container(t.optimizer_args),
+        "processes": trainer.accelerator.num_processes,
+        "data.batch_duration": d.batch_duration,
+        "data.batch_cells": d.batch_cells,
         "data.min_duration": d.min_duration,
         "data.max_duration": d.max_duration,
         "data.text_normalization": d.text_normalization,

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import gc
 import json
 import logging
 import math
@@ -28,13 +29,14 @@ from finetune.strategies.optimizers import build_optimizer, describe_optimizer, 
 from finetune.strategies.sharded import count_parameters, make_replica, shards_parameters
 from finetune.training import checkpoints
 from finetune.training.advice import warnings_for
-from finetune.training.data import count_clips, make_stream
+from finetune.training.data import count_clips, make_stream, mean_seconds
 from finetune.training.data import open_sources as open_sources
 from finetune.training.evaluate import check_decoding
 from finetune.training.loop import Trainer
 from finetune.training.outputs import environment, peak_memory_gib, peak_rss_gib, write_json
 from finetune.training.resume import resume, take_weights
 from finetune.training.schedule import Schedule
+from finetune.training.stages import agreed
 
 log = logging.getLogger(__name__)
 
@@ -225,17 +227,20 @@ def build_model(accelerator: Any, config: Any, checkpoint: Path | None = None) -
 
 
 def plan_steps(accelerator: Any, config: Any, sources: dict[str, list[Any]]) -> int:
-    """Optimizer steps of the run; from the number of clips where the epochs decide (filters may make it fewer)."""
+    """Optimizer steps of the run; from the number of clips where the epochs decide (filters may make it fewer), and from the mean
+    length of some of them where batches are made by duration."""
     t = config.training
     if t.max_steps > 0:
         return t.max_steps
-    clips = count_clips(sources["train"], config.data.max_samples)
+    clips = count_clips(sources["train"], config.data.max_samples, config.data.skip_samples)
     if clips is None:
         raise UserError(
             "training.num_train_epochs: the number of clips of data.train is not known beforehand (a stream). Set "
             "training.max_steps."
         )
-    per_step = t.per_device_train_batch_size * t.gradient_accumulation_steps * accelerator.num_processes
+    seconds = config.data.batch_duration
+    batch = seconds / agreed(mean_seconds(sources["train"], config)) if seconds else t.per_device_train_batch_size
+    per_step = batch * t.gradient_accumulation_steps * accelerator.num_processes
     return max(1, math.ceil(clips / per_step * t.num_train_epochs))
 
 
@@ -369,7 +374,23 @@ def finish(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy) 
             summary["guard_wer_after"] = boards["guard"].total.rates()["wer"]
         write_json(trainer.output_dir / "summary.json", summary)
         _say(summary, p.wer_before, after, trainer.output_dir)
-    accelerator.end_training()
+    accelerator.wait_for_everyone()
+
+
+def end_stage(accelerator: Any) -> None:
+    """Lets go of what a run holds beside its variables, so that another may begin in this process and its process group."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    for tracker in accelerator.trackers:
+        tracker.finish()
+    accelerator.trackers = []
+    accelerator.free_memory()
+    # Precision and plugins of the next one may be others; the process group stays.
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def summarise(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy, after: Any) -> dict[str, Any]:

@@ -1,0 +1,113 @@
+"""Filters: what leaves a clip out of the training, each with a name under which it is counted. S samples, C channels."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from finetune.errors import UserError
+
+FULL_SCALE = 0.999
+
+
+class FilteredClip(Exception):
+    """A clip left out by a filter: counted, not an error. The text is the filter's name."""
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Bounds of `data.filters`, or of `filters` of a source, whose keys go before. None: no such filter."""
+
+    min_duration: float | None = None
+    """Seconds."""
+    max_duration: float | None = None
+    """Seconds."""
+    min_characters_per_second: float | None = None
+    max_characters_per_second: float | None = None
+    max_tokens: int | None = None
+    """Target tokens of a clip."""
+    alphabet: str | None = None
+    """Characters that texts may have after normalisation, besides the space."""
+    min_level: float | None = None
+    """Root mean square in dB of full scale; silence lies below -60."""
+    max_clipped: float | None = None
+    """Share of the samples at full scale."""
+    min_sample_rate: int | None = None
+    """Hz, of the file."""
+    max_channels: int | None = None
+    """Of the file."""
+
+    def check_duration(self, seconds: float) -> None:
+        """Raises FilteredClip for a clip that is too short or too long."""
+        if self.min_duration is not None and seconds < self.min_duration:
+            raise FilteredClip("shorter_than_min_duration")
+        if self.max_duration is not None and seconds > self.max_duration:
+            raise FilteredClip("longer_than_max_duration")
+
+    def check_text(self, text: str, tokens: int) -> None:
+        """Raises FilteredClip for a normalised text that has other characters, or too many tokens."""
+        if self.alphabet is not None and not set(text) <= {*self.alphabet, " "}:
+            raise FilteredClip("outside_alphabet")
+        if self.max_tokens is not None and tokens > self.max_tokens:
+            raise FilteredClip("more_than_max_tokens")
+
+    def check_pace(self, characters: int, seconds: float) -> None:
+        """Raises FilteredClip where a text is too short or too long for its audio."""
+        pace = characters / max(seconds, 1e-3)
+        if self.min_characters_per_second is not None and pace < self.min_characters_per_second:
+            raise FilteredClip("fewer_than_min_characters_per_second")
+        if self.max_characters_per_second is not None and pace > self.max_characters_per_second:
+            raise FilteredClip("more_than_max_characters_per_second")
+
+    @property
+    def on_samples(self) -> bool:
+        """Whether `check_samples` computes with them."""
+        return self.min_level is not None or self.max_clipped is not None
+
+    def check_samples(self, samples_SC: np.ndarray, rate: int) -> None:
+        """Raises FilteredClip for audio of too low a rate, too many channels, silence or clipping.
+
+        Args:
+            samples_SC: (S,) or (S, C), as in the file; float32 where `on_samples`.
+            rate: Hz.
+        """
+        if self.min_sample_rate is not None and rate < self.min_sample_rate:
+            raise FilteredClip("below_min_sample_rate")
+        if self.max_channels is not None and samples_SC.ndim == 2 and samples_SC.shape[1] > self.max_channels:
+            raise FilteredClip("more_than_max_channels")
+        if self.min_level is not None and level(samples_SC) < self.min_level:
+            raise FilteredClip("below_min_level")
+        if self.max_clipped is not None and float(np.mean(np.abs(samples_SC) >= FULL_SCALE)) > self.max_clipped:
+            raise FilteredClip("more_than_max_clipped")
+
+
+def level(samples_SC: np.ndarray) -> float:
+    """Root mean square of samples of any shape, in dB of full scale; -300 for silence."""
+    power = float(np.mean(np.square(samples_SC, dtype=np.float64))) if samples_SC.size else 0.0
+    return 10 * float(np.log10(max(power, 1e-30)))
+
+
+def parse_filters(value: Any, key: str, base: Filters | None = None) -> Filters:
+    """Filters from a mapping of the run file.
+
+    Args:
+        value: a mapping, or None.
+        key: where it stands, for messages.
+        base: filters whose bounds hold where the mapping has none.
+
+    Raises:
+        UserError: an unknown name, or a bound of the wrong type.
+    """
+    known = {f.name: f.type for f in fields(Filters)}
+    if value is not None and not isinstance(value, dict):
+        raise UserError(f"{key}: a mapping of filters is expected, found {value!r}.")
+    given = dict(value or {})
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise UserError(f"{key}: there is no filter {', '.join(unknown)}; there are {', '.join(known)}.")
+    for name, bound in given.items():
+        text = name == "alphabet"
+        fits = isinstance(bound, str if text else int | float) and not isinstance(bound, bool)
+        if bound is not None and not fits:
+            raise UserError(f"{key}.{name}: {'a text' if text else 'a number'} is expected, found {bound!r}.")
+    return replace(base or Filters(), **given)

@@ -1,0 +1,58 @@
+"""Rows that a check has found unfit, by their place: `data.leave_out`."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+
+from finetune.errors import UserError
+
+DUPLICATE = "duplicate_id"
+REASONS = (DUPLICATE, "in_leave_out")
+
+
+class LeaveOut:
+    """What a file such as the check's problems.jsonl names: 9 bytes a row in memory.
+
+    Args:
+        file: JSON lines, each with the `source` of a row (its file and its line or row there, as quarantine.jsonl tells it) and
+            the `reason`.
+        key: where the file is named, for messages.
+
+    Raises:
+        UserError: the file cannot be read, or a line of it is of another form.
+    """
+
+    def __init__(self, file: str, key: str):
+        hashes, kinds = [], []
+        self.files = set()
+        try:
+            with Path(file).open(encoding="utf-8") as lines:
+                for number, line in enumerate(lines, 1):
+                    row = json.loads(line)
+                    place = row["source"]
+                    self.files.add(place.rsplit(" ", 2)[0])
+                    hashes.append(hash_of(place))
+                    kinds.append(REASONS.index(DUPLICATE) if row.get("reason") == DUPLICATE else 1)
+        except OSError as error:
+            raise UserError(f"{key}: {file} cannot be read: {error.strerror or error}.") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f'{key}: line {number} of {file} is no {{"source": "FILE line N", "reason": "..."}}, as the check writes it.'
+            ) from error
+        order = np.argsort(np.array(hashes, dtype=np.uint64))
+        self.hashes = np.array(hashes, dtype=np.uint64)[order]
+        self.kinds = np.array(kinds, dtype=np.uint8)[order]
+
+    def reason(self, place: str) -> str | None:
+        """Why a row is left out; None where it is not."""
+        wanted = np.uint64(hash_of(place))
+        found = int(np.searchsorted(self.hashes, wanted))
+        there = found < len(self.hashes) and self.hashes[found] == wanted
+        return REASONS[self.kinds[found]] if there else None
+
+
+def hash_of(name: str) -> int:
+    """64 bits of a text, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")

@@ -1,0 +1,39 @@
+"""What a stream does with the rows of its sources."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from finetune.data.augment import Augmentation
+from finetune.data.buffer import BatchLimits
+from finetune.data.leave_out import LeaveOut
+
+
+@dataclass
+class StreamOptions:
+    """How rows become batches."""
+
+    limits: BatchLimits
+    sample_rate: int
+    seed: int = 0
+    shuffle: bool = True
+    interleave: bool = False
+    """Give neighbouring rows to different lanes, so that without `shuffle` a step sees the same clips with any number of ranks."""
+    shuffle_buffer_size: int = 2048
+    """Clips that wait in the buffer of a lane."""
+    shuffle_buffer_bytes: int = 2**28
+    """Audio that waits there, as it lies in the files."""
+    group_by_duration: bool = False
+    max_samples: int = -1
+    skip_samples: int = 0
+    text_normalization: str = "none"
+    keep_empty_text: bool = False
+    check_durations: bool = False
+    """Put clips in quarantine whose audio is not as long as their row says."""
+    frame_rate: float = 12.5
+    """Encoder frames a second, for the cells of the alignment lattice."""
+    augmentation: Augmentation = Augmentation()
+    leave_out: LeaveOut | None = None
+    fits: Callable[[list[int], list[int]], list[bool]] | None = None
+    """(samples, tokens) of several clips -> whether an alignment exists of each; clips without one are left out."""
+    read_retries: int = 5
+    """Attempts after a failed read of what is not local."""

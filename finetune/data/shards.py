@@ -1,0 +1,225 @@
+"""Shards: parts of a source that are read from any row on, without reading what lies before them where the format allows it."""
+
+import glob
+import io
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import fsspec
+import numpy as np
+
+MANIFEST_CHUNK_BYTES = 2**18  # some thousand lines: a limit on the samples takes whole chunks in random order
+SMALLEST_CHUNK_BYTES = 2**12
+CHUNKS_OF_A_SMALL_MANIFEST = 64
+SCAN_BYTES = 2**22
+PARQUET_BUFFER_BYTES = 2**23
+ROWS_AT_ONCE = 16
+FOOTERS_AT_ONCE = 16
+BAD_LINE = "(bad line)"  # no key of a manifest
+
+Row = dict[str, Any]
+NumberedRows = Iterator[tuple[int, Row]]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of a source.
+
+    Attributes:
+        file: what it is a part of.
+        unit: "line", counted from 1, or "row", counted from 0.
+        first: number of its first row in the file.
+        rows: how many rows it has, blank lines included; None where only reading tells.
+        read: from a row's number within the shard to the rows from there on, each with its number.
+    """
+
+    file: str
+    unit: str
+    first: int
+    rows: int | None
+    read: Callable[[int], NumberedRows]
+
+    def place(self, row: int) -> str:
+        """Where a row stands, for people."""
+        return f"{self.file} {self.unit} {self.first + row}"
+
+
+# ---- manifests -----------------------------------------------------------------------------------------------------
+
+
+def manifest_shards(path: str, chunk_bytes: int | None = None) -> tuple[list[Shard], int]:
+    """Chunks of a NeMo manifest that begin and end at line breaks, and the number of lines that are not blank.
+
+    The file is read once for its line breaks, a gigabyte in a few seconds.
+
+    Args:
+        path: local, or a URL that fsspec reads.
+        chunk_bytes: length of a chunk; None chooses by the length of the file.
+    """
+    breaks, size, blank = line_breaks(path)
+    chunk = chunk_bytes or min(max(size // CHUNKS_OF_A_SMALL_MANIFEST, SMALLEST_CHUNK_BYTES), MANIFEST_CHUNK_BYTES)
+    ends = breaks + 1
+    # The line break at or behind each multiple of the chunk's length ends a chunk.
+    last_lines = np.unique(np.searchsorted(ends, np.arange(chunk, size + chunk, chunk)).clip(max=len(ends) - 1))
+    bounds = [(0, 0), *((int(ends[i]), i + 1) for i in last_lines.tolist())]
+    shards = []
+    for (start, first), (end, behind) in pairwise(bounds):
+        shards.append(Shard(path, "line", first + 1, behind - first, partial(read_manifest_chunk, path, start, end)))
+    return shards, len(ends) - blank
+
+
+def line_breaks(path: str) -> tuple[np.ndarray, int, int]:
+    """Offsets of a file's line breaks (one is added behind a last line without), its bytes, and the number of blank lines."""
+    found, offset, last = [], 0, b""
+    with fsspec.open(path, "rb") as file:
+        while block := file.read(SCAN_BYTES):
+            found.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == 10) + offset)
+            offset += len(block)
+            last = block[-1:]
+    if last not in (b"", b"\n"):
+        found.append(np.array([offset]))
+    breaks = np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+    # Lines of no character, or of a carriage return; lines of white space only are told when they are read.
+    short = np.flatnonzero(np.diff(breaks, prepend=-1) <= 2)
+    blank = 0
+    if len(short):
+        with fsspec.open(path, "rb") as file:
+            for i in short:
+                start = int(breaks[i - 1]) + 1 if i else 0
+                file.seek(start)
+                blank += not file.read(int(breaks[i]) - start).strip()
+    return breaks, offset, blank
+
+
+def read_manifest_chunk(path: str, start: int, end: int, first: int = 0) -> NumberedRows:
+    """Rows of a part of a manifest, from a line of it on. Blank lines have a number and are no rows."""
+    if "://" in path:  # in one request; a remote file's readline fetches and searches a block of megabytes
+        system, inner = fsspec.core.url_to_fs(path)
+        content = system.cat_file(inner, start=start, end=end)
+    else:
+        with open(path, "rb") as file:
+            file.seek(start)
+            content = file.read(end - start)
+    for number, line in enumerate(io.BytesIO(content)):
+        if number >= first and line.strip():
+            yield number, parse_line(line)
+
+
+def lines_of(path: str) -> Iterator[bytes]:
+    """Lines of a file here or elsewhere, with their ends."""
+    rest = b""
+    with fsspec.open(path, "rb") as file:
+        while block := file.read(SCAN_BYTES):
+            *lines, rest = (rest + block).split(b"\n")
+            yield from (line + b"\n" for line in lines)
+    if rest:
+        yield rest
+
+
+def parse_line(line: bytes) -> Row:
+    """The row of a manifest's line; for a line that cannot be read, a row whose BAD_LINE says why."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return {BAD_LINE: f"the line is not valid JSON: {error}"}
+    return row if isinstance(row, dict) else {BAD_LINE: "the line is not valid JSON: it is not a JSON object"}
+
+
+# ---- parquet -------------------------------------------------------------------------------------------------------
+
+
+def parquet_shards(files: list[str], columns: list[str]) -> list[Shard]:
+    """One shard a row group, so that reading can begin in the middle of a file; row groups without rows are left out.
+
+    Args:
+        files: paths, or URLs that fsspec reads.
+        columns: those that are read.
+
+    Raises:
+        OSError, pyarrow.ArrowInvalid: a file that is not there, or no parquet file.
+    """
+    with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
+        counts = list(pool.map(row_groups_of, files))
+    shards = []
+    for file, rows_of_groups in zip(files, counts, strict=True):
+        first = 0
+        for group, rows in enumerate(rows_of_groups):
+            if rows:
+                shards.append(Shard(file, "row", first, rows, partial(read_row_group, file, group, columns)))
+            first += rows
+    return shards
+
+
+def row_groups_of(file: str) -> list[int]:
+    """Rows of each row group of a parquet file."""
+    import pyarrow.parquet as pq
+
+    with fsspec.open(file, "rb") as opened:
+        footer = pq.read_metadata(opened)
+    return [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
+
+
+def read_row_group(file: str, group: int, columns: list[str], first: int = 0) -> NumberedRows:
+    """Rows of a row group from one on."""
+    import pyarrow.parquet as pq
+
+    with fsspec.open(file, "rb") as opened:
+        # With a buffer pyarrow reads pages as it goes along; without one it would read the whole column of the group at once.
+        parquet = pq.ParquetFile(opened, buffer_size=PARQUET_BUFFER_BYTES)
+        present = [name for name in columns if name in parquet.schema_arrow.names]
+        number = 0
+        for batch in parquet.iter_batches(batch_size=ROWS_AT_ONCE, row_groups=[group], columns=present):
+            if number + len(batch) > first:
+                skipped = max(first - number, 0)
+                yield from enumerate(batch.slice(skipped).to_pylist(), number + skipped)
+            number += len(batch)
+
+
+# ---- everything else that `datasets` reads -------------------------------------------------------------------------
+
+
+def dataset_shards(dataset: Any, names: list[str]) -> list[Shard]:
+    """The shards of a `datasets.IterableDataset`, whose numbers of rows are not known."""
+    count = dataset.num_shards
+    return [Shard(names[i], "row", 0, None, partial(read_dataset_shard, dataset, count, i)) for i in range(count)]
+
+
+def read_dataset_shard(dataset: Any, count: int, index: int, first: int = 0) -> NumberedRows:
+    """Rows of a shard from one on; those before it are read and let go.
+
+    `IterableDataset.__iter__` would give rows to the first DataLoader worker only; `iter` leaves the sharding to the caller.
+    """
+    shard = dataset.shard(num_shards=count, index=index)
+    number = first
+    for columns in (shard.skip(first) if first else shard).iter(batch_size=ROWS_AT_ONCE):
+        for values in zip(*columns.values(), strict=True):
+            yield number, dict(zip(columns, values, strict=True))
+            number += 1
+
+
+def arrow_shards(dataset: Any, name: str, rows: int = 1000) -> list[Shard]:
+    """Stretches of a `datasets.Dataset` on the disk."""
+    starts = range(0, len(dataset), rows)
+    return [
+        Shard(name, "row", start, min(rows, len(dataset) - start), partial(read_stretch, dataset, start, rows))
+        for start in starts
+    ]
+
+
+def read_stretch(dataset: Any, start: int, rows: int, first: int = 0) -> NumberedRows:
+    """Rows of a stretch from one on."""
+    for number in range(first, min(rows, len(dataset) - start)):
+        yield number, dataset[start + number]
+
+
+def expand(path: str) -> list[str]:
+    """Files that a path or URL with wildcards names, sorted."""
+    if "://" not in path:
+        return sorted(glob.glob(path, recursive=True))
+    system, inner = fsspec.core.url_to_fs(path)
+    return sorted(system.unstrip_protocol(name) for name in system.glob(inner))

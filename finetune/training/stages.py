@@ -1,0 +1,158 @@
+"""A plan of stages: the same run on more and more of the data, each stage judged before the next one begins."""
+
+import itertools
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.errors import UserError
+
+log = logging.getLogger(__name__)
+
+SECTIONS = ("model", "data", "training")
+OWN_KEYS = ("max_samples", "seen")
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """One stage.
+
+    Attributes:
+        number: from 1 on.
+        folder: its training.output_dir.
+        settings: what it sets over the run file, the strategies and the command line, in nested form.
+    """
+
+    number: int
+    folder: Path
+    settings: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"stage {self.number}"
+
+
+def stages_of(stages: list[Any], output_dir: Path) -> list[Stage]:
+    """The stages of `training.stages`.
+
+    Each trains in a directory of its own and begins with the model of the one before.
+
+    Raises:
+        UserError: an entry that is no stage, or one with less data than the one before that is to skip what was seen.
+    """
+    found: list[Stage] = []
+    limit_before = 0
+    for number, entry in enumerate(stages, 1):
+        key = f"training.stages, stage {number}"
+        if not isinstance(entry, dict) or set(entry) - {*SECTIONS, *OWN_KEYS}:
+            raise UserError(f"{key}: a mapping of {', '.join((*OWN_KEYS, *SECTIONS))} is expected, found {entry!r}.")
+        settings = {name: dict(entry.get(name) or {}) for name in SECTIONS}
+        folder = output_dir / f"stage-{number}"
+        if "max_samples" in entry:
+            settings["data"]["max_samples"] = entry["max_samples"]
+        limit = settings["data"].get("max_samples", -1)
+        seen = entry.get("seen", "repeat")
+        if seen not in ("repeat", "skip"):
+            raise UserError(f"{key}: seen is repeat or skip, found {seen!r}.")
+        if seen == "skip":
+            if limit_before < 0 or 0 <= limit <= limit_before:
+                raise UserError(
+                    f"{key}: nothing is left where the {limit_before} clips of the stage before are skipped. Set a larger max_samples, "
+                    "or seen: repeat."
+                )
+            settings["data"]["skip_samples"] = limit_before
+        if found:
+            settings["model"].setdefault("name", str(found[-1].folder))
+        settings["training"]["output_dir"] = str(folder)
+        found.append(Stage(number, folder, settings))
+        limit_before = limit
+    return found
+
+
+def run_stages(
+    stages: list[Stage], train: Callable[[Stage], Any], *, resume: Any, margin: float, only: int | None = None
+) -> None:
+    """Trains stage after stage. One that has been finished is not run again on resume.
+
+    Args:
+        stages: from `stages_of`.
+        train: trains one of them.
+        resume: `training.resume_from_checkpoint`: whether stages that are done stay as they are, and one that was begun goes on.
+        margin: by how much WER may be worse than after the stage before.
+        only: number of the one stage to run.
+
+    Raises:
+        UserError: WER got worse than the margin; the stage before `only` has not been finished; or a checkpoint is named.
+    """
+    if not isinstance(resume, bool):
+        raise UserError(
+            "training.resume_from_checkpoint: a plan of stages goes on by itself with true. To continue from a checkpoint of "
+            "one stage, remove the later ones and take true."
+        )
+    if only is not None and not 1 <= only <= len(stages):
+        raise UserError(f"--stage {only}: the plan has stages 1 to {len(stages)}.")
+    for stage in stages if only is None else [stages[only - 1]]:
+        previous = stages[stage.number - 2] if stage.number > 1 else None
+        before = agreed(read_summary(previous.folder)) if previous else None
+        if previous and before is None:
+            raise UserError(f"--stage {stage.number}: {previous.name} has not been finished ({previous.folder}).")
+        if resume and agreed(read_summary(stage.folder)) is not None:
+            log.info("%s of %d is finished: %s", stage.name, len(stages), stage.folder)
+        else:
+            log.info("%s of %d in %s", stage.name, len(stages), stage.folder)
+            train(stage)
+            set_aside(stages[stage.number :])
+        judge(stage, agreed(read_summary(stage.folder)) or {}, before, margin)
+
+
+def set_aside(stages: list[Stage]) -> None:
+    """Renames what later stages left: it came from an older model of the stage that has just been trained."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
+        return
+    for stage in stages:
+        if stage.folder.exists():
+            aside = next(
+                p
+                for n in itertools.count(1)
+                if not (p := stage.folder.with_name(f"{stage.folder.name}.old-{n}")).exists()
+            )
+            stage.folder.rename(aside)
+            log.warning("%s came from an older model of the stage before: its folder is %s now", stage.name, aside)
+
+
+def agreed(value: Any) -> Any:
+    """What the first process found, for all of them: a file system may show others an older state."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return value
+    values = [value]
+    torch.distributed.broadcast_object_list(values)
+    return values[0]
+
+
+def judge(stage: Stage, done: dict[str, Any], before: dict[str, Any] | None, margin: float) -> None:
+    """Stops the plan where a stage made the model worse by more than the margin."""
+    now, then = done.get("wer_after"), before.get("wer_after") if before else done.get("wer_before")
+    if before and None not in (done.get("best_validation_wer"), before.get("best_validation_wer")):
+        now, then = done["best_validation_wer"], before["best_validation_wer"]
+    if now is None or then is None:
+        log.warning("stage %d cannot be judged: data.validation or data.test is needed for that", stage.number)
+        return
+    log.info("%s: WER %.3f, %.3f before it", stage.name, now, then)
+    if now > then + margin:
+        raise UserError(
+            f"stage {stage.number} made WER worse, {then:.3f} to {now:.3f}, more than training.stage_margin={margin:g}: the plan stops. "
+            f"The model before it is that of {'the base' if before is None else f'stage {stage.number - 1}'}.",
+            exit_code=1,
+        )
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """summary.json of a finished run; None where there is none."""
+    file = folder / "summary.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
