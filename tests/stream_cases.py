@@ -4,6 +4,7 @@ import functools
 import io
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,3 +96,32 @@ def same_batches(first: list[Batch], second: list[Batch]) -> bool:
             if (x is None) != (y is None) or (x is not None and not torch.equal(x, y)):
                 return False
     return True
+
+
+def check_resume(make: Callable[[], ClipStream], epoch: int, cuts: list[int] | None) -> None:
+    """A stream that is stopped after some batches of an epoch and made anew goes on as if it had not been.
+
+    Args:
+        make: makes the stream anew.
+        epoch: in which epoch it is stopped.
+        cuts: after how many batches, negative ones from the end; None for each number of batches.
+    """
+    unbroken = make()
+    for _ in range(epoch):
+        unbroken.next_epoch()
+    whole, following = read_epoch(unbroken), read_epoch(unbroken)
+    assert len(whole) > 8
+    for cut in range(len(whole) + 1) if cuts is None else [c % (len(whole) + 1) for c in cuts]:
+        stopped = make()
+        for _ in range(epoch):
+            stopped.next_epoch()
+        iterator = stopped.batches()
+        head = [next(iterator) for _ in range(cut)]
+        state = json.loads(json.dumps(stopped.state_dict()))
+        del iterator
+        resumed = make()
+        assert resumed.load_state_dict([state]) == []
+        assert same_batches(head + list(resumed.batches()), whole), f"cut after {cut} batches"
+        if cut == len(whole) // 2 or (cuts and cut == cuts[0]):
+            resumed.next_epoch()
+            assert same_batches(list(resumed.batches()), following), f"the epoch after the cut at {cut}"

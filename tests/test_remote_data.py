@@ -15,10 +15,11 @@ import pytest
 from conftest import ROOT, read_lines, write_manifest
 from hub_server import serve
 from moto.server import ThreadedMotoServer
-from stream_cases import ROWS, all_ids, ids, make_stream, read_epoch
+from stream_cases import ROWS, all_ids, check_resume, ids, make_stream, read_epoch, same_batches
 
 from finetune.data import sources
 from finetune.data.shards import manifest_shards
+from finetune.data.stream import ClipStream
 from finetune.data.tarred import expand_ranges
 from finetune.errors import UserError
 
@@ -208,6 +209,48 @@ def test_tarred_data_sets(tarred: Path, corpus: Path, manifest: str) -> None:
     assert lengths["clip07"] == pytest.approx(rows["clip07"]["duration"] * 16_000, abs=1)
     parts = [ids(read_epoch(make_stream(value, rank=rank, ranks=4))) for rank in range(4)]
     assert sorted(i for part in parts for i in part) == sorted(ids(whole))
+
+
+@pytest.mark.parametrize("group_by_duration", [False, True])
+def test_tarred_data_sets_go_on(tarred: Path, group_by_duration: bool) -> None:
+    value = {"path": str(tarred / "common.jsonl"), "tarred_audio": str(tarred / "audio_{0..2}.tar")}
+    check_resume(lambda: make_stream(value, group_by_duration=group_by_duration), 1, [4, 1, -2])
+
+
+@pytest.mark.parametrize(("before", "after"), [((1, 0), (1, 0)), ((2, 0), (1, 0)), ((1, 0), (3, 0)), ((2, 2), (2, 2))])
+def test_webdataset_shards_go_on(
+    corpus: Path, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    """Nobody tells how many rows these have."""
+    rows = read_lines(corpus / "manifest.jsonl")
+    for shard in range(3):
+        with tarfile.open(tmp_path / f"s-{shard}.tar", "w") as tar:
+            for row in rows[shard::3]:
+                add(tar, f"{row['id']}.flac", (corpus / row["audio_filepath"]).read_bytes())
+                add(tar, f"{row['id']}.txt", row["text"].encode())
+
+    def streams(ranks: int, workers: int) -> list[ClipStream]:
+        path = str(tmp_path / "s-*.tar")
+        return [make_stream(path, rank=r, ranks=ranks, workers=workers) for r in range(ranks)]
+
+    seen, states = [], []
+    unbroken = [read_epoch(stream) for stream in streams(*before)]
+    for stream in streams(*before):
+        seen.append([batch for _, batch in zip(range(3), stream.batches())])
+        states.append(json.loads(json.dumps(stream.state_dict())))
+    rest = []
+    for stream in streams(*after):
+        stream.load_state_dict(states)
+        rest.append(read_epoch(stream))
+    if before == after:
+        for whole, first, second in zip(unbroken, seen, rest, strict=True):
+            assert same_batches(first + second, whole)
+    assert sorted(i for part in [*seen, *rest] for i in ids(part)) == all_ids()
+
+
+@pytest.mark.parametrize("path", ["manifest.jsonl", "train-*.parquet"])
+def test_s3_goes_on(bucket: str, path: str) -> None:
+    check_resume(lambda: make_stream(f"{bucket}/{path}", group_by_duration=True), 0, [5])
 
 
 def test_tarred_data_sets_that_are_refused(tarred: Path) -> None:

@@ -3,13 +3,12 @@
 import itertools
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import write_manifest
-from stream_cases import all_ids, ids, make_stream, read_epoch, same_batches
+from stream_cases import all_ids, check_resume, ids, make_stream, read_epoch, same_batches
 
 from finetune.data.stream import ClipStream
 
@@ -25,35 +24,6 @@ def long_manifest(corpus: Path) -> Path:
 
 
 MIXTURE = [{"path": "spoiled.jsonl", "weight": 2}, {"path": "shards", "weight": 1, "split": "validation"}]
-
-
-def check_resume(make: Callable[[], ClipStream], epoch: int, cuts: list[int] | None) -> None:
-    """A stream that is stopped after some batches of an epoch and made anew goes on as if it had not been.
-
-    Args:
-        make: makes the stream anew.
-        epoch: in which epoch it is stopped.
-        cuts: after how many batches, negative ones from the end; None for each number of batches.
-    """
-    unbroken = make()
-    for _ in range(epoch):
-        unbroken.next_epoch()
-    whole, following = read_epoch(unbroken), read_epoch(unbroken)
-    assert len(whole) > 8
-    for cut in range(len(whole) + 1) if cuts is None else [c % (len(whole) + 1) for c in cuts]:
-        stopped = make()
-        for _ in range(epoch):
-            stopped.next_epoch()
-        iterator = stopped.batches()
-        head = [next(iterator) for _ in range(cut)]
-        state = json.loads(json.dumps(stopped.state_dict()))
-        del iterator
-        resumed = make()
-        assert resumed.load_state_dict([state]) == []
-        assert same_batches(head + list(resumed.batches()), whole), f"cut after {cut} batches"
-        if cut == len(whole) // 2 or (cuts and cut == cuts[0]):
-            resumed.next_epoch()
-            assert same_batches(list(resumed.batches()), following), f"the epoch after the cut at {cut}"
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
