@@ -34,8 +34,8 @@ def truncated(path: Path, **options: Any) -> None:
 
 BAD_AUDIO: dict[str, tuple[Any, str]] = {
     "truncated.wav": (truncated, "the row says 4.00 s, the audio has"),
-    "truncated.flac": (truncated, ""),
-    "truncated.ogg": (lambda path: truncated(path, subtype="OPUS"), ""),
+    "truncated.flac": (truncated, "flac decoder lost sync"),
+    "truncated.ogg": (lambda path: truncated(path, subtype="OPUS"), "the row says 4.00 s, the audio has 0.97 s"),
     "zero.wav": (lambda path: path.write_bytes(b""), "the audio is empty (0 bytes)"),
     "text.wav": (lambda path: path.write_text("this is a text file\n" * 200), "the audio cannot be decoded"),
     "nan.wav": (lambda path: soundfile.write(path, np.full(4 * RATE, np.nan), RATE, subtype="FLOAT"), "not finite"),
@@ -206,7 +206,7 @@ def test_rows_that_waited_are_read_again(no_waiting: list[int]) -> None:
         fetch(group, {(0, 30)}, retries=2)
 
 
-def test_a_broken_shard_is_put_last_and_then_named(corpus: Path, tmp_path: Path) -> None:
+def test_a_broken_shard_is_put_last_and_then_named(corpus: Path, tmp_path: Path, capfd: Any, caplog: Any) -> None:
     """All other shards are read before the run hears of it."""
     whole = [pq.read_table(p) for p in sorted((corpus / "shards/data").glob("train-*"))]
     for i, file in enumerate(sorted((corpus / "shards/data").glob("train-*"))):
@@ -222,6 +222,9 @@ def test_a_broken_shard_is_put_last_and_then_named(corpus: Path, tmp_path: Path)
             ).batches()
         )
         assert f"{broken} cannot be read from row" in batches[-1].error
+        said = caplog.text + capfd.readouterr().err
+        caplog.clear()
+        assert "it is tried again when the rest is read" in said
         read = set(ids(batches))
         assert len(set(all_ids()) - lost - read) <= 1  # what waited in the buffer when the end was met
         assert read - set(all_ids()) == set()
