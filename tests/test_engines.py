@@ -153,8 +153,8 @@ def test_fsdp2(trainings, clips, uneven, tmp_path):
     assert curve(tmp_path / "resumed") == curve(tmp_path / "fsdp2")[SAVED:]
     same(curve(tmp_path / "checkpointed"), curve(tmp_path / "adamw")[:6], rel=1e-5)
     check_model_file(tmp_path / "fsdp2")
-    # Losses agree to 1e-7; norms drift with BatchNorm over few clips.
-    check_rough(tmp_path, "rough_fsdp2", rel=1e-4, compared="")
+    # Norms are summed over shards: their rounding scales the clipped gradients, and Adam makes whole steps of gradients near zero.
+    check_rough(tmp_path, "rough_fsdp2", rel=1e-4, compared="running_var")
 
 
 def check_rough(folder: Path, name: str, rel: float, compared: str) -> None:
