@@ -110,7 +110,7 @@ def test_speed() -> None:
 
 @pytest.mark.parametrize("content", [b"no audio", None], ids=["broken", "silent"])
 def test_files_that_add_nothing_leave_the_clip_as_it_is(
-    tmp_path: Path, capfd: Any, caplog: Any, content: bytes | None
+    tmp_path: Path, messages: list[str], content: bytes | None
 ) -> None:
     file = tmp_path / "a.wav"
     soundfile.write(file, np.zeros(RATE), RATE)
@@ -121,7 +121,7 @@ def test_files_that_add_nothing_leave_the_clip_as_it_is(
         {n: v for name in names for n, v in ((name, 1.0), (f"{name}_folder", str(tmp_path)))}
     )
     assert np.array_equal(augment(tone(1.0), RATE, settings, (1,)), tone(1.0))
-    assert (str(file) in caplog.text + capfd.readouterr().err) == bool(content)
+    assert any(str(file) in said for said in messages) == bool(content)
 
 
 def test_gain_stays_within_full_scale() -> None:
