@@ -15,14 +15,17 @@ in total variation, so every posterior does, and each cell outside has an occupa
 Shape suffixes: B batch, T encoder frames, U target tokens, V vocabulary, D durations, H hidden, S rows of the partial sum, N cells.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from finetune.losses import joint as joints
+from finetune.losses import lattice as lattices
 from finetune.losses import rows
 from finetune.losses.joint import Joint, Plan
-from finetune.losses.lattice import LatticeResult, forward_backward
+from finetune.losses.lattice import LatticeResult
 
 # With more of the cells in the band, computing all of them is as quick and needs no further lattices.
 WIDEST_BAND = 0.6
@@ -47,17 +50,15 @@ def arc_scores(joint: Joint) -> ArcScores:
     targets_BU = joint.next_token.view(-1, joint.U1).cpu()
     last_rows = torch.arange(plan.V, plan.outputs)
     end = 0
-    for clip, (T, U) in enumerate(zip(plan.frames, plan.tokens)):
+    for clip, T, U in clips_of(plan):
         start, end = end, end + T * (U + 1)
-        # Each token once: a row counted twice would no longer be a bound from below.
-        tokens_S, column_U = torch.unique(targets_BU[clip, :U], return_inverse=True)
+        tokens_S, column_U = distinct_tokens(targets_BU[clip, :U])
         rows_S = torch.cat([tokens_S, last_rows]).to(device, non_blocking=True)
         column_U = nn.functional.pad(column_U, (0, 1), value=0).to(device, non_blocking=True)
         weight_SH, bias_S = joint.weight[rows_S], None if joint.bias is None else joint.bias[rows_S]
         S = len(tokens_S)
         step = plan.block_cells(joint.enc.shape[1], outputs=S + 1 + D)
-        for first in range(start, end, step):
-            block = slice(first, min(first + step, end))
+        for block in (slice(*bounds) for bounds in joints.blocks(start, end, step)):
             cells = joint.cells(torch.arange(block.start, block.stop, device=device))
             hidden_NH = joint.dropped(joint.hidden(cells), joint.kept(cells))
             scores_NS = nn.functional.linear(hidden_NH, weight_SH, bias_S).to(dtype)
@@ -69,6 +70,17 @@ def arc_scores(joint: Joint) -> ArcScores:
             partial_N[block] = torch.logsumexp(scores_NS[:, : S + 1], 1)
             del cells, hidden_NH, scores_NS, position_N  # before the next block's are made
     return ArcScores(blank_N, label_N, duration_ND, partial_N)
+
+
+def clips_of(plan: Plan) -> Iterator[tuple[int, int, int]]:
+    """(number, frames, tokens) of each clip."""
+    for clip, (T, U) in enumerate(zip(plan.frames, plan.tokens)):
+        yield clip, T, U
+
+
+def distinct_tokens(targets_U: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(S,) each token once, since a row counted twice would no longer be a bound from below, and (U,) where each target's is."""
+    return torch.unique(targets_U, return_inverse=True)
 
 
 def band_lattice(joint: Joint, tolerance: float) -> tuple[torch.Tensor, LatticeResult]:
@@ -85,20 +97,23 @@ def band_lattice(joint: Joint, tolerance: float) -> tuple[torch.Tensor, LatticeR
     scores = arc_scores(joint)
     cells_B = torch.tensor([t * (u + 1) for t, u in zip(plan.frames, plan.tokens)], dtype=torch.int64)
     # Every cell outside stays below its share, so that all of them together stay below the tolerance.
-    share_N = torch.repeat_interleave(tolerance / cells_B.clamp(min=1).double(), cells_B).to(joint.enc.device)
+    share_B = tolerance / cells_B.clamp(min=1).double()
+    share_N = torch.repeat_interleave(share_B, cells_B, output_size=plan.cells).to(joint.enc.device)
     lse_N = scores.partial_N.clone()
     inside_N = torch.zeros(plan.cells, dtype=torch.bool, device=joint.enc.device)
+    inside = 0
     for _ in range(ROUNDS):
         bounds = _lattice(plan, scores, lse_N, None, posteriors=True)
         more_N = ~inside_N & ~(bounds.label_N + bounds.blank_N < share_N)  # "not below" takes in what is no number
-        fresh = torch.nonzero(more_N)[:, 0]
+        fresh = joints.cells_where(more_N)
         if len(fresh) == 0:
             return lse_N, _lattice(plan, scores, lse_N, inside_N, plan.needs_gradient)
-        if int(inside_N.sum()) + len(fresh) > WIDEST_BAND * plan.cells:
+        if inside + len(fresh) > WIDEST_BAND * plan.cells:
             break
+        inside += len(fresh)
         lse_N[fresh] = log_sum_exp(joint, fresh)
         inside_N |= more_N
-    fresh = torch.nonzero(~inside_N)[:, 0]
+    fresh = joints.cells_where(~inside_N)
     lse_N[fresh] = log_sum_exp(joint, fresh)
     return lse_N, _lattice(plan, scores, lse_N, None, plan.needs_gradient)
 
@@ -114,8 +129,8 @@ def log_sum_exp(joint: Joint, number_N: torch.Tensor) -> torch.Tensor:
         dropped_NH = joint.dropped(joint.hidden(cells), joint.kept(cells))
         return rows.log_sum_exp(joint.token_logits(dropped_NH), plan.sum_dtype)
 
-    for start in range(0, len(number_N), step):
-        lse_N[start : start + step] = of_block(number_N[start : start + step])
+    for start, end in joints.blocks(0, len(number_N), step):
+        lse_N[start:end] = of_block(number_N[start:end])
     return lse_N
 
 
@@ -127,7 +142,7 @@ def _lattice(
     blank_N, label_N = scores.blank_N - norm_N, scores.label_N - norm_N
     if inside_N is not None:
         blank_N, label_N = (x.masked_fill(~inside_N, float("-inf")) for x in (blank_N, label_N))
-    return forward_backward(
+    return lattices.forward_backward(
         blank_N,
         label_N,
         scores.duration_ND,

@@ -26,9 +26,9 @@ def dropout_mask(cell_N: torch.Tensor, H: int, probability: float, seed: int) ->
     kernel = _numba_mask() if cell_N.device.type == "cpu" else None
     if kernel is None:
         return _torch_mask(cell_N, H, threshold, seed)
-    mask = np.empty((cell_N.shape[0], H), dtype=np.bool_)
-    kernel(cell_N.contiguous().numpy(), np.uint32(threshold), np.uint32(seed), mask)
-    return torch.from_numpy(mask)
+    mask_NH = torch.empty(cell_N.shape[0], H, dtype=torch.bool)
+    kernel(cell_N.contiguous().numpy(), np.uint32(threshold), np.uint32(seed), mask_NH.numpy())
+    return mask_NH
 
 
 def _torch_mask(cell_N: torch.Tensor, H: int, threshold: int, seed: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ O joint outputs (V + 1 + D: tokens, blank, durations), N lattice cells (all of t
 import torch
 from torch.autograd.function import once_differentiable
 
+from finetune.losses import joint as joints
 from finetune.losses import rows
 from finetune.losses.band import band_lattice
 from finetune.losses.joint import Joint, Plan
@@ -47,7 +48,7 @@ class FusedTransducer(torch.autograd.Function):
         # Rows below eps^2 vanish in any sum with the others, and on a CPU their subnormal numbers cost more than all the rest.
         least = max(plan.occupancy_threshold, torch.finfo(dtype).eps ** 2)
         # "not below" keeps cells that are no number, so that a broken forward shows in the gradient.
-        kept_N = torch.nonzero(~(label_N + blank_N < least))[:, 0]
+        kept_N = joints.cells_where(~(label_N + blank_N < least))
         N, step = kept_N.shape[0], plan.block_cells(H)
 
         def add_block(which: torch.Tensor) -> None:
@@ -85,8 +86,8 @@ class FusedTransducer(torch.autograd.Function):
 
         # A function call a block: its tensors are gone before the next one's are made.
         with torch.autocast(device.type, enabled=False):
-            for start in range(0, N, step):
-                add_block(kept_N[start : start + step])
+            for start, end in joints.blocks(0, N, step):
+                add_block(kept_N[start:end])
 
         def finish(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
             return None if grad is None else grad.mul_(largest).view(like.shape).to(like.dtype)

@@ -4,7 +4,7 @@ Shape suffixes: B batch, T encoder frames, U target tokens, V vocabulary, D dura
 O joint outputs (V + 1 + D: tokens, blank, durations), N lattice cells (all of the batch, or those of one block).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -150,6 +150,17 @@ class Joint:
             grad_NH.mul_(kept_NH).mul_(1 / (1 - self.plan.dropout))
         _, activation_gradient = ACTIVATIONS[self.plan.activation]
         return activation_gradient(grad_NH, hidden_NH)
+
+
+def blocks(start: int, end: int, step: int) -> Iterator[tuple[int, int]]:
+    """Bounds of the blocks that cells are computed in. (planning/follow.py looks at the first block only.)"""
+    for first in range(start, end, step):
+        yield first, min(first + step, end)
+
+
+def cells_where(mask_N: torch.Tensor) -> torch.Tensor:
+    """(n,) numbers of the cells where the mask is set."""
+    return torch.nonzero(mask_N)[:, 0]
 
 
 def compute_dtype_of(device: torch.device, inputs: Sequence[torch.Tensor | None]) -> torch.dtype:

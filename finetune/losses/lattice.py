@@ -274,13 +274,16 @@ def _solve_numba(
     frames, tokens = np.asarray(frames_B, dtype=np.int64), np.asarray(tokens_B, dtype=np.int64)
     first_cell = np.cumsum(frames * (tokens + 1)) - frames * (tokens + 1)
     size = N if posteriors else 0
-    losses, label_post, blank_post, duration_post = np.empty(B), np.zeros(size), np.zeros(size), np.zeros((size, D))
+    # Made by torch, so that an account of its tensors sees them.
+    losses = torch.empty(B, dtype=torch.float64)
+    label_post, blank_post = torch.zeros(2, size, dtype=torch.float64)
+    duration_post = torch.zeros(size, D, dtype=torch.float64)
 
     def solve(first_clip: int, last_clip: int) -> None:
         _numba_kernel()(
             first_clip, last_clip, first_cell, frames, tokens, np.asarray(durations, dtype=np.int64), label_durations, posteriors,
             blank_N.contiguous().numpy(), label_N.contiguous().numpy(), duration_ND.contiguous().numpy(),
-            losses, label_post, blank_post, duration_post,
+            losses.numpy(), label_post.numpy(), blank_post.numpy(), duration_post.numpy(),
         )  # fmt: skip
 
     # Plain threads over released-GIL code, not numba's own: those abort when two Python threads enter them or after a fork.
@@ -293,12 +296,9 @@ def _solve_numba(
             list(pool.map(lambda clips: solve(*clips), ranges))
     else:
         solve(0, B)
-    result = torch.from_numpy(losses)
     if not posteriors:
-        return LatticeResult(result, None, None, None)
-    return LatticeResult(
-        result, torch.from_numpy(label_post), torch.from_numpy(blank_post), torch.from_numpy(duration_post)
-    )
+        return LatticeResult(losses, None, None, None)
+    return LatticeResult(losses, label_post, blank_post, duration_post)
 
 
 # ------------------------------------------------------------------------------------------------------------ Triton, on a GPU

@@ -123,7 +123,7 @@ def fused_tdt_loss(
         durations=durations,
         activation=activation,
         dropout=float(dropout),
-        seed=int(torch.randint(2**31 - 1, ())) if dropout > 0 else 0,
+        seed=draw_seed() if dropout > 0 else 0,
         sigma=0.0 if plain_rnnt else float(sigma),
         occupancy_threshold=float(occupancy_threshold),
         fastemit_lambda=float(fastemit_lambda),
@@ -134,6 +134,11 @@ def fused_tdt_loss(
     )
     losses_B = FusedTransducer.apply(enc_BTH, pred_BUH, weight_OH, bias_O, targets_BU, plan)
     return _reduce(losses_B, feasible, tokens, reduction)
+
+
+def draw_seed() -> int:
+    """Seed of the dropout masks of one call."""
+    return int(torch.randint(2**31 - 1, ()))
 
 
 class FusedTDTLoss(nn.Module):

@@ -4,6 +4,7 @@ It sees every tensor that torch's operations make, on whatever device. It does n
 workspace, arrays of numba) nor what compiled graphs allocate inside.
 """
 
+import collections
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -26,15 +27,19 @@ class TensorAccount(TorchDispatchMode):
 
     Args:
         device_type: count tensors on such devices only; None counts all.
+
+    Attributes:
+        new: the part that tensors which a step makes are counted as.
     """
 
     def __init__(self, device_type: str | None = None):
         super().__init__()
         self.device_type = device_type
-        self.parts = dict.fromkeys(PARTS, 0)
+        self.parts: dict[str, int] = collections.Counter(dict.fromkeys(PARTS, 0))
         self.total = 0
         self.peak = 0
         self.parts_at_peak = dict(self.parts)
+        self.new = "activations"
         self._part_of: dict[int, tuple[str, int]] = {}
         self._resize: Any = None
 
@@ -79,8 +84,14 @@ class TensorAccount(TorchDispatchMode):
             return
         self._part_of[key] = (part, size)
         self.parts[part] += size
+        self._look_for_a_peak()
+
+    def _look_for_a_peak(self) -> None:
         if self.total > self.peak:
             self.peak, self.parts_at_peak = self.total, dict(self.parts)
+
+    def _part_of_result(self, func: Any, args: Any, tensor: torch.Tensor) -> str:
+        return self.new
 
     def _forget(self, key: int) -> None:
         part, size = self._part_of.pop(key)
@@ -91,8 +102,9 @@ class TensorAccount(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
+                part = self._part_of_result(func, args, leaf)
                 for inner in stored_tensors(leaf):
-                    self._count(inner, "activations")
+                    self._count(inner, part)
         return result
 
 
