@@ -31,6 +31,8 @@ class Weights:
     """What belongs to no layer: subsampling, prediction network, joint."""
     optimizer: float
     optimizer_on_host: float
+    optimizer_step: float = 0.0
+    """What a step takes beside all others."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,12 @@ def peak_of_step(step: Step, weights: Weights, engine: Engine, accumulates: bool
         step: followed on one process.
         accumulates: gradients of earlier batches of the step are held through the whole step.
     """
-    found = [_with_engine(p, w, weights, engine, accumulates) for p, w in zip(step.peaks, step.without_gradients)]
+    found = []
+    for name, peak, without in zip(step.names, step.peaks, step.without_gradients):
+        if name == "step":
+            peak = {**peak, "temporary": weights.optimizer_step}
+            without = {**without, "temporary": weights.optimizer_step}
+        found.append(_with_engine(peak, without, weights, engine, accumulates))
     return max(found, key=lambda parts: sum(parts.values()))
 
 
@@ -89,6 +96,8 @@ def _with_engine(peak: Parts, without: Parts, weights: Weights, engine: Engine, 
             held = {**without, "gradients": weights.trained}
         held["optimizer"] = weights.optimizer
         return held
+    if accumulates:
+        peak = {**without, "gradients": weights.trained}
     parts = dict(peak)
     parts["optimizer"] = 0.0 if host else weights.optimizer / n
     if name.startswith("fsdp"):

@@ -26,15 +26,10 @@ from finetune.models.transducer import TransducerLossModule
 from finetune.planning.accounting import TensorAccount
 from finetune.planning.layout import Layout, Skeleton
 from finetune.strategies.encoder import apply_encoder_options
-from finetune.strategies.optimizers import build_optimizer, parameter_groups
 
 Parts = dict[str, float]
 """Bytes of parameters, weight_copies (of autocast), gradients, weight_gradients (on their way), encoder (activations), joint (and prediction
 network and loss), temporary."""
-# Optimizers whose step is followed; those of the others take no memory that counts beside their states.
-STEPS_FOLLOWED = ("adamw_foreach", "adamw_loop")
-# Optimizers that let a gradient go as soon as it is complete.
-RELEASES_GRADIENTS = ("flash_adamw_gradient_release", "cpu_offload_gradients_ao")
 # Functions that CUDA's autocast computes in float32 and the CPU's in 16 bits.
 WIDE_UNDER_CUDA_AUTOCAST = {
     torch.nn.functional.layer_norm,
@@ -66,7 +61,8 @@ class Kind:
     """The run's `model:` section."""
     precision: str
     """no, bf16 or fp16: autocast."""
-    optimizer: str
+    releases: bool
+    """A gradient is let go as soon as it is complete."""
     cuda: bool
     """Follow what the kernels of a GPU keep; else those of a CPU."""
 
@@ -272,7 +268,6 @@ class Follower:
         hooks += self._marks(account, model)
         try:
             with self.mode, _loss_at_its_worst(clips, tokens, kind.cuda):
-                optimizer = _followed_optimizer(kind, model)
                 batch = (
                     torch.empty(clips, int(seconds * self.layout.sample_rate), dtype=torch.int16),
                     torch.empty(clips, dtype=torch.int64),
@@ -286,11 +281,11 @@ class Follower:
                     with torch.autocast("cpu", precision, enabled=precision is not None):
                         losses_B = module(*batch)
                     account.enter("loss backward", "joint")
-                    (losses_B.sum() / clips).backward()
+                    loss = losses_B.sum() / clips
                     del losses_B
+                    # Not loss.backward(): a function mode is off within functions that it sees.
+                    torch.autograd.backward(loss)
                     account.enter("step", "temporary")
-                    if optimizer is not None:
-                        optimizer.step()
         finally:
             for hook in hooks:
                 hook.remove()
@@ -301,7 +296,7 @@ class Follower:
     @staticmethod
     def _gradient(account: PhaseAccount, kind: Kind) -> Any:
         def complete(p: torch.Tensor) -> None:
-            if kind.optimizer in RELEASES_GRADIENTS:
+            if kind.releases:
                 p.grad = None
             elif p.grad is not None:
                 account.add([p.grad], "gradients")
@@ -335,19 +330,6 @@ class Follower:
             hooks.append(layer.register_forward_pre_hook(before_layer, with_kwargs=True))
             hooks.append(layer.register_forward_hook(after_layer))
         return hooks
-
-
-def _followed_optimizer(kind: Kind, model: Skeleton) -> Any:
-    """An optimizer whose states exist already and are not counted, where its step takes memory of its own; else None."""
-    if kind.optimizer not in STEPS_FOLLOWED:
-        return None
-    optimizer = build_optimizer(kind.optimizer, parameter_groups(model, {}, 1e-4, 0.01), {})
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            p.grad = torch.empty_like(p)
-    optimizer.step()
-    optimizer.zero_grad()
-    return optimizer
 
 
 @contextlib.contextmanager

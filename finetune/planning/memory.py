@@ -104,10 +104,7 @@ def _with_all_layers(phases: list[Phase], follower: Follower, kind: Kind, depth:
             for n in ("encoder", "weight_copies"):
                 new[n] = new.get(n, 0) + more * grown.get(n, 0)
         elif word == "backward" or name in ("backward below the layers", "step"):
-            before = new.get("gradients", 0.0)
-            new["gradients"] = before + more * gradients
-            if name == "step" and before:  # a step over all tensors at once takes memory in proportion to them
-                new["temporary"] = new.get("temporary", 0.0) * (1 + more * gradients / before)
+            new["gradients"] = new.get("gradients", 0.0) + more * gradients
         return new
 
     def without(phase: Phase) -> Parts:
@@ -179,17 +176,16 @@ def tokens_of(tokens_a_second: float, seconds: float) -> int:
     return max(1, round(tokens_a_second * seconds))
 
 
-def measure(follower: Follower, kind: Kind, layers: int, longest: float, tokens_a_second: float) -> StepMemory:
-    """Follows steps of three lengths.
+def measure(follower: Follower, kind: Kind, layers: int, lengths: list[float], tokens_a_second: float) -> StepMemory:
+    """Follows a step of each length.
 
     Args:
         follower: of the model.
         kind: what is trained how.
         layers: Conformer layers of the model.
-        longest: seconds of the longest clip.
+        lengths: seconds of the clips, three of them, the longest first.
         tokens_a_second: of the texts.
     """
-    lengths = [longest, 0.6 * longest, 0.3 * longest]
 
     def step(clips: int, seconds: float) -> Step:
         return followed_step(follower, kind, layers, clips, seconds, tokens_of(tokens_a_second, seconds))[1]
@@ -197,7 +193,7 @@ def measure(follower: Follower, kind: Kind, layers: int, longest: float, tokens_
     steps = [step(CLIPS, seconds) for seconds in lengths]
     m = kind.options
     # The same for all that share head, precision and texts.
-    key = (kind.precision, kind.cuda, m.dtype, m.dropout, m.joint_memory_budget, longest, tokens_a_second)
+    key = (kind.precision, kind.cuda, m.dtype, m.dropout, m.joint_memory_budget, tuple(lengths), tokens_a_second)
     if key not in follower.loss_slopes:
         cells = lengths[1] * (tokens_of(tokens_a_second, lengths[1]) + 1)
         more = step(2 * CLIPS, lengths[1])

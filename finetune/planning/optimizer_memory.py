@@ -5,12 +5,20 @@ import json
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from finetune.planning.accounting import TensorAccount
 from finetune.strategies.low_bit import TORCHAO
 from finetune.strategies.optimizers import build_optimizer, state_tensors
 
 OFFLOADED_FROM = 4096  # elements; torchao's CPUOffloadOptimizer keeps smaller tensors on the GPU
 FLASH_GROUP = 32  # elements that share a scale of two bytes in flashoptim's states
+
+
+# Optimizers that let a gradient go as soon as it is complete.
+RELEASES_GRADIENTS = ("flash_adamw_gradient_release", "cpu_offload_gradients_ao")
+# Optimizers whose step takes memory beside states and gradients that counts.
+STEPS_FOLLOWED = ("adamw_foreach", "adamw_loop")
 
 
 class StateBytes(NamedTuple):
@@ -64,3 +72,30 @@ def _measured(name: str, args: str, shape: tuple[int, ...], dtype: torch.dtype, 
         parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
     return sum(tensor.untyped_storage().nbytes() for tensor in state_tensors(optimizer))
+
+
+def step_bytes(name: str, shapes: list[tuple[tuple[int, ...], str, bool, int]]) -> int:
+    """Most bytes that a step holds at once beside weights, gradients and states: followed on fake tensors.
+
+    Args:
+        name: as `training.optimizer`.
+        shapes: shape, type, whether it is an embedding, and how often, of the trained parameters.
+    """
+    if name not in STEPS_FOLLOWED:
+        return 0
+    with FakeTensorMode():
+        parameters = [
+            torch.nn.Parameter(torch.empty(tuple(shape), dtype=getattr(torch, dtype)))
+            for shape, dtype, _, times in shapes
+            for _ in range(times)
+        ]
+        optimizer = build_optimizer(name, [{"params": parameters, "lr": 1e-3, "weight_decay": 0.01}], {})
+        for p in parameters:
+            p.grad = torch.empty_like(p)
+        optimizer.step()
+        with TensorAccount() as account:
+            for p in parameters:
+                account.add([p.detach(), p.grad, *optimizer.state[p].values()], "parameters")
+            before = account.total
+            optimizer.step()
+    return account.peak - before
