@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.overrides import TorchFunctionMode
+from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -31,15 +31,15 @@ Parts = dict[str, float]
 """Bytes of parameters, weight_copies (of autocast), gradients, weight_gradients (on their way), encoder (activations), joint (and prediction
 network and loss), temporary."""
 # Functions that CUDA's autocast computes in float32 and the CPU's in 16 bits.
-WIDE_UNDER_CUDA_AUTOCAST = {
-    torch.nn.functional.layer_norm,
-    torch.nn.functional.softmax,
-    torch.nn.functional.log_softmax,
-    torch.softmax,
-    torch.log_softmax,
-    torch.Tensor.softmax,
-    torch.Tensor.log_softmax,
-}
+WIDE_UNDER_CUDA_AUTOCAST = (
+    (functional, "layer_norm"),
+    (functional, "softmax"),
+    (functional, "log_softmax"),
+    (torch, "softmax"),
+    (torch, "log_softmax"),
+    (torch.Tensor, "softmax"),
+    (torch.Tensor, "log_softmax"),
+)
 WORK = ("flops_16", "flops_32", "bytes", "launches")
 COSTS_NOTHING = {
     torch.ops.aten.empty,
@@ -50,7 +50,6 @@ COSTS_NOTHING = {
     torch.ops.aten._unsafe_view,
     torch.ops.prim.device,
 }
-DROPOUTS = {torch.nn.functional.dropout, torch.dropout}
 
 
 @dataclass(frozen=True)
@@ -137,40 +136,45 @@ class PhaseAccount(TensorAccount):
         return self.new
 
 
-class AsOnCuda(TorchFunctionMode):
-    """Follows what a GPU's kernels keep where they differ from the CPU's: masks of dropout in a byte, and what CUDA's autocast
-    leaves in float32."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in DROPOUTS:
-            bound = dict(zip(("input", "p", "training"), args), **kwargs)
-            p, training = bound.get("p", 0.5), bound.get("training", bound.get("train", True))
-            return torch.native_dropout(bound["input"], p, training)[0] if training and p > 0 else bound["input"]
-        if func in WIDE_UNDER_CUDA_AUTOCAST and torch.is_autocast_enabled("cpu"):
-            with torch.autocast("cpu", enabled=False):
-                wide = [x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
-                return func(*wide, **kwargs)
-        return func(*args, **kwargs)
-
-
 def _lstm_at_once(lstm: torch.nn.LSTM, x_UBH: torch.Tensor, state: Any = None) -> Any:
     """All steps of an LSTM in one: as many bytes as cuDNN keeps, and not an operation for each token."""
     for i in range(lstm.num_layers):
         w_ih, w_hh, b_ih, b_hh = lstm.all_weights[i]
         before_UBH = x_UBH.new_zeros(*x_UBH.shape[:2], lstm.hidden_size)
-        gates = torch.nn.functional.linear(x_UBH, w_ih, b_ih) + torch.nn.functional.linear(before_UBH, w_hh, b_hh)
+        gates = functional.linear(x_UBH, w_ih, b_ih) + functional.linear(before_UBH, w_hh, b_hh)
         enter, forget, cell, out = gates.chunk(4, -1)
         cell = torch.sigmoid(forget) * before_UBH + torch.sigmoid(enter) * torch.tanh(cell)
         x_UBH = torch.sigmoid(out) * torch.tanh(cell)
         if i + 1 < lstm.num_layers:
-            x_UBH = torch.nn.functional.dropout(x_UBH, lstm.dropout, lstm.training)
+            x_UBH = functional.dropout(x_UBH, lstm.dropout, lstm.training)
     return x_UBH, (x_UBH[-1:], x_UBH[-1:])
 
 
 @contextlib.contextmanager
 def _on_cuda() -> Iterator[None]:
-    with mock.patch.object(torch.nn.LSTM, "forward", _lstm_at_once), AsOnCuda():
+    """What a GPU's kernels keep where they differ from the CPU's: masks of dropout in a byte, what CUDA's autocast leaves in float32, and
+    an LSTM in one piece. Functions are replaced: a mode of torch's would be off where checkpointed layers are computed again."""
+
+    def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        return torch.native_dropout(input, p, training)[0] if training and p > 0 else input
+
+    def widened(function: Any) -> Any:
+        def wide(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not torch.is_autocast_enabled("cpu"):
+                return function(input, *args, **kwargs)
+            with torch.autocast("cpu", enabled=False):
+                return function(
+                    *(x.float() if isinstance(x, torch.Tensor) else x for x in (input, *args)),
+                    **{n: x.float() if isinstance(x, torch.Tensor) else x for n, x in kwargs.items()},
+                )
+
+        return wide
+
+    with contextlib.ExitStack() as stack:
+        replaced = [(torch.nn.LSTM, "forward", _lstm_at_once), (functional, "dropout", dropout)]
+        replaced += [(where, name, widened(getattr(where, name))) for where, name in WIDE_UNDER_CUDA_AUTOCAST]
+        for where, name, by in replaced:
+            stack.enter_context(mock.patch.object(where, name, by))
         yield
 
 
@@ -283,8 +287,7 @@ class Follower:
                     account.enter("loss backward", "joint")
                     loss = losses_B.sum() / clips
                     del losses_B
-                    # Not loss.backward(): a function mode is off within functions that it sees.
-                    torch.autograd.backward(loss)
+                    loss.backward()
                     account.enter("step", "temporary")
         finally:
             for hook in hooks:
