@@ -15,7 +15,7 @@ SECRET_NAME = re.compile(
 )
 # Names that hold one of these words and no secret.
 HARMLESS = re.compile(
-    r"(.*_)?tokenizers?(_\w+)?|(max|min|num|batch|total|target|padded)_tokens?|tokens?(_per_\w+)?|keys|key_?frame\w*|author\w*|(\w*_)?authors?|\w*tokens_than\w*",
+    r"(.*_)?tokenizers?(_\w+)?|(old)?pwd|(max|min|num|batch|total|target|padded)_tokens?|tokens?(_per_\w+)?|keys|key_?frame\w*|author\w*|(\w*_)?authors?|\w*tokens_than\w*",
     re.IGNORECASE,
 )
 # In running text only names that cannot be plain words.
@@ -84,7 +84,10 @@ def known_secrets(*structures: Any, environment: Mapping[str, str] | None = None
 
     for structure in structures:
         look(structure, False)
-    return {value for value in found if len(value) >= SHORTEST and not value.isdigit()}
+    # A variable such as SSH_AUTH_SOCK holds a path; a number may stand for something else elsewhere.
+    return {
+        v for v in found if len(v) >= SHORTEST and not v.isdigit() and not (v.startswith("/") and os.path.exists(v))
+    }
 
 
 def clean_text(text: str, secrets: set[str] | frozenset[str] = frozenset()) -> str:
