@@ -84,8 +84,14 @@ def what_is_wanted(arguments: argparse.Namespace) -> Wanted:
     Raises:
         UserError: a configuration that training would refuse on any machine.
     """
-    strategy = resolve_strategy(arguments.strategy)
-    config, _ = load_config(arguments.config or NEUTRAL, strategy.names, arguments.overrides)
+    project = logging.getLogger("finetune")
+    level = project.level
+    project.setLevel(logging.WARNING)  # what replaces what is told by the training
+    try:
+        strategy = resolve_strategy(arguments.strategy)
+        config, _ = load_config(arguments.config or NEUTRAL, strategy.names, arguments.overrides)
+    finally:
+        project.setLevel(level)
     precision = resolve_precision(config.training.bf16, config.training.fp16, strategy)
     config.training.bf16, config.training.fp16 = precision == "bf16", precision == "fp16"
     return Wanted(config, arguments.config, strategy.names, strategy.engine)
@@ -126,7 +132,6 @@ def verdict(lines: list[Line], wanted: Wanted) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Runs the checks and prints them; returns the exit code."""
     set_up_logging()
-    logging.getLogger("finetune").setLevel(logging.WARNING)
     started = time.perf_counter()
     width = max(min(shutil.get_terminal_size((120, 24)).columns, 140), 70)
     printed: list[str] = []

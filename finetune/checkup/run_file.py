@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from finetune.checkup.hub import cached_model, is_hub_data, is_hub_name
 from finetune.checkup.lines import Line, Wanted, fault, ok, reason_of, warning
+from finetune.checkup.secrets import clean_urls
 from finetune.checkup.system import parameters_of
 from finetune.errors import UserError
 from finetune.strategies.accelerate_files import number_of_processes
@@ -137,7 +138,7 @@ def data(wanted: Wanted) -> list[Line]:
             lines.append(
                 ok(
                     name,
-                    f"{', '.join(paths[:3])}{' ...' if len(paths) > 3 else ''}"
+                    f"{clean_urls(', '.join(paths[:3]))}{' ...' if len(paths) > 3 else ''}"
                     + (f" ({remote} remote, not asked)" if remote else ""),
                 )
             )
@@ -175,7 +176,7 @@ def output_disk(wanted: Wanted) -> list[Line]:
     given = wanted.config_file is not None
     target = Path(wanted.config.training.output_dir) if given else Path.cwd()
     folder = target.absolute()
-    while not folder.is_dir():
+    while not folder.exists():
         folder = folder.parent
     name = "training.output_dir" if given else "disk here"
     try:

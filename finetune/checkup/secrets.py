@@ -90,6 +90,12 @@ def known_secrets(*structures: Any, environment: Mapping[str, str] | None = None
     }
 
 
+def clean_urls(text: str) -> str:
+    """A text whose URLs have no passwords and no values behind their question marks, where signatures stand."""
+    text = USER_INFO.sub(f"{REMOVED}@", text)
+    return QUERY.sub(lambda found: "?" + re.sub(r"=[^&]*", f"={REMOVED}", found[1]), text)
+
+
 def clean_text(text: str, secrets: set[str] | frozenset[str] = frozenset()) -> str:
     """A text without secrets, home directory, user and host.
 
@@ -100,8 +106,7 @@ def clean_text(text: str, secrets: set[str] | frozenset[str] = frozenset()) -> s
         text = text.replace(value, REMOVED)
     text = TOKENS.sub(REMOVED, text)
     text = BEARER.sub(rf"\1 {REMOVED}", text)
-    text = USER_INFO.sub(f"{REMOVED}@", text)
-    text = QUERY.sub(lambda found: "?" + re.sub(r"=[^&]*", f"={REMOVED}", found[1]), text)
+    text = clean_urls(text)
     text = ASSIGNED.sub(_without_value, text)
     for pattern, instead in _personal():
         text = pattern.sub(instead, text)

@@ -81,7 +81,7 @@ def _model(imported: Import) -> None:
             imported.set("model.name", value, source)
             if source == "init_from_pretrained_model" and "/" not in str(value):
                 imported.set("model.name", f"nvidia/{value}", f"{source} {value}, as the hub names it")
-    layout = isinstance(imported.tree.get("model", {}).get("encoder"), dict)
+    layout = bool(imported.section("model.encoder"))
     if "model.name" not in imported.settings and layout:
         imported.set(
             "model.name", str(imported.file), "no init_from_...: the layout of this file, with random weights"
@@ -101,15 +101,16 @@ def _model(imported: Import) -> None:
         if imported.get(f"model.{section}.{name}"):
             why = "a change of vocabulary is not supported yet: the model keeps its tokenizer"
             imported.leave(f"model.{section}.{name}", why)
-        elif isinstance(imported.tree.get("model", {}).get(section), dict):
+        else:
             imported.get(f"model.{section}")
     for name in ("gradient_checkpointing", "activation_checkpointing", "use_gradient_checkpointing"):
         for section in ("model.encoder", "encoder", "model.decoder", "decoder"):
             if imported.get(f"{section}.{name}"):
                 comment = f"{section}.{name}, which NeMo's modules do not have"
                 imported.set("model.gradient_checkpointing", True, comment)
-    masks = [imported.get(f"model.spec_augment.{name}") for name in ("freq_masks", "time_masks")]
-    if masks == [0, 0]:
+    masks = imported.section("model.spec_augment")
+    if masks.get("freq_masks") == masks.get("time_masks") == 0:
+        imported.get("model.spec_augment")
         imported.set("model.spec_augment", False, "model.spec_augment: no masks")
     kind = next((k for k in ("tdt_kwargs", "warprnnt_numba_kwargs") if imported.get(f"model.loss.{k}")), "tdt_kwargs")
     kwargs = f"model.loss.{kind}"

@@ -27,7 +27,7 @@ def translate_data(imported: Import) -> None:
     imported.copy(f"{train}.min_duration", "data.min_duration")
     if longest is not None:
         imported.set("data.max_duration", longest, f"{train}.max_duration")
-    elif _has_train_data(imported):
+    elif imported.section(train):
         imported.set("data.max_duration", float("inf"), "NeMo has no limit where none is set")
     if seconds:
         imported.set("data.batch_duration", seconds, f"{train}.batch_duration")
@@ -68,10 +68,6 @@ def translate_data(imported: Import) -> None:
     _augmentation(imported, train)
 
 
-def _has_train_data(imported: Import) -> bool:
-    return isinstance(imported.tree.get("model", {}).get("train_ds"), dict)
-
-
 def _augmentation(imported: Import, train: str) -> None:
     if imported.get(f"{train}.perturb_speed"):
         imported.set(
@@ -86,8 +82,8 @@ def _augmentation(imported: Import, train: str) -> None:
 
 def _sources(imported: Import, section: str, key: str) -> None:
     """The sources that a data set of NeMo's consists of."""
-    node = imported.tree.get("model", {}).get(section.split(".")[1])
-    if not isinstance(node, dict):
+    node = imported.section(section)
+    if not node:
         if key == "data.train":
             imported.to_fill[key] = f"{section}.manifest_filepath"
         return
@@ -159,6 +155,7 @@ def _input_sources(imported: Import, key: str, entries: list[Any], share: float 
         share: weight of the group that the entries make; None where nothing has weights so far.
     """
     found: list[dict[str, Any]] = []
+    entries = [entry for entry in entries if isinstance(entry, dict)]
     if share is None and any(_has_weight(entry) for entry in entries):
         share = 1.0
     total = sum(float(entry.get("weight") or 1.0) for entry in entries)
@@ -183,4 +180,6 @@ def _input_sources(imported: Import, key: str, entries: list[Any], share: float 
 
 def _has_weight(entry: dict[str, Any]) -> bool:
     inner = entry.get("input_cfg")
-    return entry.get("weight") is not None or (isinstance(inner, list) and any(_has_weight(e) for e in inner))
+    return entry.get("weight") is not None or (
+        isinstance(inner, list) and any(_has_weight(e) for e in inner if isinstance(e, dict))
+    )

@@ -29,11 +29,16 @@ def import_config(file: Path, overrides: list[str]) -> Import:
     """
     imported = read_source(file, overrides)
     tree = imported.tree
-    if "trainer" in tree or ("training" not in tree and nemo.is_nemo(tree)):
-        nemo.translate(imported)
-    elif {"model", "data", "training"} & tree.keys():
-        similar.translate(imported)
-    else:
+    try:
+        if "trainer" in tree or ("training" not in tree and nemo.is_nemo(tree)):
+            nemo.translate(imported)
+        elif {"model", "data", "training"} & tree.keys():
+            similar.translate(imported)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"{file}: a value is of another kind than NeMo reads there ({error}). Numbers have to be numbers, and sections mappings."
+        ) from error
+    if not imported.settings and not imported.to_fill:
         raise UserError(
             f"{file}: neither NeMo's `trainer:` and `model.train_ds`, nor `model:`, `data:` or `training:` of a run file. Give the "
             "YAML that a training was started with."

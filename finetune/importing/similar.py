@@ -73,6 +73,7 @@ def translate(imported: Import) -> None:
     if "training.output_dir" not in imported.settings:
         imported.set("training.output_dir", f"runs/{imported.file.stem}", "none was set")
         imported.to_fill.pop("training.output_dir", None)
-    imported.processes = int(imported.settings.get("training.num_gpus", (1, ""))[0] or 1)
+    asked = imported.settings.get("training.num_gpus", (1, ""))[0]
+    imported.processes = asked if isinstance(asked, int) and asked > 0 else 1
     if imported.processes > 1:
         imported.strategies.append("ddp")

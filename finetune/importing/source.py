@@ -46,6 +46,11 @@ class Import:
         self.used.update(k for k in self.leaves if k == key or k.startswith(key + "."))
         return default if value is None or _not_set(value) else value
 
+    def section(self, key: str) -> dict[str, Any]:
+        """A part of the source; empty where it is absent."""
+        value = _select(self.tree, key)
+        return value if isinstance(value, dict) else {}
+
     def is_blank(self, key: str) -> bool:
         """Whether the source says `???`."""
         return _not_set(self.leaves.get(key))
