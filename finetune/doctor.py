@@ -19,14 +19,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from finetune.checkup import gpu, hub, packages, run_file, system
-from finetune.checkup.bundle import write_bundle
-from finetune.checkup.lines import MISSING, WARNING, Line, Wanted, run_checks
-from finetune.config.load import load_config
-from finetune.errors import UserError
-from finetune.logs import set_up_logging
-from finetune.paths import ROOT
-from finetune.strategies.accelerate_files import resolve_precision, resolve_strategy
+try:
+    from finetune.checkup import gpu, hub, packages, run_file, system
+    from finetune.checkup.bundle import write_bundle
+    from finetune.checkup.lines import MISSING, WARNING, Line, Wanted, run_checks
+    from finetune.config.load import load_config
+    from finetune.errors import UserError
+    from finetune.logs import set_up_logging
+    from finetune.paths import ROOT
+    from finetune.strategies.accelerate_files import resolve_precision, resolve_strategy
+except ImportError as error:  # a doctor of a broken installation has to say so
+    print(f"missing: {error}. Install what this project needs: bash scripts/setup.sh", file=sys.stderr)
+    raise SystemExit(1) from error
 
 SECTIONS = {
     "installation": [system.python, packages.versions, packages.decoders],

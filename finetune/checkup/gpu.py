@@ -37,15 +37,17 @@ def _driver() -> str | None:
 def gpus(wanted: Wanted) -> list[Line]:
     """Each GPU, and the driver against torch's CUDA."""
     driver, cuda = _driver(), torch.version.cuda
+    there = torch.cuda.is_available()
     lines = []
     if driver is not None and cuda is not None:
         oldest = OLDEST_DRIVER.get(int(cuda.split(".")[0]), 0)
-        if int(driver.split(".")[0]) < oldest:
+        # NVIDIA's compatibility package lets older ones serve: what torch sees is what counts.
+        if not there and int(driver.split(".")[0]) < oldest:
             found = f"{driver} is too old for torch's CUDA {cuda}, which needs {oldest} or newer"
             lines.append(fault(wanted.chosen, "driver", found, f"Install an NVIDIA driver {oldest} or newer."))
-        else:
-            lines.append(ok("driver", f"{driver}, new enough for torch's CUDA {cuda}"))
-    if not torch.cuda.is_available():
+        elif there:
+            lines.append(ok("driver", f"{driver}, which torch's CUDA {cuda} can use"))
+    if not there:
         return [*lines, _no_gpu(driver)]
     for i in range(torch.cuda.device_count()):
         lines.append(_gpu(i, wanted))

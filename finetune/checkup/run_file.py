@@ -17,7 +17,7 @@ from finetune.errors import UserError
 from finetune.strategies.accelerate_files import number_of_processes
 from finetune.strategies.compatibility import find_conflicts
 
-PROBE_MIB, CHUNK_MIB = 64, 4
+PROBE_MIB, CHUNK_MIB = 64, 16
 PROBE_SECONDS = 4.0
 SLOW_MIB_PER_SECOND = 50
 
