@@ -181,3 +181,20 @@ def test_settings_and_examples_of_the_data_page(tmp_path):
         run_file.write_text(head + example.replace("data:\n", f"data:{train}\n"))
         config, _ = load_config(run_file, [], ["training.output_dir=runs/x"])
         assert config.data.train
+
+
+# ---- doctor.md ------------------------------------------------------------------------------------------------------
+
+
+def test_commands_and_settings_of_the_doctors_page():
+    from finetune.config.load import schema_fields
+
+    text = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+    lines = commands("docs/doctor.md")
+    assert len(lines) > 4
+    for line in lines:
+        words = shlex.split(line)
+        file = words[words.index("-m") + 1].replace(".", "/") + ".py" if "-m" in words else words[1]
+        assert (ROOT / file).is_file(), line
+    named = set(re.findall(r"(?<![\w./])((?:data|training)\.[a-z]\w+)\b", text))
+    assert not named - schema_fields().keys()

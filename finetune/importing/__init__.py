@@ -1,0 +1,1 @@
+"""Configurations of NeMo and of other scripts, as run files."""
