@@ -90,7 +90,7 @@ def wer_curves(runs: list[Run], names: list[str]) -> Plot | None:
         curve(
             label,
             [row for row in run.rows("validation") if row.get("language") is None],
-            lambda row: percent(row.get("wer")),
+            plots.percent_of("wer"),
         )
         for run, label in zip(runs, names, strict=True)
     ]
@@ -105,7 +105,7 @@ def results_section(runs: list[Run], names: list[str]) -> str:
     def rate(which: str, key: str) -> Callable[[Run], str]:
         def get(run: Run) -> str:
             value = percent(getattr(run, which)(run.judged_on).get(None, {}).get(key))
-            return "–" if value is None else f"{value:.2f} %"
+            return "–" if value is None else f"{value} %"
 
         return get
 

@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from finetune.reporting.markup import escape, section, table
+from finetune.reporting.markup import escape, more, section, table
 from finetune.reporting.read import Run, number
 
 LISTED = 15
+OPEN = 6  # clips that are seen without opening anything
 
 
 def errors_section(run: Run) -> str:
@@ -22,9 +23,10 @@ def errors_section(run: Run) -> str:
         words_table("Recognised, but not said", ["recognised", "times"], m.get("insertions")),
     ]
     clips = [clip for clip in m.get("clips") or [] if isinstance(clip, dict)]
-    shown = (
-        "".join(clip_html(clip, place) for place, clip in enumerate(clips, 1)) or "<p>none: no clip had an error</p>"
-    )
+    articles = [clip_html(clip, place) for place, clip in enumerate(clips, 1)]
+    shown = "".join(articles[:OPEN]) or "<p>none: no clip had an error</p>"
+    if articles[OPEN:]:
+        shown += more(f"{len(articles) - OPEN} more", "".join(articles[OPEN:]))
     return section(
         "errors",
         "What it gets wrong",
@@ -32,9 +34,8 @@ def errors_section(run: Run) -> str:
         f"<div class='columns'>{''.join(tables)}</div>",
         "<h3>Worst clips</h3>",
         "<p>Ordered by word errors times word error rate. Above: what was said; below: what was recognised. "
-        "<span class='words' style='display:inline-flex'>"
-        "<span class='sub' style='min-height:0'>taken for another word</span><span class='del' style='min-height:0'>not recognised</span>"
-        "<span class='ins' style='min-height:0'>not said</span></span></p>",
+        "</p><p class='words legend'><span class='sub'>taken for another word</span><span class='del'>not recognised</span>"
+        "<span class='ins'>not said</span></p>",
         shown,
     )
 

@@ -1,10 +1,13 @@
 """Pieces of HTML. Everything that comes from a run is escaped here."""
 
 import html
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from finetune.reporting.plots import Plot
+
+NUMBER = re.compile(r"[-+−]?\d[\d.,]*(e[-+]\d+)?( %)?")
 
 
 def escape(value: Any) -> str:
@@ -35,7 +38,8 @@ def table(
     if not rows:
         return "<p class='muted'>none</p>"
     numbers = [
-        all(isinstance(row[i], int | float | None) for row in rows) and any(row[i] is not None for row in rows)
+        all(row[i] is None or NUMBER.fullmatch(text_of(row[i])) for row in rows)
+        and any(row[i] is not None for row in rows)
         for i in range(len(heads))
     ]
 

@@ -37,14 +37,14 @@
           font: { color: colour("text"), family: "system-ui, sans-serif", size: 13 },
           margin: { l: 55, r: 12, t: 30, b: 45 }, hovermode: "x unified",
           hoverlabel: { bgcolor: colour("card"), bordercolor: colour("line"), font: { color: colour("text") } },
-          legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 },
+          legend: { orientation: "h", traceorder: "normal", y: 1.02, yanchor: "bottom", x: 0 },
           dragmode: touch ? false : "zoom",
           ...own, xaxis: axis(layout.xaxis), yaxis: axis(layout.yaxis),
         },
         { responsive: true, displayModeBar: false },
       );
     }
-    document.documentElement.dataset.plots = String(plots.length);
+    Object.assign(document.documentElement.dataset, { plots: plots.length, dark: dark.matches });
   }
 
   draw();

@@ -1,5 +1,6 @@
 """Writes pages that need nothing but themselves."""
 
+import contextlib
 import datetime
 import json
 import logging
@@ -73,6 +74,8 @@ def write_page(
         aside.write_text(page, encoding="utf-8", errors="replace")
         os.replace(aside, path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
         raise UserError(f"{path} cannot be written: {error}.") from error
     return path
 
@@ -100,8 +103,11 @@ def keep_report(folder: Path, say: bool = False) -> None:
     began = time.perf_counter()
     try:
         path = write_report(folder)
+    except UserError as error:
+        log.warning("%s", error)
+        return
     except Exception as error:
-        log.warning("%s could not be written: %s: %s", folder / "report.html", type(error).__name__, error)
+        log.warning("%s cannot be written: %s: %s", folder / "report.html", type(error).__name__, error)
         return
     if say:
         log.info(

@@ -8,6 +8,7 @@ from finetune.reporting.read import Run, number
 
 POINTS = 2000
 TABLE_ROWS = 25
+DASHES = ("solid", "dash", "dot", "dashdot")  # after eight colours
 SMOOTHED_ABOVE = 60  # points of a curve that gets a smoothed one beside it
 
 
@@ -83,7 +84,7 @@ def curves_plot(name: str, title: str, unit: str, curves: list[Curve], note: str
     traces = []
     for index, c in enumerate(curves):
         steps, values = thin(c.steps, c.values)
-        line = {"color": f"@{index % 8}", "width": 2, **c.style.get("line", {})}
+        line = {"color": f"@{index % 8}", "width": 2, "dash": DASHES[index // 8 % 4], **c.style.get("line", {})}
         few = sum(value is not None for value in values) <= 40
         traces.append(
             {
@@ -100,6 +101,7 @@ def curves_plot(name: str, title: str, unit: str, curves: list[Curve], note: str
         "xaxis": {"title": {"text": "step"}},
         "yaxis": {"title": {"text": unit}, **axis},
         "showlegend": len(curves) > 1,
+        "height": 310 + 12 * max(len(curves) - 4, 0),  # room for the legend
     }
     return Plot(name, title, traces, layout, ["step", *(c.name for c in curves)], _table(curves), note)
 
@@ -140,8 +142,8 @@ def wer_plot(run: Run, split: str = "validation") -> Plot | None:
     names = [None, *(languages if len(languages) > 1 else [])]
     curves = []
     for name in names:
-        style = {"line": {"width": 3}} if name is None else {"line": {"dash": "dot"}}
-        curves.append(curve(name or "all", [r for r in rows if r.get("language") == name], _percent("wer"), **style))
+        style = {"line": {"width": 3.5}} if name is None else {"line": {"width": 1.5}}
+        curves.append(curve(name or "all", [r for r in rows if r.get("language") == name], percent_of("wer"), **style))
     plot = curves_plot(
         "wer", f"Word error rate on {split}", "WER, %", curves, "Step 0 is the base model.", rangemode="tozero"
     )
@@ -178,8 +180,8 @@ def throughput_plot(run: Run) -> Plot | None:
 def waiting_plot(run: Run) -> Plot | None:
     """Time spent waiting for data, and padding."""
     curves = [
-        curve("time waiting for data", run.metrics, _percent("data_wait_fraction")),
-        curve("padding in the batches", run.metrics, _percent("padding_fraction")),
+        curve("time waiting for data", run.metrics, percent_of("data_wait_fraction")),
+        curve("padding in the batches", run.metrics, percent_of("padding_fraction")),
     ]
     return curves_plot("waiting", "Waiting and padding", "%", curves, rangemode="tozero")
 
@@ -282,7 +284,9 @@ def lengths_plot(run: Run) -> Plot | None:
     return Plot("lengths", "Audio and padding by length of the batch", traces, layout, heads, rows, note)
 
 
-def _percent(key: str) -> Callable[[dict[str, Any]], float | None]:
+def percent_of(key: str) -> Callable[[dict[str, Any]], float | None]:
+    """Gets a fraction of a row as percent."""
+
     def get(row: dict[str, Any]) -> float | None:
         value = number(row.get(key))
         return None if value is None else 100 * value

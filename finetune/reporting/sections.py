@@ -87,10 +87,8 @@ def result_section(run: Run) -> str:
         rows.append(
             [name or "all", *rates[:2], change(new.get("wer"), old.get("wer")), *rates[2:], (new or old).get("clips")]
         )
-    heads = ["language", "WER base, %", "WER now, %", "change", "CER base, %", "CER now, %", "clips"]
-    caption = (
-        f"On {split}, after normalisation data.wer_normalization={run.setting('data', 'wer_normalization', 'basic')}"
-    )
+    heads = ["language", "WER base, %", "WER, %", "change", "CER base, %", "CER, %", "clips"]
+    caption = f"On {split}, normalisation {run.setting('data', 'wer_normalization', 'basic')}"
     languages = table(heads, rows, caption) if best else "<p>Nothing has been evaluated yet.</p>"
     if best and not base:
         languages += "<p class='muted'>The base model was not measured (training.eval_on_start).</p>"
@@ -116,9 +114,9 @@ def change(now: Any, before: Any) -> str | None:
     return f"{100 * (now - before) / before:+.0f} %".replace("-", "−")
 
 
-def percent(value: Any) -> float | None:
-    """Percent with two decimals."""
-    return None if number(value) is None else round(100 * value, 2)
+def percent(value: Any) -> str | None:
+    """Percent with two decimals, without the sign."""
+    return None if number(value) is None else f"{100 * value:.2f}"
 
 
 def throughput(run: Run) -> tuple[str, str]:
@@ -192,6 +190,7 @@ def what_section(run: Run) -> str:
         *(
             (f"Data: {split}", source_text(run.setting("data", split)))
             for split in ("train", "validation", "test", "guard")
+            if run.setting("data", split)
         ),
         (
             "Machine",

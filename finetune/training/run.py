@@ -382,8 +382,8 @@ def finish(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy) 
             summary["guard_wer_before"] = p.guard_before
             summary["guard_wer_after"] = boards["guard"].total.rates()["wer"]
         write_json(trainer.output_dir / "summary.json", summary)
-        keep_report(trainer.output_dir, say=True)
         _say(summary, p.wer_before, after, trainer.output_dir)
+        keep_report(trainer.output_dir, say=True)
     accelerator.wait_for_everyone()
 
 
