@@ -118,13 +118,17 @@ def _table(curves: list[Curve]) -> list[list[Any]]:
     return [[int(step), *(by_step[step].get(i) for i in range(len(curves)))] for step in steps]
 
 
+def with_smoothed(raw: Curve) -> list[Curve]:
+    """A curve, and where it has many points a smoothed one in front of it; the curve itself then steps back."""
+    if len(raw.values) <= SMOOTHED_ABOVE:
+        return [raw]
+    raw.style.update(opacity=0.4, line={"width": 1})
+    return [raw, Curve("smoothed", raw.steps, smooth(raw.values), {"line": {"color": "@1", "width": 2.5}})]
+
+
 def loss_plot(run: Run) -> Plot | None:
-    """Training loss, smoothed too where there are many points."""
-    raw = curve("loss", run.metrics, "loss")
-    curves = [raw]
-    if len(raw.values) > SMOOTHED_ABOVE:
-        raw.style.update(opacity=0.45, line={"width": 1})
-        curves.append(Curve("smoothed", raw.steps, smooth(raw.values), {"line": {"color": "@1", "width": 2.5}}))
+    """Training loss."""
+    curves = with_smoothed(curve("loss", run.metrics, "loss"))
     return curves_plot("loss", "Training loss", "loss", curves, "Mean over the steps between two points.")
 
 
@@ -132,7 +136,8 @@ def gradient_plot(run: Run) -> Plot | None:
     """Norm of the gradient before it is clipped."""
     limit = run.setting("training", "max_grad_norm", 0)
     note = f"Before clipping at training.max_grad_norm={limit:g}." if limit else "Not clipped."
-    return curves_plot("gradient", "Gradient norm", "norm", [curve("gradient norm", run.metrics, "grad_norm")], note)
+    curves = with_smoothed(curve("gradient norm", run.metrics, "grad_norm"))
+    return curves_plot("gradient", "Gradient norm", "norm", curves, note)
 
 
 def wer_plot(run: Run, split: str = "validation") -> Plot | None:
@@ -172,7 +177,7 @@ def rates_plot(run: Run) -> Plot | None:
 
 def throughput_plot(run: Run) -> Plot | None:
     """Seconds of audio trained on in a second."""
-    curves = [curve("throughput", run.metrics, "audio_seconds_per_second")]
+    curves = with_smoothed(curve("throughput", run.metrics, "audio_seconds_per_second"))
     note = "Seconds of audio trained on in a second of the clock, over all processes; evaluations do not count."
     return curves_plot("throughput", "Throughput", "audio s / s", curves, note, rangemode="tozero")
 
