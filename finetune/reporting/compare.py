@@ -72,16 +72,12 @@ def short_names(folders: list[Path]) -> list[str]:
 def over_steps(
     name: str, title: str, unit: str, runs: list[Run], names: list[str], key: str, **axis: Any
 ) -> Plot | None:
-    """One line a run; smoothed where there are many points, for several raw ones hide each other."""
-    curves = []
-    for run, label in zip(runs, names, strict=True):
-        line = curve(label, run.metrics, key)
-        if key == "loss" and len(line.values) > plots.SMOOTHED_ABOVE:
-            line.values = plots.smooth(line.values)
-        curves.append(line)
-    return curves_plot(
-        name, title, unit, curves, "Smoothed where there are many points." if key == "loss" else "", **axis
-    )
+    """One line a run; noisy figures are smoothed."""
+    curves = [curve(label, run.metrics, key) for run, label in zip(runs, names, strict=True)]
+    noisy = key in ("loss", "audio_seconds_per_second")
+    if noisy:
+        curves = list(map(plots.only_smoothed, curves))
+    return curves_plot(name, title, unit, curves, plots.SMOOTHED if noisy else "", **axis)
 
 
 def wer_curves(runs: list[Run], names: list[str]) -> Plot | None:

@@ -67,8 +67,8 @@ def clip_html(clip: dict[str, Any], place: int) -> str:
 
 def pair_html(pair: Any) -> str:
     """A word over the word that it was recognised as."""
-    said, recognised = (str(word) for word in pair)
-    kind = "" if said == recognised else "sub" if said and recognised else "del" if said else "ins"
-    over, under = (escape(word) or "&nbsp;" for word in (said, recognised))
-    below = "" if kind == "" else f"<i>{under}</i>"
-    return f"<span class='{kind}'><b>{over}</b>{below}</span>" if kind else f"<span><b>{over}</b></span>"
+    said, recognised = (escape(word) for word in pair)
+    if said == recognised:
+        return f"<span><b>{said}</b></span>"
+    kind = "sub" if said and recognised else "del" if said else "ins"
+    return f"<span class='{kind}'><b>{said or '&nbsp;'}</b><i>{recognised or '&nbsp;'}</i></span>"

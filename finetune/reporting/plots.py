@@ -9,6 +9,7 @@ from finetune.reporting.read import Run, number
 POINTS = 2000
 TABLE_ROWS = 25
 DASHES = ("solid", "dash", "dot", "dashdot")  # after eight colours
+SMOOTHED = "Smoothed where there are many points."
 SMOOTHED_ABOVE = 60  # points of a curve that gets a smoothed one beside it
 
 
@@ -126,6 +127,11 @@ def with_smoothed(raw: Curve) -> list[Curve]:
     return [raw, Curve("smoothed", raw.steps, smooth(raw.values), {"line": {"color": "@1", "width": 2.5}})]
 
 
+def only_smoothed(raw: Curve) -> Curve:
+    """A curve that shares its plot: smoothed where it has many points, for raw ones hide each other."""
+    return Curve(raw.name, raw.steps, smooth(raw.values), raw.style) if len(raw.values) > SMOOTHED_ABOVE else raw
+
+
 def loss_plot(run: Run) -> Plot | None:
     """Training loss."""
     curves = with_smoothed(curve("loss", run.metrics, "loss"))
@@ -185,10 +191,10 @@ def throughput_plot(run: Run) -> Plot | None:
 def waiting_plot(run: Run) -> Plot | None:
     """Time spent waiting for data, and padding."""
     curves = [
-        curve("time waiting for data", run.metrics, percent_of("data_wait_fraction")),
-        curve("padding in the batches", run.metrics, percent_of("padding_fraction")),
+        only_smoothed(curve("time waiting for data", run.metrics, percent_of("data_wait_fraction"))),
+        only_smoothed(curve("padding in the batches", run.metrics, percent_of("padding_fraction"))),
     ]
-    return curves_plot("waiting", "Waiting and padding", "%", curves, rangemode="tozero")
+    return curves_plot("waiting", "Waiting and padding", "%", curves, SMOOTHED, rangemode="tozero")
 
 
 def memory_plot(run: Run) -> Plot | None:

@@ -240,7 +240,7 @@ def memory_section(run: Run) -> tuple[Plot | None, str]:
         + f". {kind}"
     )
     if run.has_gpu and measured:
-        said += f" The prediction is off by {100 * (predicted - measured) / measured:+.0f} %."
+        said += f" The prediction is off by {change(predicted, measured)}."
     elif not run.has_gpu:
         said += (
             " Without a GPU the measured peak holds the interpreter, the libraries and the data loader as well; the prediction "
