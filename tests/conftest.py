@@ -146,9 +146,8 @@ def reset_process() -> None:
     GradientState._reset_state()
 
 
-@pytest.fixture
-def run_train() -> Iterator[Callable[..., int]]:
-    """`run_train("--config", ...)` calls finetune.train.main in this process and returns its exit code.
+def _trainings() -> Iterator[Callable[..., int]]:
+    """`run_train("--config", ...)` calls finetune.train.main in this process and returns its exit code; `observe` is main's.
 
     Afterwards the process is as before: Accelerate's state, random states, environment, threads and logging.
     """
@@ -156,12 +155,12 @@ def run_train() -> Iterator[Callable[..., int]]:
 
     project = logging.getLogger("finetune")
 
-    def run(*arguments: Any) -> int:
+    def run(*arguments: Any, observe: Callable[[Any], None] | None = None) -> int:
         environment, threads = dict(os.environ), torch.get_num_threads()
         handlers, propagate, level = project.handlers[:], project.propagate, project.level
         with _random_state_kept():
             try:
-                return train.main([str(a) for a in arguments])
+                return train.main([str(a) for a in arguments], observe)
             except SystemExit as stop:  # argparse
                 return int(stop.code or 0)
             finally:
@@ -174,6 +173,10 @@ def run_train() -> Iterator[Callable[..., int]]:
 
     yield run
     reset_process()
+
+
+run_train = pytest.fixture(name="run_train")(_trainings)
+run_train_for_module = pytest.fixture(scope="module", name="run_train_for_module")(_trainings)
 
 
 @pytest.fixture

@@ -62,6 +62,9 @@ def test_accelerate_launch_with_a_strategys_file(tiny_run, tmp_path):
     told = summary(tmp_path / "run")
     assert told["strategy"] == ["adamw_8bit"]
     assert told["optimizer"] == "AdamW8bit"
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text(encoding="utf-8"))
+    assert environment["command"][:4] == ["accelerate", "launch", "--config_file", str(file)]
+    assert (tmp_path / "run" / "report.html").is_file()
     assert "strategy adamw_8bit, from the launcher's --config_file" in done.stderr
 
 

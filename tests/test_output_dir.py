@@ -67,12 +67,12 @@ def test_a_run_is_overwritten_only_once_everything_else_is_right(
 def test_what_others_keep_in_the_output_directory_stays(
     failed: Callable[..., str], tiny_run: Callable[..., list[str]], tiny_model: Path, tmp_path: Path
 ) -> None:
-    for name in ("logs/theirs.txt", "checkpoints/theirs.ckpt", "report.html"):
+    for name in ("logs/theirs.txt", "checkpoints/theirs.ckpt", "notes.html"):
         (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / name).write_text("theirs")
     arguments = tiny_run("training.max_steps=1", data=NOTHING_TO_JUDGE_BY)
     failed(0, *arguments)
-    for name in ("logs/theirs.txt", "checkpoints/theirs.ckpt", "report.html"):
+    for name in ("logs/theirs.txt", "checkpoints/theirs.ckpt", "notes.html"):
         assert (tmp_path / "run" / name).read_text() == "theirs"
     # A model is not trained on into the directory that would be cleared of it.
     model = f"model.name={tmp_path / 'run' / 'model.nemo'}"

@@ -304,6 +304,12 @@ class TrainingConfig:
         "tensorboard", "Tracker of Accelerate, or a list: `tensorboard`, `wandb`, `trackio`, `none`."
     )
     sample_predictions: int = option(5, "Reference/hypothesis pairs shown by an evaluation.", "clips")
+    report_clips: int = option(
+        20,
+        "Worst clips of an evaluation that report.html shows and plays, with at most 20 s of the audio of each. 0: none, and no words "
+        "of the data in the page either.",
+        "clips",
+    )
     stages: list[Any] = option(
         [],
         "A plan: stages that train one after the other, each from the model of the one before, in `output_dir`/stage-N. Each is a mapping "

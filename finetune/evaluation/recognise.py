@@ -12,6 +12,7 @@ from tqdm import tqdm
 from finetune.data.decode import as_float
 from finetune.data.stream import Batch, ClipStream
 from finetune.errors import UserError
+from finetune.evaluation.mistakes import Mistakes
 from finetune.evaluation.scores import Scoreboard
 
 
@@ -58,10 +59,11 @@ def score_stream(
     description: str,
     total: int | None = None,
     keep_pairs: int = 0,
+    keep_worst: int = 0,
     show_progress: bool = True,
     on_clip: Callable[[str, str, str, str, Any], None] | None = None,
 ) -> Scoreboard:
-    """Decodes one pass over a stream and counts errors. Nothing but strings and counts is kept.
+    """Decodes one pass over a stream and counts errors. Nothing but strings and counts is kept, and the audio of the worst clips.
 
     Args:
         model: NeMo transducer.
@@ -70,12 +72,15 @@ def score_stream(
         description: label of the progress bar.
         total: clips, for the bar.
         keep_pairs: reference/hypothesis pairs to keep.
+        keep_worst: clips to keep in the board's `mistakes`, which has the confused words too; 0: no such account.
         on_clip: called with id, language, reference, hypothesis and counts of each clip.
 
     Raises:
         UserError: a shard cannot be read.
     """
     board = Scoreboard(normalization, keep_pairs)
+    if keep_worst:
+        board.mistakes = Mistakes(keep_worst, model.preprocessor._sample_rate)
     with (
         evaluation_mode(model),
         tqdm(total=total, desc=description, unit="clip", disable=not show_progress, leave=False, delay=2) as bar,
@@ -89,15 +94,23 @@ def score_stream(
             if batch.audio_BS is None:
                 continue
             hypotheses = recognise_batch(model, batch.audio_BS, batch.audio_lengths_B)
-            for clip_id, language, reference, hypothesis in zip(
-                batch.ids, batch.languages, batch.texts, hypotheses, strict=True
+            for clip_id, language, reference, hypothesis, audio_S, length in zip(
+                batch.ids,
+                batch.languages,
+                batch.texts,
+                hypotheses,
+                batch.audio_BS,
+                batch.audio_lengths_B.tolist(),
+                strict=True,
             ):
-                counts = board.add(clip_id, language, reference, hypothesis.text)
+                counts = board.add(clip_id, language, reference, hypothesis.text, audio_S[:length])
                 if on_clip is not None:
                     on_clip(clip_id, language, reference, hypothesis.text, counts)
             bar.update(len(batch.ids))
             if board.total.words:
                 bar.set_postfix(wer=f"{board.total.word_errors / board.total.words:.3f}")
+    if board.mistakes is not None:
+        board.mistakes.encode_audio()
     return board
 
 

@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jiwer
+import torch
 
 from finetune.data.text import normalize_text
+from finetune.evaluation.mistakes import Mistakes, align
 
 
 @dataclass
@@ -37,13 +39,18 @@ class Counts:
 
 def score_pair(reference: str, hypothesis: str, normalization: str) -> Counts:
     """Edit counts of one clip after normalisation (see `finetune.data.text.normalize_text`)."""
+    return _score(reference, hypothesis, normalization)[0]
+
+
+def _score(reference: str, hypothesis: str, normalization: str) -> tuple[Counts, list[tuple[str, str]]]:
+    """Edit counts of one clip, and its words in pairs (see `finetune.evaluation.mistakes.align`)."""
     reference, hypothesis = (normalize_text(text, normalization) for text in (reference, hypothesis))
     if not reference:
         words, characters = len(hypothesis.split()), len(hypothesis)
-        return Counts(1, 0, words, 0, 0, words, 0, characters)
+        return Counts(1, 0, words, 0, 0, words, 0, characters), align(reference, hypothesis, None)
     words = jiwer.process_words(reference, hypothesis)
     characters = jiwer.process_characters(reference, hypothesis)
-    return Counts(
+    counts = Counts(
         clips=1,
         words=words.hits + words.substitutions + words.deletions,
         word_errors=words.substitutions + words.deletions + words.insertions,
@@ -53,11 +60,12 @@ def score_pair(reference: str, hypothesis: str, normalization: str) -> Counts:
         characters=characters.hits + characters.substitutions + characters.deletions,
         character_errors=characters.substitutions + characters.deletions + characters.insertions,
     )
+    return counts, align(reference, hypothesis, words)
 
 
 @dataclass
 class Scoreboard:
-    """Counts overall and per language, and a few pairs to look at."""
+    """Counts overall and per language, a few pairs to look at, and on demand the mistakes."""
 
     normalization: str
     keep_pairs: int = 0
@@ -66,13 +74,19 @@ class Scoreboard:
     pairs: list[dict[str, str]] = field(default_factory=list)
     quarantined: list[dict[str, str]] = field(default_factory=list)
     filtered: dict[str, int] = field(default_factory=dict)
+    mistakes: Mistakes | None = None
 
-    def add(self, clip_id: str, language: str, reference: str, hypothesis: str) -> Counts:
-        counts = score_pair(reference, hypothesis, self.normalization)
+    def add(
+        self, clip_id: str, language: str, reference: str, hypothesis: str, audio_S: torch.Tensor | None = None
+    ) -> Counts:
+        """Counts one clip; its audio (S samples) is for `mistakes`."""
+        counts, words = _score(reference, hypothesis, self.normalization)
         self.total.add(counts)
         self.by_language.setdefault(language or "unknown", Counts()).add(counts)
         pair = {"id": clip_id, "language": language, "reference": reference, "hypothesis": hypothesis}
         self.pairs = self._spread([*self.pairs, pair])
+        if self.mistakes is not None:
+            self.mistakes.add(pair, words, counts.word_errors, audio_S)
         return counts
 
     def _spread(self, pairs: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -87,6 +101,8 @@ class Scoreboard:
         self.quarantined += other.quarantined
         for reason, n in other.filtered.items():
             self.filtered[reason] = self.filtered.get(reason, 0) + n
+        if self.mistakes is not None and other.mistakes is not None:
+            self.mistakes.merge(other.mistakes)
 
     def result(self) -> dict[str, Any]:
         """The object that `evaluate --json` and evaluations.jsonl are made from."""

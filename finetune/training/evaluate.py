@@ -1,14 +1,17 @@
 """Evaluations during a run: all ranks decode their share, the counts are merged."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from finetune.evaluation.mistakes import Mistakes
 from finetune.evaluation.recognise import batched_decoding_differs, score_stream
 from finetune.evaluation.scores import Scoreboard
 from finetune.models.nemo import learning_batchnorms
 from finetune.training.data import make_stream
+from finetune.training.outputs import write_json
 
 log = logging.getLogger(__name__)
 
@@ -28,12 +31,15 @@ def evaluate_split(accelerator: Any, model: Any, config: Any, sources: list[Any]
         description=f"evaluate {split}",
         total=None if total is None else -(-total // accelerator.num_processes),
         keep_pairs=config.training.sample_predictions,
+        keep_worst=config.training.report_clips,
         show_progress=accelerator.is_main_process,
     )
     if accelerator.num_processes > 1:
         from accelerate.utils import gather_object
 
         merged = Scoreboard(board.normalization, board.keep_pairs)
+        if board.mistakes is not None:
+            merged.mistakes = Mistakes(board.mistakes.keep_clips, board.mistakes.sample_rate)
         for part in gather_object([board]):
             merged.merge(part)
         board = merged
@@ -96,6 +102,12 @@ def evaluation_rows(step: int, split: str, board: Scoreboard) -> list[dict[str, 
     rows = [{"step": step, "split": split, "language": None, **board.total.rates()}]
     rows += [{"step": step, "split": split, "language": n, **c.rates()} for n, c in sorted(board.by_language.items())]
     return rows
+
+
+def write_mistakes(folder: Path, step: int, split: str, board: Scoreboard, mark: dict[str, str]) -> None:
+    """Writes errors-SPLIT.json, over that of the evaluation before: confused words and the worst clips with their audio."""
+    if board.mistakes is not None:
+        write_json(folder / f"errors-{split}.json", {"step": step, "split": split, **mark, **board.mistakes.result()})
 
 
 def log_board(step: int, split: str, board: Scoreboard) -> None:

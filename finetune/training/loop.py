@@ -16,11 +16,12 @@ from tqdm import tqdm
 from finetune.data.stream import Batch, ClipStream
 from finetune.errors import UserError
 from finetune.models.nemo import load_weights, save_nemo, set_batchnorm_mode
+from finetune.reporting.page import keep_report
 from finetune.strategies import sharded
 from finetune.strategies.optimizers import describe_optimizer, unwrap_optimizer
 from finetune.training import checkpoints, resume
 from finetune.training.data import count_clips
-from finetune.training.evaluate import average_batchnorm, evaluation_rows, judge_split, log_board
+from finetune.training.evaluate import average_batchnorm, evaluation_rows, judge_split, log_board, write_mistakes
 from finetune.training.intake import Intake, StepInput
 from finetune.training.metrics import MetricsWindow
 from finetune.training.outputs import LineFile, write_json
@@ -96,7 +97,7 @@ class Trainer:
         self.quarantine = LineFile(self.output_dir / "quarantine.jsonl")
         self.clips = LineFile(self.output_dir / "clips.jsonl")
         self.intake = Intake(accelerator, self.model, self.core.durations, config, self.progress, self.quarantine)
-        self.window = MetricsWindow()
+        self.window = MetricsWindow(self.model.preprocessor._sample_rate)
         # One generator for the draw between TDT and RNN-T, equal on all ranks and kept in checkpoints.
         self.omega_generator = torch.Generator().manual_seed(config.training.seed)
         self.resumed_from: int | None = None
@@ -176,6 +177,8 @@ class Trainer:
                 if self.progress.best_wer is None or wer < self.progress.best_wer:
                     self.progress.best_wer, self.progress.best_step = wer, self.progress.step
                     self._keep(model)
+        if self.accelerator.is_main_process:
+            keep_report(self.output_dir)
         return boards
 
     def evaluate_best(self, splits: tuple[str, ...]) -> dict[str, Any]:
@@ -197,6 +200,7 @@ class Trainer:
                 if self.accelerator.is_main_process:
                     rows = evaluation_rows(step, split, boards[split])
                     self.evaluations.append(*({**row, **mark} for row in rows))
+                    write_mistakes(self.output_dir, step, split, boards[split], mark)
         return boards
 
     def last_loss(self) -> float | None:
@@ -412,7 +416,7 @@ class Trainer:
     def _log_window(self, bar: Any) -> None:
         """One line of metrics.jsonl, the trackers and the progress bar."""
         p = self.progress
-        row = self.window.row(p, self.applied_rates)
+        row = self.window.row(p, self.applied_rates, self.schedule.parts)
         if self.accelerator.is_main_process:
             self.metrics.append(row)
             numbers = {f"train/{k}": v for k, v in row.items() if isinstance(v, float | int) and k != "step"}

@@ -4,14 +4,20 @@ import math
 import time
 from typing import Any
 
+from finetune.data.stream import Batch
 from finetune.training.intake import StepInput
 from finetune.training.outputs import peak_memory_gib, peak_rss_gib, rss_gib
 
 
 class MetricsWindow:
-    """Sums between two lines of metrics.jsonl."""
+    """Sums between two lines of metrics.jsonl.
 
-    def __init__(self) -> None:
+    Args:
+        sample_rate: of the audio, Hz.
+    """
+
+    def __init__(self, sample_rate: int) -> None:
+        self.sample_rate = sample_rate
         self.waited = 0.0
         self.reset()
 
@@ -20,10 +26,20 @@ class MetricsWindow:
         self.earlier_seconds = 0.0
         self.steps, self.finite_steps, self.loss, self.grad_norm, self.waited = 0, 0, 0.0, 0.0, 0.0
         self.audio_seconds = self.padded_seconds = 0.0
+        self.batch_lengths: dict[str, list[float]] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """The sums so far, so that the first line after a resume averages over all its steps."""
-        names = ("steps", "finite_steps", "loss", "grad_norm", "audio_seconds", "padded_seconds", "waited")
+        names = (
+            "steps",
+            "finite_steps",
+            "loss",
+            "grad_norm",
+            "audio_seconds",
+            "padded_seconds",
+            "waited",
+            "batch_lengths",
+        )
         return {**{name: getattr(self, name) for name in names}, "seconds": time.perf_counter() - self.started}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -40,9 +56,24 @@ class MetricsWindow:
             self.grad_norm += grad_norm or 0.0
         self.audio_seconds += step_input.audio_seconds
         self.padded_seconds += step_input.padded_seconds
+        for batch in step_input.group:
+            self._count_lengths(batch)
 
-    def row(self, progress: Any, rates: list[float]) -> dict[str, Any]:
-        """One line of metrics.jsonl: means over the steps since the line before."""
+    def _count_lengths(self, batch: Batch) -> None:
+        """Adds a batch to those whose longest clip has as many whole seconds, rounded up."""
+        clips, samples = batch.audio_BS.shape
+        sums = self.batch_lengths.setdefault(str(math.ceil(samples / self.sample_rate)), [0, 0, 0.0, 0.0])
+        audio = float(batch.audio_lengths_B.sum())
+        for i, n in enumerate((1, clips, audio / self.sample_rate, clips * samples / self.sample_rate)):
+            sums[i] = round(sums[i] + n, 3)
+
+    def row(self, progress: Any, rates: list[float], parts: list[str]) -> dict[str, Any]:
+        """One line of metrics.jsonl: means over the steps since the line before.
+
+        Args:
+            progress: the run's counters.
+            rates, parts: learning rate and name of each parameter group.
+        """
         seconds = max(self.earlier_seconds + time.perf_counter() - self.started, 1e-9)
         progress.train_seconds += seconds
         steps = max(self.steps, 1)
@@ -54,6 +85,7 @@ class MetricsWindow:
             "loss": self.loss / self.finite_steps if self.finite_steps else None,
             "grad_norm": self.grad_norm / self.finite_steps if self.finite_steps else None,
             "learning_rate": max(rates),
+            **({"learning_rates": dict(zip(parts, rates, strict=True))} if len(set(rates)) > 1 else {}),
             "audio_seconds_per_second": self.audio_seconds / seconds,
             "data_wait_fraction": min(self.waited / seconds, 1.0),
             "padding_fraction": 1 - self.audio_seconds / self.padded_seconds if self.padded_seconds else 0.0,
@@ -61,4 +93,6 @@ class MetricsWindow:
             "rss_gib": rss_gib(),
             "peak_rss_gib": peak_rss_gib(),
             "seconds_per_step": seconds / steps,
+            # Of this process: whole seconds of a batch's longest clip -> batches, clips, audio seconds, seconds with padding.
+            "batch_lengths": self.batch_lengths,
         }

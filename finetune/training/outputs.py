@@ -29,6 +29,8 @@ VERSIONS = (
     "jiwer",
 )
 
+LAUNCHERS = ("accelerate", "deepspeed", "torchrun")
+
 
 def write_json(path: Path, value: Any) -> None:
     """Writes JSON aside and renames it, so that the file is whole or as before."""
@@ -98,7 +100,7 @@ class LineFile:
 
 
 def environment(seed: int) -> dict[str, Any]:
-    """Versions, devices, git revision and seed."""
+    """Versions, devices, git revision, seed and command line."""
     versions = {}
     for name in VERSIONS:
         try:
@@ -108,8 +110,11 @@ def environment(seed: int) -> dict[str, Any]:
     try:
         git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
         revision = git.stdout.strip() or None
+        changes = subprocess.run(
+            ["git", "diff", "--quiet", "HEAD"], cwd=ROOT, capture_output=True, check=False
+        ).returncode
     except OSError:  # no git on this machine
-        revision = None
+        revision, changes = None, 0
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "python": platform.python_version(),
@@ -119,8 +124,29 @@ def environment(seed: int) -> dict[str, Any]:
         "gpus": devices,
         "versions": versions,
         "git_revision": revision,
+        "git_changes": revision is not None and changes == 1,
         "seed": seed,
+        "command": command_line(),
     }
+
+
+def command_line() -> list[str]:
+    """The words that started this run: its launcher's, where train.py has one, or else this process's own."""
+    import psutil
+
+    own = psutil.Process()
+    found = own.cmdline()
+    for parent in own.parents()[:6]:
+        try:
+            words = parent.cmdline()
+        except psutil.Error:  # another user's process
+            break
+        if any(Path(word).name == "train.py" for word in words):
+            found = words
+    # A launcher that is a script: `python /path/to/torchrun`.
+    if len(found) > 1 and Path(found[1]).name in LAUNCHERS:
+        found = found[1:]
+    return [Path(found[0]).name, *found[1:]] if found else []
 
 
 def rss_gib() -> float:

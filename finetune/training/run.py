@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from finetune.errors import UserError
 from finetune.models.nemo import cast_parameters, load_model, prepare_for_training
 from finetune.models.transducer import TransducerLossModule
+from finetune.reporting.page import keep_report
 from finetune.strategies.accelerate_files import Strategy, make_accelerator, number_of_processes, resolve_precision
 from finetune.strategies.activation_offload import ActivationOffload
 from finetune.strategies.compatibility import find_conflicts
@@ -199,6 +200,7 @@ def _remove_run(path: Path) -> None:
         "model.nemo",
         "summary.json",
         "report.html",
+        *(f"errors-{split}.json" for split in ("validation", "test", "guard")),
     ):
         (path / name).unlink(missing_ok=True)
 
@@ -274,7 +276,9 @@ def build_trainer(accelerator: Any, model: Any, sources: dict[str, list[Any]], c
         if rate is not None
     }
     groups = parameter_groups(model, rates, t.learning_rate, t.weight_decay)
-    peaks = [{"lr": group["lr"]} for group in groups]  # some optimizers turn them into tensors of 32 bits
+    peaks = [
+        {"lr": group["lr"], "name": group["name"]} for group in groups
+    ]  # some optimizers turn them into tensors of 32 bits
     optimizer = build_optimizer(t.optimizer, groups, OmegaConf.to_container(t.optimizer_args, resolve=True))
     warmup = t.warmup_steps or int(t.warmup_ratio * total)
     schedule = Schedule(t.lr_scheduler_type, peaks, warmup, total)
@@ -309,7 +313,12 @@ def describe(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy
     t = config.training
     if accelerator.is_main_process:
         (trainer.output_dir / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True), encoding="utf-8")
-        write_json(trainer.output_dir / "environment.json", environment(t.seed))
+        started = {
+            "strategy": strategy.names,
+            "processes": accelerator.num_processes,
+            "total_steps": trainer.total_steps,
+        }
+        write_json(trainer.output_dir / "environment.json", {**environment(t.seed), **started})
         trainer.metrics.path.touch()
         trainer.evaluations.path.touch()
         trainer.quarantine.path.touch()
@@ -374,6 +383,7 @@ def finish(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy) 
             summary["guard_wer_after"] = boards["guard"].total.rates()["wer"]
         write_json(trainer.output_dir / "summary.json", summary)
         _say(summary, p.wer_before, after, trainer.output_dir)
+        keep_report(trainer.output_dir, say=True)
     accelerator.wait_for_everyone()
 
 
