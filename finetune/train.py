@@ -47,7 +47,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--dry-run", action="store_true", help="try everything once, say go or no-go, and leave only dry_run.json"
     )
     instead.add_argument(
-        "--smoke", type=int, metavar="N", help="N steps, the longest clips first: peak, leaks, headroom; leaves smoke.json"
+        "--smoke",
+        type=int,
+        metavar="N",
+        help="N steps, the longest clips first: peak, leaks, headroom; leaves smoke.json",
     )
     parser.add_argument(
         "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS

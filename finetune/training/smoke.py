@@ -76,7 +76,9 @@ def smoke(config: Any, strategy: Any, steps: int, observe: Callable[[Trainer], N
             path = trial.write_result(config, "smoke", {**verdict, **result, "by_step": taken})
             raise UserError(f"smoke test of {steps} steps: {stopped}\nresult: {path}", exit_code=1)
         by_rank = trial.gathered(accelerator, taken)
-        verdict = judge(by_rank, gpu=accelerator.device.type == "cuda", planned=planned, scaled=accelerator.scaler is not None)
+        verdict = judge(
+            by_rank, gpu=accelerator.device.type == "cuda", planned=planned, scaled=accelerator.scaler is not None
+        )
         if accelerator.is_main_process:
             path = trial.write_result(config, "smoke", {**verdict, **result, "by_step": by_rank[verdict["rank"]]})
             say(verdict, steps)
@@ -160,7 +162,9 @@ def judge(by_rank: list[list[dict[str, Any]]], *, gpu: bool, planned: int, scale
             f"leaking: {WORDS[growth['what']]} grow by {rate:.1f} MiB per 1,000 steps, {until} ({planned:,} are planned)"
         )
     # A loss scale is looked for in the first steps.
-    bad = sorted({row["step"] for rows in by_rank for row in rows[len(rows) // 2 if scaled else 0 :] if row["loss"] is None})
+    bad = sorted(
+        {row["step"] for rows in by_rank for row in rows[len(rows) // 2 if scaled else 0 :] if row["loss"] is None}
+    )
     if bad:
         problems.append(
             f"loss or gradient is not finite in step {', '.join(map(str, bad[:8]))} of {len(by_rank[0])}; lower training.learning_rate, "
@@ -186,14 +190,19 @@ def judge(by_rank: list[list[dict[str, Any]]], *, gpu: bool, planned: int, scale
     }
 
 
-WORDS = {"tensors": "live tensors", "resident": "the process's resident memory and with it objects that are no tensors"}
+WORDS = {
+    "tensors": "live tensors",
+    "resident": "the process's resident memory and with it objects that are no tensors",
+}
 
 
 def growth_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Slope of live tensors and of resident memory over the later steps of a rank, and whether that is a leak."""
     found = []
     for what, (a_step, in_all) in (("tensors", TENSORS), ("resident", RESIDENT)):
-        held = np.array([row[what] for row in rows[math.ceil(len(rows) * FIRST_PART) :] if row[what] is not None], float)
+        held = np.array(
+            [row[what] for row in rows[math.ceil(len(rows) * FIRST_PART) :] if row[what] is not None], float
+        )
         slope, noise = slope_of(held)
         # What creeps less and less is no leak: the last half has to grow as well.
         leaking = (
@@ -244,8 +253,8 @@ def say(verdict: dict[str, Any], steps: int) -> None:
     v, growth = verdict, verdict["growth"]
     where = f" on rank {v['rank']}" if v["rank"] else ""
     log.info(
-        "peak %.2f GiB of %s at step %d%s, with %s: %s%s",
-        v["peak_gib"],
+        "peak %s of %s at step %d%s, with %s: %s%s",
+        trial.say_bytes(v["peak_gib"] * GIB),
         "tensors" if v["peak_of"] == "tensors" else "resident memory",
         v["peak_step"],
         where,

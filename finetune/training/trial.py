@@ -133,6 +133,11 @@ def say_batch(size: dict[str, Any]) -> str:
     )
 
 
+def say_bytes(n: float) -> str:
+    """Bytes in words."""
+    return f"{n / 2**30:.2f} GiB" if n >= 2**29 else f"{n / 2**20:.1f} MiB"
+
+
 def say_out_of_memory(error: BaseException, trainer: Trainer, engine: str, step_input: StepInput) -> str:
     """The message for a step that did not fit, with its batch and what would help."""
     gpu = trainer.accelerator.device.type == "cuda"
