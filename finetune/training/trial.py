@@ -40,7 +40,7 @@ def trial_config(config: Any, name: str) -> Any:
 
 @contextlib.contextmanager
 def trial_folder(accelerator: Any, trial: Any) -> Iterator[Path]:
-    """The folder, locked while it is used and removed at the end. Trackers get nothing of a trial.
+    """The folder, locked while it is used and removed at the end. Trackers get nothing of a trial, and an older result goes.
 
     Raises:
         UserError: it cannot be written, or another trial is in it.
@@ -48,6 +48,9 @@ def trial_folder(accelerator: Any, trial: Any) -> Iterator[Path]:
     # They were looked for when the accelerator was made; from here on nothing goes to them.
     trial.training.report_to = "none"
     with run.output_directory(accelerator, trial) as folder:
+        if accelerator.is_main_process:
+            folder.with_suffix(".json").unlink(missing_ok=True)
+        accelerator.wait_for_everyone()
         try:
             yield folder
         finally:
@@ -55,9 +58,14 @@ def trial_folder(accelerator: Any, trial: Any) -> Iterator[Path]:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
+def result_path(config: Any, name: str) -> Path:
+    """OUTPUT_DIR/name.json."""
+    return Path(config.training.output_dir) / f"{name}.json"
+
+
 def write_result(config: Any, name: str, result: dict[str, Any]) -> Path:
     """Writes OUTPUT_DIR/name.json, the one file that a trial leaves."""
-    path = Path(config.training.output_dir) / f"{name}.json"
+    path = result_path(config, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}")  # when memory runs out several processes may write
     write_json(aside, result)
