@@ -151,3 +151,18 @@ def test_the_survey_finds_the_longest_clips_of_any_source(corpus, tiny, run_file
         seen.append(batch.ids)
     assert len(seen[0]) == 8  # training.per_device_train_batch_size
     assert sorted(seen[0]) == sorted(seen[1])
+
+
+def test_a_bound_on_the_cells_makes_batches_of_shorter_clips_the_fullest(failed, tiny_run, tmp_path):
+    data = {"batch_duration": 6.0, "batch_cells": 300, "max_duration": 6.0}
+    failed(0, *tiny_run(data=data), "--smoke", "3")
+    steps = json.loads((tmp_path / "run" / "smoke.json").read_text())["by_step"]
+    longest, cells, fullest = (row["batch"] for row in steps)
+    assert [row["clips"] for row in steps] == [
+        "the longest clips",
+        "the clips with the most lattice cells",
+        "the most audio in a batch",
+    ]
+    assert fullest["longest_seconds"] < longest["longest_seconds"]
+    assert longest["padded_seconds"] < fullest["padded_seconds"] <= 6.0
+    assert max(batch["cells"] for batch in (longest, cells, fullest)) <= 300

@@ -24,6 +24,9 @@ from finetune.data.stream import Batch, ClipStream, collate, decode_all
 ROWS_AT_MOST, SECONDS_AT_MOST = 200_000, 30.0
 ROWS_OF_A_PIECE = 16  # at least, of what has to be opened for them
 CANDIDATES = 4096
+# Batches that are bounded by duration hold more audio where clips are short and say little: bands below so much of the longest clip.
+BANDS = (1.0, 0.75, 0.5, 0.25)
+BATCHES_A_BAND = 3
 FETCHED_AT_ONCE = 32
 
 Ref = tuple[int, int, int, int]
@@ -85,6 +88,8 @@ class Survey:
     """Longest clips first."""
     by_cells: list[Ref] = field(default_factory=list)
     """Largest products of length and text first."""
+    bands: list[list[Ref]] = field(default_factory=list)
+    """Where duration bounds the batches: clips of like length, those with the shortest texts first."""
 
     def __str__(self) -> str:
         of = "" if self.rows is None else f" of {self.rows}"
@@ -100,8 +105,7 @@ def survey_lengths(stream: ClipStream, rows: int = ROWS_AT_MOST, seconds: float 
     """
     sources, options = stream.sources, stream.options
     found = Survey(rows=count_rows(sources, options))
-    longest: list[tuple[float, Ref]] = []
-    costliest: list[tuple[float, Ref]] = []
+    seen: list[tuple[float, int, Ref]] = []
     for ref, row in spread_rows(sources, options, rows, seconds):
         source, _ = sources.groups[ref[0]][ref[2]]
         found.looked += 1
@@ -111,11 +115,16 @@ def survey_lengths(stream: ClipStream, rows: int = ROWS_AT_MOST, seconds: float 
                 continue
             length = length_of(source, row)
             source.filters.check_duration(length)
-            found.longest = max(found.longest, length)
-            _keep(longest, (length, ref))
-            _keep(costliest, (length * (len(text) + 1), ref))
-    found.by_seconds = [ref for _, ref in sorted(longest, reverse=True)]
-    found.by_cells = [ref for _, ref in sorted(costliest, reverse=True)]
+            seen.append((length, len(text), ref))
+    seen.sort(reverse=True)
+    found.longest = seen[0][0] if seen else 0.0
+    found.by_seconds = [ref for _, _, ref in seen[:CANDIDATES]]
+    found.by_cells = [ref for _, _, ref in heapq.nlargest(CANDIDATES, seen, key=lambda clip: clip[0] * (clip[1] + 1))]
+    for share in BANDS if options.limits.seconds else ():
+        shorter = [clip for clip in seen if clip[0] <= share * found.longest]
+        size = options.limits.clips_of_length(shorter[0][0]) if shorter else 0
+        band = shorter[: min(BATCHES_A_BAND * size, CANDIDATES)]
+        found.bands += [[ref for _, _, ref in sorted(band, key=lambda clip: clip[1])]]
     return found
 
 
@@ -142,14 +151,6 @@ def count_rows(sources: Sources, options: StreamOptions) -> int | None:
         pieces = chosen_pieces(known, limit, None, options.skip_samples)
         counts.append(sum(piece.rows() or 0 for piece in pieces))
     return sum(counts)
-
-
-def _keep(heap: list[tuple[float, Ref]], item: tuple[float, Ref]) -> None:
-    """Keeps the largest CANDIDATES."""
-    if len(heap) < CANDIDATES:
-        heapq.heappush(heap, item)
-    elif item > heap[0]:
-        heapq.heapreplace(heap, item)
 
 
 def batch_of(stream: ClipStream, refs: list[Ref]) -> Batch | None:

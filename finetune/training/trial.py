@@ -26,7 +26,7 @@ from finetune.training.out_of_memory import out_of_memory_message
 from finetune.training.outputs import write_json
 from finetune.training.stages import agreed
 
-LONGEST, COSTLIEST = "the longest clips", "the clips with the most lattice cells"
+LONGEST, COSTLIEST, FULLEST = "the longest clips", "the clips with the most lattice cells", "the most audio in a batch"
 
 
 def trial_config(config: Any, name: str) -> Any:
@@ -93,14 +93,18 @@ def step_inputs(trainer: Trainer) -> Iterator[StepInput]:
 
 
 def worst_batches(trainer: Trainer) -> tuple[dict[str, Batch], Survey]:
-    """The batches that need most memory, the same on all ranks, made of the longest clips and of those with the most text and
-    length; and what was looked at to find them."""
+    """The batches that need most memory, the same on all ranks: of the longest clips, of those with the most text and length, and,
+    where other bounds let shorter clips fill a batch better, the fullest one; and what was looked at to find them."""
     survey = agreed(survey_lengths(trainer.stream) if trainer.accelerator.is_main_process else None)
     found = {}
     for name, refs in ((LONGEST, survey.by_seconds), (COSTLIEST, survey.by_cells)):
         batch = batch_of(trainer.stream, refs)
         if batch is not None and all(batch.ids != other.ids for other in found.values()):
             found[name] = batch
+    bands = [batch_of(trainer.stream, refs) for refs in survey.bands]
+    fullest = max((b for b in bands if b is not None), key=lambda b: b.audio_BS.numel(), default=None)
+    if fullest is not None and all(fullest.audio_BS.numel() > b.audio_BS.numel() for b in found.values()):
+        found[FULLEST] = fullest
     if not found:
         raise trainer.intake.nothing_left()
     return found, survey
