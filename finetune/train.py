@@ -5,8 +5,10 @@
     deepspeed --num_gpus=1 finetune/train.py --config RUN.yaml --strategy zero2_offload
     torchrun --nproc_per_node 2 finetune/train.py --config RUN.yaml --strategy ddp
     python finetune/train.py --config RUN.yaml training.max_steps=100
+    ... finetune/train.py --config RUN.yaml --dry-run       go or no-go, before a night is lost
+    ... finetune/train.py --config RUN.yaml --smoke 100     whether memory suffices and stays
 
-Exit codes: 0 done, 1 failed, 2 bad arguments or configuration.
+Exit codes: 0 done or verdict good, 1 failed or verdict bad, 2 bad arguments or configuration.
 """
 
 import argparse
@@ -40,6 +42,16 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--deepspeed", metavar="FILE", help="DeepSpeed JSON file, such as ds_configs/zero2_offload.json"
     )
     parser.add_argument("--stage", type=int, metavar="K", help="run stage K of the plan training.stages alone")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--dry-run", action="store_true", help="try everything once, say go or no-go, and leave only dry_run.json"
+    )
+    instead.add_argument(
+        "--smoke",
+        type=int,
+        metavar="N",
+        help="N steps, the longest clips first: peak, leaks, headroom; leaves smoke.json",
+    )
     parser.add_argument(
         "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
     )  # DeepSpeed's launcher adds it
@@ -47,6 +59,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "overrides", nargs="*", metavar="key=value", help="settings that replace those of the run file"
     )
     arguments, rest = parser.parse_known_intermixed_args(argv)
+    if arguments.smoke is not None and arguments.smoke < 1:
+        parser.error("--smoke: the number of steps is 1 or more")
     if rest:
         parser.error(f"unknown arguments {' '.join(rest)}; settings are given as key=value")
     if arguments.config is None:
@@ -89,6 +103,17 @@ def train(config: Any, strategy: Any, observe: Callable[[Any], None] | None = No
         run.end_stage(accelerator)
 
 
+def try_out(arguments: argparse.Namespace, config: Any, strategy: Any, observe: Callable[[Any], None] | None) -> int:
+    """`--dry-run` or `--smoke` of a configuration, in place of the training; returns the exit code."""
+    if arguments.dry_run:
+        from finetune.training.dry_run import dry_run
+
+        return dry_run(config, strategy, observe)
+    from finetune.training.smoke import smoke
+
+    return smoke(config, strategy, arguments.smoke, observe)
+
+
 def main(argv: list[str] | None = None, observe: Callable[[Any], None] | None = None) -> int:
     """Runs a training as its arguments say; returns the exit code.
 
@@ -103,9 +128,12 @@ def main(argv: list[str] | None = None, observe: Callable[[Any], None] | None = 
         strategy = resolve_strategy(arguments.strategy, arguments.deepspeed)
         config, _ = load_config(arguments.config, strategy.names, arguments.overrides)
         check_num_gpus(config.training.num_gpus)
+        tried = arguments.dry_run or arguments.smoke is not None
         if not config.training.stages:
             if arguments.stage is not None:
                 raise UserError("--stage: the run file has no training.stages.")
+            if tried:
+                return try_out(arguments, config, strategy, observe)
             train(config, strategy, observe)
             return 0
 
@@ -117,6 +145,11 @@ def main(argv: list[str] | None = None, observe: Callable[[Any], None] | None = 
             stage: load_config(arguments.config, strategy.names, arguments.overrides, (stage.settings, stage.name))[0]
             for stage in plan
         }
+
+        if tried:
+            stage = stages.stage_numbered(plan, 1 if arguments.stage is None else arguments.stage)
+            config = stages.config_to_try(stage, configs[stage], configs[plan[0]])
+            return try_out(arguments, config, strategy, observe)
 
         def train_stage(stage: stages.Stage) -> None:
             nonlocal config

@@ -36,6 +36,7 @@ class Shard:
         first: number of its first row in the file.
         rows: how many rows it has, blank lines included; None where only reading tells.
         read: from a row's number within the shard to the rows from there on, each with its number.
+        light: the same without the audio, where that spares reading it.
     """
 
     file: str
@@ -43,6 +44,7 @@ class Shard:
     first: int
     rows: int | None
     read: Callable[[int], NumberedRows]
+    light: Callable[[int], NumberedRows] | None = None
 
     def place(self, row: int) -> str:
         """Where a row stands, for people."""
@@ -133,24 +135,26 @@ def parse_line(line: bytes) -> Row:
 # ---- parquet -------------------------------------------------------------------------------------------------------
 
 
-def parquet_shards(files: list[str], columns: list[str]) -> list[Shard]:
+def parquet_shards(files: list[str], columns: list[str], audio: str | None = None) -> list[Shard]:
     """One shard a row group, so that reading can begin in the middle of a file; row groups without rows are left out.
 
     Args:
         files: paths, or URLs that fsspec reads.
         columns: those that are read.
+        audio: that of them which `Shard.light` leaves out.
 
     Raises:
         OSError, pyarrow.ArrowInvalid: a file that is not there, or no parquet file.
     """
     with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
         counts = list(pool.map(row_groups_of, files))
-    shards = []
+    shards, light = [], [name for name in columns if name != audio]
     for file, rows_of_groups in zip(files, counts, strict=True):
         first = 0
         for group, rows in enumerate(rows_of_groups):
             if rows:
-                shards.append(Shard(file, "row", first, rows, partial(read_row_group, file, group, columns)))
+                read, read_light = (partial(read_row_group, file, group, names) for names in (columns, light))
+                shards.append(Shard(file, "row", first, rows, read, read_light))
             first += rows
     return shards
 

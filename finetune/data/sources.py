@@ -171,7 +171,7 @@ def _open_source(source: Source, key: str) -> OpenSource:
     files = _parquet_files(dataset)
     if files:
         try:
-            shards = parquet_shards(files, [*columns.values(), "duration"])
+            shards = parquet_shards(files, [*columns.values(), "duration"], columns["audio"])
         except (OSError, ValueError) as error:
             raise UserError(
                 f"{key}: {path} (split {source.split}) cannot be opened: {type(error).__name__}: {_first_line(error)}"

@@ -250,8 +250,7 @@ class Trainer:
                             self._empty_cache()
                             self.stream.next_epoch()
                             break
-                        with self.around_step():
-                            self._optimizer_step(step_input)
+                        self.train_on(step_input)
                         self._after_step(bar)
                 finally:
                     iterator.close()
@@ -278,6 +277,11 @@ class Trainer:
         if self.max_epochs is not None:
             return self.progress.epoch >= self.max_epochs
         return self.progress.step >= self.total_steps
+
+    def train_on(self, step_input: StepInput) -> None:
+        """One optimizer step, with what else happens around it."""
+        with self.around_step():
+            self._optimizer_step(step_input)
 
     def _optimizer_step(self, step_input: StepInput) -> None:
         """Forward and backward over the accumulated batches, then one step.

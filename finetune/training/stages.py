@@ -95,9 +95,7 @@ def run_stages(
             "training.resume_from_checkpoint: a plan of stages goes on by itself with true. To continue from a checkpoint of "
             "one stage, remove the later ones and take true."
         )
-    if only is not None and not 1 <= only <= len(stages):
-        raise UserError(f"--stage {only}: the plan has stages 1 to {len(stages)}.")
-    for stage in stages if only is None else [stages[only - 1]]:
+    for stage in stages if only is None else [stage_numbered(stages, only)]:
         previous = stages[stage.number - 2] if stage.number > 1 else None
         before = agreed(read_summary(previous.folder)) if previous else None
         if previous and before is None:
@@ -109,6 +107,32 @@ def run_stages(
             train(stage)
             set_aside(stages[stage.number :])
         judge(stage, agreed(read_summary(stage.folder)) or {}, before, margin)
+
+
+def stage_numbered(stages: list[Stage], number: int) -> Stage:
+    """The stage of a number.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not 1 <= number <= len(stages):
+        raise UserError(f"--stage {number}: the plan has stages 1 to {len(stages)}.")
+    return stages[number - 1]
+
+
+def config_to_try(stage: Stage, config: Any, first: Any) -> Any:
+    """The configuration of a stage that is only tried: where the stage before has left no model yet, the plan's first one stands in.
+
+    Args:
+        stage: the stage.
+        config: of the stage.
+        first: of the plan's first stage.
+    """
+    before = stage.folder.parent / f"stage-{stage.number - 1}"
+    if config.model.name == str(before) and not (before / "model.nemo").is_file():
+        log.info("%s has left no model yet: %s takes its place", before, first.model.name)
+        config.model.name = first.model.name
+    return config
 
 
 def set_aside(stages: list[Stage]) -> None:
