@@ -59,12 +59,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def train(config: Any, strategy: Any, observe: Callable[[Any], None] | None = None, last: bool = True) -> None:
+def train(
+    config: Any, strategy: Any, observe: Callable[[Any], None] | None = None, last: bool = True, place: Any = None
+) -> None:
     """One run, from its configuration to its summary.
 
     Args:
         observe: called with the Trainer before it begins.
         last: no other run follows in this process.
+        place: `finetune.training.pace.Place` in the plan of stages, for the view.
     """
     from finetune.training import run
 
@@ -79,10 +82,11 @@ def train(config: Any, strategy: Any, observe: Callable[[Any], None] | None = No
             observe(trainer)
         resumed = run.begin_run(accelerator, trainer, config, checkpoint)
         run.describe(accelerator, trainer, config, strategy)
-        if not resumed:
-            run.evaluate_base(trainer, config)
-        trainer.run()
-        run.finish(accelerator, trainer, config, strategy)
+        with trainer.view.shown(place):
+            if not resumed:
+                run.evaluate_base(trainer, config)
+            trainer.run()
+            run.finish(accelerator, trainer, config, strategy)
     if last:
         accelerator.end_training()
     else:
@@ -110,6 +114,7 @@ def main(argv: list[str] | None = None, observe: Callable[[Any], None] | None = 
             return 0
 
         from finetune.training import stages
+        from finetune.training.pace import place_in_plan
 
         t = config.training
         plan = stages.stages_of(list(OmegaConf.to_container(t.stages, resolve=True)), Path(t.output_dir))
@@ -121,7 +126,8 @@ def main(argv: list[str] | None = None, observe: Callable[[Any], None] | None = 
         def train_stage(stage: stages.Stage) -> None:
             nonlocal config
             config = configs[stage]
-            train(config, strategy, observe, last=stage is plan[-1])
+            place = place_in_plan(stage.number, [configs[s].training.max_steps for s in plan])
+            train(config, strategy, observe, last=stage is plan[-1], place=place)
 
         stages.run_stages(
             plan, train_stage, resume=t.resume_from_checkpoint, margin=t.stage_margin, only=arguments.stage

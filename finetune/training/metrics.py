@@ -41,8 +41,12 @@ class MetricsWindow:
         self.audio_seconds += step_input.audio_seconds
         self.padded_seconds += step_input.padded_seconds
 
-    def row(self, progress: Any, rates: list[float]) -> dict[str, Any]:
-        """One line of metrics.jsonl: means over the steps since the line before."""
+    def row(self, progress: Any, rates: dict[str, float]) -> dict[str, Any]:
+        """One line of metrics.jsonl: means over the steps since the line before.
+
+        Args:
+            rates: learning rates by part of the model.
+        """
         seconds = max(self.earlier_seconds + time.perf_counter() - self.started, 1e-9)
         progress.train_seconds += seconds
         steps = max(self.steps, 1)
@@ -53,7 +57,8 @@ class MetricsWindow:
             "epoch": progress.epoch,
             "loss": self.loss / self.finite_steps if self.finite_steps else None,
             "grad_norm": self.grad_norm / self.finite_steps if self.finite_steps else None,
-            "learning_rate": max(rates),
+            "learning_rate": max(rates.values()),
+            "learning_rates": rates,
             "audio_seconds_per_second": self.audio_seconds / seconds,
             "data_wait_fraction": min(self.waited / seconds, 1.0),
             "padding_fraction": 1 - self.audio_seconds / self.padded_seconds if self.padded_seconds else 0.0,
@@ -62,3 +67,12 @@ class MetricsWindow:
             "peak_rss_gib": peak_rss_gib(),
             "seconds_per_step": seconds / steps,
         }
+
+
+def rates_by_part(optimizer: Any, rates: list[float]) -> dict[str, float]:
+    """The largest learning rate of each part of the model (encoder, decoder, joint), from one a parameter group."""
+    parts: dict[str, float] = {}
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        part = str(group.get("name", "all")).split("_")[0]
+        parts[part] = max(rate, parts.get(part, 0.0))
+    return parts

@@ -187,7 +187,7 @@ def find_checkpoint(config: Any) -> Path | None:
 
 def _remove_run(path: Path) -> None:
     """Removes what a run leaves, and nothing else that may lie there."""
-    for name in ("checkpoints", "logs"):
+    for name in ("checkpoints", "logs", "profile"):
         shutil.rmtree(path / name, ignore_errors=True)
     for name in (
         "config.yaml",
@@ -437,6 +437,7 @@ def summarise(accelerator: Any, trainer: Trainer, config: Any, strategy: Strateg
         "filtered": p.filtered,
         "infeasible": p.infeasible,
         "skipped_steps": p.skipped_steps,
+        "drift_warnings": p.drift_warnings,
         "resumed_from": trainer.resumed_from,
         "final_loss": trainer.last_loss(),
         "effective_settings": json.loads(json.dumps(OmegaConf.to_container(config, resolve=True))),
