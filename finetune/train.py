@@ -41,6 +41,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--stage", type=int, metavar="K", help="run stage K of the plan training.stages alone")
     parser.add_argument(
+        "--profile", type=int, metavar="N", help="record N steps with torch.profiler: a table by parts, and a trace"
+    )
+    parser.add_argument(
         "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
     )  # DeepSpeed's launcher adds it
     parser.add_argument(
@@ -49,6 +52,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     arguments, rest = parser.parse_known_intermixed_args(argv)
     if rest:
         parser.error(f"unknown arguments {' '.join(rest)}; settings are given as key=value")
+    if arguments.profile is not None and arguments.profile < 1:
+        parser.error(f"--profile {arguments.profile}: a number of steps from 1 on is expected")
     if arguments.config is None:
         if not Path("config.yaml").is_file():
             parser.print_usage(sys.stderr)
@@ -60,7 +65,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def train(
-    config: Any, strategy: Any, observe: Callable[[Any], None] | None = None, last: bool = True, place: Any = None
+    config: Any,
+    strategy: Any,
+    observe: Callable[[Any], None] | None = None,
+    last: bool = True,
+    place: Any = None,
+    profile_steps: int | None = None,
 ) -> None:
     """One run, from its configuration to its summary.
 
@@ -68,8 +78,10 @@ def train(
         observe: called with the Trainer before it begins.
         last: no other run follows in this process.
         place: `finetune.training.pace.Place` in the plan of stages, for the view.
+        profile_steps: steps to record with torch.profiler.
     """
     from finetune.training import run
+    from finetune.training.profiling import profiling
 
     accelerator = run.build_accelerator(config, strategy)
     with run.output_directory(accelerator, config):
@@ -85,7 +97,8 @@ def train(
         with trainer.view.shown(place):
             if not resumed:
                 run.evaluate_base(trainer, config)
-            trainer.run()
+            with profiling(trainer, profile_steps):
+                trainer.run()
             run.finish(accelerator, trainer, config, strategy)
     if last:
         accelerator.end_training()
@@ -110,7 +123,7 @@ def main(argv: list[str] | None = None, observe: Callable[[Any], None] | None = 
         if not config.training.stages:
             if arguments.stage is not None:
                 raise UserError("--stage: the run file has no training.stages.")
-            train(config, strategy, observe)
+            train(config, strategy, observe, profile_steps=arguments.profile)
             return 0
 
         from finetune.training import stages
@@ -127,7 +140,7 @@ def main(argv: list[str] | None = None, observe: Callable[[Any], None] | None = 
             nonlocal config
             config = configs[stage]
             place = place_in_plan(stage.number, [configs[s].training.max_steps for s in plan])
-            train(config, strategy, observe, last=stage is plan[-1], place=place)
+            train(config, strategy, observe, last=stage is plan[-1], place=place, profile_steps=arguments.profile)
 
         stages.run_stages(
             plan, train_stage, resume=t.resume_from_checkpoint, margin=t.stage_margin, only=arguments.stage

@@ -220,11 +220,11 @@ class Trainer:
         rate = self.model.preprocessor._sample_rate
         trackers.log_evaluation(self.accelerator, p.step, name, board, heard, rate, split not in self.heard)
         self.heard.add(split)
-        self.view.evaluated(p.step, split, board)
         if wer is not None and p.step == 0:
             p.base_wer[split] = wer
         elif wer is not None and not best:
             self.watch.evaluated(p.step, split, wer, p.base_wer.get(split))
+        self.view.evaluated(p.step, split, board)
 
     def last_loss(self) -> float | None:
         """Loss of the last line of metrics.jsonl."""
@@ -447,9 +447,9 @@ class Trainer:
                 "optimizer %(optimizer)s: %(optimizer_state_bytes)d bytes of state %(optimizer_state_dtypes)s on %(optimizer_state_devices)s",
                 self.optimizer_description,
             )
-        self.view.stepped()
         if p.step % t.logging_steps == 0 or p.step == 1 or self._done():
             self._log_window()
+        self.view.stepped()
         last = self.max_epochs is None and self._done()
         if (t.eval_steps and p.step % t.eval_steps == 0) or last:
             paused = time.perf_counter()

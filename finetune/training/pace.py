@@ -42,7 +42,7 @@ class Pace:
         self.evaluation_seconds: dict[str, float] = {}
         self.evaluating = 0.0
         self.marks: deque[tuple[int, float]] = deque(maxlen=STEPS_TO_AVERAGE)
-        self.begun = 0.0
+        self.begun = 0
 
     def begin(self, step: int) -> None:
         """Training begins at this step."""

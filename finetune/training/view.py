@@ -12,10 +12,11 @@ from typing import Any
 
 import psutil
 import torch
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -89,6 +90,10 @@ def line_cells(
     return [(name.rjust(len(value)), value) for name, value in cells]
 
 
+def _left(seconds: float | None) -> str:
+    return "" if seconds is None else f"{as_clock(seconds)} left"
+
+
 def memory_of(device: torch.device) -> float:
     """Memory of the card, or of the machine where the run has none, GiB."""
     if device.type == "cuda":
@@ -111,6 +116,18 @@ def takes_a_panel(stream: Any) -> bool:
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
+class Drawn:
+    """A picture of the panel: log lines are printed above it without drawing it anew."""
+
+    def __init__(self, console: Console, panel: Panel):
+        self.lines = console.render_lines(panel, pad=False)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in self.lines:
+            yield from line
+            yield Segment.line()
+
+
 class View:
     """Shows a run. Only the main process shows anything; nothing here exchanges anything between processes.
 
@@ -129,12 +146,11 @@ class View:
         self.lines = 0
         self.row: dict[str, Any] | None = None
         self.losses: deque[float] = deque(maxlen=LOSSES_TO_DRAW)
-        self.rates: dict[str, dict[str, float]] = {}
+        self.wers: dict[str, float] = {}
         self.samples: tuple[str, list[dict[str, str]]] = ("", [])
         self.evaluation: tuple[str, int, int | None, float | None] | None = None
         self.live: Live | None = None
         self.drawn, self.cost = -math.inf, 0.0
-        self.drawing_seconds = 0.0
 
     @contextlib.contextmanager
     def shown(self, place: Place | None = None) -> Iterator[None]:
@@ -145,7 +161,7 @@ class View:
             return
         console = Console(file=sys.stderr)
         # No thread draws: a worker process forked while it does would inherit its lock.
-        live = Live(console=console, get_renderable=self.panel, auto_refresh=False, transient=True)
+        live = Live(Drawn(console, self.panel()), console=console, auto_refresh=False, transient=True)
         with logs.above(console), live:
             console.show_cursor(True)  # so that a process that is killed leaves the terminal as it was
             self.live = live
@@ -160,10 +176,9 @@ class View:
             return
         started = time.perf_counter()
         if now or started - self.drawn >= max(SECONDS_BETWEEN_REFRESHES, self.cost / SHARE_OF_TIME):
-            self.live.refresh()
+            self.live.update(Drawn(self.live.console, self.panel()), refresh=True)
             self.drawn = time.perf_counter()
             self.cost = self.drawn - started
-            self.drawing_seconds += self.cost
 
     # ---- what happens ------------------------------------------------------------------------------------------------
 
@@ -223,11 +238,9 @@ class View:
 
     def evaluated(self, step: int, split: str, board: Any) -> None:
         """An evaluation is done."""
-        rates = self.rates.setdefault(split, {})
         wer = board.total.rates()["wer"]
         if wer is not None:
-            rates.setdefault("first", wer)
-            rates["last"] = wer
+            self.wers[split] = wer
         if split != "guard" and board.pairs:
             self.samples = (f"{split}, step {step}", board.pairs[:SAMPLES_TO_SHOW])
         self.draw(now=True)
@@ -240,57 +253,60 @@ class View:
         bars = Table.grid(padding=(0, 1), expand=True)
         for options in ({"no_wrap": True}, {"ratio": 1}, {"no_wrap": True}, {"no_wrap": True}):
             bars.add_column(**options)
-        left = as_clock(self.pace.seconds_left(step, total))
-        bars.add_row("train", ProgressBar(total, step), f"{step}/{total} steps", f"{left} left")
+        bars.add_row(
+            "train", ProgressBar(total, step), f"{step}/{total} steps", _left(self.pace.seconds_left(step, total))
+        )
         if self.place.stages > 1:
             done = self.place.number - 1 + step / max(total, 1)
-            plan = as_clock(self.pace.plan_left(step, total, self.place))
+            plan = _left(self.pace.plan_left(step, total, self.place))
             place = f"stage {self.place.number} of {self.place.stages}"
-            bars.add_row("plan", ProgressBar(self.place.stages, done), place, f"{plan} left")
+            bars.add_row("plan", ProgressBar(self.place.stages, done), place, plan)
         if self.evaluation is not None:
             split, clips, of, wer = self.evaluation
             bar = ProgressBar(of or 1, clips, pulse=of is None)
             rate = "" if wer is None else f"WER {wer:.3f}"
             bars.add_row(f"evaluate {split}", bar, f"{clips}/{of or '?'} clips", rate)
-        parts: list[Any] = [bars, Text(), self._figures(), *self._samples()]
+        parts: list[Any] = [bars, Text(), self._figures(), *self._notes(), *self._samples()]
         return Panel(Group(*parts), title=str(self.trainer.output_dir), title_align="left")
 
     def _figures(self) -> Table:
         grid = Table.grid(padding=(0, 2), expand=True)
-        for style, ratio in (("dim", None), (None, 3), ("dim", None), (None, 3)):
+        for style, ratio in (("dim", None), (None, 3), ("dim", None), (None, 2)):
             grid.add_column(style=style, ratio=ratio, no_wrap=True)
         row = self.row
-        wer = "   ".join(
-            f"{split} {rates['last']:.3f} (at first {rates['first']:.3f})"
-            for split, rates in self.rates.items()
-            if rates
-        )
-        p = self.trainer.progress
-        best = "-" if p.best_wer is None else f"{p.best_wer:.3f} at step {p.best_step}"
         if row is None:
-            grid.add_row("WER", wer, "best", best)
             return grid
-        factor = real_time_factor(row)
-        memory = f"{row['peak_memory_gib']:.2f} of {self.memory_gib:.1f} GiB ({100 * row['peak_memory_gib'] / self.memory_gib:.0f} %)"
-        warned = ", ".join(f"{kind.replace('_', ' ')} {n}" for kind, n in p.drift_warnings.items())
         rates = row["learning_rates"]
         same = len(set(rates.values())) == 1
         rate = f"{row['learning_rate']:.2e}" if same else " ".join(f"{k} {v:.1e}" for k, v in rates.items())
         loss = "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
-        speed = f"{row['audio_seconds_per_second']:.1f} s a second"
-        grid.add_row("loss", f"{loss} {spark_line(list(self.losses))}", "audio", speed)
-        grid.add_row("grad norm", fit(row["grad_norm"], 8, 3).strip(), "real-time factor", fit(factor, 7, 5).strip())
-        grid.add_row("learning rate", rate, "seconds a step", f"{row['seconds_per_step']:.3f}")
-        grid.add_row("best WER", best, "peak memory", memory)
-        grid.add_row("epoch", str(row["epoch"]), "resident", f"{row['rss_gib']:.2f} GiB")
+        peak = row["peak_memory_gib"]
+        memory = f"{peak:.2f} of {self.memory_gib:.1f} GiB ({100 * peak / self.memory_gib:.0f} %)"
+        factor = fit(real_time_factor(row), 7, 5).strip()
         grid.add_row(
-            "data wait",
-            f"{percent(row['data_wait_fraction']):.1f} %",
-            "padding",
-            f"{percent(row['padding_fraction']):.1f} %",
+            "loss", f"{loss} {spark_line(list(self.losses))}", "audio s/s", f"{row['audio_seconds_per_second']:.1f}"
         )
-        grid.add_row("WER", wer or "-", "warnings", warned or "none")
+        grid.add_row("grad norm", fit(row["grad_norm"], 8, 3).strip(), "real-time factor", factor)
+        grid.add_row("learning rate", rate, "seconds a step", f"{row['seconds_per_step']:.3f}")
+        grid.add_row("epoch", str(row["epoch"]), "data wait", f"{percent(row['data_wait_fraction']):.1f} %")
+        grid.add_row("peak memory", memory, "padding", f"{percent(row['padding_fraction']):.1f} %")
         return grid
+
+    def _notes(self) -> list[Text]:
+        """WER by split, and what drifted."""
+        p, notes = self.trainer.progress, []
+        base = p.base_wer
+        for split, wer in self.wers.items():
+            before = f", base model {base[split]:.3f}" if split in base else ""
+            best = (
+                f", best {p.best_wer:.3f} at step {p.best_step}"
+                if split == "validation" and p.best_wer is not None
+                else ""
+            )
+            notes.append(f"WER {split} {wer:.3f}{before}{best}")
+        if p.drift_warnings:
+            notes.append("warnings: " + ", ".join(f"{k.replace('_', ' ')} {n}" for k, n in p.drift_warnings.items()))
+        return [Text(note, no_wrap=True, overflow="ellipsis") for note in notes]
 
     def _samples(self) -> list[Text]:
         title, pairs = self.samples
