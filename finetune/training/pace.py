@@ -40,7 +40,7 @@ class Pace:
     def __init__(self, eval_steps: int, judged: tuple[str, ...]):
         self.eval_steps, self.judged = eval_steps, judged
         self.evaluation_seconds: dict[str, float] = {}
-        self.evaluating = 0.0
+        self.paused = 0.0
         self.marks: deque[tuple[int, float]] = deque(maxlen=STEPS_TO_AVERAGE)
         self.begun = 0
 
@@ -59,10 +59,10 @@ class Pace:
     def evaluated(self, split: str, seconds: float) -> None:
         """An evaluation has taken so long."""
         self.evaluation_seconds[split] = seconds
-        self.evaluating += seconds
+        self.paused += seconds
 
     def _now(self) -> float:
-        return time.perf_counter() - self.evaluating
+        return time.perf_counter() - self.paused
 
     def seconds_per_step(self) -> float | None:
         """Mean of the last steps with everything but evaluations; None before the first."""

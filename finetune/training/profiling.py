@@ -7,7 +7,9 @@ prediction network.
 
 import contextlib
 import gzip
+import itertools
 import logging
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -38,10 +40,10 @@ PARTS = {
     "communication": "communication that nothing else covers",
     "clipping": "gradient norm and clipping",
     "optimizer": "optimizer",
-    "evaluation": "evaluation",
-    "saving": "checkpoint",
     "other": "other",
 }
+BETWEEN_STEPS = ("evaluation", "saving")
+"""Parts that are no part of a step; they stand in the trace only."""
 
 
 class PartClock:
@@ -87,8 +89,8 @@ class PartClock:
         """Seconds of each part between the first and the last mark."""
         if self.on_gpu:
             torch.cuda.synchronize()
-        sums = dict.fromkeys(PARTS, 0.0)
-        for (part, began), (_, ended) in zip(self.marks, self.marks[1:], strict=False):
+        sums = dict.fromkeys([*PARTS, *BETWEEN_STEPS], 0.0)
+        for (part, began), (_, ended) in itertools.pairwise(self.marks):
             sums[part] += began.elapsed_time(ended) / 1000 if self.on_gpu else ended - began
         return sums
 
@@ -113,7 +115,6 @@ class Hooks:
         core, accelerator, engine = trainer.core, trainer.accelerator, trainer.module
         self._wrap(trainer, "_next_step", _around(clock, "data", trainer._next_step))
         self._wrap(trainer, "_to_device", _around(clock, "data", trainer._to_device))
-        self._wrap(trainer.intake, "_over_ranks", _around(clock, "communication", trainer.intake._over_ranks, "data"))
         self._wrap(trainer, "_clip", _around(clock, "clipping", trainer._clip))
         self._wrap(trainer.optimizer, "step", _around(clock, "optimizer", trainer.optimizer.step))
         self._wrap(trainer, "evaluate", _around(clock, "evaluation", trainer.evaluate))
@@ -122,6 +123,8 @@ class Hooks:
             self._wrap(engine, "step", _around(clock, "optimizer", engine.step))
         self._wrap_backward(accelerator, clock)
         if accelerator.num_processes > 1:
+            over_ranks = _around(clock, "communication", trainer.intake._over_ranks, after="data")
+            self._wrap(trainer.intake, "_over_ranks", over_ranks)
             for parameter in core.parameters():
                 if parameter.requires_grad:
                     self._keep(parameter.register_post_accumulate_grad_hook(clock.gradient))
@@ -236,17 +239,32 @@ class _Recorder:
             self.recorded += 1
             if self.recorded == self.steps:
                 self.finish()
-        elif self.done == WARM_UP_STEPS:
+        elif self.done >= WARM_UP_STEPS and self._may_start():
             self._start()
 
+    def _may_start(self) -> bool:
+        """Whether no evaluation and no checkpoint falls into the steps ahead, or cannot be kept out of them by waiting."""
+        t, step = self.trainer.config.training, self.trainer.progress.step
+        last = self.trainer.total_steps - self.steps
+
+        def undisturbed(begin: int) -> bool:
+            end = begin + self.steps - 1
+            intervals = [every for every in (t.eval_steps, t.save_steps) if every]
+            return all(begin % every and begin // every == end // every for every in intervals)
+
+        return undisturbed(step) or not any(undisturbed(later) for later in range(step + 1, last + 1))
+
     def _start(self) -> None:
+        began = time.perf_counter()
+        os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # it complains where there is no GPU
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.clock.on_gpu else [])
-        self.profiler = profile(activities=activities)
+        self.profiler = profile(activities=activities, acc_events=True)
         self.profiler.start()
         self.hooks = Hooks(self.trainer, self.clock)
         self.clock.running = True
         if self.clock.on_gpu:
             torch.cuda.synchronize()
+        self._pause(began)
         self.began = time.perf_counter()
         self.clock.begin("other")
 
@@ -268,6 +286,7 @@ class _Recorder:
             if self.profiler is None:
                 log.warning("--profile: the data ended before a step was recorded")
             return
+        began = time.perf_counter()
         self.stop()
         folder = self.trainer.output_dir / "profile"
         folder.mkdir(exist_ok=True)
@@ -281,6 +300,13 @@ class _Recorder:
         (folder / "table.txt").write_text(f"{text}\n\n{operations}\n", encoding="utf-8")
         self._write_trace(folder / "trace.json.gz")
         log.info("profile of %d steps, in %s:\n%s", self.recorded, folder, text)
+        self._pause(began)
+
+    def _pause(self, began: float) -> None:
+        """The time since then is no part of the training."""
+        seconds = time.perf_counter() - began
+        self.trainer.window.started += seconds
+        self.trainer.view.pace.paused += seconds
 
     def _write_trace(self, path: Path) -> None:
         plain = path.with_suffix("")
@@ -304,12 +330,13 @@ def part_table(seconds: dict[str, float], wall: float, steps: int, on_gpu: bool)
 
     Args:
         seconds: of each part, over all steps.
-        wall: seconds of all steps.
+        wall: seconds of all steps, with what happened between them.
     """
+    wall -= sum(seconds[part] for part in BETWEEN_STEPS)
     rows = [
         {"part": part, "ms_per_step": 1000 * seconds[part] / steps, "share": seconds[part] / wall}
         for part in PARTS
-        if seconds[part] > 0
+        if seconds[part] > 0 and part not in BETWEEN_STEPS
     ]
     covered = sum(row["share"] for row in rows if row["part"] != "other")
     clock = "CUDA events" if on_gpu else "CPU time line"
