@@ -20,6 +20,7 @@ class HeardClip:
     """A clip of an evaluation to listen to; `audio_S` is float32 in [-1, 1]."""
 
     id: str
+    language: str
     reference: str
     hypothesis: str
     audio_S: np.ndarray
@@ -37,7 +38,7 @@ def keep_clips(kept: list[HeardClip], batch: Batch, hypotheses: list[str], numbe
         b = i - len(kept)
         samples = int(batch.audio_lengths_B[b])
         audio_S = as_float(batch.audio_BS[b, :samples]).cpu().numpy().copy()
-        clips.append(HeardClip(batch.ids[b], batch.texts[b], hypotheses[b], audio_S))
+        clips.append(HeardClip(batch.ids[b], batch.languages[b], batch.texts[b], hypotheses[b], audio_S))
     return clips
 
 
@@ -64,31 +65,33 @@ def log_evaluation(
 
     Args:
         sample_rate: of the clips, Hz.
-        with_audio: send the audio to trackers that would keep it again each time.
+        with_audio: send the audio too; it is the same each time.
     """
     rates = {f"{split}/{name}": board.total.rates()[name] for name in ("wer", "cer")}
     for language, counts in sorted(board.by_language.items()):
         rates |= {f"{split}/{name}/{language}": counts.rates()[name] for name in ("wer", "cer")}
     accelerator.log({name: rate for name, rate in rates.items() if rate is not None}, step=step)
-    pairs = [[pair[column] for column in COLUMNS] for pair in board.pairs]
+    rows = [[pair[column] for column in COLUMNS] for pair in board.pairs]
+    rows += [[c.id, c.language, c.reference, c.hypothesis] for c in heard if c.id not in {row[0] for row in rows}]
+    clips = heard if with_audio else []
     for tracker in accelerator.trackers:
         send = {"tensorboard": _to_tensorboard, "wandb": _to_wandb, "trackio": _to_trackio}.get(tracker.name)
-        if send is not None and pairs:
-            send(tracker, step, split, pairs, heard, sample_rate, with_audio)
+        if send is not None and rows:
+            send(tracker, step, split, rows, clips, sample_rate)
+
+
+def _caption(clip: HeardClip) -> str:
+    return f"{clip.id}: {clip.reference}"
 
 
 def _to_tensorboard(
-    tracker: Any, step: int, split: str, pairs: list[list[str]], heard: list[HeardClip], rate: int, with_audio: bool
+    tracker: Any, step: int, split: str, rows: list[list[str]], clips: list[HeardClip], rate: int
 ) -> None:
     writer = tracker.tracker
-    rows = [COLUMNS, ["---"] * len(COLUMNS), *([_cell(text) for text in pair] for pair in pairs)]
-    writer.add_text(f"{split}/samples", "\n".join(f"| {' | '.join(row)} |" for row in rows), step)
-    for clip in heard:
-        writer.add_text(
-            f"{split}/heard/{clip.id}", f"reference: {clip.reference}\n\nhypothesis: {clip.hypothesis}", step
-        )
-        if with_audio:
-            writer.add_audio(f"{split}/heard/{clip.id}", clip.audio_S[None], step, sample_rate=rate)
+    table = [COLUMNS, ["---"] * len(COLUMNS), *([_cell(text) for text in row] for row in rows)]
+    writer.add_text(f"{split}/samples", "\n".join(f"| {' | '.join(row)} |" for row in table), step)
+    for clip in clips:
+        writer.add_audio(f"{split}/audio/{clip.id}", clip.audio_S[None], step, sample_rate=rate)
     writer.flush()
 
 
@@ -96,32 +99,21 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _to_wandb(
-    tracker: Any, step: int, split: str, pairs: list[list[str]], heard: list[HeardClip], rate: int, with_audio: bool
-) -> None:
+def _to_wandb(tracker: Any, step: int, split: str, rows: list[list[str]], clips: list[HeardClip], rate: int) -> None:
     wandb = importlib.import_module("wandb")
-    # wandb names media by their content, so that the same audio is kept once.
-    clips = [[c.id, wandb.Audio(c.audio_S, sample_rate=rate), c.reference, c.hypothesis] for c in heard]
-    tables = {f"{split}/samples": wandb.Table(columns=COLUMNS, data=pairs)}
+    values: dict[str, Any] = {f"{split}/samples": wandb.Table(columns=COLUMNS, data=rows)}
     if clips:
-        tables[f"{split}/heard"] = wandb.Table(columns=["id", "audio", "reference", "hypothesis"], data=clips)
-    tracker.log(tables, step=step)
+        values[f"{split}/audio"] = [wandb.Audio(c.audio_S, sample_rate=rate, caption=_caption(c)) for c in clips]
+    tracker.log(values, step=step)
 
 
-def _to_trackio(
-    tracker: Any, step: int, split: str, pairs: list[list[str]], heard: list[HeardClip], rate: int, with_audio: bool
-) -> None:
+def _to_trackio(tracker: Any, step: int, split: str, rows: list[list[str]], clips: list[HeardClip], rate: int) -> None:
     import pandas
 
     trackio = importlib.import_module("trackio")
-    values: dict[str, Any] = {f"{split}/samples": trackio.Table(dataframe=pandas.DataFrame(pairs, columns=COLUMNS))}
-    if with_audio:
-        for clip in heard:
-            audio_S = np.round(32767 * np.clip(clip.audio_S, -1, 1)).astype(
-                np.int16
-            )  # floats would be made as loud as can be
-            caption = f"{clip.reference} | {clip.hypothesis}"
-            values[f"{split}/heard/{clip.id}"] = trackio.Audio(
-                audio_S, caption=caption, sample_rate=rate, format="wav"
-            )
+    values: dict[str, Any] = {f"{split}/samples": trackio.Table(dataframe=pandas.DataFrame(rows, columns=COLUMNS))}
+    for clip in clips:
+        audio_S = np.round(32767 * np.clip(clip.audio_S, -1, 1)).astype(np.int16)  # floats would be made louder
+        audio = trackio.Audio(audio_S, caption=_caption(clip), sample_rate=rate, format="wav")
+        values[f"{split}/audio/{clip.id}"] = audio
     tracker.log(values, step=step)

@@ -161,7 +161,13 @@ class View:
             return
         console = Console(file=sys.stderr)
         # No thread draws: a worker process forked while it does would inherit its lock.
-        live = Live(Drawn(console, self.panel()), console=console, auto_refresh=False, transient=True)
+        live = Live(
+            Drawn(console, self.panel()),
+            console=console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=sys.stdout.isatty(),
+        )
         with logs.above(console), live:
             console.show_cursor(True)  # so that a process that is killed leaves the terminal as it was
             self.live = live

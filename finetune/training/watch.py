@@ -18,6 +18,7 @@ REPEAT_AFTER_LINES = 50
 WAIT_LIMIT, WAIT_OVER = 0.20, 0.15
 """Share of the time at which waiting for data is said, and below which it is over."""
 WAIT_LINES, WAIT_STEPS = 5, 10
+"""It is judged over so many logged lines and at least so many steps."""
 
 MEMORY_SKIPPED_LINES, MEMORY_LINES, MEMORY_BLOCKS = 5, 40, 5
 MEMORY_LEAST_MIB, MEMORY_LEAST_SHARE = 64.0, 0.02
@@ -102,7 +103,7 @@ class Watch:
         self.allocated_gib = allocated_gib
         self.lines = self.step = self.skipped = 0
         self.said: dict[str, int] = {}
-        self.waits: deque[tuple[int, float, float]] = deque(maxlen=WAIT_LINES)
+        self.waits: deque[tuple[int, float, float]] = deque()
         self.memory: dict[str, deque[tuple[int, float]]] = {}
         self.slow: dict[int, int] = {}
 
@@ -155,6 +156,8 @@ class Watch:
     def _look_at_waiting(self, steps: int, seconds: float, share: float) -> None:
         self.waits.append((steps, seconds, share))
         count = sum(n for n, _, _ in self.waits)
+        while len(self.waits) > WAIT_LINES and count - self.waits[0][0] >= WAIT_STEPS:
+            count -= self.waits.popleft()[0]
         if len(self.waits) < WAIT_LINES or count < WAIT_STEPS:
             return
         waited = sum(s * w for _, s, w in self.waits) / max(sum(s for _, s, _ in self.waits), 1e-9)
