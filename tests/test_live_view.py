@@ -7,6 +7,7 @@ import os
 import pty
 import random
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import soundfile
-from conftest import read_lines
+from conftest import ROOT, read_lines
 
 from finetune.training.watch import REPEAT_AFTER_LINES, Watch, steady_growth
 
@@ -265,7 +266,7 @@ def test_a_slow_rank_is_named(watch, messages):
 # ---- a real run -----------------------------------------------------------------------------------------------------
 
 
-def test_a_slow_source_is_noticed_in_a_real_run(run_train, tiny_run, tmp_path, monkeypatch, messages):
+def test_a_slow_source_is_noticed_in_a_real_run(run_train, tiny_run, tmp_path, monkeypatch, capsys):
     from finetune.data import stream
 
     decode = stream.decode
@@ -281,7 +282,49 @@ def test_a_slow_source_is_noticed_in_a_real_run(run_train, tiny_run, tmp_path, m
     assert min(shares[1:]) > 0.3, "the source has to be slow"
     summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
     assert summary["drift_warnings"] == {"data_wait": 1}
-    assert any("training waited for data" in message for message in messages)
+    assert "drift: training waited for data" in capsys.readouterr().err
+
+
+SLOW_RANK = """
+import os, sys, time
+from finetune import train
+from finetune.models.transducer import TransducerLossModule
+
+forward = TransducerLossModule.forward
+
+def slowly(*arguments, **options):
+    time.sleep(0.3)
+    return forward(*arguments, **options)
+
+if os.environ["RANK"] == "1":
+    TransducerLossModule.forward = slowly
+train.leave(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_named_and_the_profile_shows_what_waiting_costs(tiny_run, tmp_path):
+    script = tmp_path / "slow_rank.py"
+    script.write_text(SLOW_RANK, encoding="utf-8")
+    run = tiny_run(data={"validation": None, "test": None}, training={"max_steps": 8, "save_steps": 0})
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*launch, *run, "--strategy", "ddp", "--profile", "4"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    warned = re.findall(r"drift: rank (\d) computes ([\d.]+) times as long", done.stderr)
+    assert [rank for rank, _ in warned] == ["1"]
+    assert float(warned[0][1]) > 1.25
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
+    assert summary["drift_warnings"]["slow_rank"] == 1
+    table = json.loads((tmp_path / "run" / "profile" / "table.json").read_text(encoding="utf-8"))
+    waited = sum(row["ms_per_step"] for row in table["rows"] if row["part"] in ("communication", "data"))
+    assert waited > 150, "rank 0 waits for the gradients of rank 1"
 
 
 # ---- trackers -------------------------------------------------------------------------------------------------------
