@@ -120,7 +120,9 @@ class Drawn:
     """A picture of the panel: log lines are printed above it without drawing it anew."""
 
     def __init__(self, console: Console, panel: Panel):
-        self.lines = console.render_lines(panel, pad=False)
+        # Room for the ^C that a terminal echoes: it must not begin a new line under the panel.
+        options = console.options.update(width=max(console.width - 4, 20))
+        self.lines = console.render_lines(panel, options, pad=False)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for line in self.lines:
