@@ -53,6 +53,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="N steps, the longest clips first: peak, leaks, headroom; leaves smoke.json",
     )
     parser.add_argument(
+        "--profile", type=int, metavar="N", help="record N steps with torch.profiler: a table by parts, and a trace"
+    )
+    parser.add_argument(
         "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
     )  # DeepSpeed's launcher adds it
     parser.add_argument(
@@ -63,6 +66,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--smoke: the number of steps is 1 or more")
     if rest:
         parser.error(f"unknown arguments {' '.join(rest)}; settings are given as key=value")
+    if arguments.profile is not None and arguments.profile < 1:
+        parser.error(f"--profile {arguments.profile}: a number of steps from 1 on is expected")
     if arguments.config is None:
         if not Path("config.yaml").is_file():
             parser.print_usage(sys.stderr)
@@ -73,14 +78,24 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def train(config: Any, strategy: Any, observe: Callable[[Any], None] | None = None, last: bool = True) -> None:
+def train(
+    config: Any,
+    strategy: Any,
+    observe: Callable[[Any], None] | None = None,
+    last: bool = True,
+    place: Any = None,
+    profile_steps: int | None = None,
+) -> None:
     """One run, from its configuration to its summary.
 
     Args:
         observe: called with the Trainer before it begins.
         last: no other run follows in this process.
+        place: `finetune.training.pace.Place` in the plan of stages, for the view.
+        profile_steps: steps to record with torch.profiler.
     """
     from finetune.training import run
+    from finetune.training.profiling import profiling
 
     accelerator = run.build_accelerator(config, strategy)
     with run.output_directory(accelerator, config):
@@ -93,10 +108,12 @@ def train(config: Any, strategy: Any, observe: Callable[[Any], None] | None = No
             observe(trainer)
         resumed = run.begin_run(accelerator, trainer, config, checkpoint)
         run.describe(accelerator, trainer, config, strategy)
-        if not resumed:
-            run.evaluate_base(trainer, config)
-        trainer.run()
-        run.finish(accelerator, trainer, config, strategy)
+        with trainer.view.shown(place):
+            if not resumed:
+                run.evaluate_base(trainer, config)
+            with profiling(trainer, profile_steps):
+                trainer.run()
+            run.finish(accelerator, trainer, config, strategy)
     if last:
         accelerator.end_training()
     else:
@@ -134,10 +151,11 @@ def main(argv: list[str] | None = None, observe: Callable[[Any], None] | None = 
                 raise UserError("--stage: the run file has no training.stages.")
             if tried:
                 return try_out(arguments, config, strategy, observe)
-            train(config, strategy, observe)
+            train(config, strategy, observe, profile_steps=arguments.profile)
             return 0
 
         from finetune.training import stages
+        from finetune.training.pace import place_in_plan
 
         t = config.training
         plan = stages.stages_of(list(OmegaConf.to_container(t.stages, resolve=True)), Path(t.output_dir))
@@ -154,7 +172,8 @@ def main(argv: list[str] | None = None, observe: Callable[[Any], None] | None = 
         def train_stage(stage: stages.Stage) -> None:
             nonlocal config
             config = configs[stage]
-            train(config, strategy, observe, last=stage is plan[-1])
+            place = place_in_plan(stage.number, [configs[s].training.max_steps for s in plan])
+            train(config, strategy, observe, last=stage is plan[-1], place=place, profile_steps=arguments.profile)
 
         stages.run_stages(
             plan, train_stage, resume=t.resume_from_checkpoint, margin=t.stage_margin, only=arguments.stage

@@ -62,6 +62,7 @@ def score_stream(
     keep_worst: int = 0,
     show_progress: bool = True,
     on_clip: Callable[[str, str, str, str, Any], None] | None = None,
+    on_batch: Callable[[Batch, list[str], Scoreboard], None] | None = None,
 ) -> Scoreboard:
     """Decodes one pass over a stream and counts errors. Nothing but strings and counts is kept, and the audio of the worst clips.
 
@@ -74,6 +75,7 @@ def score_stream(
         keep_pairs: reference/hypothesis pairs to keep.
         keep_worst: clips to keep in the board's `mistakes`, which has the confused words too; 0: no such account.
         on_clip: called with id, language, reference, hypothesis and counts of each clip.
+        on_batch: called with each batch, its hypotheses and the counts so far.
 
     Raises:
         UserError: a shard cannot be read.
@@ -106,6 +108,8 @@ def score_stream(
                 counts = board.add(clip_id, language, reference, hypothesis.text, audio_S[:length])
                 if on_clip is not None:
                     on_clip(clip_id, language, reference, hypothesis.text, counts)
+            if on_batch is not None:
+                on_batch(batch, [hypothesis.text for hypothesis in hypotheses], board)
             bar.update(len(batch.ids))
             if board.total.words:
                 bar.set_postfix(wer=f"{board.total.word_errors / board.total.words:.3f}")

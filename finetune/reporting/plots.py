@@ -173,7 +173,8 @@ def wer_plot(run: Run, split: str = "validation") -> Plot | None:
 
 def rates_plot(run: Run) -> Plot | None:
     """The learning rate, or those of the parts where they differ."""
-    parts = sorted({name for row in run.metrics for name in row.get("learning_rates") or {}})
+    rates = [row.get("learning_rates") or {} for row in run.metrics]
+    parts = sorted({name for r in rates for name in r}) if any(len(set(r.values())) > 1 for r in rates) else []
     curves = [
         curve(part or "others", run.metrics, lambda row, part=part: (row.get("learning_rates") or {}).get(part))
         for part in parts

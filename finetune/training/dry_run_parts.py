@@ -196,7 +196,7 @@ def evaluate_some(attempts: "Attempts", trainer: Trainer) -> Found:
     with trainer.whole_model() as model:
         for split in (s for s in ("validation", "test", "guard") if s in trainer.sources):
             started = time.perf_counter()
-            board = evaluate_split(trainer.accelerator, model, few, trainer.sources[split], split)
+            board, _ = evaluate_split(trainer.accelerator, model, few, trainer.sources[split], split, trainer.view)
             seconds, clips = seconds + time.perf_counter() - started, clips + board.total.clips
             if not board.total.words:
                 raise UserError(

@@ -6,34 +6,52 @@ from typing import Any
 
 import torch
 
+from finetune.data.stream import Batch
 from finetune.evaluation.mistakes import Mistakes
 from finetune.evaluation.recognise import batched_decoding_differs, score_stream
 from finetune.evaluation.scores import Scoreboard
 from finetune.models.nemo import learning_batchnorms
 from finetune.training.data import make_stream
 from finetune.training.outputs import write_json
+from finetune.training.trackers import SAMPLES_TO_HEAR, HeardClip, keep_clips
 
 log = logging.getLogger(__name__)
 
 
-def evaluate_split(accelerator: Any, model: Any, config: Any, sources: list[Any], split: str) -> Scoreboard:
-    """WER of a split over all ranks; every rank gets the merged result."""
+def evaluate_split(
+    accelerator: Any, model: Any, config: Any, sources: list[Any], split: str, view: Any
+) -> tuple[Scoreboard, list[HeardClip]]:
+    """WER of a split over all ranks, the merged result on each of them; and a few clips of this rank to listen to.
+
+    Args:
+        view: `finetune.training.view.View`, which shows how far it is.
+    """
     stream = make_stream(accelerator, model, config, sources, training=False)
     clips = [s.clips for s in sources]
     limit = config.data.max_eval_samples
     total = sum(clips) if all(clips) else None
     if total is not None and limit >= 0:
         total = min(total, limit)
-    board = score_stream(
-        model,
-        stream,
-        normalization=config.data.wer_normalization,
-        description=f"evaluate {split}",
-        total=None if total is None else -(-total // accelerator.num_processes),
-        keep_pairs=config.training.sample_predictions,
-        keep_worst=config.training.report_clips,
-        show_progress=accelerator.is_main_process,
-    )
+    heard: list[HeardClip] = []
+    wanted = SAMPLES_TO_HEAR if accelerator.is_main_process and accelerator.trackers else 0
+    wanted = min(wanted, config.training.sample_predictions)
+
+    def on_batch(batch: Batch, hypotheses: list[str], board: Scoreboard) -> None:
+        if wanted:
+            heard[:] = keep_clips(heard, batch, hypotheses, wanted)
+        advance(board.total.clips, board.total.rates()["wer"])
+
+    with view.evaluating(split, None if total is None else -(-total // accelerator.num_processes)) as advance:
+        board = score_stream(
+            model,
+            stream,
+            normalization=config.data.wer_normalization,
+            description=f"evaluate {split}",
+            keep_pairs=config.training.sample_predictions,
+            keep_worst=config.training.report_clips,
+            show_progress=False,
+            on_batch=on_batch,
+        )
     if accelerator.num_processes > 1:
         from accelerate.utils import gather_object
 
@@ -43,14 +61,14 @@ def evaluate_split(accelerator: Any, model: Any, config: Any, sources: list[Any]
         for part in gather_object([board]):
             merged.merge(part)
         board = merged
-    return board
+    return board, heard
 
 
 def judge_split(
-    accelerator: Any, model: Any, config: Any, sources: dict[str, list[Any]], split: str, intake: Any
-) -> Scoreboard:
-    """Counts of a split, with its bad clips in quarantine and said."""
-    board = evaluate_split(accelerator, model, config, sources[split], split)
+    accelerator: Any, model: Any, config: Any, sources: dict[str, list[Any]], split: str, intake: Any, view: Any
+) -> tuple[Scoreboard, list[HeardClip]]:
+    """Counts of a split, with its bad clips in quarantine and said; and a few clips of this rank to listen to."""
+    board, heard = evaluate_split(accelerator, model, config, sources[split], split, view)
     intake.write_quarantine(board.quarantined)
     bad, limit = len(board.quarantined), config.data.max_bad_fraction
     if bad > limit * (bad + board.total.clips):
@@ -61,7 +79,7 @@ def judge_split(
             split,
             limit,
         )
-    return board
+    return board, heard
 
 
 def check_decoding(accelerator: Any, model: Any, config: Any, sources: dict[str, list[Any]]) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from finetune.data.stream import Batch, ClipStream
 from finetune.errors import UserError
@@ -19,12 +18,14 @@ from finetune.models.nemo import load_weights, save_nemo, set_batchnorm_mode
 from finetune.reporting.page import keep_report
 from finetune.strategies import sharded
 from finetune.strategies.optimizers import describe_optimizer, unwrap_optimizer
-from finetune.training import checkpoints, resume
+from finetune.training import checkpoints, resume, trackers
 from finetune.training.data import count_clips
 from finetune.training.evaluate import average_batchnorm, evaluation_rows, judge_split, log_board, write_mistakes
 from finetune.training.intake import Intake, StepInput
-from finetune.training.metrics import MetricsWindow
+from finetune.training.metrics import MetricsWindow, rates_by_part
 from finetune.training.outputs import LineFile, write_json
+from finetune.training.view import View
+from finetune.training.watch import ForwardClock, Watch, gather_paces
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,8 @@ class Progress:
     best_wer: float | None = None
     wer_before: dict[str, Any] | None = None
     guard_before: float | None = None
+    base_wer: dict[str, float] = field(default_factory=dict)
+    drift_warnings: dict[str, int] = field(default_factory=dict)
     train_seconds: float = 0.0
     wall_seconds: float = 0.0
     last_evaluated: int = -1
@@ -103,23 +106,37 @@ class Trainer:
         self.resumed_from: int | None = None
         self.optimizer_description: dict[str, Any] = {}
         self.last_saved = -1
+        self.heard: set[str] = set()
         self.skipped_in_a_row = 0
         self.clock = time.perf_counter()
+        self.view = View(self)
+        self.watch = self._make_watch()
+        self.forward_clock = ForwardClock(self.core, accelerator.device) if accelerator.num_processes > 1 else None
         # What else happens around each optimizer step, such as measuring it.
         self.around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def _make_watch(self) -> Watch:
+        device = self.accelerator.device
+        return Watch(
+            self.progress.drift_warnings,
+            self.config.training.dataloader_num_workers,
+            self.accelerator.scaler is not None,
+            (lambda: torch.cuda.memory_allocated(device) / 2**30) if device.type == "cuda" else None,
+        )
 
     # ---- saving -------------------------------------------------------------------------------------------------------
 
     def restore_progress(self, values: dict[str, Any]) -> None:
         """The counters of a checkpoint."""
         self.progress = self.intake.progress = Progress(**values)
+        self.watch.counts = self.progress.drift_warnings
 
     def walk_schedule_to(self, state: dict[str, Any]) -> None:
         """The schedule's place in a checkpoint."""
         if self.max_epochs is None:
             self.schedule.load_state_dict(state)
         else:  # by the share of the data: batches of another size have another number of steps
-            self.schedule.walk_to(self._share_done())
+            self.schedule.walk_to(self.share_done())
 
     def save(self) -> None:
         """Writes a checkpoint of the present step."""
@@ -163,13 +180,6 @@ class Trainer:
         average_batchnorm(self.accelerator, self.model, self.config)
         with self.whole_model() as model:
             boards = self._judge(model, splits, self.progress.step, {})
-            if self.accelerator.is_main_process:
-                for split, board in boards.items():
-                    rates = board.total.rates()
-                    if rates["wer"] is not None:
-                        self.accelerator.log(
-                            {f"{split}/wer": rates["wer"], f"{split}/cer": rates["cer"]}, step=self.progress.step
-                        )
             if "validation" in boards:
                 self.progress.last_evaluated = self.progress.step
             if "validation" in boards and boards["validation"].total.words:
@@ -195,13 +205,30 @@ class Trainer:
         boards = {}
         for split in splits:
             if split in self.sources:
-                boards[split] = judge_split(self.accelerator, model, self.config, self.sources, split, self.intake)
-                log_board(step, split, boards[split])
+                board, heard = judge_split(
+                    self.accelerator, model, self.config, self.sources, split, self.intake, self.view
+                )
+                boards[split] = board
+                log_board(step, split, board)
                 if self.accelerator.is_main_process:
-                    rows = evaluation_rows(step, split, boards[split])
+                    rows = evaluation_rows(step, split, board)
                     self.evaluations.append(*({**row, **mark} for row in rows))
-                    write_mistakes(self.output_dir, step, split, boards[split], mark)
+                    write_mistakes(self.output_dir, step, split, board, mark)
+                    self._show_evaluation(split, board, heard, best=bool(mark))
         return boards
+
+    def _show_evaluation(self, split: str, board: Any, heard: list[Any], best: bool) -> None:
+        """On the main process: trackers, view and watch. The best model's is named as such, and belongs to an earlier step."""
+        p, wer = self.progress, board.total.rates()["wer"]
+        name = f"best/{split}" if best else split
+        rate = self.model.preprocessor._sample_rate
+        trackers.log_evaluation(self.accelerator, p.step, name, board, heard, rate, split not in self.heard)
+        self.heard.add(split)
+        if wer is not None and p.step == 0:
+            p.base_wer[split] = wer
+        elif wer is not None and not best:
+            self.watch.evaluated(p.step, split, wer, p.base_wer.get(split))
+        self.view.evaluated(p.step, split, board)
 
     def last_loss(self) -> float | None:
         """Loss of the last line of metrics.jsonl."""
@@ -225,39 +252,31 @@ class Trainer:
 
     def run(self) -> None:
         """Trains until `max_epochs` passes over the data are done, or else until `total_steps`."""
-        bar = tqdm(
-            total=self.total_steps,
-            initial=self.progress.step,
-            desc="train",
-            unit="step",
-            disable=not self.accelerator.is_main_process,
-            dynamic_ncols=True,
-            smoothing=0.05,
-        )
         self.window.started = time.perf_counter()
+        self.view.begin()
+        self.watch.begin(self.progress.step, self.progress.skipped_steps)
         self.module.train()
-        with bar:
-            while not self._done():
-                samples_before, whole_epoch = self.progress.samples, not self.stream.positions
-                iterator = self.stream.batches()
-                try:
-                    while not self._done():
-                        waited = time.perf_counter()
-                        step_input = self._next_step(iterator)
-                        self.window.waited += time.perf_counter() - waited
-                        if step_input.batches == 0:
-                            self.progress.epoch += 1
-                            self._empty_cache()
-                            self.stream.next_epoch()
-                            break
-                        self.train_on(step_input)
-                        self._after_step(bar)
-                finally:
-                    iterator.close()
-                if whole_epoch and self.progress.samples == samples_before:
-                    raise self.intake.nothing_left()
-            if self.window.steps:  # the steps since the last line, where the end of an epoch ended the run
-                self._log_window(bar)
+        while not self._done():
+            samples_before, whole_epoch = self.progress.samples, not self.stream.positions
+            iterator = self.stream.batches()
+            try:
+                while not self._done():
+                    waited = time.perf_counter()
+                    step_input = self._next_step(iterator)
+                    self.window.waited += time.perf_counter() - waited
+                    if step_input.batches == 0:
+                        self.progress.epoch += 1
+                        self._empty_cache()
+                        self.stream.next_epoch()
+                        break
+                    self.train_on(step_input)
+                    self._after_step()
+            finally:
+                iterator.close()
+            if whole_epoch and self.progress.samples == samples_before:
+                raise self.intake.nothing_left()
+        if self.window.steps:  # the steps since the last line, where the end of an epoch ended the run
+            self._log_window()
 
     def _next_step(self, iterator: Iterator[Batch]) -> StepInput:
         """The next step's batches; where the data end the run, what has been trained so far is kept in a checkpoint."""
@@ -339,9 +358,9 @@ class Trainer:
         if self.max_epochs is None:
             self.schedule.step()
         else:
-            self.schedule.walk_to(self._share_done())
+            self.schedule.walk_to(self.share_done())
 
-    def _share_done(self) -> float:
+    def share_done(self) -> float:
         """Share of the run by rows read; below the last step's, since there is a step after this one, or none at all."""
         rows = count_clips(self.sources["train"], self.config.data.max_samples, self.config.data.skip_samples)
         return min(self.progress.rows_read / (rows * self.max_epochs), 1 - 0.5 / self.total_steps)
@@ -417,23 +436,18 @@ class Trainer:
         if self.config.training.empty_cache_each_epoch and self.accelerator.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _log_window(self, bar: Any) -> None:
-        """One line of metrics.jsonl, the trackers and the progress bar."""
-        p = self.progress
-        row = self.window.row(p, self.applied_rates, self.schedule.parts)
+    def _log_window(self) -> None:
+        """One line of metrics.jsonl, the trackers and the view."""
+        row = self.window.row(self.progress, rates_by_part(self.optimizer, self.applied_rates))
+        paces = gather_paces(self.forward_clock, self.accelerator)
         if self.accelerator.is_main_process:
             self.metrics.append(row)
-            numbers = {f"train/{k}": v for k, v in row.items() if isinstance(v, float | int) and k != "step"}
-            self.accelerator.log(numbers, step=p.step)
-        bar.set_postfix(
-            loss="not finite" if row["loss"] is None else f"{row['loss']:.3f}",
-            wer="" if p.best_wer is None else f"{p.best_wer:.3f}",
-            audio_s_per_s=f"{row['audio_seconds_per_second']:.0f}",
-            mem=f"{row['peak_memory_gib']:.1f}G",
-        )
+            trackers.log_row(self.accelerator, row)
+            self.watch.logged(row, self.progress.skipped_steps, paces)
+        self.view.logged(row)
         self.window.reset()
 
-    def _after_step(self, bar: Any) -> None:
+    def _after_step(self) -> None:
         t, p = self.config.training, self.progress
         if not self.optimizer_description:
             self.optimizer_description = describe_optimizer(self.optimizer)
@@ -441,9 +455,9 @@ class Trainer:
                 "optimizer %(optimizer)s: %(optimizer_state_bytes)d bytes of state %(optimizer_state_dtypes)s on %(optimizer_state_devices)s",
                 self.optimizer_description,
             )
-        bar.update(1)
         if p.step % t.logging_steps == 0 or p.step == 1 or self._done():
-            self._log_window(bar)
+            self._log_window()
+        self.view.stepped()
         last = self.max_epochs is None and self._done()
         if (t.eval_steps and p.step % t.eval_steps == 0) or last:
             paused = time.perf_counter()

@@ -67,12 +67,12 @@ class MetricsWindow:
         for i, n in enumerate((1, clips, audio / self.sample_rate, clips * samples / self.sample_rate)):
             sums[i] = round(sums[i] + n, 3)
 
-    def row(self, progress: Any, rates: list[float], parts: list[str]) -> dict[str, Any]:
+    def row(self, progress: Any, rates: dict[str, float]) -> dict[str, Any]:
         """One line of metrics.jsonl: means over the steps since the line before.
 
         Args:
             progress: the run's counters.
-            rates, parts: learning rate and name of each parameter group.
+            rates: learning rates by part of the model.
         """
         seconds = max(self.earlier_seconds + time.perf_counter() - self.started, 1e-9)
         progress.train_seconds += seconds
@@ -84,8 +84,8 @@ class MetricsWindow:
             "epoch": progress.epoch,
             "loss": self.loss / self.finite_steps if self.finite_steps else None,
             "grad_norm": self.grad_norm / self.finite_steps if self.finite_steps else None,
-            "learning_rate": max(rates),
-            **({"learning_rates": dict(zip(parts, rates, strict=True))} if len(set(rates)) > 1 else {}),
+            "learning_rate": max(rates.values()),
+            "learning_rates": rates,
             "audio_seconds_per_second": self.audio_seconds / seconds,
             "data_wait_fraction": min(self.waited / seconds, 1.0),
             "padding_fraction": 1 - self.audio_seconds / self.padded_seconds if self.padded_seconds else 0.0,
@@ -96,3 +96,12 @@ class MetricsWindow:
             # Of this process: whole seconds of a batch's longest clip -> batches, clips, audio seconds, seconds with padding.
             "batch_lengths": self.batch_lengths,
         }
+
+
+def rates_by_part(optimizer: Any, rates: list[float]) -> dict[str, float]:
+    """The largest learning rate of each part of the model (encoder, decoder, joint), from one a parameter group."""
+    parts: dict[str, float] = {}
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        part = str(group.get("name", "all")).split("_")[0]
+        parts[part] = max(rate, parts.get(part, 0.0))
+    return parts

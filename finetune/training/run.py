@@ -188,7 +188,7 @@ def find_checkpoint(config: Any) -> Path | None:
 
 def _remove_run(path: Path) -> None:
     """Removes what a run leaves, and nothing else that may lie there."""
-    for name in ("checkpoints", "logs"):
+    for name in ("checkpoints", "logs", "profile"):
         shutil.rmtree(path / name, ignore_errors=True)
     for name in (
         "config.yaml",
@@ -276,9 +276,7 @@ def build_trainer(accelerator: Any, model: Any, sources: dict[str, list[Any]], c
         if rate is not None
     }
     groups = parameter_groups(model, rates, t.learning_rate, t.weight_decay)
-    peaks = [
-        {"lr": group["lr"], "name": group["name"]} for group in groups
-    ]  # some optimizers turn them into tensors of 32 bits
+    peaks = [{"lr": group["lr"]} for group in groups]  # some optimizers turn them into tensors of 32 bits
     optimizer = build_optimizer(t.optimizer, groups, OmegaConf.to_container(t.optimizer_args, resolve=True))
     warmup = t.warmup_steps or int(t.warmup_ratio * total)
     schedule = Schedule(t.lr_scheduler_type, peaks, warmup, total)
@@ -447,6 +445,7 @@ def summarise(accelerator: Any, trainer: Trainer, config: Any, strategy: Strateg
         "filtered": p.filtered,
         "infeasible": p.infeasible,
         "skipped_steps": p.skipped_steps,
+        "drift_warnings": p.drift_warnings,
         "resumed_from": trainer.resumed_from,
         "final_loss": trainer.last_loss(),
         "effective_settings": json.loads(json.dumps(OmegaConf.to_container(config, resolve=True))),

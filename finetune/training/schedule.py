@@ -22,8 +22,6 @@ class Schedule:
 
     def __init__(self, name: str, groups: list[dict[str, Any]], num_warmup_steps: int, num_training_steps: int):
         peaks = [float(group["lr"]) for group in groups]
-        # A component's groups have one rate, whether they are decayed or not.
-        self.parts = [str(group.get("name", "")).split("_")[0] for group in groups]
         self.stand_in = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(()))], "lr": lr} for lr in peaks])
         if name == "onecycle":
             share = min(max(num_warmup_steps, 1) / num_training_steps, 1.0)

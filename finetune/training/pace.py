@@ -1,0 +1,110 @@
+"""How long a run and its plan of stages will still take."""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+STEPS_TO_AVERAGE = 200
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run stands in its plan of stages.
+
+    Attributes:
+        number: of the stage, from 1 on.
+        stages: how many there are.
+        steps_after: optimizer steps of the later stages; None where they are not known beforehand.
+    """
+
+    number: int = 1
+    stages: int = 1
+    steps_after: int | None = 0
+
+
+def place_in_plan(number: int, max_steps: list[int]) -> Place:
+    """The place of stage `number`, from `training.max_steps` of every stage; below 1 where epochs decide."""
+    later = max_steps[number:]
+    return Place(number, len(max_steps), sum(later) if all(steps > 0 for steps in later) else None)
+
+
+class Pace:
+    """Seconds a step, seconds of each split's evaluation, and what they make of the rest of the run.
+
+    Args:
+        eval_steps: steps between two evaluations of data.validation; 0: none in between.
+        judged: the splits that are evaluated at the end.
+    """
+
+    def __init__(self, eval_steps: int, judged: tuple[str, ...]):
+        self.eval_steps, self.judged = eval_steps, judged
+        self.evaluation_seconds: dict[str, float] = {}
+        self.paused = 0.0
+        self.marks: deque[tuple[int, float]] = deque(maxlen=STEPS_TO_AVERAGE)
+        self.begun = 0
+
+    def begin(self, step: int) -> None:
+        """Training begins at this step."""
+        self.marks.clear()
+        self.marks.append((step, self._now()))
+        self.begun = step
+
+    def stepped(self, step: int) -> None:
+        """A step is done."""
+        if len(self.marks) == 2 and self.marks[0][0] == self.begun:
+            self.marks.popleft()  # the first step warms up
+        self.marks.append((step, self._now()))
+
+    def evaluated(self, split: str, seconds: float) -> None:
+        """An evaluation has taken so long."""
+        self.evaluation_seconds[split] = seconds
+        self.paused += seconds
+
+    def _now(self) -> float:
+        return time.perf_counter() - self.paused
+
+    def seconds_per_step(self) -> float | None:
+        """Mean of the last steps with everything but evaluations; None before the first."""
+        if len(self.marks) < 2:
+            return None
+        (first, began), (last, ended) = self.marks[0], self.marks[-1]
+        return (ended - began) / max(last - first, 1)
+
+    def seconds_left(self, step: int, total: int) -> float | None:
+        """Of this run, its evaluations included as far as one has been timed; None before the first step."""
+        each = self.seconds_per_step()
+        if each is None:
+            return None
+        known = self.evaluation_seconds
+        evaluations = total // self.eval_steps - step // self.eval_steps if self.eval_steps else 0
+        if step < total and (not self.eval_steps or total % self.eval_steps):
+            evaluations += 1
+        closing = sum(known.get(split, 0.0) for split in self.judged)
+        return (total - step) * each + evaluations * known.get("validation", 0.0) + closing
+
+    def plan_left(self, step: int, total: int, place: Place) -> float | None:
+        """Of this run and the later stages at the same pace; None where their steps are not known."""
+        left, each = self.seconds_left(step, total), self.seconds_per_step()
+        if left is None or each is None or place.steps_after is None:
+            return None
+        return left + each * place.steps_after
+
+
+def as_clock(seconds: float | None) -> str:
+    """h:mm:ss."""
+    if seconds is None:
+        return "-"
+    minutes, seconds = divmod(max(round(seconds), 0), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+
+
+def expected_steps(trainer: Any) -> int:
+    """Steps of the whole run; where epochs end it, from the share of the rows that has been read."""
+    step, total = trainer.progress.step, trainer.total_steps
+    if trainer.max_epochs is None:
+        return total
+    share = trainer.share_done()
+    if share > 0.02:
+        total = round(step / share)
+    return max(step, total)

@@ -1,0 +1,241 @@
+"""Warnings when a run drifts: waiting for data, growing memory, losses that are not finite, a WER above the base model's, a slow rank."""
+
+import itertools
+import logging
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+REPEAT_AFTER_LINES = 50
+
+WAIT_LIMIT, WAIT_OVER = 0.20, 0.15
+"""Share of the time at which waiting for data is said, and below which it is over."""
+WAIT_LINES, WAIT_STEPS = 5, 10
+"""It is judged over so many logged lines and at least so many steps."""
+
+MEMORY_SKIPPED_LINES, MEMORY_LINES, MEMORY_BLOCKS = 5, 40, 5
+MEMORY_LEAST_MIB, MEMORY_LEAST_SHARE = 64.0, 0.02
+MEMORY_STEADY = 0.6
+"""A leak grows in the second half of the window at least this much of what it grew in the first; what fills up does not."""
+
+SCALER_SKIPS = 4
+"""Steps a line that fp16's loss scaling may skip while it finds its scale."""
+
+SLOW_RANK, SLOW_RANK_LINES = 1.25, 3
+
+
+class ForwardClock:
+    """Seconds of this rank's own forward passes and the audio in them, between two logged steps.
+
+    A forward pass under DDP waits for no other rank, a backward pass does. Under engines that gather weights in the
+    forward pass (FSDP, ZeRO-3) a slow rank slows all and cannot be told from them.
+    """
+
+    def __init__(self, module: torch.nn.Module, device: torch.device):
+        self.device = device
+        self.seconds = self.samples = 0.0
+        self.events: list[tuple[Any, Any]] = []
+        self.started: Any = None
+        module.register_forward_pre_hook(self._before)
+        module.register_forward_hook(self._after)
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _before(self, module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        self.samples += inputs[0].numel()
+        self.started = self._now()
+
+    def _after(self, module: Any, inputs: Any, output: Any) -> None:
+        if self.device.type == "cuda":
+            self.events.append((self.started, self._now()))  # read at the logged step, when they have passed
+        else:
+            self.seconds += time.perf_counter() - self.started
+
+    def take(self) -> float:
+        """Seconds for a million samples, padding included, since the last call."""
+        for began, ended in self.events:
+            ended.synchronize()
+            self.seconds += began.elapsed_time(ended) / 1000
+        pace = 1e6 * self.seconds / max(self.samples, 1)
+        self.events, self.seconds, self.samples = [], 0.0, 0.0
+        return pace
+
+
+def gather_paces(clock: ForwardClock | None, accelerator: Any) -> list[float]:
+    """Each rank's pace (`ForwardClock.take`), an exchange of one number; empty with one process. All ranks call it."""
+    if clock is None:
+        return []
+    pace = torch.tensor([clock.take()], dtype=torch.float64, device=accelerator.device)
+    return accelerator.gather(pace).tolist()
+
+
+class Watch:
+    """Says once that something began to drift, again only after many lines, and counts.
+
+    Args:
+        counts: warnings by kind, which are added to (they stay with the run).
+        workers: training.dataloader_num_workers.
+        loss_scaling: whether fp16's loss scaling skips steps of its own accord.
+        allocated_gib: memory of the device that is in use now, GiB; None without a GPU.
+    """
+
+    def __init__(
+        self,
+        counts: dict[str, int],
+        workers: int = 0,
+        loss_scaling: bool = False,
+        allocated_gib: Callable[[], float] | None = None,
+    ):
+        self.counts, self.workers = counts, workers
+        self.allowed_skips = SCALER_SKIPS if loss_scaling else 0
+        self.allocated_gib = allocated_gib
+        self.lines = self.step = self.skipped = 0
+        self.said: dict[str, int] = {}
+        self.waits: deque[tuple[int, float, float]] = deque()
+        self.memory: dict[str, deque[tuple[int, float]]] = {}
+        self.slow: dict[int, int] = {}
+
+    def begin(self, step: int, skipped: int) -> None:
+        """Training begins at this step, with so many steps skipped before."""
+        self.step, self.skipped = step, skipped
+
+    def _judge(self, kind: str, drifts: bool, text: str, *values: Any) -> None:
+        """Says a warning that begins, or that has lasted for many lines since it was said last."""
+        if not drifts:
+            self.said.pop(kind, None)
+        elif kind not in self.said or self.lines - self.said[kind] >= REPEAT_AFTER_LINES:
+            self.said[kind] = self.lines
+            name = kind.split(":")[0]
+            self.counts[name] = self.counts.get(name, 0) + 1
+            log.warning("drift: " + text, *values)
+
+    def logged(self, row: dict[str, Any], skipped: int, paces: list[float]) -> None:
+        """Looks at a logged step.
+
+        Args:
+            row: a line of metrics.jsonl.
+            skipped: steps skipped so far because loss or gradient was not finite.
+            paces: from `gather_paces`.
+        """
+        self.lines += 1
+        steps = row["step"] - self.step
+        self.step = row["step"]
+        self._look_at_loss(row["step"], skipped, steps)
+        if self.lines > 1:  # the first line holds the start: workers, compilers, caches
+            self._look_at_waiting(steps, steps * row["seconds_per_step"], row["data_wait_fraction"])
+        self._look_at_memory("memory", "resident memory", row["step"], row["rss_gib"])
+        if self.allocated_gib is not None:
+            self._look_at_memory("gpu_memory", "memory in use on the GPU", row["step"], self.allocated_gib())
+        self._look_at_ranks(paces)
+
+    def _look_at_loss(self, step: int, skipped: int, steps: int) -> None:
+        new, self.skipped = skipped - self.skipped, skipped
+        self._judge(
+            "loss_not_finite",
+            new > self.allowed_skips,
+            "loss or gradient was not finite in %d of the %d steps before step %d, %d in all; they changed nothing. Lower "
+            "training.learning_rate, lengthen training.warmup_steps, or set training.max_grad_norm; look at the clips that are named.",
+            new,
+            steps,
+            step,
+            skipped,
+        )
+
+    def _look_at_waiting(self, steps: int, seconds: float, share: float) -> None:
+        self.waits.append((steps, seconds, share))
+        count = sum(n for n, _, _ in self.waits)
+        while len(self.waits) > WAIT_LINES and count - self.waits[0][0] >= WAIT_STEPS:
+            count -= self.waits.popleft()[0]
+        if len(self.waits) < WAIT_LINES or count < WAIT_STEPS:
+            return
+        waited = sum(s * w for _, s, w in self.waits) / max(sum(s for _, s, _ in self.waits), 1e-9)
+        self._judge(
+            "data_wait",
+            waited > (WAIT_OVER if "data_wait" in self.said else WAIT_LIMIT),
+            "training waited for data in %.0f %% of the last %d steps' time. Raise training.dataloader_num_workers (now %d; this "
+            "machine has %d cores), or bring the data nearer: local disk, larger shards, 16 kHz audio.",
+            100 * waited,
+            count,
+            self.workers,
+            os.cpu_count() or 1,
+        )
+
+    def _look_at_memory(self, kind: str, name: str, step: int, gib: float) -> None:
+        if self.lines <= MEMORY_SKIPPED_LINES:
+            return
+        values = self.memory.setdefault(kind, deque(maxlen=MEMORY_LINES))
+        values.append((step, 1024 * gib))
+        slope = steady_growth(list(values)) if len(values) == MEMORY_LINES else None
+        self._judge(
+            kind,
+            slope is not None,
+            "%s keeps growing by %.0f MiB per 1000 steps (%.2f GiB at step %d). If it goes on, the run ends out of memory: %s",
+            name,
+            slope or 0.0,
+            gib,
+            step,
+            "lower training.dataloader_num_workers and data.shuffle_buffer_size, and look for what the last change to the data keeps."
+            if kind == "memory"
+            else "keep checkpoints to resume from (training.save_steps), and look for tensors that are kept from step to step.",
+        )
+
+    def _look_at_ranks(self, paces: list[float]) -> None:
+        for rank, pace in enumerate(paces):
+            others = statistics.median(p for r, p in enumerate(paces) if r != rank)
+            ratio = pace / others if others > 0 else 1.0
+            self.slow[rank] = self.slow.get(rank, 0) + 1 if ratio > SLOW_RANK else 0
+            self._judge(
+                f"slow_rank:{rank}",
+                self.slow[rank] >= SLOW_RANK_LINES,
+                "rank %d computes %.2f times as long as the others for the same audio, and all wait for it. Look at its device: other "
+                "processes on it, its clocks and temperature (nvidia-smi -q -d PERFORMANCE), its CPU cores.",
+                rank,
+                ratio,
+            )
+
+    def evaluated(self, step: int, split: str, wer: float, base: float | None) -> None:
+        """Looks at an evaluation after step 0.
+
+        Args:
+            base: WER of the base model on the same split; None where it was not measured.
+        """
+        self._judge(
+            f"wer_above_base:{split}",
+            base is not None and wer > base,
+            "WER on %s is %.3f at step %d, above the base model's %.3f. Lower training.learning_rate or lengthen the warm-up; compare "
+            "the samples' spelling with the references' (data.text_normalization). The best model so far is kept.",
+            split,
+            wer,
+            step,
+            base or 0.0,
+        )
+
+
+def steady_growth(values: list[tuple[int, float]]) -> float | None:
+    """Growth in MiB per 1000 steps where memory keeps growing; None where it rests, goes up and down, or fills up.
+
+    Args:
+        values: (step, MiB) of the window.
+    """
+    size = len(values) // MEMORY_BLOCKS
+    blocks = [values[i * size : (i + 1) * size] for i in range(MEMORY_BLOCKS)]
+    levels = [statistics.median(mib for _, mib in block) for block in blocks]
+    middle, growth = levels[MEMORY_BLOCKS // 2], levels[-1] - levels[0]
+    grows = all(later > earlier for earlier, later in itertools.pairwise(levels))
+    steady = levels[-1] - middle >= MEMORY_STEADY * (middle - levels[0])
+    if not grows or not steady or growth < max(MEMORY_LEAST_MIB, MEMORY_LEAST_SHARE * levels[0]):
+        return None
+    steps = statistics.median(s for s, _ in blocks[-1]) - statistics.median(s for s, _ in blocks[0])
+    return 1000 * growth / max(steps, 1)
