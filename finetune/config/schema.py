@@ -298,10 +298,15 @@ class TrainingConfig:
     resume_from_checkpoint: Any = option(
         False, "true: continue from the newest whole checkpoint of `output_dir`; or the path of a checkpoint."
     )
-    logging_steps: int = option(10, "Steps between two lines in metrics.jsonl, the log and the trackers; warnings of drift are judged by these lines.", "steps")
+    logging_steps: int = option(
+        10,
+        "Steps between two lines in metrics.jsonl, the log and the trackers; warnings of drift are judged by these lines.",
+        "steps",
+    )
     log_clips: bool = option(False, "Write the ids of each step's clips to clips.jsonl, to find what a step held.")
     report_to: Any = option(
-        "tensorboard", "Tracker of Accelerate, or a list: `tensorboard`, `wandb`, `trackio`, `none`. They get the numbers, and samples of each evaluation to read and hear."
+        "tensorboard",
+        "Tracker of Accelerate, or a list: `tensorboard`, `wandb`, `trackio`, `none`. They get the numbers, and samples of each evaluation to read and hear.",
     )
     sample_predictions: int = option(5, "Reference/hypothesis pairs shown by an evaluation.", "clips")
     stages: list[Any] = option(
