@@ -94,12 +94,13 @@ def train(
         place: `finetune.training.pace.Place` in the plan of stages, for the view.
         profile_steps: steps to record with torch.profiler.
     """
-    from finetune.training import run
+    from finetune.training import auto_batch, run
     from finetune.training.profiling import profiling
 
     accelerator = run.build_accelerator(config, strategy)
     with run.output_directory(accelerator, config):
         sources = run.open_sources(config)
+        auto_batch.set_bounds(accelerator, config, strategy)
         total_steps = run.plan_steps(accelerator, config, sources)
         checkpoint = run.find_checkpoint(config)
         model = run.build_model(accelerator, config, checkpoint)
@@ -108,6 +109,8 @@ def train(
             observe(trainer)
         resumed = run.begin_run(accelerator, trainer, config, checkpoint)
         run.describe(accelerator, trainer, config, strategy)
+        if not resumed:
+            auto_batch.confirm(trainer)
         with trainer.view.shown(place):
             if not resumed:
                 run.evaluate_base(trainer, config)

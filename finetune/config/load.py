@@ -193,6 +193,9 @@ def _bounds(layers: Layers) -> list[tuple[str, str]]:
     if 0 < config.data.batch_duration < config.data.max_duration:
         why = f"{config.data.batch_duration} is below data.max_duration {config.data.max_duration}: the longest clips fit no batch"
         problems.append(("data.batch_duration", why))
+    problems += _check_bounds(OmegaConf.to_container(config.data)["batch_bounds"])
+    if t.memory_limit_gib is not None and t.memory_limit_gib <= 0:
+        problems.append(("training.memory_limit_gib", f"has to be above 0, found {t.memory_limit_gib}"))
     for name in ("batch_duration", "batch_cells", "read_retries", "skip_samples"):
         if config.data[name] < 0:
             problems.append((f"data.{name}", f"has to be 0 or more, found {config.data[name]}"))
@@ -260,6 +263,25 @@ def _optimizer_arguments(values: dict[str, Any]) -> list[tuple[str, str]]:
     if not isinstance(wide, bool):
         problems.append(("training.optimizer_args", f"embeddings_32bit is true or false, found {wide!r}"))
     return problems
+
+
+def _check_bounds(bounds: Any) -> list[tuple[str, str]]:
+    """What is wrong with `data.batch_bounds`."""
+    key, form = "data.batch_bounds", "pairs (seconds, clips), such as [[5, 64], [15, 24]]"
+    if not isinstance(bounds, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in bounds):
+        return [(key, f"is a list of {form}, found {bounds!r}")]
+    for seconds, clips in bounds:
+        number = isinstance(seconds, int | float) and not isinstance(seconds, bool) and seconds > 0
+        if not number or not isinstance(clips, int) or isinstance(clips, bool) or clips < 1:
+            return [
+                (
+                    key,
+                    f"is a list of {form}, seconds above 0 and whole clips from 1 on; found [{seconds!r}, {clips!r}]",
+                )
+            ]
+    if any(later[0] <= earlier[0] for earlier, later in zip(bounds, bounds[1:])):
+        return [(key, f"is ordered by seconds, found {bounds!r}")]
+    return []
 
 
 def read_yaml(path: Path, what: str) -> dict[str, Any]:

@@ -227,6 +227,11 @@ class DataConfig:
         "with. 0: no limit.",
         "cells",
     )
+    batch_bounds: Any = option(
+        [],
+        "Clips of a batch by the length of its longest: pairs (seconds, clips), the last also for longer ones, such as [[5, 64], [15, 24], "
+        "[40, 8]]. Takes the place of `training.per_device_train_batch_size`; `training.auto_batch` fills it.",
+    )
     read_retries: int = option(
         5, "Attempts after a failed read over the network, with growing delays. Local files are read once.", "attempts"
     )
@@ -261,6 +266,17 @@ class TrainingConfig:
     warmup_steps: int = option(0, "Steps of warm-up. Replaces `warmup_ratio` where above 0.", "steps")
     max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm, after accumulation. 0: never.")
     per_device_train_batch_size: int = option(8, "Clips in one forward pass of one process.", "clips")
+    auto_batch: bool = option(
+        False,
+        "Bounds of the batches by length of the clips from the plan of memory for this machine (`data.batch_bounds`), tried with the worst "
+        "batches before the run begins. Memory that runs out later halves a bound and the step is made again, instead of ending the run. "
+        "Takes the place of `per_device_train_batch_size`.",
+    )
+    memory_limit_gib: float | None = option(
+        None,
+        "Memory that `auto_batch` may fill on each GPU. null: what the card has. No effect without `auto_batch`.",
+        "GiB",
+    )
     per_device_eval_batch_size: int = option(8, "Clips decoded together in one process.", "clips")
     gradient_accumulation_steps: int = option(1, "Forward passes for one optimizer step.", "batches")
     loss_reduction: str = option(

@@ -59,10 +59,15 @@ class BatchLimits:
     """Audio with padding: number of clips times the longest. 0: no limit."""
     cells: int = 0
     """Cells of all clips' alignment lattices, which the loss computes with. 0: no limit."""
+    bounds: tuple[tuple[float, int], ...] = ()
+    """(seconds, clips): at most so many clips where the longest has at most these seconds. The last also holds for longer ones."""
 
     def clips_of_length(self, seconds: float) -> int:
         """How many clips of a length make a batch."""
         by_seconds = int(self.seconds / max(seconds, 1e-3)) if self.seconds else 2**31
+        if self.bounds:
+            bound = next((clips for upto, clips in self.bounds if seconds <= upto + 1e-3), self.bounds[-1][1])
+            by_seconds = min(by_seconds, bound)
         return max(1, min(self.clips or 2**31, by_seconds))
 
 

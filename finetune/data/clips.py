@@ -95,7 +95,7 @@ def examine(
     if columns["audio"] not in row:
         raise BadClip(f"no audio in column {columns['audio']!r}")
     audio = row[columns["audio"]]
-    if duration is None and (options.group_by_duration or options.limits.seconds or options.limits.cells):
+    if duration is None and (options.group_by_duration or options.limits.seconds or options.limits.cells or options.limits.bounds):
         seconds = audio_seconds(audio, source.folder, offset)
         filters.check_duration(seconds)
     else:

@@ -8,6 +8,7 @@ B batch, S samples, U target tokens.
 """
 
 import functools
+import json
 import logging
 import math
 import mmap
@@ -303,7 +304,7 @@ class ClipStream:
             "ranks": self.ranks,
             "workers": self.workers,
             "shards": self.sources.digest(),
-            "options": {name: getattr(self.options, name) for name in SAVED} | {"limits": asdict(self.options.limits)},
+            "options": {name: getattr(self.options, name) for name in SAVED} | {"limits": json.loads(json.dumps(asdict(self.options.limits)))},
             "positions": {str(lane): _plain(self._whole(lane)) for lane in self.positions},
         }
 

@@ -120,7 +120,7 @@ def survey_lengths(stream: ClipStream, rows: int = ROWS_AT_MOST, seconds: float 
     found.longest = seen[0][0] if seen else 0.0
     found.by_seconds = [ref for _, _, ref in seen[:CANDIDATES]]
     found.by_cells = [ref for _, _, ref in heapq.nlargest(CANDIDATES, seen, key=lambda clip: clip[0] * (clip[1] + 1))]
-    for share in BANDS if options.limits.seconds else ():
+    for share in BANDS if options.limits.seconds or options.limits.bounds else ():
         shorter = [clip for clip in seen if clip[0] <= share * found.longest]
         size = options.limits.clips_of_length(shorter[0][0]) if shorter else 0
         band = shorter[: min(BATCHES_A_BAND * size, CANDIDATES)]

@@ -166,8 +166,9 @@ def plain(value: Any) -> Any:
 def train_limits(config: Any) -> BatchLimits:
     """What a training batch of one process may hold."""
     d = config.data
-    clips = 0 if d.batch_duration else config.training.per_device_train_batch_size
-    return BatchLimits(clips=clips, seconds=d.batch_duration, cells=d.batch_cells)
+    bounds = tuple((float(seconds), int(clips)) for seconds, clips in d.batch_bounds)
+    clips = 0 if d.batch_duration or bounds else config.training.per_device_train_batch_size
+    return BatchLimits(clips=clips, seconds=d.batch_duration, cells=d.batch_cells, bounds=bounds)
 
 
 def mean_seconds(sources: list[OpenSource], config: Any) -> float:

@@ -22,6 +22,7 @@ from finetune.training import checkpoints, resume, trackers
 from finetune.training.data import count_clips
 from finetune.training.evaluate import average_batchnorm, evaluation_rows, judge_split, log_board, write_mistakes
 from finetune.training.intake import Intake, StepInput
+from finetune.training.memory_guard import MemoryGuard, earlier_limits
 from finetune.training.metrics import MetricsWindow, rates_by_part
 from finetune.training.outputs import LineFile, write_json
 from finetune.training.view import View
@@ -46,6 +47,7 @@ class Progress:
     quarantine_lines: int = 0
     infeasible: int = 0
     skipped_steps: int = 0
+    out_of_memory: int = 0
     filtered: dict[str, int] = field(default_factory=dict)
     best_step: int | None = None
     best_wer: float | None = None
@@ -112,6 +114,12 @@ class Trainer:
         self.view = View(self)
         self.watch = self._make_watch()
         self.forward_clock = ForwardClock(self.core, accelerator.device) if accelerator.num_processes > 1 else None
+        self.guard: MemoryGuard | None = None
+        if config.training.auto_batch:
+            self.guard = MemoryGuard(self, list(config.data.batch_bounds))
+            earlier = earlier_limits(self.output_dir) if config.training.resume_from_checkpoint else None
+            if earlier is not None:
+                self.guard.take(earlier["now"])
         # What else happens around each optimizer step, such as measuring it.
         self.around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
 
@@ -309,28 +317,13 @@ class Trainer:
         batch however it is cut.
         """
         accelerator, t = self.accelerator, self.config.training
-        group, batches = step_input.group, step_input.batches
+        group = step_input.group
         denominator = max(step_input.clips if t.loss_reduction == "mean_batch" else step_input.tokens, 1.0)
         rnnt_draw = self._draw_rnnt()  # once a step, so that a step cut into more batches or ranks stays the same
         self.schedule.apply(self.optimizer)
         self.applied_rates = self.schedule.rates()
-        loss_sum = torch.zeros((), dtype=torch.float64, device=accelerator.device)
-        for index in range(batches):
-            last = index == batches - 1
-            # A rank without a batch of its own runs its last one with weight zero: DDP and ZeRO wait for every rank.
-            weight = 1.0 if index < len(group) else 0.0
-            batch = group[index] if weight else self._stand_in(group)
-            accelerator.sync_gradients = last
-            if not weight and not self.config.model.sync_batchnorm:
-                set_batchnorm_mode(self.model, training=False)  # a stand-in must not move the statistics
-            with self._no_sync(not last), accelerator.autocast():
-                losses_B = self.module(*self._to_device(batch), rnnt_draw=rnnt_draw)
-                loss = weight * losses_B[batch.feasible_B].sum() / denominator
-                # DDP, ZeRO and FSDP average gradients over the ranks; the denominator already counts all of them.
-                accelerator.backward(loss * accelerator.num_processes)
-            loss_sum += loss.detach().double()
-            if not weight:
-                self.module.train()
+        forward_and_backward = self.forward_and_backward if self.guard is None else self.guard.gradients
+        loss_sum = forward_and_backward(group, step_input.batches, denominator, rnnt_draw)
         if accelerator.num_processes > 1:
             torch.distributed.all_reduce(loss_sum)
         accelerator.sync_gradients = True
@@ -351,6 +344,40 @@ class Trainer:
         self.window.add(float(loss_sum), grad_norm, step_input)
         if t.log_clips:
             self._log_clips(group)
+
+    def forward_and_backward(
+        self, group: list[Batch], batches: int, denominator: float, rnnt_draw: bool, exchange: bool = True
+    ) -> torch.Tensor:
+        """Gradients of a step's batches, and the sum of this rank's losses.
+
+        Args:
+            group: of this rank.
+            batches: the most that any rank has.
+            denominator: of every loss.
+            rnnt_draw: the step's draw of omega.
+            exchange: the last batch averages gradients over the ranks.
+        """
+        accelerator = self.accelerator
+        loss_sum = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+        for index in range(batches):
+            last = index == batches - 1
+            # A rank without a batch of its own runs its last one with weight zero: DDP and ZeRO wait for every rank.
+            weight = 1.0 if index < len(group) else 0.0
+            batch = group[index] if weight else self._stand_in(group)
+            if self.guard is not None:
+                self.guard.batch = batch
+            accelerator.sync_gradients = last
+            if not weight and not self.config.model.sync_batchnorm:
+                set_batchnorm_mode(self.model, training=False)  # a stand-in must not move the statistics
+            with self._no_sync(not (last and exchange)), accelerator.autocast():
+                losses_B = self.module(*self._to_device(batch), rnnt_draw=rnnt_draw)
+                loss = weight * losses_B[batch.feasible_B].sum() / denominator
+                # DDP, ZeRO and FSDP average gradients over the ranks; the denominator already counts all of them.
+                accelerator.backward(loss * accelerator.num_processes)
+            loss_sum += loss.detach().double()
+            if not weight:
+                self.module.train()
+        return loss_sum
 
     def _walk_schedule(self) -> None:
         """By steps, or by the share of the rows read where epochs end the run: windows and lanes leave smaller batches, so that

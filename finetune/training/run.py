@@ -30,7 +30,7 @@ from finetune.strategies.optimizers import build_optimizer, describe_optimizer, 
 from finetune.strategies.sharded import count_parameters, make_replica, shards_parameters
 from finetune.training import checkpoints
 from finetune.training.advice import warnings_for
-from finetune.training.data import count_clips, make_stream, mean_seconds
+from finetune.training.data import count_clips, make_stream, mean_seconds, train_limits
 from finetune.training.data import open_sources as open_sources
 from finetune.training.evaluate import check_decoding
 from finetune.training.loop import Trainer
@@ -188,7 +188,7 @@ def find_checkpoint(config: Any) -> Path | None:
 
 def _remove_run(path: Path) -> None:
     """Removes what a run leaves, and nothing else that may lie there."""
-    for name in ("checkpoints", "logs", "profile"):
+    for name in ("checkpoints", "logs", "profile", "out_of_memory"):
         shutil.rmtree(path / name, ignore_errors=True)
     for name in (
         "config.yaml",
@@ -200,6 +200,7 @@ def _remove_run(path: Path) -> None:
         "model.nemo",
         "summary.json",
         "report.html",
+        "batch_limits.json",
         *(f"errors-{split}.json" for split in ("validation", "test", "guard")),
     ):
         (path / name).unlink(missing_ok=True)
@@ -240,8 +241,10 @@ def plan_steps(accelerator: Any, config: Any, sources: dict[str, list[Any]]) -> 
             "training.num_train_epochs: the number of clips of data.train is not known beforehand (a stream). Set "
             "training.max_steps."
         )
-    seconds = config.data.batch_duration
-    batch = seconds / agreed(mean_seconds(sources["train"], config)) if seconds else t.per_device_train_batch_size
+    d, batch = config.data, t.per_device_train_batch_size
+    if d.batch_duration or d.batch_bounds:
+        mean = agreed(mean_seconds(sources["train"], config))
+        batch = d.batch_duration / mean if d.batch_duration else train_limits(config).clips_of_length(mean)
     per_step = batch * t.gradient_accumulation_steps * accelerator.num_processes
     return max(1, math.ceil(clips / per_step * t.num_train_epochs))
 
@@ -445,6 +448,8 @@ def summarise(accelerator: Any, trainer: Trainer, config: Any, strategy: Strateg
         "filtered": p.filtered,
         "infeasible": p.infeasible,
         "skipped_steps": p.skipped_steps,
+        "out_of_memory": p.out_of_memory,
+        "batch_bounds": None if trainer.guard is None else trainer.guard.bounds,
         "drift_warnings": p.drift_warnings,
         "resumed_from": trainer.resumed_from,
         "final_loss": trainer.last_loss(),
