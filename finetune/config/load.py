@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import itertools
 import logging
 import math
 import typing
@@ -279,7 +280,7 @@ def _check_bounds(bounds: Any) -> list[tuple[str, str]]:
                     f"is a list of {form}, seconds above 0 and whole clips from 1 on; found [{seconds!r}, {clips!r}]",
                 )
             ]
-    if any(later[0] <= earlier[0] for earlier, later in zip(bounds, bounds[1:])):
+    if any(later[0] <= earlier[0] for earlier, later in itertools.pairwise(bounds)):
         return [(key, f"is ordered by seconds, found {bounds!r}")]
     return []
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.errors import UserError
 from finetune.strategies.optimizers import unwrap_optimizer
-from finetune.training import checkpoints, dry_run_parts, run, trial
+from finetune.training import auto_batch, checkpoints, dry_run_parts, run, trial
 from finetune.training.loop import Trainer
 from finetune.training.out_of_memory import is_out_of_memory, out_of_memory_message
 
@@ -136,6 +136,7 @@ def dry_run(config: Any, strategy: Any, observe: Callable[[Trainer], None] | Non
             )
 
             def engine() -> tuple[str, dict[str, Any]]:
+                auto_batch.set_bounds(attempts.accelerator, settings, strategy)
                 kept["steps"] = run.plan_steps(attempts.accelerator, settings, kept["sources"])
                 kept["trainer"] = run.build_trainer(
                     attempts.accelerator, kept["model"], kept["sources"], settings, kept["steps"]

@@ -115,7 +115,7 @@ class Trainer:
         self.watch = self._make_watch()
         self.forward_clock = ForwardClock(self.core, accelerator.device) if accelerator.num_processes > 1 else None
         self.guard: MemoryGuard | None = None
-        if config.training.auto_batch:
+        if config.training.auto_batch and config.data.batch_bounds:
             self.guard = MemoryGuard(self, list(config.data.batch_bounds))
             earlier = earlier_limits(self.output_dir) if config.training.resume_from_checkpoint else None
             if earlier is not None:

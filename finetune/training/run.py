@@ -328,7 +328,7 @@ def describe(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy
     if strategy.engine == "ddp" and accelerator.num_processes == 1:
         log.warning("%s, but one process was started: it trains alone", strategy.engine_from)
     log.info(
-        "strategy %s, engine %s, %d process(es), precision %s, %d steps of %d x %d x %d clips",
+        "strategy %s, engine %s, %d process(es), precision %s, %d steps of %d x %d x %s",
         "+".join(strategy.names) or "none",
         strategy.engine,
         accelerator.num_processes,
@@ -336,7 +336,7 @@ def describe(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy
         trainer.total_steps,
         accelerator.num_processes,
         t.gradient_accumulation_steps,
-        t.per_device_train_batch_size,
+        "batches by length" if not train_limits(config).clips else f"{t.per_device_train_batch_size} clips",
     )
 
 

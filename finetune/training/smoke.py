@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from finetune.data.stream import Batch
 from finetune.errors import UserError
-from finetune.training import run, trial
+from finetune.training import auto_batch, run, trial
 from finetune.training.loop import Trainer
 from finetune.training.out_of_memory import is_out_of_memory
 
@@ -46,6 +46,7 @@ def smoke(config: Any, strategy: Any, steps: int, observe: Callable[[Trainer], N
     accelerator = run.build_accelerator(settings, strategy)
     with trial.trial_folder(accelerator, settings):
         sources = run.open_sources(settings)
+        auto_batch.set_bounds(accelerator, settings, strategy)
         planned = run.plan_steps(accelerator, settings, sources)
         model = run.build_model(accelerator, settings)
         trainer = run.build_trainer(accelerator, model, sources, settings, planned)
