@@ -4,7 +4,7 @@
     python scripts/bench_real_size.py --strategies adamw_8bit+gradient_checkpointing --clips 1 --seconds 5 --precision fp32   # on a CPU
 
 Makes a tokenizer of random words and a data set of noise in --output-dir, and hands them to scripts/compare_strategies.py, whose
-figures it prints. Nothing is learnt; needed memory and time depend on lengths and sizes only.
+figures it prints, with what finetune.plan predicts beside them. Nothing is learnt; needed memory and time depend on lengths and sizes only.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -65,6 +66,33 @@ def make_data(folder: Path, words: list[str], clips: int, seconds: float) -> Pat
     return manifest
 
 
+def add_predictions(rows: list[dict[str, Any]], run_file: Path, clips: int, seconds: float) -> None:
+    """Puts what finetune.plan predicts beside what was measured, and prints the ratios.
+
+    Args:
+        rows: of scripts/compare_strategies.py; those that ran get predicted_peak_bytes and predicted_over_measured.
+        run_file: that they ran with.
+        clips, seconds: of a step.
+    """
+    from finetune.planning.gpus import GIB, card_here
+    from finetune.planning.plan import Data, make_plan
+
+    measured = [row for row in rows if "peak_bytes" in row]
+    same = [f"training.per_device_train_batch_size={clips}", "training.gradient_accumulation_steps=1"]
+    data = Data(seconds, seconds, None, TOKENS_A_SECOND)
+    plan = make_plan(run_file, same, [row["strategies"] for row in measured], card_here(), 1, data)
+    for row, predicted in zip(measured, plan, strict=True):
+        if predicted.peak_memory_gib is None:
+            print(f"{row['name']}: not predicted: {predicted.reason}")
+            continue
+        row["predicted_peak_bytes"] = predicted.peak_memory_gib * GIB
+        row["predicted_over_measured"] = row["predicted_peak_bytes"] / row["peak_bytes"]
+        print(
+            f"{row['name']}: predicted {row['predicted_peak_bytes'] / 1e9:.2f} GB, measured {row['peak_bytes'] / 1e9:.2f} GB, "
+            f"ratio {row['predicted_over_measured']:.3f}"
+        )
+
+
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -106,6 +134,8 @@ def main() -> int:
     if code:
         return code
     found = json.loads(results.read_text(encoding="utf-8"))
+    add_predictions(found["rows"], file, arguments.clips, arguments.seconds)
+    results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     over = [r["name"] for r in found["rows"] if r.get("peak_rss_gib", 0) > arguments.limit_gib]
     if over and found["machine"]["gpu"] is None:
         print(f"error: more than {arguments.limit_gib:g} GiB of resident memory: {', '.join(over)}", file=sys.stderr)

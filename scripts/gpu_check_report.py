@@ -15,6 +15,7 @@ from typing import Any
 # bf16, 16 clips of 20 s a step: peak of the CUDA allocator in 10^9 bytes, and time a step against plain AdamW's.
 MEMORY_GOALS_GB = {"recommended": 11.0, "recommended_small": 7.5}
 TIME_GOALS = {"recommended": 1.25}
+PREDICTION_GOAL = 0.10  # of finetune.plan's memory, either way
 
 
 def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -33,6 +34,12 @@ def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         own, plain = (by_name.get(x, {}).get("seconds_per_step") for x in (name, "adamw"))
         ratio = None if own is None or plain is None else own / plain
         found.append({"goal": f"{name}: time a step against adamw", "at_most": limit, "found": ratio})
+    for row in rows:
+        if "predicted_over_measured" in row:
+            off = abs(row["predicted_over_measured"] - 1)
+            found.append(
+                {"goal": f"{row['name']}: predicted memory, share off", "at_most": PREDICTION_GOAL, "found": off}
+            )
     for goal in found:
         goal["met"] = goal["found"] is not None and goal["found"] <= goal["at_most"]
     return found
