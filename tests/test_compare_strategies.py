@@ -102,6 +102,9 @@ def test_goals_on_a_gpu():
         "recommended: time a step against adamw": True,
     }
     assert not any(goal["met"] for goal in report.judge([{"name": "recommended", "reason": "killed"}]))
+    predicted = [{"name": "adamw", "predicted_over_measured": ratio} for ratio in (0.92, 1.12)]
+    goals = [goal for goal in report.judge(predicted) if goal["goal"] == "adamw: predicted memory, share off"]
+    assert [goal["met"] for goal in goals] == [True, False]
 
 
 def rows_that_ran(out: Path) -> dict:
@@ -109,6 +112,7 @@ def rows_that_ran(out: Path) -> dict:
     return {key: row for key, row in rows.items() if "reason" not in row}
 
 
+@pytest.mark.slow
 def test_a_comparison_goes_on_where_it_was(tiny_run, tmp_path):
     """Two rows that run and one that cannot; then the same again, where only the one that failed is tried anew."""
     run_file = tiny_run(data={"test": None})[1]
