@@ -100,7 +100,7 @@ def train(
     accelerator = run.build_accelerator(config, strategy)
     with run.output_directory(accelerator, config):
         sources = run.open_sources(config)
-        auto_batch.set_bounds(accelerator, config, strategy)
+        prediction = auto_batch.set_bounds(accelerator, config, strategy)
         total_steps = run.plan_steps(accelerator, config, sources)
         checkpoint = run.find_checkpoint(config)
         model = run.build_model(accelerator, config, checkpoint)
@@ -110,6 +110,7 @@ def train(
         resumed = run.begin_run(accelerator, trainer, config, checkpoint)
         run.describe(accelerator, trainer, config, strategy)
         if not resumed:
+            auto_batch.keep_prediction(trainer, strategy, prediction)
             auto_batch.confirm(trainer)
         with trainer.view.shown(place):
             if not resumed:

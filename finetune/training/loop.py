@@ -369,14 +369,16 @@ class Trainer:
             accelerator.sync_gradients = last
             if not weight and not self.config.model.sync_batchnorm:
                 set_batchnorm_mode(self.model, training=False)  # a stand-in must not move the statistics
-            with self._no_sync(not (last and exchange)), accelerator.autocast():
-                losses_B = self.module(*self._to_device(batch), rnnt_draw=rnnt_draw)
-                loss = weight * losses_B[batch.feasible_B].sum() / denominator
-                # DDP, ZeRO and FSDP average gradients over the ranks; the denominator already counts all of them.
-                accelerator.backward(loss * accelerator.num_processes)
-            loss_sum += loss.detach().double()
-            if not weight:
-                self.module.train()
+            try:
+                with self._no_sync(not (last and exchange)), accelerator.autocast():
+                    losses_B = self.module(*self._to_device(batch), rnnt_draw=rnnt_draw)
+                    loss = weight * losses_B[batch.feasible_B].sum() / denominator
+                    # DDP, ZeRO and FSDP average gradients over the ranks; the denominator already counts all of them.
+                    accelerator.backward(loss * accelerator.num_processes)
+                loss_sum += loss.detach().double()
+            finally:
+                if not weight:
+                    self.module.train()
         return loss_sum
 
     def _walk_schedule(self) -> None:

@@ -58,7 +58,8 @@ class MemoryGuard:
         self.distributed = accelerator.num_processes > 1
         self.ddp = isinstance(trainer.module, torch.nn.parallel.DistributedDataParallel)
         # Engines that exchange while they compute cannot take a step back, nor can weights that were stepped in backward.
-        engine_steps_back = self.ddp or (not self.distributed and accelerator.distributed_type == "NO")
+        alone = not self.distributed and accelerator.distributed_type == "NO"
+        engine_steps_back = alone or (self.ddp and not trainer.config.model.sync_batchnorm)
         self.steps_back = engine_steps_back and trainer.config.training.optimizer not in RELEASES_GRADIENTS
         self.sample_rate = trainer.model.preprocessor._sample_rate
 
@@ -184,12 +185,7 @@ class MemoryGuard:
         p, step = self.trainer.progress, self.trainer.progress.step + 1
         p.out_of_memory += 1
         for report in reports:
-            if report["clips"] == 1:
-                raise self._hopeless(report)
-            fewer = max(report["clips"] // 2, 1)
-            for pair in self.bounds:
-                if report["seconds"] <= pair[0] + 1e-3 or pair is self.bounds[-1]:
-                    pair[1] = min(pair[1], fewer)
+            fewer = self._lower(report)
             log.warning(
                 "step %d: out of memory with %s; clips of up to %.1f s come %d at most from here on, and the step is made again",
                 step,
@@ -197,13 +193,27 @@ class MemoryGuard:
                 report["seconds"],
                 fewer,
             )
-        self.write()
+        if self.trainer.accelerator.is_main_process:
+            self.write()
+
+    def _lower(self, report: dict[str, Any]) -> int:
+        """Half the clips of a batch as the bound for its length and all above; that number.
+
+        Raises:
+            UserError: it was one clip.
+        """
+        if report["clips"] == 1:
+            raise self._hopeless(report)
+        fewer = report["clips"] // 2
+        for pair in self.bounds:
+            if report["seconds"] <= pair[0] + 1e-3 or pair is self.bounds[-1]:
+                pair[1] = min(pair[1], fewer)
+        return fewer
 
     def write(self) -> None:
         """Keeps the bounds for a run that goes on later."""
-        if self.trainer.accelerator.is_main_process:
-            d = self.trainer.config.data
-            write_json(self.file, {"bounds": [list(pair) for pair in d.batch_bounds], "now": self.bounds})
+        d = self.trainer.config.data
+        write_json(self.file, {"bounds": [list(pair) for pair in d.batch_bounds], "now": self.bounds})
 
     def _hopeless(self, report: dict[str, Any]) -> UserError:
         t = self.trainer
@@ -215,15 +225,8 @@ class MemoryGuard:
     def _give_up(self, failed: dict[str, Any], error: BaseException) -> None:
         """Where a step cannot be taken back: the bound is halved for the next start."""
         self._keep_batch()
-        if failed["clips"] == 1:
-            raise self._hopeless(failed) from error
-        fewer = failed["clips"] // 2
-        for pair in self.bounds:
-            if failed["seconds"] <= pair[0] + 1e-3 or pair is self.bounds[-1]:
-                pair[1] = min(pair[1], fewer)
-        # Any rank may write it: the others wait for this one and are ended by the launcher.
-        d = self.trainer.config.data
-        write_json(self.file, {"bounds": [list(pair) for pair in d.batch_bounds], "now": self.bounds})
+        fewer = self._lower(failed)
+        self.write()  # whichever rank this is: the others wait for it and are ended by the launcher
         raise UserError(
             f"out of memory with {say(failed)}: {failed['reason']}\nThis engine or optimizer cannot take a step back. Clips of that length come "
             f"{fewer} at most in the next start: training.resume_from_checkpoint=true goes on from the last checkpoint.",
@@ -241,7 +244,7 @@ class MemoryGuard:
                 names = ("ids", "texts", "audio_BS", "audio_lengths_B", "tokens_BU", "token_lengths_B")
                 torch.save({name: getattr(self.batch, name) for name in names}, file)
                 log.warning("the batch is kept in %s", file)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # torch.save has its own error for a full disk
             log.warning("the batch cannot be kept: %s", error)
 
 

@@ -201,6 +201,7 @@ def _remove_run(path: Path) -> None:
         "summary.json",
         "report.html",
         "batch_limits.json",
+        "plan.json",
         *(f"errors-{split}.json" for split in ("validation", "test", "guard")),
     ):
         (path / name).unlink(missing_ok=True)
