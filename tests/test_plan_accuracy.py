@@ -1,4 +1,4 @@
-"""What the plan predicts against the account of real steps on the CPU: three layouts, nine ways to train, batches drawn at test time.
+"""What the plan predicts against the account of real steps on the CPU: three layouts, eight ways to train, batches drawn at test time.
 
 Predictions are made as a plan makes them: followed with other numbers of clips and other lengths than those that are predicted, and for
 the deep layout with fewer layers. PLAN_ACCURACY_SEED repeats a draw that failed.
@@ -74,10 +74,9 @@ class Case:
 LAST_TWO = ("model.freeze_encoder=true", "model.unfreeze_encoder_layers=2")
 CASES = {
     "adamw": Case(),
-    "adamw_8bit": Case(("training.optimizer=adamw_8bit",)),
     "adamw_foreach, accumulation": Case(("training.optimizer=adamw_foreach",), batches=2),
     "ddp": Case(ddp=True),
-    "gradient_checkpointing": Case(("model.gradient_checkpointing=true",)),
+    "adamw_8bit, gradient_checkpointing": Case(("training.optimizer=adamw_8bit", "model.gradient_checkpointing=true")),
     "freeze_encoder": Case(("model.freeze_encoder=true",)),
     "partial_unfreeze": Case(LAST_TWO),
     "lora": Case(("model.lora_rank=8",)),
@@ -104,7 +103,7 @@ def one_thread():
 
 
 def real_peak(config: Any, case: Case, clips: int, seconds: float, tokens: int) -> int:
-    """Most bytes of tensors at once in the second step of a real training."""
+    """Most bytes of tensors at once in a step of a real training, which has optimizer states."""
     from finetune.models.nemo import cast_parameters, load_model, prepare_for_training
     from finetune.models.transducer import TransducerLossModule
     from finetune.planning.accounting import StepAccount
@@ -148,7 +147,9 @@ def real_peak(config: Any, case: Case, clips: int, seconds: float, tokens: int) 
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
 
-    step(batch(2, 1.0, 3))
+    for _ in range(2 if case.ddp else 1):  # DDP makes its final buckets in a step
+        optimizer.zero_grad()
+        step(batch(2, 1.0, 3))
     held = [p.grad for p in trained] if case.ddp else []
     optimizer.zero_grad()
     inputs = batch(clips, seconds, tokens)
@@ -172,9 +173,10 @@ def test_predicted_memory_is_that_of_real_steps(name, tmp_path, process_group):
     }
     run.write_text(yaml.safe_dump(sections), encoding="utf-8")
 
-    longest, tokens_a_second = draw.uniform(8.0, 14.0), draw.uniform(2.0, 7.0)
+    longest, tokens_a_second = draw.uniform(7.0, 12.0), draw.uniform(2.0, 7.0)
     data = Data(longest, longest / 2, None, tokens_a_second)
-    lines, worst = [], 0.0
+    lengths = [longest, 0.6 * longest, 0.3 * longest]
+    followed, lines, worst = {}, [], 0.0
     with one_thread():
         layout = read_layout(str(file), str(TOKENIZER))
         follower = Follower(layout)
@@ -182,12 +184,13 @@ def test_predicted_memory_is_that_of_real_steps(name, tmp_path, process_group):
             settings = [*case.settings, f"training.gradient_accumulation_steps={case.batches}"]
             config, _ = load_config(run, [], settings)
             kind = Kind(config.model, case.precision, releases=False, cuda=False)
-            memory = measure(
-                follower, kind, layout.layers, [longest, 0.6 * longest, 0.3 * longest], tokens_a_second
-            )
+            key = str(config.model), case.precision
+            if key not in followed:
+                followed[key] = measure(follower, kind, layout.layers, lengths, tokens_a_second)
+            memory = followed[key]
             engine = Engine("ddp" if case.ddp else "none", 1, 1)
             predictor = Predictor(config, engine, card_here(), data, layout, memory)
-            clips, seconds = draw.randint(4, 12), draw.uniform(0.4, 1.0) * longest
+            clips, seconds = draw.randint(5, 9), draw.uniform(0.4, 1.0) * longest
             predicted = predictor.peak(clips, seconds)
             real = real_peak(config, case, clips, seconds, memory.tokens_of(seconds))
             ratio = predicted / real

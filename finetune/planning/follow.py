@@ -280,7 +280,7 @@ class Follower:
                 )
                 account.add(model.buffers(), "parameters")
                 account.add((p.detach() for p in model.parameters()), "parameters")
-                account.enter("subsampling forward", "encoder")
+                account.enter("spectrogram", "encoder")
                 with account, emulated:
                     with torch.autocast("cpu", precision, enabled=precision is not None):
                         losses_B = module(*batch)
@@ -319,7 +319,13 @@ class Follower:
             account.enter("loss forward", "joint")
             enter_at_gradient(output[0], "backward above the layers")
 
-        hooks = [model.encoder.register_forward_hook(after_encoder)]
+        def before_encoder(module: Any, args: Any) -> None:
+            account.enter("subsampling forward", "encoder")
+
+        hooks = [
+            model.encoder.register_forward_pre_hook(before_encoder),
+            model.encoder.register_forward_hook(after_encoder),
+        ]
         for i, layer in enumerate(model.encoder.layers):
 
             def before_layer(module: Any, args: Any, kwargs: Any, i: int = i) -> None:
