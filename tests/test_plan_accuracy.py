@@ -9,7 +9,6 @@ import os
 import random
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,7 +166,8 @@ def test_predicted_memory_is_that_of_real_steps(name, tmp_path, process_group):
     file.write_text(yaml.safe_dump(LAYOUTS[name]()), encoding="utf-8")
     run = tmp_path / "RUN.yaml"
     sections = {
-        "model": {"name": str(file), "tokenizer": str(TOKENIZER)},
+        # Of the loss's blocks the fullest is followed, where a real one leaves cells out: small beside all else, as in large models.
+        "model": {"name": str(file), "tokenizer": str(TOKENIZER), "joint_memory_budget": 8},
         "data": {"train": "train.jsonl"},
         "training": {"output_dir": str(tmp_path / "run")},
     }
@@ -190,7 +190,7 @@ def test_predicted_memory_is_that_of_real_steps(name, tmp_path, process_group):
             memory = followed[key]
             engine = Engine("ddp" if case.ddp else "none", 1, 1)
             predictor = Predictor(config, engine, card_here(), data, layout, memory)
-            clips, seconds = draw.randint(5, 9), draw.uniform(0.4, 1.0) * longest
+            clips, seconds = draw.randint(5, 9), draw.uniform(0.5, 1.0) * longest
             predicted = predictor.peak(clips, seconds)
             real = real_peak(config, case, clips, seconds, memory.tokens_of(seconds))
             ratio = predicted / real

@@ -201,6 +201,8 @@ class Follower:
         self.skeleton = Skeleton(layout)
         self.models: dict[tuple[str, int], Skeleton] = {}
         self.loss_slopes: dict[Any, dict[str, float]] = {}
+        self.block_cells = 1
+        """Lattice cells of a full block of the loss, in the step followed last."""
 
     def model(self, kind: Kind, depth: int) -> Skeleton:
         """The model at a depth as the options change it, its parameters fake."""
@@ -270,8 +272,9 @@ class Follower:
         precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind.precision)
         hooks = [p.register_post_accumulate_grad_hook(self._gradient(account, kind)) for p in trained]
         hooks += self._marks(account, model)
+        steps: list[int] = []
         try:
-            with self.mode, _loss_at_its_worst(clips, tokens, kind.cuda):
+            with self.mode, _loss_at_its_worst(clips, tokens, kind.cuda, steps):
                 batch = (
                     torch.empty(clips, int(seconds * self.layout.sample_rate), dtype=torch.int16),
                     torch.empty(clips, dtype=torch.int64),
@@ -294,6 +297,7 @@ class Follower:
                 hook.remove()
             for p in trained:
                 p.grad = None
+        self.block_cells = min(steps)
         return account.phases
 
     @staticmethod
@@ -342,8 +346,8 @@ class Follower:
 
 
 @contextlib.contextmanager
-def _loss_at_its_worst(clips: int, tokens: int, cuda: bool) -> Iterator[None]:
-    """The loss on fake tensors: what depends on values is replaced by the most that it could be."""
+def _loss_at_its_worst(clips: int, tokens: int, cuda: bool, steps: list[int]) -> Iterator[None]:
+    """The loss on fake tensors: what depends on values is replaced by the most that it could be. `steps` gets the cells of full blocks."""
     feasible_clips = tdt.feasible_clips
 
     def lengths(enc_BTH: Any, *_: Any) -> tuple[list[int], list[int]]:
@@ -354,6 +358,7 @@ def _loss_at_its_worst(clips: int, tokens: int, cuda: bool) -> Iterator[None]:
             return feasible_clips(torch.tensor([1] * clips), torch.tensor([0] * clips), ())
 
     def first_block(start: int, end: int, step: int) -> Iterator[tuple[int, int]]:
+        steps.append(step)
         if end > start:
             yield start, min(start + step, end)
 

@@ -129,6 +129,8 @@ class StepMemory:
     """Bytes `parameters`, `trained`, `layer`, and `trained_elements`."""
     shapes: list[tuple[tuple[int, ...], str, bool, int]]
     """Shape, type, whether it is an embedding, and how often, of the trained parameters."""
+    block_seconds: float = 0.0
+    """Seconds of audio times tokens, with the end of the text, whose lattice fills a block of the loss."""
 
     def tokens_of(self, seconds: float) -> int:
         """Tokens of a text of that length."""
@@ -137,6 +139,8 @@ class StepMemory:
     def at(self, clips: float, seconds: float) -> Step:
         """The step of a batch of so many clips of one length."""
         shares = self._shares(seconds)
+        cells = seconds * (self.tokens_of(seconds) + 1)
+        full = min(1.0, clips * cells / self.block_seconds) if self.block_seconds else 1.0
         fixed = {
             name: peak.get("joint", 0.0) - CLIPS * self.loss_slopes[name]
             for name, peak in zip(self.steps[1].names, self.steps[1].peaks)
@@ -152,7 +156,7 @@ class StepMemory:
                     if n in parts:
                         parts[n] *= clips / CLIPS
                 if name in fixed:
-                    parts["joint"] = fixed[name] + (parts["joint"] - fixed[name]) * clips / CLIPS
+                    parts["joint"] = full * fixed[name] + (parts["joint"] - fixed[name]) * clips / CLIPS
                 elif "joint" in parts:
                     parts["joint"] *= clips / CLIPS
                 found.append({n: max(b, 0.0) for n, b in parts.items()})
@@ -205,9 +209,9 @@ def measure(follower: Follower, kind: Kind, layers: int, lengths: list[float], t
             for name, a, b in zip(more.names, steps[1].peaks, more.peaks)
             if name in LOSS
         }
-    return StepMemory(
-        lengths, tokens_a_second, steps, follower.loss_slopes[key], *_weights_and_shapes(follower, kind, layers)
-    )
+    weights, shapes = _weights_and_shapes(follower, kind, layers)
+    block_seconds = follower.block_cells * follower.layout.seconds_a_frame
+    return StepMemory(lengths, tokens_a_second, steps, follower.loss_slopes[key], weights, shapes, block_seconds)
 
 
 def _weights_and_shapes(follower: Follower, kind: Kind, layers: int) -> tuple[dict[str, float], list[Any]]:
