@@ -201,6 +201,8 @@ class Follower:
         self.skeleton = Skeleton(layout)
         self.models: dict[tuple[str, int], Skeleton] = {}
         self.loss_slopes: dict[Any, dict[str, float]] = {}
+        self.block_cells = 1
+        """Lattice cells of a full block of the loss, in the step followed last."""
 
     def model(self, kind: Kind, depth: int) -> Skeleton:
         """The model at a depth as the options change it, its parameters fake."""
@@ -270,8 +272,9 @@ class Follower:
         precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind.precision)
         hooks = [p.register_post_accumulate_grad_hook(self._gradient(account, kind)) for p in trained]
         hooks += self._marks(account, model)
+        steps: list[int] = []
         try:
-            with self.mode, _loss_at_its_worst(clips, tokens, kind.cuda):
+            with self.mode, _loss_at_its_worst(clips, tokens, kind.cuda, steps):
                 batch = (
                     torch.empty(clips, int(seconds * self.layout.sample_rate), dtype=torch.int16),
                     torch.empty(clips, dtype=torch.int64),
@@ -280,7 +283,7 @@ class Follower:
                 )
                 account.add(model.buffers(), "parameters")
                 account.add((p.detach() for p in model.parameters()), "parameters")
-                account.enter("subsampling forward", "encoder")
+                account.enter("spectrogram", "encoder")
                 with account, emulated:
                     with torch.autocast("cpu", precision, enabled=precision is not None):
                         losses_B = module(*batch)
@@ -294,6 +297,7 @@ class Follower:
                 hook.remove()
             for p in trained:
                 p.grad = None
+        self.block_cells = min(steps)
         return account.phases
 
     @staticmethod
@@ -319,7 +323,13 @@ class Follower:
             account.enter("loss forward", "joint")
             enter_at_gradient(output[0], "backward above the layers")
 
-        hooks = [model.encoder.register_forward_hook(after_encoder)]
+        def before_encoder(module: Any, args: Any) -> None:
+            account.enter("subsampling forward", "encoder")
+
+        hooks = [
+            model.encoder.register_forward_pre_hook(before_encoder),
+            model.encoder.register_forward_hook(after_encoder),
+        ]
         for i, layer in enumerate(model.encoder.layers):
 
             def before_layer(module: Any, args: Any, kwargs: Any, i: int = i) -> None:
@@ -336,8 +346,8 @@ class Follower:
 
 
 @contextlib.contextmanager
-def _loss_at_its_worst(clips: int, tokens: int, cuda: bool) -> Iterator[None]:
-    """The loss on fake tensors: what depends on values is replaced by the most that it could be."""
+def _loss_at_its_worst(clips: int, tokens: int, cuda: bool, steps: list[int]) -> Iterator[None]:
+    """The loss on fake tensors: what depends on values is replaced by the most that it could be. `steps` gets the cells of full blocks."""
     feasible_clips = tdt.feasible_clips
 
     def lengths(enc_BTH: Any, *_: Any) -> tuple[list[int], list[int]]:
@@ -348,6 +358,7 @@ def _loss_at_its_worst(clips: int, tokens: int, cuda: bool) -> Iterator[None]:
             return feasible_clips(torch.tensor([1] * clips), torch.tensor([0] * clips), ())
 
     def first_block(start: int, end: int, step: int) -> Iterator[tuple[int, int]]:
+        steps.append(step)
         if end > start:
             yield start, min(start + step, end)
 

@@ -120,21 +120,6 @@ def _of_config(name: str, root: Any, tokens: int, guessed: str = "") -> Layout:
     return Layout(name, root.model, tokens, guessed)
 
 
-class Mel(torch.nn.Module):
-    """Spectrograms of the right size, without the transform."""
-
-    def __init__(self, cfg: Any):
-        super().__init__()
-        self.hop = int(float(cfg.preprocessor.window_stride) * int(cfg.preprocessor.sample_rate))
-        self.bands, self.pad_to = int(cfg.encoder.feat_in), cfg.preprocessor.get("pad_to", 16)
-
-    def forward(self, input_signal: torch.Tensor, length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        frames = input_signal.shape[1] // self.hop + 1
-        if isinstance(self.pad_to, int) and self.pad_to > 0:
-            frames += -frames % self.pad_to
-        return input_signal.new_empty(input_signal.shape[0], self.bands, frames), length // self.hop
-
-
 class Skeleton(torch.nn.Module):
     """NeMo's encoder, prediction network and joint with random weights, under the names that they have in a NeMo model.
 
@@ -152,12 +137,12 @@ class Skeleton(torch.nn.Module):
             cfg.encoder.n_layers = 1
             cfg.decoder.vocab_size = layout.tokens
             cfg.joint.num_classes = layout.tokens
-            cfg.joint.vocabulary = [str(i) for i in range(layout.tokens)]
+            cfg.joint.vocabulary = []  # the pieces themselves: only decoding reads them
             cfg.joint.jointnet.encoder_hidden = cfg.encoder.d_model
             cfg.joint.jointnet.pred_hidden = cfg.decoder.prednet.pred_hidden
         make = models.EncDecRNNTModel.from_config_dict
         self.cfg = cfg
-        self.preprocessor = Mel(cfg)
+        self.preprocessor = make(cfg.preprocessor)
         self.encoder = make(cfg.encoder)
         self.decoder = make(cfg.decoder)
         self.joint = make(cfg.joint)

@@ -96,7 +96,7 @@ def _with_all_layers(phases: list[Phase], follower: Follower, kind: Kind, depth:
             return new
         new["parameters"] = new.get("parameters", 0) + more * layer_bytes
         word, _, number = name.partition(" of layer ")
-        below = name in ("subsampling forward", "backward below the layers", "step") or (
+        below = name in ("spectrogram", "subsampling forward", "backward below the layers", "step") or (
             number and int(number) < (first if word == "backward" else after - 1)
         )
         if not below:  # all layers have been through forward, and none of those put in through backward
@@ -124,11 +124,13 @@ class StepMemory:
     steps: list[Step]
     """With CLIPS clips of each length."""
     loss_slopes: dict[str, float]
-    """Bytes that a clip adds to the loss for each second and token, by phase."""
+    """Bytes that a clip of the second length adds to the loss, by phase; the rest is of a fixed size."""
     weights: dict[str, float]
     """Bytes `parameters`, `trained`, `layer`, and `trained_elements`."""
     shapes: list[tuple[tuple[int, ...], str, bool, int]]
     """Shape, type, whether it is an embedding, and how often, of the trained parameters."""
+    block_seconds: float = 0.0
+    """Seconds of audio times tokens, with the end of the text, whose lattice fills a block of the loss."""
 
     def tokens_of(self, seconds: float) -> int:
         """Tokens of a text of that length."""
@@ -138,6 +140,12 @@ class StepMemory:
         """The step of a batch of so many clips of one length."""
         shares = self._shares(seconds)
         cells = seconds * (self.tokens_of(seconds) + 1)
+        full = min(1.0, clips * cells / self.block_seconds) if self.block_seconds else 1.0
+        fixed = {
+            name: peak.get("joint", 0.0) - CLIPS * self.loss_slopes[name]
+            for name, peak in zip(self.steps[1].names, self.steps[1].peaks)
+            if name in self.loss_slopes
+        }
 
         def scaled(names: list[str], choose: Callable[[Step], list[Parts]]) -> list[Parts]:
             found = []
@@ -147,8 +155,8 @@ class StepMemory:
                 for n in GROWS_WITH_CLIPS:
                     if n in parts:
                         parts[n] *= clips / CLIPS
-                if name in self.loss_slopes:
-                    parts["joint"] += self.loss_slopes[name] * cells * (clips - CLIPS)
+                if name in fixed:
+                    parts["joint"] = full * fixed[name] + (parts["joint"] - fixed[name]) * clips / CLIPS
                 elif "joint" in parts:
                     parts["joint"] *= clips / CLIPS
                 found.append({n: max(b, 0.0) for n, b in parts.items()})
@@ -195,16 +203,15 @@ def measure(follower: Follower, kind: Kind, layers: int, lengths: list[float], t
     # The same for all that share head, precision and texts.
     key = (kind.precision, kind.cuda, m.dtype, m.dropout, m.joint_memory_budget, tuple(lengths), tokens_a_second)
     if key not in follower.loss_slopes:
-        cells = lengths[1] * (tokens_of(tokens_a_second, lengths[1]) + 1)
         more = step(2 * CLIPS, lengths[1])
         follower.loss_slopes[key] = {
-            name: (b.get("joint", 0.0) - a.get("joint", 0.0)) / CLIPS / cells
+            name: (b.get("joint", 0.0) - a.get("joint", 0.0)) / CLIPS
             for name, a, b in zip(more.names, steps[1].peaks, more.peaks)
             if name in LOSS
         }
-    return StepMemory(
-        lengths, tokens_a_second, steps, follower.loss_slopes[key], *_weights_and_shapes(follower, kind, layers)
-    )
+    weights, shapes = _weights_and_shapes(follower, kind, layers)
+    block_seconds = follower.block_cells * follower.layout.seconds_a_frame
+    return StepMemory(lengths, tokens_a_second, steps, follower.loss_slopes[key], weights, shapes, block_seconds)
 
 
 def _weights_and_shapes(follower: Follower, kind: Kind, layers: int) -> tuple[dict[str, float], list[Any]]:

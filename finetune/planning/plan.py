@@ -121,7 +121,7 @@ class Predictor:
         parts = peak_of_step(step, self.weights, self.engine, self.accumulates)
         if self.config.model.activation_offload and self.card.is_gpu:
             # What one layer stores stays; the others' waits on the host.
-            kept = self.memory.at(clips, seconds).peaks[0].get("encoder", 0.0)
+            kept = step.peaks[step.names.index("subsampling forward")].get("encoder", 0.0)
             parts["encoder"] = min(parts.get("encoder", 0.0), kept)
         return parts
 
