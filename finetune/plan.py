@@ -79,12 +79,14 @@ def _data(a: argparse.Namespace, config: Any) -> Data:
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
             hours, mean = found["hours"], 3600 * found["hours"] / max(found["clips"], 1)
-        except (OSError, ValueError, KeyError) as error:
+            seconds = _last_with_clips(found["histograms"]["seconds"])
+            a_clip = _mean_of(found["histograms"]["tokens"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"--check: {file} is no result of a data check ({error}). Make one: python -m finetune.data.check --data D --output-dir {a.check}"
             ) from error
-        seconds = _last_with_clips(found["histograms"]["seconds"])
         longest = min(longest, seconds or longest)
+        tokens = a_clip / mean if a_clip and mean else tokens
     hours = a.hours if a.hours is not None else hours
     mean = a.mean_seconds or mean or longest / 2
     tokens = a.tokens_per_second or tokens
@@ -97,6 +99,15 @@ def _last_with_clips(histogram: dict[str, Any]) -> float | None:
     width = (histogram["to"] - histogram["from"]) / len(counts)
     last = max((i for i, n in enumerate(counts) if n), default=None)
     return None if last is None else histogram["from"] + (last + 1) * width
+
+
+def _mean_of(histogram: dict[str, Any]) -> float | None:
+    """Mean by the middles of the bins."""
+    counts = histogram["counts"]
+    width = (histogram["to"] - histogram["from"]) / len(counts)
+    middles = [histogram["from"] + (i + 0.5) * width for i in range(len(counts))]
+    total = sum(counts)
+    return sum(n * x for n, x in zip(counts, middles)) / total if total else None
 
 
 def _progress(done: int, of: int) -> None:
@@ -130,7 +141,7 @@ def _table(rows: list[Row], card: Card, gpus: int, data: Data, recommended: str 
                 "yes" if row.fits else "no",
                 f"{row.peak_memory_gib * scale:.1f}",
                 *parts,
-                str(row.batch),
+                str(row.batch) + ("" if row.batch_seconds == data.longest else f" x {row.batch_seconds:g} s"),
                 str(row.max_batch),
                 _number(row.max_batch_duration, 0),
                 *time_columns,
@@ -155,7 +166,7 @@ def _table(rows: list[Row], card: Card, gpus: int, data: Data, recommended: str 
         out += ["", "not for this card or run:", *(f"  {row.strategy}: {row.reason}" for row in missing)]
     out += [
         "",
-        "clips: of one forward pass of one GPU, all of the longest length, as the run file says; most clips: as many as fit; most s: audio of a "
+        "clips: of one forward pass of one GPU, as the run file says, of the longest length unless another is given; most clips: as many as fit; most s: audio of a "
         "batch that fits whatever the length of its clips (data.batch_duration)",
     ]
     if any(not row.followed for row in rows if row.fits is not None):
@@ -164,7 +175,10 @@ def _table(rows: list[Row], card: Card, gpus: int, data: Data, recommended: str 
         out.append("times are estimates from the card's published rates, not measured; hours: one pass over the data")
     if recommended:
         row = next(r for r in rows if r.strategy == recommended)
-        out += ["", f"take {recommended}: {why}", f"  {row.command}"]
+        smaller = "" if row.fits else f" training.per_device_train_batch_size={row.max_batch}"
+        out += ["", f"take {recommended}: {why}", f"  {row.command}{smaller}"]
+        bounds = ", ".join(f"{n} of {s} s" for s, n in row.max_batch_by_seconds.items())
+        out.append(f"  clips that fit by length: {bounds} (training.auto_batch: true makes such batches by itself)")
         out.append("  gradual validation: training.stages begins with a part of the data (docs/full_dataset.md)")
     else:
         out += ["", f"no recommendation: {why}"]

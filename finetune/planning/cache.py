@@ -6,6 +6,7 @@ import json
 import logging
 import multiprocessing
 import os
+import queue
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib import metadata
@@ -98,16 +99,26 @@ def follow_all(
         import_nemo()  # once, before the processes part
         shares = [[(key, by_key[key]) for key in missing[i::workers]] for i in range(workers)]
         context = multiprocessing.get_context("fork")
-        results = context.SimpleQueue()
+        results = context.Queue()
         processes = [
             context.Process(target=_work, args=(layout, share, lengths, tokens_a_second, results)) for share in shares
         ]
         for process in processes:
             process.start()
-        for done in range(len(missing)):
-            key, result = results.get()
+        done = 0
+        while done < len(missing):
+            alive = any(process.is_alive() for process in processes)
+            try:
+                key, result = results.get(timeout=1.0)
+            except queue.Empty:
+                if alive:
+                    continue
+                break  # one was killed, by the kernel for its memory most likely
             found[key] = result
-            progress(done + 1, len(missing))
+            done += 1
+            progress(done, len(missing))
+        for key in missing:
+            found.setdefault(key, "the process that followed it was killed (is there memory enough on this machine?)")
         for process in processes:
             process.join()
     else:

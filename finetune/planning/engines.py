@@ -33,6 +33,8 @@ class Weights:
     optimizer_on_host: float
     optimizer_step: float = 0.0
     """What a step takes beside all others."""
+    gradient_copies: int = 1
+    """2 where DDP's buckets lie idle beside gradients that are exchanged otherwise."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def _with_engine(peak: Parts, without: Parts, weights: Weights, engine: Engine, 
     if not name.startswith(("fsdp", "deepspeed")):
         held = dict(peak)
         if accumulates or name == "ddp":  # DDP's buckets are the gradients, and stay
-            held = {**without, "gradients": weights.trained}
+            held = {**without, "gradients": weights.trained * weights.gradient_copies}
         held["optimizer"] = weights.optimizer
         return held
     if accumulates:

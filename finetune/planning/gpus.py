@@ -38,46 +38,55 @@ class Card:
         return self.memory * 0.9 if not self.is_gpu else (self.memory - CONTEXT) * USABLE
 
 
-# name: GB, TFLOP/s in 16 bits, TFLOP/s in 32 bits, GB/s, GB/s between cards, has bf16
+# name: GiB that programs see (about), TFLOP/s in 16 bits, TFLOP/s in 32 bits, GB/s, GB/s between cards, has bf16
 _CARDS = {
-    "t4": (16, 65, 8.1, 320, 12, False),
-    "v100-16gb": (16, 125, 15.7, 900, 130, False),
-    "v100-32gb": (32, 125, 15.7, 900, 130, False),
-    "rtx-3060": (12, 51, 12.7, 360, 12, True),
-    "rtx-3090": (24, 71, 35.6, 936, 12, True),
-    "rtx-4070-ti-super": (16, 88, 44.1, 672, 12, True),
-    "rtx-4080": (16, 97, 48.7, 717, 12, True),
-    "rtx-4090": (24, 165, 82.6, 1008, 12, True),
-    "rtx-5090": (32, 209, 104.8, 1792, 25, True),
-    "a10": (24, 125, 31.2, 600, 12, True),
-    "l4": (24, 121, 30.3, 300, 12, True),
-    "a6000": (48, 155, 38.7, 768, 28, True),
-    "l40s": (48, 362, 91.6, 864, 12, True),
-    "a100-40gb": (40, 312, 19.5, 1555, 300, True),
-    "a100-80gb": (80, 312, 19.5, 2039, 300, True),
-    "h100-pcie": (80, 756, 51, 2000, 60, True),
-    "h100-80gb": (80, 989, 67, 3350, 450, True),
-    "h200-141gb": (141, 989, 67, 4800, 450, True),
-    "b200-180gb": (180, 2250, 80, 8000, 900, True),
+    "t4": (14.6, 65, 8.1, 320, 12, False),
+    "v100-16gb": (15.8, 125, 15.7, 900, 130, False),
+    "v100-32gb": (31.7, 125, 15.7, 900, 130, False),
+    "rtx-3060": (11.8, 51, 12.7, 360, 12, True),
+    "rtx-3090": (23.6, 71, 35.6, 936, 12, True),
+    "rtx-4070-ti-super": (15.7, 88, 44.1, 672, 12, True),
+    "rtx-4080": (15.7, 97, 48.7, 717, 12, True),
+    "rtx-4090": (23.6, 165, 82.6, 1008, 12, True),
+    "rtx-5090": (31.4, 209, 104.8, 1792, 25, True),
+    "a10": (22.1, 125, 31.2, 600, 12, True),
+    "a10g": (22.1, 70, 35.0, 600, 12, True),
+    "l4": (22.0, 121, 30.3, 300, 12, True),
+    "a6000": (47.4, 155, 38.7, 768, 28, True),
+    "l40s": (44.4, 362, 91.6, 864, 12, True),
+    "a100-40gb": (39.4, 312, 19.5, 1555, 300, True),
+    "a100-80gb": (79.1, 312, 19.5, 2039, 300, True),
+    "h100-pcie": (79.1, 756, 51, 2000, 60, True),
+    "h100-80gb": (79.1, 989, 67, 3350, 450, True),
+    "h200-141gb": (139.8, 989, 67, 4800, 450, True),
+    "b200-180gb": (178.3, 2250, 80, 8000, 900, True),
 }
-# What a card of so many GB on the label shows to programs, GiB; others show what the label says in GiB.
-_SHOWN = {80: 79.2, 40: 39.4, 24: 23.6, 16: 15.7, 12: 11.7, 141: 139.8, 180: 178.0, 32: 31.7, 48: 47.4}
+# What a card of so many GB on the label shows to programs at least, GiB.
+_SHOWN = {80: 79.1, 40: 39.4, 24: 22.0, 16: 14.6, 12: 11.7, 141: 139.8, 180: 178.3, 32: 31.4, 48: 44.4}
+
+
+def _words(key: str) -> set[str]:
+    """A card's name in words, without its memory."""
+    return {word for word in key.split("-") if not re.fullmatch(r"\d+gb", word)}
 
 
 def card_named(name: str) -> Card:
-    """A card by its name, such as a100-80gb.
+    """A card by its name, such as a100-80gb; the memory may be left out where there is one such card.
 
     Raises:
-        UserError: none has that name.
+        UserError: none has that name, or several.
     """
-    key = name.lower().replace("_", "-").replace(" ", "-")
-    key = next((k for k in _CARDS if key in (k, k.rsplit("-", 1)[0]) or key == k.replace("-", "")), key)
-    if key not in _CARDS:
+    key = re.sub(r"[ _]+", "-", name.lower().strip())
+    found = [k for k in _CARDS if k == key or "-".join(w for w in k.split("-") if w in _words(k)) == key]
+    found = [k for k in found if k == key] or found
+    if len(found) > 1:
+        raise UserError(f"--gpu: {name} may be {' or '.join(found)}; give one of them.")
+    if not found:
         raise UserError(
             f"--gpu: {name} is not in the list: {', '.join(_CARDS)}. Give its memory instead, such as --gpu-memory 24GB."
         )
-    gb, flops_16, flops_32, bandwidth, link, bf16 = _CARDS[key]
-    return Card(key, _SHOWN[gb] * GIB, flops_16 * 1e12, flops_32 * 1e12, bandwidth * 1e9, link * 1e9, bf16)
+    gib, flops_16, flops_32, bandwidth, link, bf16 = _CARDS[found[0]]
+    return Card(found[0], gib * GIB, flops_16 * 1e12, flops_32 * 1e12, bandwidth * 1e9, link * 1e9, bf16)
 
 
 def card_with_memory(text: str) -> Card:
@@ -94,14 +103,23 @@ def card_with_memory(text: str) -> Card:
     return Card(f"a GPU of {size:g} {match[2] or 'GB'}", memory, None, None, None, 12e9)
 
 
+def rates_of(name: str, memory: float) -> tuple[float, ...] | None:
+    """Row of the table for a card that names itself, such as "NVIDIA A100-SXM4-80GB"; None where it is not in there.
+
+    Args:
+        memory: bytes that it has.
+    """
+    words = set(re.findall(r"[a-z0-9]+", name.lower()))
+    alike = [key for key in _CARDS if _words(key) <= words]
+    alike.sort(key=lambda key: (-len(_words(key)), abs(_CARDS[key][0] * GIB - memory)))
+    return _CARDS[alike[0]] if alike else None
+
+
 def card_here() -> Card:
     """The GPU of this machine; without one its processor and memory."""
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        short = properties.name.lower().replace("nvidia", "").replace("geforce", "").strip().replace(" ", "-")
-        known = next((k for k in sorted(_CARDS, key=len, reverse=True) if k.split("-gb")[0] in short), None)
-        known = known or next((k for k in _CARDS if k.rsplit("-", 1)[0] in short), None)
-        rates = _CARDS[known] if known else None
+        rates = rates_of(properties.name, properties.total_memory)
         return Card(
             properties.name,
             properties.total_memory,

@@ -3,12 +3,14 @@
 import copy
 import logging
 import math
+import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from finetune.config.load import load_config
+from finetune.data.buffer import BatchLimits
 from finetune.errors import UserError
 from finetune.paths import ACCELERATE_CONFIGS, strategy_names
 from finetune.planning import cache
@@ -68,7 +70,9 @@ class Row:
     parts_gib: dict[str, float] = field(default_factory=dict)
     fits: bool | None = None
     batch: int | None = None
-    """Clips of the run's own batch, of the longest length."""
+    """Clips of the run's own batch that needs most."""
+    batch_seconds: float | None = None
+    """Length of each: the longest, unless the run's bounds let shorter clips take more."""
     max_batch: int | None = None
     """The most clips of the longest length that fit."""
     max_batch_by_seconds: dict[str, int] = field(default_factory=dict)
@@ -158,9 +162,22 @@ class Predictor:
 
     def clips_of_length(self, seconds: float) -> int:
         """Clips of the run's own batches where all are of one length."""
-        bound = self.config.data.batch_duration
-        own = self.config.training.per_device_train_batch_size
-        return max(1, int(bound / seconds)) if bound else own
+        d = self.config.data
+        bounds = tuple((float(upto), int(clips)) for upto, clips in d.batch_bounds)
+        own = 0 if d.batch_duration or bounds else self.config.training.per_device_train_batch_size
+        return BatchLimits(clips=own, seconds=d.batch_duration, bounds=bounds).clips_of_length(seconds)
+
+    def worst(self) -> tuple[int, float]:
+        """The run's own batch that needs most: clips, and the seconds of each."""
+        longest = self.data.longest
+        ends = [float(upto) for upto, _ in self.config.data.batch_bounds if upto < longest]
+        batches = [(self.clips_of_length(seconds), seconds) for seconds in (longest, *lengths_to_show(longest), *ends)]
+        return max(batches, key=lambda batch: self.peak(*batch))
+
+
+def followed_lengths(longest: float) -> list[float]:
+    """Lengths of clips that steps are followed for, seconds."""
+    return [longest, 0.6 * longest, 0.3 * longest]
 
 
 def lengths_to_show(longest: float) -> list[float]:
@@ -171,8 +188,8 @@ def lengths_to_show(longest: float) -> list[float]:
 def row_of(name: str, predictor: Predictor, command: str) -> Row:
     """What a strategy takes."""
     longest, usable = predictor.data.longest, predictor.card.usable
-    clips = predictor.clips_of_length(longest)
-    parts = predictor.parts(clips, longest)
+    clips, length = predictor.worst()
+    parts = predictor.parts(clips, length)
     bounds = {f"{s:g}": predictor.most_clips(s) for s in lengths_to_show(longest)}
     durations = [float(s) * clips_that_fit for s, clips_that_fit in bounds.items()]
     shown = {part: parts.get(part, 0.0) / GIB for part in PARTS}
@@ -191,6 +208,7 @@ def row_of(name: str, predictor: Predictor, command: str) -> Row:
         parts_gib=shown,
         fits=peak <= usable,
         batch=clips,
+        batch_seconds=length,
         max_batch=bounds[f"{longest:g}"],
         max_batch_by_seconds=bounds,
         max_batch_duration=float(math.floor(min(durations))),
@@ -204,11 +222,14 @@ def row_of(name: str, predictor: Predictor, command: str) -> Row:
     )
 
 
-def command_for(config_file: Path, names: list[str], engine: str, processes: int) -> str:
+def command_for(
+    config_file: Path, names: list[str], engine: str, processes: int, overrides: Iterable[str] = ()
+) -> str:
     """The line to type."""
     run = f"finetune/train.py --config {config_file}"
     engines = [n for n in names if engine != "none" and _has_engine(n)]
     others = "".join(f" --strategy {n}" for n in names if n not in engines)
+    others += "".join(f" {shlex.quote(setting)}" for setting in overrides)
     if engines:
         return f"accelerate launch --config_file accelerate_configs/{engines[0]}.yaml --num_processes {processes} {run}{others}"
     if processes > 1:
@@ -259,7 +280,7 @@ def make_plan(
     layout = read_layout(base.model.name, base.model.tokenizer)
     if layout.guessed:
         log.warning(layout.guessed)
-    lengths = [data.longest, 0.6 * data.longest, 0.3 * data.longest]
+    lengths = followed_lengths(data.longest)
     wanted: list[_Wanted | Row] = []
     for names in combinations:
         name = "+".join(names) or RUN_FILE
@@ -280,7 +301,8 @@ def make_plan(
             continue
         engine = engine_of(w.strategy, processes)
         predictor = Predictor(w.config, engine, card, _within(data, w.config), layout, memory)
-        rows.append(row_of(w.name, predictor, command_for(config_file, w.names, w.strategy.engine, processes)))
+        command = command_for(config_file, w.names, w.strategy.engine, processes, overrides)
+        rows.append(row_of(w.name, predictor, command))
     return rows
 
 
