@@ -115,7 +115,8 @@ def _table(rows: list[Row], card: Card, gpus: int, data: Data, recommended: str 
         *(["s/step", "hours"] if known else []),
     ]  # fmt: skip
     lines = []
-    order = sorted(rows, key=lambda r: (r.fits is None, -(r.peak_memory_gib or 0)))
+    # The recommended one first, then from the least memory to the most.
+    order = sorted(rows, key=lambda r: (r.strategy != recommended, r.peak_memory_gib or 0))
     for row in order:
         if row.fits is None:
             continue
@@ -123,7 +124,7 @@ def _table(rows: list[Row], card: Card, gpus: int, data: Data, recommended: str 
             f"{row.parts_gib[p] * scale:.1f}"
             for p in ("parameters", "gradients", "optimizer", "encoder", "joint", "temporary")
         ]
-        time_columns = [_number(row.seconds_per_step, 2), _number(row.hours, 0)] if known else []
+        time_columns = [_significant(row.seconds_per_step), _significant(row.hours)] if known else []
         lines.append(
             [
                 ("> " if row.strategy == recommended else "  ") + row.strategy + ("" if row.followed else " *"),
@@ -173,6 +174,13 @@ def _table(rows: list[Row], card: Card, gpus: int, data: Data, recommended: str 
 
 def _number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
+
+
+def _significant(value: float | None) -> str:
+    """Two digits that count; estimates have no more."""
+    if value is None:
+        return ""
+    return f"{value:.0f}" if value >= 10 else f"{float(f'{value:.2g}'):g}"
 
 
 if __name__ == "__main__":

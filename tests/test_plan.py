@@ -74,10 +74,13 @@ def test_the_plan_has_every_strategy_and_says_what_to_type(planned, plan_folder,
         assert row["fits"] is True or row["reason"], row["strategy"]
         if row["fits"]:
             assert row["peak_memory_gib"] == pytest.approx(sum(row["parts_gib"].values()), rel=1e-6)
-            assert row["max_batch"] >= row["batch"] == (8 if "recommended" not in row["strategy"] else row["batch"])
-            assert row["seconds_per_step"] > 0 < row["hours"]
+            assert row["max_batch"] >= row["batch"]
+            assert row["seconds_per_step"] > 0
+            assert row["hours"] > 0
     assert rows["adamw"]["parts_gib"]["optimizer"] > rows["adamw_8bit"]["parts_gib"]["optimizer"]
-    assert rows["freeze_encoder"]["parts_gib"]["gradients"] < rows["adamw"]["parts_gib"]["gradients"]
+    assert rows["freeze_encoder"]["parts_gib"]["optimizer"] < rows["lora"]["parts_gib"]["optimizer"]
+    assert rows["adamw"]["batch"] == 8
+    assert "the encoder has 2" in rows["partial_unfreeze"]["reason"]  # it wants four layers
     assert rows["zero2"]["followed"] is False
     assert found["recommended"] == "adamw"
     said = capsys.readouterr().out
