@@ -19,6 +19,7 @@ from finetune.errors import UserError
 from finetune.logs import set_up_logging
 from finetune.planning.gpus import GIB, Card, card_here, card_named, card_with_memory
 from finetune.planning.plan import TOKENS_A_SECOND, Data, Row, all_combinations, as_json, make_plan, recommend
+from finetune.strategies.accelerate_files import resolve_strategy
 from finetune.training.outputs import write_json
 
 
@@ -53,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         card = card_named(a.gpu) if a.gpu else card_with_memory(a.gpu_memory) if a.gpu_memory else card_here()
         if not card.is_gpu:
             print("no GPU here: this plan is for the processor. For a GPU elsewhere: --gpu NAME or --gpu-memory SIZE")
+        resolve_strategy(a.strategy)  # names that there are not
         config, _ = load_config(a.config, a.strategy, a.overrides)
         data = _data(a, config)
         rows = make_plan(a.config, a.overrides, all_combinations(a.strategy), card, a.gpus, data, progress=_progress)

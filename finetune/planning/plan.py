@@ -276,7 +276,8 @@ def make_plan(
             continue
         memory = followed[cache.key_of(layout, w.kind, lengths, data.tokens_a_second)]
         if isinstance(memory, str):
-            rows.append(Row(w.name, reason=f"cannot be followed here: {memory}"))
+            reason = memory.removeprefix(cache.REFUSED)
+            rows.append(Row(w.name, reason=reason if reason != memory else f"cannot be followed here: {memory}"))
             continue
         engine = engine_of(w.strategy, processes)
         predictor = Predictor(w.config, engine, card, _within(data, w.config), layout, memory)
