@@ -19,6 +19,7 @@ from finetune.errors import UserError
 from finetune.logs import set_up_logging
 from finetune.planning.gpus import GIB, Card, card_here, card_named, card_with_memory
 from finetune.planning.plan import TOKENS_A_SECOND, Data, Row, all_combinations, as_json, make_plan, recommend
+from finetune.strategies.accelerate_files import resolve_strategy
 from finetune.training.outputs import write_json
 
 
@@ -53,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         card = card_named(a.gpu) if a.gpu else card_with_memory(a.gpu_memory) if a.gpu_memory else card_here()
         if not card.is_gpu:
             print("no GPU here: this plan is for the processor. For a GPU elsewhere: --gpu NAME or --gpu-memory SIZE")
+        resolve_strategy(a.strategy)  # names that there are not
         config, _ = load_config(a.config, a.strategy, a.overrides)
         data = _data(a, config)
         rows = make_plan(a.config, a.overrides, all_combinations(a.strategy), card, a.gpus, data, progress=_progress)
@@ -126,7 +128,8 @@ def _table(rows: list[Row], card: Card, gpus: int, data: Data, recommended: str 
         *(["s/step", "hours"] if known else []),
     ]  # fmt: skip
     lines = []
-    order = sorted(rows, key=lambda r: (r.fits is None, -(r.peak_memory_gib or 0)))
+    # The recommended one first, then from the least memory to the most.
+    order = sorted(rows, key=lambda r: (r.strategy != recommended, r.peak_memory_gib or 0))
     for row in order:
         if row.fits is None:
             continue
@@ -134,7 +137,7 @@ def _table(rows: list[Row], card: Card, gpus: int, data: Data, recommended: str 
             f"{row.parts_gib[p] * scale:.1f}"
             for p in ("parameters", "gradients", "optimizer", "encoder", "joint", "temporary")
         ]
-        time_columns = [_number(row.seconds_per_step, 2), _number(row.hours, 0)] if known else []
+        time_columns = [_significant(row.seconds_per_step), _significant(row.hours)] if known else []
         lines.append(
             [
                 ("> " if row.strategy == recommended else "  ") + row.strategy + ("" if row.followed else " *"),
@@ -187,6 +190,13 @@ def _table(rows: list[Row], card: Card, gpus: int, data: Data, recommended: str 
 
 def _number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
+
+
+def _significant(value: float | None) -> str:
+    """Two digits that count; estimates have no more."""
+    if value is None:
+        return ""
+    return f"{value:.0f}" if value >= 10 else f"{float(f'{value:.2g}'):g}"
 
 
 if __name__ == "__main__":

@@ -183,6 +183,30 @@ def test_settings_and_examples_of_the_data_page(tmp_path):
         assert config.data.train
 
 
+# ---- plan.md ----------------------------------------------------------------------------------------------------------
+
+
+def test_commands_options_and_settings_of_the_plans_page(capsys):
+    from finetune import plan
+    from finetune.config.load import schema_fields
+    from finetune.planning.gpus import card_named, card_with_memory
+
+    text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    with pytest.raises(SystemExit):
+        plan.main(["--help"])
+    known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    assert set(re.findall(r"--[a-z-]+\b", text)) <= known | {"--dry-run"}
+    lines = [line for line in commands("docs/plan.md") if "finetune.plan" in line]
+    assert len(lines) > 2
+    for line in lines:
+        option = dict(itertools.pairwise(shlex.split(line)))
+        assert (ROOT / option["--config"]).is_file(), line
+        assert card_named(option["--gpu"]) if "--gpu" in option else card_with_memory(option["--gpu-memory"])
+    named = set(re.findall(r"(?<![\w./])((?:model|data|training)\.[a-z]\w+)\b(?!\()", text))
+    assert len(named) > 5
+    assert not named - schema_fields().keys()
+
+
 # ---- doctor.md ------------------------------------------------------------------------------------------------------
 
 

@@ -4,11 +4,9 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from conftest import ROOT, tiny_layout
 from hypothesis import given, settings
@@ -74,10 +72,13 @@ def test_the_plan_has_every_strategy_and_says_what_to_type(planned, plan_folder,
         assert row["fits"] is True or row["reason"], row["strategy"]
         if row["fits"]:
             assert row["peak_memory_gib"] == pytest.approx(sum(row["parts_gib"].values()), rel=1e-6)
-            assert row["max_batch"] >= row["batch"] == (8 if "recommended" not in row["strategy"] else row["batch"])
-            assert row["seconds_per_step"] > 0 < row["hours"]
+            assert row["max_batch"] >= row["batch"]
+            assert row["seconds_per_step"] > 0
+            assert row["hours"] > 0
     assert rows["adamw"]["parts_gib"]["optimizer"] > rows["adamw_8bit"]["parts_gib"]["optimizer"]
-    assert rows["freeze_encoder"]["parts_gib"]["gradients"] < rows["adamw"]["parts_gib"]["gradients"]
+    assert rows["freeze_encoder"]["parts_gib"]["optimizer"] < rows["lora"]["parts_gib"]["optimizer"]
+    assert rows["adamw"]["batch"] == 8
+    assert "the encoder has 2" in rows["partial_unfreeze"]["reason"]  # it wants four layers
     assert rows["zero2"]["followed"] is False
     assert found["recommended"] == "adamw"
     said = capsys.readouterr().out
@@ -212,7 +213,7 @@ def test_more_and_longer_clips_never_need_less(predictor, clips, more, seconds, 
 
 
 @settings(max_examples=30, deadline=None)
-@given(usable=st.floats(0.02, 2.0), seconds=st.floats(0.45, LONGEST))
+@given(usable=st.floats(0.005, 0.5), seconds=st.floats(0.45, LONGEST))
 def test_the_largest_batch_fits_and_one_more_clip_does_not(predictor, usable, seconds):
     most = predictor.most_clips(seconds, usable * GIB)
     assert most == 0 or predictor.peak(most, seconds) <= usable * GIB

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
+from finetune.errors import UserError
 from finetune.paths import ROOT
 from finetune.planning.follow import Follower, Kind
 from finetune.planning.layout import Layout
@@ -23,6 +24,7 @@ from finetune.planning.memory import Step, StepMemory, measure
 
 log = logging.getLogger(__name__)
 
+REFUSED = "refused: "  # the layout and the options do not go together, which another try does not change
 FOLLOWED_CODE = ("planning", "losses", "strategies", "models")
 
 
@@ -48,29 +50,31 @@ def _code() -> str:
 def key_of(layout: Layout, kind: Kind, lengths: list[float], tokens_a_second: float) -> str:
     """Says by what a result is determined."""
     options = OmegaConf.to_container(kind.options) if OmegaConf.is_config(kind.options) else asdict(kind.options)
-    for name in ("name", "tokenizer", "spec_augment", "sigma", "omega"):  # no effect on what is followed
+    for name in ("name", "tokenizer", "spec_augment", "sigma", "omega", "activation_offload"):  # no effect on what is followed
         options.pop(name, None)
     what = [_code(), OmegaConf.to_container(layout.model), layout.layers, layout.tokens, options]
     what += [kind.precision, kind.releases, kind.cuda, lengths, tokens_a_second]
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def find(key: str) -> StepMemory | None:
+def find(key: str) -> StepMemory | str | None:
     """A result of an earlier time."""
     try:
         found = json.loads((cache_folder() / "plan" / f"{key}.json").read_text(encoding="utf-8"))
+        if isinstance(found, str):
+            return found
         return StepMemory(**{**found, "steps": [Step(**step) for step in found["steps"]]})
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def keep(key: str, memory: StepMemory) -> None:
+def keep(key: str, memory: StepMemory | str) -> None:
     """Keeps a result; a folder that cannot be written is done without."""
     file = cache_folder() / "plan" / f"{key}.json"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         aside = file.with_suffix(f".{os.getpid()}.tmp")
-        aside.write_text(json.dumps(asdict(memory)), encoding="utf-8")
+        aside.write_text(json.dumps(memory if isinstance(memory, str) else asdict(memory)), encoding="utf-8")
         os.replace(aside, file)
     except OSError as error:
         log.debug("the plan's cache cannot be written: %s", error)
@@ -127,7 +131,7 @@ def follow_all(
             found[key] = _follow(follower, by_key[key], lengths, tokens_a_second)
             progress(done + 1, len(missing))
     for key in missing:
-        if isinstance(found[key], StepMemory):
+        if isinstance(found[key], StepMemory) or found[key].startswith(REFUSED):
             keep(key, found[key])
     return found
 
@@ -155,4 +159,6 @@ def _follow(follower: Follower, kind: Kind, lengths: list[float], tokens_a_secon
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, UserError):
+        return f"{REFUSED}{' '.join(str(error).split())}"
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"

@@ -297,7 +297,8 @@ def make_plan(
             continue
         memory = followed[cache.key_of(layout, w.kind, lengths, data.tokens_a_second)]
         if isinstance(memory, str):
-            rows.append(Row(w.name, reason=f"cannot be followed here: {memory}"))
+            reason = memory.removeprefix(cache.REFUSED)
+            rows.append(Row(w.name, reason=reason if reason != memory else f"cannot be followed here: {memory}"))
             continue
         engine = engine_of(w.strategy, processes)
         predictor = Predictor(w.config, engine, card, _within(data, w.config), layout, memory)
@@ -339,11 +340,11 @@ def recommend(rows: list[Row], card: Card, processes: int) -> tuple[str | None, 
         row = by_name[name]
         if row.fits:
             why = (
-                f"the quickest that fits: {row.peak_memory_gib:.1f} of {card.usable / GIB:.1f} GiB that can be used, with {row.batch} "
-                "clips of the longest length"
+                f"of those that fit it should cost least time: {_gib(row.peak_memory_gib)} of {card.usable / GIB:.1f} GiB that can be "
+                f"used, with {row.batch} clips of the longest length"
             )
             if too_large:
-                why += "; " + ", ".join(f"{r.strategy} needs {r.peak_memory_gib:.1f}" for r in too_large)
+                why += "; " + ", ".join(f"{r.strategy} needs {_gib(r.peak_memory_gib)}" for r in too_large)
             return name, why
         (too_large if row.fits is False else impossible).append(row)
     smallest = min(too_large, key=lambda row: row.peak_memory_gib, default=None)
@@ -351,12 +352,16 @@ def recommend(rows: list[Row], card: Card, processes: int) -> tuple[str | None, 
         return None, "none of them can run: " + "; ".join(f"{r.strategy}: {r.reason}" for r in impossible[:3])
     if smallest.max_batch:
         return smallest.strategy, (
-            f"none fits with the run's own batch; this one needs least, {smallest.peak_memory_gib:.1f} GiB, and fits with "
+            f"none fits with the run's own batch; this one needs least, {_gib(smallest.peak_memory_gib)} GiB, and fits with "
             f"training.per_device_train_batch_size={smallest.max_batch} (accumulate more batches for the same step)"
         )
     return None, (
         f"none fits, not even with one clip; {smallest.strategy} needs least. Lower data.max_duration, or take a GPU with more memory"
     )
+
+
+def _gib(size: float) -> str:
+    return f"{size:.1f}" if size >= 1 else f"{size:.2g}"
 
 
 def all_combinations(names: list[str]) -> list[list[str]]:
