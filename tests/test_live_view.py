@@ -186,6 +186,35 @@ def test_whatever_ends_a_run_takes_the_panel_away(run_train, tiny_run, monkeypat
     assert written.rindex("\x1b[?25h") > written.rfind("\x1b[?25l")
 
 
+@pytest.mark.parametrize("with_panel", [True, False])
+def test_a_terminal_that_goes_away_ends_no_run(run_train, tiny_run, tmp_path, monkeypatch, with_panel):
+    from finetune.training.loop import Trainer
+
+    stepping = Trainer._optimizer_step
+    terminal = Terminal(monkeypatch)
+    if not with_panel:
+        monkeypatch.setenv("TERM", "dumb")
+
+    def hang_up(self: Trainer, step_input: Any) -> None:
+        if self.progress.step == 2:
+            assert bool(self.view.live) == with_panel
+            os.close(terminal.master)
+            os.write(terminal.slave.fileno(), b"\n")  # wakes the reader, which holds the terminal open
+            terminal.reader.join(10)
+            with pytest.raises(OSError):
+                os.write(terminal.slave.fileno(), b"x")
+        stepping(self, step_input)
+
+    monkeypatch.setattr(Trainer, "_optimizer_step", hang_up)
+    try:
+        assert run_train(*tiny_run(training={"max_steps": 5, "eval_steps": 2})) == 0
+    finally:
+        terminal.slave.close()
+    assert "2/5 " in terminal.data.decode()
+    assert [row["step"] for row in read_lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 5
+
+
 # ---- warnings -------------------------------------------------------------------------------------------------------
 
 
