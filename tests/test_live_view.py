@@ -404,6 +404,39 @@ def test_wandb_has_samples_and_audio(run_train, tiny_run, tmp_path, monkeypatch)
     assert soundfile.info(audio[0]).samplerate == 16000
 
 
+def test_a_tracker_that_fails_ends_no_run(run_train, tiny_run, tmp_path, capsys, monkeypatch):
+    from accelerate.tracking import TensorBoardTracker
+    from torch.utils.tensorboard import SummaryWriter
+
+    called: list[str] = []
+
+    def fails(name: str) -> Any:
+        def call(*_: Any, **__: Any) -> None:
+            called.append(name)
+            raise OSError(28, f"No space left for {name}")
+
+        return call
+
+    monkeypatch.setattr(SummaryWriter, "add_audio", fails("audio"))
+    run = tiny_run(training={"report_to": "tensorboard", "eval_steps": 1, "max_steps": 3})
+    assert run_train(*run) == 0
+    warned = [line for line in capsys.readouterr().err.splitlines() if "tensorboard took no" in line]
+    assert len(warned) == 1
+    assert "sample audio" in warned[0]
+    assert "OSError: [Errno 28] No space left for audio" in warned[0]
+    # Validation, test and the best model's evaluation came later: not one more call.
+    assert called == ["audio"]
+
+    monkeypatch.setattr(SummaryWriter, "add_text", fails("text"))
+    monkeypatch.setattr(TensorBoardTracker, "log", fails("numbers"))
+    monkeypatch.setattr(TensorBoardTracker, "finish", fails("end"))
+    called.clear()
+    assert run_train(*run, "training.overwrite_output_dir=true") == 0
+    assert sorted(called) == ["audio", "end", "numbers", "text"]
+    assert capsys.readouterr().err.count("tensorboard took no") == 4
+    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 3
+
+
 # ---- --profile ------------------------------------------------------------------------------------------------------
 
 
