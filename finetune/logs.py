@@ -1,6 +1,7 @@
 """Plain log lines on the main process; third-party chatter turned down."""
 
 import contextlib
+import errno
 import logging
 import os
 import sys
@@ -33,6 +34,9 @@ NOISY = (
 ONE_LINE = {"one_line": True}
 """`extra` of records that are cut off at the end of a terminal's line, as rows of a table are."""
 
+GONE = (errno.EIO, errno.EPIPE, errno.ENXIO)
+"""What a write says when the terminal was closed or nobody reads the pipe."""
+
 _console: Any = None
 
 
@@ -40,6 +44,12 @@ class _AboveHandler(logging.Handler):
     """Writes above a progress bar or a panel instead of through it."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._write(record)
+        except OSError as error:  # a log that cannot be written ends no run
+            let_go(error)
+
+    def _write(self, record: logging.LogRecord) -> None:
         text = self.format(record)
         if _console is None:
             tqdm.write(text, file=sys.stderr)
@@ -49,6 +59,22 @@ class _AboveHandler(logging.Handler):
         _console.print(
             text, markup=False, highlight=False, emoji=False, soft_wrap=whole, no_wrap=not whole, overflow=overflow
         )
+
+
+def let_go(error: OSError) -> None:
+    """Where the terminal or the pipe behind the errors is gone for good, what is written to it from here on goes nowhere; this process's
+    other streams that led there do the same."""
+    if error.errno not in GONE:
+        return
+    with contextlib.suppress(OSError):
+        lost = sys.stderr.fileno()
+        place = os.fstat(lost)
+        null = os.open(os.devnull, os.O_WRONLY)
+        for number in {lost, 1, 2}:
+            with contextlib.suppress(OSError):  # closed
+                if os.path.samestat(os.fstat(number), place):
+                    os.dup2(null, number)
+        os.close(null)
 
 
 @contextlib.contextmanager

@@ -94,7 +94,7 @@ def train(
         place: `finetune.training.pace.Place` in the plan of stages, for the view.
         profile_steps: steps to record with torch.profiler.
     """
-    from finetune.training import auto_batch, run
+    from finetune.training import auto_batch, run, trackers
     from finetune.training.profiling import profiling
 
     accelerator = run.build_accelerator(config, strategy)
@@ -119,6 +119,7 @@ def train(
                 trainer.run()
             run.finish(accelerator, trainer, config, strategy)
     if last:
+        trackers.finish(accelerator)
         accelerator.end_training()
     else:
         run.end_stage(accelerator)

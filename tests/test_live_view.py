@@ -186,6 +186,35 @@ def test_whatever_ends_a_run_takes_the_panel_away(run_train, tiny_run, monkeypat
     assert written.rindex("\x1b[?25h") > written.rfind("\x1b[?25l")
 
 
+@pytest.mark.parametrize("with_panel", [True, False])
+def test_a_terminal_that_goes_away_ends_no_run(run_train, tiny_run, tmp_path, monkeypatch, with_panel):
+    from finetune.training.loop import Trainer
+
+    stepping = Trainer._optimizer_step
+    terminal = Terminal(monkeypatch)
+    if not with_panel:
+        monkeypatch.setenv("TERM", "dumb")
+
+    def hang_up(self: Trainer, step_input: Any) -> None:
+        if self.progress.step == 2:
+            assert bool(self.view.live) == with_panel
+            os.close(terminal.master)
+            os.write(terminal.slave.fileno(), b"\n")  # wakes the reader, which holds the terminal open
+            terminal.reader.join(10)
+            with pytest.raises(OSError):
+                os.write(terminal.slave.fileno(), b"x")
+        stepping(self, step_input)
+
+    monkeypatch.setattr(Trainer, "_optimizer_step", hang_up)
+    try:
+        assert run_train(*tiny_run(training={"max_steps": 5, "eval_steps": 2})) == 0
+    finally:
+        terminal.slave.close()
+    assert "2/5 " in terminal.data.decode()
+    assert [row["step"] for row in read_lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 5
+
+
 # ---- warnings -------------------------------------------------------------------------------------------------------
 
 
@@ -373,6 +402,39 @@ def test_wandb_has_samples_and_audio(run_train, tiny_run, tmp_path, monkeypatch)
     audio = sorted(media.rglob("*.wav"))
     assert len(audio) == 3, "the audio does not change"
     assert soundfile.info(audio[0]).samplerate == 16000
+
+
+def test_a_tracker_that_fails_ends_no_run(run_train, tiny_run, tmp_path, capsys, monkeypatch):
+    from accelerate.tracking import TensorBoardTracker
+    from torch.utils.tensorboard import SummaryWriter
+
+    called: list[str] = []
+
+    def fails(name: str) -> Any:
+        def call(*_: Any, **__: Any) -> None:
+            called.append(name)
+            raise OSError(28, f"No space left for {name}")
+
+        return call
+
+    monkeypatch.setattr(SummaryWriter, "add_audio", fails("audio"))
+    run = tiny_run(training={"report_to": "tensorboard", "eval_steps": 1, "max_steps": 3})
+    assert run_train(*run) == 0
+    warned = [line for line in capsys.readouterr().err.splitlines() if "tensorboard took no" in line]
+    assert len(warned) == 1
+    assert "sample audio" in warned[0]
+    assert "OSError: [Errno 28] No space left for audio" in warned[0]
+    # Validation, test and the best model's evaluation came later: not one more call.
+    assert called == ["audio"]
+
+    monkeypatch.setattr(SummaryWriter, "add_text", fails("text"))
+    monkeypatch.setattr(TensorBoardTracker, "log", fails("numbers"))
+    monkeypatch.setattr(TensorBoardTracker, "finish", fails("end"))
+    called.clear()
+    assert run_train(*run, "training.overwrite_output_dir=true") == 0
+    assert sorted(called) == ["audio", "end", "numbers", "text"]
+    assert capsys.readouterr().err.count("tensorboard took no") == 4
+    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 3
 
 
 # ---- --profile ------------------------------------------------------------------------------------------------------

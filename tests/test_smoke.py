@@ -88,6 +88,38 @@ def test_a_loss_that_is_not_finite(smoked, monkeypatch):
     assert "too few to tell" in said
 
 
+def test_one_step_alone(smoked):
+    said, found = smoked(0, 1)
+    assert found["verdict"] == "good"
+    assert found["growth"]["judged_steps"] == 1
+    assert "1 steps are too few to tell" in said
+
+
+def test_halved_bounds_are_said(run_train, tiny_run, tmp_path, monkeypatch, capsys):
+    def limit(trainer):
+        """Memory that ends at 6 padded seconds of a batch, which the plan does not know."""
+        forward = trainer.core.forward
+
+        def limited(audio_BS, *rest, **options):
+            if audio_BS.numel() > 6 * 16_000:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return forward(audio_BS, *rest, **options)
+
+        trainer.core.forward = limited
+
+    monkeypatch.setenv("PARAKEET_FINETUNE_CACHE", str(tmp_path / "cache"))
+    settings = {"auto_batch": True, "memory_limit_gib": 1.0}
+    run = tiny_run(data={"max_duration": 3.0, "batch_duration": 24.0}, training=settings)
+    assert run_train(*run, "--smoke", "3", observe=limit) == 0
+    said = capsys.readouterr().err
+    found = json.loads((tmp_path / "run" / "smoke.json").read_text())
+    planned, now = found["batch_bounds"]["planned"], found["batch_bounds"]["now"]
+    assert found["out_of_memory"] >= 1
+    assert now[-1][1] < planned[-1][1]
+    assert "auto batch: memory ran out" in said
+    assert f"{now[-1][1]:g} in place of {planned[-1][1]:g} up to 3 s" in said
+
+
 def rows(resident, tensors=lambda i: 10**6):
     """Steps as `judge` takes them; resident and tensors tell bytes after step i."""
     return [
@@ -120,6 +152,20 @@ def test_resident_memory_may_settle_but_not_grow(resident, leaking):
     if leaking:
         assert found["growth"]["rank"] == 1
         assert found["growth"]["mib_per_1000_steps"] == pytest.approx(3000, rel=0.1)
+
+
+def test_a_peak_above_the_memory_is_bad():
+    steps = [
+        {**row, "available": 10 * MIB, "peak_resident": row["resident"] + 11 * MIB} for row in rows(lambda i: MIB)
+    ]
+    found = judge([rows(lambda i: MIB), steps], gpu=False, planned=1000, scaled=False)
+    assert found["verdict"] == "bad"
+    assert found["headroom_gib"] < 0
+    assert "memory does not suffice" in found["problems"][0]
+    # On a GPU others' memory counts: here they leave less than the tensors' peak.
+    held = [{**row, "outside": row["total"] - 10**6, "reserved": 3 * 10**6} for row in rows(lambda i: MIB)]
+    found = judge([held], gpu=True, planned=1000, scaled=False)
+    assert "the GPU's 16.0 GiB" in found["problems"][0]
 
 
 def test_the_survey_finds_the_longest_clips_of_any_source(corpus, tiny, run_file):

@@ -28,7 +28,7 @@ from finetune.strategies.compatibility import find_conflicts
 from finetune.strategies.encoder import apply_encoder_options
 from finetune.strategies.optimizers import build_optimizer, describe_optimizer, parameter_groups
 from finetune.strategies.sharded import count_parameters, make_replica, shards_parameters
-from finetune.training import checkpoints
+from finetune.training import checkpoints, trackers
 from finetune.training.advice import warnings_for
 from finetune.training.data import count_clips, make_stream, mean_seconds, train_limits
 from finetune.training.data import open_sources as open_sources
@@ -55,18 +55,18 @@ def build_accelerator(config: Any, strategy: Strategy) -> Any:
     if t.num_threads:
         torch.set_num_threads(t.num_threads)
     allow_tf32(t.tf32)
-    trackers = t.report_to if not isinstance(t.report_to, str) else [t.report_to]
-    trackers = [name for name in trackers if name != "none"]
+    chosen = t.report_to if not isinstance(t.report_to, str) else [t.report_to]
+    chosen = [name for name in chosen if name != "none"]
     accelerator = make_accelerator(
         strategy,
         precision=precision,
         batch_size=t.per_device_train_batch_size,
         accumulation=t.gradient_accumulation_steps,
         max_grad_norm=t.max_grad_norm,
-        log_with=trackers,
+        log_with=chosen,
         project_dir=Path(t.output_dir),
     )
-    missing = sorted(set(trackers) - {getattr(t, "value", str(t)) for t in accelerator.log_with})
+    missing = sorted(set(chosen) - {getattr(t, "value", str(t)) for t in accelerator.log_with})
     if missing:
         raise UserError(
             f"training.report_to: {', '.join(missing)} is not installed. Install it (pip install -c constraints.txt -e '.[tracking]') "
@@ -393,9 +393,7 @@ def end_stage(accelerator: Any) -> None:
     """Lets go of what a run holds beside its variables, so that another may begin in this process and its process group."""
     from accelerate.state import AcceleratorState, GradientState
 
-    for tracker in accelerator.trackers:
-        tracker.finish()
-    accelerator.trackers = []
+    trackers.finish(accelerator)
     accelerator.free_memory()
     # Precision and plugins of the next one may be others; the process group stays.
     AcceleratorState._reset_state()

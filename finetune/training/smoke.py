@@ -71,6 +71,7 @@ def smoke(config: Any, strategy: Any, steps: int, observe: Callable[[Trainer], N
             "longest_clip_seconds": survey.longest,
         }
         taken, stopped = take_steps(trainer, worst, steps, trial.engine_of(accelerator, strategy))
+        result |= halved(trainer)
         if stopped is not None:
             # Others may wait for this rank: it says so itself, and the launcher ends them.
             verdict = {"verdict": "bad", "problems": [stopped]}
@@ -137,6 +138,28 @@ def take_steps(
     return taken, None
 
 
+def halved(trainer: Trainer) -> dict[str, Any]:
+    """With training.auto_batch: how often memory ran out and batches came in smaller pieces, and the bounds that are left; said too."""
+    guard, times = trainer.guard, trainer.progress.out_of_memory
+    if guard is None:
+        return {}
+    planned, left = trainer.config.data.batch_bounds, guard.bounds
+    if times:
+        smaller = [
+            f"{now:g} in place of {was:g} up to {seconds:g} s"
+            for (seconds, was), (_, now) in zip(planned, left)
+            if now < was
+        ]
+        log.warning(
+            "auto batch: memory ran out %s; clips a batch: %s",
+            "once" if times == 1 else f"{times} times",
+            ", ".join(smaller) or "as planned",
+        )
+    else:
+        log.info("auto batch: memory never ran out, the bounds stay as planned")
+    return {"out_of_memory": times, "batch_bounds": {"planned": [list(pair) for pair in planned], "now": left}}
+
+
 def judge(by_rank: list[list[dict[str, Any]]], *, gpu: bool, planned: int, scaled: bool) -> dict[str, Any]:
     """Peak, growth and headroom; of each the rank counts that is worst.
 
@@ -155,9 +178,15 @@ def judge(by_rank: list[list[dict[str, Any]]], *, gpu: bool, planned: int, scale
     headroom = min(headroom_of(rows, gpu, len(by_rank)) for rows in by_rank)
     total = at["total"]
     problems = []
+    if headroom < 0:
+        problems.append(
+            f"memory does not suffice: the peak of step {at['step']} leaves {headroom / GIB:.2f} GiB of the {'GPU' if gpu else 'host'}'s "
+            f"{total / GIB:.1f} GiB beside what others hold; lower training.per_device_train_batch_size, or take a strategy that needs less "
+            "(python -m finetune.plan lists them)"
+        )
     if growth["leaking"]:
         rate = growth["mib_per_1000_steps"]
-        full = headroom / (rate * MIB / 1000)
+        full = max(headroom, 0) / (rate * MIB / 1000)
         until = f"full after some {full:,.0f} steps" if full < 100 * planned else "far from full in this run"
         problems.append(
             f"leaking: {WORDS[growth['what']]} grow by {rate:.1f} MiB per 1,000 steps, {until} ({planned:,} are planned)"
@@ -200,10 +229,9 @@ WORDS = {
 def growth_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Slope of live tensors and of resident memory over the later steps of a rank, and whether that is a leak."""
     found = []
+    later = rows[min(math.ceil(len(rows) * FIRST_PART), len(rows) - 1) :]
     for what, (a_step, in_all) in (("tensors", TENSORS), ("resident", RESIDENT)):
-        held = np.array(
-            [row[what] for row in rows[math.ceil(len(rows) * FIRST_PART) :] if row[what] is not None], float
-        )
+        held = np.array([row[what] for row in later if row[what] is not None], float)
         slope, noise = slope_of(held)
         # What creeps less and less is no leak: the last half has to grow as well.
         leaking = (

@@ -1,7 +1,10 @@
 """What Accelerate's trackers are told: numbers under the names of metrics.jsonl and evaluations.jsonl, and samples to read and hear."""
 
 import importlib
+import logging
+import weakref
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +14,33 @@ from finetune.data.decode import as_float
 from finetune.data.stream import Batch
 from finetune.evaluation.scores import Scoreboard
 
+log = logging.getLogger(__name__)
+
 SAMPLES_TO_HEAR = 3
 COLUMNS = ["id", "language", "reference", "hypothesis"]
+
+
+# What each tracker has failed to take, by kind.
+_refused: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+
+
+def _attempt(tracker: Any, kind: str, call: Callable[..., None], *values: Any, **options: Any) -> None:
+    """Calls a tracker. An error ends no run: it is said once, and this tracker gets no more of that kind."""
+    refused = _refused.setdefault(tracker, set())
+    if kind in refused:
+        return
+    try:
+        call(*values, **options)
+    except Exception as error:  # whatever a tracker's library, disk or server comes up with
+        refused.add(kind)
+        reason = " ".join(str(error).split()) or "no message"
+        log.warning(
+            "%s took no %s and gets no more of them in this run; the output directory has all: %s: %s",
+            tracker.name,
+            kind,
+            type(error).__name__,
+            reason[:500],
+        )
 
 
 @dataclass(frozen=True)
@@ -49,7 +77,19 @@ def log_row(accelerator: Any, row: dict[str, Any]) -> None:
         for key, number in value.items() if isinstance(value, dict) else [("", value)]:
             if isinstance(number, float | int) and name != "step":
                 values[f"train/{name}/{key}" if key else f"train/{name}"] = number
-    accelerator.log(values, step=row["step"])
+    _log_numbers(accelerator, values, row["step"])
+
+
+def _log_numbers(accelerator: Any, values: dict[str, float], step: int) -> None:
+    for tracker in accelerator.trackers:
+        _attempt(tracker, "numbers", tracker.log, values, step=step)
+
+
+def finish(accelerator: Any) -> None:
+    """Lets the trackers write what they still have and lets go of them."""
+    for tracker in accelerator.trackers:
+        _attempt(tracker, "last lines", tracker.finish)
+    accelerator.trackers = []
 
 
 def log_evaluation(
@@ -70,14 +110,16 @@ def log_evaluation(
     rates = {f"{split}/{name}": board.total.rates()[name] for name in ("wer", "cer")}
     for language, counts in sorted(board.by_language.items()):
         rates |= {f"{split}/{name}/{language}": counts.rates()[name] for name in ("wer", "cer")}
-    accelerator.log({name: rate for name, rate in rates.items() if rate is not None}, step=step)
+    _log_numbers(accelerator, {name: rate for name, rate in rates.items() if rate is not None}, step)
     rows = [[pair[column] for column in COLUMNS] for pair in board.pairs]
     rows += [[c.id, c.language, c.reference, c.hypothesis] for c in heard if c.id not in {row[0] for row in rows}]
     clips = heard if with_audio else []
     for tracker in accelerator.trackers:
         send = {"tensorboard": _to_tensorboard, "wandb": _to_wandb, "trackio": _to_trackio}.get(tracker.name)
         if send is not None and rows:
-            send(tracker, step, split, rows, clips, sample_rate)
+            _attempt(tracker, "sample texts", send, tracker, step, split, rows, [], sample_rate)
+        if send is not None and clips:
+            _attempt(tracker, "sample audio", send, tracker, step, split, [], clips, sample_rate)
 
 
 def _caption(clip: HeardClip) -> str:
@@ -88,8 +130,9 @@ def _to_tensorboard(
     tracker: Any, step: int, split: str, rows: list[list[str]], clips: list[HeardClip], rate: int
 ) -> None:
     writer = tracker.tracker
-    table = [COLUMNS, ["---"] * len(COLUMNS), *([_cell(text) for text in row] for row in rows)]
-    writer.add_text(f"{split}/samples", "\n".join(f"| {' | '.join(row)} |" for row in table), step)
+    if rows:
+        table = [COLUMNS, ["---"] * len(COLUMNS), *([_cell(text) for text in row] for row in rows)]
+        writer.add_text(f"{split}/samples", "\n".join(f"| {' | '.join(row)} |" for row in table), step)
     for clip in clips:
         writer.add_audio(f"{split}/audio/{clip.id}", clip.audio_S[None], step, sample_rate=rate)
     writer.flush()
@@ -101,7 +144,9 @@ def _cell(text: str) -> str:
 
 def _to_wandb(tracker: Any, step: int, split: str, rows: list[list[str]], clips: list[HeardClip], rate: int) -> None:
     wandb = importlib.import_module("wandb")
-    values: dict[str, Any] = {f"{split}/samples": wandb.Table(columns=COLUMNS, data=rows)}
+    values: dict[str, Any] = {}
+    if rows:
+        values[f"{split}/samples"] = wandb.Table(columns=COLUMNS, data=rows)
     if clips:
         values[f"{split}/audio"] = [wandb.Audio(c.audio_S, sample_rate=rate, caption=_caption(c)) for c in clips]
     tracker.log(values, step=step)
@@ -111,7 +156,9 @@ def _to_trackio(tracker: Any, step: int, split: str, rows: list[list[str]], clip
     import pandas
 
     trackio = importlib.import_module("trackio")
-    values: dict[str, Any] = {f"{split}/samples": trackio.Table(dataframe=pandas.DataFrame(rows, columns=COLUMNS))}
+    values: dict[str, Any] = {}
+    if rows:
+        values[f"{split}/samples"] = trackio.Table(dataframe=pandas.DataFrame(rows, columns=COLUMNS))
     for clip in clips:
         audio_S = np.round(32767 * np.clip(clip.audio_S, -1, 1)).astype(np.int16)  # floats would be made louder
         audio = trackio.Audio(audio_S, caption=_caption(clip), sample_rate=rate, format="wav")

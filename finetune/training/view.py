@@ -170,13 +170,22 @@ class View:
             transient=True,
             redirect_stdout=sys.stdout.isatty(),
         )
-        with logs.above(console), live:
+        try:
+            live.start()
             console.show_cursor(True)  # so that a process that is killed leaves the terminal as it was
+        except OSError as error:
+            logs.let_go(error)
+        else:
             self.live = live
+        with logs.above(console):
             try:
                 yield
             finally:
                 self.live = None
+                try:
+                    live.stop()
+                except OSError as error:
+                    logs.let_go(error)
 
     def draw(self, now: bool = False) -> None:
         """Draws the panel anew, at most four times a second and never for more than its share of the time."""
@@ -184,7 +193,11 @@ class View:
             return
         started = time.perf_counter()
         if now or started - self.drawn >= max(SECONDS_BETWEEN_REFRESHES, self.cost / SHARE_OF_TIME):
-            self.live.update(Drawn(self.live.console, self.panel()), refresh=True)
+            try:
+                self.live.update(Drawn(self.live.console, self.panel()), refresh=True)
+            except OSError as error:  # the terminal was closed, and the run goes on
+                logs.let_go(error)
+                self.live = None
             self.drawn = time.perf_counter()
             self.cost = self.drawn - started
 
