@@ -30,6 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--config", type=Path, required=True, help="run file")
     parser.add_argument("--strategy", action="append", default=[], metavar="NAME", help="combined, as one more row")
+    parser.add_argument("--strategies", metavar="A,B+C", help="these in place of all")
     parser.add_argument("--gpu", help="such as a100-80gb (default: the one in this machine)")
     parser.add_argument("--gpu-memory", metavar="SIZE", help="such as 24GB, for a card that is not in the list")
     parser.add_argument("--gpus", type=int, default=1, help="how many")
@@ -57,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         resolve_strategy(a.strategy)  # names that there are not
         config, _ = load_config(a.config, a.strategy, a.overrides)
         data = _data(a, config)
-        rows = make_plan(a.config, a.overrides, all_combinations(a.strategy), card, a.gpus, data, progress=_progress)
+        rows = make_plan(a.config, a.overrides, all_combinations(a.strategy, a.strategies), card, a.gpus, data, progress=_progress)
         recommended, why = recommend(rows, card, a.gpus)
         print(_table(rows, card, a.gpus, data, recommended, why))
         print(f"{time.perf_counter() - started:.0f} s")

@@ -334,7 +334,7 @@ def _within(data: Data, config: Any) -> Data:
 def recommend(rows: list[Row], card: Card, processes: int) -> tuple[str | None, str]:
     """The strategy to take and why: the first that fits of those in the order of what they cost in time."""
     by_name = {row.strategy: row for row in rows}
-    order = [name for name in (SEVERAL_GPUS if processes > 1 else ONE_GPU) if name in by_name]
+    order = [name for name in (SEVERAL_GPUS if processes > 1 else ONE_GPU) if name in by_name] or list(by_name)
     too_large, impossible = [], []
     for name in order:
         row = by_name[name]
@@ -364,9 +364,14 @@ def _gib(size: float) -> str:
     return f"{size:.1f}" if size >= 1 else f"{size:.2g}"
 
 
-def all_combinations(names: list[str]) -> list[list[str]]:
-    """The run file alone, every strategy alone, and the one that the user asks for."""
-    found = [[], *([name] for name in strategy_names())]
+def all_combinations(names: list[str], only: str | None = None) -> list[list[str]]:
+    """The run file alone, every strategy alone, and the combination that the user asks for.
+
+    Args:
+        names: that combination.
+        only: strategies in place of all, such as "adamw,adamw_8bit+gradient_checkpointing".
+    """
+    found = [[], *([name] for name in strategy_names())] if only is None else [w.split("+") for w in only.split(",")]
     return found if not names or names in found else [names, *found]
 
 
