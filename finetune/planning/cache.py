@@ -49,7 +49,14 @@ def _code() -> str:
 def key_of(layout: Layout, kind: Kind, lengths: list[float], tokens_a_second: float) -> str:
     """Says by what a result is determined."""
     options = OmegaConf.to_container(kind.options) if OmegaConf.is_config(kind.options) else asdict(kind.options)
-    for name in ("name", "tokenizer", "spec_augment", "sigma", "omega", "activation_offload"):  # no effect on what is followed
+    for name in (
+        "name",
+        "tokenizer",
+        "spec_augment",
+        "sigma",
+        "omega",
+        "activation_offload",
+    ):  # no effect on what is followed
         options.pop(name, None)
     what = [_code(), OmegaConf.to_container(layout.model), layout.layers, layout.tokens, options]
     what += [kind.precision, kind.releases, kind.cuda, lengths, tokens_a_second]
