@@ -259,7 +259,7 @@ def test_a_few_layers_stand_for_the_24_of_the_large_model(monkeypatch):
     from finetune.planning.follow import Follower
 
     run = ROOT / "finetune" / "configs" / "parakeet_tdt_0.6b_v3.yaml"
-    config, _ = load_config(run, [], ["model.gradient_checkpointing=true"])
+    config, _ = load_config(run, [], [])
     layout = read_layout(config.model.name)
     follower, kind = Follower(layout), kind_of(config)
     found = memory.measure(follower, kind, 24, [30.0, 18.0, 9.0], 5.0)
