@@ -317,9 +317,53 @@ def test_the_bundle_holds_the_records_and_no_secret(tmp_path, monkeypatch, capsy
         ("tokenizer: examples/base/tokenizer, max_tokens: 40", "tokenizer: examples/base/tokenizer, max_tokens: 40"),
         ("is there a file? yes, in train-*.parquet?", "is there a file? yes, in train-*.parquet?"),
         ("/home/someone/data", "/home/<user>/data"),
+        ("https://user:p/w?0r#d@host/x", "https://<removed>@host/x"),
+        ("s3://AK:a/b+c/d=@bucket/p,s3://b:c@other", "s3://<removed>@bucket/p,s3://<removed>@other"),
+        ("http://host.org:8080/x@y", "http://host.org:8080/x@y"),
+        ("hf://datasets/owner/name@main/x", "hf://datasets/owner/name@main/x"),
+        (
+            "data.train={path: s3://b/x, options: {key: minioadmin77, pass: x, secret: 'a b'}}",
+            "data.train={path: s3://b/x, options: {key: <removed>, pass: <removed>, secret: <removed>}}",
+        ),
+        ("key: minioadmin77\n- pass: x", "key: <removed>\n- pass: <removed>"),
+        ("train.py --hf-token x --api-key=y --json z", "train.py --hf-token <removed> --api-key=<removed> --json z"),
+        ("a.options.key=minio", "a.options.key=<removed>"),
+        ("https://h/x?sig=abc%3D&se=1", "https://h/x?sig=<removed>&se=<removed>"),
+        ("unknown key: data.trian", "unknown key: data.trian"),
+        ("hub token: one is set", "hub token: one is set"),
+        ("settings are given as key=value", "settings are given as key=value"),
+        ("keyword: yes, tokens_a_second: 8.0, max_tokens: 5", "keyword: yes, tokens_a_second: 8.0, max_tokens: 5"),
+        ("--max-tokens 5 --tokenizer a/b", "--max-tokens 5 --tokenizer a/b"),
     ],
 )
 def test_what_is_taken_out_of_a_text(text, left):
     from finetune.checkup.secrets import clean_text
 
     assert clean_text(text) == left
+
+
+@pytest.mark.parametrize(
+    ("value", "left"),
+    [
+        ({"tokens_a_second": 8.0, "max_tokens": 5, "tokens": [1, 2]}, {"tokens_a_second": 8.0, "max_tokens": 5, "tokens": [1, 2]}),
+        ({"token": "abc", "pass": "x", "sig": 5}, {"token": "<removed>", "pass": "<removed>", "sig": "<removed>"}),
+        (["train.py", "--hf-token", "x", "--max-tokens", "5"], ["train.py", "--hf-token", "<removed>", "--max-tokens", "5"]),
+    ],
+)  # fmt: skip
+def test_what_is_taken_out_of_a_structure(value, left):
+    from finetune.checkup.secrets import clean
+
+    assert clean(value) == left
+
+
+def test_secrets_on_the_command_line_stay_out_of_the_bundle(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    place = "{path: 's3://bucket/p-minioadmin77-q', storage_options: {key: minioadmin77, pass: x-y-z, note: 'is minioadmin77'}}"
+    gone = "https://jane:a/b-c-d@example.org/gone.jsonl"
+    bundle = tmp_path / "report.zip"
+    main(["--config", QUICKSTART, "--bundle", str(bundle), f"data.train={place}", f"data.validation={gone}"])
+    with zipfile.ZipFile(bundle) as archive:
+        everything = "".join(archive.read(name).decode() for name in archive.namelist())
+    assert "s3://bucket/p-<removed>-q" in everything
+    for secret in ("minioadmin77", "x-y-z", "b-c-d"):
+        assert secret not in everything

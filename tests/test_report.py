@@ -199,7 +199,14 @@ def test_runs_side_by_side(done, run_file, tmp_path, capsys):
     assert "2 runs side by side" in said
     assert "training.learning_rate 0.001 0.125" in said
     assert "training.max_steps" not in said  # the same in both
-    assert "hunter" not in page.read_text()
+    environment = json.loads((other / "environment.json").read_text())
+    source = "data.train={path: 'https://bucket/x?sig=hunter4&se=1', secret: hunter5}"
+    environment["command"] = ["train.py", source, "--hf-token", "hunter6", "data.max_duration=20"]
+    (other / "environment.json").write_text(json.dumps(environment))
+    assert report(other) == 0
+    for name in (page, other / "report.html"):
+        assert "hunter" not in name.read_text()
+    assert "data.max_duration=20" in texts(other / "report.html")
     assert capsys.readouterr().out.startswith(str(page))
 
 

@@ -92,7 +92,7 @@ def test_one_step_alone(smoked):
     said, found = smoked(0, 1)
     assert found["verdict"] == "good"
     assert found["growth"]["judged_steps"] == 1
-    assert "1 steps are too few to tell" in said
+    assert "1 step is too few to tell" in said
 
 
 def test_halved_bounds_are_said(run_train, tiny_run, tmp_path, monkeypatch, capsys):

@@ -74,7 +74,7 @@ def write_bundle(
                 files[f"run/{name}"] = read(file)
             except (ValueError, OSError, UserError, UnicodeDecodeError):
                 files[f"run/{name}"] = {"left out": "it cannot be read"}
-    secrets = known_secrets(*files.values())
+    secrets = known_secrets(report.get("overrides", []), *files.values())
     variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     contents = {
         "doctor.txt": clean_text(text, secrets),

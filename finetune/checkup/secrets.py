@@ -9,21 +9,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 REMOVED = "<removed>"
 SECRET_NAME = re.compile(
-    r"token|secret|passw|pwd|passphrase|key|credential|auth|cookie|signature|bearer|dsn", re.IGNORECASE
+    r"token|secret|passw|pwd|passphrase|key|credential|auth|cookie|signature|bearer|dsn|(?:^|_)(?:pass|pw|sig)(?:_|$)",
+    re.IGNORECASE,
 )
 # Names that hold one of these words and no secret.
 HARMLESS = re.compile(
-    r"(.*_)?tokenizers?(_\w+)?|(old)?pwd|(max|min|num|batch|total|target|padded)_tokens?|tokens?(_per_\w+)?|keys|key_?frame\w*|author\w*|(\w*_)?authors?|\w*tokens_than\w*",
+    r"(.*_)?tokenizers?(_\w+)?|(old)?pwd|(max|min|num|batch|total|target|padded)_tokens?|keys|key_?frame\w*|key(board|word|note)\w*|(mon|tur|don|hoc)keys?|author\w*|(\w*_)?authors?|\w*tokens_than\w*",
     re.IGNORECASE,
 )
-# In running text only names that cannot be plain words.
+_VALUE = r"(?P<value>\"[^\"]*\"|'[^']*'|[^\s,;&}\]]+)"
 ASSIGNED = re.compile(
-    r"(?P<name>[\w.-]*(?:token|secret|passw|pwd|passphrase|api_?key|access_?key|account_?key|private_?key|credential|signature)[\w.-]*)"
-    r"(?P<sign>[\"']?\s*(?:=|:)\s*)(?P<value>\"[^\"]*\"|'[^']*'|[^\s,;&}\]]+)",
+    r"(?P<name>[\w.-]*(?:token|secret|pass|pwd|key|credential|auth|cookie|signature|bearer|dsn|pw|sig)[\w.-]*)"
+    rf"(?P<sign>[\"']?\s*(?:=|:)\s*){_VALUE}",
     re.IGNORECASE,
 )
+# In running text plain words, such as key, count only where a setting can stand.
+NO_PLAIN_WORD = re.compile(r"[\w.-]token|secret|passw|pwd|passphrase|credential|signature|[\w]+[._-]\w", re.IGNORECASE)
+LINE_START = re.compile(r"\s*(?:-\s+)*[\"']?")
+OPTION = re.compile(rf"(?P<name>(?<![\w-])--[A-Za-z][\w-]*)(?P<sign>[ \t]+)(?!-){_VALUE}")
 TOKENS = re.compile(
     r"hf_[A-Za-z0-9]{6,}|api_org_[A-Za-z0-9]{6,}"  # Hugging Face
     r"|gh[opsur]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{10,}"
@@ -33,8 +40,10 @@ TOKENS = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
 )
 BEARER = re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{6,}", re.IGNORECASE)
-# Up to the last @ before a slash: a password may hold one.
-USER_INFO = re.compile(r"(?<=://)[^/\s\"'?#]*@")
+# Up to the last @ before a slash, or, behind a colon that begins a password and no port, up to the last one: a password may hold both.
+USER_INFO = re.compile(
+    r"(?<=://)(?:(?!(?:localhost|[\w-]+\.[\w.-]+|\[[\da-f:]+\]):\d{2,5}(?:/|$))[^/\s\"'?#:@]*:(?:(?!://)[^\s\"'])*@|[^/\s\"'?#]*@)"
+)
 QUERY = re.compile(r"(?<=[\w/%.}*-])\?((?:[\w.%~-]+=[^\s\"'#&]*&?)+)")
 HOMES = re.compile(r"/(home|Users)/[^/\s:\"',]+")
 SHORTEST = 6  # characters of a value that is replaced wherever it stands
@@ -42,7 +51,7 @@ SHORTEST = 6  # characters of a value that is replaced wherever it stands
 
 def is_secret_name(name: str) -> bool:
     """Whether a key or variable of this name holds what nobody else should read."""
-    last = name.rsplit(".", 1)[-1]
+    last = name.rsplit(".", 1)[-1].replace("-", "_").lstrip("_")
     return bool(SECRET_NAME.search(last)) and not HARMLESS.fullmatch(last)
 
 
@@ -77,6 +86,7 @@ def known_secrets(*structures: Any, environment: Mapping[str, str] | None = None
             for key, inner in value.items():
                 look(inner, secret or is_secret_name(str(key)))
         elif isinstance(value, list | tuple):
+            look(_settings_in(value), secret)
             for inner in value:
                 look(inner, secret)
         elif secret and isinstance(value, str):
@@ -90,47 +100,98 @@ def known_secrets(*structures: Any, environment: Mapping[str, str] | None = None
     }
 
 
+def _settings_in(words: list[Any] | tuple[Any, ...]) -> dict[str, Any]:
+    """What a command line sets, if these are its words: `key=value`, `--key=value`, `--key value`."""
+    found = {}
+    for word, following in zip(words, [*words[1:], None]):
+        if not isinstance(word, str):
+            continue
+        name, sign, value = word.partition("=")
+        if not re.fullmatch(r"[\w.+~-]+", name):
+            continue
+        if sign:
+            try:
+                found[name] = yaml.safe_load(value)
+            except yaml.YAMLError:
+                found[name] = value
+        elif _is_option(name) and isinstance(following, str):
+            found[name] = following
+    return found
+
+
+def _is_option(word: str) -> bool:
+    return re.fullmatch(r"--[A-Za-z][\w-]*", word) is not None
+
+
 def clean_urls(text: str) -> str:
     """A text whose URLs have no passwords and no values behind their question marks, where signatures stand."""
     text = USER_INFO.sub(f"{REMOVED}@", text)
     return QUERY.sub(lambda found: "?" + re.sub(r"=[^&]*", f"={REMOVED}", found[1]), text)
 
 
-def clean_text(text: str, secrets: set[str] | frozenset[str] = frozenset()) -> str:
+def clean_text(text: str, secrets: set[str] | frozenset[str] = frozenset(), personal: bool = True) -> str:
     """A text without secrets, home directory, user and host.
 
     Args:
         secrets: values that are replaced wherever they stand, from `known_secrets`.
+        personal: take out home directory, user and host too.
     """
     for value in sorted(secrets, key=len, reverse=True):
         text = text.replace(value, REMOVED)
     text = TOKENS.sub(REMOVED, text)
     text = BEARER.sub(rf"\1 {REMOVED}", text)
     text = clean_urls(text)
+    text = OPTION.sub(_without_value, text)
     text = ASSIGNED.sub(_without_value, text)
+    if not personal:
+        return text
     for pattern, instead in _personal():
         text = pattern.sub(instead, text)
     return HOMES.sub(r"/\1/<user>", text)
 
 
 def _without_value(found: re.Match[str]) -> str:
-    if not is_secret_name(found["name"]) or found["value"].strip("\"'") in ("", "null", "None", REMOVED):
+    name, value = found["name"], found["value"].strip("\"'")
+    if not is_secret_name(name) or value in ("", "null", "None", "Bearer", "Basic", REMOVED) or _counts(name, value):
         return found[0]
-    return f"{found['name']}{found['sign']}{REMOVED}"
+    if not NO_PLAIN_WORD.search(name) and not _can_be_a_setting(found.string, found.start(), value):
+        return found[0]
+    return f"{name}{found['sign']}{REMOVED}"
 
 
-def clean(value: Any, secrets: set[str] | frozenset[str] = frozenset()) -> Any:
+def _can_be_a_setting(text: str, at: int, value: str) -> bool:
+    """Whether what stands at this place may be an entry of a mapping, and no words of a sentence."""
+    before = text[:at].rstrip(" \"'")
+    if text.startswith("--", at) or before.endswith(("{", "&", "?")):
+        return True
+    inside = before.count("{") > before.count("}")
+    return inside or (LINE_START.fullmatch(text[:at].rsplit("\n", 1)[-1]) is not None and value != "value")
+
+
+def _counts(name: str, value: Any) -> bool:
+    """Whether this is a number of tokens."""
+    if isinstance(value, dict | list | tuple):
+        return all(_counts(name, inner) for inner in (value.values() if isinstance(value, dict) else value))
+    return "tokens" in name.lower() and re.fullmatch(r"[+-]?[\d_]+(\.\d*)?(e[+-]?\d+)?", str(value)) is not None
+
+
+def clean(value: Any, secrets: set[str] | frozenset[str] = frozenset(), personal: bool = True) -> Any:
     """A structure of JSON or YAML without secrets: all that stands under a secret name, and what `clean_text` finds in texts."""
     if isinstance(value, dict):
         return {
-            clean_text(str(key), secrets): REMOVED
-            if is_secret_name(str(key)) and _holds(inner)
-            else clean(inner, secrets)
+            clean_text(str(key), secrets, personal): REMOVED
+            if is_secret_name(str(key)) and _holds(inner) and not _counts(str(key), inner)
+            else clean(inner, secrets, personal)
             for key, inner in value.items()
         }
     if isinstance(value, list | tuple):
-        return [clean(inner, secrets) for inner in value]
-    return clean_text(value, secrets) if isinstance(value, str) else value
+        cleaned = [clean(inner, secrets, personal) for inner in value]
+        for i, word in enumerate(value[:-1]):  # a command line's words
+            follows = value[i + 1]
+            if isinstance(word, str) and _is_option(word) and is_secret_name(word) and not _counts(word, follows):
+                cleaned[i + 1] = REMOVED
+        return cleaned
+    return clean_text(value, secrets, personal) if isinstance(value, str) else value
 
 
 def _holds(value: Any) -> bool:

@@ -35,6 +35,7 @@ from finetune.data.decode import BadClip, Unreachable
 from finetune.data.filters import FilteredClip, Filters, level, parse_filters
 from finetune.data.leave_out import DUPLICATE, hash_of
 from finetune.data.options import StreamOptions
+from finetune.data.orphans import ends_with_this_process
 from finetune.data.reader import UnreadableShard, rows_from
 from finetune.data.sources import OpenSource, open_source, parse_sources
 from finetune.data.shards import Shard
@@ -281,7 +282,7 @@ def check(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def read_all(shards: list[tuple[int, int]], sources: list[OpenSource], workers: int) -> list[Path]:
     """The parts of all shards."""
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), ends_with_this_process()) as pool:
         waiting = {pool.submit(check_shard, index): index for index in range(len(shards))}
         files: dict[int, Path] = {}
         try:

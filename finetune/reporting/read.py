@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
+from finetune.checkup.secrets import clean, known_secrets
 from finetune.errors import UserError
 
 EXAMPLES = 3
-SECRET = re.compile(r"token(?!izer)|secret|password|api_?key|access_?key|credential", re.IGNORECASE)
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Run:
 
     folder: Path
     config: dict[str, dict[str, Any]]
-    """The resolved configuration; values of keys that look like secrets are masked."""
+    """The resolved configuration; without secrets, as the environment is."""
     environment: dict[str, Any]
     metrics: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
@@ -104,10 +104,13 @@ def read_run(folder: Path) -> Run:
     evaluations = [
         row for row in _lines(folder / "evaluations.jsonl") if _is_step(row) and isinstance(row.get("split"), str)
     ]
+    config, environment = _sections(folder / "config.yaml"), _object(folder / "environment.json")
+    # The page is passed on. Its reader may know whose run it is, so that names and paths stay.
+    secrets = known_secrets(config, environment, environment={})
     return Run(
         folder=folder,
-        config=_masked(_sections(folder / "config.yaml")),
-        environment=_masked(_object(folder / "environment.json")),
+        config=clean(config, secrets, personal=False),
+        environment=clean(environment, secrets, personal=False),
         metrics=[row for row in _lines(folder / "metrics.jsonl") if _is_step(row)],
         evaluations=evaluations,
         quarantine=_reasons(folder / "quarantine.jsonl"),
@@ -172,17 +175,6 @@ def _sections(path: Path) -> dict[str, dict[str, Any]]:
     except (OSError, yaml.YAMLError):
         return {}
     return {k: v for k, v in value.items() if isinstance(v, dict)} if isinstance(value, dict) else {}
-
-
-def _masked(value: Any, key: str = "") -> Any:
-    """The value with passwords and the like replaced, for a page that is passed on."""
-    if isinstance(value, dict):
-        return {k: _masked(v, str(k)) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_masked(v, key) for v in value]
-    if not isinstance(value, str):
-        return value
-    return "(not shown)" if SECRET.search(key) else re.sub(r"(://)[^/@\s]+@", r"\1(not shown)@", value)
 
 
 def _mistakes(folder: Path, evaluations: list[dict[str, Any]]) -> dict[str, Any]:

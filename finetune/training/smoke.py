@@ -292,7 +292,7 @@ def say(verdict: dict[str, Any], steps: int) -> None:
         f"; {v['reserved_gib']:.2f} GiB reserved by the allocator" if v["reserved_gib"] is not None else "",
     )
     if growth["judged_steps"] < FEWEST_POINTS:
-        log.info("slope: %d steps are too few to tell", steps)
+        log.info("slope: %s too few to tell", "1 step is" if steps == 1 else f"{steps} steps are")
     else:
         log.info(
             "slope %+.1f MiB per 1,000 steps of %s over the last %d steps: %s%s",
