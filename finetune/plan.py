@@ -58,7 +58,9 @@ def main(argv: list[str] | None = None) -> int:
         resolve_strategy(a.strategy)  # names that there are not
         config, _ = load_config(a.config, a.strategy, a.overrides)
         data = _data(a, config)
-        rows = make_plan(a.config, a.overrides, all_combinations(a.strategy, a.strategies), card, a.gpus, data, progress=_progress)
+        rows = make_plan(
+            a.config, a.overrides, all_combinations(a.strategy, a.strategies), card, a.gpus, data, progress=_progress
+        )
         recommended, why = recommend(rows, card, a.gpus)
         print(_table(rows, card, a.gpus, data, recommended, why))
         print(f"{time.perf_counter() - started:.0f} s")

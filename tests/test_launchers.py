@@ -99,6 +99,7 @@ def test_deepspeed_accumulates_like_one_big_batch(adamw_curve, tiny_run, tmp_pat
         assert norm == pytest.approx(expected_norm, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_deepspeed_file_by_argument_resumes(run_train, tiny_run, tmp_path):
     """HF's way: --deepspeed FILE, here in a plain process without any launcher; then resumed from step 4 of 8."""
     training = {"max_steps": 8, "save_steps": 4, "dataloader_num_workers": 1, "save_total_limit": 0}
@@ -275,6 +276,7 @@ def test_two_ranks_with_two_workers_go_on_after_sigkill(tiny_run, tmp_path):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_of_two_processes_goes_on_with_one(run_train, tiny_run, clips, tmp_path, capfd):
     """Every clip once in the epoch that both share; the short rank is named."""
     training = {"max_steps": -1, "num_train_epochs": 1, "save_steps": 1, "save_total_limit": 0, "log_clips": True}
@@ -291,6 +293,7 @@ def test_a_run_of_two_processes_goes_on_with_one(run_train, tiny_run, clips, tmp
     assert sorted(seen) == sorted(line["id"] for line in read_lines(clips / "manifest.jsonl"))
 
 
+@pytest.mark.slow
 def test_ddp_judges_one_model_and_resumes(run_train, tiny_run, clips, tmp_path):
     """BatchNorm in training mode on two ranks: what is judged, kept and resumed is one and the same model."""
     training = {"max_steps": 6, "save_steps": 3, "eval_steps": 2, "dataloader_num_workers": 1, "save_total_limit": 0}
