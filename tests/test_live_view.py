@@ -253,6 +253,7 @@ def test_growing_memory_is_told_from_memory_that_fills_up(watch):
     assert steady_growth(window(lambda i: 4000 + 300 * (i > 12))) is None, "one new longest batch"
     assert steady_growth(window(lambda i: 4000 + 400 * (i % 14) / 14)) is None, "up and down"
     assert steady_growth(window(lambda i: 4000 + 200 * math.log(3 + i))) is None
+    assert steady_growth(window(lambda i: 2100 + 20 * min(i, 27))) is None, "at rest since a while"
 
 
 def test_a_leak_is_said_with_its_slope(watch, messages):

@@ -23,7 +23,8 @@ WAIT_LINES, WAIT_STEPS = 5, 10
 MEMORY_SKIPPED_LINES, MEMORY_LINES, MEMORY_BLOCKS = 5, 40, 5
 MEMORY_LEAST_MIB, MEMORY_LEAST_SHARE = 64.0, 0.02
 MEMORY_STEADY = 0.6
-"""A leak grows in the second half of the window at least this much of what it grew in the first; what fills up does not."""
+"""A leak grows in the second half of the window at least this much of what it grew in the first, and in the last block at least this
+much of what it grew in the mean one; what fills up does not."""
 
 SCALER_SKIPS = 4
 """Steps a line that fp16's loss scaling may skip while it finds its scale."""
@@ -235,7 +236,8 @@ def steady_growth(values: list[tuple[int, float]]) -> float | None:
     middle, growth = levels[MEMORY_BLOCKS // 2], levels[-1] - levels[0]
     grows = all(later > earlier for earlier, later in itertools.pairwise(levels))
     steady = levels[-1] - middle >= MEMORY_STEADY * (middle - levels[0])
-    if not grows or not steady or growth < max(MEMORY_LEAST_MIB, MEMORY_LEAST_SHARE * levels[0]):
+    still = levels[-1] - levels[-2] >= MEMORY_STEADY * growth / (MEMORY_BLOCKS - 1)
+    if not grows or not steady or not still or growth < max(MEMORY_LEAST_MIB, MEMORY_LEAST_SHARE * levels[0]):
         return None
     steps = statistics.median(s for s, _ in blocks[-1]) - statistics.median(s for s, _ in blocks[0])
     return 1000 * growth / max(steps, 1)
