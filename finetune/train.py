@@ -28,7 +28,7 @@ from omegaconf import OmegaConf  # noqa: E402
 from finetune.config.load import load_config  # noqa: E402
 from finetune.errors import UserError  # noqa: E402
 from finetune.logs import set_up_logging  # noqa: E402
-from finetune.strategies.accelerate_files import check_num_gpus, number_of_processes, resolve_strategy  # noqa: E402
+from finetune.strategies.accelerate_files import check_num_gpus, engine_with, number_of_processes, resolve_strategy  # noqa: E402
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -193,7 +193,7 @@ def main(argv: list[str] | None = None, observe: Callable[[Any], None] | None = 
         if config is None or not is_out_of_memory(error):
             raise
         gpu = type(error).__name__ == "OutOfMemoryError"
-        engine = "ddp" if strategy.engine == "none" and number_of_processes() > 1 else strategy.engine
+        engine = engine_with(strategy.engine, number_of_processes())
         print(f"error: {out_of_memory_message(error, config, gpu, engine)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -14,7 +14,7 @@ from finetune.checkup.lines import Line, Wanted, fault, ok, reason_of, warning
 from finetune.checkup.secrets import clean_urls
 from finetune.checkup.system import parameters_of
 from finetune.errors import UserError
-from finetune.strategies.accelerate_files import number_of_processes
+from finetune.strategies.accelerate_files import engine_with, number_of_processes
 from finetune.strategies.compatibility import find_conflicts
 
 PROBE_MIB, CHUNK_MIB = 64, 16
@@ -28,7 +28,7 @@ def compatibility(wanted: Wanted) -> list[Line]:
         return []
     name = "strategy " + "+".join(wanted.names) if wanted.names else "strategy"
     gpu = torch.cuda.is_available()
-    engine = "ddp" if wanted.engine == "none" and number_of_processes() > 1 else wanted.engine
+    engine = engine_with(wanted.engine, number_of_processes())
     conflicts = find_conflicts(wanted.config, engine, gpu)
     if conflicts:
         parts = [text.partition(" Instead: ") for text in conflicts]

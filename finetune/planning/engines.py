@@ -11,6 +11,7 @@ from typing import Any
 
 from finetune.planning.follow import Parts
 from finetune.planning.memory import Step
+from finetune.strategies.accelerate_files import engine_with
 
 FLOAT = 4
 LAYERS_GATHERED = 2  # FSDP2 gathers the next layer while one computes
@@ -58,7 +59,7 @@ def engine_of(strategy: Any, processes: int) -> Engine:
         strategy: `accelerate_files.Strategy`.
         processes: GPUs.
     """
-    name = "ddp" if strategy.engine == "none" and processes > 1 else strategy.engine
+    name = engine_with(strategy.engine, processes)
     if name.startswith("deepspeed"):
         zero = json.loads(Path(strategy.deepspeed_config).read_text(encoding="utf-8")).get("zero_optimization", {})
         bucket = zero.get("reduce_bucket_size", 500_000_000)

@@ -21,7 +21,7 @@ from finetune.planning.layout import Layout, read_layout
 from finetune.planning.memory import StepMemory, optimizer_bytes
 from finetune.planning.optimizer_memory import RELEASES_GRADIENTS, step_bytes
 from finetune.planning.speed import loss_flops, seconds_of_step
-from finetune.strategies.accelerate_files import Strategy, resolve_precision, resolve_strategy
+from finetune.strategies.accelerate_files import Strategy, engine_with, resolve_precision, resolve_strategy
 from finetune.strategies.compatibility import find_conflicts
 
 log = logging.getLogger(__name__)
@@ -312,7 +312,7 @@ def _prepare(
 ) -> _Wanted:
     strategy = resolve_strategy(names)
     config, _ = load_config(config_file, names, overrides)
-    engine = "ddp" if strategy.engine == "none" and processes > 1 else strategy.engine
+    engine = engine_with(strategy.engine, processes)
     precision = resolve_precision(config.training.bf16, config.training.fp16, strategy)
     precise = copy.deepcopy(config)
     precise.training.bf16, precise.training.fp16 = precision == "bf16", precision == "fp16"

@@ -36,6 +36,11 @@ class Strategy:
     mixed_precision: str | None = None
 
 
+def engine_with(engine: str, processes: int) -> str:
+    """The engine that runs: DDP where none was asked for and a launcher started several processes."""
+    return "ddp" if engine == "none" and processes > 1 else engine
+
+
 def launcher_config_file() -> Path | None:
     """The `--config_file` of the `accelerate launch` that started this process, found in its parents' command lines."""
     if not any(key.startswith("ACCELERATE_") for key in os.environ):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import UserError
+from finetune.strategies.accelerate_files import engine_with
 from finetune.strategies.optimizers import unwrap_optimizer
 from finetune.training import auto_batch, checkpoints, dry_run_parts, run, trial
 from finetune.training.loop import Trainer
@@ -64,7 +65,10 @@ class Attempts:
         if isinstance(error, UserError):
             return str(error)
         if is_out_of_memory(error) and self.accelerator is not None:
-            gpu, engine = self.accelerator.device.type == "cuda", trial.engine_of(self.accelerator, self.strategy)
+            gpu, engine = (
+                self.accelerator.device.type == "cuda",
+                engine_with(self.strategy.engine, self.accelerator.num_processes),
+            )
             return out_of_memory_message(error, self.config, gpu, engine)
         place = traceback.extract_tb(error.__traceback__)[-1]
         return f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
@@ -194,7 +198,7 @@ def _configuration(attempts: Attempts, settings: Any, strategy: Any) -> tuple[st
         )
     precision = "bf16" if t.bf16 else "fp16" if t.fp16 else "fp32"
     said = (
-        f"strategy {'+'.join(strategy.names) or 'none'}, engine {trial.engine_of(accelerator, strategy)}, {accelerator.num_processes} "
+        f"strategy {'+'.join(strategy.names) or 'none'}, engine {engine_with(strategy.engine, accelerator.num_processes)}, {accelerator.num_processes} "
         f"process(es) on {accelerator.device.type}, {precision}, optimizer {t.optimizer}"
     )
     return said, {"processes": accelerator.num_processes, "device": str(accelerator.device)}

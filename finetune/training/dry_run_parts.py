@@ -18,6 +18,7 @@ from finetune.data.survey import length_of, spread_rows
 from finetune.data.text import normalize_text
 from finetune.errors import UserError
 from finetune.models.nemo import load_model, save_nemo
+from finetune.strategies.accelerate_files import engine_with
 from finetune.strategies.lora import merged_state_dict
 from finetune.strategies.optimizers import state_tensors, stored_tensors, unwrap_optimizer
 from finetune.training import checkpoints, trial
@@ -243,7 +244,7 @@ def worst_batch(attempts: "Attempts", trainer: Trainer) -> Found:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                engine = trial.engine_of(accelerator, attempts.strategy)
+                engine = engine_with(attempts.strategy.engine, accelerator.num_processes)
                 raise UserError(f"{name}: {trial.say_out_of_memory(error, trainer, engine, step_input)}") from error
             if not trainer.window.finite_steps and accelerator.scaler is None:
                 raise UserError(f"{said}: loss or gradient is not finite. Lower training.learning_rate.", exit_code=1)

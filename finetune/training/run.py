@@ -22,7 +22,13 @@ from finetune.errors import UserError
 from finetune.models.nemo import cast_parameters, load_model, prepare_for_training
 from finetune.models.transducer import TransducerLossModule
 from finetune.reporting.page import keep_report
-from finetune.strategies.accelerate_files import Strategy, make_accelerator, number_of_processes, resolve_precision
+from finetune.strategies.accelerate_files import (
+    Strategy,
+    engine_with,
+    make_accelerator,
+    number_of_processes,
+    resolve_precision,
+)
 from finetune.strategies.activation_offload import ActivationOffload
 from finetune.strategies.compatibility import find_conflicts
 from finetune.strategies.encoder import apply_encoder_options
@@ -47,7 +53,7 @@ def build_accelerator(config: Any, strategy: Strategy) -> Any:
     t = config.training
     precision = resolve_precision(t.bf16, t.fp16, strategy)
     t.bf16, t.fp16 = precision == "bf16", precision == "fp16"
-    engine = "ddp" if strategy.engine == "none" and number_of_processes() > 1 else strategy.engine
+    engine = engine_with(strategy.engine, number_of_processes())
     conflicts = find_conflicts(config, engine, torch.cuda.is_available())
     if conflicts:
         raise UserError("\n".join(conflicts))

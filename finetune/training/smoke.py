@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from finetune.data.stream import Batch
 from finetune.errors import UserError
+from finetune.strategies.accelerate_files import engine_with
 from finetune.training import auto_batch, run, trial
 from finetune.training.loop import Trainer
 from finetune.training.out_of_memory import is_out_of_memory
@@ -70,7 +71,7 @@ def smoke(config: Any, strategy: Any, steps: int, observe: Callable[[Trainer], N
             "rows_looked_at": survey.looked,
             "longest_clip_seconds": survey.longest,
         }
-        taken, stopped = take_steps(trainer, worst, steps, trial.engine_of(accelerator, strategy))
+        taken, stopped = take_steps(trainer, worst, steps, engine_with(strategy.engine, accelerator.num_processes))
         result |= halved(trainer)
         if stopped is not None:
             # Others may wait for this rank: it says so itself, and the launcher ends them.

@@ -250,8 +250,3 @@ def gathered(accelerator: Any, value: Any) -> list[Any]:
     from accelerate.utils import gather_object
 
     return gather_object([value])
-
-
-def engine_of(accelerator: Any, strategy: Any) -> str:
-    """The engine as finetune.strategies.compatibility names it."""
-    return "ddp" if strategy.engine == "none" and accelerator.num_processes > 1 else strategy.engine
