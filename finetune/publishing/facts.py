@@ -1,0 +1,232 @@
+"""What is known of a model that is to be shared: read from the run that made it, never made up."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finetune.checkup.secrets import known_secrets
+from finetune.errors import UserError
+from finetune.publishing.base import Base, find_base, front_matter, is_hub_form, run_folders
+from finetune.publishing.private import last_part, publishable
+from finetune.reporting.read import Run, is_run, number, read_run, stage_folders
+
+LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[A-Za-z0-9]{2,8})*")
+HUB_URL = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+?)(?:@[^/]*)?(?:/.*)?")
+
+
+@dataclass
+class Data:
+    """One source of a split, as readers see it."""
+
+    name: str
+    hub: str | None = None
+    """Its name on the hub."""
+    config: str | None = None
+    split: str | None = None
+    language: str | None = None
+    weight: float | None = None
+    licence: str | None = None
+    """As the data's own README beside it says."""
+
+
+@dataclass
+class Row:
+    """Word and character error rates of one language before and after, as fractions; None: not measured."""
+
+    language: str | None
+    """None is all of them together."""
+    clips: int | None = None
+    words: int | None = None
+    wer_before: float | None = None
+    wer_after: float | None = None
+    cer_before: float | None = None
+    cer_after: float | None = None
+    interval_before: tuple[float, float] | None = None
+    interval_after: tuple[float, float] | None = None
+    """Confidence interval of the WER."""
+
+
+@dataclass
+class Facts:
+    """All that the card is made from. What is empty or None is not known."""
+
+    base: Base
+    config: dict[str, Any] = field(default_factory=dict)
+    """The run's configuration, without private parts."""
+    summary: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, list[Data]] = field(default_factory=dict)
+    """Sources of train, validation, test and guard."""
+    judged_on: str | None = None
+    rows: list[Row] = field(default_factory=list)
+    guard: list[Row] = field(default_factory=list)
+    languages: list[str] = field(default_factory=list)
+    secrets: set[str] = field(default_factory=set)
+    """Values that must not be in anything that is uploaded."""
+    unsure: list[str] = field(default_factory=list)
+    """What was taken for granted and should be looked at before the upload."""
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.summary)
+
+    def setting(self, section: str, key: str) -> Any:
+        """A value of the configuration."""
+        return (self.config.get(section) or {}).get(key)
+
+
+def run_of(model: Path) -> Path | None:
+    """The run's folder that a name means: the folder itself, or the one that its model.nemo lies in.
+
+    Raises:
+        UserError: the folder holds a plan of stages.
+    """
+    folder = model.parent if model.name == "model.nemo" and model.is_file() else model
+    if not folder.is_dir():
+        return None
+    if (
+        not (folder / "model.nemo").is_file()
+        and not (folder / "adapter").is_dir()
+        and (stages := stage_folders(folder))
+    ):
+        raise UserError(f"--model: {model} holds a plan of stages. Name one of them, such as {stages[-1]}.")
+    return folder if is_run(folder) else None
+
+
+def facts_without_run() -> Facts:
+    """Of a model without its run nothing is known."""
+    return Facts(base=Base(None), secrets=known_secrets())
+
+
+def facts_of_run(folder: Path) -> Facts:
+    """What a run left, without what is private.
+
+    Raises:
+        UserError: the folder is not that of a run.
+    """
+    run = read_run(folder)
+    folders = run_folders(folder)
+    secrets = known_secrets(run.config, run.environment, run.summary.get("effective_settings"))
+    unsure: list[str] = []
+    data = {
+        split: _sources(run.setting("data", split), folders, unsure)
+        for split in ("train", "validation", "test", "guard")
+    }
+    base = find_base(run.setting("model", "name"), folders)
+    keep = {source.hub for sources in data.values() for source in sources if source.hub} | ({base.hub} - {None})
+    if base.hub:
+        unsure.append(
+            f"the base model {base.hub} is taken for a name on the hub; if it is a local file, give --base-model OWNER/NAME"
+        )
+    found = Facts(
+        base=base,
+        config=publishable(run.config, keep, secrets),
+        summary=publishable({k: v for k, v in run.summary.items() if k != "effective_settings"}, keep, secrets),
+        environment=publishable(_hardware(run.environment), keep, secrets),
+        data=data,
+        judged_on=run.judged_on if run.best(run.judged_on) else None,
+        secrets=secrets,
+        unsure=unsure,
+    )
+    found.rows = _rows(run, run.judged_on, run.summary)
+    found.guard = _rows(run, "guard", {})
+    measured = [row.language for row in found.rows if row.language]
+    trained = [source.language for source in data["train"] if source.language]
+    found.languages = [name for name in dict.fromkeys([*measured, *trained]) if LANGUAGE.fullmatch(name)]
+    return found
+
+
+def _hardware(environment: dict[str, Any]) -> dict[str, Any]:
+    """What may be told of the machine: neither its command line nor its kernel."""
+    kept = (
+        "python",
+        "processor",
+        "cpus",
+        "gpus",
+        "versions",
+        "git_revision",
+        "seed",
+        "strategy",
+        "processes",
+        "total_steps",
+    )
+    found = {key: environment[key] for key in kept if key in environment}
+    if isinstance(environment.get("system"), str):
+        found["system"] = environment["system"].partition("-")[0]
+    return found
+
+
+def _sources(value: Any, folders: list[Path], unsure: list[str]) -> list[Data]:
+    """The sources that a key of the configuration names."""
+    entries = value if isinstance(value, list) else [] if value is None else [value]
+    found = []
+    for entry in entries:
+        entry = entry if isinstance(entry, dict) else {"path": entry}
+        path = entry.get("path")
+        if not isinstance(path, str):
+            continue
+        local = next((folder / path for folder in folders if (folder / path).exists()), None)
+        url = HUB_URL.fullmatch(path)
+        hub = url[1] if url else path if local is None and is_hub_data_form(path) else None
+        if hub and not url:
+            unsure.append(f"{hub} is taken for a data set on the hub; if it is a local folder, give --data-name")
+        licence = front_matter(local / "README.md").get("license") if local is not None and local.is_dir() else None
+        found.append(
+            Data(
+                name=hub or publishable(last_part(path)),
+                hub=hub,
+                config=entry.get("name"),
+                split=entry.get("split"),
+                language=entry.get("language"),
+                weight=number(entry.get("weight")),
+                licence=licence if isinstance(licence, str) else None,
+            )
+        )
+    return found
+
+
+def is_hub_data_form(path: str) -> bool:
+    """Whether a source's path looks like OWNER/NAME of a data set on the hub."""
+    return is_hub_form(path) and not path.endswith((".json", ".jsonl", ".ndjson", ".parquet", ".tar", ".arrow"))
+
+
+def _rows(run: Run, split: str, summary: dict[str, Any]) -> list[Row]:
+    """Error rates by language, all of them together first; those of summary.json where evaluations.jsonl is not there."""
+    base, best = run.base(split), run.best(split)
+    languages: list[str | None] = [None, *sorted({*base, *best} - {None})]
+    by_language = summary.get("wer_by_language") if isinstance(summary.get("wer_by_language"), dict) else {}
+    if not best:
+        languages += [name for name in by_language if name not in languages]
+    rows = []
+    for name in languages:
+        before, after = base.get(name, {}), best.get(name, {})
+        of_summary = by_language.get(name) or {} if name else {k: summary.get(f"wer_{k}") for k in ("before", "after")}
+        intervals = [
+            _interval(row.get("wer_interval"))
+            or _interval(of_summary.get(f"{when}_interval") if name else summary.get(f"wer_{when}_interval"))
+            for when, row in (("before", before), ("after", after))
+        ]
+        rows.append(
+            Row(
+                language=name,
+                clips=after.get("clips", before.get("clips")),
+                words=after.get("words", before.get("words")),
+                wer_before=number(before.get("wer", of_summary.get("before"))),
+                wer_after=number(after.get("wer", of_summary.get("after"))),
+                cer_before=number(before.get("cer", None if name else summary.get("cer_before"))),
+                cer_after=number(after.get("cer", None if name else summary.get("cer_after"))),
+                interval_before=intervals[0],
+                interval_after=intervals[1],
+            )
+        )
+    return [row for row in rows if row.wer_before is not None or row.wer_after is not None]
+
+
+def _interval(value: Any) -> tuple[float, float] | None:
+    """Two numbers, given as a pair or under `low` and `high`."""
+    if isinstance(value, dict):
+        value = [value.get("low"), value.get("high")]
+    if isinstance(value, list | tuple) and len(value) == 2 and all(number(v) is not None for v in value):
+        return float(value[0]), float(value[1])
+    return None
