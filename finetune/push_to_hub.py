@@ -11,6 +11,7 @@ import argparse
 import shlex
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def gather(arguments: argparse.Namespace, upload: Upload) -> tuple[Facts, dict[str, Any], set[str]]:
+def gather(arguments: argparse.Namespace, upload: Upload, folder: Path) -> tuple[Facts, dict[str, Any], set[str]]:
     """Puts the model's files and the run's records into the upload; what is known of the model, its NeMo configuration and the formats.
 
     Raises:
@@ -100,14 +101,35 @@ def gather(arguments: argparse.Namespace, upload: Upload) -> tuple[Facts, dict[s
             )
         add_nemo(upload, nemo, arguments.repo.rpartition("/")[2], facts.secrets)
     if "hf" in formats:
-        if hf_dir is None:
-            raise UserError("--format hf: give the exported directory with --hf-dir DIR.")
-        add_folder(upload, hf_dir, "--hf-dir", "config.json", facts.base.hub)
+        hf_dir = hf_dir or hugging_face_directory(model, folder)
+        add_folder(upload, hf_dir, "--hf-dir", "config.json", facts.base.hub, facts.secrets)
     if "adapter" in formats:
-        add_folder(upload, model / "adapter", "--format adapter", "adapter_config.json", facts.base.hub)
+        if facts.base.through and not arguments.base_model:  # the adapter fits that run's model only, and not its base
+            facts.base = replace(facts.base, name=facts.base.through, hub=None)
+        if facts.base.hub is None:
+            facts.unsure.append(
+                f"the adapter is of use with its base model only ({facts.base.name}): share that too, and name it with --base-model OWNER/NAME"
+            )
+        add_folder(upload, model / "adapter", "--format adapter", "adapter_config.json", facts.base.hub, facts.secrets)
     if run is not None:
         add_records(upload, run, facts)
     return facts, read_nemo_config(nemo) if nemo.is_file() else {}, formats
+
+
+def hugging_face_directory(model: Path, folder: Path) -> Path:
+    """The model in Hugging Face's format, where no such directory was given.
+
+    Args:
+        model: as `--model`.
+        folder: for what is made; it goes after the upload.
+
+    Raises:
+        UserError: there is none.
+    """
+    raise UserError(
+        "--format: a directory in Hugging Face's format is needed. Make one with `python -m finetune.export --model "
+        f"{shlex.quote(str(model))} --to hf --output DIR`, and give it with --hf-dir DIR."
+    )
 
 
 def rename_data(facts: Facts, names: list[str]) -> None:
@@ -155,7 +177,8 @@ def show(upload: Upload, card: str, arguments: argparse.Namespace, facts: Facts,
     for text in missing:
         print(f"missing: {text}")
     print("\nNothing was uploaded and the Hub was not asked. To upload:\n")
-    print(f"    {command_line(sys.argv[1:] if arguments.argv is None else arguments.argv)}")
+    asked = [] if not missing or facts.base.hub else ["--base-licence", "ID"]
+    print(f"    {command_line([*(sys.argv[1:] if arguments.argv is None else arguments.argv), *asked])}")
 
 
 def command_line(argv: list[str]) -> str:
@@ -171,7 +194,7 @@ def readable(size: int) -> str:
     return f"{size} B"
 
 
-def missing_licence(facts: Facts, licence: str | None) -> list[str]:
+def missing_licence(facts: Facts) -> list[str]:
     """What has to be known of licences before anything is uploaded."""
     base = facts.base
     if base.random or base.licence:
@@ -200,14 +223,15 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     arguments.argv = argv
     try:
-        return share(arguments)
+        with tempfile.TemporaryDirectory() as folder:
+            return share(arguments, Path(folder))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
 
 
-def share(arguments: argparse.Namespace) -> int:
-    """Gathers, makes the card, and shows or uploads both."""
+def share(arguments: argparse.Namespace, folder: Path) -> int:
+    """Gathers, makes the card, and shows or uploads both; `folder` is for files that are made on the way."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -220,15 +244,15 @@ def share(arguments: argparse.Namespace) -> int:
     if arguments.yes:
         need_token()
     upload = Upload()
-    facts, architecture, formats = gather(arguments, upload)
+    facts, architecture, formats = gather(arguments, upload, folder)
     languages = languages_of(arguments, facts)
     if arguments.data_name:
         rename_data(facts, arguments.data_name)
     licence = arguments.licence and arguments.licence.lower()
-    missing = missing_licence(facts, licence)
+    missing = missing_licence(facts)
     if arguments.yes and missing and facts.base.hub:
         facts.base = licence_from_hub(facts.base, facts.secrets)
-        missing = missing_licence(facts, licence)
+        missing = missing_licence(facts)
         missing = missing and [f"the card of {facts.base.hub} on the Hub names no licence. Give --base-licence ID"]
     card = make_card(
         facts,
@@ -248,16 +272,15 @@ def share(arguments: argparse.Namespace) -> int:
         return 0
     if missing:
         raise UserError(f"missing: {'; '.join(missing)}. Nothing was uploaded.")
-    with tempfile.TemporaryDirectory() as folder:
-        upload.finish(Path(folder), facts.secrets)
-        done = push(
-            upload,
-            arguments.repo,
-            private=not arguments.public,
-            revision=arguments.revision,
-            message=arguments.message,
-            secrets=facts.secrets,
-        )
+    upload.finish(folder, facts.secrets)
+    done = push(
+        upload,
+        arguments.repo,
+        private=not arguments.public,
+        revision=arguments.revision,
+        message=arguments.message,
+        secrets=facts.secrets,
+    )
     print(
         f"{done.address}  ({'private' if done.private else 'public'}, {len(upload.files)} files, commit {done.commit[:12]})"
     )

@@ -137,7 +137,9 @@ class UploadHub(BaseHTTPRequestHandler):
             modes = []
             for file in json.loads(body)["files"]:
                 large = file["size"] > 1_000_000 or file["path"].endswith((".nemo", ".safetensors"))
-                modes.append({"path": file["path"], "uploadMode": "lfs" if large else "regular", "shouldIgnore": False})
+                modes.append(
+                    {"path": file["path"], "uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
+                )
             self.json({"files": modes})
         elif what == "commit":
             self.commit(name, at, [json.loads(line) for line in body.splitlines()])

@@ -23,6 +23,8 @@ class Base:
     """Its name on the hub; None where it lies on the user's machine only."""
     random: bool = False
     """Trained from random weights."""
+    through: str | None = None
+    """The run in between, where the training continued one: the name of its folder."""
     licence: str | None = None
     """As the hub names it, such as cc-by-4.0; None: not known."""
     licence_name: str | None = None
@@ -42,14 +44,26 @@ def find_base(model_name: str | None, folders: list[Path]) -> Base:
     """
     if not model_name:
         return Base(None)
-    path = _existing(model_name, folders)
+    path, through = _existing(model_name, folders), None
     for _ in range(20):  # runs that continue runs
-        if path is None or not path.is_dir() or not (path / "config.yaml").is_file():
+        run = path.parent if path is not None and path.name == "model.nemo" else path
+        if run is None or not (run / "config.yaml").is_file():
             break
-        model_name, folders = _name_in(path / "config.yaml"), [*folders, *run_folders(path)]
+        through = through or last_part(str(run.resolve()))
+        model_name, folders = _name_in(run / "config.yaml"), [*folders, *run_folders(run)]
         if not model_name:
-            return Base(None)
+            return Base(None, through=through)
         path = _existing(model_name, folders)
+    return replace(_described(model_name, path), through=through)
+
+
+def _described(model_name: str, path: Path | None) -> Base:
+    """The base model of a name.
+
+    Args:
+        model_name: as a configuration has it.
+        path: where it lies on this machine; None: nowhere.
+    """
     if model_name.endswith((".yaml", ".yml")):
         return Base(None, random=True)
     if path is not None:
@@ -85,7 +99,7 @@ def with_answers(base: Base, hub: str | None, licence: str | None) -> Base:
         if not is_hub_form(hub):
             raise UserError(f"--base-model: {hub} is no name on the hub such as nvidia/parakeet-tdt-0.6b-v3.")
         if hub != base.hub:
-            base = _with_licence(Base(hub, hub=hub), _cached_card(hub))
+            base = replace(_with_licence(Base(hub, hub=hub), _cached_card(hub)), through=base.through)
     if licence is not None:
         base = replace(
             base, licence=licence.lower(), licence_name=None, licence_link=None, licence_from="--base-licence"

@@ -20,6 +20,7 @@ NORMALIZERS = {
     "none": "as they are, case and punctuation included",
     "lower": "in lower case, with punctuation",
     "basic": "in lower case and without punctuation but apostrophes inside words (`basic`)",
+    "open_asr": "after the normalisation of the Open ASR Leaderboard (`open_asr`)",
 }
 FEW_CLIPS = 500
 
@@ -162,6 +163,11 @@ def introduction(facts: Facts, architecture: dict[str, Any]) -> str:
         what = f"A speech recogniser: {base_link(base)}, fine-tuned{on}."
     else:
         what = "A speech recogniser. What it was trained from and on is not known to this card."
+    if base.through:
+        what += (
+            f" The training continued an earlier run ({plain(base.through)}), whose data and settings this card does not describe; before "
+            "means that run's model."
+        )
     tags = architecture_tags(architecture)
     of = {"FastConformer": "FastConformer encoder", "Conformer": "Conformer encoder", "TDT": "TDT decoder"}
     parts = [of[tag] for tag in tags if tag in of]
@@ -173,6 +179,8 @@ def introduction(facts: Facts, architecture: dict[str, Any]) -> str:
     said = [what, ", ".join(parts) + "." if parts else ""]
     if facts.config and not facts.finished:
         said.append("**The run that made it was not finished:** what follows is what it had reached.")
+    if facts.summary.get("best_weights") not in (None, "raw"):
+        said.append(f"Its weights are a mean over training steps ({plain(facts.summary['best_weights'])}).")
     if facts.finished and facts.summary.get("best_step") == 0:
         said.append(
             "**No evaluation of the run was better than the base model's, so these are the base model's weights.**"
@@ -236,10 +244,17 @@ def results_section(facts: Facts) -> str:
         f"began from, after is the model in this repository.{texts}",
         rates_table(facts.rows),
     ]
-    if any(row.interval_before or row.interval_after for row in facts.rows):
-        said.append("In brackets: the confidence interval.")
     if facts.guard:
-        said += ["On the guard set, data of the original domain that was not trained on:", rates_table(facts.guard)]
+        said += ["On the guard set, which stands for what the base model could do before:", rates_table(facts.guard)]
+    if any(row.interval_before or row.interval_after for row in [*facts.rows, *facts.guard]):
+        said.append("In brackets: the 95 % confidence interval.")
+    said += [
+        f"The change of WER on the {split} set is {row.change}."
+        for split, row in (
+            [(facts.judged_on, row) for row in facts.rows[:1]] + [("guard", row) for row in facts.guard[:1]]
+        )
+        if row.change
+    ]
     return "\n\n".join(said)
 
 
@@ -386,8 +401,10 @@ def licence_section(base: Base, licence: str | None) -> str:
     own = licence or base.licence
     if own:
         said.append(f"This model: {licence_text(own, base if own == base.licence else None)}.")
-    else:
+    elif base.random:
         said.append("No licence was chosen for this model.")
+    else:
+        said.append("The licence of the base model is not known to this card.")
     if base.name and base.licence:
         by = f" by {plain(base.hub.partition('/')[0])}" if base.hub else ""
         said.append(

@@ -44,7 +44,9 @@ class Row:
     cer_after: float | None = None
     interval_before: tuple[float, float] | None = None
     interval_after: tuple[float, float] | None = None
-    """Confidence interval of the WER."""
+    """95 % confidence interval of the WER."""
+    change: str | None = None
+    """Whether the change is more than chance, where that was tested."""
 
 
 @dataclass
@@ -129,8 +131,8 @@ def facts_of_run(folder: Path) -> Facts:
         secrets=secrets,
         unsure=unsure,
     )
-    found.rows = _rows(run, run.judged_on, run.summary)
-    found.guard = _rows(run, "guard", {})
+    found.rows = _rows(run, run.judged_on)
+    found.guard = _rows(run, "guard")
     measured = [row.language for row in found.rows if row.language]
     trained = [source.language for source in data["train"] if source.language]
     found.languages = [name for name in dict.fromkeys([*measured, *trained]) if LANGUAGE.fullmatch(name)]
@@ -191,42 +193,58 @@ def is_hub_data_form(path: str) -> bool:
     return is_hub_form(path) and not path.endswith((".json", ".jsonl", ".ndjson", ".parquet", ".tar", ".arrow"))
 
 
-def _rows(run: Run, split: str, summary: dict[str, Any]) -> list[Row]:
-    """Error rates by language, all of them together first; those of summary.json where evaluations.jsonl is not there."""
+def _rows(run: Run, split: str) -> list[Row]:
+    """Error rates by language, all of them together first; those of summary.json where evaluations.jsonl does not have them."""
+    summary = run.summary if split == run.judged_on else {}
     base, best = run.base(split), run.best(split)
-    languages: list[str | None] = [None, *sorted({*base, *best} - {None})]
-    by_language = summary.get("wer_by_language") if isinstance(summary.get("wer_by_language"), dict) else {}
-    if not best:
-        languages += [name for name in by_language if name not in languages]
+    by_language = _mapping(summary.get("wer_by_language"))
+    tested = _mapping(_mapping(run.summary.get("significance")).get(split))
+    languages: list[str | None] = [None, *sorted({*base, *best, *by_language} - {None})]
     rows = []
     for name in languages:
         before, after = base.get(name, {}), best.get(name, {})
-        of_summary = by_language.get(name) or {} if name else {k: summary.get(f"wer_{k}") for k in ("before", "after")}
+        known = _mapping(by_language.get(name)) if name else {k: summary.get(f"wer_{k}") for k in ("before", "after")}
+        test = _mapping(_mapping(tested.get("by_language")).get(name)) if name else tested
         intervals = [
             _interval(row.get("wer_interval"))
-            or _interval(of_summary.get(f"{when}_interval") if name else summary.get(f"wer_{when}_interval"))
-            for when, row in (("before", before), ("after", after))
+            or _interval(known.get(f"{when}_interval") if name else summary.get(f"wer_{when}_interval"))
+            or _interval(test.get(side))
+            for when, side, row in (("before", "interval_a", before), ("after", "interval_b", after))
         ]
         rows.append(
             Row(
                 language=name,
                 clips=after.get("clips", before.get("clips")),
                 words=after.get("words", before.get("words")),
-                wer_before=number(before.get("wer", of_summary.get("before"))),
-                wer_after=number(after.get("wer", of_summary.get("after"))),
+                wer_before=number(before.get("wer", known.get("before"))),
+                wer_after=number(after.get("wer", known.get("after"))),
                 cer_before=number(before.get("cer", None if name else summary.get("cer_before"))),
                 cer_after=number(after.get("cer", None if name else summary.get("cer_after"))),
                 interval_before=intervals[0],
                 interval_after=intervals[1],
+                change=_change(test),
             )
         )
+    if split == "guard" and len(rows) == 1 and rows[0].wer_after is None:
+        keys = ("guard_wer_before", "guard_wer_after")
+        rows[0].wer_before, rows[0].wer_after = (number(run.summary.get(key)) for key in keys)
     return [row for row in rows if row.wer_before is not None or row.wer_after is not None]
 
 
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _change(test: dict[str, Any]) -> str | None:
+    """Whether a change is more than chance, from a significance test of the run."""
+    p_value = number(test.get("p_value_holm", test.get("p_value")))
+    if p_value is None or not isinstance(test.get("significant"), bool):
+        return None
+    return f"{'significant' if test['significant'] else 'not significant'} (p = {p_value:.2g})"
+
+
 def _interval(value: Any) -> tuple[float, float] | None:
-    """Two numbers, given as a pair or under `low` and `high`."""
-    if isinstance(value, dict):
-        value = [value.get("low"), value.get("high")]
+    """Two numbers."""
     if isinstance(value, list | tuple) and len(value) == 2 and all(number(v) is not None for v in value):
         return float(value[0]), float(value[1])
     return None

@@ -1,7 +1,7 @@
 """What is uploaded: the model's files and the run's records, each without what is private."""
 
 import json
-import os
+import re
 from collections.abc import Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +12,13 @@ import yaml
 from finetune.checkup.secrets import TOKENS
 from finetune.errors import UserError
 from finetune.publishing.facts import Facts
-from finetune.publishing.private import cleaned_json, private_parts, publishable, write_cleaned_nemo
+from finetune.publishing.private import clean_in_folder, private_parts, publishable, write_cleaned_nemo
 
 NOT_UPLOADED = {"README.md", ".gitattributes", ".gitignore", "training_args.bin"}
 TEXTS = {"pairs", "reference", "hypothesis", "text", "samples_shown", "transcript"}
 """Keys of evaluations that hold what was said in clips."""
+TEXT_FILES = {".json", ".jinja", ".jsonl", ".md", ".txt", ".yaml", ".yml"}
+LONGEST_TEXT = 50_000_000  # bytes
 RECORDS = "training"
 """Folder of the run's records in the repository."""
 
@@ -55,13 +57,14 @@ def add_nemo(upload: Upload, source: Path, name: str, secrets: Set[str]) -> None
         )
 
 
-def add_folder(upload: Upload, folder: Path, what: str, needed: str, base: str | None) -> None:
+def add_folder(upload: Upload, folder: Path, what: str, needed: str, base: str | None, secrets: Set[str]) -> None:
     """The files of a Hugging Face or PEFT directory.
 
     Args:
         what: for messages.
         needed: the file without which it is no such directory.
-        base: hub name of the base model, for the key that names it.
+        base: hub name of the base model, for the keys that name it.
+        secrets: values that go wherever they stand.
 
     Raises:
         UserError: it is no such directory, or two files would have one name.
@@ -82,10 +85,10 @@ def add_folder(upload: Upload, folder: Path, what: str, needed: str, base: str |
             continue
         if name in upload.files:
             raise UserError(f"{what}: {name} would be uploaded twice.")
-        cleaned = cleaned_json(path, base) if path.suffix == ".json" and path.name.endswith("config.json") else None
-        upload.files[name] = path if cleaned is None else cleaned
+        cleaned = clean_in_folder(path, base, secrets)
+        upload.files[name] = path if cleaned is None else cleaned[0]
         if cleaned is not None:
-            upload.notes.append(f"{name}: local names of models are replaced")
+            upload.notes.append(f"{name}: without local names and paths ({', '.join(cleaned[1])})")
     if left_out:
         upload.notes.append(f"not uploaded of {folder.name}: {', '.join(left_out)}")
 
@@ -99,6 +102,7 @@ def add_records(upload: Upload, folder: Path, facts: Facts) -> None:
     }
     for name, value in records.items():
         if value:
+            value = _without_texts(value)
             text = (
                 yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
                 if name.endswith(".yaml")
@@ -132,15 +136,20 @@ def check_texts(upload: Upload, secrets: Set[str]) -> None:
     Raises:
         UserError: one of these is in a file.
     """
-    places = {str(path) for path in (Path.home(), Path.cwd()) if len(path.parts) > 2}
+    places = [re.escape(str(path)) for path in (Path.home(), Path.cwd()) if path != Path("/")]
+    place = re.compile(rf"(?<![\w.-])(?:{'|'.join(places)})(?![\w-])") if places else None
     for name, content in upload.files.items():
-        is_text = isinstance(content, bytes) or content.suffix in (".json", ".txt", ".jinja", ".md", ".yaml", ".jsonl")
-        if not is_text or (isinstance(content, Path) and os.path.getsize(content) > 50e6):
+        if isinstance(content, Path) and (content.suffix not in TEXT_FILES or content.stat().st_size > LONGEST_TEXT):
             continue
         text = (content if isinstance(content, bytes) else content.read_bytes()).decode("utf-8", errors="replace")
-        if TOKENS.search(text) or any(secret in text for secret in secrets):
+        if holds_token(text) or any(secret in text for secret in secrets):
             raise UserError(
                 f"{name} holds what looks like a token or password; nothing was uploaded. Take it out of the file."
             )
-        if any(place in text for place in places):
+        if place is not None and place.search(text):
             raise UserError(f"{name} names a folder of this machine; nothing was uploaded. Take it out of the file.")
+
+
+def holds_token(text: str) -> bool:
+    """Whether a token of a well-known form is in a text; in the middle of a word it is none, as in task-oriented-dialogues."""
+    return any(not text[: found.start()][-1:].isalnum() for found in TOKENS.finditer(text))

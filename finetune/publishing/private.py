@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
+from yaml import YAMLError
 
 from finetune.checkup.secrets import REMOVED, TOKENS, clean, clean_text, clean_urls
 from finetune.errors import UserError
@@ -21,6 +23,18 @@ WHOLE_PATH = re.compile(
 ABSOLUTE = re.compile(r"(?:~\w*|\.{1,2})?[/\\](?![/\\\s]*$).*|[A-Za-z]:[/\\].*|\w[\w+.-]*://.*")
 INSIDE = re.compile(r"(?<![\w/\\:.~])(?:~\w*|[A-Za-z]:)?[/\\][\w.@+~-]+(?:[/\\][\w.@+~*-]+)+[/\\]?")
 PATH_KEY = re.compile(r"(?:.*_)?(?:dir|directory|folder|path|filepath|file|files|filepaths|manifest)", re.IGNORECASE)
+SETTINGS_WITH_PATHS = {
+    "name",
+    "train",
+    "validation",
+    "test",
+    "guard",
+    "tokenizer",
+    "leave_out",
+    "tarred_audio",
+    "output_dir",
+}
+"""Keys of a run's configuration whose texts are paths, whatever they look like."""
 NOT_PATHS = {"alphabet"}
 """Keys whose texts may hold a slash and are no paths."""
 TOKEN_LISTS = {"labels", "vocabulary"}
@@ -56,7 +70,8 @@ def publishable(value: Any, keep: Set[str] = frozenset(), secrets: Set[str] = fr
             return [reduce(v, key) for v in inner]
         if not isinstance(inner, str) or inner in keep or key in NOT_PATHS:
             return inner
-        return clean_text(without_paths(inner))
+        is_path = (key in SETTINGS_WITH_PATHS or PATH_KEY.fullmatch(key)) and re.search(r"[/\\]", inner)
+        return clean_text(last_part(inner) if is_path else without_paths(inner))
 
     return reduce(clean(value, frozenset(secrets), personal=False))
 
@@ -161,13 +176,17 @@ def _changed(archive: tarfile.TarFile, member: tarfile.TarInfo, secrets: Set[str
     """The cleaned content of a member and what was changed in it; None where it stays as it is."""
     name = Path(member.name).name
     if name == CONFIG:
-        config = _parse(archive.extractfile(member).read())
-        found: list[str] = []
-        cleaned = _clean_nemo_config(config, secrets, "", found)
-        return (OmegaConf.to_yaml(OmegaConf.create(cleaned)).encode(), found) if found else None
+        return clean_nemo_yaml(archive.extractfile(member).read(), secrets)
     if name.endswith("tokenizer.model"):
-        return _clean_sentencepiece(archive.extractfile(member).read())
+        return clean_sentencepiece(archive.extractfile(member).read())
     return None
+
+
+def clean_nemo_yaml(content: bytes, secrets: Set[str]) -> tuple[bytes, list[str]] | None:
+    """A NeMo configuration without paths and tokens, and the keys that were changed; None where it stays as it is."""
+    found: list[str] = []
+    cleaned = _clean_nemo_config(_parse(content), secrets, "", found)
+    return (OmegaConf.to_yaml(OmegaConf.create(cleaned)).encode(), found) if found else None
 
 
 def _clean_nemo_config(value: Any, secrets: Set[str], at: str, found: list[str]) -> Any:
@@ -189,8 +208,9 @@ def _clean_nemo_config(value: Any, secrets: Set[str], at: str, found: list[str])
     return cleaned
 
 
-def _clean_sentencepiece(content: bytes) -> tuple[bytes, list[str]] | None:
-    """A SentencePiece model without the paths that its trainer was given; its pieces stay."""
+def clean_sentencepiece(content: bytes) -> tuple[bytes, list[str]] | None:
+    """A SentencePiece model without the paths that its trainer was given, and what was changed; its pieces stay. None where it stays as
+    it is."""
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
 
@@ -215,42 +235,60 @@ def _clean_sentencepiece(content: bytes) -> tuple[bytes, list[str]] | None:
 
 # ---- files of a Hugging Face or PEFT directory ------------------------------------------------------------------------
 
+BASE_OF_ADAPTER = "base_model.json"
+"""Beside an adapter: name and hash of its base model."""
 NAMES_OF_MODELS = ("_name_or_path", "name_or_path", "base_model_name_or_path", "tokenizer_name_or_path")
 
 
-def cleaned_json(path: Path, instead: str | None) -> bytes | None:
-    """A configuration file in which local paths to models are replaced; None where there is none.
+def clean_in_folder(path: Path, base: str | None, secrets: Set[str]) -> tuple[bytes, list[str]] | None:
+    """The content of a file of a Hugging Face or PEFT directory without local names and paths, and what was changed in it.
 
     Args:
-        path: such as config.json or adapter_config.json.
-        instead: the base model's name on the hub, for the key that names it; None: the name at the path's end.
+        path: the file.
+        base: the base model's name on the hub, for the keys that name it; None: the name at the path's end.
+        secrets: values that go wherever they stand.
+
+    Returns:
+        None where the file stays as it is.
+
+    Raises:
+        UserError: a configuration that is no valid JSON or YAML.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is no valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        return None
-    changed = False
-    for owner, key in _keys(value):
+        if path.suffix == ".model":
+            return clean_sentencepiece(path.read_bytes())
+        if path.suffix in (".yaml", ".yml"):
+            return clean_nemo_yaml(path.read_bytes(), secrets)
+        if path.name.endswith("config.json") or path.name == BASE_OF_ADAPTER:
+            return _clean_json(json.loads(path.read_text(encoding="utf-8")), path.name, base)
+    except (ValueError, UnicodeDecodeError, OmegaConfBaseException, YAMLError) as error:
+        raise UserError(f"{path} cannot be read: {str(error).splitlines()[0]}.") from error
+    return None
+
+
+def _clean_json(value: Any, file: str, base: str | None) -> tuple[bytes, list[str]] | None:
+    found = []
+    for owner, key in _keys(value, (*NAMES_OF_MODELS, "name") if file == BASE_OF_ADAPTER else NAMES_OF_MODELS):
         name = owner[key]
-        if not isinstance(name, str) or not name or name == instead:
+        names_base = key == "base_model_name_or_path" or file == BASE_OF_ADAPTER
+        if not isinstance(name, str) or not name:
             continue
         is_local = ABSOLUTE.fullmatch(name) or name.count("/") > 1 or "\\" in name or Path(name).exists()
-        if is_local or (key == "base_model_name_or_path" and instead is not None):
-            owner[key] = instead if instead is not None and key == "base_model_name_or_path" else last_part(name)
-            changed = True
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode() if changed else None
+        instead = base if names_base and base is not None else last_part(name) if is_local else name
+        if instead != name:
+            owner[key] = instead
+            found.append(key)
+    return ((json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(), found) if found else None
 
 
-def _keys(value: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where a structure names models."""
+def _keys(value: Any, wanted: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where a structure has one of these keys."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            if key in NAMES_OF_MODELS:
+            if key in wanted:
                 yield value, key
             else:
-                yield from _keys(inner)
+                yield from _keys(inner, wanted)
     elif isinstance(value, list):
         for inner in value:
-            yield from _keys(inner)
+            yield from _keys(inner, wanted)

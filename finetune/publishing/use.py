@@ -20,8 +20,15 @@ def use_section(repo: str, formats: set[str], revision: str | None, base: str | 
     if "hf" in formats:
         said.append("With transformers:\n\n" + code("python", _transformers(repo, revision)))
     if "adapter" in formats:
-        over = f"over [{base}](https://huggingface.co/{base})" if base else "over the base model"
-        said.append(f"adapter_model.safetensors and adapter_config.json are a LoRA adapter in PEFT's format, {over}.")
+        over = (
+            f"[{base}](https://huggingface.co/{base})" if base else "its base model, which adapter_config.json names"
+        )
+        said.append(
+            f"This is a LoRA adapter in PEFT's format, to be merged into {over}. With the pipeline that trained it:"
+        )
+        at = f" --revision {revision}" if revision else ""
+        lines = f"hf download {repo}{at} --local-dir adapter\npython -m finetune.transcribe --model adapter audio.wav"
+        said.append(code("bash", lines))
     return "\n\n".join(said)
 
 
