@@ -93,6 +93,8 @@ def gather(arguments: argparse.Namespace, upload: Upload, folder: Path) -> tuple
             raise UserError(f"--format: {model} is a Hugging Face directory without a .nemo. Leave --format out.")
         formats, hf_dir = {"hf"}, hf_dir or model
     facts.base = with_answers(facts.base, arguments.base_model, arguments.base_licence)
+    if arguments.base_model:
+        facts.unsure = [text for text in facts.unsure if "--base-model" not in text]
     nemo = model if model.is_file() else model / "model.nemo"
     if "nemo" in formats:
         if not nemo.is_file():
@@ -272,6 +274,8 @@ def share(arguments: argparse.Namespace, folder: Path) -> int:
         return 0
     if missing:
         raise UserError(f"missing: {'; '.join(missing)}. Nothing was uploaded.")
+    for text in facts.unsure:
+        print(f"note: {text}", file=sys.stderr)
     upload.finish(folder, facts.secrets)
     done = push(
         upload,

@@ -117,6 +117,24 @@ def test_paths_secrets_and_names_go_and_hub_names_stay(monkeypatch):
     assert REMOVED in text
 
 
+def test_a_password_in_a_run_file_is_taken_out_of_the_records(finished_run, push, hub, tmp_path):
+    run, password = copied(finished_run, tmp_path / "run"), "correct-horse-battery"
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["data"]["train"] = {"path": config["data"]["train"], "storage_password": password}
+    config["data"]["leave_out"] = f"before-{password}-after.jsonl"
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    arguments = ("--model", run, "--repo", REPO, "--base-licence", "mit")
+    code, shown, error = push(*arguments)
+    assert code == 0, error
+    assert push(*arguments, "--yes")[0] == 0
+    files = hub.repositories[REPO].branches["main"].files
+    arrived = yaml.safe_load(files["training/config.yaml"])
+    assert arrived["data"]["train"]["storage_password"] == "<removed>"
+    assert arrived["data"]["leave_out"] == "before-<removed>-after.jsonl"
+    assert password not in shown
+    assert not [name for name, content in files.items() if password.encode() in content]
+
+
 def test_a_nemo_configuration_keeps_what_nemo_needs(tiny_model, tmp_path):
     """Whatever a user's or NVIDIA's configuration holds of paths goes; tokens with slashes, interpolations and numbers stay."""
     import io

@@ -80,7 +80,7 @@ def is_hub_form(name: str) -> bool:
 
 def run_folders(run: Path) -> list[Path]:
     """Folders in which the run may have been started: its relative paths begin there."""
-    output = (_sections(run / "config.yaml").get("training") or {}).get("output_dir")
+    output = (read_sections(run / "config.yaml").get("training") or {}).get("output_dir")
     found = []
     if isinstance(output, str) and not Path(output).is_absolute():
         resolved, parts = run.resolve(), Path(output).parts
@@ -160,11 +160,12 @@ def _existing(name: str, folders: list[Path]) -> Path | None:
 
 
 def _name_in(config: Path) -> str | None:
-    name = (_sections(config).get("model") or {}).get("name")
+    name = (read_sections(config).get("model") or {}).get("name")
     return name if isinstance(name, str) else None
 
 
-def _sections(path: Path) -> dict[str, Any]:
+def read_sections(path: Path) -> dict[str, Any]:
+    """A configuration as it was written; empty where it cannot be read."""
     try:
         value = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
     except (OSError, yaml.YAMLError):

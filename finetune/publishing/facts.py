@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.checkup.secrets import known_secrets
+from finetune.checkup.secrets import REMOVED, known_secrets
 from finetune.errors import UserError
-from finetune.publishing.base import Base, find_base, front_matter, is_hub_form, run_folders
+from finetune.publishing.base import Base, find_base, front_matter, is_hub_form, read_sections, run_folders
 from finetune.publishing.private import last_part, publishable
 from finetune.reporting.read import Run, is_run, number, read_run, stage_folders
 
@@ -98,7 +98,7 @@ def run_of(model: Path) -> Path | None:
 
 def facts_without_run() -> Facts:
     """Of a model without its run nothing is known."""
-    return Facts(base=Base(None), secrets=known_secrets())
+    return Facts(base=Base(None), secrets=known_secrets() - {REMOVED})
 
 
 def facts_of_run(folder: Path) -> Facts:
@@ -109,10 +109,12 @@ def facts_of_run(folder: Path) -> Facts:
     """
     run = read_run(folder)
     folders = run_folders(folder)
-    secrets = known_secrets(run.config, run.environment, run.summary.get("effective_settings"))
+    # What read_run gives has lost its secrets; they are searched for in everything else.
+    raw = read_sections(folder / "config.yaml"), run.summary.get("effective_settings")
+    secrets = known_secrets(*raw) - {REMOVED}
     unsure: list[str] = []
     data = {
-        split: _sources(run.setting("data", split), folders, unsure)
+        split: _sources(run.setting("data", split), folders, secrets, unsure)
         for split in ("train", "validation", "test", "guard")
     }
     base = find_base(run.setting("model", "name"), folders)
@@ -159,7 +161,7 @@ def _hardware(environment: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _sources(value: Any, folders: list[Path], unsure: list[str]) -> list[Data]:
+def _sources(value: Any, folders: list[Path], secrets: set[str], unsure: list[str]) -> list[Data]:
     """The sources that a key of the configuration names."""
     entries = value if isinstance(value, list) else [] if value is None else [value]
     found = []
@@ -176,7 +178,7 @@ def _sources(value: Any, folders: list[Path], unsure: list[str]) -> list[Data]:
         licence = front_matter(local / "README.md").get("license") if local is not None and local.is_dir() else None
         found.append(
             Data(
-                name=hub or publishable(last_part(path)),
+                name=hub or publishable(last_part(path), secrets=secrets),
                 hub=hub,
                 config=entry.get("name"),
                 split=entry.get("split"),
