@@ -8,6 +8,7 @@ repository is private unless --public is given. The token is that of `hf auth lo
 """
 
 import argparse
+import os
 import shlex
 import sys
 import tempfile
@@ -230,6 +231,9 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # `| head`: nobody reads on, and Python would say so once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def share(arguments: argparse.Namespace, folder: Path) -> int:

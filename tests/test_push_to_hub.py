@@ -246,13 +246,17 @@ def test_a_plan_of_stages_is_shared_stage_by_stage(finished_run, push, tmp_path)
     assert push("--model", tmp_path / "plan" / "stage-2", "--repo", REPO, "--base-licence", "mit")[0] == 0
 
 
-def test_a_token_in_a_record_stops_the_upload(finished_run, hub, push, tmp_path):
+def test_a_token_or_a_local_folder_in_a_file_stops_the_upload(finished_run, hub, push, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     hf = tmp_path / "export"
     hf.mkdir()
-    (hf / "config.json").write_text(json.dumps({"note": TOKEN}))
-    code, _, error = push("--model", hf, "--repo", REPO, *ARGUMENTS)
-    assert code == 2
-    assert "config.json" in error
+    (hf / "config.json").write_text("{}")
+    for name, private in (("code.py", f"token = '{TOKEN}'"), ("notes.txt", f"made in {tmp_path}/runs")):
+        (hf / name).write_text(private)
+        code, _, error = push("--model", hf, "--repo", REPO, *ARGUMENTS)
+        (hf / name).unlink()
+        assert code == 2
+        assert error.startswith(f"error: {name} ")
     assert hub.asked == []
 
 

@@ -17,7 +17,7 @@ from finetune.publishing.private import clean_in_folder, private_parts, publisha
 NOT_UPLOADED = {"README.md", ".gitattributes", ".gitignore", "training_args.bin"}
 TEXTS = {"pairs", "reference", "hypothesis", "text", "samples_shown", "transcript"}
 """Keys of evaluations that hold what was said in clips."""
-TEXT_FILES = {".json", ".jinja", ".jsonl", ".md", ".txt", ".yaml", ".yml"}
+NO_TEXTS = {".bin", ".ckpt", ".model", ".nemo", ".npz", ".onnx", ".pt", ".safetensors"}
 LONGEST_TEXT = 50_000_000  # bytes
 RECORDS = "training"
 """Folder of the run's records in the repository."""
@@ -139,7 +139,7 @@ def check_texts(upload: Upload, secrets: Set[str]) -> None:
     places = [re.escape(str(path)) for path in (Path.home(), Path.cwd()) if path != Path("/")]
     place = re.compile(rf"(?<![\w.-])(?:{'|'.join(places)})(?![\w-])") if places else None
     for name, content in upload.files.items():
-        if isinstance(content, Path) and (content.suffix not in TEXT_FILES or content.stat().st_size > LONGEST_TEXT):
+        if isinstance(content, Path) and (content.suffix in NO_TEXTS or content.stat().st_size > LONGEST_TEXT):
             continue
         text = (content if isinstance(content, bytes) else content.read_bytes()).decode("utf-8", errors="replace")
         if holds_token(text) or any(secret in text for secret in secrets):

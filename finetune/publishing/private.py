@@ -92,7 +92,8 @@ def private_parts(source: Path, secrets: Set[str] = frozenset()) -> list[str]:
             found.append("owner of the files in the archive")
         for member in members:
             if member.isfile() and (changed := _changed(archive, member, secrets)) is not None:
-                found += [f"{Path(member.name).name}: {what}" for what in changed[1]]
+                name = re.sub(r"^[0-9a-f]{32}_", "", Path(member.name).name)  # what NeMo puts before its names
+                found += [f"{name}: {what}" for what in changed[1]]
     return found
 
 
