@@ -78,7 +78,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def gather(arguments: argparse.Namespace, upload: Upload, folder: Path) -> tuple[Facts, dict[str, Any], set[str]]:
-    """Puts the model's files and the run's records into the upload; what is known of the model, its NeMo configuration and the formats.
+    """Puts the model's files into the upload; what is known of the model, its NeMo configuration and the formats.
 
     Raises:
         UserError: the model, or a format that was asked for, is not there.
@@ -114,8 +114,6 @@ def gather(arguments: argparse.Namespace, upload: Upload, folder: Path) -> tuple
                 f"the adapter is of use with its base model only ({facts.base.name}): share that too, and name it with --base-model OWNER/NAME"
             )
         add_folder(upload, model / "adapter", "--format adapter", "adapter_config.json", facts.base.hub, facts.secrets)
-    if run is not None:
-        add_records(upload, run, facts)
     return facts, read_nemo_config(nemo) if nemo.is_file() else {}, formats
 
 
@@ -136,18 +134,32 @@ def hugging_face_directory(model: Path, folder: Path) -> Path:
 
 
 def rename_data(facts: Facts, names: list[str]) -> None:
-    """What the user calls the training data, in place of the names of files; also for evaluation data from the same place."""
-    by_old = {source.name: source for source in facts.data.get("train", [])}
-    if len(by_old) == len(names):
-        new = dict(zip(by_old, names))
+    """What the user calls the training data, in place of the names of files, in the card and in the run's configuration; the same for
+    evaluation data from the same place."""
+    old = list(dict.fromkeys(source.name for source in facts.data.get("train", [])))
+    if len(old) == len(names):
+        new = dict(zip(old, names))
         for sources in facts.data.values():
             for source in sources:
                 if source.name in new:
                     source.name = new[source.name]
                     source.hub = source.name if is_hub_data_form(source.name) else None
+        data = facts.config.get("data") or {}
+        data.update({split: _renamed(data[split], new) for split in facts.data if split in data})
     else:
         facts.data["train"] = [Data(name, hub=name if is_hub_data_form(name) else None) for name in names]
+        if facts.config.get("data"):
+            facts.config["data"]["train"] = list(names)
     facts.unsure = [text for text in facts.unsure if "--data-name" not in text]
+
+
+def _renamed(value: Any, new: dict[str, str]) -> Any:
+    """Sources of a configuration under other names."""
+    if isinstance(value, list):
+        return [_renamed(inner, new) for inner in value]
+    if isinstance(value, dict):
+        return {key: _renamed(inner, new) if key == "path" else inner for key, inner in value.items()}
+    return new.get(value, value) if isinstance(value, str) else value
 
 
 def languages_of(arguments: argparse.Namespace, facts: Facts) -> list[str]:
@@ -254,6 +266,9 @@ def share(arguments: argparse.Namespace, folder: Path) -> int:
     languages = languages_of(arguments, facts)
     if arguments.data_name:
         rename_data(facts, arguments.data_name)
+    run = run_of(arguments.model)
+    if run is not None:
+        add_records(upload, run, facts)
     licence = arguments.licence and arguments.licence.lower()
     missing = missing_licence(facts)
     if arguments.yes and missing and facts.base.hub:

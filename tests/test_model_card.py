@@ -232,6 +232,31 @@ def test_the_card_is_read_by_the_hubs_own_loader_and_says_what_the_run_measured(
         assert private not in text
 
 
+def test_names_of_files_can_be_kept_back(finished_run, push, hub, tmp_path):
+    arguments = ("--model", finished_run, "--repo", REPO, "--base-licence", "mit", "--yes")
+    assert push(*arguments, "--data-name", "telephone calls")[0] == 0
+    files = hub.repositories[REPO].branches["main"].files
+    assert not [name for name, content in files.items() if b"acme" in content]
+    assert "fine-tuned on telephone calls" in files["README.md"].decode()
+    data = yaml.safe_load(files["training/config.yaml"])["data"]
+    assert (data["train"], data["test"], data["validation"]) == ("telephone calls", "telephone calls", "all.jsonl")
+    # Of a mixture each source has its name, or all of them get new ones.
+    run = copied(finished_run, tmp_path / "run")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["data"]["train"] = [{"path": "/x/acme-a.jsonl", "weight": 0.5}, {"path": "/x/acme-b.jsonl", "weight": 1.5}]
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    arguments = ("--model", run, *arguments[2:])
+    assert push(*arguments, "--data-name", "calls", "owner/talks")[0] == 0
+    files = hub.repositories[REPO].branches["main"].files
+    found = yaml.safe_load(files["training/config.yaml"])["data"]["train"]
+    assert found == [{"path": "calls", "weight": 0.5}, {"path": "owner/talks", "weight": 1.5}]
+    assert "* train: calls, weight 0.5" in files["README.md"].decode()
+    assert push(*arguments, "--data-name", "one", "two", "three")[0] == 0
+    files = hub.repositories[REPO].branches["main"].files
+    assert yaml.safe_load(files["training/config.yaml"])["data"]["train"] == ["one", "two", "three"]
+    assert b"acme-" not in files["README.md"] + files["training/config.yaml"]
+
+
 def test_markup_in_names_stays_text(finished_run, push):
     from finetune.publishing.card import plain
 
