@@ -35,7 +35,7 @@ TOKENS = re.compile(
     r"hf_[A-Za-z0-9]{6,}|api_org_[A-Za-z0-9]{6,}"  # Hugging Face
     r"|gh[opsur]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{10,}"
     r"|(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{20,}|ya29\.[\w.-]+"  # Amazon, Google
-    r"|sk-[\w-]{16,}|xox[abprs]-[\w-]{10,}|wandb_v\d_\w+"
+    r"|(?<![A-Za-z0-9])sk-[\w-]{16,}|xox[abprs]-[\w-]{10,}|wandb_v\d_\w+"
     r"|eyJ[\w-]{8,}\.[\w-]+(?:\.[\w-]+)?"  # JSON web tokens
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
 )
