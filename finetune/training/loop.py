@@ -25,6 +25,8 @@ from finetune.training.intake import Intake, StepInput
 from finetune.training.memory_guard import MemoryGuard, earlier_limits
 from finetune.training.metrics import MetricsWindow, rates_by_part
 from finetune.training.outputs import LineFile, write_json
+from finetune.training.pace import splits_due
+from finetune.training.verdict import against_base, keep_base
 from finetune.training.view import View
 from finetune.training.watch import ForwardClock, Watch, gather_paces
 
@@ -234,8 +236,10 @@ class Trainer:
         self.heard.add(split)
         if wer is not None and p.step == 0:
             p.base_wer[split] = wer
+            keep_base(self.output_dir, split, board)
         elif wer is not None and not best:
-            self.watch.evaluated(p.step, split, wer, p.base_wer.get(split))
+            guarded = against_base(self.output_dir, split, board) if split == "guard" else None
+            self.watch.evaluated(p.step, split, wer, p.base_wer.get(split), guarded)
         self.view.evaluated(p.step, split, board)
 
     def last_loss(self) -> float | None:
@@ -490,7 +494,7 @@ class Trainer:
         last = self.max_epochs is None and self._done()
         if (t.eval_steps and p.step % t.eval_steps == 0) or last:
             paused = time.perf_counter()
-            self.evaluate(("validation",))
+            self.evaluate(splits_due(p.step, last, t.eval_steps, t.guard_steps))
             self._empty_cache()
             self.module.train()
             self.window.started += time.perf_counter() - paused
