@@ -1,5 +1,7 @@
 """Counts of each clip of an evaluation, kept small, so that two evaluations of the same clips can be compared. N clips."""
 
+import zipfile
+import zlib
 from array import array
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -97,15 +99,19 @@ class ClipCounts:
         """Reads what `save` wrote.
 
         Raises:
-            OSError, ValueError, KeyError: it is missing or no such file.
+            OSError: it is missing or cannot be read.
+            ValueError: it is no such file.
         """
-        with np.load(path, allow_pickle=False) as found:
-            return cls(
-                array("Q", found["keys"].tolist()),
-                array("I", found["counts"].tolist()),
-                array("H", found["languages"].tolist()),
-                found["names"].tolist(),
-            )
+        try:
+            with np.load(path, allow_pickle=False) as found:
+                return cls(
+                    array("Q", found["keys"].tolist()),
+                    array("I", found["counts"].tolist()),
+                    array("H", found["languages"].tolist()),
+                    found["names"].tolist(),
+                )
+        except (KeyError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise ValueError(f"{path} does not hold counts of clips") from error
 
 
 def compare_evaluations(before: ClipCounts, after: ClipCounts, resamples: int = RESAMPLES) -> dict[str, Any]:

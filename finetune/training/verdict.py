@@ -37,7 +37,10 @@ def against_base(folder: Path, split: str, board: Any) -> dict[str, Any] | None:
     """
     try:
         base = ClipCounts.load(_base_file(folder, split))
-    except (OSError, ValueError, KeyError):
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        log.warning("the base model's counts cannot be read, so that %s is not compared with it: %s", split, error)
         return None
     result = compare_evaluations(base, board.clip_counts)
     return result if result["words"] else None
