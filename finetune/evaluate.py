@@ -25,7 +25,7 @@ from finetune.data.text import SCORE_NORMALIZATIONS
 from finetune.errors import UserError
 from finetune.evaluation.comparison import Utterance, compare_utterances, print_comparison, read_utterances
 from finetune.evaluation.recognise import score_stream
-from finetune.evaluation.significance import RESAMPLES, block_names
+from finetune.evaluation.significance import FEW, RESAMPLES, block_names
 from finetune.logs import set_up_logging
 from finetune.models.nemo import load_model, move_to_device
 from finetune.training.data import no_tokens
@@ -223,6 +223,8 @@ def print_table(result: dict[str, Any]) -> None:
         f"{result['audio_seconds']:.0f} s of audio: RTFx {result['rtfx']:.1f} decoding, {result['rtfx_whole']:.1f} with reading "
         "the data"
     )
+    if "wer_interval" in result and result.get("blocks", result["clips"]) < FEW:
+        print(f"with fewer than {FEW} clips or blocks intervals are too short")
     if result["left_out"]:
         print(f"{result['left_out']} clip(s) without a reference after normalisation are left out")
     if result["normalization"] == "open_asr" and "unknown" in result["by_language"]:

@@ -171,6 +171,7 @@ def test_intervals_speed_and_the_leaderboards_normalisation(clips, tmp_path, cap
     assert "1 clip(s) without a reference after normalisation are left out" in said
     assert "3 clip(s) name no language: normalised as English" in said
     assert f"RTFx {told['rtfx']:.1f} decoding" in said
+    assert "fewer than 20 clips or blocks" in said, "two blocks"
     plain = tmp_path / "plain.json"
     assert evaluate("--model", BASE, "--data", manifest, "--json", plain) == 0
     told = json.loads(plain.read_text())

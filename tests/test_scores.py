@@ -390,3 +390,5 @@ def test_clips_without_a_reference_are_left_out_as_on_the_leaderboard() -> None:
     assert merged.left_out == 6
     assert score_pair("[noise]", "something", "open_asr", "en").clips == 0
     assert score_pair("colour", "color", "open_asr", "fr").word_errors == 1
+    example = "it's 20 colours", "it is twenty colors"  # of docs/evaluation.md
+    assert [score_pair(*example, mode).word_errors for mode in ("basic", "open_asr")] == [4, 0]

@@ -216,6 +216,9 @@ def test_a_comparison_tells_each_language_and_its_verdict():
     assert verdict(found, "better", "worse").startswith(f"better by {-100 * found['difference']:.2f} points (95 %")
     assert verdict({**found, "difference": 0.06}, "better", "worse").startswith("worse by 6.00 points")
     assert verdict(french, "better", "worse").startswith("no significant difference")
+    assert "p < 1e-12)" in verdict({**found, "p_value": 1e-12}, "better", "worse")
+    assert "clips to show" in verdict({**french, "clips_needed": 9000}, "better", "worse")
+    assert "clips to show" not in verdict({**french, "clips_needed": 9}, "better", "worse")
 
 
 def test_a_hundred_thousand_clips_take_seconds():

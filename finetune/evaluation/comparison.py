@@ -11,7 +11,7 @@ import numpy as np
 
 from finetune.errors import UserError
 from finetune.evaluation.scores import normalize_for_scores, score_pair
-from finetune.evaluation.significance import RESAMPLES, block_names, compare_counts, verdict
+from finetune.evaluation.significance import FEW, RESAMPLES, as_text, block_names, compare_counts, verdict
 
 LISTED = 5
 """Clips that are shown on either side."""
@@ -176,13 +176,15 @@ def print_comparison(result: dict[str, Any]) -> None:
         difference = "-" if r["difference"] is None else f"{100 * r['difference']:+.2f}"
         cells = (
             *(percent(r["wer_a"]), interval(r["interval_a"]), percent(r["wer_b"]), interval(r["interval_b"])),
-            *(difference, interval(r["difference_interval"], signed=True), f"{p_value:.2g}", r["words"], r["clips"]),
+            *(difference, interval(r["difference_interval"], signed=True), as_text(p_value), r["words"], r["clips"]),
         )
         print(f"{name:10} " + " ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:])))
     if languages:
         print("(p of the languages: corrected for their number after Holm)")
     if result["blocks"] != result["clips"]:
         print(f"({result['clips']} clips in {result['blocks']} blocks, drawn and exchanged as blocks)")
+    if result["blocks"] < FEW:
+        print(f"(with fewer than {FEW} clips or blocks intervals are too short)")
     print(f"\n{result['verdict']}")
     print(f"clips better {result['better']}, worse {result['worse']}, with as many errors {result['unchanged']}")
     missing = [

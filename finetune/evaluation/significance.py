@@ -18,6 +18,8 @@ SEED = 0
 SMALLEST_P = 1e-12
 """Below this the Fourier sum of `permutation_p` is rounding; p-values are given no smaller."""
 POWER = 0.8
+FEW = 20
+"""Clips or blocks below which a percentile interval is noticeably too short."""
 DRAWN_AT_ONCE = 2**22
 """Numbers in memory for one block of resamples: 32 MiB."""
 
@@ -210,6 +212,11 @@ def clips_needed(difference: float, spread: float, clips: int) -> int:
     return int(np.ceil(clips * (quantiles * spread / difference) ** 2))
 
 
+def as_text(p_value: float) -> str:
+    """A p-value with two digits."""
+    return f"{p_value:.2g}" if p_value > SMALLEST_P else f"<{SMALLEST_P:.0e}"
+
+
 def verdict(result: dict[str, Any], better: str, worse: str) -> str:
     """A comparison in one sentence.
 
@@ -220,8 +227,8 @@ def verdict(result: dict[str, Any], better: str, worse: str) -> str:
     if result["difference"] is None:
         return "no reference has a word: nothing can be said"
     points = 100 * result["difference"]
-    p_value = result.get("p_value_holm", result["p_value"])
-    chance = f"p = {p_value:.2g}" if p_value > SMALLEST_P else f"p < {SMALLEST_P:g}"
+    p_value = as_text(result.get("p_value_holm", result["p_value"]))
+    chance = f"p = {p_value}".replace("= <", "< ")
     if result["difference_interval"]:
         low, high = (100 * v for v in result["difference_interval"])
         chance = f"95 % interval {low:+.2f} to {high:+.2f}, {chance}"
