@@ -369,7 +369,9 @@ def test_no_text_is_too_odd_for_it(words: list[str]) -> None:
         assert once == " ".join(once.split())
 
 
-def test_clips_without_a_reference_are_left_out_as_on_the_leaderboard() -> None:
+def test_clips_without_a_reference_are_left_out_as_on_the_leaderboard(messages: list[str]) -> None:
+    from finetune.training.evaluate import log_board
+
     board, kept = Scoreboard("open_asr"), Scoreboard("basic")
     made = [
         ("a", "en", "It's colour, um", "it is color"),
@@ -384,6 +386,10 @@ def test_clips_without_a_reference_are_left_out_as_on_the_leaderboard() -> None:
     assert (board.left_out, board.total.clips, len(board.clip_counts)) == (3, 2, 2)
     assert (board.total.words, board.total.word_errors) == (3 + 4, 1)
     assert (kept.left_out, kept.total.clips) == (0, 5)
+    board.add("f", "", "okay", "okay")
+    log_board(3, "test", board)
+    assert any("3 clips of test have no reference" in m for m in messages)
+    assert any("1 clips of test name no language" in m for m in messages)
     merged = Scoreboard("open_asr")
     merged.merge(board)
     merged.merge(board)

@@ -155,6 +155,9 @@ def test_p_values_of_unequal_models_are_small_as_often_as_planned():
         (a_N, b_N), _, _ = simulated_errors(generator, needed, (0.12, 0.135))
         found += permutation_p(b_N - a_N) < 0.05
     assert 0.7 < found / 300 < 0.9
+    assert (
+        clips_needed(0.9, 0.01, 100) == 6 == min(n for n in range(20) if permutation_p(np.ones(n, dtype=int)) < 0.05)
+    )
     assert clips_needed(0.01, 0.01, 100) == pytest.approx(100 * (1.96 + 0.8416) ** 2, abs=1)
 
 
@@ -300,3 +303,44 @@ def test_an_id_that_comes_twice_is_one_clip():
     assert found["difference"] == 0
     once = compare_evaluations(board_of(rows).clip_counts, board_of(rows_of(6, 2)).clip_counts)
     assert (once["clips"], once["unmatched"]) == (5, 2), "twice in one and once in the other cannot be compared"
+
+
+def test_evaluations_without_a_common_clip():
+    some, none = board_of(rows_of(5, 2)).clip_counts, board_of([]).clip_counts
+    for before, after in ((some, none), (none, some), (none, none)):
+        found = compare_evaluations(before, after)
+        assert (found["clips"], found["difference"], found["significant"]) == (0, None, False)
+        assert found["unmatched"] == len(before) + len(after)
+        assert "nothing can be said" in verdict(found, "better", "worse")
+
+
+def test_a_loss_on_the_guard_set_within_chance_is_no_warning(tmp_path, messages):
+    """The closing lines of a run: five clips of thirty became worse and three better."""
+    from finetune.training.verdict import keep_base, say_result, significance
+
+    def heard(wrong: set[int]) -> Scoreboard:
+        rows = rows_of(30, 0)
+        return board_of([(*row[:3], f"press a {i}" if i in wrong else row[3]) for i, row in enumerate(rows)])
+
+    def close(wrong: set[int]) -> str:
+        messages.clear()
+        after = heard(wrong)
+        summary = {
+            "judged_on": "test",
+            "wer_before": None,
+            "wer_after": None,
+            "wer_by_language": {},
+            "guard_wer_before": before.total.rates()["wer"],
+            "guard_wer_after": after.total.rates()["wer"],
+            **significance(tmp_path, {"guard": after}, "test"),
+        }
+        say_result(summary, None, None, tmp_path)
+        return "\n".join(messages)
+
+    before = heard({0, 1, 2})
+    keep_base(tmp_path, "guard", before)
+    slightly, clearly = close({3, 4, 5, 6, 7}), close({0, 1, 2, *range(10, 20)})
+    assert "WER on guard: 0.033 before, 0.056 after: no significant difference: +2.22 points" in slightly
+    assert "the model lost on data.guard" not in slightly
+    assert "significantly worse than the base model by 11.11 points" in clearly
+    assert "the model lost on data.guard. Less forgetting" in clearly

@@ -209,7 +209,8 @@ def clips_needed(difference: float, spread: float, clips: int) -> int:
         spread: its standard deviation with so many `clips`.
     """
     quantiles = stats.norm.ppf((1 + LEVEL) / 2) + stats.norm.ppf(POWER)
-    return int(np.ceil(clips * (quantiles * spread / difference) ** 2))
+    least = int(np.ceil(1 - np.log2(1 - LEVEL)))  # with fewer no choice of signs is rare enough
+    return max(least, int(np.ceil(clips * (quantiles * spread / difference) ** 2)))
 
 
 def as_text(p_value: float) -> str:
