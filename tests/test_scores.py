@@ -369,6 +369,17 @@ def test_no_text_is_too_odd_for_it(words: list[str]) -> None:
         assert once == " ".join(once.split())
 
 
+@settings(max_examples=150, deadline=None)
+@given(st.text(st.characters(exclude_categories=["C"]) | st.sampled_from("([<>])' .,-éüßकि")))
+def test_it_equals_other_programs_with_the_same_rules(text: str) -> None:
+    """whisper_normalizer's basic rules with marks; for English its rules, which are those of transformers but for four words."""
+    from whisper_normalizer.basic import BasicTextNormalizer
+    from whisper_normalizer.english import EnglishTextNormalizer
+
+    assert normalize_open_asr(text, "fr") == BasicTextNormalizer(preserve_marks=True)(text).strip()
+    assert normalize_open_asr(text, "en") == EnglishTextNormalizer()(text).strip()
+
+
 def test_clips_without_a_reference_are_left_out_as_on_the_leaderboard(messages: list[str]) -> None:
     from finetune.training.evaluate import log_board
 

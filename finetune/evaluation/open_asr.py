@@ -29,7 +29,7 @@ def normalize_open_asr(text: str, language: str) -> str:
     if is_english(language):
         text = _english()(text).strip()
         return "" if text == NOT_SCORED else text
-    text = re.sub(r"[<\[][^>\]]*[>\]]|\([^)]+\)", "", text.lower())
+    text = re.sub(r"\([^)]+\)", "", re.sub(r"[<\[][^>\]]*[>\]]", "", text.lower()))
     text = unicodedata.normalize("NFKC", text).lower()
     # Marks (M) stay: without its vowel signs a word of Hindi or Thai is another. Zero-width and control characters (C) go.
     kinds = [(c, unicodedata.category(c)[0]) for c in text]

@@ -18,7 +18,7 @@ from finetune.models.nemo import load_weights, save_nemo, set_batchnorm_mode
 from finetune.reporting.page import keep_report
 from finetune.strategies import sharded
 from finetune.strategies.optimizers import describe_optimizer, unwrap_optimizer
-from finetune.training import checkpoints, resume, trackers
+from finetune.training import checkpoints, resume, trackers, verdict
 from finetune.training.data import count_clips
 from finetune.training.evaluate import average_batchnorm, evaluation_rows, judge_split, log_board, write_mistakes
 from finetune.training.intake import Intake, StepInput
@@ -26,7 +26,6 @@ from finetune.training.memory_guard import MemoryGuard, earlier_limits
 from finetune.training.metrics import MetricsWindow, rates_by_part
 from finetune.training.outputs import LineFile, write_json
 from finetune.training.pace import splits_due
-from finetune.training.verdict import against_base, keep_base
 from finetune.training.view import View
 from finetune.training.watch import ForwardClock, Watch, gather_paces
 
@@ -229,17 +228,13 @@ class Trainer:
 
     def _show_evaluation(self, split: str, board: Any, heard: list[Any], best: bool) -> None:
         """On the main process: trackers, view and watch. The best model's is named as such, and belongs to an earlier step."""
-        p, wer = self.progress, board.total.rates()["wer"]
+        p = self.progress
         name = f"best/{split}" if best else split
         rate = self.model.preprocessor._sample_rate
         trackers.log_evaluation(self.accelerator, p.step, name, board, heard, rate, split not in self.heard)
         self.heard.add(split)
-        if wer is not None and p.step == 0:
-            p.base_wer[split] = wer
-            keep_base(self.output_dir, split, board)
-        elif wer is not None and not best:
-            guarded = against_base(self.output_dir, split, board) if split == "guard" else None
-            self.watch.evaluated(p.step, split, wer, p.base_wer.get(split), guarded)
+        if not best:
+            verdict.note(self, split, board)
         self.view.evaluated(p.step, split, board)
 
     def last_loss(self) -> float | None:

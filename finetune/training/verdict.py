@@ -30,6 +30,19 @@ def forget_base(folder: Path) -> None:
         path.unlink()
 
 
+def note(trainer: Any, split: str, board: Any) -> None:
+    """Of an evaluation of the model in training, on the main process: step 0 is kept as the base model's, later ones are watched."""
+    p, wer = trainer.progress, board.total.rates()["wer"]
+    if wer is None:
+        return
+    if p.step == 0:
+        p.base_wer[split] = wer
+        keep_base(trainer.output_dir, split, board)
+        return
+    change = against_base(trainer.output_dir, split, board) if split == "guard" else None
+    trainer.watch.evaluated(p.step, split, wer, p.base_wer.get(split), change)
+
+
 def against_base(folder: Path, split: str, board: Any) -> dict[str, Any] | None:
     """`finetune.evaluation.clip_counts.compare_evaluations` of the base model (a) with an evaluation of the same split (b).
 
