@@ -129,7 +129,7 @@ def test_evaluate_equals_jiwer_over_its_own_utterances(tiny_model, clips, tmp_pa
     assert told["wer"] == pytest.approx(jiwer.wer(*texts))
     assert told["cer"] == pytest.approx(jiwer.cer(*texts))
     assert set(told["by_language"]) == {"en", "fr"}
-    table = capsys.readouterr().out.splitlines()
+    table = capsys.readouterr().out.splitlines()[:4]
     assert [line.split()[0] for line in table] == ["language", "en", "fr", "all"]
 
 

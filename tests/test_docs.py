@@ -222,3 +222,28 @@ def test_commands_and_settings_of_the_doctors_page():
         assert (ROOT / file).is_file(), line
     named = set(re.findall(r"(?<![\w./])((?:data|training)\.[a-z]\w+)\b", text))
     assert not named - schema_fields().keys()
+
+
+# ---- evaluation.md --------------------------------------------------------------------------------------------------
+
+
+def test_commands_options_and_settings_of_the_evaluations_page(capsys):
+    from finetune import evaluate
+    from finetune.config.load import schema_fields
+    from finetune.data.text import SCORE_NORMALIZATIONS
+
+    text = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    with pytest.raises(SystemExit):
+        evaluate.main(["--help"])
+    known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    assert set(re.findall(r"(?<![\w-])--[a-z-]+\b", text)) <= known | {"--words", "--shared", "--check"}
+    lines = [line for line in commands("docs/evaluation.md") if "finetune.evaluate" in line]
+    assert len(lines) == 3
+    for line in lines:
+        evaluate.parse_arguments(shlex.split(line)[3:])
+    named = set(re.findall(r"(?<![\w./])((?:model|data|training)\.[a-z]\w+)\b(?!\()", text))
+    assert len(named) > 4
+    assert not named - schema_fields().keys()
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == set(SCORE_NORMALIZATIONS)
+    for path in re.findall(r"`python (scripts/\S+?)`?[ `]", text):
+        assert (ROOT / path).is_file(), path

@@ -1,8 +1,10 @@
 """What watches over a run: steps that are not finite, clipping, decoding, forgetting, advice; and heads that are not trained."""
 
+import contextlib
 import gc
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,24 +121,120 @@ def test_batched_decoding_that_differs_is_said(run_train, tiny_run, monkeypatch,
     assert "batched decoding differs from single decoding on 3 of 4 clips" in capfd.readouterr().err
 
 
-def test_a_loss_on_the_guarded_domain_is_said(run_train, tiny_run, tmp_path, clips, capfd):
-    """Guard: references that the base model happens to get right, so that any training makes them worse."""
+@pytest.fixture
+def heard(tiny_model: Path, clips: Path, tmp_path: Path, capsys: Any) -> Path:
+    """A guard set: references that the base model happens to get right, so that any training makes them worse."""
     from finetune.transcribe import main
 
-    manifest = clips / "manifest.jsonl"
-    arguments = tiny_run(training={"max_steps": 12, "learning_rate": 0.05, "eval_on_start": True})
-    model = yaml.safe_load((tmp_path / "RUN.yaml").read_text())["model"]["name"]
-    rows = read_lines(manifest)
-    assert main(["--model", model, *(str(clips / row["audio_filepath"]) for row in rows)]) == 0
-    texts = [json.loads(line)["text"] for line in capfd.readouterr().out.splitlines()]
+    rows = [
+        {**row, "audio_filepath": str(clips / row["audio_filepath"])} for row in read_lines(clips / "manifest.jsonl")
+    ]
+    assert main(["--model", str(tiny_model), *(row["audio_filepath"] for row in rows)]) == 0
+    texts = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
     said = [{**row, "text": text} for row, text in zip(rows, texts, strict=True) if text.strip()]
-    guard = write_manifest(clips / "guard.jsonl", said)
-    assert len(said) > 5
-    assert run_train(*arguments, f"data.guard={guard}", "data.validation=null") == 0
+    assert len(said) > 8, "fewer could not be significant"
+    return write_manifest(tmp_path / "guard.jsonl", said)
+
+
+def test_a_loss_on_the_guarded_domain_is_said(run_train, tiny_run, tmp_path, heard, capsys):
+    """While the run goes on, at its end, in summary.json and on the page."""
+    arguments = tiny_run(training={"max_steps": 12, "eval_steps": 4, "learning_rate": 0.05})
+    assert run_train(*arguments, f"data.guard={heard}", "data.validation=null") == 0
     told = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert told["guard_wer_before"] < 0.2
     assert told["guard_wer_after"] > told["guard_wer_before"]
-    assert "the model lost on data.guard" in capfd.readouterr().err
+    guard = told["significance"]["guard"]
+    assert guard["wer_a"] == pytest.approx(told["guard_wer_before"])
+    assert guard["wer_b"] == pytest.approx(told["guard_wer_after"])
+    assert guard["significant"]
+    assert guard["p_value"] < 0.01
+    assert 0 < guard["difference_interval"][0] <= guard["difference"] <= guard["difference_interval"][1]
+    said = capsys.readouterr().err
+    assert "the model lost on data.guard" in said
+    (drift,) = (line for line in said.splitlines() if "drift: WER on guard" in line)
+    assert "step 4" in drift
+    assert "by more than chance (p = " in drift
+    assert told["drift_warnings"]["guard_lost"] == 1
+    rows = read_lines(tmp_path / "run" / "evaluations.jsonl")
+    assert [r["step"] for r in rows if r["split"] == "guard" and r["language"] is None] == [0, 4, 8, 12]
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "Word error rate on guard" in page
+    assert "against the base model: significantly worse by" in page
+
+
+def test_the_judged_split_has_intervals_and_a_p_value(run_train, tiny_run, tmp_path, capfd):
+    """The run's summary equals a comparison of the utterances that the two models are found to say."""
+    from finetune.evaluate import main
+
+    arguments = tiny_run(
+        training={"max_steps": 30, "eval_steps": 30, "learning_rate": 3e-3, "overwrite_output_dir": True}
+    )
+    for seed in (1, 2):  # the second one overwrites the first, and what it kept of the base model
+        assert run_train(*arguments, f"training.seed={seed}") == 0
+    told = json.loads((tmp_path / "run" / "summary.json").read_text())
+    config = yaml.safe_load((tmp_path / "RUN.yaml").read_text())
+    result = tmp_path / "compared.json"
+    models = ["--model", config["model"]["name"], "--against", str(tmp_path / "run")]
+    assert main([*models, "--data", config["data"]["test"], "--json", str(result), "--batch-size", "8"]) == 0
+    compared, test = json.loads(result.read_text()), told["significance"]["test"]
+    assert test["wer_a"] == told["wer_before"] != told["wer_after"] == test["wer_b"]
+    for key in ("wer_a", "wer_b", "difference", "p_value", "clips", "words"):
+        assert test[key] == pytest.approx(compared[key]), key
+    assert told["wer_p_value"] == test["p_value"]
+    for key, wer in (("wer_before_interval", "wer_before"), ("wer_after_interval", "wer_after")):
+        assert told[key][0] <= told[wer] <= told[key][1]
+    assert test["unmatched"] == 0
+    assert told["significance"].keys() == {"test"}
+    low, high = told["wer_after_interval"]
+    said = capfd.readouterr().err
+    assert f"{told['wer_after']:.3f} [{low:.3f}, {high:.3f}] after" in said
+    assert "significantly better than the base model by" in said
+
+
+def test_a_continued_run_is_still_compared_with_the_base_model(run_train, tiny_run, tmp_path, heard):
+    settings = {"max_steps": 12, "eval_steps": 3, "guard_steps": 6, "save_steps": 3, "learning_rate": 0.05}
+    arguments = [*tiny_run(training=settings), f"data.guard={heard}", "data.validation=null"]
+
+    class Died(Exception):
+        pass
+
+    def observe(trainer: Any) -> None:
+        def step() -> Any:
+            if trainer.progress.step == 4:
+                raise Died
+            return contextlib.nullcontext()
+
+        trainer.around_step = step
+
+    with pytest.raises(Died):
+        run_train(*arguments, observe=observe)
+    assert run_train(*arguments, "training.resume_from_checkpoint=true") == 0
+    told = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert told["resumed_from"] == 3
+    assert told["significance"]["guard"]["significant"]
+    assert told["significance"]["test"]["clips"] == 24
+    rows = read_lines(tmp_path / "run" / "evaluations.jsonl")
+    assert [r["step"] for r in rows if r["split"] == "guard" and r["language"] is None] == [0, 6, 12], "guard_steps=6"
+
+
+def test_a_base_model_that_was_not_measured_or_whose_counts_are_spoiled(run_train, tiny_run, tmp_path, capfd):
+    def spoil(trainer: Any) -> None:
+        def step() -> Any:
+            (tmp_path / "run" / "base-test.npz").write_bytes(b"not counts")
+            return contextlib.nullcontext()
+
+        trainer.around_step = step
+
+    assert run_train(*tiny_run("training.eval_on_start=false")) == 0
+    told = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert told["significance"] == {}
+    assert told["wer_p_value"] is None
+    assert told["wer_after_interval"][0] <= told["wer_after"] <= told["wer_after_interval"][1]
+    assert not list((tmp_path / "run").glob("base-*.npz"))
+    assert run_train(*tiny_run("training.overwrite_output_dir=true"), observe=spoil) == 0
+    told = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert told["significance"] == {}
+    assert "test is not compared with it: " in capfd.readouterr().err
 
 
 def test_evaluation_keeps_no_tensors(tiny_model, clips, tmp_path):

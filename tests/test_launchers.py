@@ -304,6 +304,9 @@ def test_ddp_judges_one_model_and_resumes(run_train, tiny_run, clips, tmp_path):
     whole, told = curve(tmp_path / "run"), summary(tmp_path / "run")
     rows = [r for r in read_lines(tmp_path / "run" / "evaluations.jsonl") if r["language"] is None]
     assert all(r["clips"] == 24 for r in rows), "each clip is judged once, by one of the ranks"
+    compared = told["significance"]["test"]
+    assert (compared["clips"], compared["unmatched"]) == (24, 0), "the base model's counts are those of both ranks"
+    assert (compared["wer_a"], compared["wer_b"]) == (told["wer_before"], told["wer_after"])
     from finetune.evaluate import main
 
     judged = tmp_path / "judged.json"
@@ -315,5 +318,6 @@ def test_ddp_judges_one_model_and_resumes(run_train, tiny_run, clips, tmp_path):
     start([*launch, *arguments, "--strategy", "ddp", "training.resume_from_checkpoint=true"])
     assert summary(tmp_path / "run")["resumed_from"] == 3
     assert summary(tmp_path / "run")["wer_after"] == told["wer_after"]
+    assert summary(tmp_path / "run")["significance"] == told["significance"]
     for ours, theirs in zip(curve(tmp_path / "run"), whole, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-6)

@@ -264,6 +264,37 @@ def test_a_leak_is_said_with_its_slope(watch, messages):
     assert watch.counts == {"memory": 1}
 
 
+def test_the_guard_set_is_evaluated_as_often_as_told():
+    from finetune.training.pace import splits_due
+
+    def steps(guard_steps: int, eval_steps: int = 10) -> list[int]:
+        due = range(eval_steps, 101, eval_steps)
+        return [s for s in due if "guard" in splits_due(s, s == 100, eval_steps, guard_steps)]
+
+    assert steps(-1) == [*range(10, 100, 10)]
+    assert steps(0) == []
+    assert steps(10) == steps(5) == steps(-1)
+    assert steps(30) == [30, 60, 90]
+    assert steps(25) == [30, 50, 80]
+    assert splits_due(7, False, 0, -1) == ("validation", "guard")
+
+
+def test_time_left_counts_the_guard_set(monkeypatch):
+    from finetune.training import pace
+
+    clock = [0.0]
+    monkeypatch.setattr(pace.time, "perf_counter", lambda: clock[0])
+    for guard_steps, times in ((-1, 8), (0, 0), (30, 3)):
+        watch = pace.Pace(10, ("test", "guard"), guard_steps)
+        for split, seconds in (("validation", 5.0), ("test", 7.0), ("guard", 3.0)):
+            watch.evaluated(split, seconds)
+        watch.begin(0)
+        for step in range(1, 11):
+            clock[0] += 2.0
+            watch.stepped(step)
+        assert watch.seconds_left(10, 100) == pytest.approx(90 * 2 + 9 * 5 + times * 3 + 7 + 3), guard_steps
+
+
 def test_steps_that_are_not_finite_are_counted(watch, messages):
     for line, skipped in enumerate([0, 0, 3, 3, 4], 1):
         watch.logged(row(10 * line), skipped, [])
@@ -282,6 +313,20 @@ def test_a_wer_above_the_base_models_is_said(watch, messages):
     assert ["at step 20" in messages[0], "at step 50" in messages[1], len(messages)] == [True, True, 2]
     assert "0.900" in messages[0]
     assert "0.800" in messages[0]
+
+
+def test_a_loss_on_the_guard_set_is_said_where_it_is_more_than_chance(watch, messages):
+    def change(difference: float, p_value: float) -> dict[str, float]:
+        return {"wer_a": 0.2, "wer_b": 0.2 + difference, "difference": difference, "p_value": p_value}
+
+    for step, found in ((10, None), (20, change(0.05, 0.03)), (30, change(-0.05, 1e-6)), (40, change(0.06, 0.001))):
+        watch.evaluated(step, "guard", 0.9, 0.2, found)
+    watch.evaluated(50, "guard", 0.9, 0.2, change(0.07, 0.001))
+    assert len(messages) == 1
+    assert (
+        "WER on guard is 0.260 at step 40, above the base model's 0.200 by more than chance (p = 0.001)" in messages[0]
+    )
+    assert watch.counts == {"guard_lost": 1}
 
 
 def test_a_slow_rank_is_named(watch, messages):

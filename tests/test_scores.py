@@ -15,6 +15,7 @@ from transformers import get_scheduler
 from finetune.config.schema import SCHEDULES
 from finetune.data.text import normalize_text
 from finetune.evaluation.long_audio import cut_at_silence
+from finetune.evaluation.open_asr import is_english, normalize_open_asr
 from finetune.evaluation.scores import Scoreboard, score_pair
 from finetune.training.schedule import Schedule
 
@@ -290,3 +291,121 @@ def test_apply_writes_into_the_groups() -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(PEAKS[0] / 2)
     assert optimizer.param_groups[1]["lr"] is tensor  # a rate in a tensor keeps its identity
     assert float(tensor) == pytest.approx(PEAKS[1] / 2)
+
+
+# ---- the Open ASR Leaderboard's normalisation ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # One line for each rule of Radford et al. 2022, appendix C, "English"
+        ("I heard [crosstalk] the bell (laughs) <unk> twice", "i heard the bell twice"),
+        ("Um, uh, hmm: we mm agree", "we agree"),
+        ("She 's here", "she is here"),
+        (
+            "Won't you? They can't; let's, we're gonna, I'd've",
+            "will not you they can not let us we are going to i would have",
+        ),
+        (
+            "Mr. and Mrs. Kim saw Dr. Park Jr. on St. James",
+            "mister and missus kim saw doctor park junior on saint james",
+        ),
+        ("He's been there, she's got it", "he has been there she has got it"),
+        ("1,234,567 or 3.5", "1234567 or 3.5"),
+        ("Café, naïve, Ærø", "cafe naive aero"),
+        ("two hundred and twenty-one", "221"),
+        ("ten thousand dollars and fifty cents", "$10000.50"),
+        ("twenty million euros, five percent", "€20000000 5%"),
+        ("the nineteen sixties, the twenty first", "the 1960s the 21st"),
+        ("double oh seven", "007"),
+        ("one of the ones", "one of the ones"),
+        ("10km at 5G", "10 km at 5 g"),
+        ("the colour of the theatre, organised", "the color of the theater organized"),
+        ("$ 5 & more % #", "5 more"),
+    ],
+)
+def test_english_as_whispers_paper_describes_it(text: str, expected: str) -> None:
+    assert normalize_open_asr(text, "en") == expected
+    assert normalize_open_asr(text, "") == expected, "no language named: English"
+    assert normalize_open_asr(text, "en-GB") == expected
+
+
+@pytest.mark.parametrize(
+    ("language", "text", "expected"),
+    [
+        ("fr", "L’été, c’est [bruit] l'Œuvre n°3 (rires) !", "l été c est l œuvre n 3"),
+        ("de", "Die Straße, „Größe“ – 50 %", "die straße größe 50"),
+        ("es", "¿Qué? ¡Mañana! <eh>", "qué mañana"),
+        ("hi", "हिन्दी में।", "हिन्दी में"),
+        ("fr", "E\u0301te\u0301 ﬁn\u200b ici", "été fin ici"),
+        ("fr", "a\n b\tc", "a b c"),
+        ("fr", "Mr. won't", "mr won t"),
+    ],
+)
+def test_other_languages_keep_their_accents_and_vowel_signs(language: str, text: str, expected: str) -> None:
+    assert normalize_open_asr(text, language) == expected
+
+
+def test_english_is_told_from_other_languages() -> None:
+    assert all(is_english(name) for name in ("", "en", "EN-us", "en_GB", "eng", "English"))
+    assert not any(is_english(name) for name in ("fr", "enm", "es-EN", "de"))
+
+
+# fmt: off
+ODD_WORDS = [
+    "one", "twenty", "two", "point", "five", "hundred", "and", "a", "half", "oh", "zero", "double", "triple", "minus", "dollars",
+    "cents", "per", "cent", "percent", "7", "3.14", "$5", "¢9", "£", "1st", "nineteen", "thousand", "million", "٣", "²", "'", "'s",
+    "n't", "St.", "[", ")", "(", "%", ".", ",", "um",
+]
+# fmt: on
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(ODD_WORDS)))
+def test_no_text_is_too_odd_for_it(words: list[str]) -> None:
+    for language in ("en", "fr"):
+        once = normalize_open_asr(" ".join(words), language)
+        assert once == " ".join(once.split())
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(st.characters(exclude_categories=["C"]) | st.sampled_from("([<>])' .,-éüßकि")))
+def test_it_equals_other_programs_with_the_same_rules(text: str) -> None:
+    """whisper_normalizer's basic rules with marks; for English its rules, which are those of transformers but for four words."""
+    from whisper_normalizer.basic import BasicTextNormalizer
+    from whisper_normalizer.english import EnglishTextNormalizer
+
+    assert normalize_open_asr(text, "fr") == BasicTextNormalizer(preserve_marks=True)(text).strip()
+    assert normalize_open_asr(text, "en") == EnglishTextNormalizer()(text).strip()
+
+
+def test_clips_without_a_reference_are_left_out_as_on_the_leaderboard(messages: list[str]) -> None:
+    from finetune.training.evaluate import log_board
+
+    board, kept = Scoreboard("open_asr"), Scoreboard("basic")
+    made = [
+        ("a", "en", "It's colour, um", "it is color"),
+        ("b", "en", "[noise]", "something"),
+        ("c", "en", "ignore time segment in scoring", "something"),
+        ("d", "fr", "(rires)", ""),
+        ("e", "fr", "C’est l’été", "c est l ete"),
+    ]
+    for row in made:
+        for scores in (board, kept):
+            scores.add(*row)
+    assert (board.left_out, board.total.clips, len(board.clip_counts)) == (3, 2, 2)
+    assert (board.total.words, board.total.word_errors) == (3 + 4, 1)
+    assert (kept.left_out, kept.total.clips) == (0, 5)
+    board.add("f", "", "okay", "okay")
+    log_board(3, "test", board)
+    assert any("3 clips of test have no reference" in m for m in messages)
+    assert any("1 clips of test name no language" in m for m in messages)
+    merged = Scoreboard("open_asr")
+    merged.merge(board)
+    merged.merge(board)
+    assert merged.left_out == 6
+    assert score_pair("[noise]", "something", "open_asr", "en").clips == 0
+    assert score_pair("colour", "color", "open_asr", "fr").word_errors == 1
+    example = "it's 20 colours", "it is twenty colors"  # of docs/evaluation.md
+    assert [score_pair(*example, mode).word_errors for mode in ("basic", "open_asr")] == [4, 0]

@@ -167,6 +167,8 @@ def _bounds(layers: Layers) -> list[tuple[str, str]]:
     for name in ("learning_rate", "encoder_learning_rate", "decoder_learning_rate", "joint_learning_rate"):
         if t[name] is not None and t[name] <= 0:
             problems.append((f"training.{name}", f"has to be above 0, found {t[name]}"))
+    if t.guard_steps < -1:
+        problems.append(("training.guard_steps", f"is a number of steps, or -1 or 0; found {t.guard_steps}"))
     if not 0 <= t.warmup_ratio <= 1:
         problems.append(("training.warmup_ratio", f"is a fraction from 0 to 1, found {t.warmup_ratio}"))
     if t.max_steps == 0 or t.max_steps < -1:

@@ -158,7 +158,10 @@ class DataConfig:
     train: Any = option(MISSING, "Training source, or a list of sources.")
     validation: Any = option(None, "Source for the evaluations during the run; the best model is chosen on it.")
     test: Any = option(None, "Source for the WER before and after the run. Never used to choose a model.")
-    guard: Any = option(None, "Source of the original domain, evaluated before and after; a loss on it is said.")
+    guard: Any = option(
+        None,
+        "Source of the original domain, evaluated before, during (`training.guard_steps`) and after; a loss on it is said.",
+    )
     temperature: float | None = option(
         None,
         "Draw languages in proportion to their clips to the power of 1 / temperature: 1 as they are, larger evens them out. Takes the "
@@ -185,7 +188,10 @@ class DataConfig:
         choices=("none", "lower", "basic"),
     )
     wer_normalization: str = option(
-        "basic", "What is done to references and hypotheses before WER and CER.", choices=("none", "lower", "basic")
+        "basic",
+        "What is done to references and hypotheses before WER and CER. `open_asr`: as the Open ASR Leaderboard did, by the clip's "
+        "language (docs/evaluation.md).",
+        choices=("none", "lower", "basic", "open_asr"),
     )
     filters: dict[str, Any] = option(
         {},
@@ -308,6 +314,11 @@ class TrainingConfig:
         True, "Batches in page-locked memory, copied to the GPU beside the computation. No effect on a CPU."
     )
     eval_steps: int = option(500, "Evaluate on `data.validation` each N steps. 0: only at the end.", "steps")
+    guard_steps: int = option(
+        -1,
+        "Evaluate `data.guard` with the first evaluation after each N steps. -1: with every evaluation. 0: only before and after.",
+        "steps",
+    )
     eval_on_start: bool = option(True, "Evaluate the base model as step 0.")
     save_steps: int = option(500, "Write a checkpoint each N steps. 0: only at the end.", "steps")
     save_total_limit: int = option(2, "Newest checkpoints that are kept. 0: all.", "checkpoints")

@@ -4,6 +4,8 @@ import re
 import unicodedata
 
 NORMALIZATIONS = ("none", "lower", "basic")
+SCORE_NORMALIZATIONS = (*NORMALIZATIONS, "open_asr")
+"""What references and hypotheses may have done to them; `open_asr` (finetune.evaluation.open_asr) goes by language."""
 _LOOSE_APOSTROPHE = re.compile(r"(?<!\w)'|'(?!\w)")
 
 

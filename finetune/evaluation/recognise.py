@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -95,7 +96,12 @@ def score_stream(
                 raise UserError(f"{description}: {batch.error}", exit_code=1)
             if batch.audio_BS is None:
                 continue
+            began = time.perf_counter()
             hypotheses = recognise_batch(model, batch.audio_BS, batch.audio_lengths_B)
+            board.decoding_seconds += (
+                time.perf_counter() - began
+            )  # the texts are on the host: nothing is still computed
+            board.audio_seconds += int(batch.audio_lengths_B.sum()) / model.preprocessor._sample_rate
             for clip_id, language, reference, hypothesis, audio_S, length in zip(
                 batch.ids,
                 batch.languages,

@@ -1,4 +1,4 @@
-"""Word and character error rates, counted clip by clip so that memory does not grow with the set."""
+"""Word and character error rates, counted clip by clip; of each clip only a few small numbers stay (`ClipCounts`)."""
 
 import zlib
 from dataclasses import dataclass, field
@@ -8,7 +8,9 @@ import jiwer
 import torch
 
 from finetune.data.text import normalize_text
+from finetune.evaluation.clip_counts import ClipCounts
 from finetune.evaluation.mistakes import Mistakes, align
+from finetune.evaluation.open_asr import normalize_open_asr
 
 
 @dataclass
@@ -37,14 +39,24 @@ class Counts:
         }
 
 
-def score_pair(reference: str, hypothesis: str, normalization: str) -> Counts:
-    """Edit counts of one clip after normalisation (see `finetune.data.text.normalize_text`)."""
-    return _score(reference, hypothesis, normalization)[0]
+def score_pair(reference: str, hypothesis: str, normalization: str, language: str = "") -> Counts:
+    """Edit counts of one clip after normalisation; no clip at all where it is not to be scored.
+
+    Args:
+        normalization: of `finetune.data.text.normalize_text`, or `open_asr`, which leaves out clips without a reference.
+        language: of the clip, for `open_asr`.
+    """
+    reference, hypothesis = (normalize_for_scores(text, normalization, language) for text in (reference, hypothesis))
+    return Counts() if not reference and normalization == "open_asr" else _score(reference, hypothesis)[0]
 
 
-def _score(reference: str, hypothesis: str, normalization: str) -> tuple[Counts, list[tuple[str, str]]]:
-    """Edit counts of one clip, and its words in pairs (see `finetune.evaluation.mistakes.align`)."""
-    reference, hypothesis = (normalize_text(text, normalization) for text in (reference, hypothesis))
+def normalize_for_scores(text: str, normalization: str, language: str) -> str:
+    """A reference or a hypothesis as it is scored."""
+    return normalize_open_asr(text, language) if normalization == "open_asr" else normalize_text(text, normalization)
+
+
+def _score(reference: str, hypothesis: str) -> tuple[Counts, list[tuple[str, str]]]:
+    """Edit counts of one clip's normalised texts, and its words in pairs (see `finetune.evaluation.mistakes.align`)."""
     if not reference:
         words, characters = len(hypothesis.split()), len(hypothesis)
         return Counts(1, 0, words, 0, 0, words, 0, characters), align(reference, hypothesis, None)
@@ -75,14 +87,25 @@ class Scoreboard:
     quarantined: list[dict[str, str]] = field(default_factory=list)
     filtered: dict[str, int] = field(default_factory=dict)
     mistakes: Mistakes | None = None
+    clip_counts: ClipCounts = field(default_factory=ClipCounts)
+    left_out: int = 0
+    """Clips whose reference is empty after the normalisation `open_asr`."""
+    audio_seconds: float = 0.0
+    decoding_seconds: float = 0.0
+    """From audio to text: features, encoder, decoder; without reading the data and without counting."""
 
     def add(
         self, clip_id: str, language: str, reference: str, hypothesis: str, audio_S: torch.Tensor | None = None
     ) -> Counts:
         """Counts one clip; its audio (S samples) is for `mistakes`."""
-        counts, words = _score(reference, hypothesis, self.normalization)
+        scored, heard = (normalize_for_scores(t, self.normalization, language) for t in (reference, hypothesis))
+        if not scored and self.normalization == "open_asr":
+            self.left_out += 1
+            return Counts()
+        counts, words = _score(scored, heard)
         self.total.add(counts)
         self.by_language.setdefault(language or "unknown", Counts()).add(counts)
+        self.clip_counts.add(clip_id, scored, language or "unknown", counts)
         pair = {"id": clip_id, "language": language, "reference": reference, "hypothesis": hypothesis}
         self.pairs = self._spread([*self.pairs, pair])
         if self.mistakes is not None:
@@ -103,6 +126,10 @@ class Scoreboard:
             self.filtered[reason] = self.filtered.get(reason, 0) + n
         if self.mistakes is not None and other.mistakes is not None:
             self.mistakes.merge(other.mistakes)
+        self.clip_counts.extend(other.clip_counts)
+        self.left_out += other.left_out
+        self.audio_seconds += other.audio_seconds
+        self.decoding_seconds += other.decoding_seconds
 
     def result(self) -> dict[str, Any]:
         """The object that `evaluate --json` and evaluations.jsonl are made from."""

@@ -155,8 +155,9 @@ def wer_plot(run: Run, split: str = "validation") -> Plot | None:
     for name in names:
         style = {"line": {"width": 3.5}} if name is None else {"line": {"width": 1.5}}
         curves.append(curve(name or "all", [r for r in rows if r.get("language") == name], percent_of("wer"), **style))
+    place = "wer" if split == "validation" else f"wer-{split}"
     plot = curves_plot(
-        "wer", f"Word error rate on {split}", "WER, %", curves, "Step 0 is the base model.", rangemode="tozero"
+        place, f"Word error rate on {split}", "WER, %", curves, "Step 0 is the base model.", rangemode="tozero"
     )
     best = run.best(split).get(None)
     step = run.summary.get("best_step", best["step"] if best else None)

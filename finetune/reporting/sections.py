@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from finetune.evaluation.significance import verdict
 from finetune.reporting import plots
 from finetune.reporting.errors import errors_section
 from finetune.reporting.markup import code, duration, escape, facts, figure, more, section, table, text_of, tile
@@ -18,6 +19,7 @@ def run_sections(run: Run) -> tuple[str, list[tuple[str, str, str]], list[Plot |
     curves = [
         plots.loss_plot(run),
         plots.wer_plot(run),
+        plots.wer_plot(run, "guard") if any(row["step"] for row in run.rows("guard")) else None,
         plots.rates_plot(run),
         plots.throughput_plot(run),
         plots.memory_plot(run),
@@ -90,11 +92,26 @@ def result_section(run: Run) -> str:
     heads = ["language", "WER base, %", "WER, %", "change", "CER base, %", "CER, %", "clips"]
     caption = f"On {split}, normalisation {run.setting('data', 'wer_normalization', 'basic')}"
     languages = table(heads, rows, caption) if best else "<p>Nothing has been evaluated yet.</p>"
+    languages += significance_text(run, split)
     if best and not base:
         languages += "<p class='muted'>The base model was not measured (training.eval_on_start).</p>"
     if best and run.finished and s.get("best_step") == 0:
         languages += "<p>No evaluation was better than the base model: model.nemo is the base model.</p>"
     return section("result", "Result", f"<dl class='tiles'>{''.join(tiles)}</dl>", "<h3>By language</h3>", languages)
+
+
+def significance_text(run: Run, split: str) -> str:
+    """Whether the change is more than chance, on the split of the headline and on the guard set."""
+    found = run.summary.get("significance")
+    told = []
+    for name in (split, "guard"):
+        result = found.get(name) if isinstance(found, dict) else None
+        if isinstance(result, dict) and {"difference", "difference_interval", "p_value", "significant"} <= set(result):
+            interval = result.get("interval_b")
+            sure = f", 95 % interval {100 * interval[0]:.2f} to {100 * interval[1]:.2f}" if interval else ""
+            changed = verdict({"clips_needed": None, **result}, "significantly better", "significantly worse")
+            told.append(f"On {name} WER is {percent(result.get('wer_b'))} %{sure}; against the base model: {changed}.")
+    return "".join(f"<p>{escape(line)}</p>" for line in told)
 
 
 def rate_tile(name: str, now: Any, before: Any) -> str:

@@ -146,3 +146,7 @@ def log_board(step: int, split: str, board: Scoreboard) -> None:
         by_language,
         rates["clips"],
     )
+    if board.left_out:
+        log.info("  %d clips of %s have no reference after normalisation and are left out", board.left_out, split)
+    if board.normalization == "open_asr" and "unknown" in board.by_language:
+        log.info("  %d clips of %s name no language: taken for English", board.by_language["unknown"].clips, split)

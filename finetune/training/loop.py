@@ -18,13 +18,14 @@ from finetune.models.nemo import load_weights, save_nemo, set_batchnorm_mode
 from finetune.reporting.page import keep_report
 from finetune.strategies import sharded
 from finetune.strategies.optimizers import describe_optimizer, unwrap_optimizer
-from finetune.training import checkpoints, resume, trackers
+from finetune.training import checkpoints, resume, trackers, verdict
 from finetune.training.data import count_clips
 from finetune.training.evaluate import average_batchnorm, evaluation_rows, judge_split, log_board, write_mistakes
 from finetune.training.intake import Intake, StepInput
 from finetune.training.memory_guard import MemoryGuard, earlier_limits
 from finetune.training.metrics import MetricsWindow, rates_by_part
 from finetune.training.outputs import LineFile, write_json
+from finetune.training.pace import splits_due
 from finetune.training.view import View
 from finetune.training.watch import ForwardClock, Watch, gather_paces
 
@@ -227,15 +228,13 @@ class Trainer:
 
     def _show_evaluation(self, split: str, board: Any, heard: list[Any], best: bool) -> None:
         """On the main process: trackers, view and watch. The best model's is named as such, and belongs to an earlier step."""
-        p, wer = self.progress, board.total.rates()["wer"]
+        p = self.progress
         name = f"best/{split}" if best else split
         rate = self.model.preprocessor._sample_rate
         trackers.log_evaluation(self.accelerator, p.step, name, board, heard, rate, split not in self.heard)
         self.heard.add(split)
-        if wer is not None and p.step == 0:
-            p.base_wer[split] = wer
-        elif wer is not None and not best:
-            self.watch.evaluated(p.step, split, wer, p.base_wer.get(split))
+        if not best:
+            verdict.note(self, split, board)
         self.view.evaluated(p.step, split, board)
 
     def last_loss(self) -> float | None:
@@ -490,7 +489,7 @@ class Trainer:
         last = self.max_epochs is None and self._done()
         if (t.eval_steps and p.step % t.eval_steps == 0) or last:
             paused = time.perf_counter()
-            self.evaluate(("validation",))
+            self.evaluate(splits_due(p.step, last, t.eval_steps, t.guard_steps))
             self._empty_cache()
             self.module.train()
             self.window.started += time.perf_counter() - paused

@@ -29,16 +29,24 @@ def place_in_plan(number: int, max_steps: list[int]) -> Place:
     return Place(number, len(max_steps), sum(later) if all(steps > 0 for steps in later) else None)
 
 
+def splits_due(step: int, last: bool, eval_steps: int, guard_steps: int) -> tuple[str, ...]:
+    """Splits of an evaluation during the run: data.guard is in the first one after each `guard_steps`, in all where it is below 0, in
+    none where it is 0; and not in the last one, which the best model's follows at once."""
+    guarded = guard_steps < 0 or (guard_steps > 0 and step // guard_steps > (step - eval_steps) // guard_steps)
+    return ("validation", "guard") if guarded and not last else ("validation",)
+
+
 class Pace:
     """Seconds a step, seconds of each split's evaluation, and what they make of the rest of the run.
 
     Args:
         eval_steps: steps between two evaluations of data.validation; 0: none in between.
         judged: the splits that are evaluated at the end.
+        guard_steps: of `splits_due`.
     """
 
-    def __init__(self, eval_steps: int, judged: tuple[str, ...]):
-        self.eval_steps, self.judged = eval_steps, judged
+    def __init__(self, eval_steps: int, judged: tuple[str, ...], guard_steps: int = 0):
+        self.eval_steps, self.judged, self.guard_steps = eval_steps, judged, guard_steps
         self.evaluation_seconds: dict[str, float] = {}
         self.paused = 0.0
         self.marks: deque[tuple[int, float]] = deque(maxlen=STEPS_TO_AVERAGE)
@@ -80,8 +88,19 @@ class Pace:
         evaluations = total // self.eval_steps - step // self.eval_steps if self.eval_steps else 0
         if step < total and (not self.eval_steps or total % self.eval_steps):
             evaluations += 1
+        guarded = 0
+        if (
+            self.eval_steps and self.guard_steps and total > step
+        ):  # not at the last step, which the closing ones follow
+            every = max(self.eval_steps, self.guard_steps)
+            guarded = (total - 1) // every - step // every
         closing = sum(known.get(split, 0.0) for split in self.judged)
-        return (total - step) * each + evaluations * known.get("validation", 0.0) + closing
+        return (
+            (total - step) * each
+            + evaluations * known.get("validation", 0.0)
+            + guarded * known.get("guard", 0.0)
+            + closing
+        )
 
     def plan_left(self, step: int, total: int, place: Place) -> float | None:
         """Of this run and the later stages at the same pace; None where their steps are not known."""

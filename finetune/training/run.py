@@ -44,6 +44,7 @@ from finetune.training.outputs import environment, peak_memory_gib, peak_rss_gib
 from finetune.training.resume import resume, take_weights
 from finetune.training.schedule import Schedule
 from finetune.training.stages import agreed
+from finetune.training.verdict import forget_base, say_result, significance
 
 log = logging.getLogger(__name__)
 
@@ -179,6 +180,7 @@ def begin_run(accelerator: Any, trainer: Trainer, config: Any, checkpoint: Path 
     if accelerator.is_main_process:
         if config.training.overwrite_output_dir:
             _remove_run(trainer.output_dir)
+        forget_base(trainer.output_dir)
         for file in (trainer.metrics, trainer.evaluations, trainer.quarantine, trainer.clips):
             if file.path.exists():
                 file.cut(0)
@@ -386,11 +388,12 @@ def finish(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy) 
     if accelerator.is_main_process:
         trainer.count_wall_seconds()
         summary = summarise(accelerator, trainer, config, strategy, after)
+        summary.update(significance(trainer.output_dir, boards, judged))
         if "guard" in boards:
             summary["guard_wer_before"] = p.guard_before
             summary["guard_wer_after"] = boards["guard"].total.rates()["wer"]
         write_json(trainer.output_dir / "summary.json", summary)
-        _say(summary, p.wer_before, after, trainer.output_dir)
+        say_result(summary, p.wer_before, after, trainer.output_dir)
         keep_report(trainer.output_dir, say=True)
     accelerator.wait_for_everyone()
 
@@ -460,39 +463,3 @@ def summarise(accelerator: Any, trainer: Trainer, config: Any, strategy: Strateg
         "final_loss": trainer.last_loss(),
         "effective_settings": json.loads(json.dumps(OmegaConf.to_container(config, resolve=True))),
     }
-
-
-def _say(summary: dict[str, Any], before: dict[str, Any] | None, after: Any, output_dir: Path) -> None:
-    """The closing lines: both WERs, the same clips before and after, and where everything is."""
-    if before and after is not None and before.get("wer") is not None:
-        for old, new in zip(before["pairs"], after.pairs, strict=False):
-            log.info(
-                "  reference  %s\n           before     %s\n           after      %s",
-                old["reference"],
-                old["hypothesis"],
-                new["hypothesis"],
-            )
-        change = (
-            (summary["wer_after"] - summary["wer_before"]) / summary["wer_before"] if summary["wer_before"] else 0.0
-        )
-        log.info(
-            "WER on %s: %.3f before, %.3f after (%+.0f %%), best step %s",
-            summary["judged_on"],
-            summary["wer_before"],
-            summary["wer_after"],
-            100 * change,
-            summary["best_step"],
-        )
-        for name, pair in summary["wer_by_language"].items():
-            if None not in pair.values():
-                log.info("  %s: %.3f before, %.3f after", name, pair["before"], pair["after"])
-    guard_before, guard_after = summary.get("guard_wer_before"), summary.get("guard_wer_after")
-    if guard_before is not None and guard_after is not None:
-        log.info("WER on guard: %.3f before, %.3f after", guard_before, guard_after)
-        if guard_after > guard_before:
-            log.warning(
-                "the model lost on data.guard. Less forgetting: a lower training.learning_rate, fewer steps, or a share of the "
-                "original domain's data in data.train (a second source, each with a weight)."
-            )
-    log.info("model: %s   summary: %s", output_dir / "model.nemo", output_dir / "summary.json")
-    log.info("transcribe a file: python -m finetune.transcribe --model %s FILE", output_dir)

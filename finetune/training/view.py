@@ -142,7 +142,7 @@ class View:
         self.main = trainer.accelerator.is_main_process
         t = trainer.config.training
         judged = ("test" if "test" in trainer.sources else "validation", "guard")
-        self.pace = Pace(t.eval_steps, judged)
+        self.pace = Pace(t.eval_steps, judged, t.guard_steps)
         self.place = Place()
         self.memory_gib = memory_of(trainer.accelerator.device)
         self.lines = 0

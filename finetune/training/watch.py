@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from finetune.training.verdict import LOST_ON_GUARD
+
 log = logging.getLogger(__name__)
 
 REPEAT_AFTER_LINES = 50
@@ -30,6 +32,9 @@ SCALER_SKIPS = 4
 """Steps a line that fp16's loss scaling may skip while it finds its scale."""
 
 SLOW_RANK, SLOW_RANK_LINES = 1.25, 3
+
+GUARD_LEVEL = 0.01
+"""p-value below which a loss on data.guard is said while the run goes on."""
 
 
 class ForwardClock:
@@ -206,12 +211,19 @@ class Watch:
                 ratio,
             )
 
-    def evaluated(self, step: int, split: str, wer: float, base: float | None) -> None:
+    def evaluated(
+        self, step: int, split: str, wer: float, base: float | None, change: dict[str, Any] | None = None
+    ) -> None:
         """Looks at an evaluation after step 0.
 
         Args:
             base: WER of the base model on the same split; None where it was not measured.
+            change: of data.guard, as of `finetune.training.verdict.against_base`. The guard is only watched for being lost, and
+                looked at many times, so that a warning needs more than the usual level.
         """
+        if split == "guard":
+            self._look_at_guard(step, change)
+            return
         self._judge(
             f"wer_above_base:{split}",
             base is not None and wer > base,
@@ -221,6 +233,21 @@ class Watch:
             wer,
             step,
             base or 0.0,
+        )
+
+    def _look_at_guard(self, step: int, change: dict[str, Any] | None) -> None:
+        lost = change is not None and change["difference"] > 0 and change["p_value"] < GUARD_LEVEL
+        told = change if lost else {"wer_b": 0.0, "wer_a": 0.0, "p_value": 1.0}
+        self._judge(
+            "guard_lost",
+            lost,
+            "WER on guard is %.3f at step %d, above the base model's %.3f by more than chance (p = %.2g): the model forgets its original "
+            "domain. %s",
+            told["wer_b"],
+            step,
+            told["wer_a"],
+            told["p_value"],
+            LOST_ON_GUARD,
         )
 
 

@@ -1,0 +1,244 @@
+"""How sure an error rate is, and whether two differ. N clips (or blocks of clips), K kinds of clips, R resamples, C columns.
+
+Clips are taken to be independent of each other. Where one speaker or recording has many, their errors go together: intervals
+and p-values then come out too small unless such clips are drawn as one block (`sum_blocks`).
+"""
+
+import re
+from typing import Any
+
+import numpy as np
+from scipy import fft, stats
+
+from finetune.errors import UserError
+
+LEVEL = 0.95
+RESAMPLES = 1000
+SEED = 0
+SMALLEST_P = 1e-12
+"""Below this the Fourier sum of `permutation_p` is rounding; p-values are given no smaller."""
+POWER = 0.8
+FEW = 20
+"""Clips or blocks below which a percentile interval is noticeably too short."""
+DRAWN_AT_ONCE = 2**22
+"""Numbers in memory for one block of resamples: 32 MiB."""
+
+
+def resampled_sums(values_NC: np.ndarray, resamples: int, seed: int = SEED) -> np.ndarray:
+    """Column sums of N clips drawn with replacement, R times: (R, C) int64.
+
+    How often each kind of clip (equal in all columns) is drawn is multinomial, so that kinds are drawn instead of clips: the same
+    distribution as drawing clips one by one, for far fewer draws where clips are alike, as counts of errors and words are.
+
+    Args:
+        values_NC: whole numbers.
+        resamples: R.
+    """
+    kinds_KC, counts_K = np.unique(np.asarray(values_NC, dtype=np.int64), axis=0, return_counts=True)
+    generator, clips = np.random.default_rng(seed), int(counts_K.sum())
+    step = max(1, DRAWN_AT_ONCE // len(kinds_KC))
+    parts = []
+    for begun in range(0, resamples, step):
+        drawn_RK = generator.multinomial(clips, counts_K / clips, size=min(step, resamples - begun))
+        parts.append(drawn_RK @ kinds_KC)
+    return np.concatenate(parts)
+
+
+def percentiles(values_R: np.ndarray) -> list[float] | None:
+    """The interval that holds LEVEL of the values; None where there are none."""
+    values_R = values_R[np.isfinite(values_R)]
+    if not len(values_R):
+        return None
+    return [float(v) for v in np.quantile(values_R, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])]
+
+
+def rate_interval(errors_N: np.ndarray, words_N: np.ndarray, resamples: int = RESAMPLES) -> list[float] | None:
+    """Percentile bootstrap interval of an error rate, errors over words, by drawing clips with replacement
+    (Bisani and Ney, "Bootstrap estimates for confidence intervals in ASR performance evaluation", ICASSP 2004).
+
+    Args:
+        errors_N, words_N: counts by clip, or characters in place of words.
+
+    Returns:
+        [low, high] as fractions; None without a word, or without resamples.
+    """
+    if resamples < 1 or not np.sum(words_N):
+        return None
+    errors_R, words_R = resampled_sums(np.stack([errors_N, words_N], axis=1), resamples).T
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return percentiles(errors_R / words_R)
+
+
+def permutation_p(differences_N: np.ndarray) -> float:
+    """Two-sided p-value of the paired permutation test on the sum of differences.
+
+    If the two models are alike, each clip's two error counts might as well have come the other way round, so that each difference
+    has either sign with probability 1/2. The p-value is the share of all 2^N choices of signs whose sum is as far from 0 as the
+    one found. It is exact, not a sample of the choices: the characteristic function of the sum is the product of cos(d t), and its
+    Fourier transform is the distribution (Pagano and Tritchler, "On obtaining permutation distributions in polynomial time",
+    JASA 78, 1983). The test that samples them is known as approximate randomisation (Noreen 1989).
+
+    Args:
+        differences_N: whole numbers: errors of one model minus errors of the other, by clip.
+    """
+    differences_N = np.asarray(differences_N, dtype=np.int64)
+    observed = abs(int(differences_N.sum()))
+    sizes_K, counts_K = np.unique(np.abs(differences_N[differences_N != 0]), return_counts=True)
+    if not observed:
+        return 1.0
+    total = int((sizes_K * counts_K).sum())
+    points = fft.next_fast_len(2 * total + 1, real=True)
+    angles = 2 * np.pi / points * np.arange(points // 2 + 1)
+    characteristic = np.ones_like(angles)
+    for size, count in zip(sizes_K.tolist(), counts_K.tolist(), strict=True):
+        characteristic *= np.cos(size * angles) ** count
+    chances = fft.irfft(characteristic, points)
+    return float(np.clip(2 * chances[observed : total + 1].sum(), SMALLEST_P, 1.0))
+
+
+def holm(p_values: list[float]) -> list[float]:
+    """p-values of several tests, corrected so that the chance of any false finding stays within the level (Holm 1979)."""
+    order = np.argsort(p_values)
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        corrected[index] = largest
+    return corrected
+
+
+def sum_blocks(values_NC: np.ndarray, names_N: list[str]) -> np.ndarray:
+    """Sums over the clips of each name, one row a name (Liu and Peng, "Statistical testing on ASR performance via blockwise
+    bootstrap", Interspeech 2020)."""
+    _, block_N = np.unique(np.asarray(names_N, dtype=str), return_inverse=True)
+    sums = [np.bincount(block_N, weights=column) for column in np.asarray(values_NC).T]
+    return np.stack(sums, axis=1).astype(np.int64)
+
+
+def block_names(ids_N: list[str], pattern: str) -> list[str]:
+    """What a pattern finds in each id: its first group, or all of it.
+
+    Raises:
+        UserError: it is no regular expression, or an id has no such part.
+    """
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"--bootstrap-by-id: {pattern!r} is no regular expression: {error}.") from error
+    names = []
+    for clip_id in ids_N:
+        found = compiled.search(clip_id)
+        if found is None:
+            raise UserError(f"--bootstrap-by-id: {pattern!r} finds nothing in the id {clip_id!r}.")
+        names.append(found.group(1 if compiled.groups else 0) or "")
+    return names
+
+
+def compare_counts(
+    errors_a_N: np.ndarray,
+    errors_b_N: np.ndarray,
+    words_N: np.ndarray,
+    languages_N: np.ndarray | list[str],
+    *,
+    names_N: list[str] | None = None,
+    resamples: int = RESAMPLES,
+) -> dict[str, Any]:
+    """Two models on the same clips: WERs, their difference with its interval, and whether it is significant.
+
+    Args:
+        errors_a_N, errors_b_N: word errors by clip.
+        words_N: reference words by clip.
+        languages_N: language by clip.
+        names_N: clips with the same name are drawn and exchanged together.
+        resamples: of the bootstrap.
+
+    Returns:
+        wer_a, wer_b, their intervals, difference (b minus a) and its interval, p_value (`permutation_p`), significant, clips_needed,
+        clips, blocks and words; and by_language the same with p_value_holm, which decides there.
+    """
+    values_NC = np.stack([np.asarray(c, dtype=np.int64) for c in (errors_a_N, errors_b_N, words_N)], axis=1)
+    languages_N = np.asarray(languages_N, dtype=str)
+    result = _compare(values_NC, names_N, resamples)
+    found = {}
+    for language in sorted(set(languages_N.tolist())):
+        rows = np.flatnonzero(languages_N == language)
+        names = None if names_N is None else [names_N[i] for i in rows]
+        found[language] = _compare(values_NC[rows], names, resamples)
+    for part, p_value in zip(found.values(), holm([part["p_value"] for part in found.values()]), strict=True):
+        part["p_value_holm"], part["significant"] = p_value, p_value < 1 - LEVEL
+    return {**result, "by_language": found}
+
+
+def _compare(values_NC: np.ndarray, names_N: list[str] | None, resamples: int) -> dict[str, Any]:
+    """Columns: errors of a, errors of b, words."""
+    clips = len(values_NC)
+    if names_N is not None:
+        values_NC = sum_blocks(values_NC, names_N)
+    errors_a, errors_b, words = (int(total) for total in values_NC.sum(axis=0))
+    p_value = permutation_p(values_NC[:, 1] - values_NC[:, 0])
+    result: dict[str, Any] = {
+        "clips": clips,
+        "blocks": len(values_NC),
+        "words": words,
+        "wer_a": errors_a / words if words else None,
+        "wer_b": errors_b / words if words else None,
+        "difference": (errors_b - errors_a) / words if words else None,
+        "interval_a": None,
+        "interval_b": None,
+        "difference_interval": None,
+        "clips_needed": None,
+        "p_value": p_value,
+        "significant": p_value < 1 - LEVEL,
+    }
+    if words and resamples > 0:
+        sums_RC = resampled_sums(values_NC, resamples)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            a_R, b_R = sums_RC[:, 0] / sums_RC[:, 2], sums_RC[:, 1] / sums_RC[:, 2]
+        result["interval_a"], result["interval_b"] = percentiles(a_R), percentiles(b_R)
+        result["difference_interval"] = percentiles(b_R - a_R)
+        if errors_a != errors_b:
+            spread = float(np.nanstd(b_R - a_R))
+            result["clips_needed"] = clips_needed(result["difference"], spread, clips)
+    return result
+
+
+def clips_needed(difference: float, spread: float, clips: int) -> int:
+    """Clips like these that a difference of this size needs to be found significant four times out of five.
+
+    Args:
+        difference: of two error rates on the same clips.
+        spread: its standard deviation with so many `clips`.
+    """
+    quantiles = stats.norm.ppf((1 + LEVEL) / 2) + stats.norm.ppf(POWER)
+    least = int(np.ceil(1 - np.log2(1 - LEVEL)))  # with fewer no choice of signs is rare enough
+    return max(least, int(np.ceil(clips * (quantiles * spread / difference) ** 2)))
+
+
+def as_text(p_value: float) -> str:
+    """A p-value with two digits."""
+    return f"{p_value:.2g}" if p_value > SMALLEST_P else f"<{SMALLEST_P:.0e}"
+
+
+def verdict(result: dict[str, Any], better: str, worse: str) -> str:
+    """A comparison in one sentence.
+
+    Args:
+        result: as of `compare_counts`, or one of its languages.
+        better, worse: what is said where the second model is significantly better or worse than the first.
+    """
+    if result["difference"] is None:
+        return "no reference has a word: nothing can be said"
+    points = 100 * result["difference"]
+    p_value = as_text(result.get("p_value_holm", result["p_value"]))
+    chance = f"p = {p_value}".replace("= <", "< ")
+    if result["difference_interval"]:
+        low, high = (100 * v for v in result["difference_interval"])
+        chance = f"95 % interval {low:+.2f} to {high:+.2f}, {chance}"
+    if result["significant"]:
+        return f"{worse if points > 0 else better} by {abs(points):.2f} points ({chance})"
+    needed = result["clips_needed"]
+    more = (
+        f"; a difference of this size takes about {needed:,} clips to show"
+        if needed and needed > result["clips"]
+        else ""
+    )
+    return f"no significant difference: {points:+.2f} points ({chance}){more}"
