@@ -35,7 +35,14 @@ log = logging.getLogger(__name__)
 # NeMo's published Parakeet-TDT recipe, for what transformers has no setting for.
 RECIPE = ROOT / "finetune" / "configs" / "models" / "parakeet_tdt_0.6b_v3.yaml"
 SPEC_AUGMENT = "nemo.collections.asr.modules.SpectrogramAugmentation"
-WANTED_FILES = ["config.json", "*processor*.json", "tokenizer*", "*.safetensors", "*.safetensors.index.json", TRAINING_SETTINGS]
+WANTED_FILES = [
+    "config.json",
+    "*processor*.json",
+    "tokenizer*",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    TRAINING_SETTINGS,
+]
 
 
 def is_hugging_face(path: Path) -> bool:
@@ -232,14 +239,21 @@ def _derived(config: dict[str, Any], features: dict[str, Any], preprocessor: dic
                 "activation": config.get("hidden_act", "relu"),
             },
         },
-        "decoding": {"model_type": "tdt", "durations": durations, "greedy": {"max_symbols": config["max_symbols_per_step"]}},
+        "decoding": {
+            "model_type": "tdt",
+            "durations": durations,
+            "greedy": {"max_symbols": config["max_symbols_per_step"]},
+        },
         "loss": {"tdt_kwargs": {"durations": durations}},
     }
 
 
 def _preprocessor(features: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
     """NeMo's keys of the features, as they are where they already come to the same."""
-    wanted = {key: features[key] for key in ("feature_size", "sampling_rate", "hop_length", "n_fft", "win_length", "preemphasis")}
+    wanted = {
+        key: features[key]
+        for key in ("feature_size", "sampling_rate", "hop_length", "n_fft", "win_length", "preemphasis")
+    }
     if feature_settings({"preprocessor": {**PREPROCESSOR_DEFAULTS, **kept}}) == {**wanted, "padding_value": 0.0}:
         return {}
     rate = features["sampling_rate"]
@@ -370,7 +384,9 @@ def fetch(name: str) -> Path | None:
     if nemo in others:
         return None
     if len(others) > 1:
-        raise UserError(f"model.name: {name} has several .nemo files ({', '.join(others)}): download one and give its path.")
+        raise UserError(
+            f"model.name: {name} has several .nemo files ({', '.join(others)}): download one and give its path."
+        )
     if others:
         return Path(hf_hub_download(name, others[0]))
     if "config.json" not in files:

@@ -183,7 +183,9 @@ def sentencepiece_of(directory: Path, tokens: int) -> tuple[bytes, str]:
             f"model.name: {file} cannot be turned into SentencePiece: {reason}. Put the tokenizer.model that the model was trained with "
             "beside it."
         )
-    return proto.SerializeToString(), "tokenizer.json, " + ("other than" if kept.is_file() else "without") + " tokenizer.model"
+    return proto.SerializeToString(), "tokenizer.json, " + (
+        "other than" if kept.is_file() else "without"
+    ) + " tokenizer.model"
 
 
 def _names(content: dict[str, Any], tokens: int, file: Path) -> list[str]:
@@ -219,7 +221,9 @@ def _proto_of(content: dict[str, Any], names: list[str]) -> Any:
             scores.setdefault(left + right, -float(len(scores)))
         unknown = model.get("unk_token") or "<unk>"
     else:
-        raise UserError(f"model.name: tokenizer.json has a {model['type']} model; BPE and Unigram are SentencePiece's.")
+        raise UserError(
+            f"model.name: tokenizer.json has a {model['type']} model; BPE and Unigram are SentencePiece's."
+        )
     added = {token["content"]: token["special"] for token in content.get("added_tokens") or []}
     has_bytes = set(BYTES) <= set(names)
     lowest = -float(len(scores))

@@ -105,7 +105,9 @@ def check_expressible(nemo: NemoFile, texts: list[str] | None = None) -> None:
         proto = read_sentencepiece(nemo.sentencepiece)
         try:
             tokenizer = processor_tokenizer(proto).backend_tokenizer
-            reasons += [r for r in (encoding_differs(proto, tokenizer, texts), decoding_differs(proto, tokenizer)) if r]
+            reasons += [
+                r for r in (encoding_differs(proto, tokenizer, texts), decoding_differs(proto, tokenizer)) if r
+            ]
         except UserError as error:
             reasons.append(str(error))
     if reasons:
