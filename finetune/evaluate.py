@@ -2,8 +2,8 @@
 
     python -m finetune.evaluate --model M --data D [--split test] [--json FILE] [--utterances FILE]
 
-M: a .nemo file, a run's output directory, a hub name, or a NeMo model YAML. D: a NeMo manifest, a folder or glob of parquet
-or tar shards, an audio folder, or a hub data set name.
+M: a .nemo file, a run's output directory, a Hugging Face directory, a hub name, or a NeMo model YAML. D: a NeMo manifest, a folder or
+glob of parquet or tar shards, an audio folder, or a hub data set name.
 """
 
 import argparse

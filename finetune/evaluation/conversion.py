@@ -60,7 +60,7 @@ def read_samples(data: Any, split: str, rate: int, clips: int, key: str = "--dat
         data: as data.validation of a run file.
         split: of a folder or hub data set.
         rate: sample rate in Hz.
-        clips: how many.
+        clips: how many; -1: all.
         key: name of the setting, for messages.
 
     Raises:
@@ -68,7 +68,11 @@ def read_samples(data: Any, split: str, rate: int, clips: int, key: str = "--dat
     """
     sources = [open_source(s, key) for s in parse_sources(data, key, split)]
     options = StreamOptions(
-        limits=BatchLimits(clips=clips), sample_rate=rate, shuffle=False, max_samples=clips, keep_empty_text=True
+        limits=BatchLimits(clips=clips if clips > 0 else 16),
+        sample_rate=rate,
+        shuffle=False,
+        max_samples=clips,
+        keep_empty_text=True,
     )
     ids, audio, texts = [], [], []
     for batch in ClipStream(sources, options, lambda text: [], workers=0).batches():

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
 
 from finetune.errors import UserError
 from finetune.models.huggingface_layout import (
@@ -71,7 +71,9 @@ def load_hugging_face(directory: Path) -> Any:
         model = models.EncDecRNNTBPEModel(cfg=OmegaConf.create(config))
     except Exception as error:
         raise UserError(f"model.name: NeMo cannot build {directory}: {type(error).__name__}: {error}") from error
-    model.cfg.tokenizer.dir = str(directory)
+    with open_dict(model.cfg):
+        model.cfg.tokenizer.dir = str(directory)
+        model.cfg.validation_ds = {"use_start_end_token": False}  # NeMo's own transcribe() reads this key
     _take_weights(model, directory)
     return model.eval()
 
