@@ -37,7 +37,14 @@ from finetune.evaluation.recognise import evaluation_mode, recognise_batch
 from finetune.logs import set_up_logging
 from finetune.models.huggingface import is_hugging_face
 from finetune.models.huggingface_layout import RECOMPUTED, feature_settings
-from finetune.models.huggingface_write import DTYPES, NemoFile, check_expressible, read_nemo, write_hugging_face
+from finetune.models.huggingface_write import (
+    DTYPES,
+    NemoFile,
+    check_expressible,
+    check_texts,
+    read_nemo,
+    write_hugging_face,
+)
 from finetune.models.nemo import import_nemo, load_model, save_nemo
 
 log = logging.getLogger(__name__)
@@ -167,8 +174,7 @@ def export_hugging_face(
     nemo = read_nemo(nemo_file(model_name))
     check_expressible(nemo)
     samples = samples_for(model_name, data, split, feature_settings(nemo.config)["sampling_rate"])
-    if samples.texts:
-        check_expressible(nemo, [" ".join(text.split()) for text in samples.texts])
+    check_texts(nemo, [" ".join(text.split()) for text in samples.texts])
     aside = output.with_name(f".{output.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     try:

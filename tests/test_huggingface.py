@@ -123,21 +123,27 @@ def test_what_is_written(exported):
     assert len(modes) == 1, "safetensors alone would be readable for the owner only"
 
 
-def test_batches_decode_as_single_clips_and_only_with_the_saved_settings(pair, audio):
+def test_batches_decode_as_single_clips_and_only_with_the_saved_settings(pair, audio, monkeypatch):
     model, processor = pair
     settings = model.generation_config
     assert settings.eos_token_id == 129
     assert settings.suppress_tokens == [129, 130, 131, 132, 133]
     assert settings.decoder_start_token_id == settings.pad_token_id == 128
 
-    def decode(clips: list[Any], **options: Any) -> list[str]:
+    def decode(clips: list[Any]) -> list[str]:
         inputs = processor(clips, sampling_rate=16000)
-        return processor.batch_decode(model.generate(**inputs, **options).sequences, skip_special_tokens=True)
+        return processor.batch_decode(model.generate(**inputs).sequences, skip_special_tokens=True)
 
     single = [decode([samples_S])[0] for samples_S in audio]
     assert decode(audio) == single
-    # What the saved end of sequence is for: without it, short rows go on until the longest clip of the batch ends.
-    assert decode(audio, eos_token_id=None) != single
+    # What the saved end of sequence is for: without it, short rows go on until the longest clip of the batch ends. The blank is
+    # made a little less likely, so that this model has something to say there.
+    bias_V = model.joint.head.bias.data
+    monkeypatch.setattr(model.joint.head.bias, "data", bias_V - 10.0 * (torch.arange(len(bias_V)) == 128))
+    single = [decode([samples_S])[0] for samples_S in audio]
+    assert decode(audio) == single
+    monkeypatch.setattr(settings, "eos_token_id", None)
+    assert decode(audio) != single
 
 
 def test_token_times_are_nemos_within_a_frame(pair, nemo, files, audio):
@@ -185,7 +191,7 @@ def test_losses_and_gradients_equal_nemos_route_and_transformers_own(exported, p
     texts = [row["text"].lower() for row in read_lines(speech / "manifest.jsonl")][:4]
     inputs = processor(clips, text=texts, sampling_rate=16000)
     lengths_B = (inputs["labels"] != processor.tokenizer.pad_token_id).sum(-1)
-    assert int(lengths_B.min()) > 5
+    assert int(lengths_B.sum()) > 50
     routes = {
         name: gradients(load_model(str(path)), clips, inputs["labels"], lengths_B)
         for name, path in (("nemo", BASE), ("hf", exported))
@@ -213,13 +219,19 @@ def test_losses_and_gradients_equal_nemos_route_and_transformers_own(exported, p
 def test_without_the_kept_files_the_tokenizer_is_rebuilt_and_the_recipe_said(
     exported, nemo, files, tmp_path, messages
 ):
+    from finetune.models.huggingface_layout import head_of, to_hugging_face
     from finetune.models.nemo import load_model
 
     bare = shutil.copytree(
         exported, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer.model", "nemo_config.yaml")
     )
     model = load_model(str(bare))
-    assert equal_weights(nemo, model)
+    weights = [  # the recipe has dropout in the joint, which moves its last layer one place on
+        {to_hugging_face(key, head_of(state)): tensor for key, tensor in state.items()}
+        for state in (nemo.state_dict(), model.state_dict())
+    ]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0] if key)
     assert texts_of(model, files) == texts_of(nemo, files)
     said = "\n".join(messages)
     assert "tokenizer from tokenizer.json" in said
@@ -271,7 +283,7 @@ def test_a_row_of_the_blank_that_transformers_has_trained_is_said(exported, tmp_
     assert any("blank's row" in m and "0.125" in m for m in messages)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_half_precision_weights(dtype, speech, nemo, tmp_path, capsys):
     from transformers import AutoModelForTDT
 

@@ -300,7 +300,7 @@ def _against_encoder(config: Mapping[str, Any]) -> list[str]:
             f"encoder.feat_in: {e['feat_in']} mel bins are not divisible by subsampling_factor {factor}: NeMo's subsampling "
             f"ends in {bins} of them, transformers' in {e['feat_in'] // factor}"
         )
-    if e["feat_in"] != {**PREPROCESSOR_DEFAULTS, **config["preprocessor"]}["features"]:
+    elif e["feat_in"] != {**PREPROCESSOR_DEFAULTS, **config["preprocessor"]}["features"]:
         reasons.append("encoder.feat_in is not preprocessor.features")
     return reasons
 

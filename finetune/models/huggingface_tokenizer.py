@@ -119,11 +119,17 @@ def sample_texts(proto: Any, count: int = 500) -> list[str]:
 
 
 def encoding_differs(proto: Any, tokenizer: Any, texts: list[str] | None = None) -> str:
-    """How the fast tokenizer encodes one of `sample_texts` or `texts` otherwise than the SentencePiece model; empty where it does not."""
+    """How the fast tokenizer encodes a text otherwise than the SentencePiece model; empty where it does not.
+
+    Args:
+        proto: ModelProto.
+        tokenizer: `tokenizers.Tokenizer`.
+        texts: default `sample_texts`.
+    """
     import sentencepiece
 
     processor = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
-    for text in [*sample_texts(proto), *(texts or [])]:
+    for text in sample_texts(proto) if texts is None else texts:
         theirs, ours = processor.encode(text), tokenizer.encode(text, add_special_tokens=False).ids
         if theirs != ours:
             return f"tokenizer: {text!r} is encoded as {theirs} by SentencePiece and as {ours} by the fast tokenizer"

@@ -86,12 +86,8 @@ def read_nemo(path: Path) -> NemoFile:
     return NemoFile(path, plain, weights, sentencepiece)
 
 
-def check_expressible(nemo: NemoFile, texts: list[str] | None = None) -> None:
+def check_expressible(nemo: NemoFile) -> None:
     """Refuses a model that transformers' ParakeetForTDT cannot express.
-
-    Args:
-        nemo: the model.
-        texts: to try the tokenizer on, beside texts made of its own pieces.
 
     Raises:
         UserError: with every reason.
@@ -105,11 +101,24 @@ def check_expressible(nemo: NemoFile, texts: list[str] | None = None) -> None:
         proto = read_sentencepiece(nemo.sentencepiece)
         try:
             tokenizer = processor_tokenizer(proto).backend_tokenizer
-            reasons += [
-                r for r in (encoding_differs(proto, tokenizer, texts), decoding_differs(proto, tokenizer)) if r
-            ]
+            reasons += [r for r in (encoding_differs(proto, tokenizer), decoding_differs(proto, tokenizer)) if r]
         except UserError as error:
-            reasons.append(str(error))
+            reasons.append(str(error).rstrip("."))
+    _refuse(nemo, reasons)
+
+
+def check_texts(nemo: NemoFile, texts: list[str]) -> None:
+    """Refuses a model whose tokenizer encodes one of these texts otherwise in transformers; after `check_expressible`.
+
+    Raises:
+        UserError: with the text.
+    """
+    assert nemo.sentencepiece is not None
+    proto = read_sentencepiece(nemo.sentencepiece)
+    _refuse(nemo, [r for r in [encoding_differs(proto, processor_tokenizer(proto).backend_tokenizer, texts)] if r])
+
+
+def _refuse(nemo: NemoFile, reasons: list[str]) -> None:
     if reasons:
         raise UserError(
             f"--to hf: {nemo.path} cannot be expressed as transformers' ParakeetForTDT:\n"
