@@ -3,6 +3,8 @@
 import copy
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -143,6 +145,31 @@ def test_old_tables_of_positions_are_dropped(nemo):
         if not key.startswith("preprocessor."):
             assert to_nemo(to_hugging_face(key, 1), 1) == key
     assert len({to_hugging_face(key, 1) for key in nemo.weights}) == len(nemo.weights) - 1  # window and fb are None
+
+
+def test_the_settings_of_the_large_model_make_its_network():
+    """Names and number of parameters at the size of parakeet-tdt-0.6b-v3, without allocating it."""
+    from transformers import ParakeetForTDT, ParakeetTDTConfig
+
+    from finetune.models.huggingface import _recipe
+    from finetune.models.huggingface_layout import model_settings, to_hugging_face, to_nemo
+
+    config = ParakeetTDTConfig(**model_settings(_recipe(), tokens=8192, pad_id=2))
+    with torch.device("meta"):
+        model = ParakeetForTDT(config)
+    names = list(model.state_dict())
+    assert sum(p.numel() for p in model.parameters()) == 627_008_134
+    assert len(names) == len({to_nemo(name, 2) for name in names}) == 723
+    assert all(to_hugging_face(to_nemo(name, 2), 2) == name for name in names)
+
+
+def test_a_clip_of_one_frame_has_no_features_in_transformers(directory):
+    """Why the documentation says so: the deviation of a single frame is 0 / 0 there, and NeMo takes care of it."""
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(directory)
+    assert processor([[0.1] * 300], sampling_rate=16000)["input_features"].isnan().any()
+    assert not processor([[0.1] * 320], sampling_rate=16000)["input_features"].isnan().any()
 
 
 def export(*arguments: object) -> int:
@@ -352,3 +379,21 @@ def test_options_of_the_other_format(capsys):
         export("--model", BASE, "--to", "nemo", "--output", "out", "--dtype", "bfloat16")
     assert stop.value.code == 2
     assert "are for --to hf" in capsys.readouterr().err
+
+
+def test_commands_of_the_documentation(capsys):
+    from finetune.config.load import schema_fields
+    from finetune.export import parse_arguments
+
+    text = (ROOT / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^(?:python|accelerate) .*", text, re.MULTILINE)
+    assert len(lines) > 6
+    for line in lines:
+        words = shlex.split(line)
+        if "finetune.export" in words:
+            parse_arguments(words[words.index("finetune.export") + 1 :])
+        files = [word for word in words if word.endswith((".py", ".yaml", ".nemo"))]
+        assert all((ROOT / file).is_file() for file in files), line
+    named = set(re.findall(r"(?<![\w./])((?:model|data|training)\.(?!nemo|safetensors)[a-z]\w+)\b(?!\()", text))
+    assert "data.validation" in named
+    assert not named - schema_fields().keys()

@@ -168,6 +168,13 @@ def write_hugging_face(nemo: NemoFile, directory: Path, dtype: str = "float32") 
     GenerationConfig(**generation_settings(nemo.tokens, tokenizer.pad_token_id, durations)).save_pretrained(directory)
     features = ParakeetFeatureExtractor(**feature_settings(nemo.config))
     ParakeetProcessor(features, tokenizer, decoder_type="tdt").save_pretrained(directory)
+    factor = config.encoder_config.subsampling_factor
+    if factor != 8:
+        log.warning(
+            "transformers' processor counts 8 frames of features to an encoder frame, this model has %d: multiply its timestamps by %g",
+            factor,
+            factor / 8,
+        )
     (directory / SENTENCEPIECE).write_bytes(nemo.sentencepiece)
     (directory / TRAINING_SETTINGS).write_text(training_settings(nemo.config), encoding="utf-8")
 
