@@ -85,9 +85,14 @@ def test_a_repository_in_hugging_face_format(ask, directory):
     assert not (found / "pytorch_model.bin").exists()
     assert not (found / "modeling_parakeet.py").exists()
     assert not any("pytorch_model" in line or "modeling" in line for line in asked)
-    # A hub that does not answer is done without when the files are there.
-    again, _ = fetched(ask, None)
+
+
+@pytest.mark.slow
+def test_a_hub_that_does_not_answer_is_done_without(ask, directory):
+    answer, _ = fetched(ask, directory)
+    again, asked = fetched(ask, None)
     assert again == answer
+    assert asked
 
 
 def test_a_nemo_of_the_repositorys_name_is_left_to_nemo(ask, directory, tmp_path):
@@ -111,6 +116,7 @@ def test_nemo_files_of_other_names(ask, tmp_path):
     assert "several .nemo files (best.nemo, last.nemo)" in answer["error"]
 
 
+@pytest.mark.slow
 def test_a_repository_of_another_kind(ask, tmp_path):
     folder = tmp_path / "repository"
     folder.mkdir()
@@ -141,12 +147,13 @@ def test_the_export_downloads_a_nemo_by_its_name(ask, tmp_path, clips):
 
 
 @pytest.mark.slow
-def test_the_same_name_trains(ask, directory, tmp_path):
-    """load_model takes what `fetch` gives."""
+def test_the_same_name_trains(ask, directory):
+    """load_model and the plan take what `fetch` gives."""
     code = (
         "import sys; from finetune.models.nemo import load_model; m = load_model(sys.argv[1]); "
-        "print(type(m).__name__, m.tokenizer.vocab_size, m.cfg.loss.tdt_kwargs.sigma)"
+        "from finetune.planning.layout import read_layout; layout = read_layout(sys.argv[1]); "
+        "print(type(m).__name__, m.tokenizer.vocab_size, m.cfg.loss.tdt_kwargs.sigma, layout.layers)"
     )
     done, _ = ask(directory, "-c", code, NAME)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-3:] == ["EncDecRNNTBPEModel", "128", "0.02"]
+    assert done.stdout.split()[-4:] == ["EncDecRNNTBPEModel", "128", "0.02", "5"]

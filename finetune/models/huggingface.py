@@ -356,6 +356,17 @@ def _take_weights(model: Any, directory: Path) -> None:
     model.load_state_dict({**own, **weights})
 
 
+def cached_file(name: str, file: str) -> Path | None:
+    """A file of a hub repository where it was downloaded before; None where not, or where no repository can have such a name."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(name, file)
+    except ValueError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
 def fetch(name: str) -> Path | None:
     """The local copy of a hub repository that has no .nemo under its own name; None where NeMo's own way has to find the model.
 
@@ -368,20 +379,20 @@ def fetch(name: str) -> Path | None:
     Raises:
         UserError: the repository holds a model of another kind, or several .nemo files.
     """
-    from huggingface_hub import HfApi, hf_hub_download, snapshot_download, try_to_load_from_cache
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
     nemo = name.split("/")[1] + ".nemo"
-    if isinstance(try_to_load_from_cache(name, nemo), str):
+    if cached_file(name, nemo) is not None:
         return None
     try:
         files = HfApi().list_repo_files(name)
     except Exception as error:  # no network, offline, no such repository: what is in the cache, or NeMo's own message
-        cached = try_to_load_from_cache(name, "config.json")
-        if not isinstance(cached, str):
+        cached = cached_file(name, "config.json")
+        if cached is None:
             return None
-        check_type(_read_json(Path(cached)).get("model_type"), name)
+        check_type(_read_json(cached).get("model_type"), name)
         log.info("model %s: the hub was not reached (%s); the copy in the cache is taken", name, type(error).__name__)
-        return Path(cached).parent
+        return cached.parent
     others = [file for file in files if file.endswith(".nemo")]
     if nemo in others:
         return None
