@@ -275,6 +275,22 @@ def test_directories_that_nemo_cannot_express(directory):
         nemo_config(directory)
 
 
+def test_settings_that_config_json_leaves_out_are_transformers_own(directory):
+    from finetune.models.huggingface import nemo_config
+
+    whole = nemo_config(directory)
+    config = json.loads((directory / "config.json").read_text())
+    for key in ("hidden_act", "durations", "max_symbols_per_step"):
+        del config[key]
+    for key in ("conv_kernel_size", "subsampling_factor", "max_position_embeddings", "dropout_positions"):
+        del config["encoder_config"][key]
+    (directory / "config.json").write_text(json.dumps(config))
+    assert nemo_config(directory) == whole
+    changed(directory, "config.json", vocab_size="many")
+    with pytest.raises(UserError, match=r"transformers does not take .*config\.json.*vocab_size"):
+        nemo_config(directory)
+
+
 def test_directories_with_something_missing(directory):
     from finetune.models.huggingface import nemo_config, read_weights
     from finetune.models.huggingface_tokenizer import sentencepiece_of

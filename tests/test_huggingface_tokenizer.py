@@ -108,6 +108,23 @@ def test_white_space_at_the_beginning_is_left_out_as_sentencepiece_does():
     assert ParakeetConverter(str(TOKENIZER / "tokenizer.model")).converted().decode(ids).startswith(" ")
 
 
+@pytest.mark.parametrize("kind", ["plain", "control", "user_defined"])
+def test_directories_converted_elsewhere(kind, trained, texts, tmp_path):
+    """As transformers' own converter makes a tokenizer.json, without the SentencePiece file."""
+    from transformers import ParakeetTokenizer
+    from transformers.convert_slow_tokenizer import ParakeetConverter
+
+    proto = trained(model_type="bpe", **KINDS[kind])
+    (tmp_path / "spm.model").write_bytes(proto.SerializeToString())
+    fast = ParakeetTokenizer(tokenizer_object=ParakeetConverter(str(tmp_path / "spm.model")).converted())
+    fast.add_tokens(["<blank>"], special_tokens=True)
+    fast.pad_token, fast.unk_token = "<pad>" if kind != "plain" else "<blank>", "<unk>"
+    fast.save_pretrained(tmp_path)
+    content, _ = sentencepiece_of(tmp_path, len(proto.pieces))
+    rebuilt = sentencepiece.SentencePieceProcessor(model_proto=content)
+    assert all(rebuilt.encode(text) == processor(proto).encode(text) for text in texts[::5])
+
+
 def test_texts_of_byte_pieces(trained):
     proto = trained(model_type="bpe", **KINDS["byte_fallback"])
     ids = processor(proto).encode("日本語 ok")

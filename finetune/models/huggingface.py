@@ -90,6 +90,7 @@ def nemo_config(directory: Path, say: bool = False) -> dict[str, Any]:
     """
     config = _read_json(directory / "config.json")
     check_type(config.get("model_type"), str(directory))
+    config = _with_defaults(config, directory)
     _check_settings(config, directory)
     kept = directory / TRAINING_SETTINGS
     nemo = _read_kept(kept) if kept.is_file() else _recipe()
@@ -121,6 +122,16 @@ def check_type(model_type: Any, name: str) -> None:
         )
 
 
+def _with_defaults(config: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """The settings with transformers' own values for what the file leaves out."""
+    from transformers import ParakeetTDTConfig
+
+    try:
+        return ParakeetTDTConfig.from_dict(config).to_dict()
+    except Exception as error:
+        raise UserError(f"model.name: transformers does not take {directory / 'config.json'}: {error}") from error
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -142,14 +153,14 @@ def _features(directory: Path) -> dict[str, Any]:
 def _check_settings(config: dict[str, Any], directory: Path) -> None:
     encoder = config["encoder_config"]
     problems = []
-    if encoder.get("attention_bias", True) != encoder.get("convolution_bias", True):
+    if encoder["attention_bias"] != encoder["convolution_bias"]:
         problems.append("encoder_config: attention_bias and convolution_bias differ; NeMo's use_bias is both")
     for key, wanted in (("hidden_act", "silu"), ("subsampling_conv_kernel_size", 3), ("subsampling_conv_stride", 2)):
-        if encoder.get(key, wanted) != wanted:
+        if encoder[key] != wanted:
             problems.append(f"encoder_config.{key}: {encoder[key]!r}; NeMo has {wanted!r}")
     if encoder["intermediate_size"] % encoder["hidden_size"]:
         problems.append("encoder_config.intermediate_size is no multiple of hidden_size")
-    if config.get("hidden_act", "relu") not in ACTIVATIONS:
+    if config["hidden_act"] not in ACTIVATIONS:
         problems.append(f"hidden_act: {config['hidden_act']!r}; NeMo's joint has {', '.join(ACTIVATIONS)}")
     if config["blank_token_id"] != config["vocab_size"] - 1:
         problems.append(
@@ -216,16 +227,16 @@ def _derived(config: dict[str, Any], features: dict[str, Any], preprocessor: dic
             "n_heads": e["num_attention_heads"],
             "ff_expansion_factor": e["intermediate_size"] // e["hidden_size"],
             "feat_in": e["num_mel_bins"],
-            "conv_kernel_size": e.get("conv_kernel_size", 9),
+            "conv_kernel_size": e["conv_kernel_size"],
             "subsampling": "dw_striding",
-            "subsampling_factor": e.get("subsampling_factor", 8),
-            "subsampling_conv_channels": e.get("subsampling_conv_channels", 256),
-            "pos_emb_max_len": e.get("max_position_embeddings", 5000),
-            "use_bias": e.get("attention_bias", True),
-            "xscaling": e.get("scale_input", True),
-            "dropout": e.get("dropout", 0.1),
-            "dropout_emb": e.get("dropout_positions", 0.0),
-            "dropout_att": e.get("attention_dropout", 0.1),
+            "subsampling_factor": e["subsampling_factor"],
+            "subsampling_conv_channels": e["subsampling_conv_channels"],
+            "pos_emb_max_len": e["max_position_embeddings"],
+            "use_bias": e["attention_bias"],
+            "xscaling": e["scale_input"],
+            "dropout": e["dropout"],
+            "dropout_emb": e["dropout_positions"],
+            "dropout_att": e["attention_dropout"],
         },
         "decoder": {
             "vocab_size": tokens,
@@ -238,7 +249,7 @@ def _derived(config: dict[str, Any], features: dict[str, Any], preprocessor: dic
                 "joint_hidden": width,
                 "pred_hidden": width,
                 "encoder_hidden": e["hidden_size"],
-                "activation": config.get("hidden_act", "relu"),
+                "activation": config["hidden_act"],
             },
         },
         "decoding": {
