@@ -4,8 +4,8 @@
     python -m finetune.evaluate --model A --against B --data D
     python -m finetune.evaluate --compare A.jsonl B.jsonl              files that --utterances wrote
 
-M: a .nemo file, a run's output directory, a hub name, or a NeMo model YAML. D: a NeMo manifest, a folder or glob of parquet
-or tar shards, an audio folder, or a hub data set name. What intervals and p-values mean: docs/evaluation.md.
+M: a .nemo file, a run's output directory, a Hugging Face directory, a hub name, or a NeMo model YAML. D: a NeMo manifest, a folder or
+glob of parquet or tar shards, an audio folder, or a hub data set name. What intervals and p-values mean: docs/evaluation.md.
 """
 
 import argparse

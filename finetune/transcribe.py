@@ -3,8 +3,8 @@
     python -m finetune.transcribe --model M FILES... [--timestamps]
     find talks -name '*.wav' | python -m finetune.transcribe --model M -
 
-M: a .nemo file, a run's output directory, a hub name, or a NeMo model YAML. Files: whatever soundfile reads (WAV, FLAC, MP3,
-Ogg), any sample rate, any number of channels. `-` reads paths from standard input, one a line.
+M: a .nemo file, a run's output directory, a Hugging Face directory, a hub name, or a NeMo model YAML. Files: whatever soundfile reads
+(WAV, FLAC, MP3, Ogg), any sample rate, any number of channels. `-` reads paths from standard input, one a line.
 """
 
 import argparse

@@ -24,11 +24,12 @@ def is_hub_name(name: str) -> bool:
 
 
 def cached_model(name: str) -> str | None:
-    """The .nemo file of a hub name in the local cache; None where it has to be downloaded."""
+    """The .nemo or safetensors file of a hub name in the local cache; None where it has to be downloaded."""
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(name, name.split("/")[1] + ".nemo")
-    return found if isinstance(found, str) else None
+    files = (name.split("/")[1] + ".nemo", "model.safetensors")
+    found = (try_to_load_from_cache(name, file) for file in files)
+    return next((path for path in found if isinstance(path, str)), None)
 
 
 def is_hub_data(path: str) -> bool:

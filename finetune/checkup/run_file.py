@@ -14,6 +14,7 @@ from finetune.checkup.lines import Line, Wanted, fault, ok, reason_of, warning
 from finetune.checkup.secrets import clean_urls
 from finetune.checkup.system import parameters_of
 from finetune.errors import UserError
+from finetune.models.huggingface import is_hugging_face
 from finetune.strategies.accelerate_files import engine_with, number_of_processes
 from finetune.strategies.compatibility import find_conflicts
 
@@ -76,6 +77,11 @@ def model(wanted: Wanted) -> list[Line]:
     name, tokenizer = str(wanted.config.model.name), wanted.config.model.tokenizer
     path = Path(name)
     inside = path / "model.nemo" if path.is_dir() else path
+    if not inside.is_file() and is_hugging_face(path):
+        size = sum(file.stat().st_size for file in path.glob("*.safetensors")) / 2**20
+        remedy = "Only directories with safetensors files are read."
+        found = f"{name}, Hugging Face format, {size:.1f} MiB of weights"
+        return [ok("model", found) if size else fault(True, "model", f"{name} has no safetensors file", remedy)]
     if inside.suffix in (".nemo", ".yaml", ".yml"):
         if not inside.is_file():
             return [
@@ -96,7 +102,7 @@ def model(wanted: Wanted) -> list[Line]:
     if is_hub_name(name):
         cached = cached_model(name)
         return [ok("model", f"{name}, {'downloaded already' if cached else 'will be downloaded from the hub'}")]
-    found = f"{name} is neither a .nemo file nor a directory with model.nemo, and no hub name"
+    found = f"{name} is neither a .nemo file nor a directory with model.nemo or config.json, and no hub name"
     return [
         fault(True, "model", found, "Set model.name to a .nemo file or a name such as nvidia/parakeet-tdt-0.6b-v3.")
     ]

@@ -17,6 +17,7 @@ import psutil
 import torch
 
 from finetune.checkup.lines import Line, Wanted, fault, ok, reason_of, warning
+from finetune.models.huggingface import is_hugging_face
 
 OPEN_FILES = 4096
 SHARED_MEMORY_GIB = 1.0
@@ -77,6 +78,10 @@ def parameters_of(model: str) -> float | None:
     path = Path(model) / "model.nemo" if Path(model).is_dir() else Path(model)
     if path.suffix == ".nemo" and path.is_file():
         return path.stat().st_size / 4
+    if is_hugging_face(Path(model)):
+        size = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+        half = re.search(r'"(torch_)?dtype": "b?float16"', (Path(model) / "config.json").read_text(encoding="utf-8"))
+        return size / (2 if half else 4)
     size = re.search(r"(\d+(?:\.\d+)?)b(?![a-z])", model.rsplit("/", 1)[-1])
     return float(size[1]) * 1e9 if size and not path.exists() else None
 

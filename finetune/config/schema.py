@@ -55,8 +55,8 @@ class ModelConfig:
 
     name: str = option(
         MISSING,
-        "A .nemo file, a run's output directory, a hub name such as `nvidia/parakeet-tdt-0.6b-v3`, or a NeMo model "
-        "YAML (random weights).",
+        "A .nemo file, a run's output directory, a Hugging Face directory (`ParakeetForTDT`), a hub name such as "
+        "`nvidia/parakeet-tdt-0.6b-v3`, or a NeMo model YAML (random weights).",
     )
     tokenizer: str | None = option(
         None,

@@ -12,6 +12,7 @@ import torch
 from omegaconf import OmegaConf, open_dict
 
 from finetune.errors import UserError
+from finetune.models import huggingface
 from finetune.strategies.lora import load_merged_state_dict, merged_state_dict
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,8 @@ def load_model(name: str, tokenizer: str | None = None) -> Any:
     """A NeMo transducer with a SentencePiece tokenizer (EncDecRNNTBPEModel, TDT or RNN-T head), on the CPU.
 
     Args:
-        name: a .nemo file, a run's output directory (its model.nemo), a hub name, or a NeMo model YAML (random weights).
+        name: a .nemo file, a run's output directory (its model.nemo), a Hugging Face directory (ParakeetForTDT), a hub name, or a
+            NeMo model YAML (random weights).
         tokenizer: directory with `tokenizer.model`, for a YAML that names none.
 
     Raises:
@@ -45,13 +47,11 @@ def load_model(name: str, tokenizer: str | None = None) -> Any:
     if path.is_dir():
         if (path / "model.nemo").is_file():
             return _restore(path / "model.nemo")
-        if (path / "config.json").is_file():
-            raise UserError(
-                f"model.name: {name} is a Hugging Face directory; this version reads .nemo files, run directories, hub "
-                "names of NeMo models and NeMo model YAMLs. Give the model's .nemo file."
-            )
+        if huggingface.is_hugging_face(path):
+            return _check(huggingface.load_hugging_face(path), name)
         raise UserError(
-            f"model.name: the directory {name} holds no model.nemo. Give a .nemo file or a finished run's directory."
+            f"model.name: the directory {name} holds no model.nemo and no config.json. Give a .nemo file, a finished run's directory or a "
+            "Hugging Face directory."
         )
     if path.suffix in (".yaml", ".yml"):
         return _build(path, tokenizer)
@@ -98,6 +98,9 @@ def _download(name: str) -> Any:
         raise UserError(
             f"model.name: there is no file or directory {name}, and it is not a hub name like nvidia/parakeet-tdt-0.6b-v3."
         )
+    fetched = huggingface.fetch(name)
+    if fetched is not None:
+        return load_model(str(fetched))
     models = import_nemo()
     try:
         model = models.ASRModel.from_pretrained(model_name=name, map_location="cpu")

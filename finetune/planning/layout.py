@@ -1,7 +1,7 @@
 """A transducer's layout at a chosen depth, without its weights: what a training step is followed on.
 
-The layout comes from a NeMo model YAML, from the configuration inside of a .nemo, or for hub names that this project ships a layout
-of, from that. No weights are read and nothing is fetched.
+The layout comes from a NeMo model YAML, from the configuration inside of a .nemo, from a Hugging Face directory, or for hub names
+that this project ships a layout of or whose Hugging Face files were downloaded, from that. No weights are read and nothing is fetched.
 """
 
 import copy
@@ -15,6 +15,7 @@ import torch
 from omegaconf import OmegaConf, open_dict
 
 from finetune.errors import UserError
+from finetune.models.huggingface import cached_file, is_hugging_face, nemo_config
 from finetune.models.nemo import import_nemo
 from finetune.paths import ROOT
 
@@ -67,14 +68,18 @@ def read_layout(name: str, tokenizer: str | None = None) -> Layout:
         path = path / "model.nemo"
     if path.suffix == ".nemo" and path.is_file():
         return _of_nemo(path)
+    if is_hugging_face(path):
+        return _of_hugging_face(name, path)
     if path.suffix in (".yaml", ".yml") and path.is_file():
         return _of_yaml(name, path, tokenizer)
     if name in KNOWN:
         file, tokens = KNOWN[name]
         return _of_config(name, OmegaConf.load(ROOT / "finetune" / "configs" / "models" / file), tokens)
+    if name.count("/") == 1 and not path.exists() and (downloaded := cached_file(name, "config.json")):
+        return _of_hugging_face(name, downloaded.parent)
     raise UserError(
-        f"model.name: {name} is no .nemo file, run directory or NeMo model YAML here, and no hub name whose layout is known "
-        f"({', '.join(KNOWN)}). Give the model's .nemo file, or the NeMo model YAML that it was made from."
+        f"model.name: {name} is no .nemo file, run directory, Hugging Face directory or NeMo model YAML here, and no hub name whose layout "
+        f"is known ({', '.join(KNOWN)}). Give the model's .nemo file, or the NeMo model YAML that it was made from."
     )
 
 
@@ -88,6 +93,11 @@ def _of_nemo(path: Path) -> Layout:
     except (OSError, tarfile.TarError) as error:
         raise UserError(f"model.name: {path} cannot be read as a NeMo model: {error}") from error
     return _of_config(str(path), OmegaConf.create({"model": model}), len(model.joint.get("vocabulary") or []))
+
+
+def _of_hugging_face(name: str, directory: Path) -> Layout:
+    model = nemo_config(directory)
+    return _of_config(name, OmegaConf.create({"model": model}), int(model["decoder"]["vocab_size"]))
 
 
 def _of_yaml(name: str, path: Path, tokenizer: str | None) -> Layout:
