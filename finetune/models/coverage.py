@@ -1,11 +1,12 @@
 """How well tokenizers write texts: what they cannot write, and how many tokens they need."""
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.data.texts import Text
-from finetune.models.sentencepiece_files import processor, speller
+from finetune.models.sentencepiece_files import encode_all, processor, speller
 
 UNKNOWN_CHARACTERS = 50  # that a report lists
 ALL = "all"
@@ -53,19 +54,13 @@ def compare(texts: list[Text], new: Any, old: Any | None) -> dict[str, Any]:
     counts: dict[str, dict[str, Counts]] = {name: defaultdict(Counts) for name in encodings}
     same: Counter[str] = Counter()
     used: set[str] = set()
-    for name, (encoded, spelled, known) in encodings.items():
-        for text, pieces, spelling in zip(texts, encoded, spelled, strict=True):
-            unknown = [c for piece in spelling if piece not in known for c in piece]
+    for text, *encoded in zip(texts, *encodings.values(), strict=True):
+        for name, (pieces, unknown) in zip(encodings, encoded, strict=True):
             for language in (text.language, ALL):
                 _add(counts[name][language], text, len(pieces), unknown)
-            if name == "new":
-                used.update(pieces)
-    if old is not None:
-        for text, now, before, known in zip(
-            texts, encodings["new"][0], encodings["old"][0], counts_written(encodings["old"]), strict=True
-        ):
-            if known and now == before:
-                same.update((text.language, ALL))
+        used.update(encoded[0][0])
+        if old is not None and not encoded[1][1] and encoded[0][0] == encoded[1][0]:
+            same.update((text.language, ALL))
     by_language = {}
     for language in sorted(counts["new"], key=lambda name: (name == ALL, name)):
         own = counts["new"][language]
@@ -85,18 +80,17 @@ def compare(texts: list[Text], new: Any, old: Any | None) -> dict[str, Any]:
     }
 
 
-def counts_written(encoding: tuple[Any, Any, set[str]]) -> list[bool]:
-    """Whether each text is written without <unk>."""
-    _, spelled, known = encoding
-    return [all(piece in known for piece in spelling) for spelling in spelled]
-
-
-def _encode(texts: list[Text], model: Any) -> tuple[list[list[str]], list[list[str]], set[str]]:
-    """Pieces of each text, the same where bytes are no way out, and the tokenizer's pieces."""
-    plain = [text.text for text in texts]
+def _encode(texts: list[Text], model: Any) -> Iterator[tuple[list[str], list[str]]]:
+    """Pieces of each text, and the characters of it that have none, bytes not counted."""
     known = {p.piece for p in model.pieces}
-    encoded = processor(model).encode(plain, out_type=str)
-    return encoded, speller(model).encode(plain, out_type=str) if model.trainer_spec.byte_fallback else encoded, known
+    encoded = encode_all(processor(model), (text.text for text in texts))
+    if model.trainer_spec.byte_fallback:
+        spelled = encode_all(speller(model), (text.text for text in texts))
+        pairs: Iterable[tuple[list[str], list[str]]] = zip(encoded, spelled, strict=True)
+    else:
+        pairs = ((pieces, pieces) for pieces in encoded)
+    for pieces, spelling in pairs:
+        yield pieces, [c for piece in spelling if piece not in known for c in piece]
 
 
 def _add(counts: Counts, text: Text, tokens: int, unknown: list[str]) -> None:

@@ -23,6 +23,7 @@ from finetune.models.sentencepiece_files import (
     USER_DEFINED,
     alphabet,
     append,
+    encode_all,
     kind_of,
     lowest_score,
     piece_encoder,
@@ -164,7 +165,7 @@ def count_words(encoder: Any, texts: Iterable[str]) -> Counter[Word]:
     """How often each word occurs, as the pieces that write it; what has no piece stands as its characters."""
     known = {encoder.id_to_piece(i) for i in range(encoder.get_piece_size())}
     words: Counter[Word] = Counter()
-    for pieces in encoder.encode(list(texts), out_type=str):
+    for pieces in encode_all(encoder, texts):
         word: list[str] = []
         for piece in pieces:
             if piece.startswith(SPACE) and word:

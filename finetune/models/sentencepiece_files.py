@@ -1,9 +1,10 @@
 """SentencePiece models as protobuf messages: reading them from where they are, training them, and writing NeMo's three files."""
 
 import io
+import itertools
 import math
 import tarfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 KINDS = {1: "unigram", 2: "bpe"}
 SPACE = "\u2581"
 LONGEST_TEXT_BYTES = 2**16
+TEXTS_AT_ONCE = 4096
 
 
 def parse(content: bytes, name: str) -> Any:
@@ -118,6 +120,13 @@ def processor(model: Any, **changes: Any) -> SentencePieceProcessor:
             setattr(own.normalizer_spec, name, value)
         model = own
     return SentencePieceProcessor(model_proto=model.SerializeToString())
+
+
+def encode_all(encoder: SentencePieceProcessor, texts: Iterable[str]) -> Iterator[list[str]]:
+    """The pieces of each text; of a few thousand texts at a time, so that memory does not grow with their number."""
+    waiting = iter(texts)
+    while some := list(itertools.islice(waiting, TEXTS_AT_ONCE)):
+        yield from encoder.encode(some, out_type=str)
 
 
 def piece_encoder(model: Any) -> Callable[[str], list[str]]:

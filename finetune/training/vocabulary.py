@@ -1,5 +1,6 @@
 """Growing or replacing the model's vocabulary before a run: once, by the main process, and the same on all of them and after a resume."""
 
+import atexit
 import json
 import logging
 import shutil
@@ -173,6 +174,7 @@ def _place(accelerator: Any, content: bytes, shared: Path, report: dict[str, Any
         place = shared
     else:
         place = Path(tempfile.mkdtemp(prefix="tokenizer-"))
+        atexit.register(shutil.rmtree, place, ignore_errors=True)
     write_tokenizer(parse(content, str(place)), place)
     if accelerator.is_main_process and report is not None:
         text = json.dumps(report, ensure_ascii=False, indent=2)
