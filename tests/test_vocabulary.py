@@ -249,6 +249,9 @@ def test_the_key_in_run_file_and_command_line(run_file: Callable[..., Path]) -> 
     assert more.origin == [{"path": "a", "language": "tr"}]
     assert setting(run_file(), "model.tokenizer.replace_with=b", "model.tokenizer.size=99").most_pieces(128) == 99
     assert setting(run_file()).changes is False
+    path = run_file(model__tokenizer={"extend_from": "a", "size": 9})
+    other = setting(path, "model.tokenizer.extend_from=null", "model.tokenizer.replace_with=b")
+    assert (other.extend_from, other.replace_with, other.size) == (None, "b", 9)
 
 
 def test_wrong_values_are_refused_before_anything_is_loaded(run_file: Callable[..., Path]) -> None:
@@ -392,7 +395,9 @@ def test_other_sources_of_pieces(run_train: Any, failed: Any, grown_run: Any, tm
     assert run_train(*new) == 0
     assert load(tmp_path / "c").tokenizer.vocab_size == 60
     assert (tmp_path / "c" / "summary.json").is_file()
-    assert "0 pieces added" in failed(0, *grown_run("d", f"model.tokenizer.extend_from={TOKENIZER}"))
+    nothing = grown_run("d", f"model.tokenizer.extend_from={TOKENIZER}")
+    assert "0 pieces added" in failed(0, *nothing)
+    assert "resumed from" in failed(0, *nothing, "training.resume_from_checkpoint=true", "training.max_steps=3")
 
 
 def test_what_cannot_be_grown_ends_the_run_with_one_line(failed: Any, grown_run: Any, tmp_path: Path) -> None:

@@ -83,7 +83,8 @@ def parse_tokenizer(value: Any, key: str = "model.tokenizer") -> TokenizerSettin
     unknown = sorted(set(value) - set(known))
     if unknown:
         raise UserError(f"{key}: unknown keys {', '.join(map(str, unknown))}; known are {', '.join(known)}.")
-    setting = TokenizerSetting(**{name: given for name, given in value.items() if given is not None})
+    value = {name: given for name, given in value.items() if given is not None}
+    setting = TokenizerSetting(**value)
     if setting.dir is not None and not isinstance(setting.dir, str):
         raise UserError(f"{key}.dir: a directory is expected, found {setting.dir!r}.")
     if setting.extend_from is not None and setting.replace_with is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.data.texts import Text
-from finetune.models.sentencepiece_files import encode_all, processor, speller
+from finetune.models.sentencepiece_files import encode_all, processor, without_bytes
 
 UNKNOWN_CHARACTERS = 50  # that a report lists
 ALL = "all"
@@ -85,7 +85,7 @@ def _encode(texts: list[Text], model: Any) -> Iterator[tuple[list[str], list[str
     known = {p.piece for p in model.pieces}
     encoded = encode_all(processor(model), (text.text for text in texts))
     if model.trainer_spec.byte_fallback:
-        spelled = encode_all(speller(model), (text.text for text in texts))
+        spelled = encode_all(processor(without_bytes(model)), (text.text for text in texts))
         pairs: Iterable[tuple[list[str], list[str]]] = zip(encoded, spelled, strict=True)
     else:
         pairs = ((pieces, pieces) for pieces in encoded)

@@ -12,7 +12,7 @@ import heapq
 import itertools
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,16 +23,17 @@ from finetune.models.sentencepiece_files import (
     USER_DEFINED,
     alphabet,
     append,
-    encode_all,
     kind_of,
     lowest_score,
     piece_encoder,
-    speller,
+    processor,
+    without_bytes,
 )
 
 LEAST_COUNT = 5  # a piece that is rarer is no use: its rows would not be learned
 LONGEST_PIECE = 16  # characters, SentencePiece's own default
 UNIGRAM_GAIN = 0.01
+MOST_WORDS = 200_000  # different ones, the most frequent, that merges are counted in
 
 Word = tuple[str, ...]
 
@@ -97,7 +98,7 @@ def grow_on_texts(
     Raises:
         UserError: the new characters alone are more than `size`.
     """
-    words = count_words(speller(model), texts)
+    words = count_words(model, texts)
     old, own = alphabet(model), {p.piece for p in model.pieces}
     characters, left_out = _lacking(words, own, coverage)
     if len(characters) > size:
@@ -112,7 +113,7 @@ def grow_on_texts(
 
     writable = own | set(characters)
     usable = Counter({w: n for w, n in words.items() if all(s in writable for s in w)})
-    merges = merge_on(usable, own, size - len(characters), allowed)
+    merges = merge_on(dict(usable.most_common(MOST_WORDS)), own, size - len(characters), allowed)
     return Growth(_appended(model, characters, merges), len(model.pieces), characters, left_out)
 
 
@@ -161,19 +162,25 @@ def _appended(model: Any, characters: list[str], merges: list[tuple[str, Word]])
     return append(model, [(name, scores[name]) for name in [*characters, *(piece for piece, _ in merges)]])
 
 
-def count_words(encoder: Any, texts: Iterable[str]) -> Counter[Word]:
-    """How often each word occurs, as the pieces that write it; what has no piece stands as its characters."""
-    known = {encoder.id_to_piece(i) for i in range(encoder.get_piece_size())}
+def count_words(model: Any, texts: Iterable[str]) -> Counter[Word]:
+    """How often each word occurs, as the pieces that write it; what has no piece stands as its characters.
+
+    Args:
+        model: the tokenizer.
+        texts: normalised; the tokenizer's own rules come on top.
+    """
+    counts: Counter[str] = Counter()
+    normalize = processor(model).normalize
+    for text in texts:
+        first, *others = normalize(text).split(SPACE)
+        counts.update(SPACE + word for word in others)
+        counts[first] += bool(first)
+    known, encode = {p.piece for p in model.pieces}, piece_encoder(without_bytes(model))
     words: Counter[Word] = Counter()
-    for pieces in encode_all(encoder, texts):
-        word: list[str] = []
-        for piece in pieces:
-            if piece.startswith(SPACE) and word:
-                words[tuple(word)] += 1
-                word = []
-            word.extend([piece] if piece in known else piece)
-        if word:
-            words[tuple(word)] += 1
+    for word, n in counts.items():
+        if n:
+            pieces = ((piece,) if piece in known else piece for piece in encode(word))
+            words[tuple(itertools.chain.from_iterable(pieces))] += n
     return words
 
 
@@ -196,7 +203,7 @@ def _lacking(words: Counter[Word], own: set[str], coverage: float) -> tuple[list
 
 
 def merge_on(
-    words: Counter[Word], own: set[str], count: int, allowed: Callable[[str], bool]
+    words: Mapping[Word, int], own: set[str], count: int, allowed: Callable[[str], bool]
 ) -> list[tuple[str, Word]]:
     """Goes on with BPE training (arXiv 1508.07909).
 
@@ -214,14 +221,19 @@ def merge_on(
     places: dict[str, set[int]] = defaultdict(set)
     parts: dict[str, Word] = {}
     for i, symbols in enumerate(sequences):
-        _count_pairs(symbols, counts[i], i, total, places, parts)
+        for a, b in itertools.pairwise(symbols):
+            total[a + b] += counts[i]
+            places[a + b].add(i)
+            parts.setdefault(a + b, (a, b))
     heap = [(-n, piece) for piece, n in total.items()]
     heapq.heapify(heap)
     found: dict[str, Word] = {}
     ranks: dict[str, int] = {}
     while heap and len(found) < count:
         n, piece = heapq.heappop(heap)
-        if -n != total[piece]:  # an older count; the present one was put in when it changed
+        if -n != total[piece]:  # it has become rarer, or was put in again
+            if LEAST_COUNT <= total[piece] < -n:
+                heapq.heappush(heap, (-total[piece], piece))
             continue
         if -n < LEAST_COUNT:
             break
@@ -234,33 +246,23 @@ def merge_on(
         ):
             continue
         found[piece], ranks[piece] = parts[piece], len(ranks)
-        changed = set()
-        for i in sorted(places[piece]):
-            changed |= _count_pairs(sequences[i], -counts[i], i, total, places, parts)
-            _join(sequences[i], ranks)
-            changed |= _count_pairs(sequences[i], counts[i], i, total, places, parts)
-        for touched in changed:
-            if total[touched] >= LEAST_COUNT:
-                heapq.heappush(heap, (-total[touched], touched))
+        more: set[str] = set()
+        for i in sorted(places.pop(piece)):
+            symbols = sequences[i]
+            for a, b in itertools.pairwise(symbols):
+                total[a + b] -= counts[i]
+            _join(symbols, ranks)
+            for a, b in itertools.pairwise(symbols):
+                joined = a + b
+                total[joined] += counts[i]
+                if a in found or b in found:
+                    places[joined].add(i)
+                    parts.setdefault(joined, (a, b))
+                    more.add(joined)
+        for joined in more:
+            if total[joined] >= LEAST_COUNT:
+                heapq.heappush(heap, (-total[joined], joined))
     return list(found.items())
-
-
-def _count_pairs(
-    symbols: list[str], n: int, place: int, total: Counter[str], places: dict[str, set[int]], parts: dict[str, Word]
-) -> set[str]:
-    """Adds a word's neighbours to the counts, n times; returns what was counted."""
-    seen = set()
-    for a, b in itertools.pairwise(symbols):
-        piece = a + b
-        total[piece] += n
-        seen.add(piece)
-        if n > 0:
-            places[piece].add(place)
-            parts.setdefault(piece, (a, b))
-    if n < 0:
-        for piece in seen:
-            places[piece].discard(place)
-    return seen
 
 
 def _join(symbols: list[str], ranks: dict[str, int]) -> None:

@@ -135,15 +135,15 @@ def piece_encoder(model: Any) -> Callable[[str], list[str]]:
     return lambda piece: encoder.encode(piece.replace(SPACE, " "), out_type=str)
 
 
-def speller(model: Any) -> SentencePieceProcessor:
-    """What encodes with a message, but leaves characters without a piece as they are instead of spelling their bytes."""
+def without_bytes(model: Any) -> Any:
+    """A copy that leaves characters without a piece as they are instead of spelling their bytes."""
     own = messages.ModelProto()
     own.CopyFrom(model)
     own.trainer_spec.byte_fallback = False
     for piece in own.pieces:
         if piece.type == BYTE:
             piece.type = UNUSED
-    return processor(own)
+    return own
 
 
 def alphabet(model: Any) -> set[str]:

@@ -70,8 +70,6 @@ def set_vocabulary(accelerator: Any, model: Any, config: Any, checkpoint: Path |
     content, problem = agreed((content, problem))
     if problem is not None:
         raise UserError(problem[0], exit_code=problem[1])
-    if content is None:
-        return
     change_vocabulary(model, _place(accelerator, content, folder / WAITING, report), {"setting": noted(setting)})
     log.info("vocabulary of %d pieces; it will be in %s", model.tokenizer.vocab_size, folder / FOLDER)
 
@@ -110,8 +108,6 @@ def tokenizer_of_run(model: Any, config: Any) -> Any:
     if not setting.changes or noted(setting) in [change.get("setting") for change in changes_of(model)]:
         return model.tokenizer
     content, _ = make_tokenizer(model, setting, config.data.text_normalization)
-    if content is None:
-        return model.tokenizer
     encoder = processor(parse(content, setting.key))
     return SimpleNamespace(tokenizer=encoder, text_to_ids=encoder.encode)
 
@@ -122,8 +118,8 @@ def noted(setting: TokenizerSetting) -> dict[str, Any]:
     return {kind: setting.origin, "size": setting.size, "pieces": setting.pieces, "coverage": setting.coverage}
 
 
-def make_tokenizer(model: Any, setting: TokenizerSetting, normalization: str) -> tuple[bytes | None, dict[str, Any]]:
-    """The file that a setting asks for, and the report on it; None where nothing has to change.
+def make_tokenizer(model: Any, setting: TokenizerSetting, normalization: str) -> tuple[bytes, dict[str, Any]]:
+    """The file that a setting asks for, which may be the old one, and the report on it.
 
     Args:
         model: NeMo transducer with the old tokenizer.
@@ -156,6 +152,8 @@ def make_tokenizer(model: Any, setting: TokenizerSetting, normalization: str) ->
         new = train_tokenizer(plain, size, kind=kind_of(old), coverage=coverage, key=key)
     else:
         new = other
+        if setting.size not in (None, len(new.pieces)):
+            log.warning("model.tokenizer.size has no effect: %s has %d pieces", setting.origin, len(new.pieces))
     report: dict[str, Any] = {"setting": noted(setting), "pieces": len(new.pieces)}
     if growth is not None:
         report["growth"] = described(growth)
@@ -164,7 +162,7 @@ def make_tokenizer(model: Any, setting: TokenizerSetting, normalization: str) ->
         log.info("the tokenizer before and now, on the texts of %s:\n%s", key, table(report))
         if report["not_written"]:
             log.warning("%s: characters without a piece: %s", key, report["not_written"][:20])
-    return (new.SerializeToString() if growth is None or growth.added else None), report
+    return new.SerializeToString(), report
 
 
 def _place(accelerator: Any, content: bytes, shared: Path, report: dict[str, Any] | None) -> Path:
