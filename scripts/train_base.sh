@@ -11,7 +11,7 @@ python=.venv/bin/python
 compgen -G "data/synthetic/data/train-*-of-*.parquet" >/dev/null ||
     "$python" scripts/build_synthetic_speech.py --output data/synthetic --hours 44
 [ -f examples/base/tokenizer/tokenizer.model ] ||
-    "$python" scripts/train_tokenizer.py --data data/synthetic examples/voice_prompts --vocab-size 128 --output examples/base/tokenizer
+    "$python" -m finetune.tokenizer --data data/synthetic examples/voice_prompts --normalization basic --coverage 1 --size 128 --output examples/base/tokenizer
 resume=training.resume_from_checkpoint=true
 [ -f runs/base/summary.json ] || "$python" finetune/train.py --config finetune/configs/base.yaml "$resume"
 [ -f runs/base_continued/summary.json ] ||

@@ -13,6 +13,7 @@ from finetune.checkup.hub import cached_model, is_hub_data, is_hub_name
 from finetune.checkup.lines import Line, Wanted, fault, ok, reason_of, warning
 from finetune.checkup.secrets import clean_urls
 from finetune.checkup.system import parameters_of
+from finetune.config.vocabulary import tokenizer_setting
 from finetune.errors import UserError
 from finetune.models.huggingface import is_hugging_face
 from finetune.strategies.accelerate_files import engine_with, number_of_processes
@@ -74,7 +75,7 @@ def model(wanted: Wanted) -> list[Line]:
     """Whether model.name is there. It is not loaded."""
     if wanted.config_file is None:
         return []
-    name, tokenizer = str(wanted.config.model.name), wanted.config.model.tokenizer
+    name, tokenizer = str(wanted.config.model.name), tokenizer_setting(wanted.config).dir
     path = Path(name)
     inside = path / "model.nemo" if path.is_dir() else path
     if not inside.is_file() and is_hugging_face(path):
@@ -96,7 +97,7 @@ def model(wanted: Wanted) -> list[Line]:
         if tokenizer is not None and not (Path(tokenizer) / "tokenizer.model").is_file():
             found = f"there is no {Path(tokenizer) / 'tokenizer.model'}"
             lines.append(
-                fault(inside.suffix != ".nemo", "tokenizer", found, "python scripts/train_tokenizer.py makes one.")
+                fault(inside.suffix != ".nemo", "tokenizer", found, "python -m finetune.tokenizer makes one.")
             )
         return lines
     if is_hub_name(name):
@@ -116,14 +117,16 @@ def data(wanted: Wanted) -> list[Line]:
     from finetune.data.tarred import expand_ranges
 
     lines = []
-    for key in ("train", "validation", "test", "guard"):
-        value = wanted.config.data[key]
+    vocabulary = tokenizer_setting(wanted.config)
+    named = {f"data.{key}": wanted.config.data[key] for key in ("train", "validation", "test", "guard")}
+    for name, value in (named | ({vocabulary.key: vocabulary.origin} if vocabulary.changes else {})).items():
         if value is None:
             continue
-        name = f"data.{key}"
         try:
             plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-            sources = parse_sources(plain, name, "train" if key == "train" else "validation")
+            sources = parse_sources(
+                plain, name, "validation" if name in ("data.validation", "data.test", "data.guard") else "train"
+            )
         except UserError as error:
             lines.append(fault(True, name, str(error), "docs/data.md says what a source may be."))
             continue

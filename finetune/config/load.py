@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from finetune.config.schema import RunConfig
+from finetune.config.vocabulary import parse_tokenizer
 from finetune.errors import UserError
 from finetune.paths import OVERLAYS
 from finetune.strategies.compatibility import find_conflicts
@@ -21,6 +22,7 @@ from finetune.strategies.optimizers import ALLOWED_ARGS
 
 log = logging.getLogger(__name__)
 
+TOKENIZER = "model.tokenizer"
 REQUIRED = ("model.name", "data.train", "training.output_dir")
 TRACKERS = ("tensorboard", "wandb", "trackio", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "none")
 
@@ -66,6 +68,7 @@ class Layers:
             before = _as_written(self.config, key)
             try:
                 # A section with keys of its own choice (optimizer_args) is laid over, key by key; a source is replaced.
+                value = self._beside_directory(key, before, value)
                 OmegaConf.update(self.config, key, value, merge=self._is_section(key) and isinstance(value, dict))
             except (OmegaConfBaseException, ValueError) as error:
                 reason = str(error).splitlines()[0]
@@ -91,7 +94,12 @@ class Layers:
                 self.problems.append(f"{origin}: unknown key {key}.{self._suggest(key)}")
 
     def _is_section(self, key: str) -> bool:
-        return typing.get_origin(self.fields[key].type) is dict
+        return typing.get_origin(self.fields[key].type) is dict or key == TOKENIZER
+
+    def _beside_directory(self, key: str, before: Any, value: Any) -> Any:
+        """`model.tokenizer` is a directory or a mapping: what is laid over a directory keeps it."""
+        is_directory = key == TOKENIZER and isinstance(before, str) and before != "???"
+        return {"dir": before, **value} if is_directory and isinstance(value, dict) else value
 
     def _suggest(self, key: str) -> str:
         last = key.rsplit(".", 1)[-1]
@@ -242,6 +250,11 @@ def _bounds(layers: Layers) -> list[tuple[str, str]]:
         problems.append(
             ("training.optimizer_args", f"{t.optimizer} has no option {name}; it has {', '.join(sorted(allowed))}")
         )
+    try:
+        parse_tokenizer(_resolved(config, TOKENIZER))
+    except UserError as error:
+        where, _, why = str(error).partition(": ")
+        problems.append((where, why))
     problems += _optimizer_arguments(_resolved(config, "training.optimizer_args") or {})
     return problems
 

@@ -58,9 +58,15 @@ class ModelConfig:
         "A .nemo file, a run's output directory, a Hugging Face directory (`ParakeetForTDT`), a hub name such as "
         "`nvidia/parakeet-tdt-0.6b-v3`, or a NeMo model YAML (random weights).",
     )
-    tokenizer: str | None = option(
+    tokenizer: Any = option(
         None,
-        "Directory with a SentencePiece `tokenizer.model`. Only for a NeMo model YAML without a tokenizer of its own.",
+        "Directory with a SentencePiece `tokenizer.model`, only for a NeMo model YAML without a tokenizer of its own. Or a mapping: "
+        "`extend_from` appends pieces to the model's vocabulary, `replace_with` puts another in its place; each names a data set as "
+        "`data.train` does, a tokenizer's directory or .model, or a .txt file. `size`: pieces that are appended at most (null: an "
+        "eighth of the vocabulary, 64 at least), or those of the new vocabulary (null: as many as before). `pieces`: "
+        "`new_characters` (default) appends only pieces with a character that the tokenizer lacks, `all` also shorter ways to "
+        "write what it can. `coverage`: share of the texts' characters that get a piece (null: 1). `dir`: as the directory "
+        "alone. docs/vocabulary.md tells the rest.",
     )
     gradient_checkpointing: bool = option(
         False,

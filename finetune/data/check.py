@@ -303,13 +303,14 @@ def prepare(arguments: argparse.Namespace) -> tuple[list[OpenSource], StreamOpti
     """Opened sources with their filters, options, tokenizer, limits of a batch, and the share of bad clips that is borne."""
     if arguments.config:
         from finetune.config.load import load_config
+        from finetune.config.vocabulary import tokenizer_setting
         from finetune.training.data import plain, train_limits, with_filters
 
         config, _ = load_config(arguments.config, [], arguments.overrides)
         data = config.data
         sources = [open_source(s, "data.train") for s in parse_sources(plain(data.train), "data.train", "train")]
         sources, limits = with_filters(sources, config), train_limits(config)
-        arguments.model, arguments.tokenizer = config.model.name, config.model.tokenizer
+        arguments.model, arguments.tokenizer = config.model.name, tokenizer_setting(config).dir
         normalization, size, bad_limit = data.text_normalization, data.shuffle_buffer_size, data.max_bad_fraction
     else:
         parsed = parse_sources(list(arguments.data), "--data", arguments.split)
@@ -327,10 +328,12 @@ def prepare(arguments: argparse.Namespace) -> tuple[list[OpenSource], StreamOpti
         return sources, options, len_of_characters, limits, bad_limit
     from finetune.models.nemo import load_model
     from finetune.training.data import fits_of
+    from finetune.training.vocabulary import tokenizer_of_run
 
     model = load_model(arguments.model, arguments.tokenizer)
+    tokenizer = tokenizer_of_run(model, config) if arguments.config else model.tokenizer
     options = replace(options, sample_rate=model.preprocessor._sample_rate, fits=fits_of(model))
-    return sources, options, text_encoder(model.tokenizer), limits, bad_limit
+    return sources, options, text_encoder(tokenizer), limits, bad_limit
 
 
 def len_of_characters(text: str) -> list[int]:

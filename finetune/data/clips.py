@@ -197,7 +197,7 @@ def text_encoder(tokenizer: Any) -> Callable[[str], list[int]]:
             unknown = sorted({c for c in text if not c.isspace() and unknown_id in tokenizer.text_to_ids(c)})
             raise BadClip(
                 f"the tokenizer has no piece for {''.join(unknown) or text!r}; normalise the texts "
-                "(data.text_normalization: basic) or use a model whose tokenizer covers them"
+                "(data.text_normalization: basic), or give the model pieces for them (model.tokenizer.extend_from)"
             )
         return ids
 

@@ -33,7 +33,9 @@ Ref = tuple[int, int, int, int]
 """Group, pass, shard and row, as in `finetune.data.buffer.Entry`."""
 
 
-def spread_rows(sources: Sources, options: StreamOptions, rows: int, seconds: float) -> Iterator[tuple[Ref, Row]]:
+def spread_rows(
+    sources: Sources, options: StreamOptions, rows: int, seconds: float, lengths: bool = True
+) -> Iterator[tuple[Ref, Row]]:
     """Rows from all parts of what an epoch reads, all of them where they are few; without the audio where the format allows that
     and lengths are told nevertheless.
 
@@ -42,6 +44,7 @@ def spread_rows(sources: Sources, options: StreamOptions, rows: int, seconds: fl
         options: of the stream; subset and seed count.
         rows: at most.
         seconds: no shard is begun, and none read on, after this time.
+        lengths: whether rows that do not tell their length have to come with the audio that does.
     """
     until = time.monotonic() + seconds
     shares = [w / sum(sources.weights) for w in sources.weights] if sources.weights else [1.0]
@@ -55,7 +58,7 @@ def spread_rows(sources: Sources, options: StreamOptions, rows: int, seconds: fl
         for piece in pieces:
             shard = group[piece.shard][1]
             with contextlib.suppress(UnreadableShard, OSError):  # the stream says more of it
-                for number, row in itertools.islice(_read(shard, piece.start), min(of_a_piece, left)):
+                for number, row in itertools.islice(_read(shard, piece.start, lengths), min(of_a_piece, left)):
                     if (piece.stop is not None and number >= piece.stop) or time.monotonic() > until:
                         break
                     left -= 1
@@ -64,8 +67,10 @@ def spread_rows(sources: Sources, options: StreamOptions, rows: int, seconds: fl
                 break
 
 
-def _read(shard: Shard, start: int) -> NumberedRows:
-    """Rows with their lengths, or with the audio that tells them."""
+def _read(shard: Shard, start: int, lengths: bool) -> NumberedRows:
+    """Rows, with their lengths or with the audio that tells them where these are wanted."""
+    if shard.light is not None and not lengths:
+        return shard.light(start)
     if shard.light is not None:
         rows = shard.light(start)
         first = next(rows, None)

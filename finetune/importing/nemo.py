@@ -96,13 +96,7 @@ def _model(imported: Import) -> None:
         imported.get("model.tokenizer")
     elif "model.name" not in imported.settings:
         imported.to_fill["model.name"] = "init_from_nemo_model or init_from_pretrained_model"
-    for name in ("update_tokenizer", "update_labels"):
-        section = "tokenizer" if name == "update_tokenizer" else "char_labels"
-        if imported.get(f"model.{section}.{name}"):
-            why = "a change of vocabulary is not supported yet: the model keeps its tokenizer"
-            imported.leave(f"model.{section}.{name}", why)
-        else:
-            imported.get(f"model.{section}")
+    _change_vocabulary(imported)
     for name in ("gradient_checkpointing", "activation_checkpointing", "use_gradient_checkpointing"):
         for section in ("model.encoder", "encoder", "model.decoder", "decoder"):
             if imported.get(f"{section}.{name}"):
@@ -134,6 +128,27 @@ _LAYOUT = {"model_defaults", "preprocessor", "spec_augment", "encoder", "decoder
 
 
 # ---- optimizer and schedule ----------------------------------------------------------------------------------------
+
+
+def _change_vocabulary(imported: Import) -> None:
+    """`update_tokenizer` of NeMo's fine-tuning script; characters in place of pieces have no counterpart."""
+    if imported.get("model.char_labels.update_labels"):
+        why = "models of characters are not supported"
+        imported.leave("model.char_labels.update_labels", why)
+    else:
+        imported.get("model.char_labels")
+    if not imported.get("model.tokenizer.update_tokenizer"):
+        imported.get("model.tokenizer")
+        return
+    directory, kind = imported.get("model.tokenizer.dir"), imported.get("model.tokenizer.type")
+    if directory and kind in (None, "bpe"):
+        comment = "model.tokenizer.update_tokenizer; extend_from would keep the model's own pieces"
+        imported.set("model.tokenizer", {"replace_with": directory}, comment)
+    else:
+        why = (
+            "a vocabulary is replaced by one SentencePiece tokenizer: model.tokenizer.replace_with names its directory"
+        )
+        imported.leave("model.tokenizer.update_tokenizer", why)
 
 
 def _optimizer(imported: Import) -> None:

@@ -50,7 +50,7 @@ REASONS = (
     ("model.validation_ds.*", _EVALUATION),
     ("model.test_ds.*", _EVALUATION),
     ("model.train_ds.*", "an option of NeMo's data loader that is not here; docs/data.md says how batches are made"),
-    ("model.char_labels.*", "a change of vocabulary is not supported yet: the model keeps its tokenizer"),
+    ("model.char_labels.*", "models of characters are not supported"),
     ("model.tokenizer.*", "the model keeps its own tokenizer"),
     ("model.compute_eval_loss", "evaluations measure WER and CER, no loss"),
     ("model.skip_nan_grad", "steps with gradients that are not finite are always left out, and counted"),

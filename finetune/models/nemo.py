@@ -128,7 +128,7 @@ def _build(path: Path, tokenizer: str | None) -> Any:
     if not directory or not (Path(directory) / "tokenizer.model").is_file():
         raise UserError(
             f"model.tokenizer: {path} needs a SentencePiece tokenizer, and there is no tokenizer.model in {directory!r}. "
-            "Set model.tokenizer to its directory (python scripts/train_tokenizer.py makes one)."
+            "Set model.tokenizer to its directory (python -m finetune.tokenizer makes one)."
         )
     models = import_nemo()
     OmegaConf.resolve(root)

@@ -17,10 +17,11 @@ from finetune.planning import cache
 from finetune.planning.engines import Engine, Weights, engine_of, host_bytes, peak_of_step
 from finetune.planning.follow import Kind, Parts
 from finetune.planning.gpus import GIB, Card
-from finetune.planning.layout import Layout, read_layout
+from finetune.planning.layout import Layout
 from finetune.planning.memory import StepMemory, optimizer_bytes
 from finetune.planning.optimizer_memory import RELEASES_GRADIENTS, step_bytes
 from finetune.planning.speed import loss_flops, seconds_of_step
+from finetune.planning.vocabulary import layout_of
 from finetune.strategies.accelerate_files import Strategy, engine_with, resolve_precision, resolve_strategy
 from finetune.strategies.compatibility import find_conflicts
 
@@ -277,7 +278,7 @@ def make_plan(
         UserError: the run file itself cannot be used.
     """
     base, _ = load_config(config_file, [], overrides)
-    layout = read_layout(base.model.name, base.model.tokenizer)
+    layout = layout_of(base)
     if layout.guessed:
         log.warning(layout.guessed)
     lengths = followed_lengths(data.longest)

@@ -17,9 +17,9 @@ from finetune.planning import cache
 from finetune.planning.engines import engine_of
 from finetune.planning.follow import Kind
 from finetune.planning.gpus import GIB, card_here
-from finetune.planning.layout import read_layout
 from finetune.planning.optimizer_memory import RELEASES_GRADIENTS, state_bytes
 from finetune.planning.plan import RUN_FILE, TOKENS_A_SECOND, Data, Predictor, as_json, followed_lengths, row_of
+from finetune.planning.vocabulary import layout_of
 from finetune.training import trial
 from finetune.training.memory_guard import earlier_limits, say
 from finetune.training.outputs import write_json
@@ -93,7 +93,7 @@ def predictor_for(config: Any, strategy: Any, processes: int, follow: bool = Tru
         UserError: it cannot be followed.
     """
     t, card = config.training, card_here()
-    layout = read_layout(config.model.name, config.model.tokenizer)
+    layout = layout_of(config)
     data = Data(config.data.max_duration, config.data.max_duration / 2, None, TOKENS_A_SECOND)
     lengths = followed_lengths(data.longest)
     precision = "bf16" if t.bf16 else "fp16" if t.fp16 else "no"

@@ -103,7 +103,7 @@ def tokenizer_coverage(attempts: "Attempts", settings: Any, model: Any, sources:
         f"cannot write {len(lost)} of {texts} texts ({len(lost) / texts:.1%}), {sum(unknown.values())} of {characters} characters "
         f"({sum(unknown.values()) / max(characters, 1):.2%}): {' '.join(f'{c} {n}x' for c, n in most[:20])}{pace}"
     )
-    advice = "normalise the texts (data.text_normalization: basic), or take a model whose tokenizer covers them"
+    advice = "normalise the texts (data.text_normalization: basic), or give the model pieces for them (model.tokenizer.extend_from)"
     if len(lost) > d.max_bad_fraction * texts:
         raise UserError(
             f"{said}. More than data.max_bad_fraction={d.max_bad_fraction:g}: {advice}, such as {lost[0]!r}."

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 
+from finetune.config.vocabulary import tokenizer_setting
 from finetune.errors import UserError
 from finetune.models.nemo import cast_parameters, load_model, prepare_for_training
 from finetune.models.transducer import TransducerLossModule
@@ -34,7 +35,7 @@ from finetune.strategies.compatibility import find_conflicts
 from finetune.strategies.encoder import apply_encoder_options
 from finetune.strategies.optimizers import build_optimizer, describe_optimizer, parameter_groups
 from finetune.strategies.sharded import count_parameters, make_replica, shards_parameters
-from finetune.training import checkpoints, trackers
+from finetune.training import checkpoints, trackers, vocabulary
 from finetune.training.advice import warnings_for
 from finetune.training.data import count_clips, make_stream, mean_seconds, train_limits
 from finetune.training.data import open_sources as open_sources
@@ -184,6 +185,7 @@ def begin_run(accelerator: Any, trainer: Trainer, config: Any, checkpoint: Path 
         for file in (trainer.metrics, trainer.evaluations, trainer.quarantine, trainer.clips):
             if file.path.exists():
                 file.cut(0)
+        vocabulary.settle([trainer.model, trainer.replica], trainer.output_dir)
     accelerator.wait_for_everyone()
     return False
 
@@ -196,7 +198,7 @@ def find_checkpoint(config: Any) -> Path | None:
 
 def _remove_run(path: Path) -> None:
     """Removes what a run leaves, and nothing else that may lie there."""
-    for name in ("checkpoints", "logs", "profile", "out_of_memory"):
+    for name in ("checkpoints", "logs", "profile", "out_of_memory", vocabulary.FOLDER):
         shutil.rmtree(path / name, ignore_errors=True)
     for name in (
         "config.yaml",
@@ -220,7 +222,8 @@ def build_model(accelerator: Any, config: Any, checkpoint: Path | None = None) -
     started = time.perf_counter()
     m = config.model
     with accelerator.local_main_process_first():  # the first one downloads, the others find it
-        model = load_model(m.name, m.tokenizer)
+        model = load_model(m.name, tokenizer_setting(config).dir)
+    vocabulary.set_vocabulary(accelerator, model, config, checkpoint)
     prepare_for_training(model, spec_augment=m.spec_augment, dropout=m.dropout, freeze_batchnorm=m.freeze_batchnorm)
     if m.sync_batchnorm and accelerator.num_processes > 1:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)

@@ -1,0 +1,161 @@
+"""Another vocabulary for a NeMo transducer: what was learned stays, and the TDT loss does too.
+
+NeMo's `change_vocabulary` makes prediction network, joint and loss anew: all weights of both are lost, and a TDT model is trained
+with the plain RNN-T loss from then on (NeMo issue 14140). Here the rows of old pieces, of the blank and of the durations move to
+their new places unchanged, and everything else of the two networks is kept.
+
+V pieces of the vocabulary, D durations, H hidden units.
+"""
+
+import math
+import unicodedata
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf, open_dict
+
+from finetune.models.nemo import _check
+from finetune.models.sentencepiece_files import FILE, NORMAL, SPACE, USER_DEFINED, of_model, parse, piece_encoder
+
+# Probability that all new pieces together can take from the old ones before training, at most.
+SHARE_OF_NEW_PIECES = 0.1
+HISTORY = "vocabulary_changes"
+
+Sources = list[list[int]]
+"""For each new piece the ids of the old ones whose rows it starts from."""
+
+
+def change_vocabulary(model: Any, directory: Path, note: Mapping[str, Any] | None = None) -> Sources:
+    """Gives a model another tokenizer, in place.
+
+    A piece that the old tokenizer has too keeps its rows in the prediction network's embedding and in the joint's head (and in a
+    hybrid model's CTC head). Any other starts as the mean of the rows of the old pieces that wrote it before; a new
+    character as its base letter (é as e), or as the mean of all pieces where it has none.
+
+    Where the vocabulary grows, the logit of a new piece lies log(n / s) below that mean, n new pieces, s SHARE_OF_NEW_PIECES. A
+    mean is never above the largest of the old logits, so greedy decoding gives the same transcripts as before, and all
+    new pieces together take no more than s / (1 + s) of the probability, whatever the audio.
+
+    Args:
+        model: a NeMo transducer with one SentencePiece tokenizer.
+        directory: files of the new tokenizer; they have to stay there as long as the model may be saved.
+        note: what is kept of this in the model's configuration, under `vocabulary_changes`.
+
+    Returns:
+        From which old rows each piece starts.
+
+    Raises:
+        UserError: the model has an aggregate tokenizer.
+    """
+    from nemo.collections.asr.losses.rnnt import RNNTLoss
+
+    old = of_model(model, "model.tokenizer")
+    new = parse((Path(directory) / FILE).read_bytes(), f"model.tokenizer: {directory}")
+    sources = rows_to_start_from(old, new)
+    before = [p.piece for p in old.pieces]
+    grows = [p.piece for p in new.pieces[: len(before)]] == before
+    known = set(before)
+    fresh = [p.piece not in known for p in new.pieces]
+    margin = math.log(sum(fresh) / SHARE_OF_NEW_PIECES) if grows and any(fresh) else 0.0
+    drop_V = margin * torch.tensor(fresh, dtype=torch.float32)
+
+    weights = {name: getattr(model, name).state_dict() for name in _parts(model)}
+    durations = model.joint.num_extra_outputs
+    reduction = model.loss.reduction
+    loss_name, loss_kwargs = model.extract_rnnt_loss_cfg(model.cfg.get("loss", None))
+    training = model.training
+    model.change_vocabulary(str(directory), "bpe")
+
+    model.loss = RNNTLoss(
+        num_classes=model.joint.num_classes_with_blank - 1 - (durations if loss_name == "tdt" else 0),
+        loss_name=loss_name,
+        loss_kwargs=loss_kwargs,
+        reduction=reduction,
+    )
+    if model.joint.fuse_loss_wer or (model.decoding.joint_fused_batch_size or 0) > 0:
+        model.joint.set_loss(model.loss)
+        model.joint.set_wer(model.wer)
+    for name in _parts(model):
+        part = getattr(model, name)
+        now = part.state_dict()
+        for key, tensor in weights[name].items():
+            if tensor.shape != now[key].shape or _has_rows(part, key):
+                tensor = _moved(tensor, sources, len(old.pieces), drop_V if key.endswith("bias") else None)
+            now[key] = tensor
+        part.load_state_dict(now)
+    model.train(training)
+    with open_dict(model.cfg):
+        model.cfg.labels = [p.piece for p in new.pieces]
+        model.cfg[HISTORY] = [*changes_of(model), dict(note or {})]
+    _check(model, str(directory))
+    return sources
+
+
+def changes_of(model: Any) -> list[dict[str, Any]]:
+    """What was noted of each change of the model's vocabulary."""
+    noted = model.cfg.get(HISTORY) or []
+    return OmegaConf.to_container(noted, resolve=True) if OmegaConf.is_config(noted) else list(noted)
+
+
+def _parts(model: Any) -> list[str]:
+    """The modules with a row for each piece."""
+    return [name for name in ("decoder", "joint", "ctc_decoder") if hasattr(model, name)]
+
+
+def _has_rows(part: torch.nn.Module, key: str) -> bool:
+    """Whether a weight has a row for each piece: those of the embedding, and of the last layer of a head."""
+    owner = part.get_submodule(key.rpartition(".")[0])
+    heads = [part.joint_net[-1]] if hasattr(part, "joint_net") else list(getattr(part, "decoder_layers", ()))
+    return isinstance(owner, torch.nn.Embedding) or owner in heads
+
+
+def _moved(rows: torch.Tensor, sources: Sources, old_size: int, drop_V: torch.Tensor | None) -> torch.Tensor:
+    """Rows of the new pieces, then what stands behind those of the old ones: blank, and durations.
+
+    Args:
+        rows: (old V, or with blank and durations behind them, ...).
+        sources: for each new piece the old ones whose mean it is.
+        old_size: old V.
+        drop_V: what is taken off each new piece's row.
+    """
+    moved = torch.stack(
+        [rows[ids[0]] if len(ids) == 1 else rows[ids].float().mean(0).to(rows.dtype) for ids in sources]
+    )
+    if drop_V is not None:
+        moved = torch.where(drop_V > 0, moved - drop_V.to(moved.dtype), moved)
+    return torch.cat([moved, rows[old_size:]])
+
+
+def rows_to_start_from(old: Any, new: Any) -> Sources:
+    """For each piece of a tokenizer the pieces of another one that it starts from: itself, or what wrote it before.
+
+    Args:
+        old, new: SentencePiece messages.
+    """
+    ids = {p.piece: i for i, p in enumerate(old.pieces)}
+    ordinary = [i for i, p in enumerate(old.pieces) if p.type in (NORMAL, USER_DEFINED)]
+    encode = piece_encoder(old)
+
+    def start(piece: str) -> list[int]:
+        if piece in ids:
+            return [ids[piece]]
+        parts = encode(piece)
+        if not parts or any(part not in ids for part in parts):  # it could not be written
+            relative = "".join(_known_relative(c, ids) for c in piece)
+            parts = [part for part in encode(relative) if part in ids] if relative.strip(SPACE) else []
+        return [ids[part] for part in parts] or ordinary
+
+    return [start(p.piece) for p in new.pieces]
+
+
+def _known_relative(character: str, ids: Mapping[str, int]) -> str:
+    """The character where the tokenizer has it, else its other case or its letters without marks; nothing where it has none."""
+    if character == SPACE or character in ids:
+        return character
+    for form in (character, character.lower(), character.upper()):
+        bare = "".join(c for c in unicodedata.normalize("NFKD", form) if not unicodedata.combining(c))
+        if form in ids or (bare and all(c in ids for c in bare)):
+            return form if form in ids else bare
+    return ""
