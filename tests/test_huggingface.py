@@ -283,7 +283,8 @@ def test_a_row_of_the_blank_that_transformers_has_trained_is_said(exported, tmp_
     assert any("blank's row" in m and "0.125" in m for m in messages)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_weights(dtype, speech, nemo, tmp_path, capsys):
     from transformers import AutoModelForTDT
 
