@@ -179,6 +179,7 @@ def export_hugging_face(
     shutil.rmtree(aside, ignore_errors=True)
     try:
         write_hugging_face(nemo, aside, dtype)
+        nemo.weights.clear()  # both models come into memory now
         agreement = _check(nemo, aside, samples, tolerance, dtype)
         if output.exists():
             output.rmdir()

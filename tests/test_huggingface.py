@@ -283,7 +283,8 @@ def test_a_row_of_the_blank_that_transformers_has_trained_is_said(exported, tmp_
     assert any("blank's row" in m and "0.125" in m for m in messages)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_weights(dtype, speech, nemo, tmp_path, capsys):
     from transformers import AutoModelForTDT
 
@@ -356,3 +357,33 @@ def test_the_doctor_knows_the_directory(exported, run_file):
     assert "Hugging Face format" in line.found
     assert line.state == "OK"
     assert parameters_of(str(exported)) == pytest.approx(2.86e6, rel=0.01)
+
+
+@pytest.mark.slow
+def test_the_check_of_all_formats_finds_a_text_that_differs(speech, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import check_formats
+
+    result = tmp_path / "formats.json"
+    arguments = [
+        "--model",
+        str(BASE),
+        "--data",
+        str(speech / "manifest.jsonl"),
+        "--max-samples",
+        "3",
+        "--json",
+        str(result),
+    ]
+    assert check_formats.main(arguments) == 0
+    told = json.loads(result.read_text())
+    assert told["equal"] is True
+    assert [row["identical"] for row in told["rows"]] == [3] * 9
+    assert told["weights"] == 170
+    plain = check_formats.with_transformers
+    monkeypatch.setattr(check_formats, "with_transformers", lambda *a: [t.replace("e", "a") for t in plain(*a)])
+    capsys.readouterr()
+    assert check_formats.main(arguments) == 1
+    printed = capsys.readouterr().out
+    assert "NOT equal" in printed
+    assert "instead of" in printed

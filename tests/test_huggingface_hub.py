@@ -95,6 +95,7 @@ def test_a_hub_that_does_not_answer_is_done_without(ask, directory):
     assert asked
 
 
+@pytest.mark.slow
 def test_a_nemo_of_the_repositorys_name_is_left_to_nemo(ask, directory, tmp_path):
     both = shutil.copytree(directory, tmp_path / "both")
     shutil.copy(BASE, both / "small-tdt.nemo")

@@ -138,6 +138,23 @@ def test_the_map_of_names_is_strict(nemo, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_tensors_that_share_memory_are_written_apart(nemo, tmp_path):
+    """As those of a model whose layers share their position biases (untie_biases: false), or of one flat buffer."""
+    from safetensors.torch import load_file
+
+    shared = nemo.weights["encoder.layers.0.self_attn.pos_bias_u"]
+    flat = torch.arange(2.0 * 144)
+    nemo.weights["encoder.layers.3.self_attn.pos_bias_u"] = shared
+    nemo.weights["encoder.layers.0.norm_out.weight"] = flat[:144]
+    nemo.weights["encoder.layers.0.norm_out.bias"] = flat[144:]
+    write_hugging_face(nemo, tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    for layer in (0, 3):
+        assert torch.equal(written[f"encoder.layers.{layer}.self_attn.bias_u"], shared)
+    assert torch.equal(written["encoder.layers.0.norm_out.bias"], flat[144:])
+    assert (tmp_path / "model.safetensors").stat().st_size < 1.1 * BASE.stat().st_size
+
+
 def test_old_tables_of_positions_are_dropped(nemo):
     from finetune.models.huggingface_layout import to_hugging_face, to_nemo
 

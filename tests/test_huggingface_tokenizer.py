@@ -62,7 +62,13 @@ def processor(proto: Any) -> Any:
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.slow) if kind in ("no_dummy_prefix", "identity", "lower_case") else kind
+        for kind in KINDS
+    ],
+)
 def test_there_and_back(model_type, kind, trained, texts, tmp_path):
     from transformers import AutoTokenizer
 

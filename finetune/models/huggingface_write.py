@@ -204,7 +204,13 @@ def renamed(
     if problems:
         more = f" (and {len(problems) - 8} more)" if len(problems) > 8 else ""
         raise UserError(f"--to hf: the weights of {path} do not fit ParakeetForTDT: {'; '.join(problems[:8])}{more}.")
-    return {key: t.detach().clone().contiguous() for key, t in found.items()}
+    own, memory = {}, set()
+    for key, tensor in found.items():
+        storage = tensor.untyped_storage()
+        shares = storage.data_ptr() in memory or storage.nbytes() != tensor.nbytes
+        memory.add(storage.data_ptr())
+        own[key] = tensor.detach().clone().contiguous() if shares else tensor.detach().contiguous()
+    return own
 
 
 def training_settings(config: Mapping[str, Any]) -> str:
