@@ -38,7 +38,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repo", required=True, metavar="OWNER/NAME")
     parser.add_argument("--format", choices=tuple(FORMATS), default="nemo", help="what is uploaded (default: nemo)")
     parser.add_argument(
-        "--hf-dir", type=Path, metavar="DIR", help="a Hugging Face export of the model, for --format hf or both"
+        "--hf-dir",
+        type=Path,
+        metavar="DIR",
+        help="a Hugging Face export of the model, for --format hf or both (default: it is made)",
     )
     seen = parser.add_mutually_exclusive_group()
     seen.add_argument("--private", action="store_true", help="make a new repository private (the default)")
@@ -118,19 +121,22 @@ def gather(arguments: argparse.Namespace, upload: Upload, folder: Path) -> tuple
 
 
 def hugging_face_directory(model: Path, folder: Path) -> Path:
-    """The model in Hugging Face's format, where no such directory was given.
+    """The model in Hugging Face's format, made and compared with the .nemo, where no such directory was given.
 
     Args:
         model: as `--model`.
         folder: for what is made; it goes after the upload.
 
     Raises:
-        UserError: there is none.
+        UserError: the format cannot hold this model, or what was made gives other texts.
     """
-    raise UserError(
-        "--format: a directory in Hugging Face's format is needed. Make one with `python -m finetune.export --model "
-        f"{shlex.quote(str(model))} --to hf --output DIR`, and give it with --hf-dir DIR."
-    )
+    from finetune.exporting.hugging_face import TOLERANCE, export_hugging_face, say_result
+
+    print("converting the model for transformers, and comparing it ...", file=sys.stderr)
+    output = folder / "hf"
+    samples, agreement = export_hugging_face(str(model), output)
+    print(say_result(output, samples, agreement, TOLERANCE, "float32"), file=sys.stderr)
+    return output
 
 
 def rename_data(facts: Facts, names: list[str]) -> None:

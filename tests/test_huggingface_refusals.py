@@ -198,7 +198,7 @@ def export(*arguments: object) -> int:
 
 
 def test_a_model_that_is_not_the_same_is_not_kept(tmp_path, monkeypatch, clips, capsys):
-    from finetune import export as module
+    from finetune.exporting import hugging_face as module
 
     def damaged(nemo: Any, directory: Path, dtype: str) -> None:
         nemo.weights["encoder.layers.4.norm_out.bias"] = nemo.weights["encoder.layers.4.norm_out.bias"] + 0.3
@@ -389,7 +389,7 @@ def test_without_nemo(tmp_path, clips):
 
 
 def test_a_run_brings_its_own_clips_and_without_any_it_is_said(tmp_path, clips, messages, capsys):
-    from finetune.export import samples_for
+    from finetune.exporting.hugging_face import samples_for
 
     run = tmp_path / "run"
     run.mkdir()

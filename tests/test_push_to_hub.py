@@ -227,7 +227,7 @@ def test_the_page_on_sharing_names_every_option_and_no_other(capsys):
         (("--repo", "a/--b"), "--repo"),
         (("--repo", REPO, "--language", "english"), "--language"),
         (("--repo", REPO, "--base-model", "/data/x.nemo"), "--base-model"),
-        (("--repo", REPO, "--format", "hf"), "--hf-dir"),
+        (("--repo", REPO, "--format", "hf", "--hf-dir", "finetune"), "--hf-dir: finetune holds no config.json"),
         (("--repo", REPO, "--format", "adapter"), "adapter_config.json"),
         (("--repo", REPO, "--model", "/no/such/run"), "there is no /no/such/run"),
     ],
@@ -288,3 +288,14 @@ def test_as_a_user_calls_it_no_file_and_no_output_holds_the_token(finished_run, 
     written = [path for path in tmp_path.rglob("*") if path.is_file() and path != home / "token"]
     assert not [path for path in written if TOKEN.encode() in path.read_bytes()]
     assert not list(tmp_path.glob("tmp*")), "the copy without paths is gone"
+
+
+def test_the_other_format_is_made_where_none_is_given(push, hub):
+    base = ROOT / "examples" / "base" / "fastconformer_tdt_3m.nemo"
+    code, said, error = push("--model", base, "--repo", REPO, "--format", "hf")
+    assert code == 0, error
+    assert "texts equal" in error
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "processor_config.json"):
+        assert name in said
+    assert 'pipeline("automatic-speech-recognition"' in said
+    assert hub.asked == []

@@ -14,7 +14,7 @@ def use_section(repo: str, formats: set[str], revision: str | None, base: str | 
     if "nemo" in formats:
         said.append("With [NeMo](https://github.com/NVIDIA-NeMo/NeMo):\n\n" + code("python", _nemo(repo, revision)))
         said.append(
-            "With the pipeline that trained it, which cuts long audio at silences:\n\n"
+            "With the pipeline that trained it, which takes audio of any length:\n\n"
             + code("bash", _pipeline(repo, revision))
         )
     if "hf" in formats:
