@@ -17,6 +17,7 @@ from omegaconf import OmegaConf, open_dict
 from finetune.errors import UserError
 from finetune.models.nemo import import_nemo
 from finetune.paths import ROOT
+from finetune.strategies.adapters import is_adapter, read_adapter
 
 # Hub names whose layout is shipped, with the number of their tokens.
 KNOWN = {
@@ -65,6 +66,8 @@ def read_layout(name: str, tokenizer: str | None = None) -> Layout:
     path = Path(name)
     if path.is_dir() and (path / "model.nemo").is_file():
         path = path / "model.nemo"
+    elif is_adapter(path):
+        return read_layout(read_adapter(path).base["name"])
     if path.suffix == ".nemo" and path.is_file():
         return _of_nemo(path)
     if path.suffix in (".yaml", ".yml") and path.is_file():

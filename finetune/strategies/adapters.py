@@ -242,7 +242,7 @@ def load_into_lora(model: Any, adapter: Adapter) -> None:
         "train_decoder": adapter.train_decoder,
     }
     wrong = [
-        f"model.lora_{key}: {value}"
+        f"model.lora_{key}: {str(value).replace(chr(39), '').replace('True', 'true').replace('False', 'false')}"
         for key, value in theirs.items()
         if value != (sorted(ours[key]) if key == "targets" else ours[key])
     ]

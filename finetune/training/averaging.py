@@ -74,9 +74,13 @@ class Ema:
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         weights = averaged_tensors(self.model)
-        ours = self.tensors()
-        theirs = [_local(weights[name].detach()).to(a.device, a.dtype) for name, a in zip(self.average, ours)]
-        torch._foreach_lerp_(ours, theirs, 1 - decay)
+        pairs = [(_local(average), _local(weights[name].detach())) for name, average in self.average.items()]
+        alike = [(a, w) for a, w in pairs if (a.dtype, a.device) == (w.dtype, w.device)]
+        if alike:
+            torch._foreach_lerp_([a for a, _ in alike], [w for _, w in alike], 1 - decay)
+        for average, weight in pairs:
+            if (average.dtype, average.device) != (weight.dtype, weight.device):
+                average.lerp_(weight.to(average), 1 - decay)  # one by one: a copy of all would double the memory
 
     def mean_over_processes(self, processes: int) -> None:
         """Means of the running statistics, as each process has its own; all of them take part."""
