@@ -150,17 +150,22 @@ def test_two_processes_have_the_average_of_one(trainings, clips, tmp_path, engin
     assert told["two"][0]["has_replica"] is (engine == "fsdp2")
     one, ours = ema_of(tmp_path / "one", steps), ema_of(tmp_path / "two", steps)
     assert one.keys() == ours.keys()
-    for name in one:
-        torch.testing.assert_close(ours[name], one[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    for (
+        name
+    ) in one:  # sums over processes round otherwise, of which AdamW makes steps where gradients are next to nothing
+        torch.testing.assert_close(ours[name], one[name], rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
     for weights in ("raw", "ema", "average"):
         for a, b in zip(rows(tmp_path / "two", weights), rows(tmp_path / "one", weights), strict=True):
             assert (a["step"], a["clips"]) == (b["step"], b["clips"])
-            assert a["wer"] == pytest.approx(b["wer"], abs=0.05)
+            assert (a["wer"], a["cer"]) == pytest.approx((b["wer"], b["cer"]), abs=0.05)
     kept = tmp_path / "two" / "checkpoints" / "average"
     assert len(list(kept.glob("*.safetensors"))) == 2
     if engine != "ddp":
         again = ema_of(tmp_path / "resumed", steps)
         assert all(torch.equal(ours[name], again[name]) for name in ours)
+        said = (tmp_path / "by_ddp-0.log").read_text()
+        assert "was written under another strategy" in said
+        assert "holds no moving average" not in said
         carried = ema_of(tmp_path / "by_ddp", steps)
         for name in ours:  # optimizer states start anew under another engine, so that only the way there is alike
             torch.testing.assert_close(carried[name], ours[name], rtol=0.1, atol=2e-2)

@@ -50,7 +50,7 @@ def offer(trainer: Any, model: Any, board: Any, weights: str) -> bool:
     if p.best_wer is not None and wer >= p.best_wer:
         return False
     p.best_wer, p.best_step, p.best_weights = wer, p.step, weights
-    keep(trainer, model)
+    trainer._keep(model)
     return True
 
 

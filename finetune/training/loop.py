@@ -207,7 +207,10 @@ class Trainer:
     def keep_model(self) -> None:
         """Writes the present weights as model.nemo."""
         with self.whole_model() as model:
-            best.keep(self, model)
+            self._keep(model)
+
+    def _keep(self, model: Any) -> None:
+        best.keep(self, model)
 
     # ---- training --------------------------------------------------------------------------------------------------
 
