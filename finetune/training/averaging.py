@@ -82,15 +82,17 @@ class Ema:
             if (average.dtype, average.device) != (weight.dtype, weight.device):
                 average.lerp_(weight.to(average), 1 - decay)  # one by one: a copy of all would double the memory
 
+    @torch.no_grad()
     def mean_over_processes(self, processes: int) -> None:
         """Means of the running statistics, as each process has its own; all of them take part."""
         if processes > 1:
-            parameters = {name for name, _ in self.model.named_parameters()}
-            for name in self.average.keys() - parameters:
-                device = next(self.model.parameters()).device
-                statistics = self.average[name].to(device)
-                torch.distributed.all_reduce(statistics)
-                self.average[name].copy_(statistics / processes)
+            parameters = dict(self.model.named_parameters())
+            device = next(iter(parameters.values())).device
+            for name, average in self.average.items():  # in one order on all of them
+                if name not in parameters:
+                    statistics = average.to(device, copy=True)
+                    torch.distributed.all_reduce(statistics)
+                    average.copy_(statistics / processes)
 
     @contextlib.contextmanager
     @torch.no_grad()

@@ -60,7 +60,7 @@ def evaluate_best(trainer: Any, splits: tuple[str, ...]) -> dict[str, Any]:
     with trainer.whole_model() as model:
         # The attempt at an average leaves other weights in the model.
         present = p.best_step == p.step and p.best_weights == "raw" and not trainer.config.training.average_checkpoints
-        if p.best_step is not None and not present:
+        if (p.best_step is not None or trainer.config.training.average_checkpoints) and not present:
             load_weights(model, trainer.output_dir / "model.nemo")
         mark = {"model": "best"} if p.best_weights == "raw" else {"model": "best", "weights": p.best_weights}
         return judge(trainer, model, splits, p.step if p.best_step is None else p.best_step, mark)
@@ -88,14 +88,18 @@ def try_average(trainer: Any) -> dict[str, Any] | None:
         taken = offer(trainer, model, board, "average")
     wer = board.total.rates()["wer"]
     log.info(
-        "mean of the weights of steps %s: WER %.4f on validation, the best single model's (%s) %.4f: the %s is model.nemo",
+        "mean of the weights of steps %s: WER %s on validation, the best single model's (%s) %s: the %s is model.nemo",
         ", ".join(map(str, steps)),
-        wer,
+        _rate(wer),
         weights,
-        before,
+        _rate(before),
         "mean" if taken else "single model",
     )
     return {"steps": steps, "validation_wer": wer, "best_single_validation_wer": before, "taken": taken}
+
+
+def _rate(wer: float | None) -> str:
+    return "unknown" if wer is None else f"{wer:.4f}"
 
 
 def judge(trainer: Any, model: Any, splits: tuple[str, ...], step: int, mark: dict[str, str]) -> dict[str, Any]:
