@@ -330,6 +330,7 @@ def test_a_loss_on_the_guard_set_within_chance_is_no_warning(tmp_path, messages)
             "wer_before": None,
             "wer_after": None,
             "wer_by_language": {},
+            "adapter_bytes": None,
             "guard_wer_before": before.total.rates()["wer"],
             "guard_wer_after": after.total.rates()["wer"],
             **significance(tmp_path, {"guard": after}, "test"),

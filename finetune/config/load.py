@@ -221,6 +221,7 @@ def _bounds(layers: Layers) -> list[tuple[str, str]]:
                 f"has to be 1 or more, found {config.model.gradient_checkpointing_every}",
             )
         )
+    problems += _averages(config)
     for name in ("lora_rank", "unfreeze_encoder_layers"):
         if config.model[name] < 0:
             problems.append((f"model.{name}", f"has to be 0 or more, found {config.model[name]}"))
@@ -256,6 +257,27 @@ def _bounds(layers: Layers) -> list[tuple[str, str]]:
         where, _, why = str(error).partition(": ")
         problems.append((where, why))
     problems += _optimizer_arguments(_resolved(config, "training.optimizer_args") or {})
+    return problems
+
+
+def _averages(config: DictConfig) -> list[tuple[str, str]]:
+    """What is wrong with averages of the weights, and with an adapter to go on with."""
+    t, problems = config.training, []
+    if not 0 <= t.ema_decay < 1:
+        problems.append(("training.ema_decay", f"is a fraction from 0 to below 1, found {t.ema_decay}"))
+    if t.average_checkpoints < 0 or t.average_checkpoints == 1:
+        why = f"is 0 for no average, or 2 or more states to average, found {t.average_checkpoints}"
+        problems.append(("training.average_checkpoints", why))
+    for name in ("ema_decay", "average_checkpoints"):
+        if t[name] and not _resolved(config, "data.validation"):
+            why = "has no effect without data.validation, whose WER decides whether the average is taken. Set it, or set this to 0"
+            problems.append((f"training.{name}", why))
+    if config.model.adapter and not config.model.lora_rank:
+        why = (
+            "needs model.lora_rank and the others as the adapter has them (`r` in its adapter_config.json), to go on training it. To train "
+            "from base and adapter merged, give its directory as model.name"
+        )
+        problems.append(("model.adapter", why))
     return problems
 
 

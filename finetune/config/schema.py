@@ -55,8 +55,8 @@ class ModelConfig:
 
     name: str = option(
         MISSING,
-        "A .nemo file, a run's output directory, a Hugging Face directory (`ParakeetForTDT`), a hub name such as "
-        "`nvidia/parakeet-tdt-0.6b-v3`, or a NeMo model YAML (random weights).",
+        "A .nemo file, a run's output directory, a LoRA adapter's directory, a Hugging Face directory (`ParakeetForTDT`), a hub name such "
+        "as `nvidia/parakeet-tdt-0.6b-v3`, or a NeMo model YAML (random weights).",
     )
     tokenizer: Any = option(
         None,
@@ -107,6 +107,16 @@ class ModelConfig:
         ["linear_q", "linear_k", "linear_v", "linear_out", "linear1", "linear2"],
         "Linear layers of each Conformer layer that get adapters: `linear_q`, `linear_k`, `linear_v`, `linear_out`, `linear_pos` "
         "(attention), `linear1`, `linear2` (feed-forward). No effect without `lora_rank`.",
+    )
+    lora_train_decoder: bool = option(
+        True,
+        "Train prediction network and joint whole beside the adapters. false: they are frozen, and the adapter is much smaller. No effect "
+        "without `lora_rank`.",
+    )
+    adapter: str | None = option(
+        None,
+        "Directory of an adapter that a LoRA run left (`output_dir`/adapter): training goes on with it, on its base model `name`. Wants "
+        "`lora_rank` and the others as the adapter has them. To train from base and adapter merged, give the directory as `name`.",
     )
     scaled_dot_product_attention: bool = option(
         False, "Attention of the encoder through torch's scaled_dot_product_attention."
@@ -326,6 +336,30 @@ class TrainingConfig:
         "steps",
     )
     eval_on_start: bool = option(True, "Evaluate the base model as step 0.")
+    ema_decay: float = option(
+        0.0,
+        "Decay of a moving average of the weights, such as 0.999, which is evaluated beside them: the better one by validation WER is "
+        "model.nemo. It costs 4 bytes a trained parameter and a second evaluation of `data.validation` each time. 0: none.",
+        "fraction",
+    )
+    ema_device: str = option(
+        "same",
+        "Where the moving average lies: `same` as the weights, or `cpu`, to which the weights are then copied in each step. No effect "
+        "without `ema_decay`.",
+        choices=("same", "cpu"),
+    )
+    average_checkpoints: int = option(
+        0,
+        "Keep the weights of N evaluations and average them at the end; the mean is model.nemo where its validation WER is better than the "
+        "best single one's. 0: no average.",
+        "evaluations",
+    )
+    average_by: str = option(
+        "last",
+        "Which evaluations' weights are averaged: the `last` N, or the `best` N by validation WER. No effect without "
+        "`average_checkpoints`.",
+        choices=("last", "best"),
+    )
     save_steps: int = option(500, "Write a checkpoint each N steps. 0: only at the end.", "steps")
     save_total_limit: int = option(2, "Newest checkpoints that are kept. 0: all.", "checkpoints")
     resume_from_checkpoint: Any = option(

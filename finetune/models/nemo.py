@@ -13,6 +13,7 @@ from omegaconf import OmegaConf, open_dict
 
 from finetune.errors import UserError
 from finetune.models import huggingface
+from finetune.strategies.adapters import check_base, is_adapter, merge_adapter, read_adapter
 from finetune.strategies.lora import load_merged_state_dict, merged_state_dict
 
 log = logging.getLogger(__name__)
@@ -36,8 +37,8 @@ def load_model(name: str, tokenizer: str | None = None) -> Any:
     """A NeMo transducer with a SentencePiece tokenizer (EncDecRNNTBPEModel, TDT or RNN-T head), on the CPU.
 
     Args:
-        name: a .nemo file, a run's output directory (its model.nemo), a Hugging Face directory (ParakeetForTDT), a hub name, or a
-            NeMo model YAML (random weights).
+        name: a .nemo file, a run's output directory (its model.nemo), the directory of an adapter (its base model with the adapter
+            merged), a Hugging Face directory (ParakeetForTDT), a hub name, or a NeMo model YAML (random weights).
         tokenizer: directory with `tokenizer.model`, for a YAML that names none.
 
     Raises:
@@ -47,6 +48,8 @@ def load_model(name: str, tokenizer: str | None = None) -> Any:
     if path.is_dir():
         if (path / "model.nemo").is_file():
             return _restore(path / "model.nemo")
+        if is_adapter(path):
+            return _with_adapter(path)
         if huggingface.is_hugging_face(path):
             return _check(huggingface.load_hugging_face(path), name)
         raise UserError(
@@ -60,6 +63,22 @@ def load_model(name: str, tokenizer: str | None = None) -> Any:
             raise UserError(f"model.name: there is no file {name} (looked in {Path.cwd()}).")
         return _restore(path)
     return _download(name)
+
+
+def _with_adapter(path: Path) -> Any:
+    adapter = read_adapter(path)
+    base = adapter.base["name"]
+    try:
+        model = load_model(base)
+    except UserError as error:
+        raise UserError(
+            f"model.name: {path} is an adapter of the base model {base}, which cannot be loaded: {error} Put it there, or write its present "
+            f"place as `name` into {path / 'base_model.json'}.",
+            exit_code=error.exit_code,
+        ) from error
+    check_base(adapter, model, base)
+    merge_adapter(model, adapter)
+    return model
 
 
 def move_to_device(model: Any, device: str) -> Any:

@@ -119,6 +119,7 @@ class StepAccount:
         optimizer: its optimizer, after a step (its states have to exist).
         device_type: as for TensorAccount.
         held: gradients of the step before, whose memory is kept between the steps: DDP's buckets.
+        averages: a moving average of the weights, counted with the optimizer's states.
     """
 
     def __init__(
@@ -127,8 +128,9 @@ class StepAccount:
         optimizer: Any,
         device_type: str | None = None,
         held: Iterable[torch.Tensor] = (),
+        averages: Iterable[torch.Tensor] = (),
     ):
-        self.module, self.optimizer, self.held = module, optimizer, list(held)
+        self.module, self.optimizer, self.held, self.averages = module, optimizer, list(held), list(averages)
         self.account = TensorAccount(device_type)
         self.hooks: list[Any] = []
         self.restore_step: Callable[[], None] | None = None
@@ -139,6 +141,7 @@ class StepAccount:
         account.add((p.detach() for p in self.module.parameters()), "parameters")
         account.add(self._weights_of_the_engine(), "parameters")
         account.add(state_tensors(self.optimizer), "optimizer")
+        account.add(self.averages, "optimizer")
         account.add(self.held, "gradients")
         for p in self.module.parameters():
             if p.requires_grad:

@@ -53,6 +53,7 @@ def key_of(layout: Layout, kind: Kind, lengths: list[float], tokens_a_second: fl
     for name in (
         "name",
         "tokenizer",
+        "adapter",
         "spec_augment",
         "sigma",
         "omega",

@@ -34,6 +34,9 @@ class Weights:
     optimizer_on_host: float
     optimizer_step: float = 0.0
     """What a step takes beside all others."""
+    ema: float = 0.0
+    """The moving average beside the weights, as whole as they are; counted with the optimizer's states."""
+    ema_on_host: float = 0.0
     gradient_copies: int = 1
     """2 where DDP's buckets lie idle beside gradients that are exchanged otherwise."""
 
@@ -97,13 +100,14 @@ def _with_engine(peak: Parts, without: Parts, weights: Weights, engine: Engine, 
         held = dict(peak)
         if accumulates or name == "ddp":  # DDP's buckets are the gradients, and stay
             held = {**without, "gradients": weights.trained * weights.gradient_copies}
-        held["optimizer"] = weights.optimizer
+        held["optimizer"] = weights.optimizer + weights.ema
         return held
     if accumulates:
         peak = {**without, "gradients": weights.trained}
     parts = dict(peak)
     parts["optimizer"] = 0.0 if host else weights.optimizer / n
     if name.startswith("fsdp"):
+        parts["optimizer"] += 0.0 if host else weights.ema / n
         gathered = weights.around_layers + LAYERS_GATHERED * weights.layer
         shard = 0.0 if host else weights.parameters / n
         parts["parameters"] = parts["parameters"] - weights.parameters + shard + min(gathered, weights.parameters)
@@ -112,6 +116,7 @@ def _with_engine(peak: Parts, without: Parts, weights: Weights, engine: Engine, 
             on_their_way if peak.get("gradients", 0.0) else 0.0
         )
         return parts
+    parts["optimizer"] += weights.ema  # whole, as the weights of ZeRO-1 and 2 are
     stage = int(name.rsplit("_", 1)[1])
     master = 0.0 if host else FLOAT * weights.trained_elements / n
     buckets = FLOAT * engine.bucket_elements * engine.buckets
@@ -130,6 +135,7 @@ def _with_engine(peak: Parts, without: Parts, weights: Weights, engine: Engine, 
 def host_bytes(weights: Weights, engine: Engine) -> float:
     """Bytes on the host for one process, beside what a run without offload has there."""
     if "_offload" not in engine.name:
-        return weights.optimizer_on_host
+        return weights.optimizer_on_host + weights.ema_on_host
     masters = 2 * FLOAT * weights.trained_elements / engine.shards  # and their gradients
-    return weights.optimizer / engine.shards + masters
+    ema = weights.ema / engine.shards if engine.name.startswith("fsdp") else 0.0  # where the shards are
+    return weights.optimizer / engine.shards + masters + ema + weights.ema_on_host

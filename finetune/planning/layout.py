@@ -18,6 +18,7 @@ from finetune.errors import UserError
 from finetune.models.huggingface import cached_file, is_hugging_face, nemo_config
 from finetune.models.nemo import import_nemo
 from finetune.paths import ROOT
+from finetune.strategies.adapters import is_adapter, read_adapter
 
 # Hub names whose layout is shipped, with the number of their tokens.
 KNOWN = {
@@ -66,6 +67,8 @@ def read_layout(name: str, tokenizer: str | None = None) -> Layout:
     path = Path(name)
     if path.is_dir() and (path / "model.nemo").is_file():
         path = path / "model.nemo"
+    elif is_adapter(path):
+        return read_layout(read_adapter(path).base["name"])
     if path.suffix == ".nemo" and path.is_file():
         return _of_nemo(path)
     if is_hugging_face(path):

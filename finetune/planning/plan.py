@@ -14,7 +14,7 @@ from finetune.data.buffer import BatchLimits
 from finetune.errors import UserError
 from finetune.paths import ACCELERATE_CONFIGS, strategy_names
 from finetune.planning import cache
-from finetune.planning.engines import Engine, Weights, engine_of, host_bytes, peak_of_step
+from finetune.planning.engines import FLOAT, Engine, Weights, engine_of, host_bytes, peak_of_step
 from finetune.planning.follow import Kind, Parts
 from finetune.planning.gpus import GIB, Card
 from finetune.planning.layout import Layout
@@ -117,6 +117,11 @@ class Predictor:
             states.device,
             states.host,
             step_bytes(t.optimizer, memory.shapes),
+            **{
+                "ema_on_host" if t.ema_device == "cpu" else "ema": FLOAT * w["trained_elements"]
+                if t.ema_decay
+                else 0.0
+            },
         )
         self.accumulates = t.gradient_accumulation_steps > 1
 

@@ -73,7 +73,7 @@ class Run:
 
     def rows(self, split: str) -> list[dict[str, Any]]:
         """Evaluations of the model in training, all languages."""
-        return [row for row in self.evaluations if row["split"] == split and not _of_best(row)]
+        return [row for row in self.evaluations if row["split"] == split and not _of_best(row) and _is_raw(row)]
 
     def base(self, split: str) -> dict[str | None, dict[str, Any]]:
         """Evaluation of the base model by language; None is all of them. Empty where it was not measured."""
@@ -141,6 +141,11 @@ def number(value: Any) -> float | None:
 
 def _of_best(row: dict[str, Any]) -> bool:
     return row.get("model") == "best"
+
+
+def _is_raw(row: dict[str, Any]) -> bool:
+    """Of the weights as they are trained, no average of them."""
+    return row.get("weights", "raw") == "raw"
 
 
 def _is_step(row: dict[str, Any]) -> bool:

@@ -62,10 +62,13 @@ def result_section(run: Run) -> str:
     base, best = run.base(split), run.best(split)
     now, before = best.get(None, {}), base.get(None, {})
     s, last = run.summary, run.metrics[-1] if run.metrics else {}
+    kind = {"ema": "moving average of the weights, ", "average": "mean of evaluated states, "}.get(
+        s.get("best_weights"), ""
+    )
     tiles = [
         rate_tile(f"WER on {split}", now.get("wer"), before.get("wer")),
         rate_tile(f"CER on {split}", now.get("cer"), before.get("cer")),
-        tile("Best step", text_of(s.get("best_step", now.get("step"))), "chosen by WER on validation"),
+        tile("Best step", text_of(s.get("best_step", now.get("step"))), f"{kind}chosen by WER on validation"),
         tile("Throughput", *throughput(run)),
         tile("Peak memory", gib(measured_memory(run)), memory_kind(run)),
         tile("Training time", duration(training_seconds(run)), f"{text_of(s.get('steps', run.step))} steps"),

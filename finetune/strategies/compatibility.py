@@ -221,6 +221,28 @@ RULES = (
         "set training.fp16: false; the strategy's weights are in bf16 already",
     ),
     Rule(
+        "training.ema_decay",
+        "DeepSpeed ZeRO-3",
+        lambda c, engine, gpu: _averages(c) and engine.startswith("deepspeed_zero3"),
+        "its parameters are empty between the layers' own gatherings, so that each update would gather the whole model",
+        "use --strategy fsdp2, where each process averages its shards, or zero2; or training.average_checkpoints instead",
+    ),
+    Rule(
+        "training.ema_decay",
+        "training.optimizer flash_adamw_gradient_release or cpu_offload_ao",
+        lambda c, engine, gpu: _averages(c) and (_releases(c) or _optimizer(c).startswith("cpu_offload")),
+        "these change weights outside of the step: in the backward pass, before it is known whether the step counts, or on the host, from "
+        "where they are on their way back when the step returns",
+        "use --strategy flash_adamw or adamw_8bit, or training.average_checkpoints instead",
+    ),
+    Rule(
+        "training.ema_device cpu",
+        "FSDP",
+        lambda c, engine, gpu: _averages(c) and _get(c, "training.ema_device") == "cpu" and engine.startswith("fsdp"),
+        "shards are gathered where they lie, and those of an average on the host could not be",
+        "set training.ema_device: same; each GPU holds the average of its own shards only",
+    ),
+    Rule(
         "model.dtype bfloat16",
         "DeepSpeed or FSDP",
         lambda c, engine, gpu: _get(c, "model.dtype") == "bfloat16" and engine.startswith(("deepspeed", "fsdp")),
@@ -244,6 +266,10 @@ def _optimizer(config: Any) -> str:
 
 def _releases(config: Any) -> bool:
     return _optimizer(config) == "flash_adamw_gradient_release"
+
+
+def _averages(config: Any) -> bool:
+    return (_get(config, "training.ema_decay") or 0) > 0
 
 
 def _accumulates(config: Any) -> bool:

@@ -31,13 +31,19 @@ def apply_encoder_options(model: Any, m: Any) -> None:
         log.info("the encoder is frozen but the last %d of its %d layers", m.unfreeze_encoder_layers, total)
     if m.lora_rank:
         adapters = add_lora(
-            model, rank=m.lora_rank, alpha=m.lora_alpha, dropout=m.lora_dropout, targets=list(m.lora_targets)
+            model,
+            rank=m.lora_rank,
+            alpha=m.lora_alpha,
+            dropout=m.lora_dropout,
+            targets=list(m.lora_targets),
+            train_decoder=m.lora_train_decoder,
         )
         log.info(
-            "LoRA of rank %d, scaled by %g, on %d linear layers of the encoder, which is frozen otherwise",
+            "LoRA of rank %d, scaled by %g, on %d linear layers of the encoder, which is frozen otherwise%s",
             m.lora_rank,
             model.lora_scaling,
             adapters,
+            "" if m.lora_train_decoder else ", as are prediction network and joint",
         )
     if m.compile:
         log.info("compiling %d encoder layers in the first step", compile_layers(model))

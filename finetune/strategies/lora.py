@@ -15,11 +15,17 @@ LORA_KEY = re.compile(r"^(.*)\.lora_([AB])\.\w+\.weight$")
 
 
 def add_lora(
-    model: Any, *, rank: int, alpha: float | None = None, dropout: float = 0.0, targets: list[str] | None = None
+    model: Any,
+    *,
+    rank: int,
+    alpha: float | None = None,
+    dropout: float = 0.0,
+    targets: list[str] | None = None,
+    train_decoder: bool = True,
 ) -> int:
     """Puts adapters beside linear layers of each Conformer layer, in place, and freezes everything else of the encoder.
 
-    Prediction network and joint stay as they are, trained. BatchNorm keeps its stored statistics, which belong to the frozen
+    Prediction network and joint stay as they are, trained, unless `train_decoder` is false. BatchNorm keeps its stored statistics, which belong to the frozen
     weights; the model's own dropout stays on in training. At first the adapters add nothing: their second factor is zero.
 
     Args:
@@ -27,6 +33,7 @@ def add_lora(
         alpha: updates are scaled by alpha / rank; None: twice the rank.
         dropout: probability before the adapters.
         targets: names of linear layers within a Conformer layer.
+        train_decoder: train prediction network and joint; else they are frozen too.
 
     Returns:
         The number of linear layers with an adapter.
@@ -61,6 +68,15 @@ def add_lora(
     inject_adapter_in_model(settings, model.encoder)  # also freezes what is no adapter
     model.freeze_batchnorm = True
     model.lora_scaling = alpha / rank
+    model.lora_settings = {
+        "rank": rank,
+        "alpha": float(alpha),
+        "dropout": dropout,
+        "targets": list(targets),
+        "train_decoder": train_decoder,
+    }
+    for part in () if train_decoder else (model.decoder, model.joint):
+        part.requires_grad_(False)
     return sum(hasattr(module, "lora_A") for module in model.encoder.modules())
 
 

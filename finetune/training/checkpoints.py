@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from finetune.errors import UserError
 from finetune.strategies.sharded import write_whole_weights
+from finetune.training.averaging import EMA_FILE
 from finetune.training.outputs import write_json
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ def save_checkpoint(
     state: dict[str, Any],
     rank_state: dict[str, Any],
     replica: Any | None = None,
+    ema: dict[str, torch.Tensor] | None = None,
 ) -> Path:
     """Writes a checkpoint beside the others under a temporary name and renames it at last.
 
@@ -43,6 +46,7 @@ def save_checkpoint(
         state: what is the same on all ranks (JSON).
         rank_state: what each rank has of its own (JSON).
         replica: the present model with whole weights, written too where the engine's own files hold them in shards.
+        ema: the moving average of the weights, on the main process.
     """
     final = checkpoint_path(output_dir, step)
     aside = final.with_name(f".{final.name}.tmp")
@@ -56,6 +60,8 @@ def save_checkpoint(
     if accelerator.is_main_process:
         if replica is not None:
             write_whole_weights(aside, replica)
+        if ema:
+            save_file(ema, aside / EMA_FILE)
         write_json(aside / "trainer_state.json", state)
         _sync(aside)
         if final.exists():

@@ -14,17 +14,17 @@ import torch
 
 from finetune.data.stream import Batch, ClipStream
 from finetune.errors import UserError
-from finetune.models.nemo import load_weights, save_nemo, set_batchnorm_mode
-from finetune.reporting.page import keep_report
+from finetune.models.nemo import set_batchnorm_mode
 from finetune.strategies import sharded
 from finetune.strategies.optimizers import describe_optimizer, unwrap_optimizer
-from finetune.training import checkpoints, resume, trackers, verdict
+from finetune.training import best, checkpoints, resume, trackers
+from finetune.training.averaging import Ema
 from finetune.training.data import count_clips
-from finetune.training.evaluate import average_batchnorm, evaluation_rows, judge_split, log_board, write_mistakes
+from finetune.training.evaluate import average_batchnorm
 from finetune.training.intake import Intake, StepInput
 from finetune.training.memory_guard import MemoryGuard, earlier_limits
 from finetune.training.metrics import MetricsWindow, rates_by_part
-from finetune.training.outputs import LineFile, write_json
+from finetune.training.outputs import LineFile
 from finetune.training.pace import splits_due
 from finetune.training.view import View
 from finetune.training.watch import ForwardClock, Watch, gather_paces
@@ -52,6 +52,7 @@ class Progress:
     filtered: dict[str, int] = field(default_factory=dict)
     best_step: int | None = None
     best_wer: float | None = None
+    best_weights: str = "raw"
     wer_before: dict[str, Any] | None = None
     guard_before: float | None = None
     base_wer: dict[str, float] = field(default_factory=dict)
@@ -106,6 +107,8 @@ class Trainer:
         self.window = MetricsWindow(self.model.preprocessor._sample_rate)
         # One generator for the draw between TDT and RNN-T, equal on all ranks and kept in checkpoints.
         self.omega_generator = torch.Generator().manual_seed(config.training.seed)
+        t = config.training
+        self.ema = Ema(self.model, t.ema_decay, t.ema_device) if t.ema_decay else None
         self.resumed_from: int | None = None
         self.optimizer_description: dict[str, Any] = {}
         self.last_saved = -1
@@ -162,11 +165,16 @@ class Trainer:
             "settings": resume.settings_of(self),
             "kind": resume.kind_of(self),
             "lora_scaling": getattr(self.model, "lora_scaling", None),
+            "ema_updates": None if self.ema is None else self.ema.updates,
         }
+        ema = None
+        if self.ema is not None:
+            self.ema.mean_over_processes(self.accelerator.num_processes)
+            ema = self.ema.whole_state(keep=self.accelerator.is_main_process)
         if self.replica is not None:
             sharded.copy_weights(self.model, self.replica)
         checkpoints.save_checkpoint(
-            self.accelerator, self.output_dir, self.progress.step, state, self.stream.state_dict(), self.replica
+            self.accelerator, self.output_dir, self.progress.step, state, self.stream.state_dict(), self.replica, ema
         )
         self.last_saved = self.progress.step
         if self.accelerator.is_main_process:
@@ -185,57 +193,12 @@ class Trainer:
         return sharded.whole_model(self.model, self.replica, self.accelerator.device)
 
     def evaluate(self, splits: tuple[str, ...]) -> dict[str, Any]:
-        """Evaluates the splits that the run file names; keeps the best model by validation WER."""
-        average_batchnorm(self.accelerator, self.model, self.config)
-        with self.whole_model() as model:
-            boards = self._judge(model, splits, self.progress.step, {})
-            if "validation" in boards:
-                self.progress.last_evaluated = self.progress.step
-            if "validation" in boards and boards["validation"].total.words:
-                wer = boards["validation"].total.rates()["wer"]
-                if self.progress.best_wer is None or wer < self.progress.best_wer:
-                    self.progress.best_wer, self.progress.best_step = wer, self.progress.step
-                    self._keep(model)
-        if self.accelerator.is_main_process:
-            keep_report(self.output_dir)
-        return boards
+        """Evaluates the splits that the run file names; keeps the best model by validation WER (finetune.training.best)."""
+        return best.evaluate(self, splits)
 
     def evaluate_best(self, splits: tuple[str, ...]) -> dict[str, Any]:
         """Evaluates the chosen model, read again from model.nemo where it is not the present one; its lines carry the best step."""
-        p = self.progress
-        with self.whole_model() as model:
-            if p.best_step is not None and p.best_step != p.step:
-                load_weights(model, self.output_dir / "model.nemo")
-            step = p.step if p.best_step is None else p.best_step
-            return self._judge(model, splits, step, {"model": "best"})
-
-    def _judge(self, model: Any, splits: tuple[str, ...], step: int, mark: dict[str, str]) -> dict[str, Any]:
-        """Evaluates the splits that the run file names, and writes the lines, each with `mark`."""
-        boards = {}
-        for split in splits:
-            if split in self.sources:
-                board, heard = judge_split(
-                    self.accelerator, model, self.config, self.sources, split, self.intake, self.view
-                )
-                boards[split] = board
-                log_board(step, split, board)
-                if self.accelerator.is_main_process:
-                    rows = evaluation_rows(step, split, board)
-                    self.evaluations.append(*({**row, **mark} for row in rows))
-                    write_mistakes(self.output_dir, step, split, board, mark)
-                    self._show_evaluation(split, board, heard, best=bool(mark))
-        return boards
-
-    def _show_evaluation(self, split: str, board: Any, heard: list[Any], best: bool) -> None:
-        """On the main process: trackers, view and watch. The best model's is named as such, and belongs to an earlier step."""
-        p = self.progress
-        name = f"best/{split}" if best else split
-        rate = self.model.preprocessor._sample_rate
-        trackers.log_evaluation(self.accelerator, p.step, name, board, heard, rate, split not in self.heard)
-        self.heard.add(split)
-        if not best:
-            verdict.note(self, split, board)
-        self.view.evaluated(p.step, split, board)
+        return best.evaluate_best(self, splits)
 
     def last_loss(self) -> float | None:
         """Loss of the last line of metrics.jsonl."""
@@ -248,12 +211,7 @@ class Trainer:
             self._keep(model)
 
     def _keep(self, model: Any) -> None:
-        if self.accelerator.is_main_process:
-            save_nemo(model, self.output_dir / "model.nemo")
-            (self.output_dir / "checkpoints").mkdir(exist_ok=True)
-            best = {"step": self.progress.best_step, "validation_wer": self.progress.best_wer}
-            write_json(self.output_dir / "checkpoints" / "best.json", best)
-        self.accelerator.wait_for_everyone()
+        best.keep(self, model)
 
     # ---- training --------------------------------------------------------------------------------------------------
 
@@ -337,6 +295,8 @@ class Trainer:
         else:
             self.skipped_in_a_row = 0
             self._walk_schedule()
+            if self.ema is not None:
+                self.ema.update()
         p = self.progress
         p.step += 1
         p.samples += step_input.samples

@@ -44,11 +44,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_best(output_dir: Path) -> dict[str, Any] | None:
-    """Step and validation WER of the model.nemo that lies there; None where there is none."""
+    """Step, validation WER and kind of weights (raw, ema, average) of the model.nemo that lies there; None where there is none."""
     path = output_dir / "checkpoints" / "best.json"
     if not path.is_file() or not (output_dir / "model.nemo").is_file():
         return None
-    return json.loads(path.read_text(encoding="utf-8"))
+    return {"weights": "raw", **json.loads(path.read_text(encoding="utf-8"))}
 
 
 class LineFile:
@@ -91,7 +91,8 @@ class LineFile:
                 for line in file:
                     try:
                         row = json.loads(line)
-                        if row["step"] > step or row.get("model") == "best":
+                        closing = row.get("model") == "best" or row.get("weights") == "average"
+                        if row["step"] > step or closing:
                             break
                     except (ValueError, KeyError):
                         break  # a line that was cut off when the run died

@@ -13,7 +13,7 @@ from finetune.errors import UserError
 from finetune.strategies.lora import load_merged_state_dict, merge_saved_lora
 from finetune.strategies.optimizers import unwrap_optimizer
 from finetune.strategies.sharded import read_whole_weights
-from finetune.training import checkpoints
+from finetune.training import averaging, checkpoints
 from finetune.training.outputs import read_best
 
 log = logging.getLogger(__name__)
@@ -63,6 +63,10 @@ def resume(trainer: Any, path: Path) -> None:
     _load_states(trainer, path, state["kind"])
     trainer.restore_progress(state["progress"])
     trainer.window.load_state_dict(state["window"])
+    if trainer.ema is not None and not trainer.ema.load(path, state.get("ema_updates")):
+        log.warning(
+            "%s holds no moving average of what is trained now: it starts anew from the present weights", path.name
+        )
     p = trainer.progress
     trainer.omega_generator.set_state(torch.frombuffer(bytearray.fromhex(p.omega_state), dtype=torch.uint8))
     trainer.walk_schedule_to(state["schedule"])
@@ -75,6 +79,8 @@ def resume(trainer: Any, path: Path) -> None:
             trainer.clips.cut_after_step(p.step)
         trainer.quarantine.cut(p.quarantine_lines)
         checkpoints.remove_later_checkpoints(trainer.output_dir, p.step)
+        shapes = {n: list(t.shape) for n, t in averaging.averaged_tensors(trainer.model).items()}
+        averaging.drop_foreign(trainer.output_dir, p.step, shapes)
     _settle_best(trainer)
     if changes:
         log.warning(
@@ -119,11 +125,12 @@ def _load_states(trainer: Any, path: Path, kind: dict[str, str]) -> None:
 def _settle_best(trainer: Any) -> None:
     """model.nemo may be newer than the checkpoint, or of another run; what is said of it has to be true."""
     p, kept = trainer.progress, read_best(trainer.output_dir)
-    if p.best_step is not None and kept != {"step": p.best_step, "validation_wer": p.best_wer}:
+    known = {"step": p.best_step, "validation_wer": p.best_wer, "weights": p.best_weights}
+    if p.best_step is not None and kept != known:
         if kept is None:
             log.warning("there is no model.nemo in %s: the best model is chosen anew", trainer.output_dir)
-            kept = {"step": None, "validation_wer": None}
-        p.best_step, p.best_wer = kept["step"], kept["validation_wer"]
+            kept = {"step": None, "validation_wer": None, "weights": "raw"}
+        p.best_step, p.best_wer, p.best_weights = kept["step"], kept["validation_wer"], kept["weights"]
 
 
 def kind_of(trainer: Any) -> dict[str, str]:
@@ -138,6 +145,7 @@ def kind_of(trainer: Any) -> dict[str, str]:
     trained = "everything"
     if m.lora_rank:
         trained = f"LoRA of rank {m.lora_rank}, scaled by {trainer.model.lora_scaling:g}, on {', '.join(sorted(m.lora_targets))}"
+        trained += "" if m.lora_train_decoder else ", without prediction network and joint"
     elif m.freeze_encoder:
         trained = f"the last {m.unfreeze_encoder_layers} layers of the encoder, prediction network and joint"
     return {
@@ -169,6 +177,7 @@ def settings_of(trainer: Any) -> dict[str, Any]:
         "training.decoder_learning_rate": t.decoder_learning_rate,
         "training.joint_learning_rate": t.joint_learning_rate,
         "training.weight_decay": t.weight_decay,
+        "training.ema_decay": t.ema_decay,
         "training.optimizer_args": OmegaConf.to_container(t.optimizer_args),
         "processes": trainer.accelerator.num_processes,
         "data.batch_duration": d.batch_duration,

@@ -6,15 +6,12 @@ import gc
 import json
 import logging
 import math
-import os
-import random
 import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from omegaconf import OmegaConf
 
@@ -31,17 +28,19 @@ from finetune.strategies.accelerate_files import (
     resolve_precision,
 )
 from finetune.strategies.activation_offload import ActivationOffload
+from finetune.strategies.adapters import base_hash, check_base, load_into_lora, name_base, read_adapter
 from finetune.strategies.compatibility import find_conflicts
 from finetune.strategies.encoder import apply_encoder_options
 from finetune.strategies.optimizers import build_optimizer, describe_optimizer, parameter_groups
 from finetune.strategies.sharded import count_parameters, make_replica, shards_parameters
-from finetune.training import checkpoints, trackers, vocabulary
+from finetune.training import averaging, best, checkpoints, trackers, vocabulary
 from finetune.training.advice import warnings_for
 from finetune.training.data import count_clips, make_stream, mean_seconds, train_limits
 from finetune.training.data import open_sources as open_sources
 from finetune.training.evaluate import check_decoding
 from finetune.training.loop import Trainer
 from finetune.training.outputs import environment, peak_memory_gib, peak_rss_gib, write_json
+from finetune.training.process import allow_tf32, seed_everything, set_allocator
 from finetune.training.resume import resume, take_weights
 from finetune.training.schedule import Schedule
 from finetune.training.stages import agreed
@@ -85,46 +84,6 @@ def build_accelerator(config: Any, strategy: Strategy) -> Any:
     return accelerator
 
 
-def allow_tf32(allowed: bool) -> None:
-    """Lets float32 products of a GPU round their factors to TensorFloat-32. Without it torch's own choice stays: products no,
-    convolutions yes."""
-    if not allowed:
-        return
-    if not torch.cuda.is_available():
-        log.warning("training.tf32 has no effect: there is no GPU")
-        return
-    torch.backends.cuda.matmul.allow_tf32 = True
-    torch.backends.cudnn.allow_tf32 = True
-    log.info("float32 products and convolutions in TF32")
-
-
-def seed_everything(seed: int) -> None:
-    """Seeds Python, NumPy and torch."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
-def set_allocator(cuda_alloc_conf: str | None) -> None:
-    """Settings of the GPU's memory allocator, which have to stand before the first tensor on a GPU."""
-    if not cuda_alloc_conf:
-        return
-    theirs = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
-    if theirs is not None and theirs != cuda_alloc_conf:
-        log.warning(
-            "training.cuda_alloc_conf: the environment's allocator settings %r count, not %r", theirs, cuda_alloc_conf
-        )
-        return
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = cuda_alloc_conf
-    if torch.cuda.is_available():
-        # The variable may have been read already; a setting that torch does not know is refused here.
-        try:
-            torch.cuda.memory._set_allocator_settings(cuda_alloc_conf)
-        except (RuntimeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"training.cuda_alloc_conf: {cuda_alloc_conf!r} is not understood: {reason}") from error
-
-
 @contextlib.contextmanager
 def output_directory(accelerator: Any, config: Any) -> Iterator[Path]:
     """Makes and locks training.output_dir. A run that is to be overwritten stays until `begin_run`.
@@ -154,12 +113,12 @@ def output_directory(accelerator: Any, config: Any) -> Iterator[Path]:
             )
         except OSError as error:
             problem = f"training.output_dir: {path} cannot be written: {error}."
-    model = Path(config.model.name)
-    if t.overwrite_output_dir and model.exists() and model.resolve().is_relative_to(path.resolve()):
-        problem = problem or (
-            f"training.overwrite_output_dir: {model} lies in {path}, which would be overwritten. Name another "
-            "training.output_dir, or copy the model elsewhere."
-        )
+    for model in (Path(name) for name in (config.model.name, config.model.adapter) if name):
+        if t.overwrite_output_dir and model.exists() and model.resolve().is_relative_to(path.resolve()):
+            problem = problem or (
+                f"training.overwrite_output_dir: {model} lies in {path}, which would be overwritten. Name another "
+                "training.output_dir, or copy the model elsewhere."
+            )
     if accelerator.num_processes > 1:
         from accelerate.utils import broadcast_object_list
 
@@ -182,6 +141,7 @@ def begin_run(accelerator: Any, trainer: Trainer, config: Any, checkpoint: Path 
         if config.training.overwrite_output_dir:
             _remove_run(trainer.output_dir)
         forget_base(trainer.output_dir)
+        averaging.forget_kept(trainer.output_dir)
         for file in (trainer.metrics, trainer.evaluations, trainer.quarantine, trainer.clips):
             if file.path.exists():
                 file.cut(0)
@@ -198,7 +158,7 @@ def find_checkpoint(config: Any) -> Path | None:
 
 def _remove_run(path: Path) -> None:
     """Removes what a run leaves, and nothing else that may lie there."""
-    for name in ("checkpoints", "logs", "profile", "out_of_memory", vocabulary.FOLDER):
+    for name in ("checkpoints", "adapter", "logs", "profile", "out_of_memory", vocabulary.FOLDER):
         shutil.rmtree(path / name, ignore_errors=True)
     for name in (
         "config.yaml",
@@ -227,10 +187,20 @@ def build_model(accelerator: Any, config: Any, checkpoint: Path | None = None) -
     prepare_for_training(model, spec_augment=m.spec_augment, dropout=m.dropout, freeze_batchnorm=m.freeze_batchnorm)
     if m.sync_batchnorm and accelerator.num_processes > 1:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    adapter = read_adapter(Path(m.adapter)) if m.adapter else None
+    if adapter is not None:
+        check_base(adapter, model, m.name)
+    base = base_hash(model, m.lora_train_decoder) if m.lora_rank else None
     apply_encoder_options(model, m)
+    if adapter is not None:
+        load_into_lora(model, adapter)
+        log.info("training goes on with the adapter %s", adapter.path)
     cast_parameters(model, getattr(torch, m.dtype))
+    started_from = base_hash(model, m.lora_train_decoder) if m.lora_rank and checkpoint is not None else None
     if checkpoint is not None:
         take_weights(model, checkpoint)
+    if m.lora_rank:
+        name_base(model, m, base, started_from)
     model.to(accelerator.device)
     log.info(
         "model %s: %.1f M parameters, loaded in %.0f s",
@@ -384,7 +354,8 @@ def finish(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy) 
     judged = "test" if "test" in trainer.sources else "validation"
     if p.best_step is None:  # nothing to choose by
         trainer.keep_model()
-    elif p.best_step == 0:
+    average = best.try_average(trainer) if config.training.average_checkpoints else None
+    if p.best_step == 0:
         log.info("no evaluation was better than the base model's WER %.3f: model.nemo is the base model", p.best_wer)
     boards = trainer.evaluate_best((judged, "guard"))
     after = boards.get(judged)
@@ -392,6 +363,7 @@ def finish(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy) 
         trainer.count_wall_seconds()
         summary = summarise(accelerator, trainer, config, strategy, after)
         summary.update(significance(trainer.output_dir, boards, judged))
+        summary["average_checkpoints"] = average
         if "guard" in boards:
             summary["guard_wer_before"] = p.guard_before
             summary["guard_wer_after"] = boards["guard"].total.rates()["wer"]
@@ -446,6 +418,8 @@ def summarise(accelerator: Any, trainer: Trainer, config: Any, strategy: Strateg
         },
         "best_step": p.best_step,
         "best_validation_wer": p.best_wer,
+        "best_weights": p.best_weights,
+        **best.sizes(trainer),
         "peak_memory_gib": peak_memory_gib(),
         "peak_memory_is": "CUDA allocator" if torch.cuda.is_available() else "resident memory of the process",
         "peak_rss_gib": peak_rss_gib(),

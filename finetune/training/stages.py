@@ -69,6 +69,7 @@ def stages_of(stages: list[Any], output_dir: Path) -> list[Stage]:
             settings["data"]["skip_samples"] = limit_before
         if found:
             settings["model"].setdefault("name", str(found[-1].folder))
+            settings["model"].setdefault("adapter", None)  # it belongs to the first stage's base model
         settings["training"]["output_dir"] = str(folder)
         found.append(Stage(number, folder, settings))
         limit_before = limit

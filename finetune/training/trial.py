@@ -171,7 +171,8 @@ class MemoryMeter:
         self.device = trainer.accelerator.device
         self.gpu = self.device.type == "cuda"
         followed = not self.gpu and not trainer.config.model.compile
-        self.follow = StepAccount(trainer.module, trainer.optimizer) if followed else None
+        averages = trainer.ema.tensors() if trainer.ema is not None else []
+        self.follow = StepAccount(trainer.module, trainer.optimizer, averages=averages) if followed else None
         if self.follow:
             self.follow.account.parts["inputs"] = 0
         self.process = psutil.Process()

@@ -90,7 +90,7 @@ def say_result(summary: dict[str, Any], before: dict[str, Any] | None, after: An
             (summary["wer_after"] - summary["wer_before"]) / summary["wer_before"] if summary["wer_before"] else 0.0
         )
         log.info(
-            "WER on %s: %.3f%s before, %.3f%s after (%+.0f %%), best step %s",
+            "WER on %s: %.3f%s before, %.3f%s after (%+.0f %%), best step %s (%s weights)",
             judged,
             summary["wer_before"],
             _range(summary["wer_before_interval"]),
@@ -98,6 +98,7 @@ def say_result(summary: dict[str, Any], before: dict[str, Any] | None, after: An
             _range(summary["wer_after_interval"]),
             100 * change,
             summary["best_step"],
+            summary["best_weights"],
         )
         if judged in found:
             log.info("  %s", sentence(found[judged]))
@@ -117,6 +118,13 @@ def say_result(summary: dict[str, Any], before: dict[str, Any] | None, after: An
         )
         if guard_after > guard_before and (told is None or told["significant"]):
             log.warning("the model lost on data.guard. %s", LOST_ON_GUARD)
+    if summary["adapter_bytes"]:
+        log.info(
+            "adapter: %s, %.2f MB beside model.nemo's %.2f MB",
+            output_dir / "adapter",
+            summary["adapter_bytes"] / 1e6,
+            summary["model_bytes"] / 1e6,
+        )
     log.info("model: %s   summary: %s", output_dir / "model.nemo", output_dir / "summary.json")
     log.info("transcribe a file: python -m finetune.transcribe --model %s FILE", output_dir)
 
