@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import soundfile
 from conftest import ROOT, read_lines
+from omegaconf import OmegaConf
 
 from finetune.training.watch import REPEAT_AFTER_LINES, Watch, steady_growth
 
@@ -518,3 +519,18 @@ def test_a_profile_accounts_for_the_steps_and_changes_nothing(run_train, tiny_ru
 def test_a_profile_longer_than_the_run_is_refused(run_train, tiny_run, failed):
     said = failed(2, *tiny_run(data={"validation": None, "test": None}), "--profile", "3")
     assert "Set training.max_steps to 5" in said
+
+
+def test_trackers_get_no_passwords_of_the_run_file():
+    from finetune.training.run import flat_settings
+
+    run = {
+        "data": {
+            "train": "https://me:hunter22@example.org/a?sig=abcdef",
+            "validation": [{"path": "b", "token": "geheim12"}],
+        }
+    }
+    flat = flat_settings(OmegaConf.create({**run, "training": {"learning_rate": 0.001}}))
+    assert flat["training.learning_rate"] == 0.001
+    assert "example.org/a" in flat["data.train"]
+    assert not any(word in str(flat) for word in ("hunter22", "abcdef", "geheim12"))

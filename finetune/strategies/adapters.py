@@ -81,8 +81,10 @@ def name_base(model: Any, m: Any, base: str, started_from: str | None) -> None:
         started_from: the same as it was when a checkpoint's weights were put in; None: no checkpoint.
     """
     why = ""
-    if str(m.name).endswith((".yaml", ".yml")) or m.tokenizer:
+    if str(m.name).endswith((".yaml", ".yml")):
         why = "the base model is no file that others could load again"
+    elif m.tokenizer:
+        why = "model.tokenizer changed the base model, so that its file alone is not what the adapter fits; model.nemo is whole"
     elif started_from is not None and base_hash(model, m.lora_train_decoder) != started_from:
         why = "the checkpoint's base weights are not those of model.name"
     model.lora_base = None if why else {"name": str(m.name), "sha256": base}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
+from finetune.checkup.secrets import clean, known_secrets
 from finetune.config.vocabulary import tokenizer_setting
 from finetune.errors import UserError
 from finetune.models.nemo import cast_parameters, load_model, prepare_for_training
@@ -323,9 +324,9 @@ def describe(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy
 
 
 def flat_settings(config: Any) -> dict[str, Any]:
-    """Dotted keys and plain values, the form that every tracker takes."""
-    flat = {}
-    for section, values in OmegaConf.to_container(config, resolve=True).items():
+    """Dotted keys and plain values, the form that every tracker takes; without passwords and signatures, since trackers may be hosted."""
+    flat, settings = {}, OmegaConf.to_container(config, resolve=True)
+    for section, values in clean(settings, known_secrets(settings), personal=False).items():
         for key, value in values.items():
             flat[f"{section}.{key}"] = value if isinstance(value, bool | int | float | str) else str(value)
     return flat
