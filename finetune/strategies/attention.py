@@ -33,3 +33,25 @@ def use_scaled_dot_product_attention(model: Any) -> int:
         attention.use_pytorch_sdpa_backends = [getattr(SDPBackend, n) if isinstance(n, str) else n for n in names]
         attention.use_pytorch_sdpa = True
     return len(layers)
+
+
+def use_local_attention(model: Any, context: int) -> None:
+    """Switches NeMo's encoder from full to local attention, in place; the weights stay.
+
+    Memory and time then grow with the length of a clip and not with its square. A model that was trained with full attention
+    sees less than it learned to look at, so its texts may differ.
+
+    Args:
+        model: NeMo transducer with relative positions.
+        context: frames that each frame sees on either side.
+
+    Raises:
+        UserError: NeMo has no local attention for this encoder.
+    """
+    kind = getattr(model.encoder, "self_attention_model", None)
+    if kind not in ("rel_pos", "rel_pos_local_attn"):
+        raise UserError(f"--attention local: the encoder's attention is {kind}; NeMo has a local form of rel_pos only.")
+    device = next(model.parameters()).device
+    model.encoder.change_attention_model("rel_pos_local_attn", [context, context], update_config=False, device=device)
+    # The convolutions before the encoder see the mel frames of the whole clip: in parts where they would be too large for one.
+    model.encoder.change_subsampling_conv_chunking_factor(1)
