@@ -78,6 +78,7 @@ class Cutting:
         """
         if overlap is None:
             overlap = OVERLAP_SECONDS if chunk is None else min(OVERLAP_SECONDS, chunk / 4)
+        limit = None if chunk is None else max(int(chunk / frame_seconds + 1e-6), 4 * SHORTEST_FRAMES)
         searched = search if chunk is None else min(search, (chunk - overlap) / 2)
         return cls(
             frame=round(frame_seconds * sample_rate),
