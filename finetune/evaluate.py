@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 
-from finetune.data.buffer import BatchLimits
 from finetune.data.options import StreamOptions
 from finetune.data.sources import open_source, parse_sources
 from finetune.data.stream import ClipStream
 from finetune.errors import UserError
-from finetune.evaluation.recognise import score_stream
+from finetune.evaluation.recognise import LONGEST_AT_ONCE, evaluation_limits, score_stream
 from finetune.logs import set_up_logging
 from finetune.models.nemo import load_model, move_to_device
 from finetune.training.data import no_tokens
@@ -34,6 +33,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", required=True, nargs="+", help="one data set or several, judged together")
     parser.add_argument("--split", default="test", help="split of a folder or hub data set (default: test)")
     parser.add_argument("--batch-size", type=int, default=16, help="clips decoded together")
+    parser.add_argument(
+        "--chunk", type=float, default=LONGEST_AT_ONCE, help="longer clips are decoded in chunks of so many seconds"
+    )
     parser.add_argument("--normalization", default="basic", choices=("none", "lower", "basic"), help="of both texts")
     parser.add_argument("--max-samples", type=int, default=-1, help="only the first N clips")
     parser.add_argument("--workers", type=int, default=1, help="processes that read and decode audio")
@@ -44,6 +46,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.batch_size < 1 or arguments.workers < 0:
         parser.error("--batch-size has to be 1 or more, --workers 0 or more")
+    if not 1 <= arguments.chunk < float("inf"):
+        parser.error("--chunk has to be 1 second or more")
     for path in (arguments.json, arguments.utterances):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +59,7 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
     sources = [open_source(s, "--data") for s in parse_sources(list(arguments.data), "--data", arguments.split)]
     model = move_to_device(load_model(arguments.model, arguments.tokenizer), arguments.device)
     options = StreamOptions(
-        limits=BatchLimits(clips=arguments.batch_size),
+        limits=evaluation_limits(arguments.batch_size, arguments.chunk),
         sample_rate=model.preprocessor._sample_rate,
         shuffle=False,
         max_samples=arguments.max_samples,
@@ -78,6 +82,7 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
         stream,
         normalization=arguments.normalization,
         description="evaluate",
+        longest=arguments.chunk,
         total=sum(clips) if all(clips) else None,
         on_clip=write_clip,
     )

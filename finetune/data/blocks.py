@@ -35,6 +35,8 @@ def read_blocks(audio: Any, sample_rate: int, block_seconds: float = BLOCK_SECON
     with open_audio(audio, None) as sound:
         rate, frames = sound.samplerate, max(1, int(block_seconds * sound.samplerate))
         resampler = stream_resampler(rate, sample_rate)
+        # soundfile seeks to where it is after each read, which loses the decoder's state: MP3 and Opus then differ by a click.
+        sound.seekable = lambda: False
         block_SC = sound.read(frames, dtype="float32")
         mono_at(block_SC[:1], rate, rate)  # an empty file, or a rate that no speech has
         while len(block_SC):

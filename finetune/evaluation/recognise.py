@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from finetune.data.buffer import BatchLimits
 from finetune.data.decode import as_float
 from finetune.data.stream import Batch, ClipStream
 from finetune.errors import UserError
@@ -18,6 +19,7 @@ from finetune.evaluation.mistakes import Mistakes
 from finetune.evaluation.scores import Scoreboard
 
 SHORTEST_SECONDS = 0.1
+CHUNKS_AT_ONCE = 4  # decoded together, of a clip that is too long for one piece
 LONGEST_AT_ONCE = 40.0  # seconds: `data.max_duration` as it ships, so what is trained on is judged in one piece
 
 
@@ -115,6 +117,11 @@ def recognise_long(model: Any, audio_S: torch.Tensor, longest: float, batch_size
     return text_of(model, stitcher.tokens)
 
 
+def evaluation_limits(clips: int, longest: float) -> BatchLimits:
+    """Batches of an evaluation: so many clips of `longest` seconds, and fewer of longer ones, which would be padded to hours."""
+    return BatchLimits(clips=clips, seconds=clips * longest)
+
+
 def recognise_texts(model: Any, audio_BS: torch.Tensor, lengths_B: torch.Tensor, longest: float) -> list[str]:
     """Texts of a padded batch; call inside `evaluation_mode`.
 
@@ -130,7 +137,7 @@ def recognise_texts(model: Any, audio_BS: torch.Tensor, lengths_B: torch.Tensor,
         for i, hypothesis in zip(short, recognise_batch(model, short_BS, lengths_B[short]), strict=True):
             texts[i] = hypothesis.text
     for i in set(range(len(texts))) - set(short):
-        texts[i] = recognise_long(model, audio_BS[i, : int(lengths_B[i])], longest, batch_size=len(texts))
+        texts[i] = recognise_long(model, audio_BS[i, : int(lengths_B[i])], longest, CHUNKS_AT_ONCE)
     return texts
 
 
