@@ -45,8 +45,9 @@ RATE = 16_000
 BATCH_SIZE = 4
 # Name, seconds of a chunk (None: all at once), of the overlap, and of the search for a quiet place.
 WAYS = [
-    ("overlap, seam at the quietest place", 30.0, 4.0, 5.0),
-    ("overlap, seam anywhere", 30.0, 4.0, 0.0),
+    ("overlap 2 s, seam at the quietest place", 30.0, 2.0, 5.0),
+    ("overlap 4 s, seam at the quietest place", 30.0, 4.0, 5.0),
+    ("overlap 2 s, seam anywhere", 30.0, 2.0, 0.0),
     ("no overlap, cut at the quietest place", 30.0, 0.0, 5.0),
     ("no overlap, cut anywhere", 30.0, 0.0, 0.0),
 ]

@@ -2,7 +2,7 @@
 
 Two chunks share `overlap` seconds, with the seam in their middle at the quietest place that is near. Both chunks hear the
 words around the seam with sound on both sides of them; of what both recognised, `splice` takes the part before the seam from the
-one and the part behind it from the other, at a token on which they agree.
+one and the part behind it from the other.
 
 All times are encoder frames since the beginning of the recording. S samples.
 """
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 CHUNK_SECONDS = 30.0
-OVERLAP_SECONDS = 4.0
+OVERLAP_SECONDS = 2.0
 SEARCH_SECONDS = 5.0
 QUIET_SECONDS = 0.2
 TOLERANCE_SECONDS = 0.3
@@ -73,7 +73,7 @@ class Cutting:
             sample_rate: Hz.
             frame_seconds: of an encoder frame.
             chunk: longest chunk; None: the recording at once.
-            overlap: what two chunks share, less than half of a chunk; None: 4 s, of short chunks a quarter.
+            overlap: what two chunks share, less than half of a chunk; None: 2 s, of short chunks a quarter.
             search: before the last possible seam.
         """
         if overlap is None:
@@ -168,31 +168,42 @@ class Stitcher:
 def splice(left: list[Token], right: list[Token], seam: int, tolerance: int) -> tuple[int, int]:
     """Where to pass from one chunk's tokens to the next chunk's: `left[:i] + right[j:]`.
 
-    Both lists tell what was heard in the time that the chunks share. Where they agree on tokens (same token, times no
-    further apart than `tolerance`), the pair nearest to the seam is the place, a pair that begins a word before others: the word at
-    the seam is whole and comes once, even when the chunks put it on different sides of it. Where they agree on nothing, words
-    go by their middle: left ones before the seam, right ones behind it; two readings of a word at the seam count as one.
+    Both lists tell what was heard in the time that the chunks share. Words go by their middle: left ones before the seam,
+    right ones behind it. That is not enough where a word lies across the seam, or where the two chunks put one word on different
+    sides of it; there the place is the pair of tokens nearest to the seam on which both agree (same token, times no further
+    apart than `tolerance`), rather one that begins a word: the word at the seam is whole then and comes once. Two readings of
+    a word that have nothing in common count as one word where their middles are as close.
 
     Returns:
         i and j.
     """
     pairs = agreeing(left, right, tolerance)
-    if pairs:
-        return min(
-            pairs, key=lambda p: (not left[p[0]].begins_word, abs(left[p[0]].start + right[p[1]].start - 2 * seam))
-        )
-    words_left, words_right = _units(left, tolerance), _units(right, tolerance)
-    n = sum(middle < seam for _, middle in words_left)
-    m = sum(middle < seam for _, middle in words_right)
+    units_left, units_right = _units(left, tolerance), _units(right, tolerance)
     # Middles grow with the words, so the first n and the first m lie before the seam.
-    if n and m < len(words_right) and abs(words_left[n - 1][1] - words_right[m][1]) <= tolerance:
-        m += 1  # kept twice
-    elif m and n < len(words_left) and abs(words_left[n][1] - words_right[m - 1][1]) <= tolerance:
-        n += 1  # kept by nobody
-    return (
-        words_left[n][0] if n < len(words_left) else len(left),
-        words_right[m][0] if m < len(words_right) else len(right),
-    )
+    n = sum(unit.middle < seam for unit in units_left)
+    m = sum(unit.middle < seam for unit in units_right)
+    i, j = _first(units_left, n, left), _first(units_right, m, right)
+    across = any(unit.start < seam <= unit.last for unit in (*units_left, *units_right))
+    if pairs and (across or any((a < i) != (b < j) for a, b in pairs)):
+
+        def badness(pair: tuple[int, int]) -> float:
+            one, other = left[pair[0]], right[pair[1]]
+            return abs((one.start + other.start) / 2 - seam) + (0 if one.begins_word else 2 * tolerance)
+
+        return min(pairs, key=badness)
+    agreed = [{a for a, _ in pairs}, {b for _, b in pairs}]
+
+    def two_readings(k: int, other: int) -> bool:
+        alone = all(
+            seen.isdisjoint(u.tokens) for u, seen in zip((units_left[k], units_right[other]), agreed, strict=True)
+        )
+        return alone and abs(units_left[k].middle - units_right[other].middle) <= tolerance
+
+    if n and m < len(units_right) and two_readings(n - 1, m):
+        j = _first(units_right, m + 1, right)  # kept twice
+    elif m and n < len(units_left) and two_readings(n, m - 1):
+        i = _first(units_left, n + 1, left)  # kept by nobody
+    return i, j
 
 
 def agreeing(left: list[Token], right: list[Token], tolerance: int) -> list[tuple[int, int]]:
@@ -218,23 +229,36 @@ def agreeing(left: list[Token], right: list[Token], tolerance: int) -> list[tupl
     return pairs
 
 
-def _units(tokens: list[Token], tolerance: int) -> list[tuple[int, float]]:
-    """Words as (index of the first token, middle in frames). A word of many times the tolerance is none, but text without
-    blanks, as in Chinese: each of its tokens stands by itself."""
+class Unit(NamedTuple):
+    """A word among tokens; times in frames."""
+
+    tokens: range
+    start: int
+    last: int
+    """Of its last token that is no punctuation, which often comes in the silence long behind its word."""
+    middle: float
+
+
+def _units(tokens: list[Token], tolerance: int) -> list[Unit]:
+    """The words. One of many times the tolerance is none, but text without blanks, as in Chinese: each of its tokens stands
+    by itself."""
     firsts = [i for i, t in enumerate(tokens) if t.begins_word or i == 0]
-    units: list[tuple[int, float]] = []
+    units: list[Unit] = []
     middle = -np.inf
     for first, end in itertools.pairwise([*firsts, len(tokens)]):
-        # Punctuation often comes in the silence long behind its word.
         spoken = [t.start for t in tokens[first:end] if not t.is_punctuation] or [tokens[first].start]
         if spoken[-1] - spoken[0] > LONGEST_WORD * tolerance:
-            parts = [(i, float(tokens[i].start)) for i in range(first, end)]
+            parts = [(range(i, i + 1), tokens[i].start, tokens[i].start) for i in range(first, end)]
         else:
-            parts = [(first, (spoken[0] + spoken[-1]) / 2)]
-        for place, own in parts:
-            middle = max(middle, own)
-            units.append((place, middle))
+            parts = [(range(first, end), spoken[0], spoken[-1])]
+        for places, start, last in parts:
+            middle = max(middle, (start + last) / 2)
+            units.append(Unit(places, start, last, middle))
     return units
+
+
+def _first(units: list[Unit], n: int, tokens: list[Token]) -> int:
+    return units[n].tokens.start if n < len(units) else len(tokens)
 
 
 class Pieces:
