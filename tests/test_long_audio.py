@@ -500,6 +500,27 @@ def test_a_file_within_one_chunk_has_nemos_text_and_timestamps(base: Any, prompt
         assert longer.count(0.0) > len(longer) / 2
 
 
+def test_confidence_is_the_probability_of_the_token(base: Any, prompts: list[Any]) -> None:
+    """The first token's, computed by hand: nothing was said before it, and its frame is its time."""
+    from finetune.evaluation.long_audio import Pieces
+    from finetune.evaluation.recognise import evaluation_mode, recognise_chunks
+    from finetune.models.nemo import tdt_durations
+
+    samples_S = prompts[1][0]
+    with evaluation_mode(base):
+        (tokens,) = recognise_chunks(base, [Chunk(0, samples_S, 0)], Pieces(base.tokenizer))
+        mel_BFT, lengths_B = base.preprocessor(
+            input_signal=torch.from_numpy(samples_S)[None], length=torch.tensor([len(samples_S)])
+        )
+        enc_BHT, _ = base.encoder(audio_signal=mel_BFT, length=lengths_B)
+        said_BUH, _ = base.decoder.predict(None, add_sos=False, batch_size=1)
+        frame_B1H = enc_BHT.transpose(1, 2)[:, tokens[0].start : tokens[0].start + 1]
+        logits_V = base.joint.joint(frame_B1H, said_BUH).flatten()[: -len(tdt_durations(base))]
+    probability = torch.softmax(logits_V, dim=0)[tokens[0].id].item()
+    assert 0.05 < probability < 0.999
+    assert tokens[0].confidence == pytest.approx(probability, abs=2 / len(logits_V))
+
+
 def test_files_are_decoded_together_and_come_in_their_order(base: Any, long_file: Any, clips: Path) -> None:
     short = sorted(clips.glob("*.flac"))[:5]
     files = [*short[:3], Path("no/such/file.wav"), long_file[0], *short[3:]]

@@ -1,8 +1,9 @@
-"""Error rates, normalisation, cutting of long recordings, and learning-rate schedules."""
+"""Error rates, normalisation, and learning-rate schedules."""
 
 import random
 
 import jiwer
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings

@@ -267,14 +267,18 @@ class Pieces:
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         self.known: dict[int, tuple[bool, bool]] = {}
-        self.hyphenated = any(str(piece).startswith("##") for piece in getattr(tokenizer, "vocab", ()))
+        vocabulary = [str(piece) for piece in getattr(tokenizer, "vocab", ())]
+        # WordPiece marks what continues a word, SentencePiece what begins one.
+        self.marks_continuation = not any(piece.startswith("\u2581") for piece in vocabulary) and any(
+            piece.startswith("##") for piece in vocabulary
+        )
 
     def kind(self, token_id: int) -> tuple[bool, bool]:
         """Whether a token begins a word, and whether it is punctuation."""
         if token_id not in self.known:
             piece = self.tokenizer.ids_to_tokens([token_id])[0]
-            begins = not piece.startswith("##") if self.hyphenated else piece.startswith("\u2581")
-            letters = piece.removeprefix("##").lstrip("\u2581")
+            begins = not piece.startswith("##") if self.marks_continuation else piece.startswith("\u2581")
+            letters = piece.removeprefix("##" if self.marks_continuation else "").lstrip("\u2581")
             punctuation = bool(letters) and all(unicodedata.category(c)[0] == "P" for c in letters)
             self.known[token_id] = begins, punctuation
         return self.known[token_id]

@@ -13,8 +13,8 @@ PAUSE_SECONDS = 1.0
 def enable_timestamps(model: Any) -> None:
     """Lets NeMo's greedy decoding keep the durations and the probabilities of its tokens, in place.
 
-    Probabilities are those of the label among all labels and blank, of steps that emit a label: no step is recorded that would
-    not be there without them.
+    Probabilities are those of the label among V labels and blank, scaled as (p V - 1) / (V - 1), so that a mere guess has 0. Only
+    steps that emit a label are recorded.
     """
     from omegaconf import open_dict
 
@@ -26,7 +26,7 @@ def enable_timestamps(model: Any) -> None:
             "preserve_token_confidence": True,
             "exclude_blank": True,
             "tdt_include_duration": False,
-            "method_cfg": {"name": "max_prob"},
+            "method_cfg": {"name": "max_prob", "alpha": 1.0},  # as it is, not sharpened or flattened
         }
     model.change_decoding_strategy(decoding, verbose=False)
 
