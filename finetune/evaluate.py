@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from finetune.data.buffer import BatchLimits
 from finetune.data.options import StreamOptions
 from finetune.data.sources import open_source, parse_sources
 from finetune.data.stream import ClipStream
 from finetune.data.text import SCORE_NORMALIZATIONS
 from finetune.errors import UserError
 from finetune.evaluation.comparison import Utterance, compare_utterances, print_comparison, read_utterances
-from finetune.evaluation.recognise import score_stream
+from finetune.evaluation.recognise import LONGEST_AT_ONCE, evaluation_limits, score_stream
 from finetune.evaluation.significance import FEW, RESAMPLES, block_names
 from finetune.logs import set_up_logging
 from finetune.models.nemo import load_model, move_to_device
@@ -42,6 +41,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", nargs="+", help="one data set or several, judged together")
     parser.add_argument("--split", default="test", help="split of a folder or hub data set (default: test)")
     parser.add_argument("--batch-size", type=int, default=16, help="clips decoded together")
+    parser.add_argument(
+        "--chunk", type=float, default=LONGEST_AT_ONCE, help="longer clips are decoded in chunks of so many seconds"
+    )
     parser.add_argument(
         "--normalization",
         choices=SCORE_NORMALIZATIONS,
@@ -64,6 +66,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.batch_size < 1 or arguments.workers < 0:
         parser.error("--batch-size has to be 1 or more, --workers 0 or more")
+    if not 1 <= arguments.chunk < float("inf"):
+        parser.error("--chunk has to be 1 second or more")
     if arguments.bootstrap < 0:
         parser.error("--bootstrap has to be 0 or more")
     if arguments.compare and (arguments.model or arguments.against or arguments.data or arguments.utterances):
@@ -97,7 +101,7 @@ def evaluate(
     sources = [open_source(s, "--data") for s in parse_sources(list(arguments.data), "--data", arguments.split)]
     model = move_to_device(load_model(name, arguments.tokenizer), arguments.device)
     options = StreamOptions(
-        limits=BatchLimits(clips=arguments.batch_size),
+        limits=evaluation_limits(arguments.batch_size, arguments.chunk),
         sample_rate=model.preprocessor._sample_rate,
         shuffle=False,
         max_samples=arguments.max_samples,
@@ -127,6 +131,7 @@ def evaluate(
         stream,
         normalization=normalization,
         description="evaluate",
+        longest=arguments.chunk,
         total=sum(clips) if all(clips) else None,
         on_clip=take_clip,
     )

@@ -1,7 +1,6 @@
-"""Error rates, normalisation, cutting of long recordings, and learning-rate schedules."""
+"""Error rates, normalisation, and learning-rate schedules."""
 
 import random
-from itertools import pairwise
 
 import jiwer
 import numpy as np
@@ -14,7 +13,6 @@ from transformers import get_scheduler
 
 from finetune.config.schema import SCHEDULES
 from finetune.data.text import normalize_text
-from finetune.evaluation.long_audio import cut_at_silence
 from finetune.evaluation.open_asr import is_english, normalize_open_asr
 from finetune.evaluation.scores import Scoreboard, score_pair
 from finetune.training.schedule import Schedule
@@ -168,47 +166,6 @@ def test_normalizing_again_changes_nothing(text: str, mode: str) -> None:
     once = normalize_text(text, mode)
     assert normalize_text(once, mode) == once
     assert once == " ".join(once.split())
-
-
-# ---- long recordings -----------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(
-    samples=st.integers(0, 30_000),
-    longest=st.floats(1.0, 12.0),
-    search=st.floats(0.3, 8.0),
-    silent=st.booleans(),
-    seed=st.integers(0, 1000),
-)
-def test_pieces_hold_every_sample_once(samples: int, longest: float, search: float, silent: bool, seed: int) -> None:
-    rate = 1000
-    audio_S = np.zeros(samples) if silent else np.random.default_rng(seed).standard_normal(samples)
-    audio_S = audio_S.astype(np.float32)
-    pieces = cut_at_silence(audio_S, rate, longest, search)
-    assert np.array_equal(np.concatenate([piece.audio_S for piece in pieces]), audio_S)
-    assert all(len(piece.audio_S) <= longest * rate for piece in pieces)
-    assert samples == 0 or all(len(piece.audio_S) > 0 for piece in pieces)
-    assert pieces[0].start == 0.0
-    for piece, following in pairwise(pieces):
-        assert following.start == pytest.approx(piece.start + len(piece.audio_S) / rate)
-    # Pieces are no shorter than needed: the limit less the stretch that is searched.
-    assert all(len(piece.audio_S) >= (longest - min(search, longest / 2)) * rate - 1 for piece in pieces[:-1])
-
-
-def test_cuts_lie_in_silence() -> None:
-    rate, rng = 16_000, np.random.default_rng(0)
-    audio_S = 0.3 * rng.standard_normal(40 * rate).astype(np.float32)
-    gaps = [(4.0, 4.4), (7.5, 7.75), (16.0, 16.3), (24.2, 24.6), (33.0, 33.5)]
-    for start, end in gaps:
-        audio_S[int(start * rate) : int(end * rate)] *= 0.01
-    pieces = cut_at_silence(audio_S, rate, longest=10.0)
-    cuts = [piece.start for piece in pieces[1:]]
-    assert len(cuts) == 4
-    # 4.0 lies before the five seconds that are searched, so it is left alone.
-    for cut, (start, end) in zip(cuts, gaps[1:], strict=True):
-        assert start < cut < end, cuts
-    assert [len(p.audio_S) for p in cut_at_silence(audio_S[: 10 * rate], rate, longest=10.0)] == [10 * rate]
 
 
 # ---- schedules -----------------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def audio_seconds(audio: Any, folder: str | Path | None = None, offset: float | 
     if isinstance(audio, dict) and audio.get("array") is not None:
         samples, rate = read_audio(audio, folder, offset, None)
         return len(samples) / rate
-    with _opening(audio, folder) as sound:
+    with open_audio(audio, folder) as sound:
         if 0 <= sound.frames < UNKNOWN_FRAMES:
             return max(sound.frames / sound.samplerate - (offset or 0.0), 0.0)
     samples, rate = read_audio(audio, folder, offset, None)
@@ -144,7 +144,7 @@ def read_audio(
             return np.asarray(audio["array"], dtype=np.float32), int(audio["sampling_rate"])
         except (ValueError, TypeError, OverflowError) as error:
             raise BadClip(f"the audio is no array of samples with a rate: {error}") from error
-    with _opening(audio, folder) as sound:
+    with open_audio(audio, folder) as sound:
         if check is not None and 0 <= sound.frames < UNKNOWN_FRAMES:
             check(sound.frames / sound.samplerate)
         dtype = "int16" if compact and sound.subtype == "PCM_16" else "float32"
@@ -160,7 +160,7 @@ def read_audio(
 
 
 @contextlib.contextmanager
-def _opening(audio: Any, folder: Any) -> Iterator[soundfile.SoundFile]:
+def open_audio(audio: Any, folder: Any) -> Iterator[soundfile.SoundFile]:
     """The audio as an open file; what goes wrong in it becomes a BadClip."""
     if isinstance(audio, str):
         audio = {"path": audio}

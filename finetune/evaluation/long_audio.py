@@ -1,40 +1,284 @@
-"""Transcribing audio of any length: cut at the quietest places into pieces that full attention can take."""
+"""Audio of any length as chunks that full attention can take, and their tokens as one sequence again.
 
+Two chunks share `overlap` seconds, with the seam in their middle at the quietest place that is near. Both chunks hear the
+words around the seam with sound on both sides of them; of what both recognised, `splice` takes the part before the seam from the
+one and the part behind it from the other.
+
+All times are encoder frames since the beginning of the recording. S samples.
+"""
+
+import itertools
+import unicodedata
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
+CHUNK_SECONDS = 30.0
+OVERLAP_SECONDS = 2.0
+SEARCH_SECONDS = 5.0
+QUIET_SECONDS = 0.2
+TOLERANCE_SECONDS = 0.3
+LONGEST_WORD = 6  # times the tolerance
+SHORTEST_FRAMES = 2
+
+
+class Token(NamedTuple):
+    """One recognised token."""
+
+    id: int
+    start: int
+    """Frame of the recording."""
+    duration: int
+    """Frames that the model says it lasts; 1 where the model has no durations."""
+    begins_word: bool
+    is_punctuation: bool
+    confidence: float | None = None
+    """Probability of the token; None where it was not asked for."""
+
 
 @dataclass
-class Piece:
-    """A part of a recording."""
-
-    start: float
-    """Seconds from the beginning of the recording."""
-    audio_S: np.ndarray
-
-
-def cut_at_silence(audio_S: np.ndarray, sample_rate: int, longest: float, search: float = 5.0) -> list[Piece]:
-    """Cuts a recording into pieces of at most `longest` seconds.
-
-    Each cut is put at the quietest 0.2 s of the last `search` seconds before the limit, so that words stay whole. Every
-    sample is in exactly one piece.
+class Cutting:
+    """How a recording is cut, in samples and frames.
 
     Args:
-        audio_S: (S,) waveform.
-        sample_rate: Hz.
-        longest: seconds a piece.
-        search: seconds before the limit in which the quietest place is looked for.
+        frame: samples of an encoder frame; all chunks begin at a multiple of it, so that frames of different chunks coincide.
+        limit: most frames of a chunk; None: no chunk is cut.
+        margin: frames that a chunk has beyond a seam.
+        search: frames before the last possible seam in which the quietest place is looked for.
+        quiet: samples over which loudness is taken.
+        tolerance: frames by which two chunks may differ about the time of one token.
     """
-    pieces, start = [], 0
-    limit, window, hop = int(longest * sample_rate), int(0.2 * sample_rate), int(0.02 * sample_rate)
-    while len(audio_S) - start > limit:
-        begin = start + limit - int(min(search, longest / 2) * sample_rate)
-        region = audio_S[begin : start + limit].astype(np.float64)
-        sums = np.concatenate([[0.0], np.cumsum(region**2)])
-        offsets = np.arange(0, len(region) - window, hop)
-        cut = begin + int(offsets[np.argmin(sums[offsets + window] - sums[offsets])]) + window // 2
-        pieces.append(Piece(start / sample_rate, audio_S[start:cut]))
-        start = cut
-    pieces.append(Piece(start / sample_rate, audio_S[start:]))
-    return pieces
+
+    frame: int
+    limit: int | None
+    margin: int
+    search: int
+    quiet: int
+    tolerance: int
+
+    @classmethod
+    def of_seconds(
+        cls,
+        sample_rate: int,
+        frame_seconds: float,
+        chunk: float | None,
+        overlap: float | None = None,
+        search: float = SEARCH_SECONDS,
+    ) -> "Cutting":
+        """The same in seconds.
+
+        Args:
+            sample_rate: Hz.
+            frame_seconds: of an encoder frame.
+            chunk: longest chunk; None: the recording at once.
+            overlap: what two chunks share, less than half of a chunk; None: 2 s, of short chunks a quarter.
+            search: before the last possible seam.
+        """
+        if overlap is None:
+            overlap = OVERLAP_SECONDS if chunk is None else min(OVERLAP_SECONDS, chunk / 4)
+        limit = None if chunk is None else max(int(chunk / frame_seconds + 1e-6), 4 * SHORTEST_FRAMES)
+        searched = search if chunk is None else min(search, (chunk - overlap) / 2)
+        return cls(
+            frame=round(frame_seconds * sample_rate),
+            limit=limit,
+            margin=round(overlap / 2 / frame_seconds),
+            search=max(0, int(searched / frame_seconds)),
+            quiet=int(QUIET_SECONDS * sample_rate),
+            tolerance=round(TOLERANCE_SECONDS / frame_seconds),
+        )
+
+
+@dataclass
+class Chunk:
+    """A part of a recording."""
+
+    start: int
+    """Its first frame."""
+    audio_S: np.ndarray
+    seam: int
+    """From this frame on its words count; 0 in the first chunk."""
+
+
+def chunks_of(blocks: Iterable[np.ndarray], cutting: Cutting) -> Iterator[Chunk]:
+    """Cuts a stream of samples into chunks; no more than one chunk and one block are held.
+
+    Every sample is in a chunk, and those within `margin` frames of a seam are in two. A recording of no more than `limit`
+    frames is one chunk as it is.
+    """
+    blocks, held, length = iter(blocks), [], 0
+    start, seam, more = 0, 0, True
+    while True:
+        while more and (cutting.limit is None or length <= cutting.limit * cutting.frame):
+            block_S = next(blocks, None)
+            more = block_S is not None
+            if more:
+                held.append(block_S)
+                length += len(block_S)
+        audio_S = np.concatenate(held) if held else np.zeros(0, dtype=np.float32)
+        if not more and (cutting.limit is None or length <= cutting.limit * cutting.frame):
+            yield Chunk(start, audio_S, seam)
+            return
+        cut = quietest_frame(audio_S, cutting)
+        yield Chunk(start, audio_S[: (cut + cutting.margin) * cutting.frame].copy(), seam)
+        seam = start + cut
+        start = seam - cutting.margin
+        audio_S = audio_S[(cut - cutting.margin) * cutting.frame :].copy()
+        held, length = [audio_S], len(audio_S)
+
+
+def quietest_frame(audio_S: np.ndarray, cutting: Cutting) -> int:
+    """The frame, counted from the beginning of these samples, at whose beginning the next seam is best put.
+
+    It leaves room for the margin behind it, so that the chunk keeps to the limit; of equally quiet ones it is the last.
+    """
+    last = cutting.limit - max(cutting.margin, SHORTEST_FRAMES)
+    first = max(last - cutting.search, cutting.margin + 1)
+    begin = max(0, first * cutting.frame - cutting.quiet // 2)
+    end = last * cutting.frame + cutting.quiet // 2
+    sums = np.concatenate([[0.0], np.cumsum(audio_S[begin:end].astype(np.float64) ** 2)])
+    centres = np.arange(last, first - 1, -1) * cutting.frame - begin
+    lower = np.clip(centres - cutting.quiet // 2, 0, len(sums) - 1)
+    upper = np.clip(centres + cutting.quiet // 2, 0, len(sums) - 1)
+    return int(last - np.argmin((sums[upper] - sums[lower]) / np.maximum(upper - lower, 1)))
+
+
+class Stitcher:
+    """The tokens of a recording, of which chunk after chunk is added."""
+
+    def __init__(self, cutting: Cutting):
+        self.tolerance, self.frame = cutting.tolerance, cutting.frame
+        self.tokens: list[Token] = []
+        self._end = 0
+
+    def add(self, chunk: Chunk, tokens: list[Token]) -> None:
+        """Adds the tokens of the next chunk, in order, with times of the recording."""
+        # What both chunks heard: our tokens from the beginning of this chunk on, its tokens up to the end of the last one.
+        first = len(self.tokens)
+        while first and self.tokens[first - 1].start >= chunk.start:
+            first -= 1
+        behind = sum(1 for _ in itertools.takewhile(lambda t: t.start < self._end, tokens))
+        keep, skip = splice(self.tokens[first:], tokens[:behind], chunk.seam, self.tolerance)
+        del self.tokens[first + keep :]
+        self.tokens += tokens[skip:]
+        self._end = chunk.start + -(-len(chunk.audio_S) // self.frame)
+
+
+def splice(left: list[Token], right: list[Token], seam: int, tolerance: int) -> tuple[int, int]:
+    """Where to pass from one chunk's tokens to the next chunk's: `left[:i] + right[j:]`.
+
+    Both lists tell what was heard in the time that the chunks share. Words go by their middle: left ones before the seam,
+    right ones behind it. That is not enough where a word lies across the seam, or where the two chunks put one word on different
+    sides of it; there the place is the pair of tokens nearest to the seam on which both agree (same token, times no further
+    apart than `tolerance`), rather one that begins a word: the word at the seam is whole then and comes once. Two readings of
+    a word that have nothing in common count as one word where their middles are as close.
+
+    Returns:
+        i and j.
+    """
+    pairs = agreeing(left, right, tolerance)
+    units_left, units_right = _units(left, tolerance), _units(right, tolerance)
+    # Middles grow with the words, so the first n and the first m lie before the seam.
+    n = sum(unit.middle < seam for unit in units_left)
+    m = sum(unit.middle < seam for unit in units_right)
+    i, j = _first(units_left, n, left), _first(units_right, m, right)
+    across = any(unit.start < seam <= unit.last for unit in (*units_left, *units_right))
+    if pairs and (across or any((a < i) != (b < j) for a, b in pairs)):
+
+        def badness(pair: tuple[int, int]) -> float:
+            one, other = left[pair[0]], right[pair[1]]
+            return abs((one.start + other.start) / 2 - seam) + (0 if one.begins_word else 2 * tolerance)
+
+        return min(pairs, key=badness)
+    agreed = [{a for a, _ in pairs}, {b for _, b in pairs}]
+
+    def two_readings(k: int, other: int) -> bool:
+        alone = all(
+            seen.isdisjoint(u.tokens) for u, seen in zip((units_left[k], units_right[other]), agreed, strict=True)
+        )
+        return alone and abs(units_left[k].middle - units_right[other].middle) <= tolerance
+
+    if n and m < len(units_right) and two_readings(n - 1, m):
+        j = _first(units_right, m + 1, right)  # kept twice
+    elif m and n < len(units_left) and two_readings(n, m - 1):
+        i = _first(units_left, n + 1, left)  # kept by nobody
+    return i, j
+
+
+def agreeing(left: list[Token], right: list[Token], tolerance: int) -> list[tuple[int, int]]:
+    """The longest common subsequence of tokens that are close in time, as pairs of indices; of equally long ones the closest."""
+    best = np.zeros((len(left) + 1, len(right) + 1))
+    gain = np.zeros((len(left), len(right)))
+    for i in range(len(left) - 1, -1, -1):
+        for j in range(len(right) - 1, -1, -1):
+            apart = abs(left[i].start - right[j].start)
+            if left[i].id == right[j].id and apart <= tolerance:
+                # The share for closeness is too small, over all pairs, to outweigh a pair.
+                gain[i, j] = 1 + (tolerance - apart) / ((tolerance + 1) * (len(left) + len(right)))
+            best[i, j] = max(best[i + 1, j], best[i, j + 1], gain[i, j] and gain[i, j] + best[i + 1, j + 1])
+    pairs, i, j = [], 0, 0
+    while i < len(left) and j < len(right) and best[i, j] > 0:
+        if gain[i, j] and best[i, j] == gain[i, j] + best[i + 1, j + 1]:
+            pairs.append((i, j))
+            i, j = i + 1, j + 1
+        elif best[i, j] == best[i + 1, j]:
+            i += 1
+        else:
+            j += 1
+    return pairs
+
+
+class Unit(NamedTuple):
+    """A word among tokens; times in frames."""
+
+    tokens: range
+    start: int
+    last: int
+    """Of its last token that is no punctuation, which often comes in the silence long behind its word."""
+    middle: float
+
+
+def _units(tokens: list[Token], tolerance: int) -> list[Unit]:
+    """The words. One of many times the tolerance is none, but text without blanks, as in Chinese: each of its tokens stands
+    by itself."""
+    firsts = [i for i, t in enumerate(tokens) if t.begins_word or i == 0]
+    units: list[Unit] = []
+    middle = -np.inf
+    for first, end in itertools.pairwise([*firsts, len(tokens)]):
+        spoken = [t.start for t in tokens[first:end] if not t.is_punctuation] or [tokens[first].start]
+        if spoken[-1] - spoken[0] > LONGEST_WORD * tolerance:
+            parts = [(range(i, i + 1), tokens[i].start, tokens[i].start) for i in range(first, end)]
+        else:
+            parts = [(range(first, end), spoken[0], spoken[-1])]
+        for places, start, last in parts:
+            middle = max(middle, (start + last) / 2)
+            units.append(Unit(places, start, last, middle))
+    return units
+
+
+def _first(units: list[Unit], n: int, tokens: list[Token]) -> int:
+    return units[n].tokens.start if n < len(units) else len(tokens)
+
+
+class Pieces:
+    """What the tokens of a NeMo tokenizer are, for `Token`."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.known: dict[int, tuple[bool, bool]] = {}
+        vocabulary = [str(piece) for piece in getattr(tokenizer, "vocab", ())]
+        # WordPiece marks what continues a word, SentencePiece what begins one.
+        self.marks_continuation = not any(piece.startswith("\u2581") for piece in vocabulary) and any(
+            piece.startswith("##") for piece in vocabulary
+        )
+
+    def kind(self, token_id: int) -> tuple[bool, bool]:
+        """Whether a token begins a word, and whether it is punctuation."""
+        if token_id not in self.known:
+            piece = self.tokenizer.ids_to_tokens([token_id])[0]
+            begins = not piece.startswith("##") if self.marks_continuation else piece.startswith("\u2581")
+            letters = piece.removeprefix("##" if self.marks_continuation else "").lstrip("\u2581")
+            punctuation = bool(letters) and all(unicodedata.category(c)[0] == "P" for c in letters)
+            self.known[token_id] = begins, punctuation
+        return self.known[token_id]

@@ -1,6 +1,7 @@
 """NeMo's greedy decoding over batches and streams. B batch, S samples."""
 
 import contextlib
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -10,11 +11,17 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from finetune.data.buffer import BatchLimits
 from finetune.data.decode import as_float
 from finetune.data.stream import Batch, ClipStream
 from finetune.errors import UserError
+from finetune.evaluation.long_audio import Chunk, Cutting, Pieces, Stitcher, Token, chunks_of
 from finetune.evaluation.mistakes import Mistakes
 from finetune.evaluation.scores import Scoreboard
+
+SHORTEST_SECONDS = 0.1
+CHUNKS_AT_ONCE = 4  # decoded together, of a clip that is too long for one piece
+LONGEST_AT_ONCE = 40.0  # seconds: `data.max_duration` as it ships, so what is trained on is judged in one piece
 
 
 @contextlib.contextmanager
@@ -52,12 +59,96 @@ def recognise_batch(model: Any, audio_BS: torch.Tensor, audio_lengths_B: torch.T
         )
 
 
+def frame_seconds(model: Any) -> float:
+    """Seconds of an encoder frame."""
+    return float(model.cfg.preprocessor.window_stride) * model.encoder.subsampling_factor
+
+
+def recognise_chunks(model: Any, chunks: list[Chunk], pieces: Pieces) -> list[list[Token]]:
+    """Tokens of chunks that are decoded together, of one recording or of several; call inside `evaluation_mode`.
+
+    Args:
+        model: NeMo transducer. Tokens have durations and probabilities only after `finetune.evaluation.words.enable_timestamps`.
+        chunks: parts of recordings at the model's sample rate. Less than 0.1 s has no tokens.
+        pieces: of the model's tokenizer.
+    """
+    found: list[list[Token]] = [[] for _ in chunks]
+    heard = [i for i, c in enumerate(chunks) if len(c.audio_S) >= SHORTEST_SECONDS * model.preprocessor._sample_rate]
+    if not heard:
+        return found
+    audio_BS = torch.nn.utils.rnn.pad_sequence([torch.from_numpy(chunks[i].audio_S) for i in heard], batch_first=True)
+    lengths_B = torch.tensor([len(chunks[i].audio_S) for i in heard])
+    for i, hypothesis in zip(heard, recognise_batch(model, audio_BS, lengths_B), strict=True):
+        ids, starts = _listed(hypothesis.y_sequence), _listed(hypothesis.timestamp)
+        durations = _listed(hypothesis.token_duration) or [1] * len(ids)
+        confidences = _listed(hypothesis.token_confidence) or [None] * len(ids)
+        found[i] = [
+            Token(int(token), chunks[i].start + int(start), int(duration), *pieces.kind(int(token)), confidence)
+            for token, start, duration, confidence in zip(ids, starts, durations, confidences, strict=True)
+        ]
+    return found
+
+
+def _listed(values: Any) -> list[Any]:
+    return (
+        [] if values is None else values.tolist() if isinstance(values, torch.Tensor) else [float(v) for v in values]
+    )
+
+
+def text_of(model: Any, tokens: list[Token]) -> str:
+    """The text of a sequence of tokens."""
+    return " ".join(model.decoding.decode_tokens_to_str_with_strip_punctuation([t.id for t in tokens]).split())
+
+
+def recognise_long(model: Any, audio_S: torch.Tensor, longest: float, batch_size: int) -> str:
+    """The text of a recording of any length, chunk by chunk; call inside `evaluation_mode`.
+
+    Args:
+        audio_S: float32 in [-1, 1] or int16.
+        longest: seconds of a chunk.
+        batch_size: chunks decoded together.
+    """
+    cutting = Cutting.of_seconds(model.preprocessor._sample_rate, frame_seconds(model), longest)
+    pieces, stitcher = Pieces(model.tokenizer), Stitcher(cutting)
+    blocks = (as_float(block_S).numpy() for block_S in audio_S.split(10 * model.preprocessor._sample_rate))
+    coming = chunks_of(blocks, cutting)
+    while chunks := list(itertools.islice(coming, batch_size)):
+        for chunk, tokens in zip(chunks, recognise_chunks(model, chunks, pieces), strict=True):
+            stitcher.add(chunk, tokens)
+    return text_of(model, stitcher.tokens)
+
+
+def evaluation_limits(clips: int, longest: float) -> BatchLimits:
+    """Batches of an evaluation: so many clips of `longest` seconds, and fewer of longer ones, which would be padded to hours."""
+    return BatchLimits(clips=clips, seconds=clips * longest)
+
+
+def recognise_texts(model: Any, audio_BS: torch.Tensor, lengths_B: torch.Tensor, longest: float) -> list[str]:
+    """Texts of a padded batch; call inside `evaluation_mode`.
+
+    Clips of at most `longest` seconds are decoded together, as they are; longer ones one by one, in chunks.
+    """
+    limit = int(longest * model.preprocessor._sample_rate)
+    texts = [""] * len(lengths_B)
+    short = torch.nonzero(lengths_B <= limit)[:, 0].tolist()
+    if short:
+        # Indexing copies, so only a batch that has to be parted pays for it.
+        whole = len(short) == len(texts)
+        short_BS = audio_BS if whole else audio_BS[short, : int(lengths_B[short].max())]
+        for i, hypothesis in zip(short, recognise_batch(model, short_BS, lengths_B[short]), strict=True):
+            texts[i] = hypothesis.text
+    for i in set(range(len(texts))) - set(short):
+        texts[i] = recognise_long(model, audio_BS[i, : int(lengths_B[i])], longest, CHUNKS_AT_ONCE)
+    return texts
+
+
 def score_stream(
     model: Any,
     stream: ClipStream,
     *,
     normalization: str,
     description: str,
+    longest: float = LONGEST_AT_ONCE,
     total: int | None = None,
     keep_pairs: int = 0,
     keep_worst: int = 0,
@@ -72,6 +163,8 @@ def score_stream(
         stream: clips of this rank.
         normalization: for references and hypotheses.
         description: label of the progress bar.
+        longest: seconds of a clip that is decoded at once; longer ones are recognised in chunks of that length, so that
+            memory does not grow with the square of the clip.
         total: clips, for the bar.
         keep_pairs: reference/hypothesis pairs to keep.
         keep_worst: clips to keep in the board's `mistakes`, which has the confused words too; 0: no such account.
@@ -97,25 +190,24 @@ def score_stream(
             if batch.audio_BS is None:
                 continue
             began = time.perf_counter()
-            hypotheses = recognise_batch(model, batch.audio_BS, batch.audio_lengths_B)
-            board.decoding_seconds += (
-                time.perf_counter() - began
-            )  # the texts are on the host: nothing is still computed
+            texts = recognise_texts(model, batch.audio_BS, batch.audio_lengths_B, longest)
+            # The texts are on the host: nothing is still computed.
+            board.decoding_seconds += time.perf_counter() - began
             board.audio_seconds += int(batch.audio_lengths_B.sum()) / model.preprocessor._sample_rate
             for clip_id, language, reference, hypothesis, audio_S, length in zip(
                 batch.ids,
                 batch.languages,
                 batch.texts,
-                hypotheses,
+                texts,
                 batch.audio_BS,
                 batch.audio_lengths_B.tolist(),
                 strict=True,
             ):
-                counts = board.add(clip_id, language, reference, hypothesis.text, audio_S[:length])
+                counts = board.add(clip_id, language, reference, hypothesis, audio_S[:length])
                 if on_clip is not None:
-                    on_clip(clip_id, language, reference, hypothesis.text, counts)
+                    on_clip(clip_id, language, reference, hypothesis, counts)
             if on_batch is not None:
-                on_batch(batch, [hypothesis.text for hypothesis in hypotheses], board)
+                on_batch(batch, texts, board)
             bar.update(len(batch.ids))
             if board.total.words:
                 bar.set_postfix(wer=f"{board.total.word_errors / board.total.words:.3f}")
@@ -127,14 +219,14 @@ def score_stream(
 def batched_decoding_differs(model: Any, batch: Batch, clips: int = 4) -> list[tuple[str, str, str]]:
     """Clips that decode otherwise alone than in a batch, as (id, alone, batched). Empty is as it should be."""
     n = min(clips, len(batch.ids))
+    limit = int(LONGEST_AT_ONCE * model.preprocessor._sample_rate)  # of hours, the beginning will do
+    audio_BS, lengths_B = batch.audio_BS[:n, :limit], batch.audio_lengths_B[:n].clamp(max=limit)
     with evaluation_mode(model):
-        batched = [h.text for h in recognise_batch(model, batch.audio_BS[:n], batch.audio_lengths_B[:n])]
+        batched = [h.text for h in recognise_batch(model, audio_BS, lengths_B)]
         differing = []
         for i in range(n):
-            length = int(batch.audio_lengths_B[i])
-            alone = recognise_batch(model, batch.audio_BS[i : i + 1, :length], batch.audio_lengths_B[i : i + 1])[
-                0
-            ].text
+            length = int(lengths_B[i])
+            alone = recognise_batch(model, audio_BS[i : i + 1, :length], lengths_B[i : i + 1])[0].text
             if alone != batched[i]:
                 differing.append((batch.ids[i], alone, batched[i]))
     return differing

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch.nn.attention import SDPBackend
 
 from finetune.errors import UserError
@@ -33,3 +34,36 @@ def use_scaled_dot_product_attention(model: Any) -> int:
         attention.use_pytorch_sdpa_backends = [getattr(SDPBackend, n) if isinstance(n, str) else n for n in names]
         attention.use_pytorch_sdpa = True
     return len(layers)
+
+
+def use_local_attention(model: Any, context: int) -> None:
+    """Switches NeMo's encoder from full to local attention, in place; the weights stay.
+
+    Memory and time then grow with the length of a clip and not with its square. A model that was trained with full attention
+    sees less than it learned to look at, so its texts may differ.
+
+    Args:
+        model: NeMo transducer with relative positions.
+        context: frames that each frame sees on either side.
+
+    Raises:
+        UserError: NeMo has no local attention for this encoder.
+    """
+    kind = getattr(model.encoder, "self_attention_model", None)
+    if kind not in ("rel_pos", "rel_pos_local_attn"):
+        raise UserError(
+            f"--attention local: the encoder's attention is {kind}; NeMo has a local form of rel_pos only."
+        )
+    before = [layer.self_attn for layer in model.encoder.layers]
+    device = next(model.parameters()).device
+    model.encoder.use_pytorch_sdpa = False  # NeMo's local attention has no such path
+    model.encoder.change_attention_model("rel_pos_local_attn", [context, context], update_config=False, device=device)
+    for old, layer in zip(before, model.encoder.layers, strict=True):
+        layer.self_attn.to(dtype=old.linear_q.weight.dtype)
+        layer.self_attn.train(old.training)
+        # NeMo makes the new layers with biases, whatever the layout says, and nothing gives those their values.
+        for name, linear in old.named_children():
+            if isinstance(linear, torch.nn.Linear) and linear.bias is None:
+                getattr(layer.self_attn, name).bias = None
+    # The convolutions before the encoder see the mel frames of the whole clip: in parts where they would be too large for one.
+    model.encoder.change_subsampling_conv_chunking_factor(1)

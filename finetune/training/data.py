@@ -22,6 +22,7 @@ from finetune.data.reader import UnreadableShard, rows_from
 from finetune.data.sources import OpenSource, open_source, parse_sources
 from finetune.data.stream import ClipStream
 from finetune.errors import UserError
+from finetune.evaluation.recognise import LONGEST_AT_ONCE, evaluation_limits
 from finetune.losses import feasible_clips
 from finetune.models.nemo import encoder_lengths, tdt_durations
 
@@ -104,7 +105,7 @@ def make_stream(accelerator: Any, model: Any, config: Any, sources: list[OpenSou
     """The stream of this rank over the sources."""
     t, d = config.training, config.data
     options = StreamOptions(
-        limits=train_limits(config) if training else BatchLimits(clips=t.per_device_eval_batch_size),
+        limits=train_limits(config) if training else evaluation_limits(t.per_device_eval_batch_size, LONGEST_AT_ONCE),
         sample_rate=model.preprocessor._sample_rate,
         seed=t.seed,
         shuffle=d.shuffle and training,

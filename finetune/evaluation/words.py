@@ -1,0 +1,108 @@
+"""Words and sentences with their times, from tokens with theirs."""
+
+import itertools
+from typing import Any
+
+from finetune.evaluation.long_audio import Token
+
+SENTENCE_ENDS = ".?!\u2026\u3002\uff1f\uff01\u061f\u0964"
+CLOSING = "\"'\u00bb\u201d\u2019)]}\u300d\u300f"
+PAUSE_SECONDS = 1.0
+
+
+def enable_timestamps(model: Any) -> None:
+    """Lets NeMo's greedy decoding keep the durations and the probabilities of its tokens, in place.
+
+    Probabilities are those of the label among V labels and blank, scaled as (p V - 1) / (V - 1), so that a mere guess has 0. Only
+    steps that emit a label are recorded.
+    """
+    from omegaconf import open_dict
+
+    decoding = model.cfg.decoding
+    with open_dict(decoding):
+        decoding.tdt_include_token_duration = True
+        decoding.confidence_cfg = {
+            "preserve_frame_confidence": True,
+            "preserve_token_confidence": True,
+            "exclude_blank": True,
+            "tdt_include_duration": False,
+            "method_cfg": {"name": "max_prob", "alpha": 1.0},  # as it is, not sharpened or flattened
+        }
+    model.change_decoding_strategy(decoding, verbose=False)
+
+
+def words_of(model: Any, tokens: list[Token], seconds_per_frame: float, duration: float) -> list[dict[str, Any]]:
+    """Words with start and end in seconds, and their confidence.
+
+    A word begins at the frame of its first token and ends with its last token that is no punctuation: models put the point
+    behind a sentence into the silence that follows, and give it a duration. No word begins before the one before it has
+    ended, and none reaches beyond the recording.
+
+    Args:
+        model: whose tokenizer the tokens are of.
+        tokens: of a whole recording.
+        seconds_per_frame: of the encoder.
+        duration: seconds of the recording.
+
+    Returns:
+        A mapping of word, start, end, and confidence where tokens have it: that of the least probable token.
+    """
+    decode = model.decoding.decode_tokens_to_str_with_strip_punctuation
+    groups: list[list[Token]] = []
+    for token in tokens:
+        attached = token.is_punctuation and groups and len(decode([t.id for t in [*groups[-1], token]]).split()) == 1
+        if groups and (not token.begins_word or attached):
+            groups[-1].append(token)
+        else:
+            groups.append([token])
+    words: list[dict[str, Any]] = []
+    clock = 0.0
+    for group, following in itertools.pairwise([*groups, None]):
+        text = decode([t.id for t in group]).strip()
+        if not text:
+            continue
+        spoken = [t for t in group if not t.is_punctuation]
+        start = group[0].start
+        # A token of duration 0 shares its frame with the next one.
+        end = max([t.start + max(t.duration, 1) for t in spoken], default=start)
+        if following is not None:
+            end = max(start, min(end, following[0].start))
+        start_s = min(max(start * seconds_per_frame, clock), duration)
+        end_s = min(max(end * seconds_per_frame, start_s), duration)
+        clock = end_s
+        word = {"word": text, "start": round(start_s, 3), "end": round(end_s, 3)}
+        confidences = [t.confidence for t in spoken or group if t.confidence is not None]
+        words.append({**word, "confidence": round(min(confidences), 3)} if confidences else word)
+    return words
+
+
+def segments_of(words: list[dict[str, Any]], pause: float = PAUSE_SECONDS) -> list[dict[str, Any]]:
+    """Sentences: words up to one that ends with a sentence's punctuation, or up to a pause.
+
+    Args:
+        words: of `words_of`.
+        pause: seconds without a word that end a segment.
+
+    Returns:
+        A mapping of text, start, end, and confidence where words have it: their mean.
+    """
+    groups: list[list[dict[str, Any]]] = []
+    for word in words:
+        last = groups[-1][-1] if groups else None
+        if last is None or ends_sentence(last["word"]) or word["start"] - last["end"] >= pause:
+            groups.append([word])
+        else:
+            groups[-1].append(word)
+    segments = []
+    for group in groups:
+        segment = {"text": " ".join(w["word"] for w in group), "start": group[0]["start"], "end": group[-1]["end"]}
+        confidences = [w["confidence"] for w in group if "confidence" in w]
+        if confidences:
+            segment["confidence"] = round(sum(confidences) / len(confidences), 3)
+        segments.append(segment)
+    return segments
+
+
+def ends_sentence(word: str) -> bool:
+    """Whether a word ends with a point or the like, quotation marks and brackets aside."""
+    return word.rstrip(CLOSING).endswith(tuple(SENTENCE_ENDS))
