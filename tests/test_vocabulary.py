@@ -381,7 +381,7 @@ print("@" + json.dumps([model.tokenizer.vocab_size, model.tokenizer.ids_to_text(
     assert told[3]
 
 
-def test_other_sources_of_pieces(run_train: Any, failed: Any, grown_run: Any, tmp_path: Path) -> None:
+def test_other_sources_of_pieces(run_train: Any, failed: Any, grown_run: Any, tmp_path: Path, clips: Path) -> None:
     """A text file, a tokenizer's directory, and a vocabulary that takes the place of the model's."""
     texts = tmp_path / "tr.txt"
     texts.write_text(TURKISH.lower() + "\näø ä ø", encoding="utf-8")
@@ -398,7 +398,8 @@ def test_other_sources_of_pieces(run_train: Any, failed: Any, grown_run: Any, tm
     assert run_train(*new) == 0
     assert load(tmp_path / "c").tokenizer.vocab_size == 60
     assert (tmp_path / "c" / "summary.json").is_file()
-    nothing = grown_run("d", f"model.tokenizer.extend_from={TOKENIZER}")
+    old_letters = f"data.train={clips / 'manifest.jsonl'}"
+    nothing = grown_run("d", f"model.tokenizer.extend_from={TOKENIZER}", old_letters)
     assert "0 pieces added" in failed(0, *nothing)
     assert "resumed from" in failed(0, *nothing, "training.resume_from_checkpoint=true", "training.max_steps=3")
 
