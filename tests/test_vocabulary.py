@@ -508,7 +508,7 @@ def test_a_real_model_learns_to_write_what_it_could_not(run_train: Any, tmp_path
     clips = [torch.from_numpy(soundfile.read(tmp_path / r["audio_filepath"], dtype="float32")[0]) for r in rows]
     said, meant = ("".join(texts) for texts in (transcripts(model, clips), [r["text"] for r in rows]))
     for letter in "ȣõ":
-        assert said.count(letter) > 0.25 * meant.count(letter) > 5
+        assert said.count(letter) > 0.25 * meant.count(letter) > 4
     # A whole piece and not only its letter.
     ids = [i for text in transcripts(model, clips) for i in model.tokenizer.text_to_ids(text)]
     assert any(len(model.tokenizer.ids_to_tokens([i])[0]) > 2 for i in ids if i >= 128)
