@@ -65,7 +65,7 @@ def change_vocabulary(model: Any, directory: Path, note: Mapping[str, Any] | Non
     durations = model.joint.num_extra_outputs
     reduction = model.loss.reduction
     loss_name, loss_kwargs = model.extract_rnnt_loss_cfg(model.cfg.get("loss", None))
-    training = model.training
+    training, order = model.training, list(model._modules)
     model.change_vocabulary(str(directory), "bpe")
 
     model.loss = RNNTLoss(
@@ -85,6 +85,9 @@ def change_vocabulary(model: Any, directory: Path, note: Mapping[str, Any] | Non
                 tensor = _moved(tensor, sources, len(old.pieces), drop_V if key.endswith("bias") else None)
             now[key] = tensor
         part.load_state_dict(now)
+    # NeMo puts what it makes anew last; an optimizer's saved state goes by the order of the parameters.
+    order += [name for name in model._modules if name not in order]
+    model._modules = {name: model._modules[name] for name in order if name in model._modules}
     model.train(training)
     with open_dict(model.cfg):
         model.cfg.labels = [p.piece for p in new.pieces]
