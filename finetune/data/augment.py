@@ -106,7 +106,9 @@ def augment(audio_S: np.ndarray, sample_rate: int, settings: Augmentation, seed:
         read changes nothing, and the log names it.
     """
     random = np.random.default_rng(seed)
-    chances = random.random(len(PROBABILITIES))  # drawn whatever is turned on, so that one kind does not change another
+    chances = random.random(
+        len(PROBABILITIES)
+    )  # drawn whatever is turned on, so that one kind does not change another
     draws = dict(zip(PROBABILITIES, np.random.SeedSequence(seed).spawn(len(PROBABILITIES)), strict=True))
     drawn = {name: chance < getattr(settings, name) for name, chance in zip(PROBABILITIES, chances, strict=True)}
     if drawn["speed"]:

@@ -37,8 +37,8 @@ from finetune.data.leave_out import DUPLICATE, hash_of
 from finetune.data.options import StreamOptions
 from finetune.data.orphans import ends_with_this_process
 from finetune.data.reader import UnreadableShard, rows_from
-from finetune.data.sources import OpenSource, open_source, parse_sources
 from finetune.data.shards import Shard
+from finetune.data.sources import OpenSource, open_source, parse_sources
 from finetune.errors import UserError
 from finetune.logs import set_up_logging
 
@@ -222,7 +222,9 @@ def find_duplicates(files: list[Path]) -> dict[int, list[int]]:
     again = np.ones(len(names), dtype=bool)
     again[np.unique(names, return_index=True)[1]] = False
     parts = np.split(again, np.cumsum([len(array) for array in arrays])[:-1])
-    return {i: array[part, 1].tolist() for i, (array, part) in enumerate(zip(arrays, parts, strict=True)) if part.any()}
+    return {
+        i: array[part, 1].tolist() for i, (array, part) in enumerate(zip(arrays, parts, strict=True)) if part.any()
+    }
 
 
 def kind_of(reason: str) -> str:

@@ -26,7 +26,9 @@ def write_report(found: dict[str, Any], path: Path) -> None:
         (name, found["clips_by_language"][name], f"{seconds / 3600:.2f}")
         for name, seconds in sorted(found["seconds_by_language"].items(), key=lambda item: -item[1])
     ]
-    left_out = [(name.replace("_", " "), n) for name, n in sorted(found["filtered"].items(), key=lambda item: -item[1])]
+    left_out = [
+        (name.replace("_", " "), n) for name, n in sorted(found["filtered"].items(), key=lambda item: -item[1])
+    ]
     padding = [(name, f"{100 * share:.1f} %") for name, share in found["padding"].items()]
     parts = [
         "<h1>Check of a data set</h1>",
@@ -54,7 +56,9 @@ def _table(heads: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
         return "<p>none</p>"
     head = "".join(f"<th>{html.escape(h)}</th>" for h in heads)
     lines = [
-        "<tr>" + "".join(f"<td{' class=number' if i else ''}>{html.escape(str(v))}</td>" for i, v in enumerate(row)) + "</tr>"
+        "<tr>"
+        + "".join(f"<td{' class=number' if i else ''}>{html.escape(str(v))}</td>" for i, v in enumerate(row))
+        + "</tr>"
         for row in rows
     ]
     return f"<table><tr>{head}</tr>{''.join(lines)}</table>"

@@ -95,7 +95,9 @@ def examine(
     if columns["audio"] not in row:
         raise BadClip(f"no audio in column {columns['audio']!r}")
     audio = row[columns["audio"]]
-    if duration is None and (options.group_by_duration or options.limits.seconds or options.limits.cells or options.limits.bounds):
+    if duration is None and (
+        options.group_by_duration or options.limits.seconds or options.limits.cells or options.limits.bounds
+    ):
         seconds = audio_seconds(audio, source.folder, offset)
         filters.check_duration(seconds)
     else:
@@ -129,9 +131,7 @@ def decode(entry: Entry, options: StreamOptions, epoch: int) -> Clip:
     return Clip(entry.id, entry.text, entry.language, audio_S, entry.tokens)
 
 
-def read_clip(
-    entry: Entry, options: StreamOptions, compact: bool = False
-) -> tuple[np.ndarray, int, np.ndarray]:
+def read_clip(entry: Entry, options: StreamOptions, compact: bool = False) -> tuple[np.ndarray, int, np.ndarray]:
     """The samples as they are in the file, their rate, and the clip's one channel at the stream's rate.
 
     Args:
@@ -142,6 +142,7 @@ def read_clip(
         BadClip: it cannot be used; FilteredClip: a filter leaves it out.
     """
     filters, said = entry.source.filters, entry.duration if options.check_durations else None
+
     # The head tells, before hours are read.
     def check(seconds: float) -> None:
         if said is not None and not entry.has_offset:

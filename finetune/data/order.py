@@ -75,9 +75,7 @@ def deal(pieces: list[Piece], lane: int, lanes: int) -> list[Piece]:
         return _stretch(pieces, sizes, lane * total // lanes, (lane + 1) * total // lanes)
     # Sharing makes every lane read these shards, so with many shards a lane it is cheaper to be uneven.
     whole = len(pieces) if len(pieces) >= SHARDS_A_LANE * lanes else len(pieces) // lanes * lanes
-    shared = [
-        p._replace(start=p.start + lane * p.stride, stride=p.stride * lanes) for p in pieces[whole:]
-    ]
+    shared = [p._replace(start=p.start + lane * p.stride, stride=p.stride * lanes) for p in pieces[whole:]]
     return pieces[:whole][lane::lanes] + [p for p in shared if p.stop is None or p.start < p.stop]
 
 
@@ -88,9 +86,7 @@ def interleave(pieces: list[Piece], lane: int, lanes: int) -> list[Piece]:
     """
     part, first = [], 0
     for piece in pieces:
-        own = piece._replace(
-            start=piece.start + (lane - first) % lanes * piece.stride, stride=piece.stride * lanes
-        )
+        own = piece._replace(start=piece.start + (lane - first) % lanes * piece.stride, stride=piece.stride * lanes)
         part += [own] if own.stop is None or own.start < own.stop else []
         first += piece.rows() or 0
     return part

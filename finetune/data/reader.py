@@ -122,7 +122,13 @@ class GroupReader:
             "at": self.at - done,
             "row": self.row,
             # Those that the stream gave it are known there: it sends them only where they have changed.
-            **({"pieces": [list(p) for p in self.pieces[done:]]} if self.changed else {"given": True} if self.own else {}),
+            **(
+                {"pieces": [list(p) for p in self.pieces[done:]]}
+                if self.changed
+                else {"given": True}
+                if self.own
+                else {}
+            ),
             **({"seen": self.seen} if self.counts else {}),
             **({"failed": sorted(self.failed)} if self.failed else {}),
         }
@@ -140,7 +146,9 @@ class GroupReader:
             chosen = shuffled(chosen, (self.seed, self.epoch, 1))
         own = (interleave if self.interleaved else deal)(chosen, self.lane, self.lanes)
         # Further passes over a source of a mixture: the lane's own rows again, in another order.
-        return shuffled(own, (self.seed, self.epoch, self.lane, self.passes, 3)) if self.shuffle and self.passes else own
+        return (
+            shuffled(own, (self.seed, self.epoch, self.lane, self.passes, 3)) if self.shuffle and self.passes else own
+        )
 
     def rest(self) -> list[Piece]:
         """What has not been read of this pass."""

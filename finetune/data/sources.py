@@ -166,7 +166,7 @@ def _open_source(source: Source, key: str) -> OpenSource:
             f"{key}: {path} (split {source.split}) cannot be opened: {type(error).__name__}: {_first_line(error)}{hint}"
         ) from error
     columns = _find_columns(source, list(dataset.features or _first_row(dataset, key, path)), key)
-    remote = "://" in path or not os.path.exists(path) and "data_files" not in options
+    remote = "://" in path or (not os.path.exists(path) and "data_files" not in options)
     folder = path if os.path.isdir(path) else str(Path(path).parent) if os.path.isfile(path) else None
     files = _parquet_files(dataset)
     if files:

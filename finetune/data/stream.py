@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from finetune.data import decode as decode_module
 from finetune.data.buffer import Entry
 from finetune.data.clips import Clip, decode
-from finetune.data import decode as decode_module
 from finetune.data.decode import BadClip, Unreachable, as_float
 from finetune.data.filters import FilteredClip
 from finetune.data.lanes import FINISHED, Lane, Position, Report, Sources, make_readers
@@ -31,7 +31,6 @@ from finetune.data.options import StreamOptions
 from finetune.data.order import Piece, as_pieces, deal
 from finetune.data.orphans import ends_with_this_process
 from finetune.data.sources import OpenSource
-
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +66,9 @@ class Batch:
         if torch.utils.data.get_worker_info() is not None and self.audio_BS is not None:
             try:
                 state["audio_BS"] = _lend(state["audio_BS"])
-            except OSError as error:  # too many open files, a long TMPDIR; an error here would be a batch that never comes
+            except (
+                OSError
+            ) as error:  # too many open files, a long TMPDIR; an error here would be a batch that never comes
                 _warn_of_slow_way(str(error))
         return state
 
@@ -306,7 +307,8 @@ class ClipStream:
             "ranks": self.ranks,
             "workers": self.workers,
             "shards": self.sources.digest(),
-            "options": {name: getattr(self.options, name) for name in SAVED} | {"limits": json.loads(json.dumps(asdict(self.options.limits)))},
+            "options": {name: getattr(self.options, name) for name in SAVED}
+            | {"limits": json.loads(json.dumps(asdict(self.options.limits)))},
             "positions": {str(lane): _plain(self._whole(lane)) for lane in self.positions},
         }
 
@@ -383,7 +385,12 @@ class ClipStream:
         for worker in range(max(1, self.workers)):
             lane = worker * self.ranks + self.rank
             readers = [
-                {"passes": n, "at": 0, "row": None, "pieces": [list(p) for p in _deal_parts(as_pieces(again), pieces, lane, lanes)]}
+                {
+                    "passes": n,
+                    "at": 0,
+                    "row": None,
+                    "pieces": [list(p) for p in _deal_parts(as_pieces(again), pieces, lane, lanes)],
+                }
                 for n, again, pieces in zip(passes, waited, rest, strict=True)
             ]
             position = {"readers": readers, "draws": 0, "drawn": 0, "exhausted": False, "buffer": []}

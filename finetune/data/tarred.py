@@ -47,7 +47,9 @@ def tarred_shards(manifest: str, tars: str, key: str) -> tuple[list[Shard], int]
     """
     manifests, files = expand_ranges(manifest), expand_ranges(tars)
     if len(manifests) not in (1, len(files)):
-        raise UserError(f"{key}: {len(manifests)} manifests do not fit {len(files)} tar files; one for all, or one each.")
+        raise UserError(
+            f"{key}: {len(manifests)} manifests do not fit {len(files)} tar files; one for all, or one each."
+        )
     try:
         if len(manifests) == len(files):
             lines = [manifest_lines(name) for name in manifests]
@@ -81,7 +83,9 @@ def by_shard(path: str, count: int, key: str) -> list[np.ndarray]:
             row = parse_line(line)
             shard = 0 if BAD_LINE in row else row.get("shard_id")
             if not isinstance(shard, int) or not 0 <= shard < count:
-                raise UserError(f"{key}: {path} line {number} has shard_id {shard!r}; there are tar files 0 to {count - 1}.")
+                raise UserError(
+                    f"{key}: {path} line {number} has shard_id {shard!r}; there are tar files 0 to {count - 1}."
+                )
             lines[shard].extend((offset, len(line)))
         offset += len(line)
     return [np.array(own).reshape(-1, 2) for own in lines]
@@ -128,4 +132,3 @@ def read_tar(tar: str, manifest: str, lines: np.ndarray, first: int = 0) -> Numb
 def _member(name: str) -> str:
     """Names of tar members and of rows alike: without folders, and without the mark of a repeated file."""
     return REPEATED.sub("", PurePosixPath(name).name)
-
