@@ -27,9 +27,11 @@ class LeaveOut:
     def __init__(self, file: str, key: str):
         hashes, kinds = [], []
         self.files = set()
+        number = 0
         try:
             with Path(file).open(encoding="utf-8") as lines:
-                for number, line in enumerate(lines, 1):
+                for line in lines:
+                    number += 1
                     row = json.loads(line)
                     place = row["source"]
                     self.files.add(place.rsplit(" ", 2)[0])
@@ -39,7 +41,7 @@ class LeaveOut:
             raise UserError(f"{key}: {file} cannot be read: {error.strerror or error}.") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
-                f'{key}: line {number} of {file} is no {{"source": "FILE line N", "reason": "..."}}, as the check writes it.'
+                f'{key}: line {number or 1} of {file} is no {{"source": "FILE line N", "reason": "..."}}, as the check writes it.'
             ) from error
         order = np.argsort(np.array(hashes, dtype=np.uint64))
         self.hashes = np.array(hashes, dtype=np.uint64)[order]
