@@ -45,7 +45,7 @@ def texts(model: Any) -> list[str]:
         return [h.text for h in recognise_batch(model, audio_BS, torch.tensor([24000, 16000, 20000]))]
 
 
-@pytest.mark.parametrize("train_decoder", [True, False])
+@pytest.mark.parametrize("train_decoder", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_adapter_gives_the_model_that_was_trained(lora_run, tiny_model, train_decoder):
     """By this project merged, bit for bit; by PEFT beside the base model; and it takes part."""
     from peft import PeftModel

@@ -159,7 +159,8 @@ def test_a_checkpoint_without_an_average(run_train, tiny_run, tmp_path, capfd):
     assert not any(name.startswith("encoder.") for name in ema_of(tmp_path / "run", 6))
 
 
-@pytest.mark.parametrize("engine", ["ddp", pytest.param("zero2", marks=pytest.mark.slow), pytest.param("fsdp2", marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "zero2", "fsdp2"])
 def test_two_processes_have_the_average_of_one(trainings, clips, tmp_path, engine):  # noqa: F811
     steps = 6 if engine == "ddp" else 12
     common = [f"training.ema_decay={DECAY}", f"training.max_steps={steps}", "training.average_checkpoints=2"]
