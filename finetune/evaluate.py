@@ -109,7 +109,7 @@ def evaluate(
     )
     stream = ClipStream(sources, options, no_tokens, workers=arguments.workers)
     normalization = arguments.normalization or "basic"
-    ids: list[str] = []
+    blocks_of_clips: list[str] = []
     lines = LineFile(file) if file else None
     if lines is not None:
         lines.cut(0)
@@ -118,7 +118,9 @@ def evaluate(
         if keep is not None:
             keep.append(Utterance(clip_id, language, reference, hypothesis))
         if arguments.bootstrap_by_id is not None and counts.clips:
-            ids.append(clip_id)
+            blocks_of_clips.extend(
+                block_names([clip_id], arguments.bootstrap_by_id)
+            )  # a wrong pattern fails here, not at the end
         if lines is not None:
             row = {"id": clip_id, "language": language, "reference": reference, "hypothesis": hypothesis}
             numbers = {"words": counts.words, "word_errors": counts.word_errors, "normalization": normalization}
@@ -126,13 +128,16 @@ def evaluate(
 
     started = time.perf_counter()
     clips = [s.clips for s in sources]
+    total = sum(clips) if all(clips) else None
+    if total is not None and arguments.max_samples >= 0:
+        total = min(total, arguments.max_samples)
     board = score_stream(
         model,
         stream,
         normalization=normalization,
         description="evaluate",
         longest=arguments.chunk,
-        total=sum(clips) if all(clips) else None,
+        total=total,
         on_clip=take_clip,
     )
     seconds = time.perf_counter() - started
@@ -159,7 +164,7 @@ def evaluate(
     if arguments.bootstrap:
         blocks = None
         if arguments.bootstrap_by_id is not None:
-            names, blocks = np.unique(block_names(ids, arguments.bootstrap_by_id), return_inverse=True)
+            names, blocks = np.unique(blocks_of_clips, return_inverse=True)
             result["blocks"] = len(names)
         intervals = board.clip_counts.intervals(arguments.bootstrap, blocks)
         for language, found in intervals.pop("by_language").items():

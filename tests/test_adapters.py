@@ -203,6 +203,21 @@ def test_no_adapter_without_its_base_model(lora_run, run_train, tiny_run, tmp_pa
     assert not (again / "adapter").exists()
 
 
+def test_a_continued_run_leaves_the_adapter_of_its_model(lora_run, run_train, tiny_run, capfd):
+    from finetune.models.nemo import load_model
+
+    run = lora_run("run")
+    before = load_model(str(run)).state_dict()
+    capfd.readouterr()
+    training = {**TRAINING, "output_dir": str(run), "max_steps": 9}
+    arguments = tiny_run("training.resume_from_checkpoint=true", model=DETERMINISTIC, data=ONLY, training=training)
+    assert run_train(*arguments, *LORA) == 0
+    assert "no adapter will be written" not in capfd.readouterr().err
+    a, b = load_model(str(run)).state_dict(), load_model(str(run / "adapter")).state_dict()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not all(torch.equal(a[name], before[name]) for name in a)
+
+
 def test_the_best_of_the_averages_has_its_adapter(run_train, tiny_run, tmp_path):
     """Whatever weights were chosen, adapter and model.nemo are of one state."""
     from finetune.models.nemo import load_model

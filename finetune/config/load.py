@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from finetune.config.schema import RunConfig
-from finetune.config.vocabulary import parse_tokenizer
+from finetune.config.vocabulary import changes_vocabulary, parse_tokenizer
 from finetune.errors import UserError
 from finetune.paths import OVERLAYS
 from finetune.strategies.compatibility import find_conflicts
@@ -276,6 +276,12 @@ def _averages(config: DictConfig) -> list[tuple[str, str]]:
         why = (
             "needs model.lora_rank and the others as the adapter has them (`r` in its adapter_config.json), to go on training it. To train "
             "from base and adapter merged, give its directory as model.name"
+        )
+        problems.append(("model.adapter", why))
+    if config.model.adapter and changes_vocabulary(config):
+        why = (
+            "fits the base model's own vocabulary, which model.tokenizer changes. Give the adapter's directory as model.name, which begins "
+            "from the merged weights, or leave model.tokenizer out"
         )
         problems.append(("model.adapter", why))
     return problems

@@ -65,6 +65,13 @@ def tokenizer_setting(config: Any) -> TokenizerSetting:
     return parse_tokenizer(OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value)
 
 
+def changes_vocabulary(config: Any) -> bool:
+    """Whether `model.tokenizer` asks for another vocabulary, right or wrong as its other keys may be."""
+    value = config.model.tokenizer
+    value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    return isinstance(value, dict) and any(value.get(key) is not None for key in ("extend_from", "replace_with"))
+
+
 def parse_tokenizer(value: Any, key: str = "model.tokenizer") -> TokenizerSetting:
     """What `model.tokenizer` says.
 

@@ -79,7 +79,12 @@ def recognise_chunks(model: Any, chunks: list[Chunk], pieces: Pieces) -> list[li
     audio_BS = torch.nn.utils.rnn.pad_sequence([torch.from_numpy(chunks[i].audio_S) for i in heard], batch_first=True)
     lengths_B = torch.tensor([len(chunks[i].audio_S) for i in heard])
     for i, hypothesis in zip(heard, recognise_batch(model, audio_BS, lengths_B), strict=True):
-        ids, starts = _listed(hypothesis.y_sequence), _listed(hypothesis.timestamp)
+        # A model that was saved with decoding.compute_timestamps has words and segments beside the tokens' frames.
+        stamps = hypothesis.timestamp
+        ids, starts = (
+            _listed(hypothesis.y_sequence),
+            _listed(stamps["timestep"] if isinstance(stamps, dict) else stamps),
+        )
         durations = _listed(hypothesis.token_duration) or [1] * len(ids)
         confidences = _listed(hypothesis.token_confidence) or [None] * len(ids)
         found[i] = [

@@ -72,19 +72,20 @@ def base_hash(model: Any, train_decoder: bool) -> str:
     return digest.hexdigest()
 
 
-def name_base(model: Any, m: Any, base: str, started_from: str | None) -> None:
+def name_base(model: Any, m: Any, base: str, started_from: str | None, changed: bool) -> None:
     """Sets `model.lora_base`, by which an adapter names the base model; without it none is written, and that is said.
 
     Args:
         m: the run's `model:` section.
         base: hash of the base model as it was loaded.
         started_from: the same as it was when a checkpoint's weights were put in; None: no checkpoint.
+        changed: whether the vocabulary is another one than the base model's.
     """
     why = ""
     if str(m.name).endswith((".yaml", ".yml")):
         why = "the base model is no file that others could load again"
-    elif m.tokenizer:
-        why = "model.tokenizer changed the base model, so that its file alone is not what the adapter fits; model.nemo is whole"
+    elif changed:
+        why = "model.tokenizer changed the base model's vocabulary, so that the adapter does not fit its file; model.nemo is whole"
     elif started_from is not None and base_hash(model, m.lora_train_decoder) != started_from:
         why = "the checkpoint's base weights are not those of model.name"
     model.lora_base = None if why else {"name": str(m.name), "sha256": base}
@@ -111,6 +112,7 @@ def write_adapter(model: Any, folder: Path) -> None:
     aside.mkdir(parents=True)
     _config(model).save_pretrained(str(aside))
     save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
+    os.chmod(aside / WEIGHTS, (aside / CONFIG).stat().st_mode)  # safetensors writes for the owner alone
     (aside / BASE).write_text(json.dumps(model.lora_base, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(aside, folder)

@@ -6,6 +6,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from finetune.config.vocabulary import changes_vocabulary
 from finetune.strategies.low_bit import BITSANDBYTES, TORCHAO, gpu_lacks_fp8
 
 
@@ -112,6 +113,15 @@ RULES = (
         "LoRA freezes the encoder's own weights itself and trains adapters within it",
         "set model.freeze_encoder: false to train adapters, or model.lora_rank: 0 to train without the encoder or with its "
         "last layers",
+    ),
+    Rule(
+        "model.tokenizer extend_from or replace_with",
+        "model.lora_train_decoder false",
+        lambda c, engine, gpu: bool(
+            _get(c, "model.lora_rank") and not _get(c, "model.lora_train_decoder") and changes_vocabulary(c)
+        ),
+        "the rows of new pieces lie in prediction network and joint, which would stay as they began",
+        "set model.lora_train_decoder: true",
     ),
     Rule(
         "model.sync_batchnorm",

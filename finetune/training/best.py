@@ -1,7 +1,9 @@
 """Judging the model during a run, and keeping the best one by WER on validation: of the weights as they are trained (raw), of their
 moving average (ema), and at the end of the mean of some evaluated states (average)."""
 
+import json
 import logging
+import shutil
 from typing import Any
 
 from finetune.models.nemo import load_weights, save_nemo
@@ -74,7 +76,12 @@ def try_average(trainer: Any) -> dict[str, Any] | None:
     Returns:
         What summary.json says of it; None where fewer than two states were kept.
     """
-    p = trainer.progress
+    p, t, folder = trainer.progress, trainer.config.training, trainer.output_dir
+    if p.best_weights == "average" and p.best_step == p.step and (folder / "summary.json").is_file():
+        # A finished run that was started again.
+        return json.loads((folder / "summary.json").read_text(encoding="utf-8")).get("average_checkpoints")
+    if trainer.accelerator.is_main_process:  # the settings may be others than when the states were kept
+        averaging.prune(folder, t.average_checkpoints, t.average_by)
     states = agreed([(s.step, s.wer, s.path) for s in averaging.kept_states(trainer.output_dir)])
     if len(states) < 2:
         log.info(
@@ -144,6 +151,8 @@ def keep(trainer: Any, model: Any) -> None:
         save_nemo(model, trainer.output_dir / "model.nemo")
         if getattr(model, "lora_base", None) is not None:
             write_adapter(model, trainer.output_dir / "adapter")
+        else:  # an earlier one would not be that of this model
+            shutil.rmtree(trainer.output_dir / "adapter", ignore_errors=True)
         (trainer.output_dir / "checkpoints").mkdir(exist_ok=True)
         best = {"step": p.best_step, "validation_wer": p.best_wer, "weights": p.best_weights}
         write_json(trainer.output_dir / "checkpoints" / "best.json", best)

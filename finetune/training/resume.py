@@ -33,12 +33,28 @@ def take_weights(model: Any, path: Path) -> None:
     """
     state, _ = checkpoints.read_checkpoint_state(path)
     try:
-        weights = read_whole_weights(path)
-        if state.get("lora_scaling") is not None:
-            weights = merge_saved_lora(weights, state["lora_scaling"])
-        load_merged_state_dict(model, {name.removeprefix("nemo."): tensor for name, tensor in weights.items()})
+        weights = {name.removeprefix("nemo."): tensor for name, tensor in read_whole_weights(path).items()}
+        scaling = state.get("lora_scaling")
+        same = _in_place(model, weights) if scaling == getattr(model, "lora_scaling", None) else None
+        if scaling is None:
+            load_merged_state_dict(model, weights)
+        elif same is None:
+            load_merged_state_dict(model, merge_saved_lora(weights, scaling))
+        else:  # the same adapters: base and factors stay apart, so that the adapter is one on the same base
+            model.load_state_dict(same)
     except (KeyError, RuntimeError, OSError, SafetensorError, UnpicklingError) as error:
         raise UserError(checkpoints.does_not_fit(path, error)) from error
+
+
+def _in_place(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+    """The weights by the names of the model's state, or None where they are those of a model with other layers."""
+    own = model.state_dict()
+    # A file keeps a tensor that modules share under one of its names only.
+    present = {tensor.data_ptr(): name for name, tensor in own.items() if name in weights}
+    found = {name: weights.get(name, weights.get(present.get(t.data_ptr(), ""))) for name, t in own.items()}
+    if set(weights) - set(own) or any(t is None or t.shape != own[name].shape for name, t in found.items()):
+        return None
+    return found
 
 
 def resume(trainer: Any, path: Path) -> None:

@@ -184,7 +184,7 @@ def build_model(accelerator: Any, config: Any, checkpoint: Path | None = None) -
     m = config.model
     with accelerator.local_main_process_first():  # the first one downloads, the others find it
         model = load_model(m.name, tokenizer_setting(config).dir)
-    vocabulary.set_vocabulary(accelerator, model, config, checkpoint)
+    changed = vocabulary.set_vocabulary(accelerator, model, config, checkpoint)
     prepare_for_training(model, spec_augment=m.spec_augment, dropout=m.dropout, freeze_batchnorm=m.freeze_batchnorm)
     if m.sync_batchnorm and accelerator.num_processes > 1:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -201,7 +201,7 @@ def build_model(accelerator: Any, config: Any, checkpoint: Path | None = None) -
     if checkpoint is not None:
         take_weights(model, checkpoint)
     if m.lora_rank:
-        name_base(model, m, base, started_from)
+        name_base(model, m, base, started_from, changed)
     model.to(accelerator.device)
     log.info(
         "model %s: %.1f M parameters, loaded in %.0f s",

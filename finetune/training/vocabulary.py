@@ -1,6 +1,7 @@
 """Growing or replacing the model's vocabulary before a run: once, by the main process, and the same on all of them and after a resume."""
 
 import atexit
+import hashlib
 import json
 import logging
 import shutil
@@ -37,11 +38,14 @@ FOLDER, REPORT = "tokenizer", "report.json"
 WAITING = ".tokenizer.new"
 
 
-def set_vocabulary(accelerator: Any, model: Any, config: Any, checkpoint: Path | None) -> None:
+def set_vocabulary(accelerator: Any, model: Any, config: Any, checkpoint: Path | None) -> bool:
     """Gives the model the vocabulary that `model.tokenizer` asks for, in place; nothing where it asks for none.
 
     A checkpoint's run has its tokenizer already. Else the main process makes one, and all take its file, byte by byte. A model
-    that was changed in the same way before, as in an earlier stage, is left as it is.
+    that was changed in the same way by the same texts before, as in an earlier stage, is left as it is.
+
+    Returns:
+        Whether the vocabulary is another one than that of `model.name` now.
 
     Raises:
         UserError: on all processes, where the tokenizer cannot be made.
@@ -49,29 +53,29 @@ def set_vocabulary(accelerator: Any, model: Any, config: Any, checkpoint: Path |
     setting, folder = tokenizer_setting(config), Path(config.training.output_dir)
     stored = None if checkpoint is None else checkpoint.parent.parent / FOLDER
     if stored is not None and agreed((stored / FILE).is_file()):
-        _take_stored(accelerator, model, setting, stored, folder / FOLDER)
-        return
+        return _take_stored(accelerator, model, setting, stored, folder / FOLDER)
     if not setting.changes:
-        return
-    if any(change.get("setting") == noted(setting) for change in changes_of(model)):
-        log.info("%s: the model has this vocabulary already", setting.key)
-        return
-    if checkpoint is not None:
-        raise UserError(
-            f"{setting.key}: {checkpoint} was written without it, and its vocabulary cannot change on the way. Take out the key, or "
-            "begin a new run from the model."
-        )
-    content, problem, report = None, None, None
+        return False
+    content, problem, report = None, None, {}
     if accelerator.is_main_process:
         try:
             content, report = make_tokenizer(model, setting, config.data.text_normalization)
         except UserError as error:
             problem = (str(error), error.exit_code)
-    content, problem = agreed((content, problem))
+    content, problem, note = agreed((content, problem, report.get("setting")))
     if problem is not None:
         raise UserError(problem[0], exit_code=problem[1])
-    change_vocabulary(model, _place(accelerator, content, folder / WAITING, report), {"setting": noted(setting)})
+    if content is None:
+        log.info("%s: the model has this vocabulary already", setting.key)
+        return False
+    if checkpoint is not None:
+        raise UserError(
+            f"{setting.key}: {checkpoint} was written without it, and its vocabulary cannot change on the way. Take out the key, or "
+            "begin a new run from the model."
+        )
+    change_vocabulary(model, _place(accelerator, content, folder / WAITING, report), {"setting": note})
     log.info("vocabulary of %d pieces; it will be in %s", model.tokenizer.vocab_size, folder / FOLDER)
+    return True
 
 
 def settle(models: list[Any], output_dir: Path) -> None:
@@ -105,21 +109,34 @@ def tokenizer_of_run(model: Any, config: Any) -> Any:
         What has NeMo's `text_to_ids` and `tokenizer`.
     """
     setting = tokenizer_setting(config)
-    if not setting.changes or noted(setting) in [change.get("setting") for change in changes_of(model)]:
+    content = make_tokenizer(model, setting, config.data.text_normalization)[0] if setting.changes else None
+    if content is None:
         return model.tokenizer
-    content, _ = make_tokenizer(model, setting, config.data.text_normalization)
     encoder = processor(parse(content, setting.key))
     return SimpleNamespace(tokenizer=encoder, text_to_ids=encoder.encode)
 
 
 def noted(setting: TokenizerSetting) -> dict[str, Any]:
-    """What tells one change from another."""
+    """The setting of a change, as it is kept in the model."""
     kind = "extend_from" if setting.extend_from is not None else "replace_with"
     return {kind: setting.origin, "size": setting.size, "pieces": setting.pieces, "coverage": setting.coverage}
 
 
-def make_tokenizer(model: Any, setting: TokenizerSetting, normalization: str) -> tuple[bytes, dict[str, Any]]:
-    """The file that a setting asks for, which may be the old one, and the report on it.
+def _digest(content: bytes) -> str:
+    """Tells one text or tokenizer from another of the same name."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def _has_already(model: Any, note: dict[str, Any]) -> bool:
+    """Whether the model's vocabulary was changed in this way, and not replaced since."""
+    changes = [change.get("setting") or {} for change in changes_of(model)]
+    replaced = [i for i, change in enumerate(changes) if "replace_with" in change]
+    return note in changes[replaced[-1] if replaced else 0 :]
+
+
+def make_tokenizer(model: Any, setting: TokenizerSetting, normalization: str) -> tuple[bytes | None, dict[str, Any]]:
+    """The file that a setting asks for, which may be the old one, and the report on it; no file where the model was changed in this
+    way already, by the same texts or tokenizer.
 
     Args:
         model: NeMo transducer with the old tokenizer.
@@ -135,9 +152,14 @@ def make_tokenizer(model: Any, setting: TokenizerSetting, normalization: str) ->
     if is_tokenizer(setting.origin):
         other = read_tokenizer(setting.origin, setting.key)
         size = setting.size or len(other.pieces)
+        digest = _digest(other.SerializeToString())
     else:
         texts = read_texts(setting.origin, setting.key, normalization)
         size = setting.size or default_growth(len(old.pieces))
+        digest = _digest("\n".join(sorted({text.text for text in texts})).encode("utf-8", "surrogatepass"))
+    note = {**noted(setting), "sha256": digest}
+    if _has_already(model, note):
+        return None, {"setting": note}
     plain = [text.text for text in texts]
     key, coverage = setting.key, 1.0 if setting.coverage is None else setting.coverage
     if setting.extend_from is not None:
@@ -154,7 +176,7 @@ def make_tokenizer(model: Any, setting: TokenizerSetting, normalization: str) ->
         new = other
         if setting.size not in (None, len(new.pieces)):
             log.warning("model.tokenizer.size has no effect: %s has %d pieces", setting.origin, len(new.pieces))
-    report: dict[str, Any] = {"setting": noted(setting), "pieces": len(new.pieces)}
+    report: dict[str, Any] = {"setting": note, "pieces": len(new.pieces)}
     if growth is not None:
         report["growth"] = described(growth)
     if texts:
@@ -180,19 +202,19 @@ def _place(accelerator: Any, content: bytes, shared: Path, report: dict[str, Any
     return place
 
 
-def _take_stored(accelerator: Any, model: Any, setting: TokenizerSetting, stored: Path, final: Path) -> None:
-    """The tokenizer of the run that is continued, for a model that does not have it yet."""
+def _take_stored(accelerator: Any, model: Any, setting: TokenizerSetting, stored: Path, final: Path) -> bool:
+    """The tokenizer of the run that is continued, for a model that does not have it yet; returns whether it had not."""
     content, report = agreed(_stored(stored) if accelerator.is_main_process else None)
-    if not setting.changes or report.get("setting") != noted(setting):
-        log.warning(
-            "model.tokenizer: the vocabulary of %s counts, which was made with %s", stored, report.get("setting")
-        )
+    made_with = {key: value for key, value in (report.get("setting") or {}).items() if key != "sha256"}
+    if not setting.changes or made_with != noted(setting):
+        log.warning("model.tokenizer: the vocabulary of %s counts, which was made with %s", stored, made_with)
     if of_model(model, "model.tokenizer").SerializeToString() == content:
-        return
+        return False
     if accelerator.is_main_process and stored.resolve() != final.resolve():
         shutil.copytree(stored, final, dirs_exist_ok=True)
     place = final if accelerator.is_main_process else _place(accelerator, content, final, None)
     change_vocabulary(model, place, {"setting": report.get("setting")})
+    return True
 
 
 def _stored(directory: Path) -> tuple[bytes, dict[str, Any]]:
