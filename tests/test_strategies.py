@@ -218,6 +218,21 @@ CONFLICTS: dict[tuple[str, str], list[str]] = {
     ],
     ("model.lora_rank", "model.freeze_encoder"): ["model.lora_rank=4", "model.freeze_encoder=true"],
     ("model.sync_batchnorm", "no GPU"): ["model.sync_batchnorm=true"],
+    ("model.tokenizer extend_from or replace_with", "model.lora_train_decoder false"): [
+        "model.lora_rank=4",
+        "model.lora_train_decoder=false",
+        "model.tokenizer.extend_from=texts.txt",
+    ],
+    ("training.ema_decay", "DeepSpeed ZeRO-3"): ["training.ema_decay=0.9", "--strategy=zero3"],
+    ("training.ema_decay", "training.optimizer flash_adamw_gradient_release or cpu_offload_ao"): [
+        "training.ema_decay=0.9",
+        RELEASE,
+    ],
+    ("training.ema_device cpu", "FSDP"): [
+        "training.ema_decay=0.9",
+        "training.ema_device=cpu",
+        "--strategy=fsdp2",
+    ],
     ("model.freeze_batchnorm", "model.sync_batchnorm"): ["model.freeze_batchnorm=true", "model.sync_batchnorm=true"],
 }
 
