@@ -146,7 +146,7 @@ def test_commands_take_an_adapter(lora_run, clips, tmp_path, capsys):
 
 
 def test_an_adapter_goes_to_hugging_face(lora_run, tmp_path, clips):
-    """Merged into its base model, by a file that is gone afterwards; the clips are those of the run that it lies in."""
+    """Merged into its base model, by a file that is gone afterwards."""
     import tempfile
 
     from finetune.exporting.hugging_face import export_hugging_face

@@ -407,7 +407,7 @@ def test_a_grown_model_goes_there_and_back(kind, speech, tmp_path):
     model = load_model(str(BASE))
     own = [row["text"].lower() for row in read_lines(speech / "manifest.jsonl")]
     if kind == "unigram":
-        write_tokenizer(train_tokenizer(own * 5, 90, kind="unigram", coverage=1.0, key="k"), tmp_path / "unigram")
+        write_tokenizer(train_tokenizer(own * 5, 70, kind="unigram", coverage=1.0, key="k"), tmp_path / "unigram")
         change_vocabulary(model, tmp_path / "unigram")
     texts = TURKISH.lower().splitlines() * 3 + own * 5
     growth = grow_on_texts(of_model(model, "k"), texts, 60, pieces="all", key="k")
