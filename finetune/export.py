@@ -3,7 +3,7 @@
     python -m finetune.export --model M --to nemo --output DIR
     python -m finetune.export --model M --to hf --output DIR [--data D]
 
-M: a .nemo file, a run's output directory, or a hub name; with --to nemo also a Hugging Face directory or a NeMo model YAML.
+M: a .nemo file, a run's or an adapter's directory, or a hub name; with --to nemo also a Hugging Face directory or a NeMo model YAML.
 
 What is written is checked before it counts. A .nemo is restored and has to give the source's weights and texts. A Hugging Face
 directory is loaded by transformers and compared with NeMo on clips, single and batched: encoder and joint outputs, and texts. The clips
@@ -71,7 +71,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--model",
         required=True,
-        help="a .nemo file, a run's output directory, a Hugging Face directory, or a hub name",
+        help="a .nemo file, a run's output directory, an adapter's or a Hugging Face directory, or a hub name",
     )
     parser.add_argument("--to", choices=("nemo", "hf"), default="nemo", help="format (default: nemo)")
     parser.add_argument("--output", type=Path, required=True, help="directory for the result")

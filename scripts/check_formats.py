@@ -63,7 +63,7 @@ def with_this_project(model: Path, files: list[str]) -> list[str]:
 
 def check(model: str, data: list[str], split: str, samples: Samples, folder: Path, batch_size: int) -> dict[str, Any]:
     """Converts there and back and recognises in every way; the result as one object."""
-    first = nemo_file(model)
+    first = nemo_file(model, folder)
     there, back = folder / "there", folder / "back"
     export_hugging_face(str(first), there, data=data, split=split)
     again = export_nemo(str(there), back)
@@ -144,7 +144,9 @@ def main(argv: list[str] | None = None) -> int:
     """0 when every text and weight is the same, 1 when one differs, 2 for bad arguments."""
     set_up_logging()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a .nemo file, a run's output directory, or a hub name")
+    parser.add_argument(
+        "--model", required=True, help="a .nemo file, a run's output directory, an adapter's directory, or a hub name"
+    )
     parser.add_argument("--data", required=True, nargs="+")
     parser.add_argument("--split", default="test", help="split of the data (default: test)")
     parser.add_argument("--max-samples", type=int, default=-1, help="only the first N clips")
@@ -152,9 +154,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the result here")
     arguments = parser.parse_args(argv)
     try:
-        rate = load_rate(read_nemo(nemo_file(arguments.model)))
-        samples = read_samples(arguments.data, arguments.split, rate, arguments.max_samples)
         with tempfile.TemporaryDirectory() as folder:
+            rate = load_rate(read_nemo(nemo_file(arguments.model, Path(folder))))
+            samples = read_samples(arguments.data, arguments.split, rate, arguments.max_samples)
             result = check(
                 arguments.model, arguments.data, arguments.split, samples, Path(folder), arguments.batch_size
             )

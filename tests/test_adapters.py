@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DETERMINISTIC
+from conftest import DETERMINISTIC, ROOT
 from memory_cases import batch, losses, summary
 from safetensors.torch import load_file
 
@@ -140,6 +140,27 @@ def test_commands_take_an_adapter(lora_run, clips, tmp_path, capsys):
     a, b = (load_model(str(p)).state_dict() for p in (run, tmp_path / "exported"))
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert read_layout(folder).layers == 2
+    from finetune.models.sentencepiece_files import of_model, read_tokenizer
+
+    assert read_tokenizer(folder, "--extend") == of_model(load_model(folder), "k")
+
+
+def test_an_adapter_goes_to_hugging_face(lora_run, tmp_path, clips):
+    """Merged into its base model, by a file that is gone afterwards."""
+    import tempfile
+
+    from finetune.exporting.hugging_face import export_hugging_face
+    from finetune.models.nemo import load_model
+
+    base = ROOT / "examples" / "base" / "fastconformer_tdt_3m.nemo"
+    run = lora_run("run", "training.max_steps=2", "training.learning_rate=1e-4", model={"name": str(base)})
+    before = set(Path(tempfile.gettempdir()).glob("finetune-export-*"))
+    samples, agreement = export_hugging_face(str(run / "adapter"), tmp_path / "out")
+    assert agreement.encoder < 1e-3
+    assert set(Path(tempfile.gettempdir()).glob("finetune-export-*")) <= before
+    a, b = (load_model(str(p)).state_dict() for p in (run, tmp_path / "out"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not samples.speech
 
 
 def test_what_is_refused(lora_run, tiny_model, tmp_path, failed, tiny_run):

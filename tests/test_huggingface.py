@@ -14,6 +14,9 @@ import yaml
 from conftest import DETERMINISTIC, ROOT, VOICE_PROMPTS, read_lines, write_manifest
 from omegaconf import OmegaConf
 
+from finetune.errors import UserError
+from finetune.evaluation.conversion import Agreement
+
 BASE = ROOT / "examples" / "base" / "fastconformer_tdt_3m.nemo"
 CLIPS = 12
 
@@ -387,3 +390,56 @@ def test_the_check_of_all_formats_finds_a_text_that_differs(speech, tmp_path, mo
     printed = capsys.readouterr().out
     assert "NOT equal" in printed
     assert "instead of" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_grown_model_goes_there_and_back(kind, speech, tmp_path):
+    """A vocabulary that was extended; the unigram one takes the place of the model's own before."""
+    from test_tokenizer_command import TURKISH
+
+    from finetune.export import main
+    from finetune.models.nemo import load_model, save_nemo
+    from finetune.models.pieces import grow_on_texts
+    from finetune.models.sentencepiece_files import of_model, train_tokenizer, write_tokenizer
+    from finetune.models.vocabulary import change_vocabulary
+
+    model = load_model(str(BASE))
+    own = [row["text"].lower() for row in read_lines(speech / "manifest.jsonl")]
+    if kind == "unigram":
+        write_tokenizer(train_tokenizer(own * 5, 70, kind="unigram", coverage=1.0, key="k"), tmp_path / "unigram")
+        change_vocabulary(model, tmp_path / "unigram")
+    texts = TURKISH.lower().splitlines() * 3 + own * 5
+    growth = grow_on_texts(of_model(model, "k"), texts, 60, pieces="all", key="k")
+    assert len(growth.added) == 60
+    write_tokenizer(growth.model, tmp_path / "grown")
+    change_vocabulary(model, tmp_path / "grown")
+    save_nemo(model, tmp_path / "grown.nemo")
+    there, back = tmp_path / "there", tmp_path / "back"
+    arguments = ["--model", tmp_path / "grown.nemo", "--to", "hf", "--output", there]
+    assert main([str(a) for a in [*arguments, "--data", speech / "manifest.jsonl"]]) == 0
+    (there / "tokenizer.model").unlink()
+    assert main(["--model", str(there), "--to", "nemo", "--output", str(back)]) == 0
+    again = load_model(str(back))
+    assert equal_weights(model, again)
+    assert all(again.tokenizer.text_to_ids(text) == model.tokenizer.text_to_ids(text) for text in texts)
+
+
+def test_clips_of_up_to_30_seconds_are_compared(speech, tmp_path):
+    """Longer ones are passed over, read on past, and counted; where there is no other, that is said."""
+    from finetune.exporting.hugging_face import samples_for, say_result
+
+    rows = [
+        {**row, "audio_filepath": str(speech / row["audio_filepath"])} for row in read_lines(speech / "manifest.jsonl")
+    ]
+    soundfile.write(tmp_path / "long.wav", torch.randn(31 * 16000).numpy() * 0.01, 16000)
+    long = [{"audio_filepath": "long.wav", "duration": 31.0, "text": "long", "id": f"long-{i}"} for i in range(3)]
+    manifest = write_manifest(tmp_path / "m.jsonl", [*long[:2], *rows, long[2], *rows])
+    samples = samples_for("none", [str(manifest)], "validation", 16000)
+    assert samples.ids == [row["id"] for row in [*rows, *rows][:16]]
+    assert samples.passed_over == 3
+    agreement = Agreement(0.0, 0.0, 16, ["NeMo single"], 0)
+    assert "3 clip(s) longer than 30 s were passed over" in say_result(tmp_path, samples, agreement, 1e-3, "float32")
+    only = write_manifest(tmp_path / "only.jsonl", long)
+    with pytest.raises(UserError, match=r"no clip of up to 30 s \(3 are longer\)"):
+        samples_for("none", [str(only)], "validation", 16000)

@@ -1,6 +1,7 @@
 """What the conversion refuses, what it says, and that nothing is left of a model that is not the same; without NeMo, too."""
 
 import copy
+import io
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +243,7 @@ def test_a_model_that_stays_on_a_frame_is_refused_with_the_cause(tiny_model, cli
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("no/such/model.nemo", "is no .nemo file, run directory with model.nemo or hub name"),
+        ("no/such/model.nemo", "is no .nemo file, run directory with model.nemo, adapter or hub name"),
         ("finetune/configs/models/fastconformer_tdt_3m.yaml", "random weights"),
         ("pyproject.toml", "is no .nemo file"),
     ],
@@ -257,6 +259,93 @@ def test_an_output_that_holds_something(tmp_path, capsys):
     assert export("--model", BASE, "--to", "hf", "--output", tmp_path) == 2
     assert "is not empty" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_the_directory_that_the_command_runs_in(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for output in (".", tmp_path):
+        assert export("--model", BASE, "--to", "hf", "--output", output) == 2
+        assert "is the directory that this command runs in" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "EOFError"),
+        (b"no weights at all", "UnpicklingError"),
+        ("half", "RuntimeError"),
+        (None, "ReadError"),
+    ],
+)
+def test_a_nemo_file_that_is_damaged(content, said, tmp_path, capsys):
+    """One line with the file and what to do; None: the archive itself is cut off."""
+    bad = tmp_path / "bad.nemo"
+    with tarfile.open(BASE) as whole, tarfile.open(bad, "w") as archive:
+        for member in whole:
+            if not member.isfile():
+                continue
+            data = whole.extractfile(member).read()
+            if member.name.endswith("model_weights.ckpt") and content is not None:
+                data = data[: len(data) // 2] if content == "half" else content
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    if content is None:
+        bad.write_bytes(bad.read_bytes()[:100_000])
+    assert export("--model", bad, "--to", "hf", "--output", tmp_path / "out") == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert re.search(rf"--model: .*bad\.nemo cannot be read as a NeMo model: .*({said})", lines[-1])
+    assert "copy or download it again" in lines[-1]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.nemo"]
+
+
+def _cut(text: str) -> str:
+    return text[: len(text) // 2]
+
+
+def _without_unknown(text: str) -> str:
+    """A tokenizer.json whose model names no piece for what it cannot write."""
+    return text.replace("<unk>", "<other>").replace('"unk_token": "<other>"', '"unk_token": null')
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        (
+            "tokenizer.json",
+            _cut,
+            r"tokenizer\.json cannot be read as a tokenizer: JSONDecodeError: .*Copy or download",
+        ),
+        ("tokenizer.json", lambda text: "[]", r"tokenizer\.json cannot be read as a tokenizer: .*Copy or download"),
+        ("tokenizer.json", _without_unknown, r"tokenizer\.json has no piece '<unk>' .*Put the tokenizer\.model"),
+        ("tokenizer.model", lambda text: "no model", r"tokenizer\.model is no SentencePiece model: .*remove it"),
+    ],
+)
+def test_a_tokenizer_that_is_damaged(directory, name, change, said, capsys):
+    from finetune.models.huggingface_tokenizer import sentencepiece_of
+
+    if name == "tokenizer.json":
+        (directory / "tokenizer.model").unlink()
+    file = directory / name
+    file.write_text(change(file.read_text(encoding="utf-8", errors="replace")), encoding="utf-8")
+    with pytest.raises(UserError, match=said):
+        sentencepiece_of(directory, 128)
+
+
+def test_the_tokenizer_of_a_directory(directory):
+    """`finetune.tokenizer --extend DIR` reads it as a model does, with tokenizer.model and without."""
+    from finetune.models.sentencepiece_files import read_tokenizer
+
+    pieces = [p.piece for p in read_tokenizer(str(BASE), "--extend").pieces]
+    assert [p.piece for p in read_tokenizer(str(directory), "--extend").pieces] == pieces
+    (directory / "tokenizer.model").unlink()
+    assert [p.piece for p in read_tokenizer(str(directory), "--extend").pieces] == pieces
+    (directory / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"^--extend: .* has no tokenizer\.json"):
+        read_tokenizer(str(directory), "--extend")
+    (directory / "config.json").unlink()
+    with pytest.raises(UserError, match=r"^--extend: .* holds neither tokenizer\.model, model\.nemo nor"):
+        read_tokenizer(str(directory), "--extend")
 
 
 @pytest.fixture

@@ -2,23 +2,33 @@
 
 import io
 import json
+import unicodedata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import sentencepiece
 from conftest import TOKENIZER, VOICE_PROMPTS
+from test_tokenizer_command import TURKISH
+from tokenizers import normalizers
 
+from finetune.data.text import normalize_text
 from finetune.errors import UserError
 from finetune.models.huggingface_tokenizer import (
     decoding_differs,
+    differing_as_written,
     encoding_differs,
     fast_tokenizer,
     processor_tokenizer,
     read_sentencepiece,
+    sample_texts,
     sentencepiece_of,
 )
+from finetune.models.huggingface_write import check_texts
+from finetune.models.pieces import grow_on_texts
+from finetune.models.sentencepiece_files import train_tokenizer
 
 KINDS = {
     "plain": {},
@@ -197,3 +207,52 @@ def test_a_tokenizer_json_that_sentencepiece_cannot_be(saved):
     file.write_text(json.dumps(whole))
     with pytest.raises(UserError, match="WordPiece"):
         sentencepiece_of(saved, 2)
+
+
+@pytest.mark.parametrize("pieces", ["new_characters", "all"])
+@pytest.mark.parametrize("byte_fallback", [False, True])
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_grown_tokenizers(model_type, byte_fallback, pieces, texts):
+    """A unigram piece that gained as much as every other would leave two ways to write a word equally good."""
+    old = train_tokenizer(texts, 450, kind=model_type, byte_fallback=byte_fallback, coverage=1.0, key="k")
+    new = [normalize_text(line, "basic") for line in TURKISH.splitlines()] * 3
+    for size in (20, 64):
+        growth = grow_on_texts(old, new + texts if pieces == "all" else new, size, pieces=pieces, key="k")
+        assert len(growth.characters) + 4 < len(growth.added) <= size
+        fast = fast_tokenizer(growth.model)
+        assert encoding_differs(growth.model, fast) == ""
+        assert encoding_differs(growth.model, fast, new + texts) == ""
+        assert decoding_differs(growth.model, fast, 500) == ""
+
+
+HINDI = "यह क़लम उसकी ज़िंदगी का फ़ैसला है और सड़क पर भीड़ खड़ी थी"
+
+
+@pytest.mark.parametrize(("model_type", "size"), [("bpe", 40), ("unigram", 28)])
+def test_letters_with_combining_marks(model_type, size):
+    """Random rows of them are no reason to refuse: they are compared as SentencePiece normalises them."""
+    proto = train_tokenizer(HINDI.split() * 5, size, kind=model_type, coverage=1.0, key="k")
+    fast = fast_tokenizer(proto)
+    assert differing_as_written(proto, fast, sample_texts(proto)), "else this test tries nothing"
+    assert encoding_differs(proto, fast) == ""
+    assert decoding_differs(proto, fast, 500) == ""
+
+
+def test_texts_that_are_not_nfc_are_said_and_not_refused(messages):
+    proto = read_sentencepiece((TOKENIZER / "tokenizer.model").read_bytes())
+    nemo = SimpleNamespace(path=Path("m.nemo"), sentencepiece=proto.SerializeToString())
+    composed = ["où est l'été", "ça va"]
+    check_texts(nemo, composed)
+    assert messages == []
+    written = unicodedata.normalize("NFD", "où ế é")
+    assert differing_as_written(proto, fast_tokenizer(proto), [written]) == [written]
+    check_texts(nemo, [*composed, written])
+    assert [m for m in messages if "not NFC: 1 of 3 texts, such as" in m and repr(written) in m]
+
+
+def test_a_normaliser_that_is_not_there_is_found(trained):
+    proto = trained(model_type="bpe", normalization_rule_name="nmt_nfkc_cf")
+    fast = fast_tokenizer(proto)
+    assert encoding_differs(proto, fast) == ""
+    fast.normalizer = normalizers.Sequence([])
+    assert "'Please press" in encoding_differs(proto, fast)

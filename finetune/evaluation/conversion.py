@@ -35,6 +35,8 @@ class Samples:
     """References; empty for synthetic signals."""
     source: str
     """Where they come from, in words."""
+    passed_over: int = 0
+    """Clips on the way to them that are too long."""
 
     @property
     def speech(self) -> bool:
@@ -53,7 +55,9 @@ class Recognised:
     """Most tokens in a row that a clip's decoding emitted without going on to another frame."""
 
 
-def read_samples(data: Any, split: str, rate: int, clips: int, key: str = "--data") -> Samples:
+def read_samples(
+    data: Any, split: str, rate: int, clips: int, key: str = "--data", longest: float | None = None
+) -> Samples:
     """The first clips of a data set.
 
     Args:
@@ -62,32 +66,43 @@ def read_samples(data: Any, split: str, rate: int, clips: int, key: str = "--dat
         rate: sample rate in Hz.
         clips: how many; -1: all.
         key: name of the setting, for messages.
+        longest: seconds; longer clips are passed over and counted.
 
     Raises:
         UserError: it cannot be opened, or has no usable clip.
     """
     sources = [open_source(s, key) for s in parse_sources(data, key, split)]
     options = StreamOptions(
-        limits=BatchLimits(clips=clips if clips > 0 else 16),
+        limits=BatchLimits(clips=1),  # so that a long clip pads no other
         sample_rate=rate,
         shuffle=False,
-        max_samples=clips,
+        max_samples=clips if longest is None else -1,
         keep_empty_text=True,
     )
-    ids, audio, texts = [], [], []
+    ids, audio, texts, too_long = [], [], [], 0
     for batch in ClipStream(sources, options, lambda text: [], workers=0).batches():
         if batch.error:
             raise UserError(f"{key}: {batch.error}", exit_code=1)
         if batch.audio_BS is None:
             continue
         for i, length in enumerate(batch.audio_lengths_B.tolist()):
+            if longest is not None and length > longest * rate:
+                too_long += 1
+                continue
             ids.append(batch.ids[i])
             audio.append(as_float(batch.audio_BS[i, :length]).clone())
             texts.append(batch.texts[i])
+        if len(ids) == clips:
+            break
+    if not ids and too_long:
+        raise UserError(
+            f"{key}: {data} holds no clip of up to {longest:g} s ({too_long} are longer). Give shorter ones.",
+            exit_code=1,
+        )
     if not ids:
         raise UserError(f"{key}: {data} holds no clip that can be used.", exit_code=1)
     where = sources[0].source.path + (" and others" if len(sources) > 1 else "")
-    return Samples(ids, audio, texts, f"{where} ({sources[0].source.split or split})")
+    return Samples(ids, audio, texts, f"{where} ({sources[0].source.split or split})", too_long)
 
 
 def synthetic_samples(rate: int, clips: int = 4) -> Samples:

@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import torch
@@ -23,16 +24,22 @@ from finetune.evaluation.conversion import (
 from finetune.models.huggingface import is_hugging_face
 from finetune.models.huggingface_layout import RECOMPUTED, feature_settings
 from finetune.models.huggingface_write import NemoFile, check_expressible, check_texts, read_nemo, write_hugging_face
-from finetune.models.nemo import import_nemo, load_model
+from finetune.models.nemo import import_nemo, load_model, save_nemo
+from finetune.strategies.adapters import is_adapter
 
 log = logging.getLogger(__name__)
 
 CLIPS = 16
+LONGEST_CLIP = 30.0  # seconds: both models keep the whole clip's outputs, on a CPU, four times
 TOLERANCE = 1e-3
 
 
-def nemo_file(name: str) -> Path:
-    """The .nemo file of a model, downloaded where it is a hub name. NeMo is not needed.
+def nemo_file(name: str, folder: Path) -> Path:
+    """The .nemo file of a model, downloaded where it is a hub name. NeMo is needed for an adapter only.
+
+    Args:
+        name: a .nemo file, a run's output directory, an adapter's directory or a hub name.
+        folder: where an adapter's merged model is written.
 
     Raises:
         UserError: there is none.
@@ -42,6 +49,15 @@ def nemo_file(name: str) -> Path:
         return path / "model.nemo"
     if path.is_file() and path.suffix == ".nemo":
         return path
+    if is_adapter(path):
+        merged = folder / f"{path.resolve().name}.nemo"
+        try:
+            save_nemo(load_model(name), merged)
+        except ImportError as error:
+            raise UserError(
+                f"--model: {name} is an adapter, and merging it into its base model needs NeMo, which cannot be imported here: {error}."
+            ) from error
+        return merged
     if is_hugging_face(path):
         raise UserError(f"--model: {name} is in Hugging Face's format already. --to nemo makes a .nemo of it.")
     if path.suffix in (".yaml", ".yml") and path.is_file():
@@ -49,7 +65,7 @@ def nemo_file(name: str) -> Path:
             f"--model: {name} describes a model with random weights. Train it first, then give the run's directory."
         )
     if path.exists() or name.count("/") != 1 or name.startswith((".", "/")):
-        raise UserError(f"--model: {name} is no .nemo file, run directory with model.nemo or hub name.")
+        raise UserError(f"--model: {name} is no .nemo file, run directory with model.nemo, adapter or hub name.")
     from huggingface_hub import hf_hub_download
 
     try:
@@ -69,15 +85,16 @@ def samples_for(model_name: str, data: list[str] | None, split: str, rate: int) 
         UserError: --data cannot be read.
     """
     if data:
-        return read_samples(list(data), split, rate, CLIPS)
+        return read_samples(list(data), split, rate, CLIPS, longest=LONGEST_CLIP)
     reason = "no --data was given"
-    run_file = Path(model_name) / "config.yaml"
+    path = Path(model_name)
+    run_file = (path.resolve().parent if is_adapter(path) else path) / "config.yaml"
     if run_file.is_file():
         own = OmegaConf.load(run_file).get("data", {}).get("validation")
         if own:
             plain = OmegaConf.to_container(own) if OmegaConf.is_config(own) else own
             try:
-                return read_samples(plain, "validation", rate, CLIPS, "data.validation")
+                return read_samples(plain, "validation", rate, CLIPS, "data.validation", LONGEST_CLIP)
             except UserError as error:
                 reason = f"the run's own data.validation cannot be read here ({error})"
     log.warning("no speech was compared: %s. Give validation clips with --data", reason)
@@ -96,7 +113,7 @@ def export_hugging_face(
     """Writes `output` in Hugging Face's format, whole or not at all.
 
     Args:
-        model_name: a .nemo file, a run's output directory, or the hub name of a NeMo model.
+        model_name: a .nemo file, a run's output directory, an adapter's directory, or the hub name of a NeMo model.
         output: the directory; it may exist, but has to be empty.
         data: data sets whose first clips are compared.
         split: of them.
@@ -109,9 +126,21 @@ def export_hugging_face(
     Raises:
         UserError: the model cannot be expressed (with every reason), or what was written is not the same recogniser.
     """
+    output = output.resolve()
+    if output == Path.cwd().resolve():
+        raise UserError(
+            f"--output: {output} is the directory that this command runs in; what is written takes its place. Name a directory in it."
+        )
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output: {output} is not empty. Name another directory, or remove it.")
-    nemo = read_nemo(nemo_file(model_name))
+    with tempfile.TemporaryDirectory(prefix="finetune-export-") as folder:
+        nemo = read_nemo(nemo_file(model_name, Path(folder)))
+        return _export(nemo, model_name, output, data, split, tolerance, dtype)
+
+
+def _export(
+    nemo: NemoFile, model_name: str, output: Path, data: list[str] | None, split: str, tolerance: float, dtype: str
+) -> tuple[Samples, Agreement]:
     check_expressible(nemo)
     samples = samples_for(model_name, data, split, feature_settings(nemo.config)["sampling_rate"])
     check_texts(nemo, [" ".join(text.split()) for text in samples.texts])
@@ -121,9 +150,15 @@ def export_hugging_face(
         write_hugging_face(nemo, aside, dtype)
         nemo.weights.clear()  # both models come into memory now
         agreement = _check(nemo, aside, samples, tolerance, dtype)
-        if output.exists():
-            output.rmdir()
-        os.replace(aside, output)
+        try:
+            if output.exists():
+                output.rmdir()
+            os.replace(aside, output)
+        except OSError as error:
+            raise UserError(
+                f"--output: what was written cannot be put in place as {output}: {error}. Name a directory that does not exist yet.",
+                exit_code=1,
+            ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return samples, agreement
@@ -170,6 +205,8 @@ def say_result(output: Path, samples: Samples, agreement: Agreement, tolerance: 
         f"  texts equal; encoder outputs within {agreement.encoder:.1e}, joint outputs within {agreement.logits:.1e} of the largest "
         f"(allowed {tolerance:g})",
     ]
+    if samples.passed_over:
+        lines.append(f"  {samples.passed_over} clip(s) longer than {LONGEST_CLIP:g} s were passed over")
     if not samples.speech:
         lines.append("  no speech was compared: give validation clips with --data")
     if agreement.unknown:

@@ -106,6 +106,12 @@ def processor_tokenizer(proto: Any) -> Any:
     return tokenizer
 
 
+def _processor(proto: Any) -> Any:
+    import sentencepiece
+
+    return sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
+
+
 def sample_texts(proto: Any, count: int = 500) -> list[str]:
     """Texts that try a tokenizer: sentences, and random words made of its own pieces, the same ones every time."""
     pieces = [p.piece for p in proto.pieces if p.type == NORMAL]
@@ -121,19 +127,32 @@ def sample_texts(proto: Any, count: int = 500) -> list[str]:
 def encoding_differs(proto: Any, tokenizer: Any, texts: list[str] | None = None) -> str:
     """How the fast tokenizer encodes a text otherwise than the SentencePiece model; empty where it does not.
 
+    Texts are compared as SentencePiece's normaliser leaves them, because that of `tokenizers` takes a letter and its combining marks
+    as one, and so cannot put every such row together as SentencePiece does (`differing_as_written` counts what that changes). Ordinary
+    sentences are also compared as they are written, so that a normaliser which is not there is found.
+
     Args:
         proto: ModelProto.
         tokenizer: `tokenizers.Tokenizer`.
         texts: default `sample_texts`.
     """
-    import sentencepiece
-
-    processor = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
-    for text in sample_texts(proto) if texts is None else texts:
+    processor = _processor(proto)
+    written = list(SENTENCES) if texts is None else []
+    normal = [
+        processor.normalize(text).replace(SPACE, " ").strip()
+        for text in (sample_texts(proto) if texts is None else texts)
+    ]
+    for text in written + normal:
         theirs, ours = processor.encode(text), tokenizer.encode(text, add_special_tokens=False).ids
         if theirs != ours:
             return f"tokenizer: {text!r} is encoded as {theirs} by SentencePiece and as {ours} by the fast tokenizer"
     return ""
+
+
+def differing_as_written(proto: Any, tokenizer: Any, texts: list[str]) -> list[str]:
+    """The texts that the fast tokenizer encodes otherwise than the SentencePiece model if neither has normalised them before."""
+    processor = _processor(proto)
+    return [t for t in texts if processor.encode(t) != tokenizer.encode(t, add_special_tokens=False).ids]
 
 
 def decoding_differs(proto: Any, tokenizer: Any, count: int = 2000) -> str:
@@ -142,9 +161,7 @@ def decoding_differs(proto: Any, tokenizer: Any, count: int = 2000) -> str:
     Tried are many random rows of ids, and the encodings of `sample_texts`, which have byte pieces where there are any. Left out are the
     unknown piece (SentencePiece prints it as a mark, transformers leaves it out), the padding, and rows of bytes that are no UTF-8.
     """
-    import sentencepiece
-
-    processor = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
+    processor = _processor(proto)
     ids = [i for i, p in enumerate(proto.pieces) if p.type in (NORMAL, USER_DEFINED) and p.piece != "<pad>"]
     draw = random.Random(1)
     rows = [[draw.choice(ids) for _ in range(draw.randint(1, 12))] for _ in range(count)]
@@ -175,15 +192,28 @@ def sentencepiece_of(directory: Path, tokens: int) -> tuple[bytes, str]:
     file = directory / "tokenizer.json"
     if not file.is_file():
         raise UserError(f"model.name: {directory} has no tokenizer.json.")
-    content = json.loads(file.read_text(encoding="utf-8"))
-    fast = Tokenizer.from_str(json.dumps(content))
-    names = _names(content, tokens, file)
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        fast = Tokenizer.from_str(json.dumps(content))
+        names = _names(content, tokens, file)
+    except UserError:
+        raise
+    except Exception as error:  # tokenizers raises no narrower class
+        raise UserError(
+            f"model.name: {file} cannot be read as a tokenizer: {type(error).__name__}: {error}. Copy or download it again."
+        ) from error
     kept = directory / "tokenizer.model"
     if kept.is_file():
-        proto = read_sentencepiece(kept.read_bytes())
+        try:
+            proto = read_sentencepiece(kept.read_bytes())
+        except Exception as error:  # DecodeError; its class differs between protobuf's implementations
+            raise UserError(
+                f"model.name: {kept} is no SentencePiece model: {error}. Put the right file there, or remove it: tokenizer.json is then "
+                "taken alone."
+            ) from error
         if [p.piece for p in proto.pieces] == names and not encoding_differs(proto, fast):
             return kept.read_bytes(), "tokenizer.model"
-    proto = _proto_of(content, names)
+    proto = _proto_of(content, names, file)
     if reason := encoding_differs(proto, fast):
         raise UserError(
             f"model.name: {file} cannot be turned into SentencePiece: {reason}. Put the tokenizer.model that the model was trained with "
@@ -211,7 +241,7 @@ def _names(content: dict[str, Any], tokens: int, file: Path) -> list[str]:
     return [by_id[i] for i in range(tokens)]
 
 
-def _proto_of(content: dict[str, Any], names: list[str]) -> Any:
+def _proto_of(content: dict[str, Any], names: list[str], file: Path) -> Any:
     """A ModelProto from a tokenizer.json: pieces by id, scores by the rank of their merges, types, and the normaliser."""
     model = content["model"]
     proto = read_sentencepiece(b"")
@@ -227,8 +257,11 @@ def _proto_of(content: dict[str, Any], names: list[str]) -> Any:
             scores.setdefault(left + right, -float(len(scores)))
         unknown = model.get("unk_token") or "<unk>"
     else:
+        raise UserError(f"model.name: {file} has a {model['type']} model; BPE and Unigram are SentencePiece's.")
+    if unknown not in names:
         raise UserError(
-            f"model.name: tokenizer.json has a {model['type']} model; BPE and Unigram are SentencePiece's."
+            f"model.name: {file} has no piece {unknown!r} for what it cannot write, which SentencePiece needs. Put the tokenizer.model that "
+            "the model was trained with beside it."
         )
     added = {token["content"]: token["special"] for token in content.get("added_tokens") or []}
     has_bytes = set(BYTES) <= set(names)

@@ -23,6 +23,7 @@ from finetune.models.huggingface_layout import (
 )
 from finetune.models.huggingface_tokenizer import (
     decoding_differs,
+    differing_as_written,
     encoding_differs,
     processor_tokenizer,
     read_sentencepiece,
@@ -81,8 +82,14 @@ def read_nemo(path: Path) -> NemoFile:
             one = tokenizer.get("type") == "bpe" and "custom_tokenizer" not in tokenizer and file
             sentencepiece = content(Path(file).name).read() if one else None
             weights = torch.load(content("model_weights.ckpt"), map_location="cpu", weights_only=True)
-    except (OSError, tarfile.TarError) as error:
-        raise UserError(f"--model: {path} cannot be read as a NeMo model: {error}") from error
+    except UserError:
+        raise
+    except Exception as error:  # of the archive, of YAML and OmegaConf, of unpickling
+        reason = (str(error).splitlines() or [""])[0].rstrip(".")
+        raise UserError(
+            f"--model: {path} cannot be read as a NeMo model: {type(error).__name__}: {reason}. The file is damaged, or it is none: copy or "
+            "download it again."
+        ) from error
     return NemoFile(path, plain, weights, sentencepiece)
 
 
@@ -110,12 +117,23 @@ def check_expressible(nemo: NemoFile) -> None:
 def check_texts(nemo: NemoFile, texts: list[str]) -> None:
     """Refuses a model whose tokenizer encodes one of these texts otherwise in transformers; after `check_expressible`.
 
+    Texts that differ only before they are normalised are counted in a warning: recognising needs no encoding.
+
     Raises:
         UserError: with the text.
     """
     assert nemo.sentencepiece is not None
     proto = read_sentencepiece(nemo.sentencepiece)
-    _refuse(nemo, [r for r in [encoding_differs(proto, processor_tokenizer(proto).backend_tokenizer, texts)] if r])
+    tokenizer = processor_tokenizer(proto).backend_tokenizer
+    _refuse(nemo, [r for r in [encoding_differs(proto, tokenizer, texts)] if r])
+    if differing := differing_as_written(proto, tokenizer, texts):
+        log.warning(
+            "labels made with transformers differ for text that is not NFC: %d of %d texts, such as %r. Normalise texts before transformers "
+            "is trained on them; what it recognises is not touched",
+            len(differing),
+            len(texts),
+            differing[0],
+        )
 
 
 def _refuse(nemo: NemoFile, reasons: list[str]) -> None:

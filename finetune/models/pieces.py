@@ -10,6 +10,7 @@ the parts that the old model would write instead, and a little more: it joins th
 
 import heapq
 import itertools
+import math
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -155,8 +156,10 @@ def _appended(model: Any, characters: list[str], merges: list[tuple[str, Word]])
     scores = {p.piece: p.score for p in model.pieces if p.type in (NORMAL, USER_DEFINED)}
     scores |= dict.fromkeys(characters, lowest)
     encode = piece_encoder(append(model, [(c, lowest) for c in characters]))
-    for piece, parts in merges:
-        gain = UNIGRAM_GAIN if parts else UNIGRAM_GAIN * (len(piece) - 1)  # a longer one wins against its beginning
+    for rank, (piece, parts) in enumerate(merges):
+        # A longer one wins against its beginning. The same gain for all would make AB+C and A+BC equally good, and implementations
+        # choose differently then; so an earlier merge gains more.
+        gain = (UNIGRAM_GAIN if parts else UNIGRAM_GAIN * (len(piece) - 1)) * (1 + 1 / math.sqrt(2 + rank))
         known = parts or encode(piece)
         scores[piece] = sum(scores.get(part, lowest) for part in known) + gain
     return append(model, [(name, scores[name]) for name in [*characters, *(piece for piece, _ in merges)]])

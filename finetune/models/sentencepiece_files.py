@@ -52,8 +52,8 @@ def read_tokenizer(name: str, key: str) -> Any:
     """The tokenizer of a model, of a directory, or a .model file.
 
     Args:
-        name: directory with tokenizer.model, a .model file, a .nemo file, a run's output directory, a NeMo model YAML, or a
-            hub name.
+        name: directory with tokenizer.model, a .model file, a .nemo file, a run's output directory, an adapter's directory (its
+            base model's tokenizer), a Hugging Face directory, a NeMo model YAML, or a hub name.
         key: the option that names it, for messages.
 
     Raises:
@@ -68,14 +68,25 @@ def read_tokenizer(name: str, key: str) -> Any:
     archive = path / "model.nemo" if path.is_dir() else path
     if archive.suffix == ".nemo" and archive.is_file():
         return parse(_of_archive(archive, key), f"{key}: the tokenizer of {archive}")
-    if path.exists() and path.suffix not in (".yaml", ".yml"):
-        raise UserError(f"{key}: {name} holds neither tokenizer.model nor model.nemo, and is no .nemo file.")
+    from finetune.models.huggingface import is_hugging_face, nemo_config
+    from finetune.models.huggingface_tokenizer import sentencepiece_of
     from finetune.models.nemo import load_model
+    from finetune.strategies.adapters import is_adapter, read_adapter
 
     try:
+        if is_adapter(path):
+            return read_tokenizer(str(read_adapter(path).base["name"]), key)
+        if is_hugging_face(path):
+            content, _ = sentencepiece_of(path, int(nemo_config(path)["decoder"]["vocab_size"]))
+            return parse(content, f"{key}: the tokenizer of {path}")
+        if path.exists() and path.suffix not in (".yaml", ".yml"):
+            raise UserError(
+                f"{name} holds neither tokenizer.model, model.nemo nor a Hugging Face model, and is no .nemo file."
+            )
         return of_model(load_model(name), key)
     except UserError as error:
-        raise UserError(f"{key}: {str(error).removeprefix('model.name: ')}", error.exit_code) from error
+        said = str(error).removeprefix("model.name: ").removeprefix(f"{key}: ")
+        raise UserError(f"{key}: {said}", error.exit_code) from error
 
 
 def _of_archive(archive: Path, key: str) -> bytes:
