@@ -23,7 +23,7 @@ from finetune.publishing.card import make_card
 from finetune.publishing.facts import LANGUAGE, Data, Facts, facts_of_run, facts_without_run, is_hub_data_form, run_of
 from finetune.publishing.files import Upload, add_folder, add_nemo, add_records, check_texts
 from finetune.publishing.hub import licence_from_hub, need_token, push
-from finetune.publishing.private import read_nemo_config
+from finetune.publishing.private import ORIGINS, read_nemo_config, read_nemo_yaml
 
 FORMATS = {"nemo": {"nemo"}, "hf": {"hf"}, "both": {"nemo", "hf"}, "adapter": {"adapter"}}
 
@@ -100,6 +100,7 @@ def gather(arguments: argparse.Namespace, upload: Upload, folder: Path) -> tuple
     if arguments.base_model:
         facts.unsure = [text for text in facts.unsure if "--base-model" not in text]
     nemo = model if model.is_file() else model / "model.nemo"
+    architecture = read_nemo_config(nemo) if nemo.is_file() else {}
     if "nemo" in formats:
         if not nemo.is_file():
             raise UserError(
@@ -109,6 +110,7 @@ def gather(arguments: argparse.Namespace, upload: Upload, folder: Path) -> tuple
     if "hf" in formats:
         hf_dir = hf_dir or hugging_face_directory(model, folder)
         add_folder(upload, hf_dir, "--hf-dir", "config.json", facts.base.hub, facts.secrets)
+        architecture = architecture or read_nemo_yaml(hf_dir / "nemo_config.yaml")
     if "adapter" in formats:
         if facts.base.through and not arguments.base_model:  # the adapter fits that run's model only, and not its base
             facts.base = replace(facts.base, name=facts.base.through, hub=None)
@@ -117,7 +119,7 @@ def gather(arguments: argparse.Namespace, upload: Upload, folder: Path) -> tuple
                 f"the adapter is of use with its base model only ({facts.base.name}): share that too, and name it with --base-model OWNER/NAME"
             )
         add_folder(upload, model / "adapter", "--format adapter", "adapter_config.json", facts.base.hub, facts.secrets)
-    return facts, read_nemo_config(nemo) if nemo.is_file() else {}, formats
+    return facts, architecture, formats
 
 
 def hugging_face_directory(model: Path, folder: Path) -> Path:
@@ -141,7 +143,8 @@ def hugging_face_directory(model: Path, folder: Path) -> Path:
 
 def rename_data(facts: Facts, names: list[str]) -> None:
     """What the user calls the training data, in place of the names of files, in the card and in the run's configuration; the same for
-    evaluation data from the same place."""
+    evaluation data and for the texts of new pieces (`model.tokenizer`) from the same place."""
+    model = facts.config.get("model") or {}
     old = list(dict.fromkeys(source.name for source in facts.data.get("train", [])))
     if len(old) == len(names):
         new = dict(zip(old, names))
@@ -152,19 +155,27 @@ def rename_data(facts: Facts, names: list[str]) -> None:
                     source.hub = source.name if is_hub_data_form(source.name) else None
         data = facts.config.get("data") or {}
         data.update({split: _renamed(data[split], new) for split in facts.data if split in data})
+        if "tokenizer" in model:
+            model["tokenizer"] = _renamed(model["tokenizer"], new)
     else:
         facts.data["train"] = [Data(name, hub=name if is_hub_data_form(name) else None) for name in names]
         if facts.config.get("data"):
             facts.config["data"]["train"] = list(names)
+        tokenizer = model.get("tokenizer")
+        if isinstance(tokenizer, dict):
+            for key in ORIGINS:
+                if _renamed(tokenizer.get(key), dict.fromkeys(old, "")) != tokenizer.get(key):
+                    tokenizer[key] = list(names)
     facts.unsure = [text for text in facts.unsure if "--data-name" not in text]
 
 
 def _renamed(value: Any, new: dict[str, str]) -> Any:
-    """Sources of a configuration under other names."""
+    """Sources of a configuration, or what `model.tokenizer` says, under other names."""
     if isinstance(value, list):
         return [_renamed(inner, new) for inner in value]
     if isinstance(value, dict):
-        return {key: _renamed(inner, new) if key == "path" else inner for key, inner in value.items()}
+        named = ("path", *ORIGINS)
+        return {key: _renamed(inner, new) if key in named else inner for key, inner in value.items()}
     return new.get(value, value) if isinstance(value, str) else value
 
 

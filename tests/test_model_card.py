@@ -215,13 +215,22 @@ def test_the_card_is_read_by_the_hubs_own_loader_and_says_what_the_run_measured(
     line = next(line for line in text.splitlines() if line.startswith("| en |"))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     before = summary["wer_by_language"]["en"]["before"]
+    tested = summary["significance"]
+
+    def rate(value: float, interval: list[float]) -> str:
+        return f"{100 * value:.2f} ({100 * interval[0]:.2f} to {100 * interval[1]:.2f})"
+
+    english = tested["test"]["by_language"]["en"]
     assert cells[1:5] == [
         str(rows["en"]["clips"]),
         str(rows["en"]["words"]),
-        f"{100 * before:.2f}",
-        f"{100 * rows['en']['wer']:.2f}",
+        rate(before, english["interval_a"]),
+        rate(rows["en"]["wer"], english["interval_b"]),
     ]
-    assert f"| {100 * summary['guard_wer_before']:.2f} | {100 * summary['guard_wer_after']:.2f} |" in text
+    guard = [
+        rate(summary[f"guard_wer_{w}"], tested["guard"][f"interval_{x}"]) for w, x in (("before", "a"), ("after", "b"))
+    ]
+    assert f"| {guard[0]} | {guard[1]} |" in text
     assert "Languages without an evaluation: fr, de." in text
     assert "measured on 16 clips only" in text
     assert "[nvidia/parakeet-tdt-0.6b-v3](https://huggingface.co/nvidia/parakeet-tdt-0.6b-v3) by nvidia" in text

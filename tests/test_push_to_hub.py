@@ -198,6 +198,7 @@ def test_hugging_face_and_adapter_directories_arrive_byte_for_byte_without_local
     (run / "adapter" / "adapter_model.safetensors").write_bytes(b"weights" * 1000)
     code, shown, _ = push("--model", run, "--repo", REPO, "--format", "adapter", "--base-licence", "mit")
     assert "look at this: the adapter is of use with its base model only (base-of-alice.nemo)" in shown
+    assert "write where the base model lies as `name` into adapter/base_model.json" in shown
     arguments = ("--model", run, "--repo", "someone/adapter", "--format", "adapter", "--base-model", "owner/base")
     assert push(*arguments, *ARGUMENTS)[0] == 0
     files = hub.repositories["someone/adapter"].branches["main"].files
@@ -205,7 +206,11 @@ def test_hugging_face_and_adapter_directories_arrive_byte_for_byte_without_local
     assert json.loads(files["base_model.json"]) == {"name": "owner/base", "sha256": "0"}
     assert files["adapter_model.safetensors"] == b"weights" * 1000
     assert not any(name.endswith(".nemo") for name in files)
-    assert "base_model_relation: adapter" in files["README.md"].decode()
+    card = files["README.md"].decode()
+    assert "base_model_relation: adapter" in card
+    assert "merged into [owner/base](https://huggingface.co/owner/base)" in card
+    assert "python -m finetune.transcribe --model adapter audio.wav" in card
+    assert "write where the base model lies" not in card
 
 
 def test_the_page_on_sharing_names_every_option_and_no_other(capsys):

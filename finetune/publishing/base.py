@@ -1,5 +1,6 @@
 """The model that a run began from, its name on the hub and its licence."""
 
+import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import yaml
 
 from finetune.errors import UserError
-from finetune.publishing.private import last_part
+from finetune.publishing.private import BASE_OF_ADAPTER, last_part
 
 CREATIVE_COMMONS = re.compile(r"cc-(by(?:-nc)?(?:-sa|-nd)?)-(\d\.\d)")
 
@@ -24,7 +25,9 @@ class Base:
     random: bool = False
     """Trained from random weights."""
     through: str | None = None
-    """The run in between, where the training continued one: the name of its folder."""
+    """The run in between, where the training began from its model: the name of its folder."""
+    went_on: str | None = None
+    """The run whose adapter this one went on with (`model.adapter`): the name of its folder. The adapters of both are on the same base."""
     licence: str | None = None
     """As the hub names it, such as cc-by-4.0; None: not known."""
     licence_name: str | None = None
@@ -34,7 +37,7 @@ class Base:
 
 
 def find_base(model_name: str | None, folders: list[Path]) -> Base:
-    """The model that training began from. A run that continued another one leads to that one's base.
+    """The model that training began from. A run that continued another one, or its adapter, leads to that one's base.
 
     No request is made: the licence comes from a model card beside the file, or in the hub's cache.
 
@@ -46,6 +49,13 @@ def find_base(model_name: str | None, folders: list[Path]) -> Base:
         return Base(None)
     path, through = _existing(model_name, folders), None
     for _ in range(20):  # runs that continue runs
+        if path is not None and (path / BASE_OF_ADAPTER).is_file():  # an adapter
+            through = through or run_of_adapter(path)
+            model_name, folders = _base_of_adapter(path), [*folders, *run_folders(path.resolve().parent)]
+            if not model_name:
+                return Base(None, through=through)
+            path = _existing(model_name, folders)
+            continue
         run = path.parent if path is not None and path.name == "model.nemo" else path
         if run is None or not (run / "config.yaml").is_file():
             break
@@ -55,6 +65,29 @@ def find_base(model_name: str | None, folders: list[Path]) -> Base:
             return Base(None, through=through)
         path = _existing(model_name, folders)
     return replace(_described(model_name, path), through=through)
+
+
+def run_of_adapter(path: Path) -> str:
+    """The name of the run that left an adapter; of the adapter's own folder where that is not at hand."""
+    folder = path.resolve()
+    return last_part(str(folder.parent if (folder.parent / "config.yaml").is_file() else folder))
+
+
+def run_of_named_adapter(name: Any, folders: list[Path]) -> str | None:
+    """The same for `model.adapter` of a run; None where it has none."""
+    if not isinstance(name, str) or not name:
+        return None
+    path = _existing(name, folders)
+    return run_of_adapter(path) if path is not None else last_part(re.sub(r"(?<=[^/])/+adapter/*$", "", name))
+
+
+def _base_of_adapter(path: Path) -> str | None:
+    """What base_model.json names; None where it cannot be read."""
+    try:
+        name = json.loads((path / BASE_OF_ADAPTER).read_text(encoding="utf-8"))["name"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return name if isinstance(name, str) else None
 
 
 def _described(model_name: str, path: Path | None) -> Base:
@@ -99,7 +132,9 @@ def with_answers(base: Base, hub: str | None, licence: str | None) -> Base:
         if not is_hub_form(hub):
             raise UserError(f"--base-model: {hub} is no name on the hub such as nvidia/parakeet-tdt-0.6b-v3.")
         if hub != base.hub:
-            base = replace(_with_licence(Base(hub, hub=hub), _cached_card(hub)), through=base.through)
+            base = replace(
+                _with_licence(Base(hub, hub=hub), _cached_card(hub)), through=base.through, went_on=base.went_on
+            )
     if licence is not None:
         base = replace(
             base, licence=licence.lower(), licence_name=None, licence_link=None, licence_from="--base-licence"

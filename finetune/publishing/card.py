@@ -8,6 +8,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from finetune.publishing.base import Base, terms
 from finetune.publishing.facts import Data, Facts, Row
+from finetune.publishing.private import VOCABULARY_CHANGES
 from finetune.publishing.use import use_section
 from finetune.reporting.markup import duration
 from finetune.reporting.read import number
@@ -66,7 +67,8 @@ def make_card(
         training_section(facts),
         use_section(repo, formats, revision, facts.base.hub),
         limits_section(facts, languages),
-        licence_section(facts.base, licence),
+        # An adapter leaves the vocabulary of its base as it is.
+        licence_section(facts.base, licence, None if formats == {"adapter"} else vocabulary_change(architecture)),
     ]
     card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n")
     card.data = data
@@ -163,10 +165,12 @@ def introduction(facts: Facts, architecture: dict[str, Any]) -> str:
         what = f"A speech recogniser: {base_link(base)}, fine-tuned{on}."
     else:
         what = "A speech recogniser. What it was trained from and on is not known to this card."
-    if base.through:
+    earlier = [plain(name) for name in dict.fromkeys((base.through, base.went_on)) if name]
+    if earlier:
+        of = f"an earlier run ({earlier[0]})" if len(earlier) == 1 else f"earlier runs ({', '.join(earlier)})"
         what += (
-            f" The training continued an earlier run ({plain(base.through)}), whose data and settings this card does not describe; before "
-            "means that run's model."
+            f" The training continued {of}, whose data and settings this card does not describe; before means "
+            f"{'that run' if len(earlier) == 1 else 'the last of them'}'s model."
         )
     tags = architecture_tags(architecture)
     of = {"FastConformer": "FastConformer encoder", "Conformer": "Conformer encoder", "TDT": "TDT decoder"}
@@ -177,6 +181,9 @@ def introduction(facts: Facts, architecture: dict[str, Any]) -> str:
     if architecture.get("sample_rate"):
         parts.append(f"audio of {architecture['sample_rate']} Hz")
     said = [what, ", ".join(parts) + "." if parts else ""]
+    vocabulary = vocabulary_change(architecture)
+    if vocabulary:
+        said.append(vocabulary[0].upper() + vocabulary[1:] + ".")
     if facts.config and not facts.finished:
         said.append("**The run that made it was not finished:** what follows is what it had reached.")
     if facts.summary.get("best_weights") not in (None, "raw"):
@@ -186,6 +193,23 @@ def introduction(facts: Facts, architecture: dict[str, Any]) -> str:
             "**No evaluation of the run was better than the base model's, so these are the base model's weights.**"
         )
     return " ".join(part for part in said if part)
+
+
+def vocabulary_change(architecture: dict[str, Any]) -> str | None:
+    """What became of the vocabulary, from the notes in a model's configuration; None where it was not changed."""
+    changes = architecture.get(VOCABULARY_CHANGES)
+    if not isinstance(changes, list) or not changes:
+        return None
+    settings = [change.get("setting") if isinstance(change, dict) else None for change in changes]
+    words = {"extend_from": "extended", "replace_with": "replaced"}
+    done = [
+        next((word for key, word in words.items() if isinstance(setting, dict) and key in setting), "changed")
+        for setting in settings
+    ]
+    labels, decoder = architecture.get("labels"), architecture.get("decoder") or {}
+    pieces = len(labels) if isinstance(labels, list) else number(decoder.get("vocab_size"))
+    now = f": {pieces:,} pieces now" if pieces else ""
+    return f"its vocabulary was {' and '.join(dict.fromkeys(done))}{now}"
 
 
 def base_link(base: Base) -> str:
@@ -395,8 +419,14 @@ def guard_limits(facts: Facts) -> list[str]:
     return [f"On the guard set it is no worse than its base model: WER {after}, {before} before."]
 
 
-def licence_section(base: Base, licence: str | None) -> str:
-    """The licence, and the credit that the base model's licence asks for."""
+def licence_section(base: Base, licence: str | None, vocabulary: str | None) -> str:
+    """The licence, and the credit that the base model's licence asks for.
+
+    Args:
+        base: the base model.
+        licence: of the model itself; None: that of its base.
+        vocabulary: what became of the base's vocabulary; None: nothing.
+    """
     said = ["## Licence"]
     own = licence or base.licence
     if own:
@@ -409,7 +439,7 @@ def licence_section(base: Base, licence: str | None) -> str:
         by = f" by {plain(base.hub.partition('/')[0])}" if base.hub else ""
         said.append(
             f"It is a modified version of {base_link(base)}{by}, which is under {licence_text(base.licence, base)}. Changes: its weights were "
-            "trained further, as described above. The authors of the base model do not endorse this version."
+            f"trained further, as described above{f'; {vocabulary}' if vocabulary else ''}. The authors of the base model do not endorse this version."
         )
     return "\n\n".join(said)
 

@@ -1,13 +1,21 @@
 """What is known of a model that is to be shared: read from the run that made it, never made up."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from finetune.checkup.secrets import REMOVED, known_secrets
 from finetune.errors import UserError
-from finetune.publishing.base import Base, find_base, front_matter, is_hub_form, read_sections, run_folders
+from finetune.publishing.base import (
+    Base,
+    find_base,
+    front_matter,
+    is_hub_form,
+    read_sections,
+    run_folders,
+    run_of_named_adapter,
+)
 from finetune.publishing.private import last_part, publishable
 from finetune.reporting.read import Run, is_run, number, read_run, stage_folders
 
@@ -117,7 +125,10 @@ def facts_of_run(folder: Path) -> Facts:
         split: _sources(run.setting("data", split), folders, secrets, unsure)
         for split in ("train", "validation", "test", "guard")
     }
-    base = find_base(run.setting("model", "name"), folders)
+    base = replace(
+        find_base(run.setting("model", "name"), folders),
+        went_on=run_of_named_adapter(run.setting("model", "adapter"), folders),
+    )
     keep = {source.hub for sources in data.values() for source in sources if source.hub} | ({base.hub} - {None})
     if base.hub:
         unsure.append(

@@ -30,6 +30,8 @@ SETTINGS_WITH_PATHS = {
     "test",
     "guard",
     "tokenizer",
+    "extend_from",
+    "replace_with",
     "leave_out",
     "tarred_audio",
     "output_dir",
@@ -39,6 +41,10 @@ NOT_PATHS = {"alphabet"}
 """Keys whose texts may hold a slash and are no paths."""
 TOKEN_LISTS = {"labels", "vocabulary"}
 """Keys of a NeMo configuration that hold the tokens themselves."""
+VOCABULARY_CHANGES = "vocabulary_changes"
+"""Key of a NeMo configuration: what this project notes of each change of the vocabulary."""
+ORIGINS = ("extend_from", "replace_with")
+"""Keys that name the data or the tokenizer that new pieces come from."""
 CONFIG = "model_config.yaml"
 
 
@@ -150,6 +156,18 @@ def read_nemo_config(source: Path) -> dict[str, Any]:
         return _parse(archive.extractfile(member).read())
 
 
+def read_nemo_yaml(path: Path) -> dict[str, Any]:
+    """The NeMo configuration beside a Hugging Face model; empty where there is none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return _parse(path.read_bytes()) if path.is_file() else {}
+    except (ValueError, OmegaConfBaseException, YAMLError) as error:
+        raise UserError(f"{path} cannot be read: {str(error).splitlines()[0]}.") from error
+
+
 class _opened:
     """A .nemo as an archive; an archive of another kind is refused."""
 
@@ -191,8 +209,12 @@ def clean_nemo_yaml(content: bytes, secrets: Set[str]) -> tuple[bytes, list[str]
 
 
 def _clean_nemo_config(value: Any, secrets: Set[str], at: str, found: list[str]) -> Any:
-    """Paths and tokens go; all else stays, since NeMo builds the model from it. `found` takes the keys that were changed."""
+    """Paths, tokens and the names of what a vocabulary was made from go; all else stays, since NeMo builds the model from it. `found` takes
+    the keys that were changed."""
     key = at.rpartition(".")[2]
+    if key in ORIGINS and at.startswith(f"{VOCABULARY_CHANGES}.") and value not in (None, REMOVED):
+        found.append(at)
+        return REMOVED
     if isinstance(value, dict):
         return {k: _clean_nemo_config(v, secrets, f"{at}.{k}".strip("."), found) for k, v in value.items()}
     if isinstance(value, list):
@@ -275,7 +297,9 @@ def _clean_json(value: Any, file: str, base: str | None) -> tuple[bytes, list[st
         if not isinstance(name, str) or not name:
             continue
         is_local = ABSOLUTE.fullmatch(name) or name.count("/") > 1 or "\\" in name or Path(name).exists()
-        instead = base if names_base and base is not None else last_part(name) if is_local else name
+        # An adapter on an adapter names the run of the first: its own folder may be called adapter too.
+        short = last_part(re.sub(r"(?<=[^/\\])[/\\]+adapter[/\\]*$", "", name)) if names_base else last_part(name)
+        instead = base if names_base and base is not None else short if is_local else name
         if instead != name:
             owner[key] = instead
             found.append(key)

@@ -20,11 +20,14 @@ def use_section(repo: str, formats: set[str], revision: str | None, base: str | 
     if "hf" in formats:
         said.append("With transformers:\n\n" + code("python", _transformers(repo, revision)))
     if "adapter" in formats:
-        over = (
-            f"[{base}](https://huggingface.co/{base})" if base else "its base model, which adapter_config.json names"
+        over = f"[{base}](https://huggingface.co/{base})" if base else "its base model"
+        first = (
+            "it loads the base model of that name and adds the adapter"
+            if base
+            else "write where the base model lies as `name` into adapter/base_model.json before the second line"
         )
         said.append(
-            f"This is a LoRA adapter in PEFT's format, to be merged into {over}. With the pipeline that trained it:"
+            f"This is a LoRA adapter in PEFT's format, to be merged into {over}. With the pipeline that trained it ({first}):"
         )
         at = f" --revision {revision}" if revision else ""
         lines = f"hf download {repo}{at} --local-dir adapter\npython -m finetune.transcribe --model adapter audio.wav"
