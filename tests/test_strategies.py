@@ -223,7 +223,11 @@ CONFLICTS: dict[tuple[str, str], list[str]] = {
         "model.lora_train_decoder=false",
         "model.tokenizer.extend_from=texts.txt",
     ],
-    ("training.ema_decay", "DeepSpeed ZeRO-3"): ["training.ema_decay=0.9", "data.validation=v.jsonl", "--strategy=zero3"],
+    ("training.ema_decay", "DeepSpeed ZeRO-3"): [
+        "training.ema_decay=0.9",
+        "data.validation=v.jsonl",
+        "--strategy=zero3",
+    ],
     ("training.ema_decay", "training.optimizer flash_adamw_gradient_release or cpu_offload_ao"): [
         "training.ema_decay=0.9",
         RELEASE,
