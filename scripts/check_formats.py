@@ -26,7 +26,8 @@ import torch
 
 from finetune.errors import UserError
 from finetune.evaluation.conversion import Samples, read_samples
-from finetune.export import export_hugging_face, export_nemo, nemo_file
+from finetune.export import export_nemo
+from finetune.exporting.hugging_face import export_hugging_face, nemo_file
 from finetune.logs import set_up_logging
 from finetune.models.huggingface_write import read_nemo
 from finetune.models.nemo import load_model

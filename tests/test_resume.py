@@ -48,13 +48,15 @@ def compare(unbroken: Path, resumed: Path) -> None:
 
 def kill_behind_step(arguments: list[str], run: Path, step: int) -> None:
     """Starts the training as a user would and sends SIGKILL once `step` is logged."""
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "finetune" / "train.py"), *arguments],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    said = run.with_name("said.txt")
+    with said.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / "finetune" / "train.py"), *arguments],
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
     metrics = run / "metrics.jsonl"
     deadline = time.monotonic() + 200
     while process.poll() is None and time.monotonic() < deadline:
@@ -63,7 +65,9 @@ def kill_behind_step(arguments: list[str], run: Path, step: int) -> None:
             if lines and json.loads(lines[-1])["step"] >= step:
                 break
         time.sleep(0.005)
-    assert process.poll() is None, "the run ended before it could be killed"
+    assert process.poll() is None, (
+        f"the run ended before it could be killed: {said.read_text(encoding='utf-8', errors='replace')}"
+    )
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
