@@ -116,6 +116,7 @@ def test_deepspeed_file_by_argument_resumes(run_train, tiny_run, tmp_path):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_second_deepspeed_run_on_a_machine_is_not_stopped_by_the_launchers_port(tiny_run, tmp_path):
     """Every launcher takes port 29500. A single process needs none; several are told what to write."""
     import socket
@@ -215,6 +216,7 @@ def test_uneven_ranks_do_not_hang_and_lose_nothing(tiny_run, clips, tmp_path):
     assert summary(tmp_path / "run")["samples"] == 1037 + 137
 
 
+@pytest.mark.slow
 def test_a_plan_of_stages_in_two_processes(tiny_run, tmp_path):
     """One launch, two runs, of which the second goes on from the first and has another precision."""
     stages = [{"max_samples": 8}, {"max_samples": 24, "training": {"bf16": True, "learning_rate": 1e-12}}]
@@ -244,6 +246,7 @@ def weight_of(model: Path | str) -> torch.Tensor:
     return state["joint.enc.weight"]
 
 
+@pytest.mark.slow
 def test_two_ranks_with_two_workers_go_on_after_sigkill(tiny_run, tmp_path):
     """The same clips in the same order on each rank as in an unbroken run."""
     training = {"max_steps": 7, "save_steps": 2, "save_total_limit": 0, "log_clips": True, "logging_steps": 1}

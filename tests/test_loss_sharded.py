@@ -13,7 +13,7 @@ from torch import nn
 from finetune.losses import fused_tdt_loss
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize("how", ["ddp", "fsdp2", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_two_processes_equal_one(how):
     done = subprocess.run(
         [Path(sys.executable).parent / "torchrun", "--standalone", "--nproc_per_node", "2", ROOT / "tests/sharded.py", how],
