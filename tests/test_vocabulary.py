@@ -429,34 +429,25 @@ def test_the_data_check_reads_texts_with_the_grown_tokenizer(grown_run: Any, cap
     assert not (tmp_path / "run").exists()
 
 
+def launched(launcher: list[str], arguments: list[str]) -> None:
+    """A training in processes of its own that has to end well."""
+    command = [*launcher, str(ROOT / "finetune" / "train.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
 @pytest.mark.slow
 def test_two_processes_have_the_same_vocabulary(grown_run: Any, tmp_path: Path) -> None:
     """Under DDP with gloo the main process makes the tokenizer; the curve is that of one process with both ranks' clips."""
-    launch = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc_per_node", "2"]
-    arguments = grown_run("ddp", per_device_train_batch_size=2, max_steps=2)
-    done = subprocess.run(
-        [*launch, str(ROOT / "finetune" / "train.py"), *arguments, "--strategy", "ddp"],
-        capture_output=True,
-        text=True,
-        timeout=550,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    one = grown_run("one", per_device_train_batch_size=4, max_steps=2)
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "finetune" / "train.py"), *one], capture_output=True, text=True, timeout=550
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc_per_node", "2"]
+    two = grown_run("ddp", per_device_train_batch_size=2, max_steps=2)
+    launched(torchrun, [*two, "--strategy", "ddp"])
+    launched([sys.executable], grown_run("one", per_device_train_batch_size=4, max_steps=2))
     assert losses(tmp_path / "ddp") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
     sizes = {load(tmp_path / name).tokenizer.vocab_size for name in ("ddp", "one")}
     assert len(sizes) == 1
     more = grown_run("ddp", "training.resume_from_checkpoint=true", per_device_train_batch_size=2, max_steps=3)
-    done = subprocess.run(
-        [*launch, str(ROOT / "finetune" / "train.py"), *more, "--strategy", "ddp"],
-        capture_output=True,
-        text=True,
-        timeout=550,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    launched(torchrun, [*more, "--strategy", "ddp"])
     assert len(losses(tmp_path / "ddp")) == 3
 
 
