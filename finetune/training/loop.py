@@ -24,14 +24,13 @@ from finetune.training.evaluate import average_batchnorm
 from finetune.training.intake import Intake, StepInput
 from finetune.training.memory_guard import MemoryGuard, earlier_limits
 from finetune.training.metrics import MetricsWindow, rates_by_part
+from finetune.training.numerics import StepGuard
 from finetune.training.outputs import LineFile
 from finetune.training.pace import splits_due
 from finetune.training.view import View
 from finetune.training.watch import ForwardClock, Watch, gather_paces
 
 log = logging.getLogger(__name__)
-
-SKIPPED_STEPS_IN_A_ROW = 20
 
 
 @dataclass
@@ -48,6 +47,8 @@ class Progress:
     quarantine_lines: int = 0
     infeasible: int = 0
     skipped_steps: int = 0
+    spikes: int = 0
+    scale_skips: int = 0
     out_of_memory: int = 0
     filtered: dict[str, int] = field(default_factory=dict)
     best_step: int | None = None
@@ -113,7 +114,7 @@ class Trainer:
         self.optimizer_description: dict[str, Any] = {}
         self.last_saved = -1
         self.heard: set[str] = set()
-        self.skipped_in_a_row = 0
+        self.step_guard = StepGuard(self)
         self.clock = time.perf_counter()
         self.view = View(self)
         self.watch = self._make_watch()
@@ -154,6 +155,7 @@ class Trainer:
         """Writes a checkpoint of the present step."""
         if self.last_saved == self.progress.step:
             return
+        self.step_guard.require_finite()
         self.count_wall_seconds()
         self.progress.omega_state = self.omega_generator.get_state().numpy().tobytes().hex()
         average_batchnorm(self.accelerator, self.model, self.config)
@@ -161,6 +163,7 @@ class Trainer:
             "progress": asdict(self.progress),
             "schedule": self.schedule.state_dict(),
             "window": self.window.state_dict(),
+            "step_guard": self.step_guard.state_dict(),
             "world_size": self.accelerator.num_processes,
             "settings": resume.settings_of(self),
             "kind": resume.kind_of(self),
@@ -219,7 +222,7 @@ class Trainer:
         """Trains until `max_epochs` passes over the data are done, or else until `total_steps`."""
         self.window.started = time.perf_counter()
         self.view.begin()
-        self.watch.begin(self.progress.step, self.progress.skipped_steps)
+        self.watch.begin(self.progress.step, self.progress.skipped_steps + self.progress.scale_skips)
         self.module.train()
         while not self._done():
             samples_before, whole_epoch = self.progress.samples, not self.stream.positions
@@ -279,28 +282,23 @@ class Trainer:
         rnnt_draw = self._draw_rnnt()  # once a step, so that a step cut into more batches or ranks stays the same
         self.schedule.apply(self.optimizer)
         self.applied_rates = self.schedule.rates()
+        self.step_guard.begin()
         forward_and_backward = self.forward_and_backward if self.guard is None else self.guard.gradients
         loss_sum = forward_and_backward(group, step_input.batches, denominator, rnnt_draw)
-        if accelerator.num_processes > 1:
-            torch.distributed.all_reduce(loss_sum)
         accelerator.sync_gradients = True
         grad_norm = self._clip()
-        finite = math.isfinite(float(loss_sum)) and (grad_norm is None or math.isfinite(grad_norm))
-        if finite or accelerator.scaler is not None or accelerator.distributed_type == "DEEPSPEED":
-            self.optimizer.step()
-        skipped = not finite or bool(getattr(self.optimizer, "step_was_skipped", False))
+        loss, reason = self.step_guard.step(loss_sum, grad_norm)
         self.optimizer.zero_grad()
-        if skipped:
-            self._count_skipped(group)
+        if reason is not None:
+            self.step_guard.count(reason, loss, grad_norm)
         else:
-            self.skipped_in_a_row = 0
             self._walk_schedule()
             if self.ema is not None:
                 self.ema.update()
         p = self.progress
         p.step += 1
         p.samples += step_input.samples
-        self.window.add(float(loss_sum), grad_norm, step_input)
+        self.window.add(loss, grad_norm, step_input, counted=reason is None)
         if t.log_clips:
             self._log_clips(group)
 
@@ -318,6 +316,7 @@ class Trainer:
         """
         accelerator = self.accelerator
         loss_sum = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+        self.step_guard.begin_forward()
         for index in range(batches):
             last = index == batches - 1
             # A rank without a batch of its own runs its last one with weight zero: DDP and ZeRO wait for every rank.
@@ -332,9 +331,14 @@ class Trainer:
                 with self._no_sync(not (last and exchange)), accelerator.autocast():
                     losses_B = self.module(*self._to_device(batch), rnnt_draw=rnnt_draw)
                     loss = weight * losses_B[batch.feasible_B].sum() / denominator
-                    # DDP, ZeRO and FSDP average gradients over the ranks; the denominator already counts all of them.
-                    accelerator.backward(loss * accelerator.num_processes)
-                loss_sum += loss.detach().double()
+                    loss_sum += loss.detach().double()
+                    if weight:
+                        self.step_guard.note(batch, losses_B)
+                    if last:
+                        loss = self.step_guard.admit(loss, loss_sum)
+                    if loss is not None:
+                        # DDP, ZeRO and FSDP average gradients over the ranks; the denominator already counts all of them.
+                        accelerator.backward(loss * accelerator.num_processes)
             finally:
                 if not weight:
                     self.module.train()
@@ -361,27 +365,6 @@ class Trainer:
             ids = gather_object(ids)
         if self.accelerator.is_main_process:
             self.clips.append({"step": self.progress.step, "ids_by_rank": ids})
-
-    def _count_skipped(self, group: list[Batch]) -> None:
-        """A step whose loss or gradient is not finite changes nothing, and is said."""
-        self.progress.skipped_steps += 1
-        self.skipped_in_a_row += 1
-        ids = [clip_id for batch in group for clip_id in batch.ids]
-        if self.accelerator.num_processes > 1:
-            from accelerate.utils import gather_object
-
-            ids = gather_object(ids)
-        log.warning(
-            "step %d: loss or gradient is not finite, the step is skipped; its clips: %s",
-            self.progress.step + 1,
-            ", ".join(ids[:16]),
-        )
-        if self.skipped_in_a_row >= SKIPPED_STEPS_IN_A_ROW:
-            raise UserError(
-                f"{SKIPPED_STEPS_IN_A_ROW} steps in a row had a loss or gradient that is not finite. Lower "
-                "training.learning_rate, or use training.bf16 instead of training.fp16.",
-                exit_code=1,
-            )
 
     def _draw_rnnt(self) -> bool:
         if self.core.omega <= 0:
@@ -431,7 +414,7 @@ class Trainer:
         if self.accelerator.is_main_process:
             self.metrics.append(row)
             trackers.log_row(self.accelerator, row)
-            self.watch.logged(row, self.progress.skipped_steps, paces)
+            self.watch.logged(row, self.progress.skipped_steps + self.progress.scale_skips, paces)
         self.view.logged(row)
         self.window.reset()
 
