@@ -141,6 +141,10 @@ def evaluate(
         on_clip=take_clip,
     )
     seconds = time.perf_counter() - started
+    if lines is not None and not lines.sync():
+        raise UserError(
+            f"{file}: {len(lines.waiting)} lines could not be written. Make room, or name another file.", 1
+        )
     if board.total.clips == 0:
         raise UserError(
             f"--data: {' '.join(arguments.data)} holds no clip that can be used ({len(board.quarantined)} in quarantine, "
