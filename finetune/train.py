@@ -29,6 +29,7 @@ from finetune.config.load import load_config  # noqa: E402
 from finetune.errors import UserError  # noqa: E402
 from finetune.logs import set_up_logging  # noqa: E402
 from finetune.strategies.accelerate_files import check_num_gpus, engine_with, number_of_processes, resolve_strategy  # noqa: E402
+from finetune.training import ranks  # noqa: E402
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -180,11 +181,17 @@ def main(argv: list[str] | None = None, observe: Callable[[Any], None] | None = 
             place = place_in_plan(stage.number, [configs[s].training.max_steps for s in plan])
             train(config, strategy, observe, last=stage is plan[-1], place=place, profile_steps=arguments.profile)
 
+        restarted = stages.was_restarted(plan)
         stages.run_stages(
-            plan, train_stage, resume=t.resume_from_checkpoint, margin=t.stage_margin, only=arguments.stage
+            plan,
+            train_stage,
+            resume=t.resume_from_checkpoint or restarted,
+            margin=t.stage_margin,
+            only=arguments.stage,
         )
         return 0
     except UserError as error:
+        ranks.failed(str(error))
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except (RuntimeError, MemoryError) as error:
@@ -194,6 +201,7 @@ def main(argv: list[str] | None = None, observe: Callable[[Any], None] | None = 
             raise
         gpu = type(error).__name__ == "OutOfMemoryError"
         engine = engine_with(strategy.engine, number_of_processes())
+        ranks.failed(error)
         print(f"error: {out_of_memory_message(error, config, gpu, engine)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -208,6 +216,7 @@ def leave(code: int) -> None:
     """Ends the process. In a process group it does not take the interpreter down first: a thread of gloo that asks for it then is killed,
     which aborts the process, and the launcher calls a run failed that is done.
     """
+    ranks.left(code)
     if "RANK" in os.environ:
         atexit._run_exitfuncs()
         sys.stdout.flush()
