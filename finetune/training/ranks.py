@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from finetune.training import stopping
+
 log = logging.getLogger(__name__)
 
 WITNESS = Path(__file__).with_name("witness.py")
@@ -72,6 +74,7 @@ class Watch:
             if "end" in word:
                 if sys.stderr.isatty():
                     os.write(2, SHOW_CURSOR)  # a panel may have hidden it
+                stopping.write_exit_code(1)
                 os._exit(1)  # the main thread waits for a rank that will not come
 
     def left(self, code: int) -> None:
@@ -161,6 +164,7 @@ def _end_by_exception(kind: type[BaseException], error: BaseException, trace: Tr
     traceback.print_exception(kind, error, trace)
     failed(error)
     left(1)
+    stopping.write_exit_code(1)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)  # taking the interpreter down may wait for ranks that are gone

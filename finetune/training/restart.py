@@ -12,7 +12,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from finetune.training.checkpoints import whole_checkpoints
+from finetune.training.checkpoints import checkpoints_of
 from finetune.training.outputs import write_json
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def go_on(training: Any) -> None:
     """
     training.overwrite_output_dir = False  # it was overwritten already
     named = training.resume_from_checkpoint
-    newest = whole_checkpoints(Path(training.output_dir))[-1:]
+    newest = checkpoints_of(Path(training.output_dir))[-1:]
     if isinstance(named, bool) or (newest and newest[0].name > Path(str(named)).name):
         training.resume_from_checkpoint = True
     log.info(
