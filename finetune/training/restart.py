@@ -3,17 +3,27 @@
 Such a start is told from a new one by the launcher's agent, the process that starts the ranks of a node: it stays while ranks come and
 go. Each start leaves the agents of all its ranks in the run's directory; where one of them is an agent of the present start as well, it
 is the same launch.
+
+torchrun keeps one store for the meeting of the ranks through all restarts, and with it the addresses of the ranks that are gone, which
+new ones may read (github.com/pytorch/pytorch/issues/135712). `meet_afresh` has the ranks meet at a store of their own.
 """
 
 import json
 import logging
 import os
+import secrets
 import socket
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from finetune.errors import UserError
 from finetune.training.checkpoints import checkpoints_of
 from finetune.training.outputs import write_json
+from finetune.training.ranks import own_address
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +70,61 @@ def keep(output_dir: Path, present: list[str]) -> None:
     """Leaves the agents of this start for the next one."""
     if present:
         write_json(output_dir / LAUNCH_FILE, present)
+
+
+def meet_afresh(timeout: float) -> None:
+    """Sets MASTER_ADDR and MASTER_PORT to a place at rank 0 where no earlier rank has ever been. All ranks call it before they meet.
+
+    Each rank leaves a word of its own in the launcher's store and takes only an answer to it; rank 0 answers until all have agreed.
+
+    Args:
+        timeout: seconds to wait for the other ranks.
+
+    Raises:
+        UserError: a rank has not come.
+    """
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or torch.distributed.is_initialized():
+        return
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = torch.distributed.TCPStore(address, port, None, False, timedelta(seconds=timeout))
+    deadline = time.monotonic() + timeout
+    if rank == 0:
+        place = f"{own_address()} {_free_port()}"
+        token = secrets.token_hex(8)
+        answered: dict[int, bytes] = {}
+        coming = set(range(1, world))
+        while coming:
+            for other in sorted(coming):
+                if store.check([f"finetune/here/{other}"]):
+                    word = store.get(f"finetune/here/{other}")
+                    if answered.get(other) != word:
+                        store.set(f"finetune/answer/{word.decode()}", f"{place} {token}")
+                        answered[other] = word
+                if store.check([f"finetune/agreed/{token}/{other}"]):
+                    coming.remove(other)
+            _wait_for(deadline, f"rank {', '.join(map(str, sorted(coming)))}")
+    else:
+        word = secrets.token_hex(8)
+        store.set(f"finetune/here/{rank}", word)
+        while not store.check([f"finetune/answer/{word}"]):
+            _wait_for(deadline, "rank 0")
+        place, token = store.get(f"finetune/answer/{word}").decode().rsplit(" ", 1)
+        store.set(f"finetune/agreed/{token}/{rank}", "1")
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = place.split(" ")
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+
+
+def _wait_for(deadline: float, whom: str) -> None:
+    if time.monotonic() > deadline:
+        raise UserError(f"{whom} did not come to the meeting of the ranks within training.ddp_timeout.", exit_code=1)
+    time.sleep(0.02)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
 
 
 def go_on(training: Any) -> None:

@@ -67,6 +67,7 @@ def build_accelerator(config: Any, strategy: Strategy) -> Any:
     allow_tf32(t.tf32)
     chosen = t.report_to if not isinstance(t.report_to, str) else [t.report_to]
     chosen = [name for name in chosen if name != "none"]
+    restart.meet_afresh(t.ddp_timeout)
     accelerator = make_accelerator(
         strategy,
         precision=precision,
