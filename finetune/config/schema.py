@@ -341,6 +341,16 @@ class TrainingConfig:
         "there is one. No effect on a CPU.",
     )
     num_gpus: int = option(0, "Checked against the number of processes. 0: not checked.", "processes")
+    rank_timeout: float = option(
+        30.0,
+        "With several processes: seconds after which one that is stopped, or not heard of, counts as lost and the others end with a message. One that dies is known at once. 0: nobody watches.",
+        "seconds",
+    )
+    ddp_timeout: int = option(
+        1800,
+        "With several processes: how long an exchange between them may wait for one that is still alive.",
+        "seconds",
+    )
     seed: int = option(42, "Seed of shuffling, dropout, SpecAugment and new weights.")
     dataloader_num_workers: int = option(2, "Worker processes that read, decode and tokenise.", "processes")
     dataloader_prefetch_factor: int = option(4, "Batches that each worker keeps ready.", "batches")

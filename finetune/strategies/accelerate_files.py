@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -248,10 +249,14 @@ def make_accelerator(
     max_grad_norm: float,
     log_with: list[str],
     project_dir: Path,
+    timeout: float,
 ) -> Any:
     """An Accelerator for the strategy, with the engine's settings taken from the launcher or made here.
 
     Accumulation is 1 for Accelerate: the training loop normalises and synchronises accumulated batches itself.
+
+    Args:
+        timeout: `training.ddp_timeout`, seconds.
     """
     from accelerate import Accelerator
     from accelerate.utils import (
@@ -268,6 +273,9 @@ def make_accelerator(
         "project_config": ProjectConfiguration(project_dir=str(project_dir), logging_dir=str(project_dir / "logs")),
         "kwargs_handlers": [DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
     }
+    # Without the backend's name Accelerate counts one process under DeepSpeed on CPUs, while DeepSpeed counts all of them.
+    named = {"backend": "gloo"} if strategy.engine.startswith("deepspeed") and not torch.cuda.is_available() else {}
+    options["kwargs_handlers"].append(InitProcessGroupKwargs(timeout=timedelta(seconds=timeout), **named))
     if not torch.cuda.is_available():
         # Accelerate takes DDP over gloo only when it is told that the CPU is meant.
         options["cpu"] = strategy.engine in ("none", "ddp")
@@ -275,9 +283,6 @@ def make_accelerator(
         _single_process_environment()
         if not strategy.from_launcher:
             options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=str(strategy.deepspeed_config))
-        if not torch.cuda.is_available():
-            # Without the name Accelerate counts one process while DeepSpeed counts all of them.
-            options["kwargs_handlers"].append(InitProcessGroupKwargs(backend="gloo"))
     if strategy.engine.startswith("fsdp"):
         _single_process_environment()
         for name, value in strategy.fsdp_settings.items():
@@ -289,7 +294,7 @@ def make_accelerator(
         options["fsdp_plugin"] = fsdp.make_plugin()
     try:
         if strategy.engine.startswith("fsdp") and not torch.cuda.is_available():
-            fsdp.join_on_cpu()
+            fsdp.join_on_cpu(timeout)
         accelerator = Accelerator(**options)
     except torch.distributed.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):

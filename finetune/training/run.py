@@ -36,7 +36,7 @@ from finetune.strategies.compatibility import find_conflicts
 from finetune.strategies.encoder import apply_encoder_options
 from finetune.strategies.optimizers import build_optimizer, describe_optimizer, parameter_groups
 from finetune.strategies.sharded import count_parameters, make_replica, shards_parameters
-from finetune.training import averaging, best, checkpoints, trackers, vocabulary
+from finetune.training import averaging, best, checkpoints, ranks, restart, trackers, vocabulary
 from finetune.training.advice import warnings_for
 from finetune.training.data import count_clips, make_stream, mean_seconds, train_limits
 from finetune.training.data import open_sources as open_sources
@@ -68,6 +68,7 @@ def build_accelerator(config: Any, strategy: Strategy) -> Any:
     allow_tf32(t.tf32)
     chosen = t.report_to if not isinstance(t.report_to, str) else [t.report_to]
     chosen = [name for name in chosen if name != "none"]
+    restart.meet_afresh(t.ddp_timeout)
     accelerator = make_accelerator(
         strategy,
         precision=precision,
@@ -76,7 +77,9 @@ def build_accelerator(config: Any, strategy: Strategy) -> Any:
         max_grad_norm=t.max_grad_norm,
         log_with=chosen,
         project_dir=Path(t.output_dir),
+        timeout=t.ddp_timeout,
     )
+    ranks.watch(accelerator, t.rank_timeout)
     missing = sorted(set(chosen) - {getattr(t, "value", str(t)) for t in accelerator.log_with})
     if missing:
         raise UserError(
@@ -99,14 +102,17 @@ def output_directory(accelerator: Any, config: Any) -> Iterator[Path]:
     path = Path(t.output_dir)
     lock = None
     problem = None
+    agents = restart.agents(accelerator)
+    again = False
     if accelerator.is_main_process:
         try:
             path.mkdir(parents=True, exist_ok=True)
             lock = (path / ".lock").open("w")
             # A record lock: it ends with this process, and processes forked from it (loader workers) do not hold it on.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            again = restart.began_here(path, agents)
             holds_run = (path / "config.yaml").is_file() or bool(checkpoints.checkpoints_of(path))
-            if holds_run and not t.resume_from_checkpoint and not t.overwrite_output_dir:
+            if holds_run and not again and not t.resume_from_checkpoint and not t.overwrite_output_dir:
                 problem = (
                     f"training.output_dir: {path} holds another run. Continue it with training.resume_from_checkpoint=true, "
                     "delete it with training.overwrite_output_dir=true, or name another directory."
@@ -126,9 +132,13 @@ def output_directory(accelerator: Any, config: Any) -> Iterator[Path]:
     if accelerator.num_processes > 1:
         from accelerate.utils import broadcast_object_list
 
-        problem = broadcast_object_list([problem])[0]
+        problem, again = broadcast_object_list([problem, again])
     if problem:
         raise UserError(problem)
+    if again:
+        restart.go_on(t)
+    if accelerator.is_main_process:
+        restart.keep(path, agents)
     try:
         yield path
     finally:
