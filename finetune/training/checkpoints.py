@@ -17,6 +17,7 @@ from finetune.errors import UserError
 from finetune.strategies.sharded import write_whole_weights
 from finetune.training.averaging import EMA_FILE
 from finetune.training.outputs import write_json
+from finetune.untrusted.pickles import check_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,8 @@ def save_checkpoint(
         accelerator: holds model, optimizer, scaler and random states.
         state: what is the same on all ranks (JSON).
         rank_state: what each rank has of its own (JSON).
-        replica: the present model with whole weights, written too where the engine's own files hold them in shards.
+        replica: from `sharded.model_to_keep`: the present model with whole weights, written too where the engine's own files hold them
+            in shards or in a pickle.
         ema: the moving average of the weights, on the main process.
     """
     final = checkpoint_path(output_dir, step)
@@ -158,8 +160,9 @@ def load_checkpoint(accelerator: Any, path: Path) -> None:
     """Model, optimizer, scaler and random states of this rank.
 
     Raises:
-        UserError: the checkpoint belongs to another model.
+        UserError: the checkpoint belongs to another model, or a pickle in it would run something.
     """
+    check_checkpoint(path)
     try:
         accelerator.load_state(str(path))
     except torch.OutOfMemoryError:

@@ -173,8 +173,9 @@ class Trainer:
             ema = self.ema.whole_state(keep=self.accelerator.is_main_process)
         if self.replica is not None:
             sharded.copy_weights(self.model, self.replica)
+        kept = sharded.model_to_keep(self.accelerator, self.model, self.replica)
         checkpoints.save_checkpoint(
-            self.accelerator, self.output_dir, self.progress.step, state, self.stream.state_dict(), self.replica, ema
+            self.accelerator, self.output_dir, self.progress.step, state, self.stream.state_dict(), kept, ema
         )
         self.last_saved = self.progress.step
         if self.accelerator.is_main_process:

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 from finetune.checkup.secrets import clean, known_secrets
 from finetune.config.vocabulary import tokenizer_setting
+from finetune.config.written import without_secrets, write_config
 from finetune.errors import UserError
 from finetune.models.nemo import cast_parameters, load_model, prepare_for_training
 from finetune.models.transducer import TransducerLossModule
@@ -296,13 +297,14 @@ def describe(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy
     """Writes config.yaml and environment.json, starts the trackers, and logs the run in a few lines."""
     t = config.training
     if accelerator.is_main_process:
-        (trainer.output_dir / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True), encoding="utf-8")
+        write_config(trainer.output_dir / "config.yaml", config)
         started = {
             "strategy": strategy.names,
             "processes": accelerator.num_processes,
             "total_steps": trainer.total_steps,
         }
-        write_json(trainer.output_dir / "environment.json", {**environment(t.seed), **started})
+        found = {**environment(t.seed), **started}
+        write_json(trainer.output_dir / "environment.json", clean(found, known_secrets(found), personal=False))
         trainer.metrics.path.touch()
         trainer.evaluations.path.touch()
         trainer.quarantine.path.touch()
@@ -325,8 +327,8 @@ def describe(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy
 
 def flat_settings(config: Any) -> dict[str, Any]:
     """Dotted keys and plain values, the form that every tracker takes; without passwords and signatures, since trackers may be hosted."""
-    flat, settings = {}, OmegaConf.to_container(config, resolve=True)
-    for section, values in clean(settings, known_secrets(settings), personal=False).items():
+    flat = {}
+    for section, values in without_secrets(config)[0].items():
         for key, value in values.items():
             flat[f"{section}.{key}"] = value if isinstance(value, bool | int | float | str) else str(value)
     return flat
@@ -439,5 +441,5 @@ def summarise(accelerator: Any, trainer: Trainer, config: Any, strategy: Strateg
         "drift_warnings": p.drift_warnings,
         "resumed_from": trainer.resumed_from,
         "final_loss": trainer.last_loss(),
-        "effective_settings": json.loads(json.dumps(OmegaConf.to_container(config, resolve=True))),
+        "effective_settings": json.loads(json.dumps(without_secrets(config)[0])),
     }
