@@ -122,7 +122,6 @@ DEEPSPEED = frozenset(
 
 DISTRIBUTED = frozenset(
     {
-        "pathlib.PosixPath",
         f"torch.distributed.checkpoint.{name}"
         for name in [
             "metadata.Metadata",
@@ -139,7 +138,7 @@ DISTRIBUTED = frozenset(
 )
 """What the table of contents of a distributed checkpoint consists of."""
 
-ALLOWED = TENSORS | OPTIMIZERS | DEEPSPEED | DISTRIBUTED
+ALLOWED = TENSORS | OPTIMIZERS | DEEPSPEED | DISTRIBUTED | {"pathlib.PosixPath"}
 
 
 def calls_of(content: bytes) -> set[str]:
