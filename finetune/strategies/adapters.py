@@ -155,6 +155,7 @@ def read_adapter(path: Path) -> Adapter:
         found = str(config["target_modules"])
         targets = found[found.rindex("(") + 1 : found.rindex(")")].split("|")
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        dropout = float(config.get("lora_dropout") or 0.0)
         whole = any(name.startswith(TRAINED_WHOLE) for name in tensors)
         plain = not (config.get("use_dora") or config.get("use_rslora") or config.get("rank_pattern"))
         if config.get("peft_type") != "LORA" or not plain or rank < 1:
@@ -167,7 +168,7 @@ def read_adapter(path: Path) -> Adapter:
             f"{path} cannot be read as an adapter: {reason}. It needs {CONFIG}, {WEIGHTS} and {BASE}, as a LoRA run leaves them in "
             "training.output_dir/adapter."
         ) from error
-    return Adapter(path, rank, alpha, float(config.get("lora_dropout") or 0.0), targets, whole, base, tensors)
+    return Adapter(path, rank, alpha, dropout, targets, whole, base, tensors)
 
 
 def check_base(adapter: Adapter, model: Any, name: str) -> None:

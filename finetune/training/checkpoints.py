@@ -1,6 +1,5 @@
 """Checkpoints: whole or absent, the newest found again, old ones removed."""
 
-import json
 import logging
 import os
 import shutil
@@ -17,9 +16,12 @@ from finetune.errors import UserError
 from finetune.strategies.sharded import write_whole_weights
 from finetune.training.averaging import EMA_FILE
 from finetune.training.outputs import write_json
+from finetune.untrusted.documents import read_json_object
 from finetune.untrusted.pickles import check_checkpoint
 
 log = logging.getLogger(__name__)
+
+MOST_RANKS = 100_000
 
 
 def checkpoint_path(output_dir: Path, step: int) -> Path:
@@ -143,9 +145,14 @@ def read_checkpoint_state(path: Path) -> tuple[dict[str, Any], list[dict[str, An
     """The states given to `save_checkpoint`: the common one, and those of all ranks.
 
     Raises:
-        UserError: the state of a rank is missing.
+        UserError: it cannot be read, or the state of a rank is missing.
     """
-    state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+    state = read_json_object(path / "trainer_state.json", "training.resume_from_checkpoint")
+    ranks = state.get("world_size")
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or not 1 <= ranks <= MOST_RANKS:
+        raise UserError(
+            f"training.resume_from_checkpoint: {path / 'trainer_state.json'} is none of this program: world_size is {str(ranks)[:50]}."
+        )
     rank_files = [path / f"stream-{rank}.json" for rank in range(state["world_size"])]
     missing = [file.name for file in rank_files if not file.is_file()]
     if missing:
@@ -153,7 +160,7 @@ def read_checkpoint_state(path: Path) -> tuple[dict[str, Any], list[dict[str, An
             f"{path} lacks {', '.join(missing)}: each of the {state['world_size']} processes that wrote it left one. On a cluster "
             "training.output_dir has to be a directory that all nodes share."
         )
-    return state, [json.loads(file.read_text(encoding="utf-8")) for file in rank_files]
+    return state, [read_json_object(file, "training.resume_from_checkpoint") for file in rank_files]
 
 
 def load_checkpoint(accelerator: Any, path: Path) -> None:

@@ -1,5 +1,6 @@
 """Texts from data, on their way to a terminal, a log or a page: what would act on it is written out instead."""
 
+import json
 import re
 from typing import Any
 
@@ -21,6 +22,16 @@ def one_line(value: Any) -> str:
 def lines(value: Any) -> str:
     """The same for a text of several lines: line breaks and tabs stay."""
     return ACTS.sub(lambda found: found[0] if found[0] in "\n\t" else _written(found), str(value))
+
+
+def json_line(row: Any) -> str:
+    """A value as one line of JSON, with what acts on a terminal as JSON's own escapes."""
+    text = json.dumps(row, ensure_ascii=False)
+    return ACTS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+class Block(str):
+    """Lines of this project's own making, such as a table, which stay lines in the log."""
 
 
 def _written(found: re.Match[str]) -> str:
