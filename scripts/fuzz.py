@@ -148,20 +148,22 @@ def input_of(reader: Reader, seeds: list[bytes], number: int, seed: int) -> byte
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises Hang where Python code takes longer; what hangs in a library's own code ends the process with a traceback."""
+    """Raises Hang where Python code computes longer, whatever else runs on the machine; what waits, or hangs in a library's own code, ends
+    the process with a traceback after a minute for each of these seconds.
+    """
 
     def ring(*_: Any) -> None:
         raise Hang(f"more than {seconds:g} s")
 
-    before = signal.signal(signal.SIGALRM, ring)
-    faulthandler.dump_traceback_later(10 * seconds, exit=True, file=TRACES[-1] if TRACES else sys.__stderr__)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGPROF, ring)
+    faulthandler.dump_traceback_later(60 * seconds, exit=True, file=TRACES[-1] if TRACES else sys.__stderr__)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         faulthandler.cancel_dump_traceback_later()
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGPROF, before)
 
 
 def try_input(reader: Reader, data: bytes, folder: Path, seconds: float) -> tuple[str, str]:
@@ -205,6 +207,9 @@ def run(
     base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
     folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir=base))
     try:
+        for reader in readers:  # what it imports is not the first input's fault
+            with contextlib.suppress(Exception):
+                reader.read(seeds[reader.name][0], folder)
         while (done := sum(row["inputs"] for row in rows.values())) < inputs:
             # The reader that is furthest behind its share.
             reader = min(readers, key=lambda r: rows[r.name]["inputs"] / r.share)
@@ -291,7 +296,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("runs/fuzz"), metavar="DIR", help="state and failures")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--readers", nargs="+", metavar="NAME", help="only these")
-    parser.add_argument("--seconds", type=float, default=5.0, help="that an input may take")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of computing that an input may take")
     parser.add_argument("--memory", type=float, default=4.0, metavar="GIB", help="that the process may grow by")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the table, with machine and versions")
     parser.add_argument("--one", nargs=2, metavar=("READER", "NUMBER"), help="read one input again, and show it")

@@ -56,7 +56,7 @@ class Reader:
         name: in the table.
         read: takes the bytes, and a folder of its own that it may write into. Whatever it raises but `refusals` is a failure.
         seeds: makes the whole inputs that mutation begins from.
-        share: how many of 1,000 inputs it gets.
+        share: how many inputs it gets beside the others'; slow readers get few.
         refusals: what it says no with: the product's own errors, and the ValueError of functions that document it.
     """
 
@@ -469,32 +469,32 @@ def scan_pickle(data: bytes, folder: Path) -> None:
 
 VALUE = (*REFUSALS, ValueError)
 READERS = [
-    Reader("manifest line", examine_line, lambda: [json.dumps(row).encode() for row in ROWS], 450),
-    Reader("manifest file", read_manifest, manifest_seeds, 40),
-    Reader("tarred audio", read_tar_shard, lambda: [tar_of([("a.wav", b"RIFF"), ("b.wav", b"x" * 600)]), *nemo_seeds()[:2]], 15),
-    Reader("parquet shard", read_parquet, parquet_seeds, 4),
-    Reader("audio", lambda data, folder: decode_audio({"bytes": data}, 16_000), audio_seeds, 30),
-    Reader("sources of a run file", read_sources, sources_seeds, 30),
-    Reader("YAML", read_any_yaml, lambda: YAML_SEEDS, 60, VALUE),
-    Reader("run file", read_run_file, lambda: YAML_SEEDS[:2], 2),
-    Reader("key=value", read_overrides, lambda: [b"training.max_steps=10\ndata.train=[a, {b: c}]", b"a.b=1\na=2"], 40),
-    Reader("DeepSpeed JSON", read_strategy, lambda: [b'{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}'], 20),
-    Reader("NeMo configuration to import", import_nemo_yaml, nemo_yaml_seeds, 3),
-    Reader("configuration of a .nemo", read_model_config, lambda: [small_config(), *YAML_SEEDS[3:]], 10),
-    Reader(".nemo archive", read_nemo_archive, nemo_seeds, 22),
-    Reader("weights in a .nemo", read_nemo_weights, nemo_seeds, 20),
-    Reader("torch file", read_weights, torch_seeds, 30),
-    Reader("pickle", scan_pickle, pickle_seeds, 90, VALUE),
-    Reader("checkpoint folder", read_checkpoint, torch_seeds, 10),
-    Reader("state of a checkpoint", read_state, state_seeds, 20),
-    Reader("SentencePiece model", lambda data, folder: parse_tokenizer(data, "t"), tokenizer_seeds, 40),
-    Reader("adapter", read_lora, adapter_seeds, 10),
-    Reader("weights of an adapter", read_lora_weights, safetensors_seeds, 10),
-    Reader("Hugging Face config.json", read_hugging_face, hugging_face_seeds, 1),
-    Reader("problems.jsonl", read_leave_out, leave_out_seeds, 20),
-    Reader("counts (.npz)", read_counts, counts_seeds, 10, (*VALUE, OSError)),
-    Reader("records of a run", read_records, run_seeds, 4),
-    Reader("utterances", read_clips, utterances_seeds, 10),
+    Reader("manifest line", examine_line, lambda: [json.dumps(row).encode() for row in ROWS], 5000),
+    Reader("manifest file", read_manifest, manifest_seeds, 250),
+    Reader("tarred audio", read_tar_shard, lambda: [tar_of([("a.wav", b"RIFF"), ("b.wav", b"x" * 600)]), *nemo_seeds()[:2]], 100),
+    Reader("parquet shard", read_parquet, parquet_seeds, 30),
+    Reader("audio", lambda data, folder: decode_audio({"bytes": data}, 16_000), audio_seeds, 200),
+    Reader("sources of a run file", read_sources, sources_seeds, 700),
+    Reader("YAML", read_any_yaml, lambda: YAML_SEEDS, 350, VALUE),
+    Reader("run file", read_run_file, lambda: YAML_SEEDS[:2], 4),
+    Reader("key=value", read_overrides, lambda: [b"training.max_steps=10\ndata.train=[a, {b: c}]", b"a.b=1\na=2"], 250),
+    Reader("DeepSpeed JSON", read_strategy, lambda: [b'{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}'], 250),
+    Reader("NeMo configuration to import", import_nemo_yaml, nemo_yaml_seeds, 8),
+    Reader("configuration of a .nemo", read_model_config, lambda: [small_config(), *YAML_SEEDS[3:]], 40),
+    Reader(".nemo archive", read_nemo_archive, nemo_seeds, 90),
+    Reader("weights in a .nemo", read_nemo_weights, nemo_seeds, 100),
+    Reader("torch file", read_weights, torch_seeds, 250),
+    Reader("pickle", scan_pickle, pickle_seeds, 1100, VALUE),
+    Reader("checkpoint folder", read_checkpoint, torch_seeds, 150),
+    Reader("state of a checkpoint", read_state, state_seeds, 200),
+    Reader("SentencePiece model", lambda data, folder: parse_tokenizer(data, "t"), tokenizer_seeds, 600),
+    Reader("adapter", read_lora, adapter_seeds, 150),
+    Reader("weights of an adapter", read_lora_weights, safetensors_seeds, 150),
+    Reader("Hugging Face config.json", read_hugging_face, hugging_face_seeds, 3),
+    Reader("problems.jsonl", read_leave_out, leave_out_seeds, 200),
+    Reader("counts (.npz)", read_counts, counts_seeds, 100, (*VALUE, OSError)),
+    Reader("records of a run", read_records, run_seeds, 30),
+    Reader("utterances", read_clips, utterances_seeds, 150),
 ]  # fmt: skip
 
 EXTREMES = [

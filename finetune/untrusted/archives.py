@@ -162,7 +162,7 @@ def _check(member: tarfile.TarInfo, length: int | None) -> None:
     if member.size < 0 or (member.isdir() and member.size):
         raise Refused(f"{shown!r} says that it has {member.size} bytes")
     if length is not None and member.offset_data + member.size > length:
-        raise Refused(f"{shown!r} says that it has {member.size:,} bytes, and the archive ends before them")
+        raise tarfile.ReadError(f"{shown!r} says that it has {member.size:,} bytes, and the archive ends before them")
 
 
 def _read_to_the_end(file: Any) -> None:
@@ -200,9 +200,16 @@ def reading(path: Path, key: str) -> Iterator[tuple[tarfile.TarFile, list[tarfil
     except OSError as error:
         if error.errno in NO_ROOM:  # of what is written while it is read
             raise
-        raise UserError(f"{key}: {path} cannot be read as a NeMo model: {first_line(error)}.") from error
+        raise UserError(_damaged(key, path, error)) from error
     except (tarfile.TarError, EOFError, zlib.error, ValueError, RecursionError, KeyError, IndexError) as error:
-        raise UserError(f"{key}: {path} cannot be read as a NeMo model: {first_line(error)}.") from error
+        raise UserError(_damaged(key, path, error)) from error
+
+
+def _damaged(key: str, path: Path, error: Exception) -> str:
+    return (
+        f"{key}: {path} cannot be read as a NeMo model: {type(error).__name__}: {first_line(error)}. The file is damaged, or it is none: "
+        "copy or download it again."
+    )
 
 
 def content_of(archive: tarfile.TarFile, member: tarfile.TarInfo, most: int = 2**26) -> bytes:

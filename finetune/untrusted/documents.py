@@ -3,6 +3,7 @@
 No tag makes an object, references to one part many times cannot fill the memory, and neither depth nor digits end the process.
 """
 
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -25,6 +26,7 @@ CORE_TAGS = {
 }
 
 
+@functools.cache
 def _loader() -> type[yaml.SafeLoader]:
     """OmegaConf's loader, which reads 1e-4 as a number and refuses a key that stands twice, with bounds."""
     from omegaconf._utils import get_yaml_loader

@@ -17,6 +17,11 @@ from finetune.errors import UserError
 from finetune.untrusted.documents import first_line
 from finetune.untrusted.text import one_line
 
+
+class Hostile(ValueError):
+    """A file that was made to do something else than to hold weights; the text says what."""
+
+
 LARGEST_PICKLE = 2**28
 """Bytes of the pickled part of a torch file; its tensors lie beside it."""
 
@@ -157,7 +162,7 @@ def calls_of(content: bytes) -> set[str]:
             elif name == "STACK_GLOBAL":
                 module, attribute = pushed[-2:] if len(pushed) > 1 else (None, None)
                 if not isinstance(module, str) or not isinstance(attribute, str):
-                    raise ValueError("it hides what it would call")
+                    raise Hostile("it hides what it would call")
                 found.add(f"{module}.{attribute}")
                 pushed.append(None)
             elif name == "MEMOIZE":
@@ -167,7 +172,7 @@ def calls_of(content: bytes) -> set[str]:
             elif name in ("GET", "BINGET", "LONG_BINGET"):
                 pushed.append(memo.get(argument))
             elif name in ("EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER"):
-                raise ValueError(f"it hides what it would call ({name})")
+                raise Hostile(f"it hides what it would call ({name})")
             elif name not in ("PROTO", "FRAME", "STOP"):
                 # Only the two texts right before it name what STACK_GLOBAL calls; what stands deeper does not matter.
                 pushed.append(argument if "UNICODE" in name else None)
@@ -183,9 +188,7 @@ def check_pickle(content: bytes, allowed: frozenset[str] = ALLOWED) -> None:
     """Raises ValueError where a pickle calls what is not known to be harmless; the text names it."""
     unknown = sorted(calls_of(content) - allowed)
     if unknown:
-        raise ValueError(
-            f"it would run {', '.join(one_line(name)[:100] for name in unknown[:3])}, which no weights need"
-        )
+        raise Hostile(f"it would run {', '.join(one_line(name)[:100] for name in unknown[:3])}, which no weights need")
 
 
 def pickled_part(file: Any, size: int) -> bytes:
@@ -203,16 +206,16 @@ def pickled_part(file: Any, size: int) -> bytes:
             parts = archive.infolist()
             packed = [part.filename for part in parts if part.compress_type != zipfile.ZIP_STORED]
             if packed:
-                raise ValueError(f"{one_line(packed[0])!r} in it is compressed, which torch does not do")
+                raise Hostile(f"{one_line(packed[0])!r} in it is compressed, which torch does not do")
             if sum(part.file_size for part in parts) > size:
-                raise ValueError("its parts say that they have more bytes than the file")
+                raise Hostile("its parts say that they have more bytes than the file")
             pickled = [part for part in parts if part.filename.rsplit("/", 1)[-1] == "data.pkl"]
             if len(pickled) != 1 or pickled[0].file_size > LARGEST_PICKLE:
                 raise ValueError("it has no single data.pkl, or a too large one")
             content = archive.read(pickled[0])
         file.seek(0)
         if torch._C.PyTorchFileReader(file).get_record("data.pkl") != content:
-            raise ValueError("it reads otherwise to torch than to zipfile: it was made to deceive one of them")
+            raise Hostile("it reads otherwise to torch than to zipfile: it was made to deceive one of them")
         return content
     except zipfile.BadZipFile as error:
         raise ValueError(
@@ -236,8 +239,10 @@ def check_torch_file(path: Path, what: str, allowed: frozenset[str] = ALLOWED) -
     with path.open("rb") as file:
         try:
             check_pickle(pickled_part(file, path.stat().st_size), allowed)
-        except ValueError as error:
+        except Hostile as error:
             raise UserError(f"{what}: {path} is refused: {error}. Nothing of it was run.") from error
+        except ValueError as error:
+            raise UserError(f"{what}: {path} is damaged, or no torch file: {error}.") from error
 
 
 def load_tensors(file: Any, what: str, size: int | None = None, allowed: frozenset[str] = TENSORS) -> Any:
@@ -263,6 +268,11 @@ def load_tensors(file: Any, what: str, size: int | None = None, allowed: frozens
         return torch.load(file, map_location="cpu", weights_only=True)
     except torch.OutOfMemoryError:
         raise
+    except Hostile as error:
+        reason = first_line(error)[:300]
+        raise UserError(
+            f"{what} is refused: {reason}. Only tensors and plain values are read, and nothing was run."
+        ) from error
     except (
         ValueError,
         RuntimeError,
@@ -276,7 +286,7 @@ def load_tensors(file: Any, what: str, size: int | None = None, allowed: frozens
     ) as error:
         reason = first_line(error)[:300]
         raise UserError(
-            f"{what} is refused: {reason}. Only tensors and plain values are read, and nothing was run."
+            f"{what} cannot be read: {reason}. It is damaged, or it is none: copy or download it again."
         ) from error
 
 
@@ -318,7 +328,7 @@ def _check_distributed(metadata: Path) -> None:
                 continue  # a tensor, which torch reads with the restricted unpickler
             name = Path(place.relative_path).name
             if name != place.relative_path:
-                raise ValueError(f"it names a file outside of its folder: {one_line(place.relative_path)}")
+                raise Hostile(f"it names a file outside of its folder: {one_line(place.relative_path)}")
             with (metadata.parent / name).open("rb") as file:
                 file.seek(place.offset)
                 part = file.read(place.length)
