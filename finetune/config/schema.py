@@ -178,6 +178,11 @@ class DataConfig:
         None,
         "Source of the original domain, evaluated before, during (`training.guard_steps`) and after; a loss on it is said.",
     )
+    root: str | None = option(
+        None,
+        "Directory, or beginning of a URL, below which the audio that rows name has to lie, links resolved: set it for manifests that "
+        "others wrote. What lies elsewhere goes to quarantine with that reason. null: anywhere (docs/security.md).",
+    )
     temperature: float | None = option(
         None,
         "Draw languages in proportion to their clips to the power of 1 / temperature: 1 as they are, larger evens them out. Takes the "

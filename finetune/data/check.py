@@ -36,11 +36,12 @@ from finetune.data.filters import FilteredClip, Filters, level, parse_filters
 from finetune.data.leave_out import DUPLICATE, hash_of
 from finetune.data.options import StreamOptions
 from finetune.data.orphans import ends_with_this_process
+from finetune.data.places import check_root
 from finetune.data.reader import UnreadableShard, rows_from
 from finetune.data.shards import Shard
 from finetune.data.sources import OpenSource, open_source, parse_sources
 from finetune.errors import UserError
-from finetune.logs import set_up_logging
+from finetune.logs import say_error, set_up_logging
 
 log = logging.getLogger(__name__)
 
@@ -311,7 +312,8 @@ def prepare(arguments: argparse.Namespace) -> tuple[list[OpenSource], StreamOpti
         config, _ = load_config(arguments.config, [], arguments.overrides)
         data = config.data
         sources = [open_source(s, "data.train") for s in parse_sources(plain(data.train), "data.train", "train")]
-        sources, limits = with_filters(sources, config), train_limits(config)
+        root = check_root(data.root)
+        sources, limits = with_filters([replace(s, root=root) for s in sources], config), train_limits(config)
         arguments.model, arguments.tokenizer = config.model.name, tokenizer_setting(config).dir
         normalization, size, bad_limit = data.text_normalization, data.shuffle_buffer_size, data.max_bad_fraction
     else:
@@ -367,7 +369,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         found = check(arguments)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
         return error.exit_code
     except OSError as error:
         print(f"error: --output-dir: {arguments.output_dir} cannot be written: {error}", file=sys.stderr)
@@ -378,7 +380,7 @@ def main(argv: list[str] | None = None) -> int:
         file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     write_report(found, arguments.output_dir / "report.html")
     for error in found["errors"]:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
     print(
         f"{found['rows']} rows, {found['clips']} clips to train on, {found['hours']:.2f} h; left out by filters: "
         f"{sum(found['filtered'].values())}; bad: {found['bad']}; the report: {arguments.output_dir / 'report.html'}"

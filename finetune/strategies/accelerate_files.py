@@ -15,6 +15,7 @@ import yaml
 from finetune.errors import UserError
 from finetune.paths import ACCELERATE_CONFIGS, ROOT, strategy_names
 from finetune.strategies import fsdp
+from finetune.untrusted.documents import first_line, parse_json, read_text
 
 log = logging.getLogger(__name__)
 
@@ -108,15 +109,19 @@ def _set_engine(strategy: Strategy, engine: str, origin: str) -> None:
 
 def _deepspeed_engine(path: Path) -> str:
     """Name of the engine that a DeepSpeed file asks for."""
-    import json
-
     try:
-        zero = json.loads(path.read_text(encoding="utf-8")).get("zero_optimization", {})
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
+        values = parse_json(read_text(path))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error} (looked in {Path.cwd()}).") from error
-    return _name_deepspeed(zero.get("stage"), zero.get("offload_optimizer", {}).get("device", "none"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {first_line(error)}") from error
+    zero = values.get("zero_optimization", {}) if isinstance(values, dict) else None
+    offload = zero.get("offload_optimizer") or {} if isinstance(zero, dict) else None
+    if not isinstance(offload, dict):
+        raise UserError(
+            f"{path} is no DeepSpeed file: an object is expected, with zero_optimization and offload_optimizer in it as objects."
+        )
+    return _name_deepspeed(zero.get("stage"), str(offload.get("device", "none")))
 
 
 def _name_deepspeed(stage: Any, offload_device: str) -> str:

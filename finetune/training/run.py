@@ -18,8 +18,8 @@ from omegaconf import OmegaConf
 
 from finetune.checkup.secrets import clean, known_secrets
 from finetune.config.vocabulary import tokenizer_setting
+from finetune.config.written import without_secrets, write_config
 from finetune.errors import UserError
-from finetune.files import write_text
 from finetune.models.nemo import cast_parameters, load_model, prepare_for_training
 from finetune.models.transducer import TransducerLossModule
 from finetune.reporting.page import keep_report
@@ -319,13 +319,14 @@ def describe(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy
     """Writes config.yaml and environment.json, starts the trackers, and logs the run in a few lines."""
     t = config.training
     if accelerator.is_main_process:
-        write_text(trainer.output_dir / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
+        write_config(trainer.output_dir / "config.yaml", config)
         started = {
             "strategy": strategy.names,
             "processes": accelerator.num_processes,
             "total_steps": trainer.total_steps,
         }
-        write_json(trainer.output_dir / "environment.json", {**environment(t.seed), **started})
+        found = {**environment(t.seed), **started}
+        write_json(trainer.output_dir / "environment.json", clean(found, known_secrets(found), personal=False))
         trainer.metrics.path.touch()
         trainer.evaluations.path.touch()
         trainer.quarantine.path.touch()
@@ -348,8 +349,8 @@ def describe(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy
 
 def flat_settings(config: Any) -> dict[str, Any]:
     """Dotted keys and plain values, the form that every tracker takes; without passwords and signatures, since trackers may be hosted."""
-    flat, settings = {}, OmegaConf.to_container(config, resolve=True)
-    for section, values in clean(settings, known_secrets(settings), personal=False).items():
+    flat = {}
+    for section, values in without_secrets(config)[0].items():
         for key, value in values.items():
             flat[f"{section}.{key}"] = value if isinstance(value, bool | int | float | str) else str(value)
     return flat
@@ -466,5 +467,5 @@ def summarise(accelerator: Any, trainer: Trainer, config: Any, strategy: Strateg
         "failed_checkpoints": trainer.saver.failed,
         "resumed_from": trainer.resumed_from,
         "final_loss": trainer.last_loss(),
-        "effective_settings": json.loads(json.dumps(OmegaConf.to_container(config, resolve=True))),
+        "effective_settings": json.loads(json.dumps(without_secrets(config)[0])),
     }
