@@ -8,11 +8,13 @@
     ... finetune/train.py --config RUN.yaml --dry-run       go or no-go, before a night is lost
     ... finetune/train.py --config RUN.yaml --smoke 100     whether memory suffices and stays
 
-Exit codes: 0 done or verdict good, 1 failed or verdict bad, 2 bad arguments or configuration.
+Exit codes: 0 done or verdict good, 1 failed or verdict bad, 2 bad arguments or configuration, 75 stopped by a signal with a checkpoint
+saved: start it again with training.resume_from_checkpoint=true.
 """
 
 import argparse
 import atexit
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -29,6 +31,9 @@ from finetune.config.load import load_config  # noqa: E402
 from finetune.errors import UserError  # noqa: E402
 from finetune.logs import set_up_logging  # noqa: E402
 from finetune.strategies.accelerate_files import check_num_gpus, engine_with, number_of_processes, resolve_strategy  # noqa: E402
+from finetune.training import stopping  # noqa: E402
+
+DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EFBIG)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -144,6 +149,11 @@ def main(argv: list[str] | None = None, observe: Callable[[Any], None] | None = 
         observe: called with the Trainer before it begins.
     """
     set_up_logging()
+    with stopping.listening():
+        return _main(argv, observe)
+
+
+def _main(argv: list[str] | None, observe: Callable[[Any], None] | None) -> int:
     config = None
     try:
         arguments = parse_arguments(argv)
@@ -196,18 +206,36 @@ def main(argv: list[str] | None = None, observe: Callable[[Any], None] | None = 
         engine = engine_with(strategy.engine, number_of_processes())
         print(f"error: {out_of_memory_message(error, config, gpu, engine)}", file=sys.stderr)
         return 1
+    except stopping.Stopped as stop:
+        print(
+            f"stopped: {stop}. Start the same command again with training.resume_from_checkpoint=true to go on.",
+            file=sys.stderr,
+        )
+        return stopping.EXIT_CODE
     except KeyboardInterrupt:
         print(
             "stopped by the keyboard; training.resume_from_checkpoint=true continues from the last checkpoint",
             file=sys.stderr,
         )
         return 1
+    except OSError as error:
+        if error.errno not in DISK_TROUBLE:
+            raise
+        print(
+            f"error: {error.filename or 'a file'} cannot be written: {error.strerror}. Make room or mend the disk, then start the same "
+            "command again with training.resume_from_checkpoint=true.",
+            file=sys.stderr,
+        )
+        return 1
 
 
 def leave(code: int) -> None:
-    """Ends the process. In a process group it does not take the interpreter down first: a thread of gloo that asks for it then is killed,
+    """Ends the process, and leaves its exit code in the file that FINETUNE_EXIT_CODE_FILE names (scripts/run_training.sh). In a process group it does not take the interpreter down first: a thread of gloo that asks for it then is killed,
     which aborts the process, and the launcher calls a run failed that is done.
     """
+    stopping.write_exit_code(code)
+    if code == stopping.EXIT_CODE and stopping.EXIT_CODE_FILE in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
+        code = 0  # or torchrun would start again what was asked to stop
     if "RANK" in os.environ:
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -217,4 +245,9 @@ def leave(code: int) -> None:
 
 
 if __name__ == "__main__":
-    leave(main())
+    try:
+        code = main()
+    except BaseException as error:
+        stopping.write_exit_code(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
+        raise
+    leave(code)

@@ -111,9 +111,11 @@ def test_a_resume_that_is_refused_leaves_the_record_of_the_run(
     record = (tmp_path / "run" / "config.yaml").read_text()
     damaged = tmp_path / "run" / "checkpoints" / "step-00000002" / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:1000])
-    assert "or is damaged" in failed(2, *arguments, RESUME, "training.max_steps=4")
+    said = failed(1, *arguments, RESUME, "training.max_steps=4")
+    assert "is damaged (step-00000002: model.safetensors has 1000 bytes instead of" in said
+    assert "training.overwrite_output_dir=true" in said
     damaged.unlink()
-    assert "or is damaged" in failed(2, *arguments, RESUME, "training.max_steps=4")
+    assert "step-00000002: model.safetensors is missing" in failed(1, *arguments, RESUME, "training.max_steps=4")
     assert (tmp_path / "run" / "config.yaml").read_text() == record
 
 
@@ -215,7 +217,7 @@ def test_a_checkpoint_that_is_being_removed_does_not_count(tmp_path: Path, monke
         (folder / "trainer_state.json").write_text("{}")
     monkeypatch.setattr(shutil, "rmtree", lambda *a, **k: None)
     checkpoints.remove_old_checkpoints(tmp_path, 1)
-    assert [p.name for p in checkpoints.whole_checkpoints(tmp_path)] == ["step-00000002"]
+    assert [p.name for p in checkpoints.checkpoints_of(tmp_path)] == ["step-00000002"]
     monkeypatch.undo()
     checkpoints.remove_old_checkpoints(tmp_path, 1)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]

@@ -361,7 +361,19 @@ class TrainingConfig:
         choices=("last", "best"),
     )
     save_steps: int = option(500, "Write a checkpoint each N steps. 0: only at the end.", "steps")
-    save_total_limit: int = option(2, "Newest checkpoints that are kept. 0: all.", "checkpoints")
+    save_minutes: float = option(
+        0.0, "Write a checkpoint, too, when the last one is so old. 0: by steps alone.", "minutes"
+    )
+    save_total_limit: int = option(
+        2,
+        "Newest checkpoints that are kept, beside that of the best evaluation where there is one. 0: all.",
+        "checkpoints",
+    )
+    async_save: bool = option(
+        True,
+        "Write checkpoints in a thread while training goes on, from a copy of weights and optimizer state in host memory. Engines that "
+        "shard them (DeepSpeed, FSDP) write their parts at once and leave checksums and the rest to the thread.",
+    )
     resume_from_checkpoint: Any = option(
         False, "true: continue from the newest whole checkpoint of `output_dir`; or the path of a checkpoint."
     )

@@ -29,7 +29,7 @@ from finetune.data.filters import FilteredClip
 from finetune.data.lanes import FINISHED, Lane, Position, Report, Sources, make_readers
 from finetune.data.options import StreamOptions
 from finetune.data.order import Piece, as_pieces, deal
-from finetune.data.orphans import ends_with_this_process
+from finetune.data.orphans import begin_worker, ends_with_this_process
 from finetune.data.sources import OpenSource
 
 log = logging.getLogger(__name__)
@@ -256,7 +256,7 @@ class ClipStream:
             num_workers=self.workers,
             prefetch_factor=self.prefetch_factor if self.workers else None,
             pin_memory=self.pin_memory,
-            worker_init_fn=ends_with_this_process() if self.workers else None,
+            worker_init_fn=ends_with_this_process(begin_worker) if self.workers else None,
             generator=torch.Generator().manual_seed(0),
         )
         for batch in loader:

@@ -12,6 +12,7 @@ import torch
 from omegaconf import OmegaConf, open_dict
 
 from finetune.errors import UserError
+from finetune.files import put_in_place
 from finetune.models import huggingface
 from finetune.strategies.adapters import check_base, is_adapter, merge_adapter, read_adapter
 from finetune.strategies.lora import load_merged_state_dict, merged_state_dict
@@ -299,6 +300,11 @@ def encoder_lengths(model: Any, audio_lengths_B: torch.Tensor) -> torch.Tensor:
 
 def save_nemo(model: Any, path: Path) -> None:
     """Writes a .nemo that plain NeMo restores, LoRA adapters merged; written aside and renamed, so it is whole or absent."""
+    put_in_place(write_nemo(model, path), path)
+
+
+def write_nemo(model: Any, path: Path) -> Path:
+    """Writes the .nemo for `path` under another name beside it, which is returned."""
     if "validation_ds" not in model.cfg:
         with open_dict(model.cfg):  # NeMo's own transcribe() reads this key
             model.cfg.validation_ds = {"use_start_end_token": False}
@@ -310,7 +316,7 @@ def save_nemo(model: Any, path: Path) -> None:
         model.save_to(str(aside))
     finally:
         del model.state_dict
-    os.replace(aside, path)
+    return aside
 
 
 def load_weights(model: Any, path: Path) -> None:

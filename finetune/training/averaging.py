@@ -7,7 +7,6 @@ frozen is taken as it is, and so is BatchNorm's count of batches, which nothing 
 import contextlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from finetune.files import put_in_place
 from finetune.models.nemo import learning_batchnorms
 
 log = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ def keep_state(output_dir: Path, tensors: dict[str, torch.Tensor], step: int, we
     aside = path.with_name(f".{path.name}.tmp")
     whole = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     save_file(whole, aside, metadata={"kept": json.dumps({"step": step, "validation_wer": wer})})
-    os.replace(aside, path)
+    put_in_place(aside, path)
 
 
 def kept_states(output_dir: Path) -> list[KeptState]:

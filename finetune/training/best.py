@@ -6,12 +6,17 @@ import logging
 import shutil
 from typing import Any
 
-from finetune.models.nemo import load_weights, save_nemo
+import torch
+
+from finetune.errors import UserError
+from finetune.files import put_in_place, sha256_of
+from finetune.models.nemo import load_weights, write_nemo
 from finetune.reporting.page import keep_report
 from finetune.strategies.adapters import write_adapter
 from finetune.training import averaging, trackers, verdict
+from finetune.training.checkpoints import CANNOT_WRITE
 from finetune.training.evaluate import average_batchnorm, evaluation_rows, judge_split, log_board, write_mistakes
-from finetune.training.outputs import write_json
+from finetune.training.outputs import check_best, read_best, write_json
 from finetune.training.stages import agreed
 
 log = logging.getLogger(__name__)
@@ -63,9 +68,21 @@ def evaluate_best(trainer: Any, splits: tuple[str, ...]) -> dict[str, Any]:
         # The attempt at an average leaves other weights in the model.
         present = p.best_step == p.step and p.best_weights == "raw" and not trainer.config.training.average_checkpoints
         if (p.best_step is not None or trainer.config.training.average_checkpoints) and not present:
+            _check_kept(trainer)
             load_weights(model, trainer.output_dir / "model.nemo")
         mark = {"model": "best"} if p.best_weights == "raw" else {"model": "best", "weights": p.best_weights}
         return judge(trainer, model, splits, p.step if p.best_step is None else p.best_step, mark)
+
+
+def _check_kept(trainer: Any) -> None:
+    """Raises UserError where model.nemo is not as it was written."""
+    main = trainer.accelerator.is_main_process
+    if agreed(main and check_best(trainer.output_dir)[1]):
+        raise UserError(
+            f"{trainer.output_dir / 'model.nemo'} is damaged: it is not as it was written at step {trainer.progress.best_step} (its "
+            "checksum differs). Start the same command again with training.resume_from_checkpoint=true: the best model is chosen anew.",
+            exit_code=1,
+        )
 
 
 def try_average(trainer: Any) -> dict[str, Any] | None:
@@ -146,17 +163,35 @@ def _show(trainer: Any, split: str, board: Any, heard: list[Any], mark: dict[str
 
 def keep(trainer: Any, model: Any) -> None:
     """Writes a model as model.nemo, and its adapter beside it where there is one."""
-    p = trainer.progress
+    p, folder, problem = trainer.progress, trainer.output_dir, None
     if trainer.accelerator.is_main_process:
-        save_nemo(model, trainer.output_dir / "model.nemo")
-        if getattr(model, "lora_base", None) is not None:
-            write_adapter(model, trainer.output_dir / "adapter")
-        else:  # an earlier one would not be that of this model
-            shutil.rmtree(trainer.output_dir / "adapter", ignore_errors=True)
-        (trainer.output_dir / "checkpoints").mkdir(exist_ok=True)
-        best = {"step": p.best_step, "validation_wer": p.best_wer, "weights": p.best_weights}
-        write_json(trainer.output_dir / "checkpoints" / "best.json", best)
-    trainer.accelerator.wait_for_everyone()
+        try:
+            (folder / "checkpoints").mkdir(exist_ok=True)
+            aside = write_nemo(model, folder / "model.nemo")
+            best = {"step": p.best_step, "validation_wer": p.best_wer, "weights": p.best_weights}
+            best |= {"bytes": aside.stat().st_size, "sha256": sha256_of(aside)}
+            # Of the one before, too: it is the one that lies there if the process dies before the next line but one.
+            best["previous"] = before = read_best(folder)
+            if before is not None:
+                before.pop("previous", None)
+            write_json(folder / "checkpoints" / "best.json", best)
+            put_in_place(aside, folder / "model.nemo")
+            if getattr(model, "lora_base", None) is not None:
+                write_adapter(model, folder / "adapter")
+            else:  # an earlier one would not be that of this model
+                shutil.rmtree(folder / "adapter", ignore_errors=True)
+        except torch.OutOfMemoryError:
+            raise
+        except CANNOT_WRITE as error:
+            problem = (
+                f"{folder / 'model.nemo'}, the best model so far (step {p.best_step}), cannot be written: {error}. Make room or mend "
+                "the disk, then start the same command again with training.resume_from_checkpoint=true: the evaluation is made again."
+            )
+            for remains in folder.glob(".model.nemo.tmp*"):
+                remains.unlink(missing_ok=True)
+    problem = agreed(problem)
+    if problem:
+        raise UserError(problem, exit_code=1)
 
 
 def _keep_state(trainer: Any, model: Any, wer: float) -> None:

@@ -190,7 +190,7 @@ def _configuration(attempts: Attempts, settings: Any, strategy: Any) -> tuple[st
     t, accelerator = settings.training, attempts.accelerator
     output_dir = Path(attempts.config.training.output_dir)
     resumed = attempts.config.training.resume_from_checkpoint
-    begun = (output_dir / "config.yaml").is_file() or bool(checkpoints.whole_checkpoints(output_dir))
+    begun = (output_dir / "config.yaml").is_file() or bool(checkpoints.checkpoints_of(output_dir))
     if begun and not resumed and not attempts.config.training.overwrite_output_dir:
         attempts.warn(
             f"{output_dir} holds a run: the training will want training.resume_from_checkpoint=true, training.overwrite_output_dir=true "

@@ -270,7 +270,7 @@ def save_and_read(trainer: Trainer) -> Found:
     """
     t = trainer.config.training
     started = time.perf_counter()
-    trainer.save()
+    trainer.save(settle=True)
     written = time.perf_counter() - started
     path = checkpoints.checkpoint_path(trainer.output_dir, trainer.progress.step)
     before = {name: checksums(tensors) for name, tensors in held(trainer).items()}

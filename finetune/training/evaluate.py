@@ -1,5 +1,6 @@
 """Evaluations during a run: all ranks decode their share, the counts are merged."""
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from finetune.evaluation.mistakes import Mistakes
 from finetune.evaluation.recognise import batched_decoding_differs, score_stream
 from finetune.evaluation.scores import Scoreboard
 from finetune.models.nemo import learning_batchnorms
+from finetune.training import stopping
 from finetune.training.data import make_stream
 from finetune.training.outputs import write_json
 from finetune.training.trackers import SAMPLES_TO_HEAR, HeardClip, keep_clips
@@ -25,6 +27,9 @@ def evaluate_split(
 
     Args:
         view: `finetune.training.view.View`, which shows how far it is.
+
+    Raises:
+        CutShort: on all ranks, where one of them was asked to stop.
     """
     stream = make_stream(accelerator, model, config, sources, training=False)
     clips = [s.clips for s in sources]
@@ -37,11 +42,15 @@ def evaluate_split(
     wanted = min(wanted, config.training.sample_predictions)
 
     def on_batch(batch: Batch, hypotheses: list[str], board: Scoreboard) -> None:
+        if stopping.requested():
+            raise stopping.CutShort
         if wanted:
             heard[:] = keep_clips(heard, batch, hypotheses, wanted)
         advance(board.total.clips, board.total.rates()["wer"])
 
-    with view.evaluating(split, None if total is None else -(-total // accelerator.num_processes)) as advance:
+    board = None
+    share = None if total is None else -(-total // accelerator.num_processes)
+    with contextlib.suppress(stopping.CutShort), view.evaluating(split, share) as advance:
         board = score_stream(
             model,
             stream,
@@ -52,13 +61,18 @@ def evaluate_split(
             show_progress=False,
             on_batch=on_batch,
         )
+    parts = [board]
     if accelerator.num_processes > 1:
         from accelerate.utils import gather_object
 
+        parts = gather_object(parts)
+    if any(part is None for part in parts):
+        raise stopping.CutShort
+    if len(parts) > 1:
         merged = Scoreboard(board.normalization, board.keep_pairs)
         if board.mistakes is not None:
             merged.mistakes = Mistakes(board.mistakes.keep_clips, board.mistakes.sample_rate)
-        for part in gather_object([board]):
+        for part in parts:
             merged.merge(part)
         board = merged
     return board, heard
@@ -124,8 +138,13 @@ def evaluation_rows(step: int, split: str, board: Scoreboard) -> list[dict[str, 
 
 def write_mistakes(folder: Path, step: int, split: str, board: Scoreboard, mark: dict[str, str]) -> None:
     """Writes errors-SPLIT.json, over that of the evaluation before: confused words and the worst clips with their audio."""
-    if board.mistakes is not None:
-        write_json(folder / f"errors-{split}.json", {"step": step, "split": split, **mark, **board.mistakes.result()})
+    if board.mistakes is None:
+        return
+    path = folder / f"errors-{split}.json"
+    try:
+        write_json(path, {"step": step, "split": split, **mark, **board.mistakes.result()})
+    except OSError as error:  # the page lacks these clips; no training ends for that
+        log.warning("%s cannot be written: %s", path, error)
 
 
 def log_board(step: int, split: str, board: Scoreboard) -> None:

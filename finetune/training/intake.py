@@ -1,7 +1,7 @@
 """What one optimizer step takes in: its batches, its counts over all ranks, and what was left out on the way."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,9 @@ class Intake:
     ):
         self.accelerator, self.model, self.durations, self.config = accelerator, model, durations, config
         self.progress, self.quarantine = progress, quarantine
+        self.asks: Callable[[], tuple[bool, bool]] = lambda: (False, False)
+        """Whether this rank wants the run to stop, and a checkpoint; what all ranks want comes with each step's counts."""
+        self.asked_to_stop = self.asked_to_save = False
         self.quarantined_before: set[tuple[str, str]] = set()
         self.short: list[int] = []
 
@@ -104,8 +107,9 @@ class Intake:
         samples = sum(float(b.audio_lengths_B.sum()) for b in group)
         padded = sum(float(b.audio_BS.numel()) for b in group)
         reporting = bool(without_alignment) or any(b.quarantined or b.filtered or b.error for b in received)
-        counts = [clips, tokens, infeasible, rows, samples, padded, not exhausted, reporting]
+        counts = [clips, tokens, infeasible, rows, samples, padded, not exhausted, reporting, *self.asks()]
         sums, batches, ended = self._over_ranks(counts, len(group))
+        self.asked_to_stop, self.asked_to_save = sums[8] > 0, sums[9] > 0
         self._name_short_ranks(ended)
         reports, filtered, errors, without_alignment = self._reports_of_ranks(
             received, error, without_alignment, anything=sums[7] > 0

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from finetune.errors import UserError
 from finetune.models.nemo import set_batchnorm_mode
 from finetune.strategies import sharded
 from finetune.strategies.optimizers import describe_optimizer, unwrap_optimizer
-from finetune.training import best, checkpoints, resume, trackers
+from finetune.training import best, resume, stopping, trackers
 from finetune.training.averaging import Ema
 from finetune.training.data import count_clips
 from finetune.training.evaluate import average_batchnorm
@@ -26,41 +26,14 @@ from finetune.training.memory_guard import MemoryGuard, earlier_limits
 from finetune.training.metrics import MetricsWindow, rates_by_part
 from finetune.training.outputs import LineFile
 from finetune.training.pace import splits_due
+from finetune.training.progress import Progress
+from finetune.training.saving import Saver
 from finetune.training.view import View
 from finetune.training.watch import ForwardClock, Watch, gather_paces
 
 log = logging.getLogger(__name__)
 
 SKIPPED_STEPS_IN_A_ROW = 20
-
-
-@dataclass
-class Progress:
-    """Everything about a run that a checkpoint keeps besides weights, optimizer and random states."""
-
-    step: int = 0
-    epoch: int = 0
-    samples: int = 0
-    audio_seconds: float = 0.0
-    padded_seconds: float = 0.0
-    rows_read: int = 0
-    quarantined: int = 0
-    quarantine_lines: int = 0
-    infeasible: int = 0
-    skipped_steps: int = 0
-    out_of_memory: int = 0
-    filtered: dict[str, int] = field(default_factory=dict)
-    best_step: int | None = None
-    best_wer: float | None = None
-    best_weights: str = "raw"
-    wer_before: dict[str, Any] | None = None
-    guard_before: float | None = None
-    base_wer: dict[str, float] = field(default_factory=dict)
-    drift_warnings: dict[str, int] = field(default_factory=dict)
-    train_seconds: float = 0.0
-    wall_seconds: float = 0.0
-    last_evaluated: int = -1
-    omega_state: str = ""
 
 
 class Trainer:
@@ -111,7 +84,9 @@ class Trainer:
         self.ema = Ema(self.model, t.ema_decay, t.ema_device) if t.ema_decay else None
         self.resumed_from: int | None = None
         self.optimizer_description: dict[str, Any] = {}
-        self.last_saved = -1
+        self.saver = Saver(accelerator, self.output_dir, t.save_total_limit, t.async_save)
+        self.last_saved, self.saved_at = -1, time.monotonic()
+        self.intake.asks = self._asks
         self.heard: set[str] = set()
         self.skipped_in_a_row = 0
         self.clock = time.perf_counter()
@@ -142,6 +117,7 @@ class Trainer:
         """The counters of a checkpoint."""
         self.progress = self.intake.progress = Progress(**values)
         self.watch.counts = self.progress.drift_warnings
+        self.saver.blocked_seconds, self.saver.failed = self.progress.saving_seconds, self.progress.failed_checkpoints
 
     def walk_schedule_to(self, state: dict[str, Any]) -> None:
         """The schedule's place in a checkpoint."""
@@ -150,11 +126,28 @@ class Trainer:
         else:  # by the share of the data: batches of another size have another number of steps
             self.schedule.walk_to(self.share_done())
 
-    def save(self) -> None:
-        """Writes a checkpoint of the present step."""
-        if self.last_saved == self.progress.step:
-            return
+    def _asks(self) -> tuple[bool, bool]:
+        """Whether this rank was asked to stop, and whether it is time for a checkpoint by the clock of the main process."""
+        minutes = self.config.training.save_minutes if self.accelerator.is_main_process else 0
+        return stopping.requested() is not None, bool(minutes) and time.monotonic() - self.saved_at >= 60 * minutes
+
+    def save(self, settle: bool = False) -> None:
+        """Writes a checkpoint of the present step, or begins to.
+
+        Args:
+            settle: wait until it is there; UserError where it cannot be written.
+        """
+        if settle and not self.saver.wait():
+            self.last_saved = -1  # one more attempt
+        if self.last_saved != self.progress.step:
+            self._save()
+        if settle:
+            self.saver.settled()
+
+    def _save(self) -> None:
         self.count_wall_seconds()
+        self.progress.saving_seconds = self.saver.blocked_seconds
+        self.progress.failed_checkpoints = self.saver.failed
         self.progress.omega_state = self.omega_generator.get_state().numpy().tobytes().hex()
         average_batchnorm(self.accelerator, self.model, self.config)
         state = {
@@ -173,12 +166,11 @@ class Trainer:
             ema = self.ema.whole_state(keep=self.accelerator.is_main_process)
         if self.replica is not None:
             sharded.copy_weights(self.model, self.replica)
-        checkpoints.save_checkpoint(
-            self.accelerator, self.output_dir, self.progress.step, state, self.stream.state_dict(), self.replica, ema
-        )
-        self.last_saved = self.progress.step
         if self.accelerator.is_main_process:
-            checkpoints.remove_old_checkpoints(self.output_dir, self.config.training.save_total_limit)
+            for lines in (self.metrics, self.evaluations, self.quarantine, self.clips):
+                lines.sync()  # what a resume finds up to this step has to outlive a power cut as well
+        self.saver.save(self.progress.step, state, self.stream.state_dict(), self.replica, ema)
+        self.last_saved, self.saved_at = self.progress.step, time.monotonic()
 
     def count_wall_seconds(self) -> None:
         """Adds the time since the last call, so that the sum survives an interruption."""
@@ -216,12 +208,24 @@ class Trainer:
     # ---- training --------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Trains until `max_epochs` passes over the data are done, or else until `total_steps`."""
+        """Trains until `max_epochs` passes over the data are done, or else until `total_steps`.
+
+        Raises:
+            Stopped: a signal asked for it; a checkpoint of the last step is there.
+        """
+        with stopping.saving_first(), self.saver.finishing():
+            self._run()
+
+    def _run(self) -> None:
         self.window.started = time.perf_counter()
         self.view.begin()
         self.watch.begin(self.progress.step, self.progress.skipped_steps)
         self.module.train()
+        if self.progress.evaluation_due:  # the run was stopped before it, or in it
+            self.last_saved = -1
+            self._close_step()
         while not self._done():
+            self.saver.wait()  # no worker is forked beside a writing thread
             samples_before, whole_epoch = self.progress.samples, not self.stream.positions
             iterator = self.stream.batches()
             try:
@@ -253,7 +257,7 @@ class Trainer:
             self.progress = before
             stream.go_back(place)
             if self.config.training.save_steps and self.progress.step:
-                self.save()
+                self.save(settle=True)
                 log.info("the state of step %d is kept in %s", self.progress.step, self.output_dir / "checkpoints")
             raise
 
@@ -446,14 +450,37 @@ class Trainer:
         if p.step % t.logging_steps == 0 or p.step == 1 or self._done():
             self._log_window()
         self.view.stepped()
-        last = self.max_epochs is None and self._done()
-        if (t.eval_steps and p.step % t.eval_steps == 0) or last:
-            paused = time.perf_counter()
-            self.evaluate(splits_due(p.step, last, t.eval_steps, t.guard_steps))
-            self._empty_cache()
-            self.module.train()
-            self.window.started += time.perf_counter() - paused
-        if (t.save_steps and p.step % t.save_steps == 0) or last:
-            paused = time.perf_counter()
-            self.save()
-            self.window.started += time.perf_counter() - paused
+        p.evaluation_due = bool(t.eval_steps and p.step % t.eval_steps == 0) or self._at_last_step()
+        self._close_step()
+
+    def _at_last_step(self) -> bool:
+        return self.max_epochs is None and self._done()
+
+    def _close_step(self) -> None:
+        """The evaluation and the checkpoint that are due at the present step; leaves where the run was asked to stop."""
+        t, p, paused = self.config.training, self.progress, time.perf_counter()
+        one = self.accelerator.num_processes == 1  # nobody to agree with
+        stop = self.intake.asked_to_stop or (one and stopping.requested() is not None)
+        self.saver.poll()
+        if p.evaluation_due and not stop:
+            stop = not self._evaluate_due()
+        if stop or self.intake.asked_to_save or self._at_last_step() or (t.save_steps and p.step % t.save_steps == 0):
+            self.save(settle=stop)
+        if stop:
+            raise stopping.Stopped(f"the checkpoint of step {p.step} is saved")
+        self.window.started += time.perf_counter() - paused
+
+    def _evaluate_due(self) -> bool:
+        """Evaluates; False where it was cut short because the run has to stop, with the progress as it was before."""
+        t, p = self.config.training, self.progress
+        before = asdict(p)
+        p.evaluation_due = False
+        self.saver.wait()  # no worker is forked beside a writing thread
+        try:
+            self.evaluate(splits_due(p.step, self._at_last_step(), t.eval_steps, t.guard_steps))
+        except stopping.CutShort:
+            self.restore_progress(before)
+            return False
+        self._empty_cache()
+        self.module.train()
+        return True

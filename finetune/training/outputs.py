@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import platform
 import resource
@@ -12,7 +13,10 @@ from typing import Any
 
 import torch
 
+from finetune.files import sha256_of, sync_file, write_text
 from finetune.paths import ROOT
+
+log = logging.getLogger(__name__)
 
 VERSIONS = (
     "torch",
@@ -34,13 +38,7 @@ LAUNCHERS = ("accelerate", "deepspeed", "torchrun")
 
 def write_json(path: Path, value: Any) -> None:
     """Writes JSON aside and renames it, so that the file is whole or as before."""
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.write_text(
-        json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n",
-        encoding="utf-8",
-        errors="backslashreplace",
-    )
-    os.replace(aside, path)
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
 
 
 def read_best(output_dir: Path) -> dict[str, Any] | None:
@@ -51,16 +49,59 @@ def read_best(output_dir: Path) -> dict[str, Any] | None:
     return {"weights": "raw", **json.loads(path.read_text(encoding="utf-8"))}
 
 
+def check_best(output_dir: Path) -> tuple[dict[str, Any] | None, bool]:
+    """What `read_best` says of the model.nemo that really lies there, and whether that file is damaged.
+
+    A run that dies while it replaces model.nemo leaves the one before, of which best.json knows as well.
+    """
+    best = read_best(output_dir)
+    if best is None or "sha256" not in best:  # of an earlier version of this program
+        return best, False
+    found = sha256_of(output_dir / "model.nemo")
+    before = best.pop("previous", None)
+    match = next((entry for entry in (best, before) if entry is not None and entry.get("sha256") == found), None)
+    return match, match is None
+
+
 class LineFile:
     """A JSON-lines file that is appended to and can be cut back on resume."""
 
     def __init__(self, path: Path):
         self.path = path
+        self.waiting: list[str] = []
+        """Lines that the disk did not take yet."""
 
     def append(self, *rows: dict[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-            for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False, default=float) + "\n")
+        """Adds lines. What a full or broken disk does not take waits, which is said, and is tried again with the next lines."""
+        before = len(self.waiting)
+        self.waiting += [json.dumps(row, ensure_ascii=False, default=float) + "\n" for row in rows]
+        size = None
+        try:
+            with self.path.open("ab") as file:
+                size = file.tell()
+                file.write("".join(self.waiting).encode("utf-8", errors="backslashreplace"))
+        except OSError as error:
+            if size is not None:
+                with contextlib.suppress(OSError):
+                    os.truncate(self.path, size)  # no half lines
+            if not before:
+                log.warning("%s cannot be written (%s): its lines wait in memory until it can", self.path, error)
+            return
+        if before:
+            log.info("%s can be written again: %d lines that waited are in it", self.path, before)
+        self.waiting = []
+
+    def sync(self) -> bool:
+        """Pushes the lines to the disk; whether all of them are there."""
+        if self.waiting:
+            self.append()
+        try:
+            sync_file(self.path)
+        except FileNotFoundError:
+            return not self.waiting
+        except OSError:
+            return False
+        return not self.waiting
 
     def pairs(self, first: str, second: str, lines: int) -> set[tuple[str, str]]:
         """Two keys of each of the first `lines` lines."""
@@ -79,9 +120,7 @@ class LineFile:
         if self.path.is_file():
             with self.path.open(encoding="utf-8", errors="replace") as file:
                 kept = [line for _, line in zip(range(lines), file, strict=False)]
-        aside = self.path.with_name(f".{self.path.name}.tmp")
-        aside.write_text("".join(kept), encoding="utf-8")
-        os.replace(aside, self.path)
+        write_text(self.path, "".join(kept))
 
     def cut_after_step(self, step: int) -> None:
         """Keeps the rows up to a step, without the closing ones of a finished run."""

@@ -14,7 +14,8 @@ from finetune.strategies.lora import load_merged_state_dict, merge_saved_lora
 from finetune.strategies.optimizers import unwrap_optimizer
 from finetune.strategies.sharded import read_whole_weights
 from finetune.training import averaging, checkpoints
-from finetune.training.outputs import read_best
+from finetune.training.outputs import check_best
+from finetune.training.stages import agreed
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,8 @@ def resume(trainer: Any, path: Path) -> None:
     trainer.intake.quarantined_before = trainer.quarantine.pairs("source", "id", lines=p.quarantine_lines)
     if accelerator.is_main_process:
         trainer.metrics.cut_after_step(p.step)
-        trainer.evaluations.cut_after_step(p.step)
+        # An evaluation that was cut short is made again as a whole.
+        trainer.evaluations.cut_after_step(p.step - 1 if p.evaluation_due else p.step)
         if trainer.config.training.log_clips:
             trainer.clips.cut_after_step(p.step)
         trainer.quarantine.cut(p.quarantine_lines)
@@ -140,11 +142,15 @@ def _load_states(trainer: Any, path: Path, kind: dict[str, str]) -> None:
 
 def _settle_best(trainer: Any) -> None:
     """model.nemo may be newer than the checkpoint, or of another run; what is said of it has to be true."""
-    p, kept = trainer.progress, read_best(trainer.output_dir)
-    known = {"step": p.best_step, "validation_wer": p.best_wer, "weights": p.best_weights}
-    if p.best_step is not None and kept != known:
+    p = trainer.progress
+    kept, damaged = agreed(check_best(trainer.output_dir) if trainer.accelerator.is_main_process else None)
+    known = (p.best_step, p.best_wer, p.best_weights)
+    if p.best_step is not None and (
+        kept is None or known != tuple(kept[k] for k in ("step", "validation_wer", "weights"))
+    ):
         if kept is None:
-            log.warning("there is no model.nemo in %s: the best model is chosen anew", trainer.output_dir)
+            what = "model.nemo is damaged (its checksum differs)" if damaged else "there is no model.nemo"
+            log.warning("%s in %s: the best model is chosen anew", what, trainer.output_dir)
             kept = {"step": None, "validation_wer": None, "weights": "raw"}
         p.best_step, p.best_wer, p.best_weights = kept["step"], kept["validation_wer"], kept["weights"]
 

@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import math
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from omegaconf import OmegaConf
 from finetune.checkup.secrets import clean, known_secrets
 from finetune.config.vocabulary import tokenizer_setting
 from finetune.errors import UserError
+from finetune.files import write_text
 from finetune.models.nemo import cast_parameters, load_model, prepare_for_training
 from finetune.models.transducer import TransducerLossModule
 from finetune.reporting.page import keep_report
@@ -102,7 +104,7 @@ def output_directory(accelerator: Any, config: Any) -> Iterator[Path]:
             lock = (path / ".lock").open("w")
             # A record lock: it ends with this process, and processes forked from it (loader workers) do not hold it on.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            holds_run = (path / "config.yaml").is_file() or bool(checkpoints.whole_checkpoints(path))
+            holds_run = (path / "config.yaml").is_file() or bool(checkpoints.checkpoints_of(path))
             if holds_run and not t.resume_from_checkpoint and not t.overwrite_output_dir:
                 problem = (
                     f"training.output_dir: {path} holds another run. Continue it with training.resume_from_checkpoint=true, "
@@ -154,7 +156,16 @@ def begin_run(accelerator: Any, trainer: Trainer, config: Any, checkpoint: Path 
 def find_checkpoint(config: Any) -> Path | None:
     """The checkpoint that the run continues from; None starts at step 0."""
     t = config.training
-    return checkpoints.find_checkpoint(t.resume_from_checkpoint, Path(t.output_dir))
+    found, problem = None, None
+    if int(os.environ.get("RANK", "0")) == 0:  # the others need not read gigabytes as well
+        try:
+            found = checkpoints.find_checkpoint(t.resume_from_checkpoint, Path(t.output_dir))
+        except UserError as error:
+            problem = (str(error), error.exit_code)
+    found, problem = agreed((found, problem))
+    if problem:
+        raise UserError(*problem)
+    return found
 
 
 def _remove_run(path: Path) -> None:
@@ -296,7 +307,7 @@ def describe(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy
     """Writes config.yaml and environment.json, starts the trackers, and logs the run in a few lines."""
     t = config.training
     if accelerator.is_main_process:
-        (trainer.output_dir / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True), encoding="utf-8")
+        write_text(trainer.output_dir / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
         started = {
             "strategy": strategy.names,
             "processes": accelerator.num_processes,
@@ -351,7 +362,7 @@ def finish(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy) 
     if p.step > 0 and p.last_evaluated != p.step and "validation" in trainer.sources:
         trainer.evaluate(("validation",))  # the end of the last epoch is rarely a step with an evaluation
         trainer.last_saved = -1  # a checkpoint of this step does not know of it yet
-    trainer.save()
+    trainer.save(settle=True)
     judged = "test" if "test" in trainer.sources else "validation"
     if p.best_step is None:  # nothing to choose by
         trainer.keep_model()
@@ -437,6 +448,8 @@ def summarise(accelerator: Any, trainer: Trainer, config: Any, strategy: Strateg
         "out_of_memory": p.out_of_memory,
         "batch_bounds": None if trainer.guard is None else trainer.guard.bounds,
         "drift_warnings": p.drift_warnings,
+        "saving_seconds": trainer.saver.blocked_seconds,
+        "failed_checkpoints": trainer.saver.failed,
         "resumed_from": trainer.resumed_from,
         "final_loss": trainer.last_loss(),
         "effective_settings": json.loads(json.dumps(OmegaConf.to_container(config, resolve=True))),

@@ -1,0 +1,36 @@
+"""The counters of a run."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Progress:
+    """Everything about a run that a checkpoint keeps besides weights, optimizer and random states."""
+
+    step: int = 0
+    epoch: int = 0
+    samples: int = 0
+    audio_seconds: float = 0.0
+    padded_seconds: float = 0.0
+    rows_read: int = 0
+    quarantined: int = 0
+    quarantine_lines: int = 0
+    infeasible: int = 0
+    skipped_steps: int = 0
+    out_of_memory: int = 0
+    filtered: dict[str, int] = field(default_factory=dict)
+    best_step: int | None = None
+    best_wer: float | None = None
+    best_weights: str = "raw"
+    wer_before: dict[str, Any] | None = None
+    guard_before: float | None = None
+    base_wer: dict[str, float] = field(default_factory=dict)
+    drift_warnings: dict[str, int] = field(default_factory=dict)
+    train_seconds: float = 0.0
+    wall_seconds: float = 0.0
+    last_evaluated: int = -1
+    evaluation_due: bool = False
+    saving_seconds: float = 0.0
+    failed_checkpoints: int = 0
+    omega_state: str = ""

@@ -1,0 +1,279 @@
+"""Writing checkpoints beside the training: a copy of the state in host memory, which a thread writes while the next steps run.
+
+Where an engine shards its state (FSDP, DeepSpeed) all processes write their parts at once, and the thread does what is left: checksums,
+pushing to the disk, the name, and the removal of old checkpoints. Either way the files are those of Accelerate's `save_state`.
+"""
+
+import contextlib
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from safetensors.torch import save_file
+
+from finetune.errors import UserError
+from finetune.strategies.sharded import write_whole_weights
+from finetune.training import checkpoints
+from finetune.training.averaging import EMA_FILE
+from finetune.training.outputs import read_best, write_json
+
+log = logging.getLogger(__name__)
+
+
+class Saver:
+    """Writes the checkpoints of a run, one at a time.
+
+    Args:
+        accelerator: holds model, optimizer, scaler and random states.
+        output_dir: of the run.
+        keep: newest checkpoints that stay; 0: all.
+        beside: write in a thread, which costs a copy of weights and optimizer state in host memory. False: all at once.
+    """
+
+    def __init__(self, accelerator: Any, output_dir: Path, keep: int, beside: bool):
+        self.accelerator, self.output_dir, self.keep, self.beside = accelerator, output_dir, keep, beside
+        engine = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+        self.sharded = engine in ("DEEPSPEED", "FSDP")
+        self.thread: threading.Thread | None = None
+        self.step = -1
+        self.error: BaseException | None = None
+        self.failed = 0
+        """Checkpoints that could not be written."""
+        self.blocked_seconds = 0.0
+        """Time that training waited for its checkpoints."""
+        self.pinned: dict[tuple[int, torch.Size, torch.dtype], torch.Tensor] = {}
+
+    def save(
+        self,
+        step: int,
+        state: dict[str, Any],
+        rank_state: dict[str, Any],
+        replica: Any | None = None,
+        ema: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Writes a checkpoint, or begins to; `wait` tells when it is there and whether it could be written. All ranks call it.
+
+        Args:
+            step: of the run.
+            state: what is the same on all ranks (JSON).
+            rank_state: what each rank has of its own (JSON).
+            replica: the present model with whole weights, written too where the engine's own files hold them in shards.
+            ema: the moving average of the weights, on the main process.
+        """
+        self.wait()
+        began = time.perf_counter()
+        main = self.accelerator.is_main_process
+        state, self.step, self.error = {**state, "checksums": True}, step, None
+        aside = checkpoints.aside_of(self.output_dir, step)
+        whole: dict[str, Any] = {}
+
+        def write_parts() -> None:
+            whole.update(self._write_parts(aside, rank_state))
+            if main and replica is not None:
+                write_whole_weights(aside, replica)
+            checkpoints.sync_folder(aside)
+
+        errors = self._attempt(lambda: checkpoints.begin_checkpoint(self.output_dir, step) if main else None)
+        errors = errors or self._attempt(write_parts)
+        if errors:
+            self._fail(errors[0])
+        elif main:
+            best = (read_best(self.output_dir) or {}).get("step")
+            work = (aside, whole, ema or {}, state, best)
+            if self.beside:
+                self.thread = threading.Thread(
+                    target=self._write, args=work, name=f"checkpoint of step {step}", daemon=True
+                )
+                self.thread.start()
+            else:
+                self._write(*work)
+                self._judge()
+        if not self.beside:
+            self.accelerator.wait_for_everyone()
+        self.blocked_seconds += time.perf_counter() - began
+
+    def _attempt(self, write: Callable[[], Any]) -> list[str]:
+        """Writes; returns the reasons of the ranks that could not, on all of them, when all are done."""
+        error = None
+        try:
+            write()
+        except torch.OutOfMemoryError:
+            raise
+        except checkpoints.CANNOT_WRITE as reason:
+            error = reason
+        return self._over_ranks(error)
+
+    def wait(self) -> bool:
+        """Waits until nothing is being written, says what went wrong, and returns whether the last checkpoint is there.
+
+        Only the main process knows; the others go on.
+        """
+        if self.thread is not None:
+            began = time.perf_counter()
+            self.thread.join()
+            self.thread = None
+            self.blocked_seconds += time.perf_counter() - began
+            self._judge()
+        return self.error is None
+
+    def poll(self) -> None:
+        """Says what became of the last checkpoint as soon as that is known, without waiting."""
+        if self.thread is not None and not self.thread.is_alive():
+            self.wait()
+
+    @contextlib.contextmanager
+    def finishing(self) -> Iterator[None]:
+        """At the end, whatever brings it about, what is being written is written to its end; but an impatient user is let go."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            self.wait()
+            raise
+        self.wait()
+
+    def settled(self) -> None:
+        """Waits for the last checkpoint on all ranks.
+
+        Raises:
+            UserError: it could not be written.
+        """
+        self.wait()
+        errors = self._over_ranks(self.error)
+        if errors:
+            raise UserError(
+                f"the checkpoint of step {self.step} could not be written: {_reason(errors[0])}. Make room or mend the disk of "
+                f"{self.output_dir}, then start the same command again with training.resume_from_checkpoint=true: it continues from "
+                f"{self._newest()}.",
+                exit_code=1,
+            )
+
+    def _write_parts(self, aside: Path, rank_state: dict[str, Any]) -> dict[str, Any]:
+        """Writes what each rank has of its own; returns what the main process has to write for all."""
+        accelerator, rank = self.accelerator, self.accelerator.process_index
+        whole: dict[str, Any] = {}
+        if self.sharded:
+            accelerator.save_state(str(aside))
+        else:
+            from accelerate.checkpointing import save_accelerator_state
+
+            scaler = accelerator.scaler if accelerator.is_main_process else None
+            save_accelerator_state(str(aside), [], [], [], [], rank, accelerator.step, scaler)  # the random states
+            if accelerator.is_main_process:
+                whole = self._snapshot()
+        write_json(aside / f"stream-{rank}.json", rank_state)
+        return whole
+
+    def _snapshot(self) -> dict[str, Any]:
+        """Copies in host memory of weights and optimizer state, by the names of Accelerate's files."""
+        from accelerate.utils import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, clean_state_dict_for_safetensors
+
+        (module,), (optimizer,) = self.accelerator._models, self.accelerator._optimizers
+        weights = clean_state_dict_for_safetensors(dict(self.accelerator.get_state_dict(module, unwrap=False)))
+        state = {SAFE_WEIGHTS_NAME: weights, f"{OPTIMIZER_NAME}.bin": optimizer.state_dict()}
+        if not self.beside:
+            return state
+        needed = sum(t.numel() * t.element_size() for t in _tensors(state))
+        if needed > 0.9 * psutil.virtual_memory().available:
+            log.warning(
+                "training.async_save: a copy of the state (%.1f GB) does not fit into the free host memory: checkpoints are written at "
+                "once from here on",
+                needed / 1e9,
+            )
+            self.beside = False
+            return state
+        copies = self._copied(state, iter(range(10**9)))
+        if any(t.is_cuda for t in _tensors(state)):
+            torch.cuda.current_stream().synchronize()
+        return copies
+
+    def _copied(self, value: Any, numbers: Any) -> Any:
+        """The same structure with tensors copied into host memory; those of a GPU into pinned memory, which is used again."""
+        if isinstance(value, dict):
+            return {k: self._copied(v, numbers) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self._copied(v, numbers) for v in value)
+        if not isinstance(value, torch.Tensor):
+            return value
+        value = value.detach()
+        if not value.is_cuda or type(value) is not torch.Tensor:
+            return value.to("cpu", copy=True)
+        key = (next(numbers), value.shape, value.dtype)
+        if key not in self.pinned:
+            self.pinned[key] = torch.empty_like(value, device="cpu", pin_memory=True)
+        return self.pinned[key].copy_(value, non_blocking=True)
+
+    def _write(
+        self, aside: Path, whole: dict[str, Any], ema: dict[str, Any], state: dict[str, Any], best: Any
+    ) -> None:
+        """What the main process writes, in the thread."""
+        try:
+            for name, content in whole.items():
+                if name.endswith(".safetensors"):
+                    save_file({k: t.contiguous() for k, t in content.items()}, aside / name, metadata={"format": "pt"})
+                else:
+                    torch.save(content, aside / name)
+            if ema:
+                save_file(ema, aside / EMA_FILE)
+            write_json(aside / checkpoints.STATE_FILE, state)
+            checkpoints.seal(self.output_dir, state["progress"]["step"])
+            checkpoints.remove_old_checkpoints(self.output_dir, self.keep, best)
+            self.error = None
+        except BaseException as error:  # of a thread: told by whoever waits for it
+            self.error = error
+
+    def _judge(self) -> None:
+        """Says what became of the last checkpoint."""
+        if isinstance(self.error, checkpoints.CANNOT_WRITE) and not isinstance(self.error, torch.OutOfMemoryError):
+            self._fail(self.error)
+        elif self.error is not None:
+            raise self.error
+
+    def _fail(self, error: Any) -> None:
+        """Training goes on without this checkpoint; the next one may find room."""
+        self.error = error
+        self.failed += 1
+        if not self.accelerator.is_main_process:
+            return
+        checkpoints.give_up(self.output_dir, self.step)
+        free = shutil.disk_usage(self.output_dir).free / 1e9
+        log.warning(
+            "the checkpoint of step %d could not be written: %s (%.2f GB are free in %s). Training goes on; a run that ended now would "
+            "continue from %s",
+            self.step,
+            _reason(error),
+            free,
+            self.output_dir,
+            self._newest(),
+        )
+
+    def _newest(self) -> str:
+        found = checkpoints.checkpoints_of(self.output_dir)
+        return found[-1].name if found else "step 0"
+
+    def _over_ranks(self, error: Any) -> list[str]:
+        """The reasons of the ranks that failed, on all of them."""
+        reasons = [] if error is None else [_reason(error)]
+        if self.accelerator.num_processes > 1:
+            from accelerate.utils import gather_object
+
+            reasons = gather_object(reasons)
+        return reasons
+
+
+def _reason(error: Any) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [t for v in inside for t in _tensors(v)]
