@@ -82,7 +82,7 @@ def check_end(trial: Trial, attempt: Attempt, codes: tuple[int, ...]) -> None:
     """Notes an exit code that should not be, a traceback, and processes left behind."""
     if attempt.code not in codes:
         trial.problems.append(f"exit code {attempt.code}, not one of {codes}: {last_line(attempt)[:200]}")
-    if "Traceback" in attempt.said:
+    if "Traceback" in attempt.said and attempt.code != -signal.SIGKILL:  # a worker may mourn its parent
         trial.problems.append(f"a traceback: {last_line(attempt)[:200]}")
     if attempt.orphans:
         trial.problems.append(f"{attempt.orphans} processes stayed behind")
@@ -107,6 +107,8 @@ def go_on(
         if attempt.code == 0:
             break
     check_end(trial, attempt, (0,))
+    if trial.lost:
+        trial.problems.append(f"{trial.lost} steps that a checkpoint held were lost")
     if compare:
         found = differences(laboratory.unbroken, run)
         trial.corrupt += len(found)

@@ -10,6 +10,9 @@ read-only disks need root for mounts, which only this process sees; without it t
 """
 
 import argparse
+import atexit
+import contextlib
+import importlib
 import json
 import os
 import platform
@@ -45,15 +48,22 @@ GROUPS = {
     "second": cases.second_process_cases,
     "ranks": files.rank_cases,
 }
+IMPORTED = (
+    "finetune.train",
+    "finetune.export",
+    "finetune.training.auto_batch",
+    "finetune.training.profiling",
+    "finetune.training.run",
+)
 NEED_MOUNTS = ("full", "read_only")
 PACKAGES = ("torch", "nemo_toolkit", "accelerate", "safetensors")
 
 
 def import_everything() -> None:
-    """What a training imports, so that the processes forked from this one need not; no thread is started."""
-    from finetune.models.nemo import import_nemo
-
-    import_nemo()
+    """What a training imports, so that the processes forked from this one need not."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    importlib.import_module("finetune.models.nemo").import_nemo()
 
 
 def make_laboratory(folder: Path, seed: int) -> Laboratory:
@@ -65,9 +75,18 @@ def make_laboratory(folder: Path, seed: int) -> Laboratory:
     laboratory = Laboratory(folder, seed)
     if Process(lambda: 0 if write_model(folder) else 1, folder / "model.txt").wait():
         raise RuntimeError((folder / "model.txt").read_text(encoding="utf-8"))
-    attempt = Training(laboratory, laboratory.unbroken).result()
+    modules = folder / "modules.txt"
+
+    def tell_modules(_: Any) -> None:
+        atexit.register(lambda: modules.write_text("\n".join(list(sys.modules)), encoding="utf-8"))
+
+    attempt = Training(laboratory, laboratory.unbroken, prepare=tell_modules).result()
     if attempt.code or not attempt.events:
         raise RuntimeError(f"the unbroken run ended with {attempt.code}: {attempt.said[-3000:]}")
+    for name in modules.read_text(encoding="utf-8").split():  # what it imported on its way need not be imported again
+        if name not in sys.modules:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
     laboratory.unbroken_seconds = attempt.seconds
     laboratory.events = attempt.events
     return laboratory
