@@ -364,12 +364,12 @@ def nemo_weights(path: Path) -> dict[str, torch.Tensor]:
         return torch.load(archive.extractfile(member), map_location="cpu", weights_only=True)
 
 
-def differences(one: Path, other: Path, tolerance: float = 0.0, same_batches: bool = True) -> list[str]:
+def differences(one: Path, other: Path, tolerance: float = 0.0, steps: int = STEPS) -> list[str]:
     """Where two finished runs differ: final weights, clips, losses, evaluations, quarantine, summary and model.nemo.
 
     Args:
         tolerance: largest difference of a number, relative to 1 or to its size where that is more; 0 for bit-equal.
-        same_batches: the order of clips and what follows from it has to be equal too.
+        steps: of the runs.
     """
     found = []
 
@@ -382,17 +382,16 @@ def differences(one: Path, other: Path, tolerance: float = 0.0, same_batches: bo
         if not _equal(*values, tolerance):
             found.append(what)
 
-    last = f"checkpoints/step-{STEPS:08d}"
+    last = f"checkpoints/step-{steps:08d}"
     compare("final weights", lambda run: load_file(run / last / "model.safetensors"))
     compare("moving average", lambda run: load_file(next((run / last).glob("*ema*.safetensors"))))
     compare("losses", lambda run: [[row[k] for k in ROWS] for row in read_lines(run / "metrics.jsonl")])
     compare("model.nemo", lambda run: nemo_weights(run / "model.nemo"))
-    if same_batches:
-        compare("clips", lambda run: read_lines(run / "clips.jsonl"))
-        compare("quarantine", lambda run: read_lines(run / "quarantine.jsonl"))
-        compare("evaluations", lambda run: [_without_times(r) for r in read_lines(run / "evaluations.jsonl")])
-        compare("summary", lambda run: _of(run / "summary.json", FIGURES))
-        compare("best.json", lambda run: _of(run / "checkpoints" / "best.json", ("step", "validation_wer", "weights")))
+    compare("clips", lambda run: read_lines(run / "clips.jsonl"))
+    compare("quarantine", lambda run: read_lines(run / "quarantine.jsonl"))
+    compare("evaluations", lambda run: [_without_times(r) for r in read_lines(run / "evaluations.jsonl")])
+    compare("summary", lambda run: _of(run / "summary.json", FIGURES))
+    compare("best.json", lambda run: _of(run / "checkpoints" / "best.json", ("step", "validation_wer", "weights")))
     for name in ("report.html", "config.yaml", "environment.json"):
         if not (other / name).is_file() or not (other / name).read_text(encoding="utf-8").strip("\0 \n"):
             found.append(f"{name} is missing or empty")
