@@ -1,10 +1,12 @@
 """Trainings in several processes each, one after another: python tests/engine_runs.py PLAN.json.
 
-Anything behind PLAN.json is a module to import beforehand. PLAN.json is a list of {"name", "processes", "arguments", "spoiled": [rank, call] or nothing}. NeMo is imported once, then each training's
+Anything behind PLAN.json is a module to import beforehand. PLAN.json is a list of {"name", "processes", "arguments", "spoiled": [rank, call, how] or nothing,
+"exploded": [rank, step] or nothing, "expect": exit code}. NeMo is imported once, then each training's
 processes are forked, which saves its ten seconds for each of them; they find the environment that torchrun makes. Each rank writes what
 it holds of parameters, gradients and states to NAME-RANK.json beside the plan, its output goes to NAME-RANK.log.
 """
 
+import hashlib
 import importlib
 import json
 import math
@@ -12,6 +14,7 @@ import os
 import socket
 import sys
 import traceback
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +52,64 @@ def watch_steps(found: dict[str, Any]) -> None:
     register_optimizer_step_pre_hook(note)
 
 
-def spoil(call: int) -> None:
-    """Makes the losses of one call of the model, counted from 1, not a number."""
+def spoil(calls: Container[int], how: str = "nan") -> None:
+    """Spoils the losses of these calls of the model, counted from 1.
+
+    Args:
+        how: `nan`: they and their gradients are not numbers; `inf`: the losses alone are infinite; `gradient`: the gradients alone are not
+            numbers; `spike`: both are a thousand times as large; `nan_first`: nan for the first clip only.
+    """
     whole, seen = TransducerLossModule.forward, []
 
     def forward(self: Any, *inputs: Any, **options: Any) -> torch.Tensor:
         seen.append(1)
         losses_B = whole(self, *inputs, **options)
-        return losses_B * math.nan if len(seen) == call else losses_B
+        if len(seen) not in calls:
+            return losses_B
+        if how == "nan_first":
+            return losses_B * torch.tensor([math.nan] + [1.0] * (len(losses_B) - 1))
+        if how == "gradient":
+            losses_B.register_hook(lambda gradient: gradient * math.nan)
+            return losses_B
+        return losses_B + math.inf if how == "inf" else losses_B * (1000 if how == "spike" else math.nan)
 
     TransducerLossModule.forward = forward
+
+
+def digest(trainer: Any) -> str:
+    """Of all that a skipped step must leave alone on this process: parameters, optimizer states, buffers, moving average, schedule."""
+    held = [getattr(p, "ds_tensor", p) for p in trainer.model.parameters()]
+    held += [p for group in unwrap_optimizer(trainer.optimizer).param_groups for p in group["params"]]
+    held += [*state_tensors(trainer.optimizer), *trainer.model.buffers()]
+    held += [] if trainer.ema is None else trainer.ema.tensors()
+    found = hashlib.sha256(json.dumps(trainer.schedule.state_dict()).encode())
+    for tensor in held:
+        found.update(local(tensor.detach()).cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def watch_digests(trainer: Any, found: dict[str, Any]) -> None:
+    """Notes a digest behind each step, and before the first."""
+    step, found["digests"] = trainer.train_on, [digest(trainer)]
+
+    def train_on(step_input: Any) -> None:
+        step(step_input)
+        found["digests"].append(digest(trainer))
+
+    trainer.train_on = train_on
+
+
+def explode(trainer: Any, step: int) -> None:
+    """Makes one number of what this process holds of a weight infinite behind a step."""
+    train_on = trainer.train_on
+
+    def spoiled(step_input: Any) -> None:
+        train_on(step_input)
+        if trainer.progress.step == step:
+            weight = trainer.model.joint.joint_net[-1].weight
+            local(getattr(weight, "ds_tensor", weight).detach()).reshape(-1)[0] = math.inf
+
+    trainer.train_on = spoiled
 
 
 def describe(trainer: Any) -> dict[str, Any]:
@@ -87,7 +138,8 @@ def in_rank(entry: dict[str, Any], rank: int, port: int, folder: Path) -> int:
     found: dict[str, Any] = {"rank": rank}
     watch_steps(found)
     if entry.get("spoiled", [-1])[0] == rank:
-        spoil(entry["spoiled"][1])
+        call, *how = entry["spoiled"][1:]
+        spoil([call], *how)
     finish = run.finish
 
     def note_and_finish(accelerator: Any, trainer: Any, config: Any, strategy: Any) -> None:
@@ -95,7 +147,13 @@ def in_rank(entry: dict[str, Any], rank: int, port: int, folder: Path) -> int:
         finish(accelerator, trainer, config, strategy)
 
     run.finish = note_and_finish
-    code = train.main(entry["arguments"])
+
+    def observe(trainer: Any) -> None:
+        watch_digests(trainer, found)
+        if entry.get("exploded", [-1])[0] == rank:
+            explode(trainer, entry["exploded"][1])
+
+    code = train.main(entry["arguments"], observe)
     found["code"] = code
     (folder / f"{entry['name']}-{rank}.json").write_text(json.dumps(found))
     return code
@@ -129,7 +187,7 @@ def main(plan: Path) -> None:
             child, status = os.wait()
             children.remove(child)
             codes.append(os.waitstatus_to_exitcode(status))
-            if codes[-1] != 0:  # the others wait for it in vain
+            if codes[-1] != entry.get("expect", 0):  # the others wait for it in vain
                 for other in children:
                     os.kill(other, 9)
         print(entry["name"], codes, flush=True)

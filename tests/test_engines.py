@@ -68,10 +68,10 @@ def trainings(tiny_run: Callable[..., list[str]], tmp_path: Path) -> Callable[..
         for entry in plan:
             files = [tmp_path / f"{entry['name']}-{rank}" for rank in range(entry["processes"])]
             logs = "\n".join(f.with_name(f.name + ".log").read_text()[-3000:] for f in files)
-            assert f"{entry['name']} {[0] * entry['processes']}" in done.stdout, logs
+            assert f"{entry['name']} {[entry.get('expect', 0)] * entry['processes']}" in done.stdout, logs
             found[entry["name"]] = [json.loads(f.with_name(f.name + ".json").read_text()) for f in files]
             assert [rank["rank"] for rank in found[entry["name"]]] == list(range(entry["processes"]))
-            assert all(rank["world"] == entry["processes"] for rank in found[entry["name"]])
+            assert all(rank.get("world", entry["processes"]) == entry["processes"] for rank in found[entry["name"]])
         return found
 
     return run

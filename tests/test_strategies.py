@@ -197,6 +197,7 @@ CONFLICTS: dict[tuple[str, str], list[str]] = {
         RELEASE,
         "training.max_grad_norm=1",
     ],
+    ("training.optimizer flash_adamw_gradient_release", "training.spike_guard"): [RELEASE, "training.spike_guard=5"],
     ("training.optimizer flash_adamw_gradient_release", "several processes, DeepSpeed or FSDP"): [
         RELEASE,
         "--strategy=ddp",

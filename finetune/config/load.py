@@ -147,6 +147,7 @@ def _bounds(layers: Layers) -> list[tuple[str, str]]:
         "gradient_accumulation_steps",
         "logging_steps",
         "dataloader_prefetch_factor",
+        "spike_window",
     )
     at_least_zero = (
         "eval_steps",
@@ -154,6 +155,7 @@ def _bounds(layers: Layers) -> list[tuple[str, str]]:
         "save_total_limit",
         "dataloader_num_workers",
         "max_grad_norm",
+        "max_skipped_steps",
         "weight_decay",
         "warmup_steps",
         "num_gpus",
@@ -175,6 +177,8 @@ def _bounds(layers: Layers) -> list[tuple[str, str]]:
     for name in ("learning_rate", "encoder_learning_rate", "decoder_learning_rate", "joint_learning_rate"):
         if t[name] is not None and t[name] <= 0:
             problems.append((f"training.{name}", f"has to be above 0, found {t[name]}"))
+    if t.spike_guard and t.spike_guard <= 1:
+        problems.append(("training.spike_guard", f"is a factor above 1, or 0 for none; found {t.spike_guard}"))
     if t.guard_steps < -1:
         problems.append(("training.guard_steps", f"is a number of steps, or -1 or 0; found {t.guard_steps}"))
     if not 0 <= t.warmup_ratio <= 1:

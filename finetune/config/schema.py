@@ -287,6 +287,24 @@ class TrainingConfig:
     warmup_ratio: float = option(0.1, "Share of the steps in which the learning rate rises.", "fraction")
     warmup_steps: int = option(0, "Steps of warm-up. Replaces `warmup_ratio` where above 0.", "steps")
     max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm, after accumulation. 0: never.")
+    max_skipped_steps: int = option(
+        20,
+        "So many skipped steps in a row (loss or gradient not finite, or a spike) end the run with a diagnosis. Steps that fp16's loss "
+        "scaling skips while it finds its scale do not count. 0: never.",
+        "steps",
+    )
+    spike_guard: float = option(
+        0.0,
+        "A step whose loss, or gradient norm, exceeds this many times its median over the last `spike_window` steps is skipped. Under "
+        "DeepSpeed the loss alone is judged. 0: none.",
+        "times",
+    )
+    spike_window: int = option(
+        100,
+        "Steps whose median `spike_guard` goes by; it judges from 20 of them on, or all where they are fewer. No effect without "
+        "`spike_guard`.",
+        "steps",
+    )
     per_device_train_batch_size: int = option(8, "Clips in one forward pass of one process.", "clips")
     auto_batch: bool = option(
         False,

@@ -300,7 +300,12 @@ def left_out_section(run: Run) -> str:
     if isinstance(filtered, dict):
         rows = [[str(name).replace("_", " "), n] for name, n in sorted(filtered.items(), key=lambda item: -item[1])]
         parts += ["<h3>Left out by filters</h3>", table(["filter", "clips"], rows, label="filters")]
-        counted = [("Clips without an alignment", "infeasible"), ("Steps skipped, not finite", "skipped_steps")]
+        counted = [
+            ("Clips without an alignment", "infeasible"),
+            ("Steps skipped, not finite", "skipped_steps"),
+            ("Steps skipped, spikes", "spikes"),
+            ("Steps skipped while fp16's scale was found", "scale_skips"),
+        ]
         parts.append(facts([(name, run.summary.get(key, 0)) for name, key in counted]))
     else:
         parts.append("<p class='muted'>What filters left out is known at the end of the run.</p>")

@@ -323,6 +323,12 @@ def _fill_deepspeed_config(
             "the DeepSpeed file switches on bf16 or fp16, which casts parameters but not BatchNorm's buffers and fails on "
             "FastConformer. Remove these keys and set training.bf16: true."
         )
+    zero = config.get("zero_optimization") or {}
+    if str(zero.get("stage", 0)) == "0" or zero.get("compute_grad_norm") is False:
+        raise UserError(
+            "the DeepSpeed file has ZeRO stage 0 or compute_grad_norm: false, under which DeepSpeed steps with gradients that are not "
+            "finite. Set zero_optimization.stage to 1, 2 or 3 without compute_grad_norm, or use --strategy ddp."
+        )
     ours = {
         "train_micro_batch_size_per_gpu": (batch_size, "training.per_device_train_batch_size"),
         "gradient_clipping": (max_grad_norm, "training.max_grad_norm"),

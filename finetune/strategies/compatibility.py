@@ -231,6 +231,13 @@ RULES = (
         "set training.fp16: false; the strategy's weights are in bf16 already",
     ),
     Rule(
+        "training.optimizer flash_adamw_gradient_release",
+        "training.spike_guard",
+        lambda c, engine, gpu: _releases(c) and (_get(c, "training.spike_guard") or 0) > 0,
+        "the norm of all gradients is not known when the first of them is stepped with",
+        "set training.spike_guard: 0, or use --strategy flash_adamw",
+    ),
+    Rule(
         "training.ema_decay",
         "DeepSpeed ZeRO-3",
         lambda c, engine, gpu: _averages(c) and engine.startswith("deepspeed_zero3"),

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 def evaluate(trainer: Any, splits: tuple[str, ...]) -> dict[str, Any]:
     """Evaluates the splits that the run file names, and the moving average on validation; keeps the best model by validation WER."""
+    trainer.step_guard.require_finite()
     average_batchnorm(trainer.accelerator, trainer.model, trainer.config)
     p, t = trainer.progress, trainer.config.training
     with trainer.whole_model() as model:
@@ -164,6 +165,7 @@ def _show(trainer: Any, split: str, board: Any, heard: list[Any], mark: dict[str
 def keep(trainer: Any, model: Any) -> None:
     """Writes a model as model.nemo, and its adapter beside it where there is one."""
     p, folder, problem = trainer.progress, trainer.output_dir, None
+    trainer.step_guard.require_finite(model)
     if trainer.accelerator.is_main_process:
         try:
             (folder / "checkpoints").mkdir(exist_ok=True)

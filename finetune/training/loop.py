@@ -24,6 +24,7 @@ from finetune.training.evaluate import average_batchnorm
 from finetune.training.intake import Intake, StepInput
 from finetune.training.memory_guard import MemoryGuard, earlier_limits
 from finetune.training.metrics import MetricsWindow, rates_by_part
+from finetune.training.numerics import StepGuard
 from finetune.training.outputs import LineFile
 from finetune.training.pace import splits_due
 from finetune.training.progress import Progress
@@ -32,8 +33,6 @@ from finetune.training.view import View
 from finetune.training.watch import ForwardClock, Watch, gather_paces
 
 log = logging.getLogger(__name__)
-
-SKIPPED_STEPS_IN_A_ROW = 20
 
 
 class Trainer:
@@ -88,7 +87,7 @@ class Trainer:
         self.last_saved, self.saved_at = -1, time.monotonic()
         self.intake.asks = self._asks
         self.heard: set[str] = set()
-        self.skipped_in_a_row = 0
+        self.step_guard = StepGuard(self)
         self.clock = time.perf_counter()
         self.view = View(self)
         self.watch = self._make_watch()
@@ -145,6 +144,7 @@ class Trainer:
             self.saver.settled()
 
     def _save(self) -> None:
+        self.step_guard.require_finite()
         self.count_wall_seconds()
         self.progress.saving_seconds = self.saver.blocked_seconds
         self.progress.failed_checkpoints = self.saver.failed
@@ -154,6 +154,7 @@ class Trainer:
             "progress": asdict(self.progress),
             "schedule": self.schedule.state_dict(),
             "window": self.window.state_dict(),
+            "step_guard": self.step_guard.state_dict(),
             "world_size": self.accelerator.num_processes,
             "settings": resume.settings_of(self),
             "kind": resume.kind_of(self),
@@ -167,7 +168,7 @@ class Trainer:
         if self.replica is not None:
             sharded.copy_weights(self.model, self.replica)
         if self.accelerator.is_main_process:
-            for lines in (self.metrics, self.evaluations, self.quarantine, self.clips):
+            for lines in (self.metrics, self.evaluations, self.quarantine, self.clips, self.step_guard.file):
                 lines.sync()  # what a resume finds up to this step has to outlive a power cut as well
         self.saver.save(self.progress.step, state, self.stream.state_dict(), self.replica, ema)
         self.last_saved, self.saved_at = self.progress.step, time.monotonic()
@@ -219,7 +220,7 @@ class Trainer:
     def _run(self) -> None:
         self.window.started = time.perf_counter()
         self.view.begin()
-        self.watch.begin(self.progress.step, self.progress.skipped_steps)
+        self.watch.begin(self.progress.step, self.progress.skipped_steps + self.progress.scale_skips)
         self.module.train()
         if self.progress.evaluation_due:  # the run was stopped before it, or in it
             self.last_saved = -1
@@ -283,28 +284,23 @@ class Trainer:
         rnnt_draw = self._draw_rnnt()  # once a step, so that a step cut into more batches or ranks stays the same
         self.schedule.apply(self.optimizer)
         self.applied_rates = self.schedule.rates()
+        self.step_guard.begin()
         forward_and_backward = self.forward_and_backward if self.guard is None else self.guard.gradients
         loss_sum = forward_and_backward(group, step_input.batches, denominator, rnnt_draw)
-        if accelerator.num_processes > 1:
-            torch.distributed.all_reduce(loss_sum)
         accelerator.sync_gradients = True
         grad_norm = self._clip()
-        finite = math.isfinite(float(loss_sum)) and (grad_norm is None or math.isfinite(grad_norm))
-        if finite or accelerator.scaler is not None or accelerator.distributed_type == "DEEPSPEED":
-            self.optimizer.step()
-        skipped = not finite or bool(getattr(self.optimizer, "step_was_skipped", False))
+        loss, reason = self.step_guard.step(loss_sum, grad_norm)
         self.optimizer.zero_grad()
-        if skipped:
-            self._count_skipped(group)
+        if reason is not None:
+            self.step_guard.count(reason, loss, grad_norm)
         else:
-            self.skipped_in_a_row = 0
             self._walk_schedule()
             if self.ema is not None:
                 self.ema.update()
         p = self.progress
         p.step += 1
         p.samples += step_input.samples
-        self.window.add(float(loss_sum), grad_norm, step_input)
+        self.window.add(loss, grad_norm, step_input, counted=reason is None)
         if t.log_clips:
             self._log_clips(group)
 
@@ -322,6 +318,7 @@ class Trainer:
         """
         accelerator = self.accelerator
         loss_sum = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+        self.step_guard.begin_forward()
         for index in range(batches):
             last = index == batches - 1
             # A rank without a batch of its own runs its last one with weight zero: DDP and ZeRO wait for every rank.
@@ -336,9 +333,14 @@ class Trainer:
                 with self._no_sync(not (last and exchange)), accelerator.autocast():
                     losses_B = self.module(*self._to_device(batch), rnnt_draw=rnnt_draw)
                     loss = weight * losses_B[batch.feasible_B].sum() / denominator
-                    # DDP, ZeRO and FSDP average gradients over the ranks; the denominator already counts all of them.
-                    accelerator.backward(loss * accelerator.num_processes)
-                loss_sum += loss.detach().double()
+                    loss_sum += loss.detach().double()
+                    if weight:
+                        self.step_guard.note(batch, losses_B)
+                    if last:
+                        loss = self.step_guard.admit(loss, loss_sum)
+                    if loss is not None:
+                        # DDP, ZeRO and FSDP average gradients over the ranks; the denominator already counts all of them.
+                        accelerator.backward(loss * accelerator.num_processes)
             finally:
                 if not weight:
                     self.module.train()
@@ -365,27 +367,6 @@ class Trainer:
             ids = gather_object(ids)
         if self.accelerator.is_main_process:
             self.clips.append({"step": self.progress.step, "ids_by_rank": ids})
-
-    def _count_skipped(self, group: list[Batch]) -> None:
-        """A step whose loss or gradient is not finite changes nothing, and is said."""
-        self.progress.skipped_steps += 1
-        self.skipped_in_a_row += 1
-        ids = [clip_id for batch in group for clip_id in batch.ids]
-        if self.accelerator.num_processes > 1:
-            from accelerate.utils import gather_object
-
-            ids = gather_object(ids)
-        log.warning(
-            "step %d: loss or gradient is not finite, the step is skipped; its clips: %s",
-            self.progress.step + 1,
-            ", ".join(ids[:16]),
-        )
-        if self.skipped_in_a_row >= SKIPPED_STEPS_IN_A_ROW:
-            raise UserError(
-                f"{SKIPPED_STEPS_IN_A_ROW} steps in a row had a loss or gradient that is not finite. Lower "
-                "training.learning_rate, or use training.bf16 instead of training.fp16.",
-                exit_code=1,
-            )
 
     def _draw_rnnt(self) -> bool:
         if self.core.omega <= 0:
@@ -435,7 +416,7 @@ class Trainer:
         if self.accelerator.is_main_process:
             self.metrics.append(row)
             trackers.log_row(self.accelerator, row)
-            self.watch.logged(row, self.progress.skipped_steps, paces)
+            self.watch.logged(row, self.progress.skipped_steps + self.progress.scale_skips, paces)
         self.view.logged(row)
         self.window.reset()
 

@@ -48,9 +48,9 @@ class MetricsWindow:
                 setattr(self, name, value)
         self.earlier_seconds = state["seconds"]
 
-    def add(self, loss: float, grad_norm: float | None, step_input: StepInput) -> None:
+    def add(self, loss: float, grad_norm: float | None, step_input: StepInput, counted: bool = True) -> None:
         self.steps += 1
-        if math.isfinite(loss + (grad_norm or 0.0)):  # a skipped step has no place in the means
+        if counted and math.isfinite(loss + (grad_norm or 0.0)):  # a skipped step has no place in the means
             self.finite_steps += 1
             self.loss += loss
             self.grad_norm += grad_norm or 0.0

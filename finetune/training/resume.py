@@ -80,6 +80,7 @@ def resume(trainer: Any, path: Path) -> None:
     _load_states(trainer, path, state["kind"])
     trainer.restore_progress(state["progress"])
     trainer.window.load_state_dict(state["window"])
+    trainer.step_guard.load_state_dict(state.get("step_guard"))
     if trainer.ema is not None and not trainer.ema.load(path, state.get("ema_updates")):
         log.warning(
             "%s holds no moving average of what is trained now: it starts anew from the present weights", path.name
@@ -96,6 +97,8 @@ def resume(trainer: Any, path: Path) -> None:
         if trainer.config.training.log_clips:
             trainer.clips.cut_after_step(p.step)
         trainer.quarantine.cut(p.quarantine_lines)
+        if trainer.step_guard.file.path.is_file():
+            trainer.step_guard.file.cut_after_step(p.step)
         checkpoints.remove_later_checkpoints(trainer.output_dir, p.step)
         shapes = {n: list(t.shape) for n, t in averaging.averaged_tensors(trainer.model).items()}
         averaging.drop_foreign(trainer.output_dir, p.step, shapes)

@@ -42,6 +42,7 @@ from finetune.training.data import count_clips, make_stream, mean_seconds, train
 from finetune.training.data import open_sources as open_sources
 from finetune.training.evaluate import check_decoding
 from finetune.training.loop import Trainer
+from finetune.training.numerics import SKIPPED_FILE
 from finetune.training.outputs import environment, peak_memory_gib, peak_rss_gib, write_json
 from finetune.training.process import allow_tf32, seed_everything, set_allocator
 from finetune.training.resume import resume, take_weights
@@ -145,7 +146,7 @@ def begin_run(accelerator: Any, trainer: Trainer, config: Any, checkpoint: Path 
             _remove_run(trainer.output_dir)
         forget_base(trainer.output_dir)
         averaging.forget_kept(trainer.output_dir)
-        for file in (trainer.metrics, trainer.evaluations, trainer.quarantine, trainer.clips):
+        for file in (trainer.metrics, trainer.evaluations, trainer.quarantine, trainer.clips, trainer.step_guard.file):
             if file.path.exists():
                 file.cut(0)
         vocabulary.settle([trainer.model, trainer.replica], trainer.output_dir)
@@ -179,6 +180,7 @@ def _remove_run(path: Path) -> None:
         "evaluations.jsonl",
         "quarantine.jsonl",
         "clips.jsonl",
+        SKIPPED_FILE,
         "model.nemo",
         "summary.json",
         "report.html",
@@ -445,6 +447,8 @@ def summarise(accelerator: Any, trainer: Trainer, config: Any, strategy: Strateg
         "filtered": p.filtered,
         "infeasible": p.infeasible,
         "skipped_steps": p.skipped_steps,
+        "spikes": p.spikes,
+        "scale_skips": p.scale_skips,
         "out_of_memory": p.out_of_memory,
         "batch_bounds": None if trainer.guard is None else trainer.guard.bounds,
         "drift_warnings": p.drift_warnings,
