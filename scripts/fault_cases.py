@@ -212,34 +212,35 @@ def _killed_export(kind: str, share: float) -> Callable[[Laboratory, Path], Tria
     def run(laboratory: Laboratory, folder: Path) -> Trial:
         trial = Trial()
 
-        def export(output: Path, plans: list[Any]) -> int:
+        def export(place: Path, plans: list[Any]) -> int:
+            place.mkdir(exist_ok=True)
+
             def work() -> int:
                 from finetune import export
 
-                events = Events(output, output.with_suffix(".events"), plans)
-                events.watch_files()
-                return export.main(["--model", str(laboratory.unbroken), "--to", kind, "--output", str(output)])
+                Events(place, place.with_suffix(".events"), plans).watch_files()
+                return export.main(["--model", str(laboratory.unbroken), "--to", kind, "--output", str(place / "out")])
 
-            return Process(work, output.with_suffix(".txt")).wait()
+            return Process(work, place.with_suffix(".txt")).wait()
 
         clean = folder.with_name(f"{folder.name}-clean")
         if export(clean, []) != 0:
             trial.problems.append(f"the unbroken export fails: {clean.with_suffix('.txt').read_text()[-300:]}")
             return trial
-        events = read_events(clean.with_suffix(".events"))
-        _, _, name = events[int(share * len(events))]
-        trial.said = f"killed at {name}"
-        if export(folder, [(Moment(name), kill)]) != -signal.SIGKILL:
+        moments = matching(read_events(clean.with_suffix(".events")), "*")
+        name, count, _ = moments[int(share * len(moments))]
+        trial.said = f"killed at {name} no. {count}"
+        if export(folder, [(Moment(name, count), kill)]) != -signal.SIGKILL:
             trial.problems.append(f"it was not killed at {name}")
-        half = differing_files(clean, folder, only_present=True)
+        half = differing_files(clean / "out", folder / "out", only_present=True)
         trial.corrupt += len(half)
-        trial.problems += [f"{name} looks whole and is not" for name in half]
-        trial.attempts += 1
-        if export(folder, []) != 0:
-            trial.problems.append(f"the second export fails: {folder.with_suffix('.txt').read_text()[-300:]}")
-        trial.problems += [f"{name} differs after the second export" for name in differing_files(clean, folder)]
-        for path in (clean, clean.with_suffix(".events"), clean.with_suffix(".txt")):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        trial.problems += [f"{file} looks whole and is not" for file in half]
+        if differing_files(clean / "out", folder / "out"):  # a directory that is whole is rightly not written again
+            trial.attempts += 1
+            if export(folder, []) != 0:
+                trial.problems.append(f"the second export fails: {folder.with_suffix('.txt').read_text()[-300:]}")
+            found = differing_files(clean / "out", folder / "out")
+            trial.problems += [f"{file} differs after the second export" for file in found]
         return trial
 
     return run
