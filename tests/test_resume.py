@@ -96,16 +96,6 @@ def test_killed_twice_and_equal_to_unbroken(unbroken, run_train, tiny_run, tmp_p
     compare(unbroken, resumed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
-def test_killed_anywhere(unbroken, run_train, tiny_run, tmp_path, seed):
-    resumed = tmp_path / "resumed"
-    arguments = tiny_run(model=MODEL, data=DATA, training={**TRAINING, "output_dir": str(resumed)})
-    kill_behind_step(arguments, resumed, random.Random(seed).randint(1, 14))
-    assert run_train(*arguments) == 0
-    compare(unbroken, resumed)
-
-
 def test_every_checkpoint_of_a_run_continues_to_the_same_end(unbroken, run_train, tiny_run, tmp_path):
     """All positions, the ends of epochs among them (24 clips in batches of 4: steps 6 and 12)."""
     for step in (2, 6, 12, 14):
