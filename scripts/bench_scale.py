@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
 """What grows with data, with ranks and with steps: measured slopes of the real code on small data and the small base model.
 
-    python scripts/bench_scale.py [--json FILE] [--cases data,ranks,steps] [--rows 1000,10000,100000,1000000] [--ranks 1,2,4,8]
+    python scripts/bench_scale.py [--json FILE] [--cases data,check,ranks,steps] [--rows 1000,10000,100000,1000000] [--ranks 1,2,4,8]
 
 data   of manifests and parquet files of so many rows: seconds and memory to open them, what is sent to a DataLoader worker, the stream's
-       state in a checkpoint (for 1 and for 8 ranks); the quarantine's file and its set in memory; seconds and memory of finetune.data.check. Audio is decoded by
-       the check alone; the stream's is replaced by 0.1 s of silence.
+       state in a checkpoint (for 1 and for 8 ranks); the quarantine's file and its set in memory. Decoding is replaced by 0.1 s of silence.
+check  finetune.data.check: reading short files of 0.2 s, and putting together what was found in all shards.
 ranks  processes over gloo on this machine that train examples/base: seconds to the first step, of the exchange of a step's counts, and of
        a checkpoint; its bytes, and those of each rank's part. NeMo is imported once and the processes are forked from there.
 steps  bytes of a line of metrics.jsonl and of TensorBoard's file, from real runs; size, seconds and memory of report.html at 1,000, 10,000 and
        100,000 lines (every tenth step) with an evaluation each 500 steps.
 
-Seconds of `data` and `steps` are CPU time of one process; those of `ranks` are wall time. Slopes are least squares over the sizes.
+Seconds of `data`, `check` and `steps` are CPU time of one process; those of `ranks` are wall time. Slopes are least squares over the sizes.
 """
 
 import argparse
@@ -187,9 +187,33 @@ def measure_check(folder: Path, rows: int) -> dict[str, float]:
     return {"rows": rows, "memory_bytes": used * 1024, "cpu_seconds": seconds, "files_bytes": parts}
 
 
+def measure_gather(folder: Path, rows: int) -> dict[str, float]:
+    """What the check does at its end with the parts of all shards: those of one real shard, again and again, with ids of their own."""
+    from finetune.data import check
+
+    measure_check(folder, ROW_GROUP)
+    parts = sorted((folder / "check" / "parts").glob("*.json"))
+    whole, ids = (
+        [json.loads(file.read_text()) for file in parts],
+        [np.load(file.with_suffix(".npy")) for file in parts],
+    )
+    sample = [pair for part in whole for pair in part["sample"]][: check.SAMPLED_A_SHARD]
+    files, random = [], np.random.default_rng(0)
+    for i in range(rows // ROW_GROUP):
+        files.append(folder / f"part-{i}.json")
+        files[-1].write_text(json.dumps({**whole[0], "rows": ROW_GROUP, "clips": ROW_GROUP, "sample": sample}))
+        named = np.concatenate(ids)[:ROW_GROUP].copy()
+        named[:, 0] = random.integers(0, np.iinfo(named.dtype).max, len(named), dtype=named.dtype)
+        np.save(files[-1].with_suffix(".npy"), named)
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    check.gather(files)
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return {"rows": rows, "memory_bytes": used * 1024, "cpu_seconds": time.process_time() - began}
+
+
 def bench_data_growth(sizes: list[int]) -> dict[str, Any]:
     """Tables and slopes for manifests, parquet, quarantine and check."""
-    tables: dict[str, list[dict[str, float]]] = {"manifest": [], "parquet": [], "quarantine": [], "check": []}
+    tables: dict[str, list[dict[str, float]]] = {"manifest": [], "parquet": [], "quarantine": []}
     for rows in sizes:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
@@ -204,14 +228,20 @@ def bench_data_growth(sizes: list[int]) -> dict[str, Any]:
             tables["parquet"].append(in_child(measure_source, write_parquet(folder / "p", rows), rows))
             tables["quarantine"].append(in_child(measure_quarantine, folder / "quarantine.jsonl", rows))
         print(json.dumps({name: table[-1] for name, table in tables.items() if table}), flush=True)
-    for rows in (n for n in CHECKED if n <= max(sizes)):
-        with tempfile.TemporaryDirectory() as name:
-            tables["check"].append(in_child(measure_check, Path(name), rows))
-        print(json.dumps(tables["check"][-1]), flush=True)
     # Memory below 100,000 rows is within the allocator's steps.
     large = {name: [row for row in table if row["rows"] >= 100_000] or table for name, table in tables.items()}
-    large["check"] = tables["check"]
-    return {"tables": tables, "slopes": {name: slopes(table, "rows") for name, table in large.items() if table}}
+    return {"tables": tables, "slopes": {name: slopes(table, "rows") for name, table in large.items()}}
+
+
+def bench_check(sizes: list[int]) -> dict[str, Any]:
+    """Tables and slopes of the check: reading and decoding, and putting together what was found at its end."""
+    tables: dict[str, list[dict[str, float]]] = {"read": [], "gather": []}
+    for name, measure, numbers in (("read", measure_check, CHECKED), ("gather", measure_gather, sizes)):
+        for rows in (n for n in numbers if n <= max(sizes)):
+            with tempfile.TemporaryDirectory() as folder:
+                tables[name].append(in_child(measure, Path(folder), rows))
+            print(json.dumps({name: tables[name][-1]}), flush=True)
+    return {"tables": tables, "slopes": {name: slopes(table, "rows") for name, table in tables.items()}}
 
 
 # ---- ranks ---------------------------------------------------------------------------------------------------------
@@ -413,13 +443,18 @@ def bench_steps() -> dict[str, Any]:
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default="data,ranks,steps")
+    parser.add_argument("--cases", default="data,check,ranks,steps")
     parser.add_argument("--rows", default="1000,10000,100000,1000000", help="sizes of the data sets")
     parser.add_argument("--ranks", default="1,2,4,8", help="numbers of processes")
     parser.add_argument("--json", type=Path, help="results; those of other cases in the file are kept")
     arguments = parser.parse_args()
     rows, ranks = ([int(n) for n in text.split(",")] for text in (arguments.rows, arguments.ranks))
-    cases = {"data": lambda: bench_data_growth(rows), "ranks": lambda: bench_ranks(ranks), "steps": bench_steps}
+    cases = {
+        "data": lambda: bench_data_growth(rows),
+        "check": lambda: bench_check(rows),
+        "ranks": lambda: bench_ranks(ranks),
+        "steps": bench_steps,
+    }
     unknown = set(arguments.cases.split(",")) - set(cases)
     if unknown:
         parser.error(f"--cases: {', '.join(sorted(unknown))}: there are {', '.join(cases)}")
