@@ -185,7 +185,8 @@ def _count(
 
 def gather(files: list[Path]) -> dict[str, Any]:
     """The sums over all shards."""
-    total: dict[str, Any] = {"rows": 0, "clips": 0, "errors": [], "sample": []}
+    total: dict[str, Any] = {"rows": 0, "clips": 0, "errors": []}
+    lengths: list[np.ndarray] = []
     counters = ("seconds_by_language", "clips_by_language", "filtered", "sample_rates", "channels")
     sums: dict[str, Counter[str]] = {name: Counter() for name in counters}
     histograms = {name: np.zeros(bins, dtype=np.int64) for name, (_, _, bins) in BINS.items()}
@@ -194,13 +195,14 @@ def gather(files: list[Path]) -> dict[str, Any]:
         part = json.loads(file.read_text(encoding="utf-8"))
         total["rows"] += part["rows"]
         total["clips"] += part["clips"]
-        total["sample"] += part["sample"]
+        lengths.append(np.array(part["sample"], dtype=np.float64).reshape(-1, 2))  # lists take ten times as much
         total["errors"] += [part["error"]] if part["error"] else []
         for name in counters:
             sums[name].update(part[name])
         for name in histograms:
             histograms[name] += np.array(part["histograms"][name])
         problems.update(kind_of(problem["reason"]) for problem in part["problems"])
+    total["sample"] = np.concatenate(lengths)
     total["duplicates"] = find_duplicates(files)
     return {
         **total,
@@ -270,7 +272,7 @@ def check(arguments: argparse.Namespace) -> dict[str, Any]:
     found = gather(files)
     sample, duplicates = found.pop("sample"), found.pop("duplicates")
     some = np.random.default_rng(0).permutation(len(sample))[:PADDING_SAMPLE]
-    found["padding"] = estimate_padding([sample[i] for i in some], limits, options.shuffle_buffer_size)
+    found["padding"] = estimate_padding(sample[some].tolist(), limits, options.shuffle_buffer_size)
     found["bad_fraction"] = found["bad"] / max(found["rows"], 1)
     found["max_bad_fraction"] = bad_limit
     with (arguments.output_dir / "problems.jsonl").open("w", encoding="utf-8", errors="backslashreplace") as out:
