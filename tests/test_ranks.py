@@ -348,6 +348,19 @@ def test_a_run_goes_on_with_another_number_of_ranks(tiny_run, tmp_path, strategy
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_a_rank_with_slow_data_is_named_under_engines_that_shard(tiny_run, tmp_path, strategy):
+    training = {"max_steps": 12, "save_steps": 0}
+    arguments = tiny_run(model=DETERMINISTIC, data=ONLY_TRAIN, training=training)
+    done = start(
+        [*launch("torchrun"), FAULTY, *arguments, "--strategy", strategy], SLOW_DATA="1:0.5", PYTHONPATH=str(ROOT)
+    )
+    assert "rank 1 waits for its data" in done.stderr
+    assert "rank 0 waits for its data" not in done.stderr
+    assert summary(tmp_path / "run")["drift_warnings"]["slow_data"] == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_rank_without_any_clip_trains_along(tiny_run, clips, tmp_path, count):
     """One file of clips fewer than ranks: the last rank has none, and every clip comes once an epoch."""
