@@ -136,6 +136,17 @@ def test_a_rank_that_is_not_heard_of_ends_the_others_and_itself(ranks):
     assert "not heard of for 2 s" in text
 
 
+def test_a_rank_that_goes_with_its_witness_is_known_at_once(ranks):
+    """As where a container is killed."""
+    two = ranks(2, timeout=30)
+    two.witnesses[1].kill()
+    two.processes[1].kill()
+    text = two.told_to_end(0, within=3)
+    assert text is not None
+    assert "rank 1 on host" in text
+    assert "its process and the witness beside it are gone" in text
+
+
 def test_without_rank_0_and_its_witness_the_others_end(ranks):
     two = ranks(2, timeout=30)
     two.witnesses[0].kill()
