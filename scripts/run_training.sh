@@ -68,6 +68,6 @@ written=$(cat "$FINETUNE_EXIT_CODE_FILE")
 if [ -n "$written" ]; then
     code=$written
 elif [ -n "$asked" ]; then
-    code=75 # ended by the signal before it could train, and so say, anything
+    code=75 # the signal ended it before it could train or say anything
 fi
 exit "$code"

@@ -58,6 +58,7 @@ class Settings:
         timeout: seconds of silence after which a rank counts as lost.
         hub: address and port of rank 0's witness; None for itself.
         hub_host: its host's name.
+        speaks: where rank 0 is lost, this witness says so in the log of its host.
     """
 
     rank: int
@@ -67,6 +68,7 @@ class Settings:
     timeout: float
     hub: tuple[str, int] | None = None
     hub_host: str = ""
+    speaks: bool = True
 
 
 @dataclass
@@ -456,10 +458,11 @@ class Client(Witness):
         s = self.settings
         why = SILENT.format(s.timeout) if self.hub.open else GONE
         text = (
-            f"error: rank 0 on host {s.hub_host}: {why}. Rank {s.rank} on host {self.host} ends with it. "
+            f"error: rank 0 on host {s.hub_host}: {why}. The ranks on host {self.host} end with it. "
             "training.resume_from_checkpoint=true continues from the last checkpoint."
         )
-        say(text)
+        if s.speaks:
+            say(text)
         self.end_rank(text)
 
 
