@@ -47,8 +47,8 @@ pass_on() {
             kill -s "$1" "$pid" 2> /dev/null && ranks=$((ranks + 1))
         fi
     done
+    asked=1
     if [ "$ranks" = 0 ]; then # it has not started anything yet
-        asked=1
         kill -TERM "$launcher" 2> /dev/null || true
     fi
     echo "run_training: $1 passed on to $ranks process(es)" >&2
@@ -68,6 +68,6 @@ written=$(cat "$FINETUNE_EXIT_CODE_FILE")
 if [ -n "$written" ]; then
     code=$written
 elif [ -n "$asked" ]; then
-    code=75
+    code=75 # the signal ended it before it could train or say anything
 fi
 exit "$code"

@@ -26,10 +26,14 @@ tag=ft$$
 export CUDA_VISIBLE_DEVICES= PYTHONPATH="$root" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 declare -A address=([a]=10.213.7.1 [b]=10.213.7.2)
 
+power_off() { # power_off MACHINE
+    local pid
+    for pid in $(ip netns pids "$tag-$1" 2> /dev/null); do kill -KILL "$pid" 2> /dev/null || true; done
+}
 clean_up() {
-    local m pid
+    local m
     for m in a b; do
-        for pid in $(ip netns pids "$tag-$m" 2> /dev/null); do kill -KILL "$pid" 2> /dev/null || true; done
+        power_off "$m"
         ip netns del "$tag-$m" 2> /dev/null || true
         rm -rf "/etc/netns/$tag-$m"
     done
@@ -125,8 +129,10 @@ if [[ " $parts " == *" cut "* ]]; then
     wait_for "$pid_a"
     note cut survivor_code "$code"
     note cut survivor_seconds "$seconds"
+    deadline=$((SECONDS + 60))
+    until grep -aq '^error: rank' "$work/cut.b.log" || [ "$SECONDS" -ge "$deadline" ]; do sleep 0.5; done
+    power_off b # torchrun itself waits for minutes for the store of the other machine
     wait_for "$pid_b"
-    note cut other_code "$code"
     note cut survivor_message "$(grep -a -m 1 '^error: rank' "$work/cut.a.log" || true)"
     note cut other_message "$(grep -a -m 1 '^error: rank' "$work/cut.b.log" || true)"
     cp -r "$work/cut/checkpoints" "$work/cut-checkpoints" 2> /dev/null || true
@@ -150,7 +156,7 @@ if [[ " $parts " == *" elastic "* ]]; then
     wait_for "$pid_a"
     note elastic survivor_code "$code"
     note elastic survivor_seconds "$seconds"
-    kill "$pid_b" 2> /dev/null || true
+    power_off b
     wait_for "$pid_b"
     cable up
 fi

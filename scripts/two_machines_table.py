@@ -58,6 +58,8 @@ def main(work: Path) -> int:
                 wrong.append(f"cut: the survivor ended after {row['survivor_seconds']} s")
             if "rank 1 on host machine-b" not in row["survivor_message"]:
                 wrong.append("cut: the survivor does not name the lost rank and host")
+            if "rank 0 on host machine-a" not in row["other_message"]:
+                wrong.append("cut: the machine that was cut off does not name the rank that it lost")
         if name == "elastic" and (row["survivor_code"] != 0 or row["processes_at_the_end"] != 1):
             wrong.append("elastic: the survivor did not go on alone")
         rows.append(row)

@@ -1,12 +1,14 @@
 """finetune/train.py with a fault on one rank: FAULT=rank:step:kind torchrun ... tests/rank_faults.py --config ...
 
 Kinds: kill, stop, exit (os._exit(3)), segfault, raise (RuntimeError), refuse (UserError). FAULT_ONCE names a file: the fault happens only
-while it does not exist, so that a restarted run gets through. STEP_SECONDS lets each step take at least so long.
+while it does not exist, so that a restarted run gets through. STEP_SECONDS lets each step take at least so long. SLOW_DATA=rank:seconds:
+this rank's batches come so late.
 """
 
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,16 @@ def observe(trainer: Any) -> None:
         train_on(step_input)
 
     trainer.train_on = slower
+    late, seconds = os.environ.get("SLOW_DATA", "-1:0").split(":")
+    if trainer.accelerator.process_index == int(late):
+        batches = trainer.stream.batches
+
+        def late_batches() -> Iterator[Any]:
+            for batch in batches():
+                time.sleep(float(seconds))
+                yield batch
+
+        trainer.stream.batches = late_batches
 
 
 if __name__ == "__main__":

@@ -136,6 +136,17 @@ def test_a_rank_that_is_not_heard_of_ends_the_others_and_itself(ranks):
     assert "not heard of for 2 s" in text
 
 
+def test_a_rank_that_goes_with_its_witness_is_known_at_once(ranks):
+    """As where a container is killed."""
+    two = ranks(2, timeout=30)
+    two.witnesses[1].kill()
+    two.processes[1].kill()
+    text = two.told_to_end(0, within=3)
+    assert text is not None
+    assert "rank 1 on host" in text
+    assert "its process and the witness beside it are gone" in text
+
+
 def test_without_rank_0_and_its_witness_the_others_end(ranks):
     two = ranks(2, timeout=30)
     two.witnesses[0].kill()
@@ -345,6 +356,19 @@ def test_a_run_goes_on_with_another_number_of_ranks(tiny_run, tmp_path, strategy
     told = summary(tmp_path / "run")
     assert (told["resumed_from"], told["world_size"]) == (4, after)
     assert [loss for loss, _ in curve(tmp_path / "run")] == pytest.approx([loss for loss, _ in whole], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_a_rank_with_slow_data_is_named_under_engines_that_shard(tiny_run, tmp_path, strategy):
+    training = {"max_steps": 12, "save_steps": 0}
+    arguments = tiny_run(model=DETERMINISTIC, data=ONLY_TRAIN, training=training)
+    done = start(
+        [*launch("torchrun"), FAULTY, *arguments, "--strategy", strategy], SLOW_DATA="1:0.5", PYTHONPATH=str(ROOT)
+    )
+    assert "rank 1 waits for its data" in done.stderr
+    assert "rank 0 waits for its data" not in done.stderr
+    assert summary(tmp_path / "run")["drift_warnings"]["slow_data"] == 1
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """What one optimizer step takes in: its batches, its counts over all ranks, and what was left out on the way."""
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +65,7 @@ class Intake:
         self.asked_to_stop = self.asked_to_save = False
         self.quarantined_before: set[tuple[str, str]] = set()
         self.short: list[int] = []
+        self.waited = 0.0
 
     def next_step(self, iterator: Iterator[Batch]) -> StepInput:
         """The micro-batches of the next optimizer step; fewer at the end of the epoch, none behind it.
@@ -76,7 +78,9 @@ class Intake:
             received: list[Batch] = []
             exhausted = False
             while len(group) < self.config.training.gradient_accumulation_steps:
+                began = time.perf_counter()
                 batch = next(iterator, None)
+                self.waited += time.perf_counter() - began
                 if batch is None:
                     exhausted = True
                     break
@@ -88,6 +92,11 @@ class Intake:
             step_input, ended = self._account(group, received, exhausted)
             if step_input.batches > 0 or ended:
                 return step_input
+
+    def take_waited(self) -> float:
+        """Seconds in which this rank waited for batches since the last call, without its waiting for other ranks."""
+        waited, self.waited = self.waited, 0.0
+        return waited
 
     def _account(self, group: list[Batch], received: list[Batch], exhausted: bool) -> tuple[StepInput, bool]:
         """Counts over all ranks, and whether every rank is at the end of its epoch."""

@@ -413,11 +413,11 @@ class Trainer:
     def _log_window(self) -> None:
         """One line of metrics.jsonl, the trackers and the view."""
         row = self.window.row(self.progress, rates_by_part(self.optimizer, self.applied_rates))
-        paces = gather_paces(self.forward_clock, self.accelerator)
+        paces, waits = gather_paces(self.forward_clock, self.intake.take_waited(), self.accelerator)
         if self.accelerator.is_main_process:
             self.metrics.append(row)
             trackers.log_row(self.accelerator, row)
-            self.watch.logged(row, self.progress.skipped_steps + self.progress.scale_skips, paces)
+            self.watch.logged(row, self.progress.skipped_steps + self.progress.scale_skips, paces, waits)
         self.view.logged(row)
         self.window.reset()
 

@@ -54,10 +54,10 @@ class Watch:
         with contextlib.suppress(OSError):  # gone: the launcher has to tell how this rank ends
             os.write(self.process.stdin.fileno(), json.dumps(values).encode() + b"\n")  # type: ignore[union-attr]
 
-    def port(self) -> int:
-        """Where rank 0's witness listens."""
+    def port(self) -> int | None:
+        """Where rank 0's witness listens; None where it could not start (a system without pidfd_open)."""
         line = self.process.stdout.readline()  # type: ignore[union-attr]
-        return int(json.loads(line)["port"])
+        return int(json.loads(line)["port"]) if line else None
 
     def listen(self) -> None:
         """From here on the witness can end this process."""
@@ -76,6 +76,8 @@ class Watch:
                     os.write(2, SHOW_CURSOR)  # a panel may have hidden it
                 stopping.write_exit_code(1)
                 os._exit(1)  # the main thread waits for a rank that will not come
+        if self.process.wait() != 0:
+            log.error("the witness of this rank has ended: the other ranks will not be told how this one does")
 
     def left(self, code: int) -> None:
         """This rank is about to end by itself."""
@@ -103,12 +105,20 @@ def watch(accelerator: Any, timeout: float) -> None:
         "timeout": timeout,
         "hub": None,
         "hub_host": socket.gethostname(),
+        "speaks": os.environ.get("LOCAL_RANK", "0") == "0",
     }
     hub: list[Any] = [None]
     if rank == 0:
         _watch = Watch(settings)
-        hub = [{"hub": [own_address(), _watch.port()], "token": settings["token"], "hub_host": settings["hub_host"]}]
+        port = _watch.port()
+        if port is None:
+            log.warning("nobody watches whether a rank dies: the witness of rank 0 could not start")
+            _watch = None
+        else:
+            hub = [{"hub": [own_address(), port], "token": settings["token"], "hub_host": settings["hub_host"]}]
     hub = broadcast_object_list(hub)
+    if hub[0] is None:
+        return
     if rank > 0:
         _watch = Watch({**settings, **hub[0]})
     _watch.listen()

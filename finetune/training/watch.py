@@ -6,7 +6,7 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -79,12 +79,17 @@ class ForwardClock:
         return pace
 
 
-def gather_paces(clock: ForwardClock | None, accelerator: Any) -> list[float]:
-    """Each rank's pace (`ForwardClock.take`), an exchange of one number; empty with one process. All ranks call it."""
+def gather_paces(clock: ForwardClock | None, waited: float, accelerator: Any) -> tuple[list[float], list[float]]:
+    """Each rank's pace (`ForwardClock.take`) and its own wait for data, an exchange of two numbers; empty with one process. All ranks call it.
+
+    Args:
+        waited: seconds in which this rank waited for batches since the last call, before it met the others.
+    """
     if clock is None:
-        return []
-    pace = torch.tensor([clock.take()], dtype=torch.float64, device=accelerator.device)
-    return accelerator.gather(pace).tolist()
+        return [], []
+    own = torch.tensor([[clock.take(), waited]], dtype=torch.float64, device=accelerator.device)
+    table_R2 = accelerator.gather(own).cpu()
+    return table_R2[:, 0].tolist(), table_R2[:, 1].tolist()
 
 
 class Watch:
@@ -112,6 +117,7 @@ class Watch:
         self.waits: deque[tuple[int, float, float]] = deque()
         self.memory: dict[str, deque[tuple[int, float]]] = {}
         self.slow: dict[int, int] = {}
+        self.late: dict[int, int] = {}
 
     def begin(self, step: int, skipped: int) -> None:
         """Training begins at this step, with so many steps skipped before."""
@@ -127,13 +133,14 @@ class Watch:
             self.counts[name] = self.counts.get(name, 0) + 1
             log.warning("drift: " + text, *values)
 
-    def logged(self, row: dict[str, Any], skipped: int, paces: list[float]) -> None:
+    def logged(self, row: dict[str, Any], skipped: int, paces: list[float], waits: Sequence[float] = ()) -> None:
         """Looks at a logged step.
 
         Args:
             row: a line of metrics.jsonl.
             skipped: steps skipped so far because loss or gradient was not finite.
             paces: from `gather_paces`.
+            waits: from `gather_paces`.
         """
         self.lines += 1
         steps = row["step"] - self.step
@@ -145,6 +152,7 @@ class Watch:
         if self.allocated_gib is not None:
             self._look_at_memory("gpu_memory", "memory in use on the GPU", row["step"], self.allocated_gib())
         self._look_at_ranks(paces)
+        self._look_at_waits(waits, steps * row["seconds_per_step"])
 
     def _look_at_loss(self, step: int, skipped: int, steps: int) -> None:
         new, self.skipped = skipped - self.skipped, skipped
@@ -209,6 +217,21 @@ class Watch:
                 "processes on it, its clocks and temperature (nvidia-smi -q -d PERFORMANCE), its CPU cores.",
                 rank,
                 ratio,
+            )
+
+    def _look_at_waits(self, waits: Sequence[float], seconds: float) -> None:
+        """Under every engine: a rank waits for its data alone, and the others for it."""
+        for rank, waited in enumerate(waits):
+            others = statistics.median(w for r, w in enumerate(waits) if r != rank)
+            share = (waited - others) / seconds if seconds > 0 else 0.0
+            self.late[rank] = self.late.get(rank, 0) + 1 if self.lines > 1 and share > WAIT_LIMIT else 0
+            self._judge(
+                f"slow_data:{rank}",
+                self.late[rank] >= SLOW_RANK_LINES,
+                "rank %d waits for its data %.0f %% of the time longer than the others, and all wait for it. Look at its machine's disk, "
+                "network and CPU cores, and at what lies in its part of the data.",
+                rank,
+                100 * share,
             )
 
     def evaluated(

@@ -34,6 +34,7 @@ PAUSED = 5.0
 """A gap in the witness's own running (a suspended machine or job) from which on all silence is counted anew."""
 LINE_LIMIT = 1 << 16
 ENDED_WELL = (0, 75)
+GONE = "its process and the witness beside it are gone"
 SILENT = "not heard of for {:.0f} s: the machine or the network to it is down"
 
 PIDFD_GET_INFO, PIDFD_INFO_EXIT, PIDFD_INFO_SIZE = 0xC040FF0B, 1 << 3, 64  # linux/pidfd.h, from Linux 6.15 on
@@ -57,6 +58,7 @@ class Settings:
         timeout: seconds of silence after which a rank counts as lost.
         hub: address and port of rank 0's witness; None for itself.
         hub_host: its host's name.
+        speaks: where rank 0 is lost, this witness says so in the log of its host.
     """
 
     rank: int
@@ -66,6 +68,7 @@ class Settings:
     timeout: float
     hub: tuple[str, int] | None = None
     hub_host: str = ""
+    speaks: bool = True
 
 
 @dataclass
@@ -355,6 +358,8 @@ class Hub(Witness):
         if not lines.open:
             if known:
                 known[0].lines = None
+                if known[0].ended is None:
+                    known[0].note(now, ended={"code": None, "cause": GONE, "said": False})
             self.forget(connection)
             connection.close()
 
@@ -451,12 +456,13 @@ class Client(Witness):
     def end_without_hub(self) -> None:
         """Rank 0, and with it the one that would have judged, is lost."""
         s = self.settings
-        why = SILENT.format(s.timeout) if self.hub.open else "its process and the witness beside it are gone"
+        why = SILENT.format(s.timeout) if self.hub.open else GONE
         text = (
-            f"error: rank 0 on host {s.hub_host}: {why}. Rank {s.rank} on host {self.host} ends with it. "
+            f"error: rank 0 on host {s.hub_host}: {why}. The ranks on host {self.host} end with it. "
             "training.resume_from_checkpoint=true continues from the last checkpoint."
         )
-        say(text)
+        if s.speaks:
+            say(text)
         self.end_rank(text)
 
 
