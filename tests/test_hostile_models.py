@@ -162,7 +162,10 @@ CONFIGS = {
         lambda c: c["encoder"].update(dropout="${oc.env:HF_TOKEN}"),
         r"encoder\.dropout: .*oc\.env:HF_TOKEN.* is refused",
     ),
-    "computed name": (lambda c: c["encoder"].update(dropout="${${sample_rate}:x}"), r"encoder\.dropout: .* is refused"),
+    "computed name": (
+        lambda c: c["encoder"].update(dropout="${${sample_rate}:x}"),
+        r"encoder\.dropout: .* is refused",
+    ),
     "climbing file": (
         lambda c: c["tokenizer"].update(vocab_path="nemo:../../etc/passwd"),
         r"tokenizer\.vocab_path: there is no",

@@ -1,11 +1,13 @@
 """Settings and data from elsewhere: YAML and JSON that were made to do harm, references to secrets, and paths that lead out of the data."""
 
+import io
 import json
 import logging
 import shutil
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import read_lines, write_manifest
 
@@ -30,6 +32,15 @@ TAG = "!!python/object/apply:os.mkdir [{mark}]"
 LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{chr(98 + i)}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(9)
 )
+
+
+def _counts() -> bytes:
+    out = io.BytesIO()
+    np.savez(out, keys=np.arange(3), counts=np.ones(9), languages=np.zeros(3), names=np.array(["en"]))
+    return out.getvalue()
+
+
+COUNTS = _counts()
 BAD_YAML = {
     "tag": ("a: " + TAG, r"the tag .*os\.mkdir is refused"),
     "name tag": ("a: !!python/name:os.system", "is refused"),
@@ -134,6 +145,32 @@ def test_other_findings_of_the_fuzzer(tmp_path):
     assert "bytes; " in parse_line(b" " * (2**24 + 1))[BAD_LINE]
     with pytest.raises(ValueError, match="nested too deeply"):
         parse_json("[" * 100_000)
+
+
+def test_records_of_a_run_that_were_tampered_with(tmp_path):
+    """Found by scripts/fuzz.py: a run's folder whose figures are texts, and counts in an archive of an unknown kind."""
+    from finetune.evaluation.clip_counts import ClipCounts
+    from finetune.reporting.page import write_report
+    from finetune.reporting.read import number, read_run
+
+    (tmp_path / "config.yaml").write_text("training: {output_dir: x}")
+    (tmp_path / "summary.json").write_text('{"steps": "x"}')
+    (tmp_path / "metrics.jsonl").write_text('{"step": %s, "loss": 1}\n{"step": 3, "loss": 2}\n' % ("9" * 400))
+    assert read_run(tmp_path).step == 3
+    assert [number(value) for value in (10**400, True, float("nan"), float("inf"), 3, -0.5)] == [
+        None,
+        None,
+        None,
+        None,
+        3,
+        -0.5,
+    ]
+    write_report(tmp_path)
+    counts = bytearray(COUNTS)
+    counts[counts.index(b"PK\x01\x02") + 10] = 99  # a way to compress that nobody knows
+    (tmp_path / "base-test.npz").write_bytes(counts)
+    with pytest.raises(ValueError, match="does not hold counts of clips"):
+        ClipCounts.load(tmp_path / "base-test.npz")
 
 
 # ---- references of a run file, and secrets ----------------------------------------------------------------------------
@@ -301,7 +338,6 @@ def test_a_run_with_data_root_puts_the_others_into_quarantine(run_train, tiny_ru
 
 
 def test_compressed_silence_that_would_fill_the_memory(tmp_path, monkeypatch):
-    import numpy as np
     import soundfile
 
     monkeypatch.setattr("finetune.data.decode.MOST_SAMPLES", 2**16)

@@ -1,8 +1,8 @@
 """Reads the folder of a run, also of one that is going on or has died: what is missing or half written is left out."""
 
 import json
-import math
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,7 +64,9 @@ class Run:
     @property
     def step(self) -> int:
         """The last step that is known of."""
-        return int(max([row["step"] for row in self.metrics + self.evaluations] + [self.summary.get("steps") or 0]))
+        return int(
+            max([row["step"] for row in self.metrics + self.evaluations] + [number(self.summary.get("steps")) or 0])
+        )
 
     @property
     def judged_on(self) -> str:
@@ -136,7 +138,7 @@ def stage_folders(folder: Path) -> list[Path]:
 def number(value: Any) -> float | None:
     """A finite number as it is; None for everything else."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and math.isfinite(value) else None
+    return value if is_number and -sys.float_info.max <= value <= sys.float_info.max else None
 
 
 def _of_best(row: dict[str, Any]) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from finetune.paths import ROOT
+from finetune.untrusted.text import json_line
 
 VERSIONS = (
     "torch",
@@ -60,7 +61,7 @@ class LineFile:
     def append(self, *rows: dict[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False, default=float) + "\n")
+                file.write(json_line(row, default=float) + "\n")
 
     def pairs(self, first: str, second: str, lines: int) -> set[tuple[str, str]]:
         """Two keys of each of the first `lines` lines."""
