@@ -16,6 +16,7 @@ from finetune.config.schema import RunConfig
 from finetune.config.written import without_secrets, write_config
 from finetune.data.clips import examine
 from finetune.data.decode import MOST_SAMPLES, BadClip, decode_audio
+from finetune.data.leave_out import LeaveOut
 from finetune.data.places import check_place, check_root
 from finetune.data.shards import BAD_LINE, parse_line
 from finetune.data.sources import open_source, parse_sources
@@ -143,6 +144,9 @@ def test_other_findings_of_the_fuzzer(tmp_path):
     )
     assert (found.id.encode(), found.language.encode()) == (b"\\ud800", b"\\udfff")
     assert "bytes; " in parse_line(b" " * (2**24 + 1))[BAD_LINE]
+    (tmp_path / "problems.jsonl").write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"line 1 of .*problems\.jsonl is no"):
+        LeaveOut(str(tmp_path / "problems.jsonl"), "data.leave_out")
     with pytest.raises(ValueError, match="nested too deeply"):
         parse_json("[" * 100_000)
 
@@ -155,6 +159,8 @@ def test_records_of_a_run_that_were_tampered_with(tmp_path):
 
     (tmp_path / "config.yaml").write_text("training: {output_dir: x}")
     (tmp_path / "summary.json").write_text('{"steps": "x"}')
+    (tmp_path / "environment.json").write_text("[" * 100_000)
+    (tmp_path / "evaluations.jsonl").write_text("[" * 100_000)
     (tmp_path / "metrics.jsonl").write_text('{"step": %s, "loss": 1}\n{"step": 3, "loss": 2}\n' % ("9" * 400))
     assert read_run(tmp_path).step == 3
     assert [number(value) for value in (10**400, True, float("nan"), float("inf"), 3, -0.5)] == [
