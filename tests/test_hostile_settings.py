@@ -53,9 +53,9 @@ BAD_YAML = {
     ),
     "itself": ("a: &a [*a]", "refers to itself"),
     "deep": ("a: " + "[" * 5000, "nested more than 64 levels"),
-    "deep by references": (
+    "long by references": (
         "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 3000)),
-        "nested too deeply",
+        "more than 2,000,000 values",
     ),
     "number": ("a: " + "9" * 5000, "more than 30 digits"),
     "hexadecimal": ("a: 0x" + "f" * 100_000, "more than 30 digits"),
