@@ -1,11 +1,13 @@
 """Settings and data from elsewhere: YAML and JSON that were made to do harm, references to secrets, and paths that lead out of the data."""
 
+import io
 import json
 import logging
 import shutil
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import read_lines, write_manifest
 
@@ -14,6 +16,7 @@ from finetune.config.schema import RunConfig
 from finetune.config.written import without_secrets, write_config
 from finetune.data.clips import examine
 from finetune.data.decode import MOST_SAMPLES, BadClip, decode_audio
+from finetune.data.leave_out import LeaveOut
 from finetune.data.places import check_place, check_root
 from finetune.data.shards import BAD_LINE, parse_line
 from finetune.data.sources import open_source, parse_sources
@@ -30,6 +33,15 @@ TAG = "!!python/object/apply:os.mkdir [{mark}]"
 LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{chr(98 + i)}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(9)
 )
+
+
+def _counts() -> bytes:
+    out = io.BytesIO()
+    np.savez(out, keys=np.arange(3), counts=np.ones(9), languages=np.zeros(3), names=np.array(["en"]))
+    return out.getvalue()
+
+
+COUNTS = _counts()
 BAD_YAML = {
     "tag": ("a: " + TAG, r"the tag .*os\.mkdir is refused"),
     "name tag": ("a: !!python/name:os.system", "is refused"),
@@ -41,9 +53,9 @@ BAD_YAML = {
     ),
     "itself": ("a: &a [*a]", "refers to itself"),
     "deep": ("a: " + "[" * 5000, "nested more than 64 levels"),
-    "deep by references": (
+    "long by references": (
         "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 3000)),
-        "nested too deeply",
+        "more than 2,000,000 values",
     ),
     "number": ("a: " + "9" * 5000, "more than 30 digits"),
     "hexadecimal": ("a: 0x" + "f" * 100_000, "more than 30 digits"),
@@ -132,8 +144,39 @@ def test_other_findings_of_the_fuzzer(tmp_path):
     )
     assert (found.id.encode(), found.language.encode()) == (b"\\ud800", b"\\udfff")
     assert "bytes; " in parse_line(b" " * (2**24 + 1))[BAD_LINE]
+    (tmp_path / "problems.jsonl").write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"line 1 of .*problems\.jsonl is no"):
+        LeaveOut(str(tmp_path / "problems.jsonl"), "data.leave_out")
     with pytest.raises(ValueError, match="nested too deeply"):
         parse_json("[" * 100_000)
+
+
+def test_records_of_a_run_that_were_tampered_with(tmp_path):
+    """Found by scripts/fuzz.py: a run's folder whose figures are texts, and counts in an archive of an unknown kind."""
+    from finetune.evaluation.clip_counts import ClipCounts
+    from finetune.reporting.page import write_report
+    from finetune.reporting.read import number, read_run
+
+    (tmp_path / "config.yaml").write_text("training: {output_dir: x}")
+    (tmp_path / "summary.json").write_text('{"steps": "x"}')
+    (tmp_path / "environment.json").write_text("[" * 100_000)
+    (tmp_path / "evaluations.jsonl").write_text("[" * 100_000)
+    (tmp_path / "metrics.jsonl").write_text('{"step": %s, "loss": 1}\n{"step": 3, "loss": 2}\n' % ("9" * 400))
+    assert read_run(tmp_path).step == 3
+    assert [number(value) for value in (10**400, True, float("nan"), float("inf"), 3, -0.5)] == [
+        None,
+        None,
+        None,
+        None,
+        3,
+        -0.5,
+    ]
+    write_report(tmp_path)
+    counts = bytearray(COUNTS)
+    counts[counts.index(b"PK\x01\x02") + 10] = 99  # a way to compress that nobody knows
+    (tmp_path / "base-test.npz").write_bytes(counts)
+    with pytest.raises(ValueError, match="does not hold counts of clips"):
+        ClipCounts.load(tmp_path / "base-test.npz")
 
 
 # ---- references of a run file, and secrets ----------------------------------------------------------------------------
@@ -301,7 +344,6 @@ def test_a_run_with_data_root_puts_the_others_into_quarantine(run_train, tiny_ru
 
 
 def test_compressed_silence_that_would_fill_the_memory(tmp_path, monkeypatch):
-    import numpy as np
     import soundfile
 
     monkeypatch.setattr("finetune.data.decode.MOST_SAMPLES", 2**16)

@@ -1,12 +1,12 @@
 """Rows that a check has found unfit, by their place: `data.leave_out`."""
 
 import hashlib
-import json
 from pathlib import Path
 
 import numpy as np
 
 from finetune.errors import UserError
+from finetune.untrusted.documents import parse_json
 
 DUPLICATE = "duplicate_id"
 REASONS = (DUPLICATE, "in_leave_out")
@@ -32,7 +32,7 @@ class LeaveOut:
             with Path(file).open(encoding="utf-8") as lines:
                 for line in lines:
                     number += 1
-                    row = json.loads(line)
+                    row = parse_json(line)
                     place = row["source"]
                     self.files.add(place.rsplit(" ", 2)[0])
                     hashes.append(hash_of(place))

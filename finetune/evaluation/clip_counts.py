@@ -15,6 +15,12 @@ from finetune.evaluation.significance import RESAMPLES, compare_counts, rate_int
 COLUMNS = ("word_errors", "words", "character_errors", "characters")
 
 
+UNREADABLE = (
+    *(KeyError, ValueError, TypeError, OverflowError, EOFError, NotImplementedError, RuntimeError, MemoryError),
+    *(zipfile.BadZipFile, zlib.error),
+)
+
+
 @dataclass
 class ClipCounts:
     """26 bytes a clip (2.6 MB for 100,000): a hash of its id and reference, its language, and four counts."""
@@ -110,7 +116,7 @@ class ClipCounts:
                     array("H", found["languages"].tolist()),
                     found["names"].tolist(),
                 )
-        except (KeyError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        except UNREADABLE as error:
             raise ValueError(f"{path} does not hold counts of clips") from error
 
 

@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 
 from finetune.errors import UserError
 from finetune.evaluation.conversion import (
@@ -26,6 +25,7 @@ from finetune.models.huggingface_layout import RECOMPUTED, feature_settings
 from finetune.models.huggingface_write import NemoFile, check_expressible, check_texts, read_nemo, write_hugging_face
 from finetune.models.nemo import import_nemo, load_model, save_nemo
 from finetune.strategies.adapters import is_adapter
+from finetune.untrusted.documents import read_settings
 
 log = logging.getLogger(__name__)
 
@@ -90,11 +90,11 @@ def samples_for(model_name: str, data: list[str] | None, split: str, rate: int) 
     path = Path(model_name)
     run_file = (path.resolve().parent if is_adapter(path) else path) / "config.yaml"
     if run_file.is_file():
-        own = OmegaConf.load(run_file).get("data", {}).get("validation")
+        section = read_settings(run_file, "--model").get("data")
+        own = section.get("validation") if isinstance(section, dict) else None
         if own:
-            plain = OmegaConf.to_container(own) if OmegaConf.is_config(own) else own
             try:
-                return read_samples(plain, "validation", rate, CLIPS, "data.validation", LONGEST_CLIP)
+                return read_samples(own, "validation", rate, CLIPS, "data.validation", LONGEST_CLIP)
             except UserError as error:
                 reason = f"the run's own data.validation cannot be read here ({error})"
     log.warning("no speech was compared: %s. Give validation clips with --data", reason)

@@ -4,14 +4,15 @@ A step on one GPU is followed; how an engine cuts weights, gradients and states 
 own settings. Shape of the sums: docs/plan.md.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.errors import UserError
 from finetune.planning.follow import Parts
 from finetune.planning.memory import Step
 from finetune.strategies.accelerate_files import engine_with
+from finetune.untrusted.documents import read_json_object
 
 FLOAT = 4
 LAYERS_GATHERED = 2  # FSDP2 gathers the next layer while one computes
@@ -64,10 +65,15 @@ def engine_of(strategy: Any, processes: int) -> Engine:
     """
     name = engine_with(strategy.engine, processes)
     if name.startswith("deepspeed"):
-        zero = json.loads(Path(strategy.deepspeed_config).read_text(encoding="utf-8")).get("zero_optimization", {})
+        zero = read_json_object(Path(strategy.deepspeed_config), "--deepspeed").get("zero_optimization", {})
         bucket = zero.get("reduce_bucket_size", 500_000_000)
-        bucket = 500_000_000 if bucket == "auto" else int(bucket)
-        stage = int(zero.get("stage", 1))
+        try:
+            bucket = 500_000_000 if bucket == "auto" else int(bucket)
+            stage = int(zero.get("stage", 1))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise UserError(
+                f"{strategy.deepspeed_config}: zero_optimization: stage and reduce_bucket_size are whole numbers."
+            ) from error
         return Engine(
             f"{name}_{stage}", processes, processes, bucket, 2 if zero.get("overlap_comm") and stage < 3 else 1
         )

@@ -17,6 +17,7 @@ from finetune.errors import UserError
 from finetune.models.huggingface import cached_file, is_hugging_face, nemo_config
 from finetune.models.nemo import import_nemo
 from finetune.models.nemo_files import NOT_BUILT, check_model_config, read_config
+from finetune.models.sentencepiece_files import parse
 from finetune.paths import ROOT
 from finetune.strategies.adapters import is_adapter, read_adapter
 from finetune.untrusted.documents import read_settings, resolved
@@ -111,9 +112,7 @@ def _of_yaml(name: str, path: Path, tokenizer: str | None) -> Layout:
     file = Path(directory) / "tokenizer.model"
     if not file.is_file():
         raise UserError(f"model.tokenizer: there is no tokenizer.model in {directory}.")
-    import sentencepiece
-
-    return _of_config(name, root, sentencepiece.SentencePieceProcessor(model_file=str(file)).vocab_size())
+    return _of_config(name, root, len(parse(file.read_bytes(), f"model.tokenizer: {file}").pieces))
 
 
 def _of_config(name: str, values: dict[str, Any], tokens: int, guessed: str = "") -> Layout:

@@ -1,6 +1,5 @@
 """The model that a run began from, its name on the hub and its licence."""
 
-import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ import yaml
 
 from finetune.errors import UserError
 from finetune.publishing.private import BASE_OF_ADAPTER, last_part
+from finetune.untrusted.documents import parse_json, parse_yaml
 
 CREATIVE_COMMONS = re.compile(r"cc-(by(?:-nc)?(?:-sa|-nd)?)-(\d\.\d)")
 
@@ -84,7 +84,7 @@ def run_of_named_adapter(name: Any, folders: list[Path]) -> str | None:
 def _base_of_adapter(path: Path) -> str | None:
     """What base_model.json names; None where it cannot be read."""
     try:
-        name = json.loads((path / BASE_OF_ADAPTER).read_text(encoding="utf-8"))["name"]
+        name = parse_json((path / BASE_OF_ADAPTER).read_text(encoding="utf-8"))["name"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return name if isinstance(name, str) else None
@@ -202,7 +202,7 @@ def _name_in(config: Path) -> str | None:
 def read_sections(path: Path) -> dict[str, Any]:
     """A configuration as it was written; empty where it cannot be read."""
     try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, yaml.YAMLError):
+        value = parse_yaml(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

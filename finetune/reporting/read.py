@@ -1,17 +1,15 @@
 """Reads the folder of a run, also of one that is going on or has died: what is missing or half written is left out."""
 
-import json
-import math
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from finetune.checkup.secrets import clean, known_secrets
 from finetune.errors import UserError
+from finetune.untrusted.documents import parse_json, parse_yaml
 
 EXAMPLES = 3
 
@@ -64,7 +62,9 @@ class Run:
     @property
     def step(self) -> int:
         """The last step that is known of."""
-        return int(max([row["step"] for row in self.metrics + self.evaluations] + [self.summary.get("steps") or 0]))
+        return int(
+            max([row["step"] for row in self.metrics + self.evaluations] + [number(self.summary.get("steps")) or 0])
+        )
 
     @property
     def judged_on(self) -> str:
@@ -136,7 +136,7 @@ def stage_folders(folder: Path) -> list[Path]:
 def number(value: Any) -> float | None:
     """A finite number as it is; None for everything else."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and math.isfinite(value) else None
+    return value if is_number and -sys.float_info.max <= value <= sys.float_info.max else None
 
 
 def _of_best(row: dict[str, Any]) -> bool:
@@ -159,7 +159,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except ValueError:  # cut off when the run died
                 continue
             if isinstance(row, dict):
@@ -168,7 +168,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        value = parse_json(path.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -176,8 +176,8 @@ def _object(path: Path) -> dict[str, Any]:
 
 def _sections(path: Path) -> dict[str, dict[str, Any]]:
     try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, yaml.YAMLError):
+        value = parse_yaml(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError):
         return {}
     return {k: v for k, v in value.items() if isinstance(v, dict)} if isinstance(value, dict) else {}
 

@@ -15,6 +15,7 @@ import torch
 
 from finetune.files import sha256_of, sync_file, write_text
 from finetune.paths import ROOT
+from finetune.untrusted.text import json_line
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class LineFile:
     def append(self, *rows: dict[str, Any]) -> None:
         """Adds lines. What a full or broken disk does not take waits, which is said, and is tried again with the next lines."""
         before = len(self.waiting)
-        self.waiting += [json.dumps(row, ensure_ascii=False, default=float) + "\n" for row in rows]
+        self.waiting += [json_line(row, default=float) + "\n" for row in rows]
         size = None
         try:
             with self.path.open("ab") as file:

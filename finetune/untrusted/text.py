@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 # C0 and C1 controls; line and paragraph separators; marks, overrides and isolates of the writing direction; the byte order mark and
@@ -24,9 +25,13 @@ def lines(value: Any) -> str:
     return ACTS.sub(lambda found: found[0] if found[0] in "\n\t" else _written(found), str(value))
 
 
-def json_line(row: Any) -> str:
-    """A value as one line of JSON, with what acts on a terminal as JSON's own escapes."""
-    text = json.dumps(row, ensure_ascii=False)
+def json_line(row: Any, default: Callable[[Any], Any] | None = None) -> str:
+    """A value as one line of JSON, with what acts on a terminal, or is a line break to some readers, as JSON's own escapes.
+
+    Args:
+        default: as of `json.dumps`.
+    """
+    text = json.dumps(row, ensure_ascii=False, default=default)
     return ACTS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
