@@ -25,7 +25,7 @@ try:
     from finetune.checkup.lines import MISSING, WARNING, Line, Wanted, run_checks
     from finetune.config.load import load_config
     from finetune.errors import UserError
-    from finetune.logs import set_up_logging
+    from finetune.logs import say_error, set_up_logging
     from finetune.paths import ROOT
     from finetune.strategies.accelerate_files import resolve_precision, resolve_strategy
 except ImportError as error:  # a doctor of a broken installation has to say so
@@ -177,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
                 f"{arguments.bundle}: {', '.join(names)}. Secrets that were recognised are out; look into it before you send it."
             )
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
         return error.exit_code
     return 0 if report["can_run"] else 1
 

@@ -25,10 +25,11 @@ from finetune.errors import UserError
 from finetune.evaluation.comparison import Utterance, compare_utterances, print_comparison, read_utterances
 from finetune.evaluation.recognise import LONGEST_AT_ONCE, evaluation_limits, score_stream
 from finetune.evaluation.significance import FEW, RESAMPLES, block_names
-from finetune.logs import set_up_logging
+from finetune.logs import say_error, set_up_logging
 from finetune.models.nemo import load_model, move_to_device
 from finetune.training.data import no_tokens
 from finetune.training.outputs import LineFile, write_json
+from finetune.untrusted.text import one_line
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -141,6 +142,10 @@ def evaluate(
         on_clip=take_clip,
     )
     seconds = time.perf_counter() - started
+    if lines is not None and not lines.sync():
+        raise UserError(
+            f"{file}: {len(lines.waiting)} lines could not be written. Make room, or name another file.", 1
+        )
     if board.total.clips == 0:
         raise UserError(
             f"--data: {' '.join(arguments.data)} holds no clip that can be used ({len(board.quarantined)} in quarantine, "
@@ -225,7 +230,7 @@ def print_table(result: dict[str, Any]) -> None:
     )
     for name, r in [*result["by_language"].items(), ("all", result)]:
         print(
-            f"{name:10} {percent(r['wer']):>7} {interval(r.get('wer_interval')):>16} {percent(r['cer']):>7} "
+            f"{one_line(name):10} {percent(r['wer']):>7} {interval(r.get('wer_interval')):>16} {percent(r['cer']):>7} "
             f"{interval(r.get('cer_interval')):>16} {r['substitutions']:6d} {r['deletions']:6d} {r['insertions']:6d} "
             f"{r['words']:7d} {r['clips']:6d}"
         )
@@ -241,7 +246,9 @@ def print_table(result: dict[str, Any]) -> None:
         print(f"{result['by_language']['unknown']['clips']} clip(s) name no language: normalised as English")
     if result["quarantined"]:
         first = result["quarantined"][0]
-        print(f"{len(result['quarantined'])} clip(s) could not be used, such as {first['id']}: {first['reason']}")
+        print(
+            f"{len(result['quarantined'])} clip(s) could not be used, such as {one_line(first['id'])}: {one_line(first['reason'])}"
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -256,7 +263,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             result = evaluate(arguments, arguments.model, *arguments.utterances)
     except (UserError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
         return getattr(error, "exit_code", 1)
     for one in result.get("models", [] if arguments.compare else [result]):
         print_table(one)

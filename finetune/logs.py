@@ -1,15 +1,21 @@
 """Plain log lines on the main process; third-party chatter turned down."""
 
 import contextlib
+import copy
 import errno
 import logging
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+
+from finetune.checkup.secrets import REMOVED, TOKENS, clean_urls, secrets_of_the_environment
+from finetune.untrusted.text import Block, lines, one_line
 
 NOISY = (
     "datasets",
@@ -50,7 +56,7 @@ class _AboveHandler(logging.Handler):
             let_go(error)
 
     def _write(self, record: logging.LogRecord) -> None:
-        text = self.format(record)
+        text = without_secrets(lines(self.format(_plain(record))))
         if _console is None:
             tqdm.write(text, file=sys.stderr)
             return
@@ -59,6 +65,38 @@ class _AboveHandler(logging.Handler):
         _console.print(
             text, markup=False, highlight=False, emoji=False, soft_wrap=whole, no_wrap=not whole, overflow=overflow
         )
+
+
+def _plain(record: logging.LogRecord) -> logging.LogRecord:
+    """The record with texts that cannot break its line or act on the terminal; line breaks of its own format stay."""
+    if isinstance(record.args, tuple) and any(isinstance(a, str | Path | BaseException) for a in record.args):
+        record = copy.copy(record)
+        record.args = tuple(_argument(value) for value in record.args or ())
+    return record
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, BaseException | Block):
+        return lines(value)  # a message may have lines
+    return one_line(value) if isinstance(value, str | Path) else value
+
+
+def without_secrets(text: str) -> str:
+    """A line without the secrets of the environment, tokens of known forms and passwords of addresses."""
+    for value in sorted(secrets_of_the_environment(), key=len, reverse=True):
+        text = text.replace(value, REMOVED)
+    text = TOKENS.sub(REMOVED, text)
+    return clean_urls(text) if "://" in text else text
+
+
+def say_error(error: Any, before: str = "error: ") -> None:
+    """A message to the user on stderr, which cannot act on the terminal and holds no secret."""
+    print(f"{before}{without_secrets(lines(error))}", file=sys.stderr)
+
+
+def _say_crash(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """A traceback, cleaned as a message is."""
+    say_error("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"), before="")
 
 
 def let_go(error: OSError) -> None:
@@ -95,6 +133,7 @@ def set_up_logging() -> None:
     os.environ.setdefault(
         "TQDM_MININTERVAL", "0.1" if sys.stderr.isatty() else "20"
     )  # few lines where it is no terminal
+    sys.excepthook = _say_crash
     handler = _AboveHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     project = logging.getLogger("finetune")

@@ -16,7 +16,7 @@ from typing import Any
 
 from finetune.config.load import load_config
 from finetune.errors import UserError
-from finetune.logs import set_up_logging
+from finetune.logs import say_error, set_up_logging
 from finetune.planning.gpus import GIB, Card, card_here, card_named, card_with_memory
 from finetune.planning.plan import TOKENS_A_SECOND, Data, Row, all_combinations, as_json, make_plan, recommend
 from finetune.strategies.accelerate_files import resolve_strategy
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
             draw(rows, card, a.picture)
         return 0 if recommended and any(row.fits for row in rows) else 1
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
         return error.exit_code
 
 

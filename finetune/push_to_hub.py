@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import UserError
-from finetune.logs import set_up_logging
+from finetune.logs import say_error, set_up_logging
 from finetune.publishing.base import with_answers
 from finetune.publishing.card import make_card
 from finetune.publishing.facts import LANGUAGE, Data, Facts, facts_of_run, facts_without_run, is_hub_data_form, run_of
@@ -258,7 +258,7 @@ def main(argv: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             return share(arguments, Path(folder))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
         return error.exit_code
     except BrokenPipeError:  # `| head`: nobody reads on, and Python would say so once more when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from finetune.errors import UserError
+from finetune.logs import say_error
 from finetune.reporting.compare import write_comparison
 from finetune.reporting.page import write_report
 from finetune.reporting.read import is_run, stage_folders
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             path = write_comparison(folders, arguments.output or Path("compare.html"))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
         return error.exit_code
     print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
     return 0

@@ -29,9 +29,9 @@ from omegaconf import OmegaConf  # noqa: E402
 
 from finetune.config.load import load_config  # noqa: E402
 from finetune.errors import UserError  # noqa: E402
-from finetune.logs import set_up_logging  # noqa: E402
+from finetune.logs import say_error, set_up_logging  # noqa: E402
 from finetune.strategies.accelerate_files import check_num_gpus, engine_with, number_of_processes, resolve_strategy  # noqa: E402
-from finetune.training import stopping  # noqa: E402
+from finetune.training import ranks, stopping  # noqa: E402
 
 DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EFBIG)
 
@@ -190,12 +190,18 @@ def _main(argv: list[str] | None, observe: Callable[[Any], None] | None) -> int:
             place = place_in_plan(stage.number, [configs[s].training.max_steps for s in plan])
             train(config, strategy, observe, last=stage is plan[-1], place=place, profile_steps=arguments.profile)
 
+        restarted = stages.was_restarted(plan)
         stages.run_stages(
-            plan, train_stage, resume=t.resume_from_checkpoint, margin=t.stage_margin, only=arguments.stage
+            plan,
+            train_stage,
+            resume=t.resume_from_checkpoint or restarted,
+            margin=t.stage_margin,
+            only=arguments.stage,
         )
         return 0
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        ranks.failed(str(error))
+        say_error(error)
         return error.exit_code
     except (RuntimeError, MemoryError) as error:
         from finetune.training.out_of_memory import is_out_of_memory, out_of_memory_message
@@ -204,7 +210,8 @@ def _main(argv: list[str] | None, observe: Callable[[Any], None] | None) -> int:
             raise
         gpu = type(error).__name__ == "OutOfMemoryError"
         engine = engine_with(strategy.engine, number_of_processes())
-        print(f"error: {out_of_memory_message(error, config, gpu, engine)}", file=sys.stderr)
+        ranks.failed(error)
+        say_error(out_of_memory_message(error, config, gpu, engine))
         return 1
     except stopping.Stopped as stop:
         print(
@@ -221,6 +228,7 @@ def _main(argv: list[str] | None, observe: Callable[[Any], None] | None) -> int:
     except OSError as error:
         if error.errno not in DISK_TROUBLE:
             raise
+        ranks.failed(error)
         print(
             f"error: {error.filename or 'a file'} cannot be written: {error.strerror}. Make room or mend the disk, then start the same "
             "command again with training.resume_from_checkpoint=true.",
@@ -233,6 +241,7 @@ def leave(code: int) -> None:
     """Ends the process, and leaves its exit code in the file that FINETUNE_EXIT_CODE_FILE names (scripts/run_training.sh). In a process group it does not take the interpreter down first: a thread of gloo that asks for it then is killed,
     which aborts the process, and the launcher calls a run failed that is done.
     """
+    ranks.left(code)
     stopping.write_exit_code(code)
     if code == stopping.EXIT_CODE and stopping.EXIT_CODE_FILE in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
         code = 0  # or torchrun would start again what was asked to stop

@@ -29,9 +29,10 @@ from finetune.evaluation.long_audio import CHUNK_SECONDS, OVERLAP_SECONDS, Chunk
 from finetune.evaluation.recognise import evaluation_mode, frame_seconds, recognise_chunks, text_of
 from finetune.evaluation.subtitles import cues_of, srt, vtt
 from finetune.evaluation.words import enable_timestamps, segments_of, words_of
-from finetune.logs import set_up_logging
+from finetune.logs import say_error, set_up_logging
 from finetune.models.nemo import load_model, move_to_device
 from finetune.strategies.attention import use_local_attention
+from finetune.untrusted.text import json_line, one_line
 
 FORMATS = ("json", "srt", "vtt", "txt")
 
@@ -233,7 +234,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.attention == "local":
             use_local_attention(model, arguments.context)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
         return error.exit_code
     if timed:
         enable_timestamps(model)
@@ -246,12 +247,12 @@ def main(argv: list[str] | None = None) -> int:
         for row in tqdm(rows, total=len(files), unit="file", disable=len(files) == 1, delay=2):
             if "error" in row:
                 failed += 1
-                print(f"error: {row['file']}: {row['error']}", file=sys.stderr)
+                say_error(f"{one_line(row['file'])}: {one_line(row['error'])}")
             elif arguments.output:
                 write_formats(row, paths[row["file"]], arguments.timestamps)
             if not arguments.timestamps:
                 row.pop("words", None), row.pop("segments", None)
-            print(json.dumps(row, ensure_ascii=False), flush=True)
+            print(json_line(row), flush=True)
     if failed:
         print(f"{failed} of {len(files)} file(s) could not be transcribed", file=sys.stderr)
     return 1 if failed else 0

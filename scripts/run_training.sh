@@ -1,16 +1,73 @@
 #!/usr/bin/env bash
 # Starts a training with the launcher and the number of processes that fit this machine and strategy.
 #   bash scripts/run_training.sh [--strategy NAME ...] [--config FILE] [key=value ...]
-# NUM_PROCESSES sets the number of processes (default: one a GPU, or one).
+# NUM_PROCESSES sets the number of processes on this machine (default: one a GPU, or one).
+# Several machines: the same command on each of them, with NNODES (or LEAST:MOST), NODE_RANK, MASTER_ADDR (of machine 0), MASTER_PORT
+# (default 29500). MAX_RESTARTS: how often the launcher starts a training again that died (default 0).
+# SIGTERM, SIGINT and SIGUSR1 are passed on to the training, which saves a checkpoint and ends; a SIGHUP as SIGTERM.
+# Exit codes are the training's own: 0 done, 75 stopped and saved (start it again), 1 failed, 2 bad arguments.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 bin=
 [ -x "$root/.venv/bin/python" ] && bin=$root/.venv/bin/
 gpus=$("${bin}python" -c 'import torch; print(torch.cuda.device_count())')
 processes=${NUM_PROCESSES:-$((gpus > 0 ? gpus : 1))}
-train=$root/finetune/train.py
-echo "run_training: $gpus GPU(s), $processes process(es)" >&2
-if [ "$processes" -gt 1 ]; then
-    exec "${bin}torchrun" --standalone --nproc_per_node "$processes" "$train" "$@"
+nodes=${NNODES:-1}
+restarts=${MAX_RESTARTS:-0}
+train=${TRAIN_SCRIPT:-$root/finetune/train.py}
+if [ "$nodes" != 1 ]; then
+    port=${MASTER_PORT:-29500}
+    : "${NODE_RANK:?run_training: with NNODES=$nodes NODE_RANK has to be set, 0 on the first machine}"
+    : "${MASTER_ADDR:?run_training: with NNODES=$nodes MASTER_ADDR has to be set to the address of machine 0}"
+    echo "run_training: $gpus GPU(s), $processes process(es) on machine $NODE_RANK of $nodes, meeting at $MASTER_ADDR:$port" >&2
+    launch=("${bin}torchrun" --nnodes "$nodes" --nproc_per_node "$processes" --max-restarts "$restarts" --rdzv_backend c10d
+        --rdzv_id "${RDZV_ID:-finetune}" --rdzv_endpoint "$MASTER_ADDR:$port"
+        --rdzv_conf "is_host=$([ "$NODE_RANK" = 0 ] && echo true || echo false)")
+    unset MASTER_ADDR MASTER_PORT
+elif [ "$processes" -gt 1 ] || [ "$restarts" -gt 0 ]; then
+    echo "run_training: $gpus GPU(s), $processes process(es)" >&2
+    launch=("${bin}torchrun" --standalone --nproc_per_node "$processes" --max-restarts "$restarts")
+else
+    echo "run_training: $gpus GPU(s), one process" >&2
+    launch=("${bin}accelerate" launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no)
 fi
-exec "${bin}accelerate" launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no "$train" "$@"
+
+# Launchers turn a training's exit code into 1, so that train.py leaves its own in a file.
+FINETUNE_EXIT_CODE_FILE=$(mktemp)
+export FINETUNE_EXIT_CODE_FILE
+trap 'rm -f "$FINETUNE_EXIT_CODE_FILE"' EXIT
+
+# Launchers cannot be signalled: torchrun kills the training after 30 s or, like accelerate, dies of a signal and leaves it behind. So they
+# get a session of their own, where the terminal does not reach them, and what they have started gets the signal.
+asked=
+pass_on() {
+    local pid ranks=0
+    for pid in $(ps -o pid= --ppid "$launcher" 2> /dev/null); do
+        if tr '\0' '\n' < "/proc/$pid/cmdline" 2> /dev/null | grep -qxF -- "$train"; then
+            kill -s "$1" "$pid" 2> /dev/null && ranks=$((ranks + 1))
+        fi
+    done
+    if [ "$ranks" = 0 ]; then # it has not started anything yet
+        asked=1
+        kill -TERM "$launcher" 2> /dev/null || true
+    fi
+    echo "run_training: $1 passed on to $ranks process(es)" >&2
+}
+trap 'pass_on TERM' TERM HUP
+trap 'pass_on INT' INT
+trap 'pass_on USR1' USR1
+
+setsid "${launch[@]}" "$train" "$@" &
+launcher=$!
+while :; do
+    code=0
+    wait "$launcher" || code=$?
+    kill -0 "$launcher" 2> /dev/null || break # a signal ends `wait` before the launcher has ended
+done
+written=$(cat "$FINETUNE_EXIT_CODE_FILE")
+if [ -n "$written" ]; then
+    code=$written
+elif [ -n "$asked" ]; then
+    code=75
+fi
+exit "$code"

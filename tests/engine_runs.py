@@ -57,7 +57,8 @@ def spoil(calls: Container[int], how: str = "nan") -> None:
 
     Args:
         how: `nan`: they and their gradients are not numbers; `inf`: the losses alone are infinite; `gradient`: the gradients alone are not
-            numbers; `spike`: both are a thousand times as large; `nan_first`: nan for the first clip only.
+            numbers; `norm`: the gradients are so large that their norm alone is infinite; `spike`: losses and gradients are a thousand
+            times as large; `nan_first`: nan for the first clip only.
     """
     whole, seen = TransducerLossModule.forward, []
 
@@ -68,8 +69,8 @@ def spoil(calls: Container[int], how: str = "nan") -> None:
             return losses_B
         if how == "nan_first":
             return losses_B * torch.tensor([math.nan] + [1.0] * (len(losses_B) - 1))
-        if how == "gradient":
-            losses_B.register_hook(lambda gradient: gradient * math.nan)
+        if how in ("gradient", "norm"):
+            losses_B.register_hook(lambda gradient: gradient * (math.nan if how == "gradient" else 1e25))
             return losses_B
         return losses_B + math.inf if how == "inf" else losses_B * (1000 if how == "spike" else math.nan)
 

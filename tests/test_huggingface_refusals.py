@@ -267,9 +267,9 @@ def test_the_directory_that_the_command_runs_in(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "EOFError"),
-        (b"no weights at all", "UnpicklingError"),
-        ("half", "RuntimeError"),
+        (b"", "no torch file"),
+        (b"no weights at all", "no torch file"),
+        ("half", "no torch file"),
         (None, "ReadError"),
     ],
 )
@@ -289,7 +289,8 @@ def test_a_nemo_file_that_is_damaged(content, said, tmp_path, capsys):
         bad.write_bytes(bad.read_bytes()[:100_000])
     assert export("--model", bad, "--to", "hf", "--output", tmp_path / "out") == 2
     lines = capsys.readouterr().err.strip().splitlines()
-    assert re.search(rf"--model: .*bad\.nemo cannot be read as a NeMo model: .*({said})", lines[-1])
+    part = " cannot be read as a NeMo model" if content is None else ": model_weights.ckpt cannot be read"
+    assert re.search(rf"--model: .*bad\.nemo{part}: .*({said})", lines[-1])
     assert "copy or download it again" in lines[-1]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.nemo"]
 

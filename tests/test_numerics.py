@@ -254,6 +254,37 @@ def test_a_loss_that_is_not_finite_leaves_the_loss_scale(run_train, tiny_run, tm
     assert skipped(tmp_path / "run") == [(2, "loss")]
 
 
+def test_a_norm_that_overflows_alone_is_not_the_scales_fault(run_train, tiny_run, tmp_path, scaled, spoiled):
+    scaled(8.0)
+    spoiled([2], "norm")
+    found: list[Any] = []
+    training = {**NO_EVALUATION, "max_steps": 3, "save_steps": 0}
+    arguments = tiny_run(model=LEARNING, data=ONLY_TRAIN, training=training)
+    assert run_train(*arguments, observe=lambda trainer: scales(trainer, found)) == 0
+    assert [same for _, _, same in found] == [False, True, False]
+    assert skipped(tmp_path / "run") == [(2, "gradient")]
+
+
+def test_where_the_optimizer_steps_in_backward_a_bad_loss_never_gets_there(run_train, tiny_run, tmp_path, spoiled):
+    """As flash_adamw_gradient_release does, which needs a GPU: here hooks that change the weights stand for it."""
+    spoiled([3], "inf")
+    found: dict[str, Any] = {}
+
+    def observe(trainer: Any) -> None:
+        def step_now(p: torch.Tensor) -> None:
+            p.data -= 0.001 * p.grad.sign()
+
+        for p in trainer.model.parameters():
+            p.register_post_accumulate_grad_hook(step_now)
+        trainer.step_guard.releases = True
+        watch_digests(trainer, found)
+
+    training = {**NO_EVALUATION, "max_steps": 4, "save_steps": 0}
+    assert run_train(*tiny_run(model=LEARNING, data=ONLY_TRAIN, training=training), observe=observe) == 0
+    untouched([{"rank": 0, **found}], 4, {3})
+    assert skipped(tmp_path / "run") == [(3, "loss")]
+
+
 # ---- several processes ---------------------------------------------------------------------------------------------
 
 SPOILED = 4  # the call of the model that is spoiled, counted from 1
@@ -271,7 +302,7 @@ HOW = {"nan": "loss", "inf": "loss", "gradient": "gradient", "spike": "spike"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero1", "zero2", "zero2_offload", "zero3"])
 def test_a_spoiled_batch_on_one_rank_changes_nothing_on_any(trainings, bare_zero3, clips, tmp_path, engine):  # noqa: F811
     strategy = ["--deepspeed", bare_zero3] if engine == "zero3" else ["--strategy", engine]
     learning = [

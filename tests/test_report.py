@@ -240,6 +240,31 @@ def test_a_page_of_a_long_run_stays_small(tmp_path):
     assert (tmp_path / "report.html").stat().st_size - library.stat().st_size < 1_000_000
 
 
+def test_a_page_that_takes_long_is_written_less_often(tmp_path, monkeypatch):
+    """A hundredth of the time at most, and in any case at the end; one that is quick is written each time."""
+    from finetune.reporting import page
+
+    clock, written, takes = [0.0], [], [0.0]
+
+    def write(folder: Path) -> Path:
+        clock[0] += takes[0]
+        written.append(clock[0])
+        return tmp_path / "report.html"
+
+    (tmp_path / "report.html").touch()
+    monkeypatch.setattr(page.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(page, "write_report", write)
+    for took, pages in ((0.5, 21), (5.0, 5)):
+        monkeypatch.setattr(page, "_written", {})
+        takes[0] = took
+        written.clear()
+        for _ in range(20):
+            clock[0] += 100
+            page.keep_report(tmp_path)
+        page.keep_report(tmp_path, say=True)
+        assert len(written) == pages
+
+
 def test_mistakes_of_ranks_are_those_of_one_process_and_stay_few():
     """The same clips in two parts give the same list; of all audio only that of the worst is kept."""
     from finetune.evaluation.mistakes import LONGEST_AUDIO, Mistakes

@@ -1,6 +1,7 @@
 """Takes out of texts and configurations what nobody else should read: tokens, passwords, signatures, names of users and hosts."""
 
 import contextlib
+import functools
 import getpass
 import os
 import re
@@ -197,3 +198,9 @@ def clean(value: Any, secrets: set[str] | frozenset[str] = frozenset(), personal
 def _holds(value: Any) -> bool:
     """Whether there is something to hide."""
     return value is not None and not isinstance(value, bool) and value not in ("", [], {})
+
+
+@functools.cache
+def secrets_of_the_environment() -> frozenset[str]:
+    """What `known_secrets` finds in the environment, looked up once: a log line asks for it each time."""
+    return frozenset(known_secrets())

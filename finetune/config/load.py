@@ -9,16 +9,18 @@ import typing
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from finetune.checkup.secrets import REMOVED, is_secret_name
 from finetune.config.schema import RunConfig
 from finetune.config.vocabulary import changes_vocabulary, parse_tokenizer
 from finetune.errors import UserError
 from finetune.paths import OVERLAYS
 from finetune.strategies.compatibility import find_conflicts
 from finetune.strategies.optimizers import ALLOWED_ARGS
+from finetune.untrusted.documents import check_references, first_line, leaves, parse_yaml, read_text
+from finetune.untrusted.text import lines
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +95,22 @@ class Layers:
             else:
                 self.problems.append(f"{origin}: unknown key {key}.{self._suggest(key)}")
 
+    def _check_references(self) -> None:
+        """What `${...}` may do, before any is followed; what is refused is left at its default for the other checks."""
+        defaults = OmegaConf.structured(RunConfig)
+        for key in self.fields:
+            whole = OmegaConf.to_container(self.config)
+            section, name = key.split(".", 1)
+            problems = check_references(whole, environment_refused, at=(section, name))
+            removed = [
+                k for k, value in leaves(whole[section][name], key) if isinstance(value, str) and REMOVED in value
+            ]
+            problems += [f"{k}: a secret stood here and was taken out. Write it again" for k in removed]
+            if problems:
+                self.problems += [f"{self.origin.get(key, 'default')}: {problem}." for problem in problems]
+                self.refused.add(key)
+                OmegaConf.update(self.config, key, _as_written(defaults, key), merge=False)
+
     def _is_section(self, key: str) -> bool:
         return typing.get_origin(self.fields[key].type) is dict or key == TOKENIZER
 
@@ -112,7 +130,8 @@ class Layers:
         return str(hint).removeprefix("typing.") if not isinstance(hint, type) else hint.__name__
 
     def check_values(self) -> None:
-        """Missing values, choices and bounds."""
+        """References, missing values, choices and bounds."""
+        self._check_references()
         defaults = OmegaConf.structured(RunConfig)
         for key, f in self.fields.items():
             if key in self.refused:
@@ -137,6 +156,24 @@ class Layers:
                     f"{self.origin.get(key, 'default')}: {key}: {value!r} is not one of {', '.join(choices)}.{hint}"
                 )
         self.problems += [f"{self.origin.get(k, 'default')}: {k}: {why}" for k, why in _bounds(self)]
+
+
+def environment_refused(call: str) -> str | None:
+    """Why a call in `${...}` of a run file is refused: it may read a variable of the environment that holds no secret, and nothing else.
+
+    Args:
+        call: such as "oc.env:HOME" or "oc.env:DATA,/data".
+    """
+    function, _, rest = call.partition(":")
+    name = rest.partition(",")[0].strip().strip("'\"")
+    if function.strip() != "oc.env":
+        return "a run file refers to its own keys, as ${training.seed}, and to variables of the environment, as ${oc.env:NAME}"
+    if is_secret_name(name):
+        return (
+            f"the name {name} is that of a secret, which would stand in paths, addresses and logs. Storage and trackers take their "
+            "credentials from the environment themselves"
+        )
+    return None
 
 
 def _bounds(layers: Layers) -> list[tuple[str, str]]:
@@ -337,21 +374,16 @@ def read_yaml(path: Path, what: str) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{what}: there is no file {path} (looked in {Path.cwd()}).")
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_loader())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{what}: {path} is not valid YAML: {error}") from error
+        values = parse_yaml(read_text(path))
+    except OSError as error:
+        raise UserError(f"{what}: {path} cannot be read: {error.strerror or error}.") from error
+    except ValueError as error:
+        raise UserError(f"{what}: {path} is not valid YAML: {lines(error)}") from error
     if values is None:
         values = {}
     if not isinstance(values, dict):
         raise UserError(f"{what}: {path} has to be a mapping, found {type(values).__name__}.")
     return values
-
-
-def _loader() -> type[yaml.SafeLoader]:
-    """YAML 1.1 reads 1e-4 as a string; this reads it as the number that was meant."""
-    from omegaconf._utils import get_yaml_loader
-
-    return get_yaml_loader()
 
 
 def parse_overrides(overrides: list[str]) -> dict[str, Any]:
@@ -370,9 +402,9 @@ def parse_overrides(overrides: list[str]) -> dict[str, Any]:
             if not isinstance(section, dict):
                 raise UserError(f"{text}: {part} was given a value of its own by another argument.")
         try:
-            section[parts[-1]] = yaml.load(value, Loader=_loader()) if value else None
-        except yaml.YAMLError as error:
-            raise UserError(f"{text}: the value is not valid YAML ({' '.join(str(error).split())}).") from error
+            section[parts[-1]] = parse_yaml(value) if value else None
+        except ValueError as error:
+            raise UserError(f"{text}: the value is not valid YAML ({first_line(error)}).") from error
     return nested
 
 

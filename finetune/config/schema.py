@@ -178,6 +178,11 @@ class DataConfig:
         None,
         "Source of the original domain, evaluated before, during (`training.guard_steps`) and after; a loss on it is said.",
     )
+    root: str | None = option(
+        None,
+        "Directory, or beginning of a URL, below which the audio that rows name has to lie, links resolved: set it for manifests that "
+        "others wrote. What lies elsewhere goes to quarantine with that reason. null: anywhere (docs/security.md).",
+    )
     temperature: float | None = option(
         None,
         "Draw languages in proportion to their clips to the power of 1 / temperature: 1 as they are, larger evens them out. Takes the "
@@ -341,6 +346,16 @@ class TrainingConfig:
         "there is one. No effect on a CPU.",
     )
     num_gpus: int = option(0, "Checked against the number of processes. 0: not checked.", "processes")
+    rank_timeout: float = option(
+        30.0,
+        "With several processes: seconds after which one that is stopped, or not heard of, counts as lost and the others end with a message. One that dies is known at once. 0: nobody watches.",
+        "seconds",
+    )
+    ddp_timeout: int = option(
+        1800,
+        "With several processes: how long an exchange between them may wait for one that is still alive.",
+        "seconds",
+    )
     seed: int = option(42, "Seed of shuffling, dropout, SpecAugment and new weights.")
     dataloader_num_workers: int = option(2, "Worker processes that read, decode and tokenise.", "processes")
     dataloader_prefetch_factor: int = option(4, "Batches that each worker keeps ready.", "batches")

@@ -36,11 +36,12 @@ from finetune.data.filters import FilteredClip, Filters, level, parse_filters
 from finetune.data.leave_out import DUPLICATE, hash_of
 from finetune.data.options import StreamOptions
 from finetune.data.orphans import ends_with_this_process
+from finetune.data.places import check_root
 from finetune.data.reader import UnreadableShard, rows_from
 from finetune.data.shards import Shard
 from finetune.data.sources import OpenSource, open_source, parse_sources
 from finetune.errors import UserError
-from finetune.logs import set_up_logging
+from finetune.logs import say_error, set_up_logging
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +185,8 @@ def _count(
 
 def gather(files: list[Path]) -> dict[str, Any]:
     """The sums over all shards."""
-    total: dict[str, Any] = {"rows": 0, "clips": 0, "errors": [], "sample": []}
+    total: dict[str, Any] = {"rows": 0, "clips": 0, "errors": []}
+    lengths: list[np.ndarray] = []
     counters = ("seconds_by_language", "clips_by_language", "filtered", "sample_rates", "channels")
     sums: dict[str, Counter[str]] = {name: Counter() for name in counters}
     histograms = {name: np.zeros(bins, dtype=np.int64) for name, (_, _, bins) in BINS.items()}
@@ -193,13 +195,14 @@ def gather(files: list[Path]) -> dict[str, Any]:
         part = json.loads(file.read_text(encoding="utf-8"))
         total["rows"] += part["rows"]
         total["clips"] += part["clips"]
-        total["sample"] += part["sample"]
+        lengths.append(np.array(part["sample"], dtype=np.float64).reshape(-1, 2))  # lists take ten times as much
         total["errors"] += [part["error"]] if part["error"] else []
         for name in counters:
             sums[name].update(part[name])
         for name in histograms:
             histograms[name] += np.array(part["histograms"][name])
         problems.update(kind_of(problem["reason"]) for problem in part["problems"])
+    total["sample"] = np.concatenate(lengths)
     total["duplicates"] = find_duplicates(files)
     return {
         **total,
@@ -269,7 +272,7 @@ def check(arguments: argparse.Namespace) -> dict[str, Any]:
     found = gather(files)
     sample, duplicates = found.pop("sample"), found.pop("duplicates")
     some = np.random.default_rng(0).permutation(len(sample))[:PADDING_SAMPLE]
-    found["padding"] = estimate_padding([sample[i] for i in some], limits, options.shuffle_buffer_size)
+    found["padding"] = estimate_padding(sample[some].tolist(), limits, options.shuffle_buffer_size)
     found["bad_fraction"] = found["bad"] / max(found["rows"], 1)
     found["max_bad_fraction"] = bad_limit
     with (arguments.output_dir / "problems.jsonl").open("w", encoding="utf-8", errors="backslashreplace") as out:
@@ -311,7 +314,8 @@ def prepare(arguments: argparse.Namespace) -> tuple[list[OpenSource], StreamOpti
         config, _ = load_config(arguments.config, [], arguments.overrides)
         data = config.data
         sources = [open_source(s, "data.train") for s in parse_sources(plain(data.train), "data.train", "train")]
-        sources, limits = with_filters(sources, config), train_limits(config)
+        root = check_root(data.root)
+        sources, limits = with_filters([replace(s, root=root) for s in sources], config), train_limits(config)
         arguments.model, arguments.tokenizer = config.model.name, tokenizer_setting(config).dir
         normalization, size, bad_limit = data.text_normalization, data.shuffle_buffer_size, data.max_bad_fraction
     else:
@@ -367,7 +371,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         found = check(arguments)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
         return error.exit_code
     except OSError as error:
         print(f"error: --output-dir: {arguments.output_dir} cannot be written: {error}", file=sys.stderr)
@@ -378,7 +382,7 @@ def main(argv: list[str] | None = None) -> int:
         file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     write_report(found, arguments.output_dir / "report.html")
     for error in found["errors"]:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
     print(
         f"{found['rows']} rows, {found['clips']} clips to train on, {found['hours']:.2f} h; left out by filters: "
         f"{sum(found['filtered'].values())}; bad: {found['bad']}; the report: {arguments.output_dir / 'report.html'}"

@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from finetune.checkup.secrets import clean_urls
 from finetune.data.augment import augment
 from finetune.data.buffer import Entry
 from finetune.data.decode import BadClip, Unreachable, audio_seconds, mono_at, read_audio
 from finetune.data.filters import FilteredClip
 from finetune.data.options import StreamOptions
+from finetune.data.places import check_place
 from finetune.data.shards import BAD_LINE, Row
 from finetune.data.sources import OpenSource
 from finetune.data.text import normalize_text
@@ -24,6 +26,8 @@ from finetune.data.text import normalize_text
 # A row's duration may be rounded; beyond both of these the text belongs to other audio.
 SECONDS_OFF, SHARE_OFF = 1.0, 0.2
 ABSURD_SECONDS = 1e6
+LONGEST_TEXT = 100_000
+LONGEST_NAME = 1_000
 
 
 @dataclass
@@ -81,6 +85,8 @@ def examine(
     text = row.get(columns["text"])
     if not isinstance(text, str):
         raise BadClip(f"no text in column {columns['text']!r}")
+    if len(text) > LONGEST_TEXT:
+        raise BadClip(f"the text has {len(text):,} characters; {LONGEST_TEXT:,} at most are expected")
     if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
         raise BadClip("the text holds half of a character (a lone surrogate)")
     duration = row_duration(row)
@@ -95,6 +101,7 @@ def examine(
     if columns["audio"] not in row:
         raise BadClip(f"no audio in column {columns['audio']!r}")
     audio = row[columns["audio"]]
+    check_place(audio, source.folder, source.root)
     if duration is None and (
         options.group_by_duration or options.limits.seconds or options.limits.cells or options.limits.bounds
     ):
@@ -105,7 +112,7 @@ def examine(
     if seconds:
         filters.check_pace(len(text), seconds)
     held = audio.get("bytes") if isinstance(audio, dict) else None
-    language = str(row.get(columns.get("language", "")) or source.source.language or "")
+    language = _name(row.get(columns.get("language", "")) or source.source.language or "")
     cells = math.ceil(seconds * options.frame_rate) * (len(tokens) + 1)
     name = row_id(source, place, row)
     size = len(held) if isinstance(held, bytes) else 0
@@ -182,10 +189,17 @@ def row_id(source: OpenSource, place: str, row: Row) -> str:
     """The clip's id: its id column, the path of its audio, or its place in the source."""
     named = row.get(source.columns.get("id", ""))
     if named:
-        return str(named)
+        return _name(named)
     audio = row.get(source.columns["audio"])
     path = audio.get("path") if isinstance(audio, dict) else audio
-    return str(path) if isinstance(path, str) and path else place
+    return _name(path) if isinstance(path, str) and path else place
+
+
+def _name(value: Any) -> str:
+    """A name from a row that every file and tracker takes: of bounded length, without halves of characters or passwords of an address."""
+    text = str(value)[:LONGEST_NAME]
+    text = clean_urls(text) if "://" in text else text
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def text_encoder(tokenizer: Any) -> Callable[[str], list[int]]:

@@ -15,12 +15,15 @@ import soxr
 import torch
 import torchaudio
 
+from finetune.checkup.secrets import clean_urls
 from finetune.data.filters import FilteredClip
 from finetune.data.retry import wait_before
 
 LOWEST_RATE, HIGHEST_RATE = 2_000, 768_000  # Hz
 LONGEST_RATIO = 1_000
 download_retries = 5  # `data.read_retries` of the process that reads
+LARGEST_FILE = 2**30  # bytes of one elsewhere
+MOST_SAMPLES = 2**29  # of a clip, all channels: 9 hours at 16 kHz, 2 GiB
 UNKNOWN_FRAMES = 2**53  # libsndfile says more where a stream does not tell its length
 
 
@@ -149,14 +152,25 @@ def read_audio(
             check(sound.frames / sound.samplerate)
         dtype = "int16" if compact and sound.subtype == "PCM_16" else "float32"
         if offset is None:
-            return sound.read(dtype=dtype), sound.samplerate
+            check_samples(sound, sound.frames)
+            return sound.read(MOST_SAMPLES // sound.channels, dtype=dtype), sound.samplerate
         first = round(offset * sound.samplerate)
         if first >= sound.frames > 0:
             raise BadClip(f"offset {offset} s lies behind the end of the audio ({sound.frames / sound.samplerate} s)")
         if first:
             sound.seek(first)
-        frames = -1 if duration is None else round(duration * sound.samplerate)
+        frames = MOST_SAMPLES // sound.channels if duration is None else round(duration * sound.samplerate)
+        check_samples(sound, min(frames if duration is not None else sound.frames - first, sound.frames - first))
         return sound.read(frames, dtype=dtype), sound.samplerate
+
+
+def check_samples(sound: soundfile.SoundFile, frames: int) -> None:
+    """Raises BadClip for a clip that would fill the memory: a few megabytes of compressed silence may be days."""
+    if frames < UNKNOWN_FRAMES and frames * sound.channels > MOST_SAMPLES:
+        hours = frames / sound.samplerate / 3600
+        raise BadClip(
+            f"the clip is {hours:,.1f} h long with {sound.channels} channel(s); that does not go into the memory at once"
+        )
 
 
 @contextlib.contextmanager
@@ -189,12 +203,17 @@ def _download(url: str) -> bytes:
     for attempt in itertools.count(1):
         try:
             with fsspec.open(url, "rb") as remote:
-                return remote.read()
+                content = remote.read(LARGEST_FILE + 1)
+            if len(content) > LARGEST_FILE:
+                raise BadClip(f"{clean_urls(url)} has more than {LARGEST_FILE:,} bytes")
+            return content
+        except BadClip:
+            raise
         except FileNotFoundError as error:
-            raise BadClip(f"there is no file {url}") from error
+            raise BadClip(f"there is no file {clean_urls(url)}") from error
         except Exception as error:
             if attempt > download_retries:
-                raise Unreachable(f"{url} cannot be read: {type(error).__name__}: {error}") from error
+                raise Unreachable(clean_urls(f"{url} cannot be read: {type(error).__name__}: {error}")) from error
             wait_before(attempt + 1)
     raise AssertionError  # an attempt returned or raised
 

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from finetune.checkup.secrets import clean_urls
 from finetune.data.order import Piece, chosen_pieces, deal, from_json, interleave, shuffled
 from finetune.data.retry import wait_before
 from finetune.data.shards import NumberedRows, Row, Shard
@@ -38,6 +39,7 @@ def rows_from(shard: Shard, first: int, retries: int) -> NumberedRows:
             return
         except Exception as error:
             what = f"{shard.file} cannot be read from {shard.unit} {shard.first + row} on: {type(error).__name__}: {error}"
+            what = clean_urls(what) if "://" in what else what
             failures += 1
             if failures > retries or isinstance(error, FileNotFoundError | PermissionError):
                 raise UnreadableShard(what) from error

@@ -13,6 +13,8 @@ from typing import Any
 import fsspec
 import numpy as np
 
+from finetune.checkup.secrets import clean_urls
+
 MANIFEST_CHUNK_BYTES = 2**18  # some thousand lines: a limit on the samples takes whole chunks in random order
 SMALLEST_CHUNK_BYTES = 2**12
 CHUNKS_OF_A_SMALL_MANIFEST = 64
@@ -20,6 +22,7 @@ SCAN_BYTES = 2**22
 PARQUET_BUFFER_BYTES = 2**23
 ROWS_AT_ONCE = 16
 FOOTERS_AT_ONCE = 16
+LONGEST_LINE = 2**24
 BAD_LINE = "(bad line)"  # no key of a manifest
 
 Row = dict[str, Any]
@@ -48,7 +51,8 @@ class Shard:
 
     def place(self, row: int) -> str:
         """Where a row stands, for people."""
-        return f"{self.file} {self.unit} {self.first + row}"
+        file = clean_urls(self.file) if "://" in self.file else self.file
+        return f"{file} {self.unit} {self.first + row}"
 
 
 # ---- manifests -----------------------------------------------------------------------------------------------------
@@ -125,6 +129,8 @@ def lines_of(path: str) -> Iterator[bytes]:
 
 def parse_line(line: bytes) -> Row:
     """The row of a manifest's line; for a line that cannot be read, a row whose BAD_LINE says why."""
+    if len(line) > LONGEST_LINE:
+        return {BAD_LINE: f"the line has {len(line):,} bytes; {LONGEST_LINE:,} at most are expected"}
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:

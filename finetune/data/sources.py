@@ -17,6 +17,7 @@ from finetune.data.shards import Shard, arrow_shards, dataset_shards, expand, ma
 from finetune.data.tarred import tarred_shards
 from finetune.data.text import NORMALIZATIONS
 from finetune.errors import UserError
+from finetune.untrusted.archives import bound_headers
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,8 @@ class OpenSource:
     """A NeMo manifest: rows are lines of JSON, and `offset` and `duration` cut a clip out of its file."""
     filters: Filters = Filters()
     """What leaves a clip out; none for evaluations."""
+    root: str | None = None
+    """`data.root`, links resolved: audio that a row names lies below it; None: anywhere."""
     remote: bool = False
     """Read over a network, where a failure may pass."""
 
@@ -150,6 +153,7 @@ def _open_source(source: Source, key: str) -> OpenSource:
             _check_protocol(url, key)
     if path.endswith(MANIFEST_SUFFIXES):
         return _open_manifest(source, key)
+    bound_headers()  # of the tar shards that `datasets` reads
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     if os.path.isfile(os.path.join(path, "dataset_info.json")) or os.path.isfile(

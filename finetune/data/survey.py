@@ -16,6 +16,7 @@ from finetune.data.filters import FilteredClip
 from finetune.data.lanes import FINISHED, Report, Sources
 from finetune.data.options import StreamOptions
 from finetune.data.order import chosen_pieces
+from finetune.data.places import check_place
 from finetune.data.reader import UnreadableShard, fetch
 from finetune.data.shards import NumberedRows, Row, Shard
 from finetune.data.sources import OpenSource
@@ -143,7 +144,9 @@ def length_of(source: OpenSource, row: Row) -> float:
     if seconds is not None:
         return seconds
     offset = row.get("offset") if source.is_manifest else None
-    return audio_seconds(row.get(source.columns["audio"]), source.folder, offset)
+    audio = row.get(source.columns["audio"])
+    check_place(audio, source.folder, source.root)
+    return audio_seconds(audio, source.folder, offset)
 
 
 def count_rows(sources: Sources, options: StreamOptions) -> int | None:

@@ -14,7 +14,9 @@ import numpy as np
 
 from finetune.data.shards import BAD_LINE, NumberedRows, Row, Shard, expand, lines_of, parse_line
 from finetune.errors import UserError
+from finetune.untrusted.archives import CheckedHeader
 
+LARGEST_MEMBER = 2**30
 REPEATED = re.compile(r"-sub\d+(?=\.[^.]*$|$)")
 """What NeMo adds to the name of a file of which several parts are used."""
 
@@ -110,11 +112,16 @@ def read_tar(tar: str, manifest: str, lines: np.ndarray, first: int = 0) -> Numb
     number = 0
     with fsspec.open(tar, "rb") as opened:
         seekable = "://" not in tar
-        with tarfile.open(fileobj=opened, mode="r:*" if seekable else "r|*") as archive:
+        mode = "r:*" if seekable else "r|*"
+        with tarfile.open(fileobj=opened, mode=mode, tarinfo=CheckedHeader) as archive:
             for member in archive:
                 rows = waiting.pop(_member(member.name), []) if member.isfile() else []
                 if not rows or number + len(rows) <= first:
                     number += len(rows)
+                    continue
+                if member.size > LARGEST_MEMBER:
+                    why = f"{member.name} in {tar} has {member.size:,} bytes; {LARGEST_MEMBER:,} at most are expected"
+                    strays += [{**row, BAD_LINE: why} for row in rows]
                     continue
                 content = archive.extractfile(member).read()
                 for row in rows:

@@ -1,6 +1,5 @@
 """Two models on the same clips: which is better, whether that is more than chance, and on which clips. N clips."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,6 +11,8 @@ import numpy as np
 from finetune.errors import UserError
 from finetune.evaluation.scores import normalize_for_scores, score_pair
 from finetune.evaluation.significance import FEW, RESAMPLES, as_text, block_names, compare_counts, verdict
+from finetune.untrusted.documents import parse_json
+from finetune.untrusted.text import one_line
 
 LISTED = 5
 """Clips that are shown on either side."""
@@ -40,7 +41,7 @@ def read_utterances(path: Path) -> tuple[list[Utterance], str | None]:
                 if not line.strip():
                     continue
                 try:
-                    row = json.loads(line)
+                    row = parse_json(line)
                     texts = [row["id"], row.get("language") or "", row["reference"], row["hypothesis"]]
                     if not all(isinstance(text, str) for text in texts):
                         raise ValueError("not text")
@@ -50,7 +51,8 @@ def read_utterances(path: Path) -> tuple[list[Utterance], str | None]:
                         "needed, as texts."
                     ) from error
                 found.append(Utterance(*texts))
-                normalizations.add(row.get("normalization"))
+                named = row.get("normalization")
+                normalizations.add(named if isinstance(named, str) else None)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--compare: {path} cannot be read: {error}.") from error
     return found, normalizations.pop() if len(normalizations) == 1 else None
@@ -178,7 +180,7 @@ def print_comparison(result: dict[str, Any]) -> None:
             *(percent(r["wer_a"]), interval(r["interval_a"]), percent(r["wer_b"]), interval(r["interval_b"])),
             *(difference, interval(r["difference_interval"], signed=True), as_text(p_value), r["words"], r["clips"]),
         )
-        print(f"{name:10} " + " ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:])))
+        print(f"{one_line(name):10} " + " ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:])))
     if languages:
         print("(p of the languages: corrected for their number after Holm)")
     if result["blocks"] != result["clips"]:
@@ -201,6 +203,6 @@ def print_comparison(result: dict[str, Any]) -> None:
         print(f"not compared: {', '.join(missing)}")
     for title, key in (("most improved", "most_improved"), ("most worsened", "most_worsened")):
         for clip in result[key]:
-            print(f"\n{title}: {clip['id']} ({clip['more_errors']:+d} errors)")
+            print(f"\n{title}: {one_line(clip['id'])} ({clip['more_errors']:+d} errors)")
             for name, text in (("reference", "reference"), ("a", "hypothesis_a"), ("b", "hypothesis_b")):
-                print(f"  {name:<9} {clip[text]}")
+                print(f"  {name:<9} {one_line(clip[text])}")

@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from finetune.config.load import parse_overrides, read_yaml
 from finetune.errors import UserError
+from finetune.untrusted.documents import check_references, first_line
 
 NOT_SET = "???"
 RESOLVER = re.compile(r"\$\{\s*(?!oc\.env:)[\w.]+:")
@@ -86,9 +87,15 @@ def read_source(file: Path, overrides: list[str]) -> Import:
     Raises:
         UserError: it is no YAML mapping, or a reference leads nowhere.
     """
-    values = OmegaConf.create(read_yaml(file, "FILE"))
+    tree = read_yaml(file, "FILE")
+    # Calls stay as they are, for a run file to refuse or to take; what is followed here has bounds.
+    if problems := check_references(tree, lambda call: None):
+        raise UserError(f"{file}: {problems[0]}.")
     plain = [text.lstrip("+") for text in overrides]
-    values = OmegaConf.merge(values, OmegaConf.create(parse_overrides(plain)))
+    try:
+        values = OmegaConf.merge(OmegaConf.create(tree), OmegaConf.create(parse_overrides(plain)))
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        raise UserError(f"{file}: it is no configuration: {first_line(error)}.") from error
     imported = Import(file, _resolve(values, "", file))
     imported.leaves = dict(_leaves(imported.tree))
     return imported

@@ -4,7 +4,6 @@ Loss, strategies, checkpoints and the files that a run leaves are then those of 
 """
 
 import atexit
-import json
 import logging
 import math
 import os
@@ -28,7 +27,9 @@ from finetune.models.huggingface_layout import (
 )
 from finetune.models.huggingface_tokenizer import UNKNOWN, read_sentencepiece, sentencepiece_of
 from finetune.models.huggingface_write import NOT_KEPT, SENTENCEPIECE, TRAINING_SETTINGS
+from finetune.models.nemo_files import NOT_BUILT, check_model_config, check_size
 from finetune.paths import ROOT
+from finetune.untrusted.documents import first_line, read_json_object, read_settings, resolved
 
 log = logging.getLogger(__name__)
 
@@ -91,10 +92,18 @@ def nemo_config(directory: Path, say: bool = False) -> dict[str, Any]:
     config = _read_json(directory / "config.json")
     check_type(config.get("model_type"), str(directory))
     config = _with_defaults(config, directory)
-    _check_settings(config, directory)
     kept = directory / TRAINING_SETTINGS
     nemo = _read_kept(kept) if kept.is_file() else _recipe()
-    changed = _merge(nemo, _derived(config, _features(directory), nemo["preprocessor"]))
+    try:
+        _check_settings(config, directory)
+        changed = _merge(nemo, _derived(config, _features(directory), nemo["preprocessor"]))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError, OverflowError) as error:
+        raise UserError(
+            f"model.name: {directory} holds settings that no ParakeetForTDT has: {type(error).__name__}: {first_line(error)}."
+        ) from error
+    # Of another's machine: a file of this one that it names would be read, and packed into what is saved.
+    check_model_config(nemo, f"model.name: {directory}", set())
+    check_size(nemo, sum(file.stat().st_size for file in directory.glob("*.safetensors")), f"model.name: {directory}")
     if not say:
         return nemo
     if not kept.is_file():
@@ -133,10 +142,7 @@ def _with_defaults(config: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.name: {path} cannot be read: {error}") from error
+    return read_json_object(path, "model.name")
 
 
 def _features(directory: Path) -> dict[str, Any]:
@@ -172,18 +178,14 @@ def _check_settings(config: dict[str, Any], directory: Path) -> None:
 
 def _read_kept(path: Path) -> dict[str, Any]:
     """The kept NeMo configuration. Classes that it names are not looked at: they are those that ParakeetForTDT stands for."""
-    try:
-        kept: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except Exception as error:
-        raise UserError(f"model.name: {path} cannot be read: {error}") from error
+    kept = resolved(read_settings(path, "model.name"), f"model.name: {path}")
     return _with_targets({k: v for k, v in kept.items() if k not in NOT_KEPT})
 
 
 def _recipe() -> dict[str, Any]:
-    root = OmegaConf.load(RECIPE)
-    OmegaConf.resolve(root)
-    recipe: Any = OmegaConf.to_container(root.model)
-    recipe.pop("tokenizer")
+    root = read_settings(RECIPE, "model.name")
+    model = {k: v for k, v in root["model"].items() if k not in ("tokenizer", *NOT_BUILT)}
+    recipe = resolved({**root, "model": model}, f"model.name: {RECIPE}")["model"]
     return _with_targets(recipe)
 
 
@@ -326,7 +328,12 @@ def read_weights(directory: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     index = directory / "model.safetensors.index.json"
-    names = sorted(set(_read_json(index)["weight_map"].values())) if index.is_file() else ["model.safetensors"]
+    names = ["model.safetensors"]
+    if index.is_file():
+        parts = _read_json(index).get("weight_map")
+        names = sorted({str(name) for name in parts.values()}) if isinstance(parts, dict) else []
+        if outside := [name for name in names if Path(name).name != name]:
+            raise UserError(f"model.name: {index} names {outside[0]!r}, which is no file of its folder.")
     weights: dict[str, torch.Tensor] = {}
     for name in names:
         try:

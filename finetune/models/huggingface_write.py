@@ -2,7 +2,6 @@
 
 import logging
 import os
-import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,8 @@ from finetune.models.huggingface_tokenizer import (
     processor_tokenizer,
     read_sentencepiece,
 )
+from finetune.models.nemo_files import NOT_BUILT, config_in, weights_in
+from finetune.untrusted.archives import content_of, named, reading
 
 log = logging.getLogger(__name__)
 
@@ -63,33 +64,19 @@ def read_nemo(path: Path) -> NemoFile:
     Raises:
         UserError: it is none.
     """
-    try:
-        with tarfile.open(path) as archive:
-            members = {Path(member.name).name: member for member in archive if member.isfile()}
-
-            def content(name: str) -> Any:
-                if name not in members:
-                    raise UserError(f"--model: {path} holds no {name}; it is no NeMo model.")
-                return archive.extractfile(members[name])
-
-            config = OmegaConf.create({"model": OmegaConf.create(content("model_config.yaml").read().decode())})
-            for section in ("train_ds", "validation_ds", "test_ds", "optim"):
-                config.model.pop(section, None)
-            OmegaConf.resolve(config)
-            plain: dict[str, Any] = OmegaConf.to_container(config.model)  # type: ignore[assignment]
-            tokenizer = plain.get("tokenizer") or {}
-            file = str(tokenizer.get("model_path") or "").removeprefix("nemo:")
-            one = tokenizer.get("type") == "bpe" and "custom_tokenizer" not in tokenizer and file
-            sentencepiece = content(Path(file).name).read() if one else None
-            weights = torch.load(content("model_weights.ckpt"), map_location="cpu", weights_only=True)
-    except UserError:
-        raise
-    except Exception as error:  # of the archive, of YAML and OmegaConf, of unpickling
-        reason = (str(error).splitlines() or [""])[0].rstrip(".")
-        raise UserError(
-            f"--model: {path} cannot be read as a NeMo model: {type(error).__name__}: {reason}. The file is damaged, or it is none: copy or "
-            "download it again."
-        ) from error
+    with reading(path, "--model") as (archive, members):
+        plain = config_in(archive, members, f"--model: {path}")
+        for section in NOT_BUILT:
+            plain.pop(section, None)
+        tokenizer = plain.get("tokenizer") or {}
+        file = str(tokenizer.get("model_path") or "").removeprefix("nemo:")
+        sentencepiece = None
+        if tokenizer.get("type") == "bpe" and "custom_tokenizer" not in tokenizer and file:
+            member = named(members, Path(file).name)
+            if member is None:
+                raise UserError(f"--model: {path} holds no {file}; it is no NeMo model.")
+            sentencepiece = content_of(archive, member)
+        weights = weights_in(archive, members, f"--model: {path}")
     return NemoFile(path, plain, weights, sentencepiece)
 
 

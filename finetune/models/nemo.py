@@ -3,7 +3,6 @@
 import logging
 import os
 import random
-import tarfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,11 @@ from omegaconf import OmegaConf, open_dict
 
 from finetune.errors import UserError
 from finetune.files import put_in_place
-from finetune.models import huggingface
+from finetune.models import huggingface, nemo_files
 from finetune.strategies.adapters import check_base, is_adapter, merge_adapter, read_adapter
 from finetune.strategies.lora import load_merged_state_dict, merged_state_dict
+from finetune.untrusted.archives import reading
+from finetune.untrusted.documents import read_settings, resolved
 
 log = logging.getLogger(__name__)
 
@@ -98,9 +99,11 @@ def move_to_device(model: Any, device: str) -> Any:
 
 
 def _restore(path: Path) -> Any:
-    models = import_nemo()
+    import_nemo()
     try:
-        model = models.ASRModel.restore_from(str(path), map_location="cpu")
+        model = nemo_files.restore(path)
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(
             f"model.name: {path} cannot be read as a NeMo model: {type(error).__name__}: {error}"
@@ -123,37 +126,44 @@ def _download(name: str) -> Any:
         return load_model(str(fetched))
     models = import_nemo()
     try:
-        model = models.ASRModel.from_pretrained(model_name=name, map_location="cpu")
+        file = Path(models.ASRModel.from_pretrained(model_name=name, return_model_file=True))
     except Exception as error:
         raise UserError(
             f"model.name: {name} is no local file, and loading it from the hub failed: {type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else ''}. Check the name and the network, or download the .nemo file and give its path.",
             exit_code=1,
         ) from error
-    return _check(model, name)
+    if not file.is_file():
+        raise UserError(
+            f"model.name: {name} has no .nemo file; an archive in one file, or transformers' format, is expected."
+        )
+    return _restore(file)
 
 
 def _build(path: Path, tokenizer: str | None) -> Any:
     if not path.is_file():
         raise UserError(f"model.name: there is no file {path} (looked in {Path.cwd()}).")
-    root = OmegaConf.load(path)
-    if "model" not in root:
+    root = read_settings(path, "model.name")
+    layout = root.get("model")
+    if not isinstance(layout, dict):
         raise UserError(f"{path}: no key `model:`; a NeMo model YAML has the layout of the network under `model:`.")
-    with open_dict(root):
-        for key in ("train_ds", "validation_ds", "test_ds", "optim"):
-            root.model.pop(key, None)
-        if tokenizer is not None:
-            root.model.tokenizer.dir = tokenizer
-    directory = root.model.tokenizer.get("dir")
-    if not directory or not (Path(directory) / "tokenizer.model").is_file():
+    for key in nemo_files.NOT_BUILT:
+        layout.pop(key, None)
+    if not isinstance(layout.setdefault("tokenizer", {}), dict):
+        raise UserError(f"{path}: model.tokenizer: a mapping is expected, found {layout['tokenizer']!r}.")
+    if tokenizer is not None:
+        layout["tokenizer"]["dir"] = tokenizer
+    layout = resolved({**root, "model": layout}, f"model.name: {path}")["model"]
+    nemo_files.check_model_config(layout, f"model.name: {path}")
+    directory = layout["tokenizer"].get("dir")
+    if not isinstance(directory, str) or not directory or not (Path(directory) / "tokenizer.model").is_file():
         raise UserError(
             f"model.tokenizer: {path} needs a SentencePiece tokenizer, and there is no tokenizer.model in {directory!r}. "
             "Set model.tokenizer to its directory (python -m finetune.tokenizer makes one)."
         )
     models = import_nemo()
-    OmegaConf.resolve(root)
     try:
-        model = models.EncDecRNNTBPEModel(cfg=root.model)
+        model = models.EncDecRNNTBPEModel(cfg=OmegaConf.create(layout))
     except Exception as error:
         raise UserError(f"{path}: NeMo cannot build this model: {type(error).__name__}: {error}") from error
     return _check(model, str(path))
@@ -321,7 +331,6 @@ def write_nemo(model: Any, path: Path) -> Path:
 
 def load_weights(model: Any, path: Path) -> None:
     """Puts the weights of a .nemo into a model of the same layout, in place; LoRA adapters add nothing to them afterwards."""
-    with tarfile.open(path) as archive:
-        member = next(m for m in archive.getmembers() if m.name.endswith("model_weights.ckpt"))
-        weights = torch.load(archive.extractfile(member), map_location="cpu", weights_only=True)
+    with reading(path, "model.nemo") as (archive, members):
+        weights = nemo_files.weights_in(archive, members, str(path))
     load_merged_state_dict(model, weights)

@@ -3,7 +3,6 @@
 import io
 import itertools
 import math
-import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from sentencepiece import sentencepiece_model_pb2 as messages
 
 from finetune.errors import UserError
+from finetune.untrusted.archives import content_of, reading
 
 FILE = "tokenizer.model"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -90,16 +90,13 @@ def read_tokenizer(name: str, key: str) -> Any:
 
 
 def _of_archive(archive: Path, key: str) -> bytes:
-    try:
-        with tarfile.open(archive) as tar:
-            members = [m for m in tar if m.name.endswith(FILE)]
-            if len(members) > 1:
-                raise UserError(f"{key}: {archive} has an aggregate of {len(members)} tokenizers; one is expected.")
-            if not members:
-                raise UserError(f"{key}: {archive} holds no SentencePiece tokenizer.")
-            return tar.extractfile(members[0]).read()
-    except (OSError, tarfile.TarError) as error:
-        raise UserError(f"{key}: {archive} cannot be read as a NeMo model: {error}.") from error
+    with reading(archive, key) as (tar, found):
+        members = [m for m in found if m.isreg() and m.name.endswith(FILE)]
+        if len(members) > 1:
+            raise UserError(f"{key}: {archive} has an aggregate of {len(members)} tokenizers; one is expected.")
+        if not members:
+            raise UserError(f"{key}: {archive} holds no SentencePiece tokenizer.")
+        return content_of(tar, members[0])
 
 
 def of_model(model: Any, key: str) -> Any:

@@ -5,7 +5,6 @@ that this project ships a layout of or whose Hugging Face files were downloaded,
 """
 
 import copy
-import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +16,10 @@ from omegaconf import OmegaConf, open_dict
 from finetune.errors import UserError
 from finetune.models.huggingface import cached_file, is_hugging_face, nemo_config
 from finetune.models.nemo import import_nemo
+from finetune.models.nemo_files import NOT_BUILT, check_model_config, read_config
 from finetune.paths import ROOT
 from finetune.strategies.adapters import is_adapter, read_adapter
+from finetune.untrusted.documents import read_settings, resolved
 
 # Hub names whose layout is shipped, with the number of their tokens.
 KNOWN = {
@@ -77,7 +78,7 @@ def read_layout(name: str, tokenizer: str | None = None) -> Layout:
         return _of_yaml(name, path, tokenizer)
     if name in KNOWN:
         file, tokens = KNOWN[name]
-        return _of_config(name, OmegaConf.load(ROOT / "finetune" / "configs" / "models" / file), tokens)
+        return _of_config(name, read_settings(ROOT / "finetune" / "configs" / "models" / file, "model.name"), tokens)
     if name.count("/") == 1 and not path.exists() and (downloaded := cached_file(name, "config.json")):
         return _of_hugging_face(name, downloaded.parent)
     raise UserError(
@@ -87,27 +88,23 @@ def read_layout(name: str, tokenizer: str | None = None) -> Layout:
 
 
 def _of_nemo(path: Path) -> Layout:
-    try:
-        with tarfile.open(path) as archive:
-            member = next((m for m in archive if m.name.endswith("model_config.yaml")), None)
-            if member is None:
-                raise UserError(f"model.name: {path} holds no model_config.yaml; it is no NeMo model.")
-            model = OmegaConf.create(archive.extractfile(member).read().decode())
-    except (OSError, tarfile.TarError) as error:
-        raise UserError(f"model.name: {path} cannot be read as a NeMo model: {error}") from error
-    return _of_config(str(path), OmegaConf.create({"model": model}), len(model.joint.get("vocabulary") or []))
+    model = read_config(path)
+    vocabulary = (model.get("joint") or {}).get("vocabulary") or []
+    return _of_config(str(path), {"model": model}, len(vocabulary))
 
 
 def _of_hugging_face(name: str, directory: Path) -> Layout:
     model = nemo_config(directory)
-    return _of_config(name, OmegaConf.create({"model": model}), int(model["decoder"]["vocab_size"]))
+    return _of_config(name, {"model": model}, int(model["decoder"]["vocab_size"]))
 
 
 def _of_yaml(name: str, path: Path, tokenizer: str | None) -> Layout:
-    root = OmegaConf.load(path)
-    if "model" not in root or "encoder" not in root.model:
+    root = read_settings(path, "model.name")
+    model = root.get("model")
+    if not isinstance(model, dict) or "encoder" not in model:
         raise UserError(f"model.name: {path} has no `model.encoder`; a NeMo model YAML has the layout under `model:`.")
-    directory = tokenizer or root.model.get("tokenizer", {}).get("dir")
+    settings = model.get("tokenizer")
+    directory = tokenizer or (settings.get("dir") if isinstance(settings, dict) else None)
     if not directory:
         guess = f"{name} names no tokenizer: {TOKENS_OF_A_BARE_LAYOUT} tokens are assumed"
         return _of_config(name, root, TOKENS_OF_A_BARE_LAYOUT, guess)
@@ -119,12 +116,12 @@ def _of_yaml(name: str, path: Path, tokenizer: str | None) -> Layout:
     return _of_config(name, root, sentencepiece.SentencePieceProcessor(model_file=str(file)).vocab_size())
 
 
-def _of_config(name: str, root: Any, tokens: int, guessed: str = "") -> Layout:
-    with open_dict(root):
-        for key in ("tokenizer", "train_ds", "validation_ds", "test_ds", "optim"):
-            root.model.pop(key, None)
+def _of_config(name: str, values: dict[str, Any], tokens: int, guessed: str = "") -> Layout:
+    model = {k: v for k, v in values["model"].items() if k not in ("tokenizer", *NOT_BUILT)}
+    model = resolved({**values, "model": model}, f"model.name: {name}")["model"]
+    check_model_config(model, f"model.name: {name}")
+    root = OmegaConf.create({"model": model})
     try:
-        OmegaConf.resolve(root)
         root.model.encoder.n_layers, root.model.joint.jointnet, root.model.decoder.prednet  # noqa: B018
     except Exception as error:
         raise UserError(f"model.name: {name} is no layout of a Conformer transducer: {error}") from error

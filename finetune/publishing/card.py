@@ -16,6 +16,7 @@ from finetune.reporting.read import number
 TASK = "automatic-speech-recognition"
 TASK_NAME = "Automatic speech recognition"
 MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+!|~$])")
+ADDRESS = re.compile(r"(?i)(https?|ftp)://|\bwww\.")
 LONGEST_NAME = 120  # characters
 NORMALIZERS = {
     "none": "as they are, case and punctuation included",
@@ -33,7 +34,7 @@ def plain(text: Any) -> str:
         one_line = one_line[: LONGEST_NAME - 1] + "…"
     escaped = MARKDOWN.sub(r"\\\1", html.escape(one_line, quote=False))
     # Addresses would become links by themselves.
-    return re.sub(r"(?i)(https?|ftp)://|\bwww\.", lambda found: found[0][:-1] + "&#8203;" + found[0][-1], escaped)
+    return ADDRESS.sub(lambda found: found[0][:-1] + "&#8203;" + found[0][-1], escaped)
 
 
 def make_card(

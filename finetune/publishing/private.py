@@ -5,6 +5,7 @@ import json
 import re
 import tarfile
 from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from yaml import YAMLError
 
 from finetune.checkup.secrets import REMOVED, TOKENS, clean, clean_text, clean_urls
 from finetune.errors import UserError
+from finetune.untrusted.archives import content_of, named, reading
+from finetune.untrusted.documents import first_line, parse_json, parse_yaml
 
 # A whole text that is a path or a URL. A relative one has no spaces, so that "and / or" is none.
 WHOLE_PATH = re.compile(
@@ -92,8 +95,7 @@ def private_parts(source: Path, secrets: Set[str] = frozenset()) -> list[str]:
         UserError: it is no archive with a NeMo configuration.
     """
     found: list[str] = []
-    with _opened(source) as archive:
-        members = archive.getmembers()
+    with _opened(source) as (archive, members):
         if any(member.uname not in ("", "root") or member.gname not in ("", "root") for member in members):
             found.append("owner of the files in the archive")
         for member in members:
@@ -111,11 +113,11 @@ def write_cleaned_nemo(source: Path, target: Path, secrets: Set[str] = frozenset
     """
     try:
         with (
-            _opened(source) as archive,
+            _opened(source) as (archive, members),
             tarfile.open(target, "w:") as copy,
             tqdm(total=source.stat().st_size, unit="B", unit_scale=True, desc="copy without paths", delay=2) as bar,
         ):
-            for member in archive:
+            for member in members:
                 clean_member = tarfile.TarInfo(member.name)
                 clean_member.type, clean_member.mode = member.type, member.mode
                 if member.isfile():
@@ -151,9 +153,8 @@ def read_nemo_config(source: Path) -> dict[str, Any]:
     Raises:
         UserError: it is no archive with a NeMo configuration.
     """
-    with _opened(source) as archive:
-        member = next(m for m in archive.getmembers() if Path(m.name).name == CONFIG)
-        return _parse(archive.extractfile(member).read())
+    with _opened(source) as (archive, members):
+        return _parse(content_of(archive, named(members, CONFIG)))
 
 
 def read_nemo_yaml(path: Path) -> dict[str, Any]:
@@ -164,40 +165,33 @@ def read_nemo_yaml(path: Path) -> dict[str, Any]:
     """
     try:
         return _parse(path.read_bytes()) if path.is_file() else {}
-    except (ValueError, OmegaConfBaseException, YAMLError) as error:
-        raise UserError(f"{path} cannot be read: {str(error).splitlines()[0]}.") from error
+    except (OSError, ValueError, OmegaConfBaseException, YAMLError) as error:
+        raise UserError(f"{path} cannot be read: {first_line(error)}.") from error
 
 
-class _opened:
-    """A .nemo as an archive; an archive of another kind is refused."""
-
-    def __init__(self, source: Path):
-        self.source = source
-
-    def __enter__(self) -> tarfile.TarFile:
-        try:
-            self.archive = tarfile.open(self.source)
-            if not any(Path(member.name).name == CONFIG for member in self.archive.getmembers()):
-                raise tarfile.ReadError(f"it holds no {CONFIG}")
-        except (tarfile.TarError, OSError, EOFError) as error:
-            raise UserError(f"--model: {self.source} cannot be read as a .nemo: {error}") from error
-        return self.archive
-
-    def __exit__(self, *_: Any) -> None:
-        self.archive.close()
+@contextmanager
+def _opened(source: Path) -> Iterator[tuple[tarfile.TarFile, list[tarfile.TarInfo]]]:
+    """A .nemo as an archive, and its members; an archive of another kind is refused."""
+    with reading(source, "--model") as (archive, members):
+        if named(members, CONFIG) is None:
+            raise UserError(f"--model: {source} cannot be read as a .nemo: it holds no {CONFIG}")
+        yield archive, members
 
 
 def _parse(content: bytes) -> dict[str, Any]:
-    return OmegaConf.to_container(OmegaConf.create(content.decode("utf-8")), resolve=False)
+    values = parse_yaml(content.decode("utf-8"))
+    if not isinstance(values, dict):
+        raise ValueError(f"a mapping is expected, found {type(values).__name__}")
+    return values
 
 
 def _changed(archive: tarfile.TarFile, member: tarfile.TarInfo, secrets: Set[str]) -> tuple[bytes, list[str]] | None:
     """The cleaned content of a member and what was changed in it; None where it stays as it is."""
     name = Path(member.name).name
     if name == CONFIG:
-        return clean_nemo_yaml(archive.extractfile(member).read(), secrets)
+        return clean_nemo_yaml(content_of(archive, member), secrets)
     if name.endswith("tokenizer.model"):
-        return clean_sentencepiece(archive.extractfile(member).read())
+        return clean_sentencepiece(content_of(archive, member))
     return None
 
 
@@ -283,9 +277,9 @@ def clean_in_folder(path: Path, base: str | None, secrets: Set[str]) -> tuple[by
         if path.suffix in (".yaml", ".yml"):
             return clean_nemo_yaml(path.read_bytes(), secrets)
         if path.name.endswith("config.json") or path.name == BASE_OF_ADAPTER:
-            return _clean_json(json.loads(path.read_text(encoding="utf-8")), path.name, base)
-    except (ValueError, UnicodeDecodeError, OmegaConfBaseException, YAMLError) as error:
-        raise UserError(f"{path} cannot be read: {str(error).splitlines()[0]}.") from error
+            return _clean_json(parse_json(path.read_text(encoding="utf-8")), path.name, base)
+    except (OSError, ValueError, RecursionError, OmegaConfBaseException, YAMLError) as error:
+        raise UserError(f"{path} cannot be read: {first_line(error)}.") from error
     return None
 
 

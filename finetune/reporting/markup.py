@@ -6,13 +6,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from finetune.reporting.plots import Plot
+from finetune.untrusted.text import lines
 
 NUMBER = re.compile(r"[-+−]?\d[\d.,]*(e[-+]\d+)?( %)?")
 
 
 def escape(value: Any) -> str:
-    """Text for HTML, also within attributes."""
-    return html.escape(str(value), quote=True)
+    """Text for HTML, also within attributes; what would turn the writing direction or hide text is written out."""
+    return html.escape(lines(value), quote=True)
 
 
 def text_of(value: Any) -> str:

@@ -93,14 +93,25 @@ def write_report(folder: Path, path: Path | None = None) -> Path:
     return write_page(path or folder / "report.html", f"Run {run.name}", intro, sections, plots)
 
 
+SLOW_SECONDS = 2.0
+LONGEST_SHARE = 0.01
+_written: dict[Path, tuple[float, float]] = {}
+"""When the page of a run was done, and how long it took."""
+
+
 def keep_report(folder: Path, say: bool = False) -> None:
     """Writes a run's page while it runs. Whatever hinders that is a warning: no training ends for the sake of its page.
 
+    Once there are so many lines that it takes seconds, it is written less often, so that it costs a hundredth of the time at most.
+
     Args:
         folder: the run's.
-        say: log where the page is.
+        say: the run is done: write it in any case, and log where it is.
     """
     began = time.perf_counter()
+    done, took = _written.get(folder, (0.0, 0.0))
+    if not say and took > SLOW_SECONDS and began - done < took / LONGEST_SHARE:
+        return
     try:
         path = write_report(folder)
     except UserError as error:
@@ -109,7 +120,7 @@ def keep_report(folder: Path, say: bool = False) -> None:
     except Exception as error:
         log.warning("%s cannot be written: %s: %s", folder / "report.html", type(error).__name__, error)
         return
+    now = time.perf_counter()
+    _written[folder] = now, now - began
     if say:
-        log.info(
-            "report: %s (%.1f MB, written in %.1f s)", path, path.stat().st_size / 1e6, time.perf_counter() - began
-        )
+        log.info("report: %s (%.1f MB, written in %.1f s)", path, path.stat().st_size / 1e6, now - began)

@@ -1,10 +1,12 @@
 """The plots of a page, as plotly.js takes them. Colours are written "@0" to "@7" and chosen in the page, for dark and light."""
 
+import html
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.reporting.read import Run, number
+from finetune.untrusted.text import one_line
 
 POINTS = 2000
 TABLE_ROWS = 25
@@ -90,7 +92,7 @@ def curves_plot(name: str, title: str, unit: str, curves: list[Curve], note: str
         traces.append(
             {
                 "type": "scatter",
-                "name": c.name,
+                "name": html.escape(one_line(c.name)),  # plotly reads tags in it
                 "x": steps,
                 "y": values,
                 "mode": "lines+markers" if few else "lines",

@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import yaml
 from finetune.errors import UserError
 from finetune.paths import ACCELERATE_CONFIGS, ROOT, strategy_names
 from finetune.strategies import fsdp
+from finetune.untrusted.documents import first_line, parse_json, read_text
 
 log = logging.getLogger(__name__)
 
@@ -107,15 +109,19 @@ def _set_engine(strategy: Strategy, engine: str, origin: str) -> None:
 
 def _deepspeed_engine(path: Path) -> str:
     """Name of the engine that a DeepSpeed file asks for."""
-    import json
-
     try:
-        zero = json.loads(path.read_text(encoding="utf-8")).get("zero_optimization", {})
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
+        values = parse_json(read_text(path))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error} (looked in {Path.cwd()}).") from error
-    return _name_deepspeed(zero.get("stage"), zero.get("offload_optimizer", {}).get("device", "none"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {first_line(error)}") from error
+    zero = values.get("zero_optimization", {}) if isinstance(values, dict) else None
+    offload = zero.get("offload_optimizer") or {} if isinstance(zero, dict) else None
+    if not isinstance(offload, dict):
+        raise UserError(
+            f"{path} is no DeepSpeed file: an object is expected, with zero_optimization and offload_optimizer in it as objects."
+        )
+    return _name_deepspeed(zero.get("stage"), str(offload.get("device", "none")))
 
 
 def _name_deepspeed(stage: Any, offload_device: str) -> str:
@@ -248,10 +254,14 @@ def make_accelerator(
     max_grad_norm: float,
     log_with: list[str],
     project_dir: Path,
+    timeout: float,
 ) -> Any:
     """An Accelerator for the strategy, with the engine's settings taken from the launcher or made here.
 
     Accumulation is 1 for Accelerate: the training loop normalises and synchronises accumulated batches itself.
+
+    Args:
+        timeout: `training.ddp_timeout`, seconds.
     """
     from accelerate import Accelerator
     from accelerate.utils import (
@@ -268,6 +278,9 @@ def make_accelerator(
         "project_config": ProjectConfiguration(project_dir=str(project_dir), logging_dir=str(project_dir / "logs")),
         "kwargs_handlers": [DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
     }
+    # Without the backend's name Accelerate counts one process under DeepSpeed on CPUs, while DeepSpeed counts all of them.
+    named = {"backend": "gloo"} if strategy.engine.startswith("deepspeed") and not torch.cuda.is_available() else {}
+    options["kwargs_handlers"].append(InitProcessGroupKwargs(timeout=timedelta(seconds=timeout), **named))
     if not torch.cuda.is_available():
         # Accelerate takes DDP over gloo only when it is told that the CPU is meant.
         options["cpu"] = strategy.engine in ("none", "ddp")
@@ -275,9 +288,6 @@ def make_accelerator(
         _single_process_environment()
         if not strategy.from_launcher:
             options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=str(strategy.deepspeed_config))
-        if not torch.cuda.is_available():
-            # Without the name Accelerate counts one process while DeepSpeed counts all of them.
-            options["kwargs_handlers"].append(InitProcessGroupKwargs(backend="gloo"))
     if strategy.engine.startswith("fsdp"):
         _single_process_environment()
         for name, value in strategy.fsdp_settings.items():
@@ -289,7 +299,7 @@ def make_accelerator(
         options["fsdp_plugin"] = fsdp.make_plugin()
     try:
         if strategy.engine.startswith("fsdp") and not torch.cuda.is_available():
-            fsdp.join_on_cpu()
+            fsdp.join_on_cpu(timeout)
         accelerator = Accelerator(**options)
     except torch.distributed.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from finetune.errors import UserError
 from finetune.strategies.lora import LORA_KEY
+from finetune.untrusted.documents import first_line, parse_json, read_text
 
 log = logging.getLogger(__name__)
 
@@ -149,25 +150,25 @@ def read_adapter(path: Path) -> Adapter:
         UserError: it is not whole, or not an adapter that this project makes.
     """
     try:
-        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-        base = json.loads((path / BASE).read_text(encoding="utf-8"))
+        config, base = (parse_json(read_text(path / name)) for name in (CONFIG, BASE))
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(path / WEIGHTS).items()}
         found = str(config["target_modules"])
         targets = found[found.rindex("(") + 1 : found.rindex(")")].split("|")
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        dropout = float(config.get("lora_dropout") or 0.0)
         whole = any(name.startswith(TRAINED_WHOLE) for name in tensors)
         plain = not (config.get("use_dora") or config.get("use_rslora") or config.get("rank_pattern"))
         if config.get("peft_type") != "LORA" or not plain or rank < 1:
             raise ValueError("it is no plain LoRA adapter")
         if not {"name", "sha256"} <= base.keys():
             raise ValueError(f"{BASE} names no base model")
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, SafetensorError) as error:
+        reason = first_line(error)
         raise UserError(
             f"{path} cannot be read as an adapter: {reason}. It needs {CONFIG}, {WEIGHTS} and {BASE}, as a LoRA run leaves them in "
             "training.output_dir/adapter."
         ) from error
-    return Adapter(path, rank, alpha, float(config.get("lora_dropout") or 0.0), targets, whole, base, tensors)
+    return Adapter(path, rank, alpha, dropout, targets, whole, base, tensors)
 
 
 def check_base(adapter: Adapter, model: Any, name: str) -> None:

@@ -5,6 +5,7 @@ are filled here, so that the same comes out however a run was started; some of A
 """
 
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -102,11 +103,15 @@ def make_plugin() -> Any:
     )
 
 
-def join_on_cpu() -> None:
+def join_on_cpu(timeout: float) -> None:
     """Joins the process group over gloo. Accelerate starts FSDP only where it has found GPUs, so it is told of some; FSDP2 itself
-    runs on CPUs."""
+    runs on CPUs.
+
+    Args:
+        timeout: of an exchange, seconds.
+    """
     from accelerate import DistributedType, PartialState
 
-    PartialState(backend="gloo")
+    PartialState(backend="gloo", timeout=timedelta(seconds=timeout))
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     PartialState._shared_state["device"] = torch.device("cpu")

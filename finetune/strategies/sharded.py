@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from finetune.untrusted.pickles import check_torch_file
+
 WHOLE_WEIGHTS = "weights.safetensors"
 
 
@@ -94,8 +96,19 @@ def count_parameters(model: Any, trainable: bool = False) -> int:
     return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad or not trainable)
 
 
+def model_to_keep(accelerator: Any, model: Any, replica: Any | None) -> Any | None:
+    """The model whose weights a checkpoint holds as safetensors beside the engine's own files; None where the engine writes them so itself.
+
+    Args:
+        model: the NeMo model that is trained.
+        replica: from `make_replica`, with the present weights; None where the engine keeps whole parameters.
+    """
+    # DeepSpeed keeps weights in a pickle, which only the full unpickler reads: nobody should have to for weights.
+    return model if replica is None and _is_deepspeed(accelerator) else replica
+
+
 def write_whole_weights(directory: Path, replica: Any) -> None:
-    """Writes the replica's weights into a checkpoint, named as in the state of the module that is trained (`nemo.` first)."""
+    """Writes a model's weights into a checkpoint, named as in the state of the module that is trained (`nemo.` first)."""
     from safetensors.torch import save_file
 
     save_file(
@@ -109,14 +122,16 @@ def read_whole_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
     Raises:
         FileNotFoundError: the checkpoint holds no whole weights.
+        UserError: they are in a pickle that would run something.
     """
     from safetensors.torch import load_file
 
     for name in (WHOLE_WEIGHTS, "model.safetensors"):
         if (checkpoint / name).is_file():
             return load_file(checkpoint / name)
-    # ZeRO-1 and 2 keep whole parameters; DeepSpeed writes them beside its settings, which only the full unpickler reads.
+    # A checkpoint of ZeRO-1 or 2 from before weights.safetensors was written: weights beside settings, for the full unpickler only.
     states = checkpoint / "pytorch_model" / "mp_rank_00_model_states.pt"
     if not states.is_file():
         raise FileNotFoundError("it holds no whole weights")
+    check_torch_file(states, "training.resume_from_checkpoint")
     return torch.load(states, map_location="cpu", weights_only=False)["module"]

@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from finetune.errors import UserError
 from finetune.files import sha256_of, sync_directory, sync_file
 from finetune.training.outputs import write_json
+from finetune.untrusted.documents import read_json_object
+from finetune.untrusted.pickles import check_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +26,7 @@ CHECKSUMS_FILE = "checksums.json"
 
 CANNOT_WRITE = (OSError, SafetensorError, CheckpointException, RuntimeError)
 """What writing raises where the disk is full or gone; torch.save has a RuntimeError of its own for it."""
+MOST_RANKS = 100_000
 
 
 def checkpoint_path(output_dir: Path, step: int) -> Path:
@@ -214,9 +217,14 @@ def read_checkpoint_state(path: Path) -> tuple[dict[str, Any], list[dict[str, An
     """The common state that a checkpoint was written with, and those of all ranks.
 
     Raises:
-        UserError: the state of a rank is missing.
+        UserError: it cannot be read, or the state of a rank is missing.
     """
-    state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+    state = read_json_object(path / STATE_FILE, "training.resume_from_checkpoint")
+    ranks = state.get("world_size")
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or not 1 <= ranks <= MOST_RANKS:
+        raise UserError(
+            f"training.resume_from_checkpoint: {path / STATE_FILE} is none of this program: world_size is {str(ranks)[:50]}."
+        )
     rank_files = [path / f"stream-{rank}.json" for rank in range(state["world_size"])]
     missing = [file.name for file in rank_files if not file.is_file()]
     if missing:
@@ -224,15 +232,16 @@ def read_checkpoint_state(path: Path) -> tuple[dict[str, Any], list[dict[str, An
             f"{path} lacks {', '.join(missing)}: each of the {state['world_size']} processes that wrote it left one. On a cluster "
             "training.output_dir has to be a directory that all nodes share."
         )
-    return state, [json.loads(file.read_text(encoding="utf-8")) for file in rank_files]
+    return state, [read_json_object(file, "training.resume_from_checkpoint") for file in rank_files]
 
 
 def load_checkpoint(accelerator: Any, path: Path) -> None:
     """Model, optimizer, scaler and random states of this rank.
 
     Raises:
-        UserError: the checkpoint belongs to another model.
+        UserError: the checkpoint belongs to another model, or a pickle in it would run something.
     """
+    check_checkpoint(path)
     try:
         accelerator.load_state(str(path))
     except torch.OutOfMemoryError:

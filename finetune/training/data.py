@@ -18,6 +18,7 @@ from finetune.data.decode import BadClip, Unreachable
 from finetune.data.filters import FilteredClip, Filters, parse_filters
 from finetune.data.leave_out import LeaveOut
 from finetune.data.options import StreamOptions
+from finetune.data.places import check_root
 from finetune.data.reader import UnreadableShard, rows_from
 from finetune.data.sources import OpenSource, open_source, parse_sources
 from finetune.data.stream import ClipStream
@@ -34,7 +35,11 @@ DEFAULT_SPLIT = {"train": "train", "validation": "validation", "test": "test", "
 def open_sources(config: Any) -> dict[str, list[OpenSource]]:
     """Opens every source that the run file names; all problems are reported at once."""
     opened: dict[str, list[OpenSource]] = {}
-    problems = []
+    problems, root = [], None
+    try:
+        root = check_root(config.data.root)
+    except UserError as error:
+        problems.append(str(error))
     for parse, key in ((parse_filters, "filters"), (parse_augmentation, "augment")):
         try:
             parse(plain(config.data[key]), f"data.{key}")
@@ -46,7 +51,8 @@ def open_sources(config: Any) -> dict[str, list[OpenSource]]:
         if not value:
             continue
         try:
-            opened[key] = [open_source(s, f"data.{key}") for s in parse_sources(value, f"data.{key}", split)]
+            sources = [open_source(s, f"data.{key}") for s in parse_sources(value, f"data.{key}", split)]
+            opened[key] = [replace(s, root=root) for s in sources]
         except UserError as error:
             problems.append(str(error))
     train = opened.get("train", [])

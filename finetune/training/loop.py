@@ -167,10 +167,11 @@ class Trainer:
             ema = self.ema.whole_state(keep=self.accelerator.is_main_process)
         if self.replica is not None:
             sharded.copy_weights(self.model, self.replica)
+        kept = sharded.model_to_keep(self.accelerator, self.model, self.replica)
         if self.accelerator.is_main_process:
             for lines in (self.metrics, self.evaluations, self.quarantine, self.clips, self.step_guard.file):
                 lines.sync()  # what a resume finds up to this step has to outlive a power cut as well
-        self.saver.save(self.progress.step, state, self.stream.state_dict(), self.replica, ema)
+        self.saver.save(self.progress.step, state, self.stream.state_dict(), kept, ema)
         self.last_saved, self.saved_at = self.progress.step, time.monotonic()
 
     def count_wall_seconds(self) -> None:

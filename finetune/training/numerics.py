@@ -137,7 +137,10 @@ class StepGuard:
                 )
             reason = "gradient" if reason is None and left_out else reason
         elif scaler is not None:
+            before = scaler.get_scale()
             self._settle_scale(scaler, reason)
+            if reason == "scale" and scaler.get_scale() >= before:  # finite gradients, whose norm alone is not
+                reason = "gradient"
         if reason is None:
             self.in_a_row, self.recent = 0, []
             if self.factor:

@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from finetune.errors import UserError
 from finetune.training.outputs import write_json
+from finetune.untrusted.text import Block
 
 log = logging.getLogger(__name__)
 
@@ -299,7 +300,7 @@ class _Recorder:
         operations = events.table(sort_by=order, row_limit=OPERATIONS_TO_LIST, max_name_column_width=60)
         (folder / "table.txt").write_text(f"{text}\n\n{operations}\n", encoding="utf-8")
         self._write_trace(folder / "trace.json.gz")
-        log.info("profile of %d steps, in %s:\n%s", self.recorded, folder, text)
+        log.info("profile of %d steps, in %s:\n%s", self.recorded, folder, Block(text))
         self._pause(began)
 
     def _pause(self, began: float) -> None:

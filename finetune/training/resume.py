@@ -13,6 +13,7 @@ from finetune.errors import UserError
 from finetune.strategies.lora import load_merged_state_dict, merge_saved_lora
 from finetune.strategies.optimizers import unwrap_optimizer
 from finetune.strategies.sharded import read_whole_weights
+from finetune.strategies.zero_shards import redistribute
 from finetune.training import averaging, checkpoints
 from finetune.training.outputs import check_best
 from finetune.training.stages import agreed
@@ -120,6 +121,8 @@ def resume(trainer: Any, path: Path) -> None:
 def _load_states(trainer: Any, path: Path, kind: dict[str, str]) -> None:
     """Everything that Accelerate keeps, where the checkpoint is of the same kind."""
     now = kind_of(trainer)
+    if kind != now and _differs_in_processes(kind, now) and _redistribute(trainer, path):
+        return
     if kind != now:
         changed = "; ".join(f"{key} was {kind.get(key)}, is {now[key]}" for key in now if kind.get(key) != now[key])
         log.warning(
@@ -141,6 +144,34 @@ def _load_states(trainer: Any, path: Path, kind: dict[str, str]) -> None:
                 state = unwrap_optimizer(trainer.optimizer).state.get(p, {})
                 if isinstance(state.get("step"), torch.Tensor):
                     state["step"] = state["step"].to(p.device)  # adamw_loop keeps it in host memory
+
+
+def _differs_in_processes(before: dict[str, str], now: dict[str, str]) -> bool:
+    """Whether the checkpoint was written under the same ZeRO stage by another number of processes, and everything else is as it was."""
+    stage = now["engine"].split(" of ")[0]
+    return stage.startswith("deepspeed") and {**before, "engine": before.get("engine", "").split(" of ")[0]} == {
+        **now,
+        "engine": stage,
+    }
+
+
+def _redistribute(trainer: Any, path: Path) -> bool:
+    """ZeRO's optimizer state of other processes; whether all of them could take it."""
+    problem = None
+    try:
+        filled = redistribute(trainer.module, path)
+        log.info("the optimizer's state of %d parameters is dealt out anew; random states start anew", filled)
+    except (ValueError, KeyError, RuntimeError, OSError, TypeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    if trainer.accelerator.num_processes > 1:
+        from accelerate.utils import gather_object
+
+        problem = next((p for p in gather_object([problem]) if p is not None), None)
+    if problem is not None:
+        log.warning(
+            "the optimizer's state of %s cannot be dealt out to another number of processes (%s)", path.name, problem
+        )
+    return problem is None
 
 
 def _settle_best(trainer: Any) -> None:

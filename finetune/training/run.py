@@ -18,8 +18,8 @@ from omegaconf import OmegaConf
 
 from finetune.checkup.secrets import clean, known_secrets
 from finetune.config.vocabulary import tokenizer_setting
+from finetune.config.written import without_secrets, write_config
 from finetune.errors import UserError
-from finetune.files import write_text
 from finetune.models.nemo import cast_parameters, load_model, prepare_for_training
 from finetune.models.transducer import TransducerLossModule
 from finetune.reporting.page import keep_report
@@ -36,7 +36,7 @@ from finetune.strategies.compatibility import find_conflicts
 from finetune.strategies.encoder import apply_encoder_options
 from finetune.strategies.optimizers import build_optimizer, describe_optimizer, parameter_groups
 from finetune.strategies.sharded import count_parameters, make_replica, shards_parameters
-from finetune.training import averaging, best, checkpoints, trackers, vocabulary
+from finetune.training import averaging, best, checkpoints, ranks, restart, trackers, vocabulary
 from finetune.training.advice import warnings_for
 from finetune.training.data import count_clips, make_stream, mean_seconds, train_limits
 from finetune.training.data import open_sources as open_sources
@@ -68,6 +68,7 @@ def build_accelerator(config: Any, strategy: Strategy) -> Any:
     allow_tf32(t.tf32)
     chosen = t.report_to if not isinstance(t.report_to, str) else [t.report_to]
     chosen = [name for name in chosen if name != "none"]
+    restart.meet_afresh(t.ddp_timeout)
     accelerator = make_accelerator(
         strategy,
         precision=precision,
@@ -76,7 +77,9 @@ def build_accelerator(config: Any, strategy: Strategy) -> Any:
         max_grad_norm=t.max_grad_norm,
         log_with=chosen,
         project_dir=Path(t.output_dir),
+        timeout=t.ddp_timeout,
     )
+    ranks.watch(accelerator, t.rank_timeout)
     missing = sorted(set(chosen) - {getattr(t, "value", str(t)) for t in accelerator.log_with})
     if missing:
         raise UserError(
@@ -99,14 +102,17 @@ def output_directory(accelerator: Any, config: Any) -> Iterator[Path]:
     path = Path(t.output_dir)
     lock = None
     problem = None
+    agents = restart.agents(accelerator)
+    again = False
     if accelerator.is_main_process:
         try:
             path.mkdir(parents=True, exist_ok=True)
             lock = (path / ".lock").open("w")
             # A record lock: it ends with this process, and processes forked from it (loader workers) do not hold it on.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            again = restart.began_here(path, agents)
             holds_run = (path / "config.yaml").is_file() or bool(checkpoints.checkpoints_of(path))
-            if holds_run and not t.resume_from_checkpoint and not t.overwrite_output_dir:
+            if holds_run and not again and not t.resume_from_checkpoint and not t.overwrite_output_dir:
                 problem = (
                     f"training.output_dir: {path} holds another run. Continue it with training.resume_from_checkpoint=true, "
                     "delete it with training.overwrite_output_dir=true, or name another directory."
@@ -126,9 +132,13 @@ def output_directory(accelerator: Any, config: Any) -> Iterator[Path]:
     if accelerator.num_processes > 1:
         from accelerate.utils import broadcast_object_list
 
-        problem = broadcast_object_list([problem])[0]
+        problem, again = broadcast_object_list([problem, again])
     if problem:
         raise UserError(problem)
+    if again:
+        restart.go_on(t)
+    if accelerator.is_main_process:
+        restart.keep(path, agents)
     try:
         yield path
     finally:
@@ -309,13 +319,14 @@ def describe(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy
     """Writes config.yaml and environment.json, starts the trackers, and logs the run in a few lines."""
     t = config.training
     if accelerator.is_main_process:
-        write_text(trainer.output_dir / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
+        write_config(trainer.output_dir / "config.yaml", config)
         started = {
             "strategy": strategy.names,
             "processes": accelerator.num_processes,
             "total_steps": trainer.total_steps,
         }
-        write_json(trainer.output_dir / "environment.json", {**environment(t.seed), **started})
+        found = {**environment(t.seed), **started}
+        write_json(trainer.output_dir / "environment.json", clean(found, known_secrets(found), personal=False))
         trainer.metrics.path.touch()
         trainer.evaluations.path.touch()
         trainer.quarantine.path.touch()
@@ -338,8 +349,8 @@ def describe(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy
 
 def flat_settings(config: Any) -> dict[str, Any]:
     """Dotted keys and plain values, the form that every tracker takes; without passwords and signatures, since trackers may be hosted."""
-    flat, settings = {}, OmegaConf.to_container(config, resolve=True)
-    for section, values in clean(settings, known_secrets(settings), personal=False).items():
+    flat = {}
+    for section, values in without_secrets(config)[0].items():
         for key, value in values.items():
             flat[f"{section}.{key}"] = value if isinstance(value, bool | int | float | str) else str(value)
     return flat
@@ -456,5 +467,5 @@ def summarise(accelerator: Any, trainer: Trainer, config: Any, strategy: Strateg
         "failed_checkpoints": trainer.saver.failed,
         "resumed_from": trainer.resumed_from,
         "final_loss": trainer.last_loss(),
-        "effective_settings": json.loads(json.dumps(OmegaConf.to_container(config, resolve=True))),
+        "effective_settings": json.loads(json.dumps(without_secrets(config)[0])),
     }

@@ -47,7 +47,7 @@ class Saver:
         """Checkpoints that could not be written."""
         self.blocked_seconds = 0.0
         """Time that training waited for its checkpoints."""
-        self.pinned: dict[tuple[int, torch.Size, torch.dtype], torch.Tensor] = {}
+        self.pinned: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def save(
         self,
@@ -189,26 +189,36 @@ class Saver:
             )
             self.beside = False
             return state
-        copies = self._copied(state, iter(range(10**9)))
+        copies = self._copied(state, {})
         if any(t.is_cuda for t in _tensors(state)):
             torch.cuda.current_stream().synchronize()
         return copies
 
-    def _copied(self, value: Any, numbers: Any) -> Any:
-        """The same structure with tensors copied into host memory; those of a GPU into pinned memory, which is used again."""
+    def _copied(self, value: Any, copies: dict[tuple[Any, ...], torch.Tensor]) -> Any:
+        """The same structure with tensors copied into host memory; those of a GPU into pinned memory, which is used again.
+
+        Args:
+            copies: made so far: what several parameters share, as bitsandbytes' tables, stays one tensor.
+        """
         if isinstance(value, dict):
-            return {k: self._copied(v, numbers) for k, v in value.items()}
+            return {k: self._copied(v, copies) for k, v in value.items()}
         if isinstance(value, list | tuple):
-            return type(value)(self._copied(v, numbers) for v in value)
+            return type(value)(self._copied(v, copies) for v in value)
         if not isinstance(value, torch.Tensor):
             return value
         value = value.detach()
-        if not value.is_cuda or type(value) is not torch.Tensor:
+        if type(value) is not torch.Tensor:  # torchao's, which are several tensors in one
             return value.to("cpu", copy=True)
-        key = (next(numbers), value.shape, value.dtype)
-        if key not in self.pinned:
-            self.pinned[key] = torch.empty_like(value, device="cpu", pin_memory=True)
-        return self.pinned[key].copy_(value, non_blocking=True)
+        key = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else (len(copies),)
+        if key not in copies:
+            if value.is_cuda:
+                place = (len(copies), value.shape, value.dtype)
+                if place not in self.pinned:
+                    self.pinned[place] = torch.empty_like(value, device="cpu", pin_memory=True)
+                copies[key] = self.pinned[place].copy_(value, non_blocking=True)
+            else:
+                copies[key] = value.to("cpu", copy=True)
+        return copies[key]
 
     def _write(
         self, aside: Path, whole: dict[str, Any], ema: dict[str, Any], state: dict[str, Any], best: Any

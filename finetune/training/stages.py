@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from finetune.errors import UserError
+from finetune.training.restart import began_here, own_agent
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +109,12 @@ def run_stages(
             train(stage)
             set_aside(stages[stage.number :])
         judge(stage, agreed(read_summary(stage.folder)) or {}, before, margin)
+
+
+def was_restarted(stages: list[Stage]) -> bool:
+    """Whether the launcher that started this process has begun one of the stages already."""
+    own = own_agent()
+    return own is not None and any(began_here(stage.folder, [own]) for stage in stages)
 
 
 def stage_numbered(stages: list[Stage], number: int) -> Stage:

@@ -1,5 +1,6 @@
 """What Accelerate's trackers are told: numbers under the names of metrics.jsonl and evaluations.jsonl, and samples to read and hear."""
 
+import html
 import importlib
 import logging
 import weakref
@@ -13,10 +14,13 @@ import numpy as np
 from finetune.data.decode import as_float
 from finetune.data.stream import Batch
 from finetune.evaluation.scores import Scoreboard
+from finetune.publishing.card import ADDRESS, MARKDOWN
+from finetune.untrusted.text import one_line
 
 log = logging.getLogger(__name__)
 
 SAMPLES_TO_HEAR = 3
+LONGEST_TAG = 120
 COLUMNS = ["id", "language", "reference", "hypothesis"]
 
 
@@ -109,7 +113,7 @@ def log_evaluation(
     """
     rates = {f"{split}/{name}": board.total.rates()[name] for name in ("wer", "cer")}
     for language, counts in sorted(board.by_language.items()):
-        rates |= {f"{split}/{name}/{language}": counts.rates()[name] for name in ("wer", "cer")}
+        rates |= {f"{split}/{name}/{_tag(language)}": counts.rates()[name] for name in ("wer", "cer")}
     _log_numbers(accelerator, {name: rate for name, rate in rates.items() if rate is not None}, step)
     rows = [[pair[column] for column in COLUMNS] for pair in board.pairs]
     rows += [[c.id, c.language, c.reference, c.hypothesis] for c in heard if c.id not in {row[0] for row in rows}]
@@ -123,7 +127,12 @@ def log_evaluation(
 
 
 def _caption(clip: HeardClip) -> str:
-    return f"{clip.id}: {clip.reference}"
+    return one_line(f"{clip.id}: {clip.reference}")
+
+
+def _tag(name: str) -> str:
+    """A name from data as part of a tag."""
+    return one_line(name)[:LONGEST_TAG]
 
 
 def _to_tensorboard(
@@ -134,12 +143,14 @@ def _to_tensorboard(
         table = [COLUMNS, ["---"] * len(COLUMNS), *([_cell(text) for text in row] for row in rows)]
         writer.add_text(f"{split}/samples", "\n".join(f"| {' | '.join(row)} |" for row in table), step)
     for clip in clips:
-        writer.add_audio(f"{split}/audio/{clip.id}", clip.audio_S[None], step, sample_rate=rate)
+        writer.add_audio(f"{split}/audio/{_tag(clip.id)}", clip.audio_S[None], step, sample_rate=rate)
     writer.flush()
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    """A text in a table of Markdown, where it does nothing: no image is fetched for it."""
+    escaped = MARKDOWN.sub(r"\\\1", html.escape(one_line(text), quote=False))
+    return ADDRESS.sub(lambda found: found[0][:-1] + "&#8203;" + found[0][-1], escaped)
 
 
 def _to_wandb(tracker: Any, step: int, split: str, rows: list[list[str]], clips: list[HeardClip], rate: int) -> None:
@@ -162,5 +173,5 @@ def _to_trackio(tracker: Any, step: int, split: str, rows: list[list[str]], clip
     for clip in clips:
         audio_S = np.round(32767 * np.clip(clip.audio_S, -1, 1)).astype(np.int16)  # floats would be made louder
         audio = trackio.Audio(audio_S, caption=_caption(clip), sample_rate=rate, format="wav")
-        values[f"{split}/audio/{clip.id}"] = audio
+        values[f"{split}/audio/{_tag(clip.id)}"] = audio
     tracker.log(values, step=step)

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from finetune import logs
 from finetune.training.pace import Pace, Place, as_clock, expected_steps
+from finetune.untrusted.text import one_line
 
 log = logging.getLogger(__name__)
 
@@ -288,7 +289,7 @@ class View:
             rate = "" if wer is None else f"WER {wer:.3f}"
             bars.add_row(f"evaluate {split}", bar, f"{clips}/{of or '?'} clips", rate)
         parts: list[Any] = [bars, Text(), self._figures(), *self._notes(), *self._samples()]
-        return Panel(Group(*parts), title=str(self.trainer.output_dir), title_align="left")
+        return Panel(Group(*parts), title=Text(one_line(self.trainer.output_dir)), title_align="left")
 
     def _figures(self) -> Table:
         grid = Table.grid(padding=(0, 2), expand=True)
@@ -334,5 +335,5 @@ class View:
         texts = [Text(), Text(title, style="dim")] if pairs else []
         for pair in pairs:
             for name, style in (("reference", "dim"), ("hypothesis", "")):
-                texts.append(Text(f"{name:<11}{pair[name]}", style=style, no_wrap=True, overflow="ellipsis"))
+                texts.append(Text(f"{name:<11}{one_line(pair[name])}", style=style, no_wrap=True, overflow="ellipsis"))
         return texts

@@ -30,6 +30,7 @@ from finetune.models.sentencepiece_files import (
 )
 from finetune.models.vocabulary import change_vocabulary, changes_of
 from finetune.training.stages import agreed
+from finetune.untrusted.text import Block
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +182,7 @@ def make_tokenizer(model: Any, setting: TokenizerSetting, normalization: str) ->
         report["growth"] = described(growth)
     if texts:
         report |= compare(texts, new, old)
-        log.info("the tokenizer before and now, on the texts of %s:\n%s", key, table(report))
+        log.info("the tokenizer before and now, on the texts of %s:\n%s", key, Block(table(report)))
         if report["not_written"]:
             log.warning("%s: characters without a piece: %s", key, report["not_written"][:20])
     return new.SerializeToString(), report

@@ -1,0 +1,210 @@
+"""What a NeMo model file may hold: its archive, its configuration and its weights are checked before NeMo sees any of them."""
+
+import contextlib
+import functools
+import re
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.errors import UserError
+from finetune.untrusted.archives import check_archive, content_of, named, reading, unpack
+from finetune.untrusted.documents import parse_settings, resolved
+from finetune.untrusted.pickles import load_tensors
+
+CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
+TARGET = re.compile(
+    r"(?:nemo\.(?:collections\.(?:asr|common)|core)|torch\.(?:nn|optim))(?:\.[a-z_]\w*)*\.[A-Z]\w*(?<!Connector)"
+)
+"""Classes that a configuration may name: those that transducers are built of. A function never is one."""
+NAMES_A_CLASS = ("_target_", "target", "cls", "class_name", "classname")
+NOT_BUILT = ("train_ds", "validation_ds", "test_ds", "optim")
+"""Sections of a training, which nothing here builds anything of."""
+TOKENS = ("labels", "vocabulary")
+"""Lists of pieces, which may look like anything."""
+NOTES = ("vocabulary_changes",)
+"""Sections that only tell."""
+
+
+def check_model_config(config: dict[str, Any], name: str, folder: set[str] | None = None) -> None:
+    """Refuses a NeMo model configuration that would build or read something else than a speech model.
+
+    Args:
+        config: resolved, without `${...}`.
+        name: of the file, for messages.
+        folder: names of the files in the archive that the configuration comes from; None where the user's own paths are meant.
+
+    Raises:
+        UserError: it names a class or function that no transducer is built of, or a file outside of its archive.
+    """
+    for key, value in _leaves({k: v for k, v in config.items() if k not in (*NOT_BUILT, *NOTES)}):
+        last = key.rsplit(".", 1)[-1]
+        names_a_class = last in ("_target_", "target", "cls") or (last in NAMES_A_CLASS and "." in str(value))
+        if names_a_class and value is not None and not TARGET.fullmatch(str(value)):
+            raise UserError(
+                f"{name}: {key}: {str(value)[:200]!r} is refused: a model is built of classes of nemo.collections.asr, "
+                "nemo.collections.common, nemo.core, torch.nn and torch.optim. Nothing was run."
+            )
+        if folder is None or not isinstance(value, str):
+            continue
+        if value.startswith("nemo:") and value[5:] not in folder:
+            raise UserError(f"{name}: {key}: there is no {value[5:][:200]!r} in the archive.")
+        if last != "dir" and "/" in value and not value.startswith("nemo:") and _exists(value):
+            raise UserError(
+                f"{name}: {key}: {value[:200]!r} is a file of this machine, which a model from elsewhere has no business with. If it is "
+                "yours, take the key out of the configuration in the archive."
+            )
+
+
+def _exists(text: str) -> bool:
+    try:
+        return Path(text).exists()
+    except (OSError, ValueError):  # too long for a path, or with a zero in it
+        return False
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name not in TOKENS or not isinstance(inner, list):
+                yield from _leaves(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            yield from _leaves(inner, f"{key}.{i}")
+    else:
+        yield key, value
+
+
+def check_size(config: dict[str, Any], weight_bytes: int, name: str) -> None:
+    """Refuses a configuration of far more parameters than there are weights for: building it would fill the memory.
+
+    Args:
+        config: resolved.
+        weight_bytes: of the weights' file.
+        name: for messages.
+
+    Raises:
+        UserError: with both sizes.
+    """
+
+    def number(*keys: str) -> int:
+        value: Any = config
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+
+    width = number("encoder", "d_model")
+    pred, joint = number("decoder", "prednet", "pred_hidden"), number("joint", "jointnet", "joint_hidden")
+    classes = max(number("decoder", "vocab_size"), number("joint", "num_classes"))
+    # Less than each part has: attention alone is 4 d² a layer, an LSTM 8 d² a layer.
+    least = 4 * width * width * number("encoder", "n_layers") + 8 * pred * pred * number(
+        "decoder", "prednet", "pred_rnn_layers"
+    )
+    least += classes * (pred + joint) + width * number("encoder", "feat_in")
+    if least > max(weight_bytes, 2**20):
+        raise UserError(
+            f"{name} is refused: its configuration describes a model of more than {least:,} parameters, and it holds "
+            f"{weight_bytes:,} bytes of weights."
+        )
+
+
+def config_in(archive: tarfile.TarFile, members: list[tarfile.TarInfo], name: str) -> dict[str, Any]:
+    """The resolved configuration of an archive from `reading`, checked.
+
+    Raises:
+        UserError: there is none, or it is refused.
+    """
+    member = named(members, CONFIG)
+    if member is None:
+        raise UserError(f"{name} holds no {CONFIG}; it is no NeMo model.")
+    try:
+        text = content_of(archive, member).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}: {CONFIG} is no text: {error}.") from error
+    values = parse_settings(text, f"{name}: {CONFIG}")
+    apart = {section: values.pop(section) for section in NOT_BUILT if section in values}
+
+    def without_references(settings: dict[str, Any]) -> dict[str, Any]:
+        if "${model." in text:  # from a file that had the model's part under this key
+            return resolved({"model": settings}, f"{name}: {CONFIG}")["model"]
+        return resolved(settings, f"{name}: {CONFIG}")
+
+    config = without_references(values)
+    for section, settings in apart.items():
+        with contextlib.suppress(UserError):  # they refer to what was on another machine
+            config[section] = without_references({**values, section: settings})[section]
+    weights = named(members, WEIGHTS)
+    check_size(config, weights.size if weights is not None else 0, name)
+    check_model_config(config, f"{name}: {CONFIG}", {m.name.removeprefix("./") for m in members})
+    return config
+
+
+def weights_in(archive: tarfile.TarFile, members: list[tarfile.TarInfo], name: str) -> dict[str, torch.Tensor]:
+    """The weights of an archive from `reading`: tensors, read without running anything.
+
+    Raises:
+        UserError: there are none, or they are something else.
+    """
+    member = named(members, WEIGHTS)
+    if member is None:
+        raise UserError(f"{name} holds no {WEIGHTS}; it is no NeMo model.")
+    file = archive.extractfile(member)
+    weights = load_tensors(file, f"{name}: {WEIGHTS}", member.size)
+    if not isinstance(weights, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
+        raise UserError(f"{name}: {WEIGHTS} is refused: it is no mapping of names to tensors.")
+    return weights
+
+
+def read_config(path: Path, key: str = "model.name") -> dict[str, Any]:
+    """The resolved configuration of a .nemo file; nothing is unpacked.
+
+    Raises:
+        UserError: it is no NeMo model, or is refused.
+    """
+    with reading(path, key) as (archive, members):
+        return config_in(archive, members, f"{key}: {path}")
+
+
+@functools.cache
+def _connector() -> type:
+    """NeMo's own class for reading and writing, with what reads files replaced. A model keeps it for files that it takes over on saving."""
+    from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
+
+    class CheckedConnector(SaveRestoreConnector):
+        @staticmethod
+        def _filtered_tar_info(tar_path: str, filter_fn: Any = None) -> list[tarfile.TarInfo]:
+            members = check_archive(Path(tar_path), "model.name")
+            return [m for m in members if filter_fn is None or filter_fn(m.name)]
+
+        @staticmethod
+        def _unpack_nemo_file(path2file: str, out_folder: str, members: Any = None) -> str:
+            wanted = None if members is None else {getattr(m, "name", m) for m in members}
+            unpack(Path(path2file), Path(out_folder), "model.name", wanted)
+            return out_folder
+
+        @staticmethod
+        def _load_state_dict_from_disk(model_weights: str, map_location: Any = "cpu") -> Any:
+            return load_tensors(Path(model_weights), f"model.name: {WEIGHTS}")
+
+    return CheckedConnector
+
+
+def restore(path: Path) -> Any:
+    """A model from a .nemo file, on the CPU, as NeMo builds it.
+
+    Raises:
+        UserError: the file is refused; whatever NeMo raises where it cannot build it.
+    """
+    from omegaconf import OmegaConf
+
+    from finetune.models.nemo import import_nemo
+
+    config = read_config(path)
+    models = import_nemo()
+    connector = _connector()()
+    return models.ASRModel.restore_from(
+        str(path), override_config_path=OmegaConf.create(config), map_location="cpu", save_restore_connector=connector
+    )

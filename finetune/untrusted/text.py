@@ -1,0 +1,39 @@
+"""Texts from data, on their way to a terminal, a log or a page: what would act on it is written out instead."""
+
+import json
+import re
+from typing import Any
+
+# C0 and C1 controls; line and paragraph separators; marks, overrides and isolates of the writing direction; the byte order mark and
+# other characters without a width that hide text; halves of characters. What joins letters (U+200C, U+200D) belongs to languages.
+ACTS = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
+)
+NAMED = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\x1b": "\\x1b"}
+
+
+def one_line(value: Any) -> str:
+    """A text that a terminal or a log shows as it is: control characters, line breaks and changes of direction are written as `\\x1b`,
+    `\\n`, `\\u202e`.
+    """
+    return ACTS.sub(_written, str(value))
+
+
+def lines(value: Any) -> str:
+    """The same for a text of several lines: line breaks and tabs stay."""
+    return ACTS.sub(lambda found: found[0] if found[0] in "\n\t" else _written(found), str(value))
+
+
+def json_line(row: Any) -> str:
+    """A value as one line of JSON, with what acts on a terminal as JSON's own escapes."""
+    text = json.dumps(row, ensure_ascii=False)
+    return ACTS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+class Block(str):
+    """Lines of this project's own making, such as a table, which stay lines in the log."""
+
+
+def _written(found: re.Match[str]) -> str:
+    sign = found[0]
+    return NAMED.get(sign) or (f"\\x{ord(sign):02x}" if ord(sign) < 0x100 else f"\\u{ord(sign):04x}")

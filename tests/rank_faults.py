@@ -1,0 +1,47 @@
+"""finetune/train.py with a fault on one rank: FAULT=rank:step:kind torchrun ... tests/rank_faults.py --config ...
+
+Kinds: kill, stop, exit (os._exit(3)), segfault, raise (RuntimeError), refuse (UserError). FAULT_ONCE names a file: the fault happens only
+while it does not exist, so that a restarted run gets through. STEP_SECONDS lets each step take at least so long.
+"""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import UserError
+from finetune.train import leave, main
+
+
+def fail(kind: str) -> None:
+    """Ends or halts this process."""
+    if kind == "exit":
+        os._exit(3)
+    if kind == "raise":
+        raise RuntimeError("a fault of the test")
+    if kind == "refuse":
+        raise UserError("data.train: a file of this node cannot be read", exit_code=1)
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "segfault": signal.SIGSEGV}[kind])
+
+
+def observe(trainer: Any) -> None:
+    """Puts the fault before a step of the training."""
+    rank, step, kind = os.environ.get("FAULT", "-1:0:none").split(":")
+    marker = os.environ.get("FAULT_ONCE")
+    train_on = trainer.train_on
+
+    def slower(step_input: Any) -> None:
+        time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
+        due = trainer.accelerator.process_index == int(rank) and trainer.progress.step + 1 >= int(step)
+        if due and not (marker and Path(marker).exists()):
+            if marker:
+                Path(marker).touch()
+            fail(kind)
+        train_on(step_input)
+
+    trainer.train_on = slower
+
+
+if __name__ == "__main__":
+    leave(main(observe=observe))
