@@ -136,22 +136,17 @@ def _read_only_from(moment: Moment) -> Callable[[Laboratory, Path], Trial]:
 
 # ---- damaged files ---------------------------------------------------------------------------------------------------------
 
-KILLED_AT = 13
 NEWEST, BEFORE = 12, 10
 
 
 def _killed_run(laboratory: Laboratory) -> Path:
-    """A run that was killed in step 13, made once; the cases take copies."""
+    """A run that was killed once it had a checkpoint of step 12, made once; the cases take copies."""
     path = laboratory.folder / "killed"
     if not path.is_dir():
-        attempt = Training(laboratory, path, [(Moment("step:before", KILLED_AT), kill)]).result()
-        newest = path / "checkpoints" / f"step-{NEWEST:08d}"
-        deadline = time.monotonic() + 5
-        assert attempt.code == -signal.SIGKILL
-        while not newest.is_dir() and time.monotonic() < deadline:  # a checkpoint in the background had no time
-            shutil.rmtree(path)
-            Training(laboratory, path, [(Moment("step:before", KILLED_AT, delay=0.05), kill)]).result()
-        assert newest.is_dir(), f"no checkpoint of step {NEWEST}"
+        moment = Moment(f"renamed:checkpoints/step-{NEWEST:08d}")
+        attempt = Training(laboratory, path, [(moment, kill)]).result()
+        if attempt.code != -signal.SIGKILL:
+            raise RuntimeError(f"it was not killed at {moment.pattern}: {last_line(attempt)}")
     return path
 
 

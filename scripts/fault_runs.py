@@ -38,7 +38,7 @@ ROWS = ("step", "samples", "epoch", "loss", "grad_norm", "learning_rate")
 FIGURES = (
     "steps", "total_steps", "samples", "epochs", "audio_hours", "wer_before", "wer_after", "cer_before", "cer_after",
     "wer_by_language", "best_step", "best_validation_wer", "best_weights", "padding_fraction", "quarantined", "filtered",
-    "infeasible", "skipped_steps", "final_loss",
+    "infeasible", "skipped_steps", "final_loss", "wer_before_interval", "wer_after_interval", "wer_p_value", "significance",
 )  # fmt: skip
 """What has to be equal of summary.json."""
 

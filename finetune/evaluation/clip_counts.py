@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from finetune.evaluation.significance import RESAMPLES, compare_counts, rate_interval
+from finetune.files import put_in_place
 
 COLUMNS = ("word_errors", "words", "character_errors", "characters")
 
@@ -98,7 +99,7 @@ class ClipCounts:
                 languages=np.asarray(self.languages, dtype=np.uint16),
                 names=np.asarray(self.names, dtype=str),
             )
-        aside.replace(path)
+        put_in_place(aside, path)
 
     @classmethod
     def load(cls, path: Path) -> "ClipCounts":

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from finetune.files import sha256_of, sync_file, write_text
+from finetune.files import sha256_of, sync_directory, sync_file, write_text
 from finetune.paths import ROOT
 from finetune.untrusted.text import json_line
 
@@ -71,6 +71,8 @@ class LineFile:
         self.path = path
         self.waiting: list[str] = []
         """Lines that the disk did not take yet."""
+        self.named = False
+        """Whether the file's name was pushed to the disk."""
 
     def append(self, *rows: dict[str, Any]) -> None:
         """Adds lines. What a full or broken disk does not take waits, which is said, and is tried again with the next lines."""
@@ -98,6 +100,9 @@ class LineFile:
             self.append()
         try:
             sync_file(self.path)
+            if not self.named:
+                sync_directory(self.path.parent)
+            self.named = True
         except FileNotFoundError:
             return not self.waiting
         except OSError:
