@@ -344,11 +344,8 @@ def measure_ranks(ranks: int, engine: str) -> dict[str, Any]:
         files = {
             str(f.relative_to(checkpoint)): f.stat().st_size for f in sorted(checkpoint.rglob("*")) if f.is_file()
         }
-    of_last = {
-        n: size
-        for n, size in files.items()
-        if f"_{ranks - 1}." in n or f"-{ranks - 1}." in n or n.startswith(f"__{ranks - 1}_")
-    }
+    names = (f"_{ranks - 1}.", f"-{ranks - 1}.", f"__{ranks - 1}_")
+    of_last = {file: size for file, size in files.items() if any(name in Path(file).name for name in names)}
     return {
         "ranks": ranks,
         "start_up_seconds": max(t["first"] for t in told),
