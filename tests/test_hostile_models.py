@@ -328,9 +328,22 @@ def test_code_in_a_hugging_face_directory_is_not_run(tiny_model, tmp_path):
     ):  # transformers may take its own class, or say no where it would have to run this one
         load_written(directory, torch.float32)
     assert not mark.exists()
-    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors").rename(tmp_path / "kept.safetensors")
     with pytest.raises(UserError, match="Only safetensors files are taken"):
         load_model(str(directory))
+    huge = json.loads((directory / "config.json").read_text())
+    huge["encoder_config"].update(
+        hidden_size=2**17, intermediate_size=2**19, num_hidden_layers=1000, num_attention_heads=2
+    )
+    (tmp_path / "huge").mkdir()
+    for file in directory.iterdir():
+        shutil.copy(file, tmp_path / "huge" / file.name)
+    (tmp_path / "huge" / "config.json").write_text(json.dumps(huge))
+    shutil.copy(tmp_path / "kept.safetensors", tmp_path / "huge" / "model.safetensors")
+    with pytest.raises(
+        UserError, match=r"describes a model of more than [\d,]+ parameters, and it holds [\d,]+ bytes"
+    ):
+        load_model(str(tmp_path / "huge"))
     index = {"weight_map": {"a": "../../elsewhere.safetensors"}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match="which is no file of its folder"):

@@ -63,6 +63,10 @@ def load_hugging_face(directory: Path) -> Any:
     from finetune.models.nemo import import_nemo
 
     config = nemo_config(directory, say=True)
+    weight_bytes = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    if not weight_bytes:
+        read_weights(directory)  # says what is missing, before a model is built
+    check_size(config, weight_bytes, f"model.name: {directory}")
     tokens = int(config["decoder"]["vocab_size"])
     content, source = sentencepiece_of(directory, tokens)
     log.info("model %s: Hugging Face format; tokenizer from %s", directory, source)
@@ -103,7 +107,6 @@ def nemo_config(directory: Path, say: bool = False) -> dict[str, Any]:
         ) from error
     # Of another's machine: a file of this one that it names would be read, and packed into what is saved.
     check_model_config(nemo, f"model.name: {directory}", set())
-    check_size(nemo, sum(file.stat().st_size for file in directory.glob("*.safetensors")), f"model.name: {directory}")
     if not say:
         return nemo
     if not kept.is_file():
