@@ -4,15 +4,14 @@ Each process of a ZeRO run leaves a file with its part of the flattened state. D
 process reads all parts, makes each parameter's tensors whole again, and DeepSpeed keeps what belongs to it.
 """
 
-import logging
+import copy
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-
-log = logging.getLogger(__name__)
 
 PARTS = "zero_pp_rank_*_mp_rank_00_optim_states.pt"
 SHAPES = "zero_pp_rank_0_mp_rank_00_model_states.pt"
@@ -31,29 +30,61 @@ def redistribute(engine: Any, checkpoint: Path) -> int:
     Raises:
         ValueError: the checkpoint holds no state for a parameter that is trained.
     """
-    from deepspeed.utils import safe_set_full_optimizer_state
-
     folder = checkpoint / "pytorch_model"
     paths = sorted(folder.glob(PARTS), key=lambda p: int(re.findall(r"\d+", p.name)[0]))
-    # DeepSpeed pickles classes of its own into these files; they are checked against the checkpoint's checksums.
-    parts = [torch.load(p, map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"] for p in paths]
+    parts = [_load(p)["optimizer_state_dict"] for p in paths]
     if not parts:
         raise ValueError("it holds no parts of the optimizer's state")
-    if engine.zero_optimization_stage() == 3:
-        shapes = torch.load(folder / SHAPES, map_location="cpu", weights_only=False, mmap=True)["param_shapes"]
-        whole, steps = _of_stage_3(parts, shapes)
+    cut_each = engine.zero_optimization_stage() == 3
+    if cut_each:
+        whole, step = _of_stage_3(parts, _load(folder / SHAPES)["param_shapes"])
     else:
-        whole, steps = _of_stage_1_and_2(parts)
-    trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
-    missing = sorted(set(trained) - set(whole))
+        whole, step = _of_stage_1_and_2(parts)
+    names = {id(p): name for name, p in engine.module.named_parameters() if p.requires_grad}
+    missing = sorted(set(names.values()) - set(whole))
     if missing:
         raise ValueError(f"it holds no state of the optimizer for {missing[0]}")
-    for name, parameter in trained.items():
-        shape = getattr(parameter, "ds_shape", parameter.shape)
-        for key, flat in whole[name].items():
-            safe_set_full_optimizer_state(parameter, flat.reshape(shape).to(engine.device), key)
-    _set_steps(engine.optimizer.optimizer, steps)
-    return len(trained)
+    zero = engine.optimizer
+    groups = zero.fp16_groups if cut_each else zero.bit16_groups
+    flats = zero.fp32_partitioned_groups_flat if cut_each else zero.single_partition_of_fp32_groups
+    places = _places_of_stage_3 if cut_each else _places_of_stage_1_and_2
+    for group, flat in zip(groups, flats, strict=True):
+        # DeepSpeed makes these tensors in the first step; what is there by then is taken.
+        state = {key: torch.zeros_like(flat, requires_grad=False) for key in whole[names[id(group[0])]]}
+        for parameter, here, there, numel in places(group):
+            for key, full in whole[names[id(parameter)]].items():
+                state[key].narrow(0, here, numel).copy_(full.narrow(0, there, numel))
+        zero.optimizer.state[flat] = state if step is None else {**state, "step": copy.deepcopy(step)}
+    return len(names)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """A file of DeepSpeed's; no class but the few that it writes into them."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    with torch.serialization.safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def _places_of_stage_1_and_2(group: list[Any]) -> Iterator[tuple[Any, int, int, int]]:
+    """Which part of each parameter this process keeps: the parameter, its beginning in the flat tensor and in the parameter, its length."""
+    for parameter in group:
+        fragment = parameter._hp_mapping  # None where all of it belongs to other processes
+        if fragment is not None:
+            own, of_whole = fragment.hp_fragment_address, fragment.lp_fragment_address
+            yield parameter, own.start, of_whole.start, own.numel
+
+
+def _places_of_stage_3(group: list[Any]) -> Iterator[tuple[Any, int, int, int]]:
+    """The same where each process keeps an equal piece of every parameter, the last one padded."""
+    rank, here = torch.distributed.get_rank(), 0
+    for parameter in group:
+        piece = parameter.partition_numel()
+        there = min(rank * piece, parameter.ds_numel)
+        yield parameter, here, there, min(piece, parameter.ds_numel - there)
+        here += piece
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -61,8 +92,8 @@ def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {key: value for key, value in state.items() if torch.is_tensor(value) and value.numel() > 1}
 
 
-def _of_stage_1_and_2(parts: list[dict[str, Any]]) -> tuple[dict[str, dict[str, torch.Tensor]], list[Any]]:
-    """Each parameter's state by name and key, and the step of each group."""
+def _of_stage_1_and_2(parts: list[dict[str, Any]]) -> tuple[dict[str, dict[str, torch.Tensor]], Any]:
+    """Each parameter's state by name and key, flat, and the optimizer's count of steps."""
     pieces: dict[str, dict[str, list[torch.Tensor]]] = {}
     for part in parts:
         for group, mapping in enumerate(part["param_slice_mappings"]):
@@ -71,13 +102,12 @@ def _of_stage_1_and_2(parts: list[dict[str, Any]]) -> tuple[dict[str, dict[str, 
                 for key, flat in flats.items():
                     found = pieces.setdefault(name, {}).setdefault(key, [])
                     found.append(flat.narrow(0, place.start, place.numel))
-    states = parts[0]["base_optimizer_state"]["state"]
-    return _joined(pieces), [states[group].get("step") for group in sorted(states)]
+    return _joined(pieces), parts[0]["base_optimizer_state"]["state"][0].get("step")
 
 
 def _of_stage_3(
     parts: list[dict[str, Any]], shapes: list[dict[str, torch.Size]]
-) -> tuple[dict[str, dict[str, torch.Tensor]], list[Any]]:
+) -> tuple[dict[str, dict[str, torch.Tensor]], Any]:
     """The same where each parameter is cut into as many equal pieces as there were processes, the last one padded."""
     pieces: dict[str, dict[str, list[torch.Tensor]]] = {}
     for rank, part in enumerate(parts):
@@ -91,17 +121,8 @@ def _of_stage_3(
                 for key, flat in flats.items():
                     pieces.setdefault(name, {}).setdefault(key, []).append(flat.narrow(0, offset, filled))
                 offset += piece
-    states = parts[0]["optimizer_state_dict"]["state"]
-    return _joined(pieces), [states[group].get("step") for group in sorted(states)]
+    return _joined(pieces), parts[0]["optimizer_state_dict"]["state"][0].get("step")
 
 
 def _joined(pieces: dict[str, dict[str, list[torch.Tensor]]]) -> dict[str, dict[str, torch.Tensor]]:
     return {name: {key: torch.cat(found) for key, found in state.items()} for name, state in pieces.items()}
-
-
-def _set_steps(optimizer: Any, steps: list[Any]) -> None:
-    """The count of steps, which corrects Adam's bias, in every state of the optimizer beneath DeepSpeed's."""
-    for state, step in zip(optimizer.state.values(), steps * len(optimizer.state), strict=False):
-        if step is not None and "step" in state:
-            present = state["step"]
-            state["step"] = torch.full_like(present, float(step)) if torch.is_tensor(present) else int(step)

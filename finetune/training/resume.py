@@ -161,7 +161,7 @@ def _redistribute(trainer: Any, path: Path) -> bool:
     try:
         filled = redistribute(trainer.module, path)
         log.info("the optimizer's state of %d parameters is dealt out anew; random states start anew", filled)
-    except (ValueError, KeyError, RuntimeError, OSError, TypeError) as error:
+    except (ValueError, KeyError, IndexError, AttributeError, RuntimeError, OSError, TypeError) as error:
         problem = f"{type(error).__name__}: {error}"
     if trainer.accelerator.num_processes > 1:
         from accelerate.utils import gather_object
