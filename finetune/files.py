@@ -36,7 +36,8 @@ def write_text(path: Path, text: str) -> None:
     try:
         aside.write_text(text, encoding="utf-8", errors="backslashreplace")
         put_in_place(aside, path)
-    except OSError:
+    except OSError as error:
+        error.filename = error.filename or str(path)  # where a write finds the disk full, the error has no name
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
         raise

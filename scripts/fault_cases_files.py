@@ -292,7 +292,7 @@ def _rank_killed(rank: int) -> Callable[[Laboratory, Path], Trial]:
             trial.problems.append(f"the other rank took {trial.seconds:.0f} s to end")
         if other.code in (0, 75):
             trial.problems.append(f"the other rank ended with {other.code}")
-        trial.said = line_with(other, "error:")
+        trial.said = line_with(other, "error:", "rank", "process") or last_line(other)
         killed = both[rank].result()
         _two_go_on(laboratory, folder, trial, (killed if rank == 0 else other).last_checkpoint)
         return trial
@@ -310,7 +310,7 @@ def _ranks_stopped(ranks: tuple[int, ...]) -> Callable[[Laboratory, Path], Trial
         trial.seconds = None
         for attempt in attempts:
             check_end(trial, attempt, (75,))
-        trial.said = line_with(attempts[ranks[0]], "SIGTERM")
+        trial.said = line_with(attempts[0], "stopped")
         if time.monotonic() - began > 60 + GRACE:
             trial.problems.append("it took too long to end")
         if attempts[0].last_checkpoint != attempts[0].last_step:
