@@ -213,7 +213,7 @@ def _main(argv: list[str] | None, observe: Callable[[Any], None] | None) -> int:
         ranks.failed(error)
         say_error(out_of_memory_message(error, config, gpu, engine))
         return 1
-    except stopping.Stopped as stop:
+    except (stopping.Stopped, stopping.CutShort) as stop:
         print(
             f"stopped: {stop}. Start the same command again with training.resume_from_checkpoint=true to go on.",
             file=sys.stderr,

@@ -5,13 +5,15 @@ import json
 import logging
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import read_lines
+from conftest import ROOT, read_lines
 from safetensors.torch import load_file
 
 DATA = {"validation": None, "test": None}
@@ -202,3 +204,56 @@ def test_lines_wait_for_room(tmp_path, caplog, monkeypatch):
     said = caplog.text
     assert said.count("its lines wait in memory until it can") == 1
     assert "2 lines that waited are in it" in said
+
+
+@pytest.mark.slow
+def test_a_full_disk_on_one_of_two_ranks(tiny_run, tmp_path):
+    """The main process alone cannot write: both ranks agree on that, while it goes on and at the end."""
+    settings = [f"training.{key}={value}" for key, value in TRAINING.items()]
+    program = tmp_path / "limited.py"
+    program.write_text(
+        "import os, resource, sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from finetune.train import leave, main\n"
+        "def observe(trainer):\n"
+        "    import contextlib\n"
+        "    def around():\n"
+        "        if trainer.progress.step == 4 and os.environ['RANK'] == '0':\n"
+        "            trainer.saver.wait()\n"
+        "            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))\n"
+        "        return contextlib.nullcontext()\n"
+        "    trainer.around_step = around\n"
+        "leave(main(observe=observe))\n"
+    )
+    arguments = [*tiny_run(data=DATA), "--strategy", "ddp", *settings]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(program)]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1
+    assert "error: the checkpoint of step 6 could not be written: " in done.stderr
+    assert "it continues from step-00000004" in done.stderr
+    assert "Traceback" not in done.stderr.split("ChildFailedError")[0]
+
+
+def test_a_checkpoint_tells_of_its_own_step_alone(run_train, tiny_run, tmp_path):
+    """What is written in the thread is not what the run counts meanwhile."""
+    import time
+
+    from finetune.training import saving
+
+    training = {**TRAINING, "save_steps": 1, "logging_steps": 4}
+    write, states = saving.write_json, []
+
+    def observe(trainer: Any) -> None:
+        def slowly(path: Path, value: Any) -> None:
+            if path.name == "trainer_state.json":
+                time.sleep(0.3)
+                states.append(sum(row[0] for row in value["window"]["batch_lengths"].values()))
+            write(path, value)
+
+        saving.write_json = slowly
+
+    try:
+        assert run_train(*tiny_run(data=DATA, training=training), observe=observe) == 0
+    finally:
+        saving.write_json = write
+    assert states == [0, 1, 2, 0, 1, 0]

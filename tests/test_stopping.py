@@ -166,3 +166,35 @@ def test_a_signal_to_the_whole_process_group_and_the_exit_code_file(tiny_run, tm
     assert "Traceback" not in said.read_text()
     steps = [int(p.name.removeprefix("step-")) for p in (tmp_path / "run" / "checkpoints").glob("step-*")]
     assert max(steps) == read_lines(metrics)[-1]["step"]
+
+
+def test_epochs_that_are_cut_off_while_the_run_closes(run_train, tiny_run, tmp_path, capfd):
+    """The last evaluation of a run by epochs is made while it closes; its lines are there once."""
+    training = {"max_steps": -1, "num_train_epochs": 1, "save_steps": 1, "resume_from_checkpoint": True}
+    arguments = tiny_run(training=training)
+    assert run_train(*arguments, observe=signal_in_evaluation(6, "test")) == 75
+    assert run_train(*arguments) == 0
+    rows = [
+        (r["step"], r["split"]) for r in read_lines(tmp_path / "run" / "evaluations.jsonl") if r["language"] is None
+    ]
+    assert rows == [(0, "validation"), (0, "test"), (6, "validation"), rows[-1]]
+    assert rows[-1][1] == "test"
+
+
+def test_a_signal_while_the_last_checkpoint_is_written(run_train, tiny_run, tmp_path, capfd):
+    def observe(trainer: Any) -> None:
+        save = trainer.save
+
+        def and_signal(settle: bool = False) -> None:
+            if trainer.progress.step == 2 and not settle:
+                os.kill(os.getpid(), signal.SIGTERM)
+            save(settle)
+
+        trainer.save = and_signal
+
+    arguments = tiny_run("training.resume_from_checkpoint=true")
+    assert run_train(*arguments, observe=observe) == 75
+    said = capfd.readouterr().err
+    assert "stopped: " in said
+    assert "Traceback" not in said
+    assert run_train(*arguments) == 0

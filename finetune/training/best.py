@@ -95,9 +95,13 @@ def try_average(trainer: Any) -> dict[str, Any] | None:
         What summary.json says of it; None where fewer than two states were kept.
     """
     p, t, folder = trainer.progress, trainer.config.training, trainer.output_dir
-    if p.best_weights == "average" and p.best_step == p.step and (folder / "summary.json").is_file():
-        # A finished run that was started again.
-        return json.loads((folder / "summary.json").read_text(encoding="utf-8")).get("average_checkpoints")
+    if p.best_weights == "average" and p.best_step == p.step:
+        if (folder / "summary.json").is_file():  # a finished run that was started again
+            return json.loads((folder / "summary.json").read_text(encoding="utf-8")).get("average_checkpoints")
+        # The run died after the mean was taken: it is judged once more against the single model before it.
+        single = (agreed(read_best(folder)) or {}).get("previous") or {}
+        p.best_step, p.best_wer = single.get("step"), single.get("validation_wer")
+        p.best_weights = single.get("weights", "raw")
     if trainer.accelerator.is_main_process:  # the settings may be others than when the states were kept
         averaging.prune(folder, t.average_checkpoints, t.average_by)
     states = agreed([(s.step, s.wer, s.path) for s in averaging.kept_states(trainer.output_dir)])
@@ -173,9 +177,10 @@ def keep(trainer: Any, model: Any) -> None:
             best = {"step": p.best_step, "validation_wer": p.best_wer, "weights": p.best_weights}
             best |= {"bytes": aside.stat().st_size, "sha256": sha256_of(aside)}
             # Of the one before, too: it is the one that lies there if the process dies before the next line but one.
-            best["previous"] = before = read_best(folder)
-            if before is not None:
-                before.pop("previous", None)
+            before = read_best(folder)
+            earlier = before.pop("previous", None) if before is not None else None
+            same = before is not None and (before["step"], before["weights"]) == (p.best_step, p.best_weights)
+            best["previous"] = earlier if same else before
             write_json(folder / "checkpoints" / "best.json", best)
             put_in_place(aside, folder / "model.nemo")
             if getattr(model, "lora_base", None) is not None:
@@ -198,13 +203,21 @@ def keep(trainer: Any, model: Any) -> None:
 
 def _keep_state(trainer: Any, model: Any, wer: float) -> None:
     """Keeps the present weights for the average at the end."""
-    t = trainer.config.training
+    t, problem = trainer.config.training, None
     if trainer.accelerator.is_main_process:
         state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         names = averaging.averaged_tensors(trainer.model)
-        averaging.keep_state(trainer.output_dir, {n: state[n] for n in names}, trainer.progress.step, wer)
+        try:
+            averaging.keep_state(trainer.output_dir, {n: state[n] for n in names}, trainer.progress.step, wer)
+        except CANNOT_WRITE as error:
+            problem = (
+                f"the weights of step {trainer.progress.step}, kept for training.average_checkpoints, cannot be written: {error}. Make "
+                "room or mend the disk, then start the same command again with training.resume_from_checkpoint=true."
+            )
         averaging.prune(trainer.output_dir, t.average_checkpoints, t.average_by)
-    trainer.accelerator.wait_for_everyone()
+    problem = agreed(problem)
+    if problem:
+        raise UserError(problem, exit_code=1)
 
 
 def sizes(trainer: Any) -> dict[str, int | None]:

@@ -1,5 +1,6 @@
 """Checkpoints on the disk: whole or absent, with checksums, the newest whole one found again, old ones removed."""
 
+import contextlib
 import json
 import logging
 import os
@@ -46,6 +47,7 @@ def begin_checkpoint(output_dir: Path, step: int) -> Path:
     aside = aside_of(output_dir, step)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
+    sync_directory(output_dir)  # which `checkpoints` may be new in
     return aside
 
 
@@ -58,10 +60,11 @@ def aside_of(output_dir: Path, step: int) -> Path:
 def sync_folder(folder: Path) -> None:
     """Pushes a folder's files to the disk."""
     for path in folder.rglob("*"):
-        if path.is_file():
-            sync_file(path)
-        elif path.is_dir():
-            sync_directory(path)
+        with contextlib.suppress(FileNotFoundError):  # another rank's, which has its name now
+            if path.is_file():
+                sync_file(path)
+            elif path.is_dir():
+                sync_directory(path)
     sync_directory(folder)
 
 

@@ -67,7 +67,7 @@ def evaluate_split(
 
         parts = gather_object(parts)
     if any(part is None for part in parts):
-        raise stopping.CutShort
+        raise stopping.CutShort("a signal came in an evaluation; the last checkpoint counts")
     if len(parts) > 1:
         merged = Scoreboard(board.normalization, board.keep_pairs)
         if board.mistakes is not None:

@@ -114,9 +114,12 @@ class Trainer:
 
     def restore_progress(self, values: dict[str, Any]) -> None:
         """The counters of a checkpoint."""
+        self._take_progress(values)
+        self.saver.blocked_seconds, self.saver.failed = self.progress.saving_seconds, self.progress.failed_checkpoints
+
+    def _take_progress(self, values: dict[str, Any]) -> None:
         self.progress = self.intake.progress = Progress(**values)
         self.watch.counts = self.progress.drift_warnings
-        self.saver.blocked_seconds, self.saver.failed = self.progress.saving_seconds, self.progress.failed_checkpoints
 
     def walk_schedule_to(self, state: dict[str, Any]) -> None:
         """The schedule's place in a checkpoint."""
@@ -136,7 +139,7 @@ class Trainer:
         Args:
             settle: wait until it is there; UserError where it cannot be written.
         """
-        if settle and not self.saver.wait():
+        if settle and self.saver.failed_anywhere():
             self.last_saved = -1  # one more attempt
         if self.last_saved != self.progress.step:
             self._save()
@@ -258,7 +261,7 @@ class Trainer:
         except UserError:
             self.progress = before
             stream.go_back(place)
-            if self.config.training.save_steps and self.progress.step:
+            if (self.config.training.save_steps or self.config.training.save_minutes) and self.progress.step:
                 self.save(settle=True)
                 log.info("the state of step %d is kept in %s", self.progress.step, self.output_dir / "checkpoints")
             raise
@@ -461,7 +464,7 @@ class Trainer:
         try:
             self.evaluate(splits_due(p.step, self._at_last_step(), t.eval_steps, t.guard_steps))
         except stopping.CutShort:
-            self.restore_progress(before)
+            self._take_progress(before)
             return False
         self._empty_cache()
         self.module.train()

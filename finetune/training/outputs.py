@@ -59,7 +59,7 @@ def check_best(output_dir: Path) -> tuple[dict[str, Any] | None, bool]:
     if best is None or "sha256" not in best:  # of an earlier version of this program
         return best, False
     found = sha256_of(output_dir / "model.nemo")
-    before = best.pop("previous", None)
+    before = best.get("previous")
     match = next((entry for entry in (best, before) if entry is not None and entry.get("sha256") == found), None)
     return match, match is None
 

@@ -15,7 +15,7 @@ from finetune.strategies.optimizers import unwrap_optimizer
 from finetune.strategies.sharded import read_whole_weights
 from finetune.strategies.zero_shards import redistribute
 from finetune.training import averaging, checkpoints
-from finetune.training.outputs import check_best
+from finetune.training.outputs import check_best, read_best, write_json
 from finetune.training.stages import agreed
 
 log = logging.getLogger(__name__)
@@ -93,8 +93,9 @@ def resume(trainer: Any, path: Path) -> None:
     trainer.intake.quarantined_before = trainer.quarantine.pairs("source", "id", lines=p.quarantine_lines)
     if accelerator.is_main_process:
         trainer.metrics.cut_after_step(p.step)
-        # An evaluation that was cut short is made again as a whole.
-        trainer.evaluations.cut_after_step(p.step - 1 if p.evaluation_due else p.step)
+        # An evaluation that was cut short, or that the checkpoint does not know of, is made again as a whole.
+        again = p.last_evaluated != p.step if "validation" in trainer.sources else p.evaluation_due
+        trainer.evaluations.cut_after_step(p.step - 1 if again else p.step)
         if trainer.config.training.log_clips:
             trainer.clips.cut_after_step(p.step)
         trainer.quarantine.cut(p.quarantine_lines)
@@ -178,6 +179,8 @@ def _settle_best(trainer: Any) -> None:
     """model.nemo may be newer than the checkpoint, or of another run; what is said of it has to be true."""
     p = trainer.progress
     kept, damaged = agreed(check_best(trainer.output_dir) if trainer.accelerator.is_main_process else None)
+    if kept is not None and trainer.accelerator.is_main_process and kept != read_best(trainer.output_dir):
+        write_json(trainer.output_dir / "checkpoints" / "best.json", kept)  # of the one that really lies there
     known = (p.best_step, p.best_wer, p.best_weights)
     if p.best_step is not None and (
         kept is None or known != tuple(kept[k] for k in ("step", "validation_wer", "weights"))

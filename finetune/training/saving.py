@@ -5,6 +5,7 @@ pushing to the disk, the name, and the removal of old checkpoints. Either way th
 """
 
 import contextlib
+import copy
 import logging
 import shutil
 import threading
@@ -21,7 +22,7 @@ from finetune.errors import UserError
 from finetune.strategies.sharded import write_whole_weights
 from finetune.training import checkpoints
 from finetune.training.averaging import EMA_FILE
-from finetune.training.outputs import read_best, write_json
+from finetune.training.outputs import write_json
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,8 @@ class Saver:
         self.wait()
         began = time.perf_counter()
         main = self.accelerator.is_main_process
-        state, self.step, self.error = {**state, "checksums": True}, step, None
+        # A copy: the thread writes it while the run goes on counting.
+        state, self.step, self.error = copy.deepcopy({**state, "checksums": True}), step, None
         aside = checkpoints.aside_of(self.output_dir, step)
         whole: dict[str, Any] = {}
 
@@ -84,7 +86,7 @@ class Saver:
         if errors:
             self._fail(errors[0])
         elif main:
-            best = (read_best(self.output_dir) or {}).get("step")
+            best = state["progress"]["best_step"]
             work = (aside, whole, ema or {}, state, best)
             if self.beside:
                 self.thread = threading.Thread(
@@ -94,8 +96,6 @@ class Saver:
             else:
                 self._write(*work)
                 self._judge()
-        if not self.beside:
-            self.accelerator.wait_for_everyone()
         self.blocked_seconds += time.perf_counter() - began
 
     def _attempt(self, write: Callable[[], Any]) -> list[str]:
@@ -139,6 +139,11 @@ class Saver:
             raise
         self.wait()
 
+    def failed_anywhere(self) -> bool:
+        """Waits for the last checkpoint; whether it could not be written, on all ranks alike."""
+        self.wait()
+        return bool(self._over_ranks(self.error))
+
     def settled(self) -> None:
         """Waits for the last checkpoint on all ranks.
 
@@ -146,7 +151,7 @@ class Saver:
             UserError: it could not be written.
         """
         self.wait()
-        errors = self._over_ranks(self.error)
+        errors = self._over_ranks(self.error)  # which the others wait in, too, until the main process has written
         if errors:
             raise UserError(
                 f"the checkpoint of step {self.step} could not be written: {_reason(errors[0])}. Make room or mend the disk of "
@@ -181,13 +186,14 @@ class Saver:
         if not self.beside:
             return state
         needed = sum(t.numel() * t.element_size() for t in _tensors(state))
-        if needed > 0.9 * psutil.virtual_memory().available:
+        ready = sum(t.numel() * t.element_size() for t in self.pinned.values())
+        if needed - ready > 0.9 * psutil.virtual_memory().available:
             log.warning(
                 "training.async_save: a copy of the state (%.1f GB) does not fit into the free host memory: checkpoints are written at "
                 "once from here on",
                 needed / 1e9,
             )
-            self.beside = False
+            self.beside, self.pinned = False, {}
             return state
         copies = self._copied(state, {})
         if any(t.is_cuda for t in _tensors(state)):
@@ -234,8 +240,11 @@ class Saver:
                 save_file(ema, aside / EMA_FILE)
             write_json(aside / checkpoints.STATE_FILE, state)
             checkpoints.seal(self.output_dir, state["progress"]["step"])
-            checkpoints.remove_old_checkpoints(self.output_dir, self.keep, best)
             self.error = None
+            try:
+                checkpoints.remove_old_checkpoints(self.output_dir, self.keep, best)
+            except OSError as error:
+                log.warning("old checkpoints in %s cannot be removed: %s", self.output_dir, error)
         except BaseException as error:  # of a thread: told by whoever waits for it
             self.error = error
 
@@ -253,9 +262,12 @@ class Saver:
         if not self.accelerator.is_main_process:
             return
         checkpoints.give_up(self.output_dir, self.step)
-        free = shutil.disk_usage(self.output_dir).free / 1e9
+        try:
+            free = f"{shutil.disk_usage(self.output_dir).free / 1e9:.2f} GB are"
+        except OSError:
+            free = "nothing can be said of what is"
         log.warning(
-            "the checkpoint of step %d could not be written: %s (%.2f GB are free in %s). Training goes on; a run that ended now would "
+            "the checkpoint of step %d could not be written: %s (%s free in %s). Training goes on; a run that ended now would "
             "continue from %s",
             self.step,
             _reason(error),

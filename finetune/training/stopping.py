@@ -29,7 +29,7 @@ class Stopped(BaseException):
 
 
 class CutShort(Exception):
-    """An evaluation that was left because the run has to stop."""
+    """An evaluation that was left because the run has to stop; on all ranks alike."""
 
 
 def requested() -> str | None:
@@ -39,8 +39,8 @@ def requested() -> str | None:
 
 def _on_signal(number: int, frame: Any) -> None:
     global _noted
-    again, _noted = _noted is not None, signal.Signals(number).name
-    if _saves and again and number == signal.SIGINT:
+    before, _noted = _noted, signal.Signals(number).name
+    if _saves and before == _noted == "SIGINT":
         raise KeyboardInterrupt  # someone at a terminal does not want to wait for the checkpoint
     if not _saves:
         raise Stopped(f"{_noted} came while there was nothing to save")
