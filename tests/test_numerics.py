@@ -302,8 +302,9 @@ HOW = {"nan": "loss", "inf": "loss", "gradient": "gradient", "spike": "spike"}
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("hows", [("nan", "inf"), ("gradient", "spike", "accumulated")], ids="-".join)
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero1", "zero2", "zero2_offload", "zero3"])
-def test_a_spoiled_batch_on_one_rank_changes_nothing_on_any(trainings, bare_zero3, clips, tmp_path, engine):  # noqa: F811
+def test_a_spoiled_batch_on_one_rank_changes_nothing_on_any(trainings, bare_zero3, clips, tmp_path, engine, hows):  # noqa: F811
     strategy = ["--deepspeed", bare_zero3] if engine == "zero3" else ["--strategy", engine]
     learning = [
         "model.freeze_batchnorm=false",
@@ -318,12 +319,11 @@ def test_a_spoiled_batch_on_one_rank_changes_nothing_on_any(trainings, bare_zero
             "data.max_eval_samples=8",
         ]
     cut = ["training.per_device_train_batch_size=2", "training.gradient_accumulation_steps=2"]
-    told = trainings(
-        "deepspeed" if engine.startswith("zero") else "torch",
-        **{how: (2, *strategy, *learning, {"spoiled": [1, SPOILED, how]}) for how in HOW},
-        # The first of a step's two batches.
-        accumulated=(2, *strategy, *learning, *cut, {"spoiled": [1, 2 * SPOILED - 1, "nan"]}),
-    )  # fmt: skip
+    plan = {how: (2, *strategy, *learning, {"spoiled": [1, SPOILED, how]}) for how in HOW}
+    # The first of a step's two batches.
+    plan["accumulated"] = (2, *strategy, *learning, *cut, {"spoiled": [1, 2 * SPOILED - 1, "nan"]})
+    first_import = "deepspeed" if engine.startswith("zero") else "torch"
+    told = trainings(first_import, **{how: plan[how] for how in hows})
     for name, ranks in told.items():
         how = "nan" if name == "accumulated" else name
         untouched(ranks, 6, {SPOILED})
