@@ -310,14 +310,17 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def _quiet_libraries() -> Iterator[None]:
-    """What decoders written in C print about each broken file goes nowhere; a traceback of a hang goes to where errors went."""
+    """Warnings, logs, and what decoders written in C print about each broken file go nowhere; a traceback of a hang goes to where errors went."""
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     traces = os.fdopen(kept, "w")
     TRACES.append(traces)
+    logging.disable(logging.CRITICAL)
     try:
-        yield
+        with warnings.catch_warnings(action="ignore"):
+            yield
     finally:
+        logging.disable(logging.NOTSET)
         TRACES.remove(traces)
         os.dup2(kept, 2)
         traces.close()
@@ -327,8 +330,6 @@ def _quiet_libraries() -> Iterator[None]:
 def main(argv: list[str] | None = None) -> int:
     """Runs it; returns the exit code."""
     arguments = parse_arguments(argv)
-    logging.disable(logging.CRITICAL)
-    warnings.filterwarnings("ignore")
     readers = [r for r in fuzz_readers.READERS if not arguments.readers or r.name in arguments.readers]
     if arguments.one:
         reader = next(r for r in readers if r.name == arguments.one[0])
