@@ -374,8 +374,11 @@ def test_a_rank_with_slow_data_is_named_under_engines_that_shard(tiny_run, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_rank_without_any_clip_trains_along(tiny_run, clips, tmp_path, count):
-    """One file of clips fewer than ranks: the last rank has none, and every clip comes once an epoch."""
+    """The last rank's file holds one clip, which a filter leaves out; every other clip comes once an epoch."""
     import tarfile
+
+    import numpy as np
+    import soundfile
 
     rows = read_lines(clips / "manifest.jsonl")
     shards = tmp_path / "shards"
@@ -387,7 +390,11 @@ def test_a_rank_without_any_clip_trains_along(tiny_run, clips, tmp_path, count):
                 (tmp_path / "text").write_text(row["text"], encoding="utf-8")
                 tar.add(audio, f"clip{number}-{i}.flac")
                 tar.add(tmp_path / "text", f"clip{number}-{i}.txt")
-    data = {**ONLY_TRAIN, "train": str(shards / "*.tar")}
+    soundfile.write(tmp_path / "long.flac", np.zeros(48_000), 16_000)
+    with tarfile.open(shards / f"train-{count - 1}.tar", "w") as tar:
+        tar.add(tmp_path / "long.flac", "long.flac")
+        tar.add(tmp_path / "text", "long.txt")
+    data = {**ONLY_TRAIN, "train": str(shards / "*.tar"), "max_duration": 2.0}
     two_epochs = 2 * len(rows) // (count - 1) // 4
     training = {"max_steps": two_epochs, "log_clips": True, "dataloader_num_workers": 1}
     arguments = tiny_run(model=DETERMINISTIC, data=data, training=training)
