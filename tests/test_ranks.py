@@ -372,34 +372,6 @@ def test_a_rank_with_slow_data_is_named_under_engines_that_shard(tiny_run, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 3])
-def test_a_rank_without_any_clip_trains_along(tiny_run, clips, tmp_path, count):
-    """One file of clips fewer than ranks: the last rank has none, and every clip comes once an epoch."""
-    import tarfile
-
-    rows = read_lines(clips / "manifest.jsonl")
-    shards = tmp_path / "shards"
-    shards.mkdir()
-    for number in range(count - 1):
-        with tarfile.open(shards / f"train-{number}.tar", "w") as tar:
-            for i, row in enumerate(rows[number :: count - 1]):
-                audio = clips / row["audio_filepath"]
-                (tmp_path / "text").write_text(row["text"], encoding="utf-8")
-                tar.add(audio, f"clip{number}-{i}.flac")
-                tar.add(tmp_path / "text", f"clip{number}-{i}.txt")
-    data = {**ONLY_TRAIN, "train": str(shards / "*.tar")}
-    training = {"max_steps": -1, "num_train_epochs": 2, "log_clips": True, "dataloader_num_workers": 1}
-    arguments = tiny_run(model=DETERMINISTIC, data=data, training=training)
-    done = start([*launch("torchrun", count), TRAIN, *arguments, "--strategy", "ddp"])
-    lines = read_lines(tmp_path / "run" / "clips.jsonl")
-    seen = sorted(i for row in lines for r in row["ids_by_rank"] for b in r for i in b)
-    assert len(seen) == 2 * len(rows)
-    assert len(set(seen)) == len(rows)
-    assert all(not row["ids_by_rank"][-1] or row["ids_by_rank"][-1] == [[]] for row in lines), "the last rank has none"
-    assert f"rank {count - 1} has no more clips in this epoch" in done.stderr
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="network namespaces need root and iproute2")
 def test_two_machines_as_network_namespaces(tiny_run, tmp_path):
     """torchrun and accelerate over two addresses, a cable that is pulled out, and a machine that is lost for good."""
