@@ -213,10 +213,10 @@ def main(argv: list[str] | None = None) -> int:
     groups = [g for g in arguments.groups if g not in skipped]
     import_everything()
     began, rows = time.monotonic(), []
-    if arguments.folder is not None:
-        arguments.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="faults-") as temporary:
-        folder = Path(temporary) if arguments.folder is None else arguments.folder
+    # No TemporaryDirectory: a fork that ends would remove it.
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="faults-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
         laboratory = make_laboratory(folder.resolve(), arguments.seed)
         print(f"unbroken: {laboratory.unbroken_seconds:.1f} s, {len(laboratory.events)} events", flush=True)
         keep = arguments.folder is not None
@@ -235,6 +235,9 @@ def main(argv: list[str] | None = None) -> int:
                 aside = arguments.json.with_name(f".{arguments.json.name}.tmp")
                 aside.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
                 os.replace(aside, arguments.json)
+    finally:
+        if arguments.folder is None:
+            shutil.rmtree(folder, ignore_errors=True)
     print("\n" + table(summarise(rows), skipped))
     return 1 if any(row["problems"] for row in rows) else 0
 
