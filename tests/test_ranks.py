@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, read_lines
+from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT
 from test_launchers import BIN, TRAIN, curve, start, summary
 
 from finetune.training.ranks import WITNESS
