@@ -238,13 +238,14 @@ def _main(argv: list[str] | None, observe: Callable[[Any], None] | None) -> int:
 
 
 def leave(code: int) -> None:
-    """Ends the process, and leaves its exit code in the file that FINETUNE_EXIT_CODE_FILE names (scripts/run_training.sh). In a process group it does not take the interpreter down first: a thread of gloo that asks for it then is killed,
-    which aborts the process, and the launcher calls a run failed that is done.
+    """Ends the process, and leaves its exit code in the file that FINETUNE_EXIT_CODE_FILE names (scripts/run_training.sh).
+
+    In a process group it does not take the interpreter down first: a thread of gloo that asks for it then is killed, which aborts the
+    process, and the launcher calls a run failed that is done.
     """
     ranks.left(code)
     stopping.write_exit_code(code)
-    if code == stopping.EXIT_CODE and stopping.EXIT_CODE_FILE in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
-        code = 0  # or torchrun would start again what was asked to stop
+    code = stopping.code_for_launcher(code)
     if "RANK" in os.environ:
         atexit._run_exitfuncs()
         sys.stdout.flush()

@@ -166,6 +166,16 @@ def test_ranks_that_end_well_end_nobody(ranks, code):
     assert all(w.returncode == 0 for w in three.witnesses)
 
 
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_rank_that_was_asked_to_stop_takes_those_along_that_wait_for_it(ranks, asked):
+    two = ranks(2, timeout=30)
+    two.leave(asked, 75, "")
+    text = two.told_to_end(1 - asked, within=10)
+    assert text is not None
+    assert f"stopped: rank {asked} on host" in text
+    assert [said.count("stopped: ") for said in two.end()] == [1, 0]
+
+
 def test_ranks_that_all_refuse_the_same_say_it_themselves(ranks):
     two = ranks(2, timeout=3)
     two.leave(0, 2, "a bad setting")

@@ -74,8 +74,10 @@ class Watch:
             if "end" in word:
                 if sys.stderr.isatty():
                     os.write(2, SHOW_CURSOR)  # a panel may have hidden it
-                stopping.write_exit_code(1)
-                os._exit(1)  # the main thread waits for a rank that will not come
+                stopping.write_exit_code(word["code"])
+                os._exit(
+                    stopping.code_for_launcher(word["code"])
+                )  # the main thread waits for a rank that will not come
         if self.process.wait() != 0:
             log.error("the witness of this rank has ended: the other ranks will not be told how this one does")
 

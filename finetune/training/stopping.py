@@ -74,6 +74,12 @@ def saving_first() -> Iterator[None]:
         _saves = before
 
 
+def code_for_launcher(code: int) -> int:
+    """What the process ends with: torchrun's agent would start again what was asked to stop, where a wrapper reads the code from a file."""
+    elastic = EXIT_CODE_FILE in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
+    return 0 if code == EXIT_CODE and elastic else code
+
+
 def write_exit_code(code: int) -> None:
     """Leaves the exit code in the file that `FINETUNE_EXIT_CODE_FILE` names, on the first process of a machine."""
     file = os.environ.get(EXIT_CODE_FILE)

@@ -33,7 +33,8 @@ LINGER = 5.0
 PAUSED = 5.0
 """A gap in the witness's own running (a suspended machine or job) from which on all silence is counted anew."""
 LINE_LIMIT = 1 << 16
-ENDED_WELL = (0, 75)
+STOPPED = 75
+ENDED_WELL = (0, STOPPED)
 GONE = "its process and the witness beside it are gone"
 SILENT = "not heard of for {:.0f} s: the machine or the network to it is down"
 
@@ -217,6 +218,9 @@ def verdict(members: list[Member], timeout: float, now: float) -> tuple[list[Mem
         settled = now - failed[0].ended >= wait
         alike = not present and all(m.said or m.code in ENDED_WELL for m in members)
         return ([first], first.cause) if settled and not alike else None
+    asked = [m for m in members if m.ended is not None and m.code == STOPPED]
+    if asked and present and now - min(m.ended for m in asked) > LEAVING_TOGETHER:
+        return asked, "asked to stop by a signal while no step was being made"
     if any(now - m.heard > timeout for m in present):
         lost = [m for m in present if now - m.heard > timeout - 3 * BEAT]
         return lost, SILENT.format(timeout)
@@ -229,6 +233,8 @@ def verdict(members: list[Member], timeout: float, now: float) -> tuple[list[Mem
 def message(lost: list[Member], cause: str) -> str:
     """What the user reads."""
     names = ", ".join(m.name for m in sorted(lost, key=lambda m: m.rank))
+    if all(m.code == STOPPED for m in lost):
+        return f"stopped: {names}: {cause}. The other ranks end with it; the last checkpoint counts."
     return f"error: {names}: {cause}. The other ranks end with it. training.resume_from_checkpoint=true continues from the last checkpoint."
 
 
@@ -276,9 +282,9 @@ class Witness:
         code, cause = cause_of(self.rank.wait_status())
         return {"code": code, "cause": cause, "said": False}
 
-    def end_rank(self, text: str) -> None:
-        """Has the rank end itself, and kills it where it does not."""
-        self.words.send(end=text)
+    def end_rank(self, text: str, code: int = 1) -> None:
+        """Has the rank end itself with an exit code, and kills it where it does not."""
+        self.words.send(end=text, code=code)
         self.kill_at = time.monotonic() + (0.0 if self.rank.is_stopped() else KILL_AFTER)
         self.over_at = time.monotonic() + KILL_AFTER + LINGER
 
@@ -370,12 +376,15 @@ class Hub(Witness):
         if found is None:
             return
         self.judged, text = True, message(*found)
+        code = STOPPED if all(m.code == STOPPED for m in found[0]) else 1
         say(text)
         speakers = {m.host: m.rank for m in members if m.lines is not None}  # the lowest of each host
         for member in members:
             if member.lines is not None:
-                member.lines.send(end=text, say=member.host != self.host and speakers[member.host] == member.rank)
-        self.end_rank(text)
+                member.lines.send(
+                    end=text, code=code, say=member.host != self.host and speakers[member.host] == member.rank
+                )
+        self.end_rank(text, code)
 
     def is_done(self) -> bool:
         """Whether there is nothing left to tell."""
@@ -383,6 +392,8 @@ class Hub(Witness):
         if self.own.ended is None:
             return False
         if not self.judged and self.own.code in ENDED_WELL:
+            if self.own.code == STOPPED and any(m.ended is None for m in members):
+                return False  # `judge` looks after those that wait for a rank that was stopped
             self.send_all(over=1)
             return True
         if not self.judged:
@@ -438,7 +449,7 @@ class Client(Witness):
                 if "end" in line:
                     if line["say"]:
                         say(line["end"])
-                    self.end_rank(line["end"])
+                    self.end_rank(line["end"], line["code"])
             heard = now if paused else heard
             if not self.hub.open:
                 self.forget(self.connection)
