@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT
+from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, read_lines
 from test_launchers import BIN, TRAIN, curve, start, summary
 
 from finetune.training.ranks import WITNESS
@@ -366,6 +366,38 @@ def test_a_run_goes_on_with_another_number_of_ranks(tiny_run, tmp_path, strategy
     told = summary(tmp_path / "run")
     assert (told["resumed_from"], told["world_size"]) == (4, after)
     assert [loss for loss, _ in curve(tmp_path / "run")] == pytest.approx([loss for loss, _ in whole], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_two_ranks_become_three(tiny_run, tmp_path):
+    """In the middle of an epoch: what is left of it comes once, and the losses go on from where they were."""
+    training = {"max_steps": 6, "save_steps": 1, "save_total_limit": 0, "log_clips": True}
+    arguments = tiny_run(model=DETERMINISTIC, data=ONLY_TRAIN, training=training)
+    start([*launch("torchrun", 2), TRAIN, *arguments, "training.max_steps=1", "--strategy", "ddp"])
+    resume = "training.resume_from_checkpoint=true"
+    done = start([*launch("torchrun", 3), TRAIN, *arguments, resume, "--strategy", "ddp"])
+    assert "2 ranks x 1 workers are 3 x 1 now" in done.stderr
+    assert summary(tmp_path / "run")["world_size"] == 3
+    steps = [[i for ids in row["ids_by_rank"] for i in ids] for row in read_lines(tmp_path / "run" / "clips.jsonl")]
+    assert len(steps[0]) == 8
+    first = [i for step in steps[:3] for batch in step for i in ([batch] if isinstance(batch, str) else batch)]
+    assert len(first) == len(set(first))
+    assert summary(tmp_path / "run")["final_loss"] < curve(tmp_path / "run")[0][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2"])
+def test_ranks_without_any_clip_keep_step(tiny_run, tmp_path, strategy):
+    """Two clips for three ranks: the third one never has any, and the losses are those of one process."""
+    data = {**ONLY_TRAIN, "max_samples": 2}
+    training = {"max_steps": 4, "learning_rate": 1e-2}
+    arguments = tiny_run(model=DETERMINISTIC, data=data, training=training)
+    start([*launch("torchrun", 1), TRAIN, *arguments, f"training.output_dir={tmp_path / 'one'}"])
+    done = start([*launch("torchrun", 3), TRAIN, *arguments, "--strategy", strategy])
+    assert "has no more clips in this epoch and keeps step with the others" in done.stderr
+    assert summary(tmp_path / "run")["samples"] == 8
+    alone, together = ([loss for loss, _ in curve(tmp_path / name)] for name in ("one", "run"))
+    assert together == pytest.approx(alone, rel=1e-5)
 
 
 @pytest.mark.slow
