@@ -197,6 +197,7 @@ train.leave(train.main(sys.argv[1:], observe))
 """
 
 
+@pytest.mark.slow
 def test_all_ranks_halve_alike_and_none_hangs(tiny_run, tmp_path: Path) -> None:
     """Two DDP processes, of which one runs out of memory in the third step; the losses are those of plain DDP with the same bounds."""
 

@@ -77,6 +77,7 @@ def test_bare_accelerate_launch_with_combined_strategies(tiny_run, tmp_path):
     assert told["optimizer"] == "AdamW8bit"
 
 
+@pytest.mark.slow
 def test_deepspeed_zero2_offload_equals_adamw_with_its_state_on_the_cpu(adamw_curve, tiny_run, tmp_path):
     """`deepspeed --num_gpus=1`; DeepSpeed compiles its CPU optimizer the first time, a minute or so."""
     training = {"max_steps": 8, "dataloader_num_workers": 1}
@@ -91,9 +92,12 @@ def test_deepspeed_zero2_offload_equals_adamw_with_its_state_on_the_cpu(adamw_cu
 
 
 def test_deepspeed_accumulates_like_one_big_batch(adamw_curve, tiny_run, tmp_path):
+    """`deepspeed --num_gpus=1`, as the README starts it."""
     training = {"max_steps": 8, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     arguments = tiny_run(model=DETERMINISTIC, data=ONLY_TRAIN, training=training)
-    start([str(BIN / "deepspeed"), "--num_gpus=1", TRAIN, *arguments, "--strategy", "zero2_offload"])
+    start([str(BIN / "deepspeed"), "--num_gpus=1", TRAIN, *arguments, "--strategy", "zero2"])
+    told = summary(tmp_path / "run")
+    assert (told["strategy"], told["engine"]) == (["zero2"], "deepspeed")
     for (loss, norm), (expected_loss, expected_norm) in zip(curve(tmp_path / "run"), adamw_curve, strict=True):
         assert loss == pytest.approx(expected_loss, rel=1e-4)
         assert norm == pytest.approx(expected_norm, rel=1e-3)
@@ -151,6 +155,7 @@ def test_a_second_deepspeed_run_on_a_machine_is_not_stopped_by_the_launchers_por
         assert "--main_process_port" in done.stderr
 
 
+@pytest.mark.slow
 def test_deepspeed_in_bf16_stays_close_to_fp32(adamw_curve, tiny_run, tmp_path):
     """The 0.6 B run file has bf16: true; DeepSpeed's own bf16 mode fails on BatchNorm's buffers."""
     training = {"max_steps": 8, "dataloader_num_workers": 1, "bf16": True, "gradient_accumulation_steps": 1}

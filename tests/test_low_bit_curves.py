@@ -72,16 +72,8 @@ def without_compiler():
         yield
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "adamw_8bit",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("adamw_4bit_ao", "adamw_8bit_ao", "adamw_fp8_ao", "paged_adamw_8bit")
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adamw_8bit", "adamw_4bit_ao", "adamw_8bit_ao", "adamw_fp8_ao", "paged_adamw_8bit"])
 def test_final_loss_within_two_percent(adamw, without_compiler, name):
     loss, state = fine_tune(name)
     assert loss == pytest.approx(adamw[0], rel=0.02)
