@@ -292,8 +292,10 @@ def _rank_killed(rank: int) -> Callable[[Laboratory, Path], Trial]:
             trial.problems.append(f"the other rank took {trial.seconds:.0f} s to end")
         if other.code in (0, 75):
             trial.problems.append(f"the other rank ended with {other.code}")
-        trial.said = line_with(other, "error:", "rank", "process") or last_line(other)
         killed = both[rank].result()
+        trial.said = line_with(killed, "error: rank") or line_with(other, "error: rank")
+        if "SIGKILL" not in trial.said:
+            trial.problems.append("what killed the rank is not said")
         _two_go_on(laboratory, folder, trial, (killed if rank == 0 else other).last_checkpoint)
         return trial
 

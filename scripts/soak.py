@@ -4,9 +4,10 @@
 
 The faults come from outside, to `python finetune/train.py` with the base model of examples/base: SIGKILL, SIGTERM, SIGUSR1, SIGINT,
 SIGSTOP and SIGCONT, a flipped bit in the newest checkpoint, a disk that is full for a while (a small one in memory, where mounts are
-allowed). At the end weights, clips, losses, evaluations, summary and model.nemo are compared bit by bit. Memory and open files of the
-process and its data workers are sampled every few seconds. Everything done is a line of DIR/soak.log; the runs are removed only where all
-is well. Ends with 1 where anything is not. Every attempt imports the program anew, so its files must not change meanwhile; that is checked.
+allowed). Where the broken run is done before the time is over, another one begins. At the end of each, weights, clips, losses,
+evaluations, summary and model.nemo are compared bit by bit. Memory and open files of the process and its data workers are sampled every
+few seconds. Everything done is a line of DIR/soak.log; the runs are removed only where all is well. Ends with 1 where anything is not.
+Every attempt imports the program anew, so its files must not change meanwhile; that is checked.
 
 Flat means here: over the second half of the longest attempt, which is the training left alone, the straight line through the resident
 memory of the process rises by less than 3 % of its mean, and so for each data worker; the median of its open files is in the last quarter no more
@@ -199,7 +200,8 @@ class Soak:
         self.sampled: list[dict[str, Any]] = []
         self.attempts: list[dict[str, Any]] = []
         self.problems: list[str] = []
-        self.expected, self.flipped = 0, ""
+        self.different: list[str] = []
+        self.rounds, self.expected, self.flipped = 0, 0, ""
         self.next_sample = 0.0
 
     def wait(self, seconds: float, training: Training | None) -> bool:
@@ -219,27 +221,41 @@ class Soak:
         return False
 
     def run(self) -> None:
-        """Breaks the one run until the time is over, then lets both end."""
-        number, done = 0, False
+        """Breaks the run until it is done all the same, compares it, and begins anew until the time is over."""
         limit = time.monotonic() + 3 * 60 * self.minutes + 3600
-        while not done and time.monotonic() < limit:
-            training = Training("broken", number, self.run_file, self.output_dir, self.folder)
-            over = time.monotonic() - self.log.began > 60 * self.minutes
-            faults = [] if over else self.break_it(training)
+        while self.rounds == 0 or not self._over():
+            self.rounds, self.expected, self.flipped = self.rounds + 1, 0, ""
+            shutil.rmtree(self.output_dir, ignore_errors=True)
+            if not self._one_run(limit):
+                self.problems.append("the broken run did not come to its end")
+                return
+            while self.alone.process.poll() is None and time.monotonic() < limit:
+                self.wait(5, self.alone)
+            if self.alone.process.poll() != 0:
+                self.problems.append(f"the training left alone: exit code {self.alone.process.poll()}")
+            found = differences(self.alone.output_dir, self.output_dir, steps=self.steps)
+            self.different += [f"run {self.rounds}: {what}" for what in found]
+            self.log(f"run {self.rounds} is done: {'; '.join(found) or 'equal to the training left alone'}")
+            if found:
+                return
+
+    def _over(self) -> bool:
+        return time.monotonic() - self.log.began > 60 * self.minutes
+
+    def _one_run(self, limit: float) -> bool:
+        """Attempts until the run is done; returns whether it is."""
+        while time.monotonic() < limit:
+            training = Training("broken", len(self.attempts), self.run_file, self.output_dir, self.folder)
+            faults = [] if self._over() else self.break_it(training)
             while not self.wait(60, training) and time.monotonic() < limit:
                 pass
             training.end()
-            done = self.judge(training, faults)
-            number += 1
+            if self.judge(training, faults):
+                return True
             if sum(a["failed"] for a in self.attempts[-3:]) == 3:
                 self.problems.append("three attempts in a row failed")
-                break
-        while self.alone.process.poll() is None and time.monotonic() < limit:
-            self.wait(5, self.alone)
-        if self.alone.process.poll() != 0:
-            self.problems.append(f"the training left alone: exit code {self.alone.process.poll()}")
-        if not done:
-            self.problems.append("the broken run did not come to its end")
+                return False
+        return False
 
     def break_it(self, training: Training) -> list[str]:
         """Lets a training go on for a while and does it a fault, and another one where that did not end it; returns which."""
@@ -436,9 +452,8 @@ def main(argv: list[str] | None = None) -> int:
         stack.callback(soak.alone.end)
         soak.log(f"{steps} steps; logs in {folder}" + (f"; no full disks: {no_mounts}" if no_mounts else ""))
         soak.run()
-        found = differences(folder / "alone", soak.output_dir, steps=steps)
-        soak.problems += [f"differs from the training left alone: {what}" for what in found]
-        if soak.problems and disk is not None:
+        soak.problems += [f"differs from the training left alone: {what}" for what in soak.different]
+        if soak.problems and disk is not None and soak.output_dir.is_dir():
             shutil.copytree(soak.output_dir, folder / "broken-kept", dirs_exist_ok=True)
     if hash_of_program() != program:
         soak.problems.append("the program's files were changed meanwhile")
@@ -456,11 +471,9 @@ def main(argv: list[str] | None = None) -> int:
         "steps": steps,
         "faults": faults,
         "attempts": len(soak.attempts),
-        "steps_computed_again": sum(
-            max(0, a["newest_checkpoint"] - b["resumed_from"]) for a, b in zip(soak.attempts, soak.attempts[1:])
-        ),
-        "equal": not found,
-        "different": found,
+        "runs": soak.rounds,
+        "equal": not soak.different,
+        "different": soak.different,
         "damage_said": sum(a["damage_said"] for a in soak.attempts),
         "memory_of_the_training_left_alone": memory,
         "memory_over_the_attempts": over_attempts,
