@@ -4,13 +4,24 @@
 # NUM_PROCESSES sets the number of processes on this machine (default: one a GPU, or one).
 # Several machines: the same command on each of them, with NNODES (or LEAST:MOST), NODE_RANK, MASTER_ADDR (of machine 0), MASTER_PORT
 # (default 29500). MAX_RESTARTS: how often the launcher starts a training again that died (default 0).
-# SIGTERM, SIGINT and SIGUSR1 are passed on to the training, which saves a checkpoint and ends; a SIGHUP as SIGTERM.
+# SIGTERM, SIGINT and SIGUSR1 are passed on to the training, which saves a checkpoint and ends; a SIGHUP as SIGTERM. SIGUSR2 kills it.
 # Exit codes are the training's own: 0 done, 75 stopped and saved (start it again), 1 failed, 2 bad arguments.
 set -euo pipefail
+trap 'exit 75' TERM INT HUP USR1 # there is nothing to save yet
+trap 'exit 137' USR2
+# Launchers turn a training's exit code into 1, so that train.py leaves its own in a file.
+FINETUNE_EXIT_CODE_FILE=$(mktemp)
+export FINETUNE_EXIT_CODE_FILE
+trap 'rm -f "$FINETUNE_EXIT_CODE_FILE"' EXIT
+
 root=$(cd "$(dirname "$0")/.." && pwd)
 bin=
 [ -x "$root/.venv/bin/python" ] && bin=$root/.venv/bin/
-gpus=$("${bin}python" -c 'import torch; print(torch.cuda.device_count())')
+# torch may take a minute; bash looks at signals while it waits, but not while a command runs in the foreground.
+"${bin}python" -c 'import torch; print(torch.cuda.device_count())' > "$FINETUNE_EXIT_CODE_FILE" &
+wait $!
+gpus=$(< "$FINETUNE_EXIT_CODE_FILE")
+: > "$FINETUNE_EXIT_CODE_FILE"
 processes=${NUM_PROCESSES:-$((gpus > 0 ? gpus : 1))}
 nodes=${NNODES:-1}
 restarts=${MAX_RESTARTS:-0}
@@ -32,33 +43,52 @@ else
     launch=("${bin}accelerate" launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no)
 fi
 
-# Launchers turn a training's exit code into 1, so that train.py leaves its own in a file.
-FINETUNE_EXIT_CODE_FILE=$(mktemp)
-export FINETUNE_EXIT_CODE_FILE
-trap 'rm -f "$FINETUNE_EXIT_CODE_FILE"' EXIT
-
 # Launchers cannot be signalled: torchrun kills the training after 30 s or, like accelerate, dies of a signal and leaves it behind. So they
 # get a session of their own, where the terminal does not reach them, and what they have started gets the signal.
 asked=
+launcher=
+children() { # children: process ids of what the launcher has started; without ps, which slim images lack
+    local stat line fields
+    for stat in /proc/[0-9]*/stat; do
+        { read -r line < "$stat"; } 2> /dev/null || continue
+        read -r -a fields <<< "${line##*) }"
+        if [ "${fields[1]:-}" = "$launcher" ]; then
+            echo "${line%% *}"
+        fi
+    done
+}
 pass_on() {
     local pid ranks=0
-    for pid in $(ps -o pid= --ppid "$launcher" 2> /dev/null); do
+    asked=$1
+    [ -n "$launcher" ] || return 0 # it is passed on when there is one
+    for pid in $(children); do
         if tr '\0' '\n' < "/proc/$pid/cmdline" 2> /dev/null | grep -qxF -- "$train"; then
             kill -s "$1" "$pid" 2> /dev/null && ranks=$((ranks + 1))
         fi
     done
-    asked=1
     if [ "$ranks" = 0 ]; then # it has not started anything yet
         kill -TERM "$launcher" 2> /dev/null || true
     fi
     echo "run_training: $1 passed on to $ranks process(es)" >&2
 }
+kill_all() { # listed before the launcher ends, for then nobody knows any more whose children they were
+    local started
+    [ -n "$launcher" ] || exit 137
+    trap '' TERM HUP INT USR1
+    asked=
+    started=$(children)
+    # shellcheck disable=SC2086
+    kill -KILL "$launcher" $started 2> /dev/null || true
+    echo "run_training: the training was killed" >&2
+}
 trap 'pass_on TERM' TERM HUP
 trap 'pass_on INT' INT
 trap 'pass_on USR1' USR1
+trap kill_all USR2
 
 setsid "${launch[@]}" "$train" "$@" &
 launcher=$!
+[ -z "$asked" ] || pass_on "$asked"
 while :; do
     code=0
     wait "$launcher" || code=$?

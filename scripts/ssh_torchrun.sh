@@ -58,7 +58,7 @@ deadline=
 while [ ${#place[@]} -gt 0 ]; do
     if [ -n "$deadline" ] && [ "$SECONDS" -ge "$deadline" ]; then
         echo "ssh_torchrun: still running after $grace s: ended" >&2
-        stop KILL
+        stop USR2 # with SIGKILL run_training.sh would leave its launcher and the ranks behind
         kill "${!place[@]}" 2> /dev/null || true
     fi
     for done in "${!place[@]}"; do

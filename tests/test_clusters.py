@@ -1,10 +1,13 @@
 """The templates for clusters: Slurm and ssh with stand-ins for their commands that really run the training, and real signals."""
 
+import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ SCRIPTS = ROOT / "scripts"
 FAULTY = str(ROOT / "tests" / "rank_faults.py")
 
 SRUN = """#!/usr/bin/env bash
-# One node: runs the command as its task, with the output file of --output, and hands signals on as srun does.
+# One node: runs the command as its task, with the output file of --output. Like srun it hands a USR1 on, and kills of a TERM.
 while [[ "$1" == --* ]]; do
     case "$1" in --output=*) out=${1#--output=} ;; --kill-on-bad-exit=0) ;; *) echo "srun: $1?" >&2; exit 99 ;; esac
     shift
@@ -25,7 +28,7 @@ done
 SLURM_NODEID=0 SLURM_PROCID=0 "$@" > "${out/\\%N/node0}" 2>&1 &
 task=$!
 trap 'kill -USR1 $task' USR1
-trap 'kill -TERM $task' TERM
+trap 'echo "srun: forcing job termination" >&2; kill -KILL $task' TERM
 while :; do code=0; wait $task || code=$?; kill -0 $task 2> /dev/null || break; done
 exit $code
 """
@@ -100,6 +103,102 @@ def cluster_environment(tmp_path: Path, **more: str) -> dict[str, str]:
         (fake / name).chmod(0o755)
     environment = {**os.environ, "PATH": f"{fake}:{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     return {**environment, "OMP_NUM_THREADS": "1", "TRAIN_SCRIPT": FAULTY, "NUM_PROCESSES": "2", **more}
+
+
+LAUNCHER = """#!/usr/bin/env bash
+# Stands for torchrun and accelerate: the training is its child, and its words begin at TRAIN_SCRIPT.
+while [ "$1" != "$TRAIN_SCRIPT" ]; do shift; done
+[ "${NODE_RANK:-0}" = 0 ] || exit 1
+trap '' TERM
+bash "$@" &
+echo "$$ $!" > "$PIDS"
+while kill -0 $! 2> /dev/null; do wait $! || code=$?; done
+exit $((code ? 1 : 0))
+"""
+TRAINING = """trap 'echo 75 > "$FINETUNE_EXIT_CODE_FILE"; exit 75' USR1
+trap '' TERM  # hangs
+while :; do read -r -t 0.1 <> <(:) || true; done
+"""
+
+
+@pytest.fixture
+def scripts_alone(tmp_path) -> Iterator[dict[str, str]]:
+    """The environment for a copy of scripts/ under tmp_path, where a launcher and a training that hangs stand for the real ones."""
+    shutil.copytree(SCRIPTS, tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name, text in (("python", "#!/bin/sh\necho 0\n"), ("torchrun", LAUNCHER), ("accelerate", LAUNCHER)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    (tmp_path / "train").write_text(TRAINING)
+    pids = tmp_path / "pids"
+    yield {**os.environ, "TRAIN_SCRIPT": str(tmp_path / "train"), "PIDS": str(pids), "NUM_PROCESSES": "1"}
+    for pid in pids.read_text().split() if pids.is_file() else []:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def is_gone(pid: str) -> bool:
+    """No process, or one that nobody has collected yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_run_training_stops_at_once_while_it_starts(scripts_alone, tmp_path, name):
+    """torch's import takes up to a minute."""
+    (tmp_path / ".venv/bin/python").write_text('#!/usr/bin/env bash\necho $$ > "$PIDS"\nexec sleep 30\n')
+    process = subprocess.Popen(["bash", str(tmp_path / "scripts/run_training.sh")], env=scripts_alone)
+    wait_for_lines(tmp_path / "pids", 1, process)
+    process.send_signal(getattr(signal, name))
+    assert process.wait(timeout=10) == 75
+
+
+def test_run_training_passes_a_signal_on_where_there_is_no_ps(scripts_alone, tmp_path):
+    """As in slim images."""
+    (tmp_path / "slim").mkdir()
+    for name in ("bash", "sh", "cat", "dirname", "grep", "mktemp", "rm", "setsid", "tr"):
+        (tmp_path / "slim" / name).symlink_to(str(shutil.which(name)))
+    environment = {**scripts_alone, "PATH": str(tmp_path / "slim")}
+    process = subprocess.Popen(["bash", str(tmp_path / "scripts/run_training.sh")], env=environment)
+    wait_for_lines(tmp_path / "pids", 1, process)
+    time.sleep(0.5)  # the training sets its trap
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=10) == 75
+
+
+def test_ssh_leaves_nothing_behind_of_a_host_that_hangs(scripts_alone, tmp_path):
+    """The second host fails at once, and the first one's training does not end within GRACE."""
+    (tmp_path / "ssh").write_text('#!/usr/bin/env bash\nshift\nexec bash -c "$*"\n')
+    environment = {**scripts_alone, "SSH": f"bash {tmp_path / 'ssh'}", "GRACE": "2"}
+    command = ["bash", str(tmp_path / "scripts/ssh_torchrun.sh"), "localhost,127.0.0.1", "training.max_steps=1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "still running after 2 s: ended" in done.stderr
+    pids = (tmp_path / "pids").read_text().split()
+    deadline = time.monotonic() + 10
+    while not all(is_gone(pid) for pid in pids):
+        assert time.monotonic() < deadline, "the launcher and its training live on"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_to_the_slurm_job_lets_the_training_save(tmp_path, name):
+    """Also one that srun would answer with SIGKILL."""
+    (tmp_path / "scripts").mkdir()
+    task = 'trap "exit 75" USR1\necho "${SRUN_CPUS_PER_TASK:-none}" > task\nfor i in $(seq 200); do sleep 0.1; done\n'
+    (tmp_path / "scripts" / "run_training.sh").write_text(task)
+    job = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1"}
+    job |= {"SCONTROL_LOG": str(tmp_path / "scontrol"), "SLURM_CPUS_PER_TASK": "32"}
+    environment = cluster_environment(tmp_path, **job)
+    process = subprocess.Popen(["bash", str(SCRIPTS / "slurm.sbatch")], cwd=tmp_path, env=environment)
+    wait_for_lines(tmp_path / "task", 1, process)
+    process.send_signal(getattr(signal, name))
+    assert process.wait(timeout=15) == 75
+    assert (tmp_path / "scontrol").read_text() == "requeue 77\n"
+    assert (tmp_path / "task").read_text() == "32\n"
 
 
 @pytest.mark.slow

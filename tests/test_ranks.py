@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,8 @@ from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, read_lines
 from test_launchers import BIN, TRAIN, curve, start, summary
 
 from finetune.training.ranks import WITNESS
-from finetune.training.witness import ENDED_WELL, Member, verdict
+from finetune.training.witness import STRANGER_SECONDS, STRANGERS
+from finetune.training.witness_members import ENDED_WELL, LEAVING_TOGETHER, Member, verdict
 
 FAULTY = str(ROOT / "tests" / "rank_faults.py")
 
@@ -37,7 +39,8 @@ class Ranks:
         for rank in range(count):
             self.witnesses.append(self.witness(rank, hub))
             if rank == 0:
-                hub = ["127.0.0.1", json.loads(self.witnesses[0].stdout.readline())["port"]]
+                self.port = json.loads(self.witnesses[0].stdout.readline())["port"]
+                hub = ["127.0.0.1", self.port]
         time.sleep(1.5)  # until all have met
 
     def witness(self, rank: int, hub: list[Any] | None) -> subprocess.Popen[bytes]:
@@ -54,10 +57,14 @@ class Ranks:
         process.stdin.flush()
         return process
 
-    def leave(self, rank: int, code: int, cause: str) -> None:
-        """The rank says so, and ends."""
+    def say_leaving(self, rank: int, code: int, cause: str) -> None:
+        """The rank says with which code it will end."""
         with contextlib.suppress(BrokenPipeError):  # behind a rank 0 that has ended well nobody watches any more
             os.write(self.witnesses[rank].stdin.fileno(), json.dumps({"left": code, "cause": cause}).encode() + b"\n")
+
+    def leave(self, rank: int, code: int, cause: str) -> None:
+        """The rank says so, and ends."""
+        self.say_leaving(rank, code, cause)
         self.processes[rank].stdin.close()
         self.processes[rank].wait()
 
@@ -176,6 +183,24 @@ def test_a_rank_that_was_asked_to_stop_takes_those_along_that_wait_for_it(ranks,
     assert [said.count("stopped: ") for said in two.end()] == [1, 0]
 
 
+@pytest.mark.parametrize("closing", [0, 1])
+def test_a_rank_that_still_closes_what_it_has_open_is_left_to_it(ranks, closing):
+    """As where rank 0 uploads its last figures; the third one waits in an exchange and is taken along."""
+    three = ranks(3, timeout=30)
+    three.say_leaving(closing, 75, "")
+    three.leave(1 - closing, 75, "")
+    text = three.told_to_end(2, within=10)
+    assert text is not None
+    assert f"stopped: rank {1 - closing} on host" in text
+    three.processes[2].kill()
+    time.sleep(LEAVING_TOGETHER)
+    assert three.told_to_end(closing, within=0.5) is None
+    assert three.processes[closing].poll() is None
+    three.processes[closing].stdin.close()
+    assert three.processes[closing].wait(timeout=5) == 0
+    assert all(w.wait(timeout=20) == 0 for w in three.witnesses)
+
+
 def test_ranks_that_all_refuse_the_same_say_it_themselves(ranks):
     two = ranks(2, timeout=3)
     two.leave(0, 2, "a bad setting")
@@ -192,27 +217,64 @@ def test_the_cause_of_a_rank_that_fails_alone_reaches_the_others(ranks):
     assert "ValueError: a file of this node" in text
 
 
-def test_a_witness_hears_nobody_without_the_token(ranks):
-    import socket
+FOREIGN_LINES = {
+    "another token": b'{"token": "x", "rank": 1, "host": "h", "pid": 1}\n{"ended": {"code": 9, "cause": "", "said": false}}\n',
+    "deeply nested": b"[" * 20_000 + b"\n",
+    "nested within the limit": b"[" * 1000 + b"\n",
+    "a long line": b"x" * 2000,
+    "no line at all": b"",
+}
 
+
+def hung_up(stranger: socket.socket) -> bool:
+    """Whether the other side has ended the connection without an answer."""
+    try:
+        return stranger.recv(100) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_witness_hears_nobody_without_the_token_and_outlives_them(ranks):
     two = ranks(2, timeout=30)
-    inode_port = None
-    for line in Path(f"/proc/{two.witnesses[0].pid}/net/tcp6").read_text().splitlines()[1:]:
-        fields = line.split()
-        links = [os.readlink(f) for f in Path(f"/proc/{two.witnesses[0].pid}/fd").iterdir()]
-        if fields[3] == "0A" and f"socket:[{fields[9]}]" in links:
-            inode_port = int(fields[1].rsplit(":", 1)[1], 16)
-    assert inode_port, "the hub listens nowhere"
-    with socket.create_connection(("127.0.0.1", inode_port)) as stranger:
-        stranger.sendall(
-            b'{"token": "x", "rank": 1, "host": "h", "pid": 1}\n{"ended": {"code": 9, "cause": "", "said": false}}\n'
-        )
-        assert stranger.recv(100) == b"", "a stranger is not answered"
-    assert two.told_to_end(0, within=2) is None
+    crowd = []
+    for data in FOREIGN_LINES.values():
+        crowd.append(socket.create_connection(("127.0.0.1", two.port), timeout=STRANGER_SECONDS + 3))
+        crowd[-1].sendall(data)
+    for name, stranger in zip(FOREIGN_LINES, crowd, strict=True):
+        with stranger:
+            assert hung_up(stranger), name
+    assert all(w.poll() is None for w in two.witnesses)
+    two.processes[1].kill()
+    text = two.told_to_end(0, within=3)
+    assert text is not None, "and it still does its work"
+    assert "rank 1 on host" in text
+
+
+def test_a_crowd_of_strangers_keeps_no_witness_out(ranks):
+    two = ranks(2, timeout=30)
+    with contextlib.ExitStack() as stack:
+        crowd = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", two.port), timeout=3))
+            for _ in range(STRANGERS + 20)
+        ]
+        assert all(hung_up(stranger) for stranger in crowd[:10]), "the oldest have to go"
+        assert len(list(Path(f"/proc/{two.witnesses[0].pid}/fd").iterdir())) < STRANGERS + 20
+        two.processes[1].kill()
+        text = two.told_to_end(0, within=3)
+    assert text is not None
+    assert "rank 1 on host" in text
 
 
 def member(rank: int, **values: Any) -> Member:
     return Member(rank, "h", 1, values.pop("heard", 100.0), **values)
+
+
+def test_only_ranks_that_wait_for_the_one_asked_to_stop_are_taken_along():
+    asked = member(1, ended=100.0, code=75)
+    assert verdict([member(0, heard=106.0, leaving=75), asked], 30, 106.0) is None
+    found = verdict([member(0, heard=106.0), asked], 30, 106.0)
+    assert found is not None
+    assert found[0] == [asked]
 
 
 def test_a_launchers_sigterm_is_not_taken_for_the_cause():

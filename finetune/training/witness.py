@@ -20,23 +20,34 @@ import struct
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-BEAT = 1.0
-SETTLE = 0.5
-"""Seconds for which another cause is awaited where a rank was ended by SIGTERM: that is how launchers end the rest."""
-LEAVING_TOGETHER = 5.0
-"""Seconds within which ranks that all fail for a reason of their own, such as a bad setting, are left to say so themselves."""
+if __name__ == "__main__":
+    # As the last one: no file of this project can pass for a part of the standard library.
+    sys.path.append(str(Path(__file__).parents[2]))
+
+from finetune.training.witness_members import (
+    BEAT,
+    ENDED_WELL,
+    LEAVING_TOGETHER,
+    LINE_LIMIT,
+    SILENT,
+    STOPPED,
+    Lines,
+    Member,
+    message,
+    verdict,
+)
+
 KILL_AFTER = 10.0
 """Seconds that a rank has to end of its own accord once it is told to."""
 LINGER = 5.0
 PAUSED = 5.0
 """A gap in the witness's own running (a suspended machine or job) from which on all silence is counted anew."""
-LINE_LIMIT = 1 << 16
-STOPPED = 75
-ENDED_WELL = (0, STOPPED)
+STRANGERS, STRANGER_SECONDS, STRANGER_BYTES = 64, 5.0, 1 << 10
+"""What is granted to those that connect and have not said the token: how many beyond the number of ranks, how long, how long a line."""
 GONE = "its process and the witness beside it are gone"
-SILENT = "not heard of for {:.0f} s: the machine or the network to it is down"
 
 PIDFD_GET_INFO, PIDFD_INFO_EXIT, PIDFD_INFO_SIZE = 0xC040FF0B, 1 << 3, 64  # linux/pidfd.h, from Linux 6.15 on
 
@@ -70,81 +81,6 @@ class Settings:
     hub: tuple[str, int] | None = None
     hub_host: str = ""
     speaks: bool = True
-
-
-@dataclass
-class Member:
-    """What the hub knows of a rank.
-
-    Attributes:
-        heard: when its witness was heard of last.
-        stopped: since when the rank's process stands still.
-        ended: when it did; None while it runs.
-        code: its exit code, as a shell's; None where nobody knows.
-        cause: in words.
-        said: the rank said the cause itself, and ended of its own accord.
-    """
-
-    rank: int
-    host: str
-    pid: int
-    heard: float
-    lines: "Lines | None" = None
-    stopped: float | None = None
-    ended: float | None = None
-    code: int | None = None
-    cause: str = ""
-    said: bool = False
-
-    def note(self, now: float, stopped: bool = False, ended: dict[str, Any] | None = None) -> None:
-        """Takes down what its witness says."""
-        self.heard = now
-        self.stopped = None if not stopped else self.stopped or now
-        if ended is not None:
-            self.ended, self.code, self.cause, self.said = now, ended["code"], ended["cause"], ended["said"]
-
-    @property
-    def name(self) -> str:
-        return f"rank {self.rank} on host {self.host} (process {self.pid})"
-
-
-class Lines:
-    """JSON lines over a file descriptor that must never block."""
-
-    def __init__(self, reader: int, writer: int):
-        self.reader, self.writer, self.rest, self.open = reader, writer, b"", True
-        os.set_blocking(reader, False)
-        os.set_blocking(writer, False)
-
-    def read(self) -> list[dict[str, Any]]:
-        """The lines that have come; sets `open` to False at the end of the file."""
-        try:
-            data = os.read(self.reader, LINE_LIMIT)
-            self.open = bool(data)
-        except BlockingIOError:
-            return []
-        except OSError:
-            self.open = False
-            return []
-        *whole, self.rest = (self.rest + data).split(b"\n")
-        found = []
-        for line in whole:
-            try:
-                value = json.loads(line)
-            except ValueError:
-                value = None
-            if not isinstance(value, dict):
-                self.open = False
-                break
-            found.append(value)
-        if len(self.rest) > LINE_LIMIT:
-            self.open = False
-        return found
-
-    def send(self, **values: Any) -> None:
-        """Sends one line; what nobody takes is lost."""
-        with contextlib.suppress(OSError):
-            os.write(self.writer, json.dumps(values).encode() + b"\n")
 
 
 @dataclass
@@ -200,44 +136,6 @@ def cause_of(status: int | None) -> tuple[int | None, str]:
     return code, f"exit code {code}, without a word"
 
 
-def verdict(members: list[Member], timeout: float, now: float) -> tuple[list[Member], str] | None:
-    """The ranks that are lost, and why; None while there are none, or where all ended of their own accord.
-
-    Args:
-        members: all that have joined.
-        timeout: seconds of silence or standing still.
-        now: of the same clock as theirs.
-    """
-    present = [m for m in members if m.ended is None]
-    failed = sorted((m for m in members if m.ended is not None and m.code not in ENDED_WELL), key=lambda m: m.ended)
-    if failed:
-        # A launcher ends the other ranks with SIGTERM, which is no cause where there is another.
-        first = next((m for m in failed if m.code != 128 + signal.SIGTERM), failed[0])
-        ended_by_launcher = first.code == 128 + signal.SIGTERM
-        wait = LEAVING_TOGETHER if first.said and present else SETTLE if ended_by_launcher else 0.0
-        settled = now - failed[0].ended >= wait
-        alike = not present and all(m.said or m.code in ENDED_WELL for m in members)
-        return ([first], first.cause) if settled and not alike else None
-    asked = [m for m in members if m.ended is not None and m.code == STOPPED]
-    if asked and present and now - min(m.ended for m in asked) > LEAVING_TOGETHER:
-        return asked, "asked to stop by a signal while no step was being made"
-    if any(now - m.heard > timeout for m in present):
-        lost = [m for m in present if now - m.heard > timeout - 3 * BEAT]
-        return lost, SILENT.format(timeout)
-    stopped = [m for m in present if m.stopped is not None and now - m.stopped > timeout]
-    if stopped and any(m.stopped is None for m in present):
-        return stopped, f"stopped (SIGSTOP) for {timeout:.0f} s while others ran"
-    return None
-
-
-def message(lost: list[Member], cause: str) -> str:
-    """What the user reads."""
-    names = ", ".join(m.name for m in sorted(lost, key=lambda m: m.rank))
-    if all(m.code == STOPPED for m in lost):
-        return f"stopped: {names}: {cause}. The other ranks end with it; the last checkpoint counts."
-    return f"error: {names}: {cause}. The other ranks end with it. training.resume_from_checkpoint=true continues from the last checkpoint."
-
-
 class Witness:
     """What all witnesses do: look at the rank, take its words, end it."""
 
@@ -245,6 +143,7 @@ class Witness:
         self.settings, self.rank, self.host = settings, Rank(settings.pid), socket.gethostname()
         self.words = Lines(0, 1)
         self.left: dict[str, Any] | None = None
+        self.beat_at = 0.0
         self.kill_at = self.over_at = float("inf")
         self.turned = time.monotonic()
         self.selector = selectors.DefaultSelector()
@@ -270,6 +169,7 @@ class Witness:
         """How the rank ended; None while it runs, or is about to end well."""
         for word in self.words.read():
             self.left = {"code": word["left"], "cause": word["cause"], "said": True}
+            self.beat_at = 0.0  # the hub is to know it now
         if not self.words.open:
             self.forget(0)
         gone = self.rank.is_gone()
@@ -281,6 +181,11 @@ class Witness:
             return None
         code, cause = cause_of(self.rank.wait_status())
         return {"code": code, "cause": cause, "said": False}
+
+    @property
+    def leaving(self) -> int | None:
+        """Exit code with which the rank is about to end well; None as long as it has not said so."""
+        return self.left["code"] if self.left is not None and self.left["code"] in ENDED_WELL else None
 
     def end_rank(self, text: str, code: int = 1) -> None:
         """Has the rank end itself with an exit code, and kills it where it does not."""
@@ -302,25 +207,29 @@ class Hub(Witness):
         super().__init__(settings)
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
-        self.server = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=settings.world)
+        self.server = socket.create_server(
+            ("", 0), family=family, dualstack_ipv6=dual, backlog=settings.world + STRANGERS
+        )
         self.server.setblocking(False)
         self.selector.register(self.server, selectors.EVENT_READ, self.accept)
         self.own = Member(settings.rank, self.host, settings.pid, time.monotonic())
         self.members = {settings.rank: self.own}
+        self.strangers: dict[socket.socket, float] = {}
         self.judged = False
         self.words.send(port=self.server.getsockname()[1])
 
     def run(self) -> None:
         """Until the run is over, or all that could be told are told."""
-        beat_at = 0.0
         while self.turned < self.over_at and not self.is_done():
             now, paused = self.turn()
             if paused:
                 for member in self.members.values():
                     member.heard, member.stopped = now, None
+                self.strangers = dict.fromkeys(self.strangers, now)
             self.look_at_own(now)
-            if now >= beat_at:
-                beat_at = now + BEAT
+            self.send_strangers_away(now)
+            if now >= self.beat_at:
+                self.beat_at = now + BEAT
                 self.send_all(beat=1)
             if not self.judged:
                 self.judge(now)
@@ -337,17 +246,33 @@ class Hub(Witness):
         end = self.look() if self.own.ended is None else None
         if end is not None:
             self.own.note(now, ended=end)
+            if self.judged:  # before it ended, for it was about to
+                self.over_at = min(self.over_at, now + KILL_AFTER + LINGER)
         elif self.own.ended is None:
-            self.own.note(now, stopped=self.rank.is_stopped())
+            self.own.note(now, stopped=self.rank.is_stopped(), leaving=self.leaving)
 
     def accept(self) -> None:
         """Whoever connects has to know the token; nobody else is heard."""
         with contextlib.suppress(OSError):
             connection, _ = self.server.accept()
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            lines = Lines(connection.fileno(), connection.fileno())
+            lines = Lines(connection.fileno(), connection.fileno(), STRANGER_BYTES)
             known: list[Member] = []
+            self.strangers[connection] = time.monotonic()
             self.selector.register(connection, selectors.EVENT_READ, lambda: self.hear(connection, lines, known))
+
+    def send_strangers_away(self, now: float) -> None:
+        """Those who have not said the token in time, and the oldest where there are too many."""
+        too_many = len(self.strangers) - self.settings.world - STRANGERS
+        for number, (connection, since) in enumerate(list(self.strangers.items())):
+            if number < too_many or now - since > STRANGER_SECONDS:
+                self.hang_up(connection)
+
+    def hang_up(self, connection: socket.socket) -> None:
+        """Ends a connection."""
+        self.strangers.pop(connection, None)
+        self.forget(connection)
+        connection.close()
 
     def hear(self, connection: socket.socket, lines: Lines, known: list[Member]) -> None:
         """Lines of the witness behind a connection; `known` holds its rank once it has said who it is."""
@@ -358,6 +283,8 @@ class Hub(Witness):
             elif line.get("token") == self.settings.token:
                 known.append(Member(line["rank"], line["host"], line["pid"], now, lines))
                 self.members[line["rank"]] = known[0]
+                lines.limit = LINE_LIMIT
+                del self.strangers[connection]
             else:
                 lines.open = False
                 break
@@ -365,12 +292,11 @@ class Hub(Witness):
             if known:
                 known[0].lines = None
                 if known[0].ended is None:
-                    known[0].note(now, ended={"code": None, "cause": GONE, "said": False})
-            self.forget(connection)
-            connection.close()
+                    known[0].note(now, ended={"code": known[0].leaving, "cause": GONE, "said": False})
+            self.hang_up(connection)
 
     def judge(self, now: float) -> None:
-        """Where a rank is lost, ends all others, with one message in the log of each host."""
+        """Where a rank is lost, ends all others but those about to end well, with one message in the log of each host."""
         members = sorted(self.members.values(), key=lambda m: -m.rank)
         found = verdict(members, self.settings.timeout, now)
         if found is None:
@@ -378,13 +304,16 @@ class Hub(Witness):
         self.judged, text = True, message(*found)
         code = STOPPED if all(m.code == STOPPED for m in found[0]) else 1
         say(text)
-        speakers = {m.host: m.rank for m in members if m.lines is not None}  # the lowest of each host
+        speakers = {
+            m.host: m.rank for m in members if m.lines is not None and m.leaving is None
+        }  # the lowest of each host
         for member in members:
-            if member.lines is not None:
+            if member.lines is not None and member.leaving is None:
                 member.lines.send(
                     end=text, code=code, say=member.host != self.host and speakers[member.host] == member.rank
                 )
-        self.end_rank(text, code)
+        if self.own.leaving is None:
+            self.end_rank(text, code)
 
     def is_done(self) -> bool:
         """Whether there is nothing left to tell."""
@@ -431,7 +360,7 @@ class Client(Witness):
 
     def run(self) -> None:
         """Until the own rank has ended and the hub knows, or the hub has nothing more to say."""
-        heard, beat_at, ended, over = time.monotonic(), 0.0, False, False
+        heard, ended, over = time.monotonic(), False, False
         while self.turned < self.over_at and not over:
             now, paused = self.turn()
             end = None if ended else self.look()
@@ -440,9 +369,9 @@ class Client(Witness):
                 self.hub.send(ended=end)
                 # After a loss the hub may still have a word for the log of this host.
                 self.over_at = now if end["code"] in ENDED_WELL else min(self.over_at, now + LEAVING_TOGETHER + LINGER)
-            elif now >= beat_at and not ended:
-                beat_at = now + BEAT
-                self.hub.send(stopped=self.rank.is_stopped())
+            elif now >= self.beat_at and not ended:
+                self.beat_at = now + BEAT
+                self.hub.send(stopped=self.rank.is_stopped(), leaving=self.leaving)
             for line in self.hub.read():
                 heard = now
                 over = over or "over" in line
@@ -462,7 +391,8 @@ class Client(Witness):
             ):
                 if ended:
                     return
-                self.end_without_hub()
+                if self.leaving is None:
+                    self.end_without_hub()
 
     def end_without_hub(self) -> None:
         """Rank 0, and with it the one that would have judged, is lost."""
