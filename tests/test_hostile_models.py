@@ -3,10 +3,8 @@
 import contextlib
 import io
 import json
-import pickle
 import shutil
 import tarfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +12,16 @@ import pytest
 import torch
 import yaml
 from conftest import TOKENIZER, tiny_layout
-from hostile_files import Touch, bomb, evil_torch_file, member, members_of, torch_file, write_archive
+from hostile_files import bomb, evil_torch_file, member, members_of, write_archive
 
 from finetune.errors import UserError
 from finetune.models.huggingface_write import read_nemo
 from finetune.models.nemo import load_model, load_weights
-from finetune.models.nemo_files import check_model_config, read_config
+from finetune.models.nemo_files import ADAPTERS, MODELS, PARTS, check_model_config, read_config
 from finetune.models.sentencepiece_files import read_tokenizer
 from finetune.planning.layout import read_layout
 from finetune.publishing.private import private_parts, read_nemo_config
-from finetune.strategies.sharded import read_whole_weights
-from finetune.training.checkpoints import load_checkpoint
 from finetune.untrusted.archives import unpack
-from finetune.untrusted.pickles import calls_of, check_checkpoint, load_tensors
 
 READERS = {
     "plan": lambda path: read_layout(str(path)),
@@ -143,6 +138,7 @@ def edited(files: dict[str, bytes], change: Any) -> dict[str, bytes]:
     return {**files, name: yaml.safe_dump(config).encode()}
 
 
+AUTO = "nemo.collections.common.tokenizers.huggingface.auto_tokenizer.AutoTokenizer"
 CONFIGS = {
     "function": (
         lambda c: c["encoder"].update(_target_="os.system", command="touch mark"),
@@ -166,6 +162,58 @@ CONFIGS = {
         lambda c: c["encoder"].update(dropout="${${sample_rate}:x}"),
         r"encoder\.dropout: .* is refused",
     ),
+    "code from a hub": (
+        lambda c: c["preprocessor"].update(
+            extra={"_target_": AUTO, "pretrained_model_name": "evil", "trust_remote_code": True}
+        ),
+        r"preprocessor\.extra\._target_: .*AutoTokenizer' is refused: NeMo's no class may stand here",
+    ),
+    "in the place of a part": (
+        lambda c: c["encoder"].update(_target_=AUTO),
+        r"encoder\._target_: .* is refused: NeMo's ConformerEncoder or ConformerEncoderAdapter may stand here",
+    ),
+    "a tokenizer's class": (
+        lambda c: c["tokenizer"].update(custom_tokenizer={"_target_": AUTO}),
+        r"tokenizer\.custom_tokenizer\._target_: ",
+    ),
+    "a tokenizer's code": (
+        lambda c: c["tokenizer"].update(hf_kwargs={"trust_remote_code": True}),
+        r"tokenizer\.hf_kwargs\.trust_remote_code is refused",
+    ),
+    "a part within a part": (
+        lambda c: c["encoder"].update(more=dict(c["encoder"])),
+        r"encoder\.more\._target_: .* is refused",
+    ),
+    "old form": (
+        lambda c: c.update(encoder={"cls": c["encoder"].pop("_target_"), "params": {"_target_": AUTO}}),
+        r"encoder\.params\._target_: .* is refused",
+    ),
+    "a model that loads another": (
+        lambda c: c.update(target="nemo.collections.asr.models.SLUIntentSlotBPEModel"),
+        r"is a SLUIntentSlotBPEModel; this project trains transducers",
+    ),
+    # With a class for the whole, or params, NeMo builds what is below sections that otherwise only training reads.
+    "a class of the whole": (
+        lambda c: c.update(_target_=c["target"], train_ds={"_target_": AUTO}),
+        r"model_config\.yaml: _target_: is refused",
+    ),
+    "params of the whole": (lambda c: c.update(params={}, train_ds={"_target_": AUTO}), "params: is refused"),
+    "another model within": (
+        lambda c: c.update(model={"encoder": {"d_model": 2**20, "n_layers": 1000}}),
+        r"model_config\.yaml: model: is refused",
+    ),
+    "in a list of labels": (
+        lambda c: c["encoder"].update(vocabulary=["a", {"_target_": "os.system"}]),
+        r"encoder\.vocabulary\.1\._target_: 'os\.system' is refused",
+    ),
+    "reference in two parts": (
+        lambda c: c.update(a="$", b="${a}{oc.env:HF_TOKEN}"),
+        r"b: .* is refused: a reference is",
+    ),
+    "reference from an escape": (lambda c: c.update(b="\\${oc.env:HF_TOKEN}"), r"b: .* is refused: a reference is"),
+    "a device": (lambda c: c["tokenizer"].update(vocab_path="/dev/zero"), r"vocab_path: '/dev/zero' is a file"),
+    "a directory": (lambda c: c["tokenizer"].update(vocab_path="/usr/lib"), r"vocab_path: '/usr/lib' is a file"),
+    "a file beside": (lambda c: c["tokenizer"].update(vocab_path="bad.nemo"), r"vocab_path: 'bad.nemo' is a file"),
     "climbing file": (
         lambda c: c["tokenizer"].update(vocab_path="nemo:../../etc/passwd"),
         r"tokenizer\.vocab_path: there is no",
@@ -221,80 +269,77 @@ def test_a_layout_and_a_tag_are_refused_too(files, tmp_path):
     assert not mark.exists()
 
 
+def test_code_that_a_model_names_is_not_run(files, tmp_path, monkeypatch):
+    """As published: NeMo's own class for tokenizers of a hub runs a file of that hub."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "evilrepo").mkdir()
+    (tmp_path / "evilrepo" / "evil.py").write_text(
+        f"import os\nos.mkdir({str(tmp_path / 'mark')!r})\nclass Evil: ...\n"
+    )
+    (tmp_path / "evilrepo" / "tokenizer_config.json").write_text(
+        '{"auto_map": {"AutoTokenizer": ["evil.Evil", null]}}'
+    )
+    extra = {"_target_": AUTO, "pretrained_model_name": "evilrepo", "trust_remote_code": True}
+    bad = write_archive(tmp_path / "bad.nemo", edited(files, lambda c: c["preprocessor"].update(extra=extra)))
+    with pytest.raises(UserError, match="AutoTokenizer' is refused"):
+        load_model(str(bad))
+    assert not (tmp_path / "mark").exists()
+
+
 def test_good_models_are_taken(tiny_model, files):
     check_model_config(read_config(tiny_model), "m", {Path(n).name for n in files})
     assert load_model(str(tiny_model)).tokenizer.vocab_size == 128
 
 
-# ---- checkpoints ------------------------------------------------------------------------------------------------------
+ASR = "nemo.collections.asr"
 
 
-def test_pickles_that_hide_what_they_call(tmp_path):
-    mark = tmp_path / "mark"
-    assert calls_of(pickle.dumps(Touch(mark), 4)) == calls_of(pickle.dumps(Touch(mark), 0)) == {"posix.mkdir"}
-    # The name is put together on the stack, and pushed below two harmless ones that are taken off again.
-    below = b"\x80\x04\x8c\x05posix\x8c\x05mkdir\x8c\x0bcollections\x8c\x0bOrderedDict00\x93."
-    extension = b"\x80\x02\x82\x01."
-    for content in (below, extension):
-        with pytest.raises(ValueError, match="it hides what it would call"):
-            calls_of(content)
-    for content, said in (
-        (torch_file(pickle.dumps({}, 2), zipfile.ZIP_DEFLATED), "compressed"),
-        (pickle.dumps(Touch(mark), 2), "no torch file of the present form"),
-        (torch_file(pickle.dumps(Touch(mark), 2)), r"would run posix\.mkdir"),
-    ):
-        (tmp_path / "w.pt").write_bytes(content)
-        with pytest.raises(UserError, match=said):
-            load_tensors(tmp_path / "w.pt", "weights")
-    assert not mark.exists()
+def published() -> dict[str, Any]:
+    """What matters here of a published hybrid model's configuration, with an adapter, and sections of its training."""
+    return {
+        "target": f"{ASR}.models.hybrid_rnnt_ctc_bpe_models.EncDecHybridRNNTCTCBPEModel",
+        "labels": ["<unk>", "/", "./"],
+        "train_ds": {"tarred_audio_filepaths": "/raid/a__OP_0..1_CL_.tar", "augmentor": None},
+        "optim": {"name": "adamw", "sched": {"name": "CosineAnnealing"}},
+        "preprocessor": {"_target_": f"{ASR}.modules.AudioToMelSpectrogramPreprocessor", "window": "hann"},
+        "spec_augment": {"_target_": f"{ASR}.modules.audio_preprocessing.SpectrogramAugmentation"},
+        "encoder": {"_target_": f"{ASR}.modules.conformer_encoder.ConformerEncoderAdapter", "reduction": None},
+        "decoder": {"_target_": f"{ASR}.modules.RNNTDecoder", "prednet": {"dropout": 0.2}},
+        "joint": {
+            "_target_": f"{ASR}.modules.RNNTJoint",
+            "vocabulary": ["<unk>", "/", "./"],
+            "others": ["/", "./", "a/"],
+        },
+        "aux_ctc": {"decoder": {"_target_": f"{ASR}.modules.ConvASRDecoder", "vocabulary": ["/"]}},
+        "loss": {"loss_name": "tdt", "warprnnt_numba_kwargs": {"fastemit_lambda": 0.0}},
+        "adapters": {
+            "encoder:fr": {
+                "_target_": "nemo.collections.common.parts.adapter_modules.LinearAdapter",
+                "adapter_strategy": {
+                    "_target_": "nemo.core.classes.mixins.adapter_mixin_strategies.ResidualAddAdapterStrategy"
+                },
+            }
+        },
+        "tokenizer": {"dir": str(TOKENIZER), "type": "bpe", "model_path": "nemo:1_tokenizer.model", "hf_kwargs": {}},
+    }
 
 
-class Loads:
-    """An accelerator that would read a checkpoint."""
+def test_configurations_as_they_are_published_are_taken():
+    check_model_config(published(), "m", {"1_tokenizer.model"})
+    for known in ("rnnt_bpe_models.EncDecRNNTBPEModel", "EncDecRNNTBPEModel", "EncDecHybridRNNTCTCBPEModel"):
+        check_model_config({**published(), "target": f"{ASR}.models.{known}"}, "m", {"1_tokenizer.model"})
+    for name in ("fastconformer_tdt_3m", "parakeet_tdt_0.6b_v3"):
+        read_layout(f"finetune/configs/models/{name}.yaml")
+    read_config(Path("examples/base/fastconformer_tdt_3m.nemo"))
+    # Every class that may be named is there in NeMo, and one that NeMo's own check lets through.
+    from nemo.core.classes.common import _is_target_allowed
 
-    def load_state(self, path: str) -> None:
-        raise AssertionError("the checkpoint was read")
-
-
-@pytest.mark.parametrize(
-    "file",
-    [
-        "optimizer.bin",
-        "random_states_0.pkl",
-        "scaler.pt",
-        "pytorch_model/mp_rank_00_model_states.pt",
-        "pytorch_model/zero_pp_rank_0_mp_rank_00_optim_states.pt",
-    ],
-)
-def test_a_pickle_of_a_checkpoint_is_looked_at_before_it_is_read(file, tmp_path):
-    """DeepSpeed reads its own with the full unpickler, which would run it."""
-    mark, path = tmp_path / "mark", tmp_path / "step" / file
-    path.parent.mkdir(parents=True)
-    path.write_bytes(evil_torch_file(mark))
-    with pytest.raises(UserError, match=rf"{path.name} is refused: it would run posix\.mkdir"):
-        load_checkpoint(Loads(), tmp_path / "step")
-    if "model_states" in file:
-        with pytest.raises(UserError, match=r"it would run posix\.mkdir"):
-            read_whole_weights(tmp_path / "step")
-        torch.load(path, weights_only=False)  # the file does what it says
-        assert mark.is_dir()
-    else:
-        assert not mark.exists()
-
-
-def test_a_distributed_checkpoint_is_looked_at(tmp_path):
-    import torch.distributed.checkpoint as dcp
-
-    folder, mark = tmp_path / "pytorch_model_fsdp_0", tmp_path / "mark"
-    dcp.save({"a": torch.ones(3), "rate": 0.5, "betas": (0.9, 0.98)}, checkpoint_id=folder, no_dist=True)
-    check_checkpoint(tmp_path)
-    dcp.save({"a": torch.ones(3), "evil": Touch(mark)}, checkpoint_id=folder, no_dist=True)
-    with pytest.raises(UserError, match=r"\.metadata is refused: it would run posix\.mkdir"):
-        check_checkpoint(tmp_path)
-    (folder / ".metadata").write_bytes(pickle.dumps(Touch(mark)))
-    with pytest.raises(UserError, match=r"\.metadata is refused: it would run posix\.mkdir"):
-        check_checkpoint(tmp_path)
-    assert not mark.exists()
+    named = {"target": MODELS, "adapters": ADAPTERS, **PARTS}
+    found = {one for names in named.values() for one in names if _is_target_allowed(one)}
+    missing = {one.rpartition(".")[2] for names in named.values() for one in names} - {
+        one.rpartition(".")[2] for one in found
+    }
+    assert not missing
 
 
 # ---- Hugging Face directories -----------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from finetune.importing.source import read_source
 from finetune.strategies.accelerate_files import resolve_strategy
 from finetune.strategies.adapters import read_adapter
 from finetune.training.checkpoints import read_checkpoint_state
-from finetune.untrusted.documents import parse_json, parse_yaml, resolved
+from finetune.untrusted.documents import check_references, parse_json, parse_yaml, resolved
 
 TAG = "!!python/object/apply:os.mkdir [{mark}]"
 LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
@@ -94,6 +94,18 @@ def test_yaml_that_is_meant_is_read_as_before():
     made = resolved(tree, "file")
     assert made["m"]["x"] == 16000
     assert made["n"] == [16000, {"z": 16000}]
+
+
+@pytest.mark.parametrize("made", ["${a}{oc.env:HOME}", "${a}${c}", "${a}${d.e}", "x${f}{a}", "$${d}"])
+def test_references_that_come_of_references_are_refused(made):
+    """What is resolved is handed to OmegaConf, which would follow what is left."""
+    tree = {"a": "$", "c": "{oc.env:HOME}", "d": {"e": "{c}"}, "f": "${a}", "made": made}
+    with pytest.raises(UserError, match=r"file: made: .* is refused: a reference is \$\{key\}"):
+        resolved(tree, "file")
+    assert check_references(tree, lambda call: None)[0].startswith("made: ")
+    kept = {"a": "$", "b": "${a}5 and {c}", "c": "${b}${a}"}
+    assert resolved(kept, "file")["c"] == "$5 and {c}$"
+    assert not check_references({"a": "${oc.env:HOME}/${oc.env:X}", "b": "${a}${a}"}, lambda call: None)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +207,11 @@ def test_records_of_a_run_that_were_tampered_with(tmp_path):
         ("${${training.report_to}:HF_TOKEN}", "is refused"),
         ("${oc.decode:x}", r"a run file refers to its own keys, as \$\{training\.seed\}"),
         ([{"path": "x", "filters": {"a": "${oc.env:MY_PASSWORD}"}}], "MY_PASSWORD is that of a secret"),
+        # Put together, these would be a reference once config.yaml, which is written resolved, is loaded again.
+        (["$", "https://x/${data.train[0]}{oc.env:HF_TOKEN}"], r"data\.train\.1: .* is refused"),
+        ("${oc.env:PROMPT_SIGN}{oc.env:HF_TOKEN}", r"data\.train: .* is refused"),
+        (["${oc.env:PROMPT_SIGN}", "${.0}{oc.env:HF_TOKEN}"], r"data\.train\.1: .* is refused"),
+        ("\\${oc.env:HF_TOKEN}", r"data\.train: .* is refused"),
         ("https://<removed>@host/x.jsonl", r"data\.train: a secret stood here and was taken out"),
     ],
 )
@@ -307,10 +324,22 @@ def test_data_root(clips, tmp_path):
     assert len(quarantined) == len(outside)
     assert all("the audio lies outside of data.root: " in reason for reason in quarantined.values())
     check_place(held["audio"], str(root), str(root))
-    for bad in ("../x.flac", "a/../../x", "http://elsewhere/x"):
+    for bad in (
+        "../x.flac",
+        "a/../../x",
+        "http://elsewhere/x",
+        "%2e%2e/x",
+        "a/%2E./%2e%2E/x",
+        "a%2f..%2f..%2fx",
+        "%252e%252e/x",
+        "..%5cx",
+        ".\t./x",
+        ".%0a./x",
+    ):
         with pytest.raises(BadClip, match=r"outside of data\.root"):
             check_place(bad, "s3://bucket/a", "s3://bucket/a")
-    check_place("x.flac", "s3://bucket/a", check_root("s3://bucket/a/"))
+    for good in ("x.flac", "100%25..%20un.flac", "a/..x/%41.flac"):
+        check_place(good, "s3://bucket/a", check_root("s3://bucket/a/"))
     with pytest.raises(UserError, match=r"data\.root: there is no directory"):
         check_root(str(tmp_path / "none"))
 

@@ -6,13 +6,17 @@ import logging
 import re
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
 from conftest import read_lines, write_manifest
+from omegaconf import OmegaConf
 
+from finetune.checkup.secrets import clean_text
+from finetune.config.written import write_config
 from finetune.evaluate import print_table
 from finetune.logs import set_up_logging
 from finetune.reporting.markup import escape
@@ -207,7 +211,7 @@ def test_messages_and_tracebacks_hold_no_secret(monkeypatch, capsys):
         log.warning(
             "%s cannot be read: %s",
             Path("/a\x1b/b"),
-            ValueError("https://u:pw@h/x?key=v planted-service-token\nhf_abcdefgh123"),
+            ValueError("https://u:pw@h/x?key=v planted-service-token\nhf_abcdefgh12345678901234567890abcdef"),
         )
         try:
             raise RuntimeError("planted-service-token \x1b[2J")
@@ -223,3 +227,48 @@ def test_messages_and_tracebacks_hold_no_secret(monkeypatch, capsys):
     assert "/a\\x1b/b cannot be read: https://<removed>@h/x?key=<removed> <removed>\n<removed>" in said
     assert "Traceback" in said
     assert "RuntimeError: <removed> \\x1b[2J" in said
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "runs/hf_checkpoints",
+        "/data/hf_cleaned/train.jsonl",
+        "/models/sk-parakeet-finetuned-v3/model.nemo",
+        "/models/sk-parakeet-tdt-0-6b-european-finetuned-2026-11-22/model.nemo",
+        "sk-learn-conformer-large-with-rotary-embeddings",
+        "api_org_settings",
+    ],
+)
+def test_names_that_begin_as_tokens_do_are_kept(name, tmp_path):
+    """A config.yaml without them could not be resumed with."""
+    write_config(tmp_path / "config.yaml", OmegaConf.create({"training": {"output_dir": name}}))
+    assert (tmp_path / "config.yaml").read_text() == f"training:\n  output_dir: {name}\n"
+
+
+PIECE = "aB3dE6gH9jK2mN5pQ8sT1vW4yZ7bC0eF"  # made up
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        f"hf_{PIECE}xy",
+        f"api_org_{PIECE}xy",
+        f"sk-{PIECE}{PIECE[:16]}",
+        f"sk-proj-{PIECE}_{PIECE}-{PIECE}",
+        f"sk-ant-api03-{PIECE}-{PIECE}_{PIECE}AA",
+        f"sk-or-v1-{PIECE.lower()}{PIECE.lower()}",
+        "sk-lf-0a1b2c3d-0a1b-4c2d-8e3f-0a1b2c3d4e5f",
+        f"sk-{''.join(c for c in PIECE * 2 if c.isalpha())}",
+    ],
+)
+def test_tokens_of_known_forms_are_taken_out(token):
+    assert clean_text(f"a {token}, b") == "a <removed>, b"
+    assert clean_text(f"/data/{token}/x") == "/data/<removed>/x"
+
+
+def test_a_text_of_beginnings_of_tokens_takes_no_time():
+    began = time.process_time()
+    for text in ("sk-" * 5_000, "sk-" + "a-" * 7_000, "sk-" + "a" * 15 + "-a" * 7_000):
+        clean_text(text)
+    assert time.process_time() - began < 10

@@ -24,7 +24,7 @@ HARMLESS = re.compile(
 )
 _VALUE = r"(?P<value>\"[^\"]*\"|'[^']*'|[^\s,;&}\]]+)"
 ASSIGNED = re.compile(
-    r"(?P<name>[\w.-]*(?:token|secret|pass|pwd|key|credential|auth|cookie|signature|bearer|dsn|pw|sig)[\w.-]*)"
+    r"(?P<name>[\w.-]{0,64}(?:token|secret|pass|pwd|key|credential|auth|cookie|signature|bearer|dsn|pw|sig)[\w.-]{0,64})"
     rf"(?P<sign>[\"']?\s*(?:=|:)\s*){_VALUE}",
     re.IGNORECASE,
 )
@@ -33,10 +33,12 @@ NO_PLAIN_WORD = re.compile(r"[\w.-]token|secret|passw|pwd|passphrase|credential|
 LINE_START = re.compile(r"\s*(?:-\s+)*[\"']?")
 OPTION = re.compile(rf"(?P<name>(?<![\w-])--[A-Za-z][\w-]*)(?P<sign>[ \t]+)(?!-){_VALUE}")
 TOKENS = re.compile(
-    r"hf_[A-Za-z0-9]{6,}|api_org_[A-Za-z0-9]{6,}"  # Hugging Face
+    r"hf_[A-Za-z0-9]{28,}|api_org_[A-Za-z0-9]{28,}"  # Hugging Face
     r"|gh[opsur]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{10,}"
     r"|(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{20,}|ya29\.[\w.-]+"  # Amazon, Google
-    r"|(?<![A-Za-z0-9])sk-[\w-]{16,}|xox[abprs]-[\w-]{10,}|wandb_v\d_\w+"
+    # A piece that no name of a model or folder has: 16 letters and digits, or 32 letters, or an identifier.
+    r"|(?<![A-Za-z0-9])sk-(?=(?:[\w-]{0,64}[_-])?(?:(?=[A-Za-z]*\d)[A-Za-z0-9]{16}|[A-Za-z0-9]{32}|[\da-f]{8}(?:-[\da-f]{4}){3}-))[\w-]+"
+    r"|xox[abprs]-[\w-]{10,}|wandb_v\d_\w+"
     r"|eyJ[\w-]{8,}\.[\w-]+(?:\.[\w-]+)?"  # JSON web tokens
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
 )

@@ -1,8 +1,10 @@
 """Where the audio of a row may lie: what a manifest from elsewhere can make this machine read."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from finetune.checkup.secrets import clean_urls
 from finetune.data.decode import BadClip
@@ -28,6 +30,8 @@ STORAGE = [
     "tos",
     "memory",
 ]  # what a row may name; a chain such as reference::https can run what it finds there
+
+MOST_ENCODINGS = 8
 
 
 def check_root(root: Any, key: str = "data.root") -> str | None:
@@ -75,11 +79,21 @@ def check_place(audio: Any, folder: str | Path | None, root: str | None) -> None
     remote = "://" in audio or (folder is not None and "://" in str(folder))
     place = audio if "://" in audio or folder is None else _joined(str(folder), audio, remote)
     if remote:
-        inside = place.startswith(root + "/") and ".." not in place.replace("\\", "/").split("/")
+        inside = place.startswith(root + "/") and ".." not in _as_servers_read(place).split("/")
     else:
         inside = "://" not in root and Path(os.path.realpath(place)).is_relative_to(root)
     if not inside:
         raise BadClip(f"the audio lies outside of data.root: {clean_urls(audio)}")
+
+
+def _as_servers_read(address: str) -> str:
+    """An address with what is written as %2e or %2F (or %252e) written out, and without what readers of addresses leave out."""
+    for _ in range(MOST_ENCODINGS):
+        plain = unquote(address)
+        if plain == address:
+            break
+        address = plain
+    return re.sub(r"[\t\r\n]", "", address).replace("\\", "/")
 
 
 def _joined(folder: str, path: str, remote: bool) -> str:

@@ -170,17 +170,7 @@ def _build(path: Path, tokenizer: str | None) -> Any:
 
 
 def _check(model: Any, name: str) -> Any:
-    """Refuses what would train the wrong thing in silence: no transducer, or a head that does not match its loss."""
-    if not all(hasattr(model, part) for part in ("encoder", "decoder", "joint", "tokenizer")):
-        raise UserError(
-            f"model.name: {name} is a {type(model).__name__}; this project trains transducers with a SentencePiece tokenizer "
-            "(EncDecRNNTBPEModel: Parakeet TDT or RNN-T)."
-        )
-    if not hasattr(model.encoder, "layers") or not hasattr(model.encoder, "pre_encode"):
-        raise UserError(
-            f"model.name: {name} has a {type(model.encoder).__name__}; this project trains Conformer and FastConformer "
-            "encoders, as all Parakeet models have."
-        )
+    """Refuses what would train the wrong thing in silence: a head that does not match its loss."""
     durations = tdt_durations(model)
     outputs = model.joint.joint_net[-1].out_features
     expected = model.tokenizer.vocab_size + 1 + len(durations)

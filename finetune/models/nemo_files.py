@@ -12,17 +12,61 @@ import torch
 
 from finetune.errors import UserError
 from finetune.untrusted.archives import check_archive, content_of, named, reading, unpack
-from finetune.untrusted.documents import parse_settings, resolved
+from finetune.untrusted.documents import leaves, parse_settings, resolved
 from finetune.untrusted.pickles import load_tensors
 
 CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
-TARGET = re.compile(
-    r"(?:nemo\.(?:collections\.(?:asr|common)|core)|torch\.(?:nn|optim))(?:\.[a-z_]\w*)*\.[A-Z]\w*(?<!Connector)"
+ASR, COMMON = "nemo.collections.asr", "nemo.collections.common"
+
+
+def _classes(package: str, module: str, *names: str) -> frozenset[str]:
+    """Classes under the package's name and under that of the module in it: NeMo writes both."""
+    return frozenset(f"{place}.{name}" for place in (package, f"{package}.{module}") for name in names)
+
+
+MODELS = _classes(f"{ASR}.models", "rnnt_bpe_models", "EncDecRNNTBPEModel") | _classes(
+    f"{ASR}.models", "hybrid_rnnt_ctc_bpe_models", "EncDecHybridRNNTCTCBPEModel"
 )
-"""Classes that a configuration may name: those that transducers are built of. A function never is one."""
+"""What `target` may name: the models that this project trains."""
+PARTS = {
+    "preprocessor": _classes(f"{ASR}.modules", "audio_preprocessing", "AudioToMelSpectrogramPreprocessor"),
+    "spec_augment": _classes(
+        f"{ASR}.modules",
+        "audio_preprocessing",
+        "SpectrogramAugmentation",
+        "MaskedPatchAugmentation",
+        "CropOrPadSpectrogramAugmentation",
+    ),
+    "encoder": _classes(f"{ASR}.modules", "conformer_encoder", "ConformerEncoder", "ConformerEncoderAdapter"),
+    "decoder": _classes(f"{ASR}.modules", "rnnt", "RNNTDecoder", "StatelessTransducerDecoder"),
+    "joint": _classes(f"{ASR}.modules", "rnnt", "RNNTJoint", "SampledRNNTJoint"),
+    "aux_ctc.decoder": _classes(f"{ASR}.modules", "conv_asr", "ConvASRDecoder"),
+}
+"""The classes that a part may be of. No more than these: NeMo has others, such as its AutoTokenizer, that run what they fetch."""
+ADAPTERS = (
+    _classes(f"{COMMON}.parts", "adapter_modules", "LinearAdapter")
+    | _classes(
+        f"{ASR}.parts.submodules.adapters",
+        "multi_head_attention_adapter_module",
+        "MultiHeadAttentionAdapter",
+        "RelPositionMultiHeadAttentionAdapter",
+        "PositionalEncodingAdapter",
+        "RelPositionalEncodingAdapter",
+        "MHAResidualAddAdapterStrategy",
+    )
+    | _classes(
+        "nemo.core.classes.mixins",
+        "adapter_mixin_strategies",
+        "ResidualAddAdapterStrategy",
+        "ReturnResultAdapterStrategy",
+    )
+)
+"""What may be named anywhere below `adapters`."""
 NAMES_A_CLASS = ("_target_", "target", "cls", "class_name", "classname")
 NOT_BUILT = ("train_ds", "validation_ds", "test_ds", "optim")
 """Sections of a training, which nothing here builds anything of."""
+NOT_AT_THE_TOP = ("_target_", "cls", "params", "model")
+"""With one of these NeMo would build the sections above too, or take what is below it for the whole."""
 TOKENS = ("labels", "vocabulary")
 """Lists of pieces, which may look like anything."""
 NOTES = ("vocabulary_changes",)
@@ -38,30 +82,54 @@ def check_model_config(config: dict[str, Any], name: str, folder: set[str] | Non
         folder: names of the files in the archive that the configuration comes from; None where the user's own paths are meant.
 
     Raises:
-        UserError: it names a class or function that no transducer is built of, or a file outside of its archive.
+        UserError: it names a class that no transducer is built of, code from a hub, or a file outside of its archive.
     """
+    for key in NOT_AT_THE_TOP:
+        if key in config:
+            raise UserError(f"{name}: {key}: is refused: a model's configuration has no such key. Nothing was run.")
+    for key, value in leaves(config):
+        if isinstance(value, str) and "${" in value:
+            raise UserError(f"{name}: {key}: {value[:200]!r} is refused: a reference is left in it.")
     for key, value in _leaves({k: v for k, v in config.items() if k not in (*NOT_BUILT, *NOTES)}):
-        last = key.rsplit(".", 1)[-1]
+        place, _, last = key.rpartition(".")
         names_a_class = last in ("_target_", "target", "cls") or (last in NAMES_A_CLASS and "." in str(value))
-        if names_a_class and value is not None and not TARGET.fullmatch(str(value)):
-            raise UserError(
-                f"{name}: {key}: {str(value)[:200]!r} is refused: a model is built of classes of nemo.collections.asr, "
-                "nemo.collections.common, nemo.core, torch.nn and torch.optim. Nothing was run."
-            )
+        if names_a_class and value is not None:
+            _check_class(str(value), place, key, name)
+        if last == "trust_remote_code" and value:
+            raise UserError(f"{name}: {key} is refused: no code from elsewhere is run. Take the key out.")
         if folder is None or not isinstance(value, str):
             continue
         if value.startswith("nemo:") and value[5:] not in folder:
             raise UserError(f"{name}: {key}: there is no {value[5:][:200]!r} in the archive.")
-        if last != "dir" and "/" in value and not value.startswith("nemo:") and _exists(value):
+        if last != "dir" and not value.startswith("nemo:") and _is_a_file_here(value):
             raise UserError(
                 f"{name}: {key}: {value[:200]!r} is a file of this machine, which a model from elsewhere has no business with. If it is "
                 "yours, take the key out of the configuration in the archive."
             )
 
 
-def _exists(text: str) -> bool:
+def _check_class(named: str, place: str, key: str, name: str) -> None:
+    if key == "target":
+        if named in MODELS:
+            return
+        if re.fullmatch(r"nemo\.collections(\.[a-z_0-9]+)*\.[A-Z]\w*", named):
+            raise UserError(
+                f"{name.removesuffix(f': {CONFIG}')} is a {named.rpartition('.')[2]}; this project trains transducers with a "
+                "SentencePiece tokenizer (EncDecRNNTBPEModel: Parakeet TDT or RNN-T)."
+            )
+        known = MODELS
+    else:
+        known = ADAPTERS if place.startswith("adapters.") else PARTS.get(place, frozenset())
+    if named not in known:
+        here = " or ".join(sorted({one.rpartition(".")[2] for one in known})) or "no class"
+        raise UserError(f"{name}: {key}: {named[:200]!r} is refused: NeMo's {here} may stand here. Nothing was run.")
+
+
+def _is_a_file_here(text: str) -> bool:
+    """Whether a text leads to a file of this machine, or to a directory by more than one name, which no token such as `/` does."""
     try:
-        return Path(text).exists()
+        path = Path(text)
+        return path.exists() and (not path.is_dir() or len(path.parts) > 1)
     except (OSError, ValueError):  # too long for a path, or with a zero in it
         return False
 
@@ -69,13 +137,18 @@ def _exists(text: str) -> bool:
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for name, inner in value.items():
-            if name not in TOKENS or not isinstance(inner, list):
+            if name not in TOKENS or not _is_plain(inner):
                 yield from _leaves(inner, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list):
         for i, inner in enumerate(value):
             yield from _leaves(inner, f"{key}.{i}")
     else:
         yield key, value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a list of nothing but plain values."""
+    return isinstance(value, list) and not any(isinstance(item, dict | list) for item in value)
 
 
 def check_size(config: dict[str, Any], weight_bytes: int, name: str) -> None:

@@ -271,7 +271,8 @@ class _References:
             return self.follow(whole[1], at, through)
         text = REFERENCE.sub(lambda found: str(self.follow(found[1], at, through)), value)
         self.spend(len(text), key)
-        if "${" in REFERENCE.sub("", value):
+        # In what was put together too: a `$` and a `{...}` from two places make a reference that OmegaConf would follow.
+        if "${" in REFERENCE.sub("", value) or "${" in text:
             raise ValueError(
                 f"{key}: {value[:200]!r} is refused: a reference is ${{key}}, with nothing computed in it"
             )
@@ -286,7 +287,7 @@ class _References:
                 why = self.allowed(reference.strip())
             if why:
                 raise ValueError(f"{key}: ${{{reference}}} is refused: {why}")
-            return ""
+            return "$"  # the worst that a variable of the environment can end with
         bare = reference.strip().lstrip(".")
         up = len(reference.strip()) - len(bare)
         path = [*at[: max(len(at) - up, 0)]] if up else []

@@ -5,7 +5,9 @@ read their own files with the full one, which runs what stands in them: these ar
 """
 
 import io
+import os
 import pickletools
+import re
 import zipfile
 from pathlib import Path
 from pickle import Unpickler, UnpicklingError
@@ -24,6 +26,10 @@ class Hostile(ValueError):
 
 LARGEST_PICKLE = 2**28
 """Bytes of the pickled part of a torch file; its tensors lie beside it."""
+RECORDS = re.compile(
+    r"data\.pkl|data/[^/]+|version|byteorder|\.format_version|\.storage_alignment|\.data/serialization_id"
+)
+"""What torch.save writes. With others, such as constants.pkl, torch.load takes a file for a program (TorchScript) and runs it."""
 
 TENSORS = frozenset(
     {
@@ -223,7 +229,12 @@ def pickled_part(file: Any, size: int) -> bytes:
                 raise ValueError("it has no single data.pkl, or a too large one")
             content = archive.read(pickled[0])
         file.seek(0)
-        if torch._C.PyTorchFileReader(file).get_record("data.pkl") != content:
+        reader = torch._C.PyTorchFileReader(file)
+        records = reader.get_all_records()
+        other = [record for record in records if not RECORDS.fullmatch(record)]
+        if other:
+            raise Hostile(f"{one_line(other[0])[:200]!r} in it is nothing that torch.save writes")
+        if len(records) != len(parts) or reader.get_record("data.pkl") != content:
             raise Hostile("it reads otherwise to torch than to zipfile: it was made to deceive one of them")
         return content
     except zipfile.BadZipFile as error:
@@ -307,14 +318,26 @@ TORCH_FILES = (".pt", ".bin", ".pkl", ".pth", ".ckpt")
 def check_checkpoint(folder: Path) -> None:
     """Looks through every pickle of a checkpoint, before Accelerate, DeepSpeed or torch's distributed checkpoints read it.
 
+    Args:
+        folder: of the checkpoint; it may be a link itself, and holds none.
+
     Raises:
         UserError: names the file, and what it would have run.
     """
-    for path in sorted(folder.rglob("*")):
-        if path.suffix in TORCH_FILES and path.is_file():
-            check_torch_file(path, "training.resume_from_checkpoint")
-        elif path.name == ".metadata" and path.is_file():
-            _check_distributed(path)
+    for here, folders, files in os.walk(folder):
+        for name in sorted(folders + files):
+            path = Path(here, name)
+            # Whoever reads the checkpoint follows links, out of the folder too; none is written into one.
+            if path.is_symlink() or not (path.is_file() or path.is_dir()):
+                kind = "a symbolic link" if path.is_symlink() else "neither a file nor a directory"
+                raise UserError(
+                    f"training.resume_from_checkpoint: {path} is refused: it is {kind}, which no checkpoint holds. If it is yours, put "
+                    "in its place what it leads to."
+                )
+            if name == ".metadata" and path.is_file():
+                _check_distributed(path)
+            elif path.suffix in TORCH_FILES and path.is_file():
+                check_torch_file(path, "training.resume_from_checkpoint")
 
 
 class _Listed(Unpickler):
