@@ -12,7 +12,7 @@ Every attempt imports the program anew, so its files must not change meanwhile; 
 Flat means here: over the second half of the longest attempt, which is the training left alone, the straight line through the resident
 memory of the process rises by less than 3 % of its mean, and so for each data worker; the median of its open files is in the last quarter no more
 than in the quarter before. (In the first hundreds of steps the C allocator's arenas still grow with the lengths that come.) Over the attempts
-that were broken: the memory at the same age, as medians of their first and last third, differs by less than 5 %.
+that were broken: the memory after the same number of steps, as medians of their first and last third, differs by less than 5 %.
 """
 
 import argparse
@@ -381,7 +381,8 @@ def growth(samples: list[dict[str, Any]]) -> dict[str, Any]:
     """Memory and open files over the second half of the training left alone, for each process of it."""
     found = {}
     for role in sorted({s["role"] for s in samples}):
-        rows = [s for s in samples if s["run"] == "alone" and s["role"] == role]
+        # One without memory is just ending, as the reader of each evaluation does.
+        rows = [s for s in samples if s["run"] == "alone" and s["role"] == role and s["rss_mib"] > 0]
         late = [s for s in rows if s["age"] > rows[-1]["age"] / 2]
         if len(late) < 10:
             continue
@@ -405,12 +406,19 @@ def growth(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def drift(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Memory of the broken run's main process at the same age, in its first and in its last attempts."""
-    at_age: dict[int, dict[str, float]] = {}
+    """Memory of the broken run's main process after the same number of steps, in its first and in its last attempts.
+
+    Not at the same age: a machine with other work is not equally fast all the time.
+    """
+    begun: dict[int, int] = {}
     for s in samples:
-        if s["run"] == "broken" and s["role"] == "process" and 45 <= s["age"] <= 55:
-            at_age[s["attempt"]] = s
-    rows = [at_age[a] for a in sorted(at_age)]
+        if s["run"] == "broken" and s["role"] == "process":
+            begun[s["attempt"]] = min(s["step"], begun.get(s["attempt"], s["step"]))
+    after: dict[int, dict[str, float]] = {}
+    for s in samples:
+        if s["run"] == "broken" and s["role"] == "process" and 20 <= s["step"] - begun[s["attempt"]] <= 60:
+            after[s["attempt"]] = s
+    rows = [after[a] for a in sorted(after)]
     third = len(rows) // 3
     if third < 2:
         return {"attempts": len(rows)}
@@ -418,7 +426,7 @@ def drift(samples: list[dict[str, Any]]) -> dict[str, Any]:
     files = [max(s["open_files"] for s in part) for part in (rows[:third], rows[-third:])]
     return {
         "attempts": len(rows),
-        "age_seconds": "45 to 55",
+        "after_steps": "20 to 60",
         "first_third_mib": round(early, 1),
         "last_third_mib": round(late, 1),
         "most_open_files": files,
