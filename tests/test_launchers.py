@@ -77,7 +77,6 @@ def test_bare_accelerate_launch_with_combined_strategies(tiny_run, tmp_path):
     assert told["optimizer"] == "AdamW8bit"
 
 
-@pytest.mark.slow
 def test_deepspeed_zero2_offload_equals_adamw_with_its_state_on_the_cpu(adamw_curve, tiny_run, tmp_path):
     """`deepspeed --num_gpus=1`; DeepSpeed compiles its CPU optimizer the first time, a minute or so."""
     training = {"max_steps": 8, "dataloader_num_workers": 1}

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import resource
 import shutil
 import subprocess
@@ -186,11 +185,13 @@ def test_by_the_clock_and_beside_the_best(run_train, tiny_run, tmp_path):
     assert found == ["step-00000002", "step-00000006"]
 
 
-def test_lines_wait_for_room(tmp_path, caplog, monkeypatch):
+def test_lines_wait_for_room(tmp_path, monkeypatch):
+    from finetune.training import outputs
     from finetune.training.outputs import LineFile
 
-    monkeypatch.setattr(logging.getLogger("finetune"), "propagate", True)
-    caplog.set_level(logging.INFO)
+    messages: list[str] = []
+    for level in ("info", "warning"):
+        monkeypatch.setattr(outputs.log, level, lambda text, *values: messages.append(text % values))
     lines = LineFile(tmp_path / "metrics.jsonl")
     lines.append({"step": 1, "text": "x" * 100})
     with largest_file(150):
@@ -201,7 +202,7 @@ def test_lines_wait_for_room(tmp_path, caplog, monkeypatch):
     lines.append({"step": 4})
     assert [row["step"] for row in read_lines(lines.path)] == [1, 2, 3, 4]
     assert lines.sync()
-    said = caplog.text
+    said = " ".join(messages)
     assert said.count("its lines wait in memory until it can") == 1
     assert "2 lines that waited are in it" in said
 

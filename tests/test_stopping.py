@@ -132,10 +132,11 @@ def test_a_second_interrupt_does_not_wait(run_train, tiny_run, tmp_path, capfd):
 
         trainer.around_step = around
 
+    before = signal.getsignal(signal.SIGINT)
     assert run_train(*tiny_run(training=TRAINING), observe=observe) == 1
     assert "stopped by the keyboard" in capfd.readouterr().err
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_signal_to_the_whole_process_group_and_the_exit_code_file(tiny_run, tmp_path):

@@ -90,6 +90,8 @@ def check_model_config(config: dict[str, Any], name: str, folder: set[str] | Non
     for key, value in leaves(config):
         if isinstance(value, str) and "${" in value:
             raise UserError(f"{name}: {key}: {value[:200]!r} is refused: a reference is left in it.")
+    if config.get("target") is not None:  # first: the parts of another kind of model are none of this one
+        _check_class(str(config["target"]), "", "target", name)
     for key, value in _leaves({k: v for k, v in config.items() if k not in (*NOT_BUILT, *NOTES)}):
         place, _, last = key.rpartition(".")
         names_a_class = last in ("_target_", "target", "cls") or (last in NAMES_A_CLASS and "." in str(value))
