@@ -411,13 +411,10 @@ def drift(samples: list[dict[str, Any]]) -> dict[str, Any]:
     Not at the same age: a machine with other work is not equally fast all the time.
     """
     begun: dict[int, int] = {}
-    for s in samples:
-        if s["run"] == "broken" and s["role"] == "process":
-            begun[s["attempt"]] = min(s["step"], begun.get(s["attempt"], s["step"]))
-    after: dict[int, dict[str, float]] = {}
-    for s in samples:
-        if s["run"] == "broken" and s["role"] == "process" and 20 <= s["step"] - begun[s["attempt"]] <= 60:
-            after[s["attempt"]] = s
+    own = [s for s in samples if s["run"] == "broken" and s["role"] == "process"]
+    for s in own:
+        begun[s["attempt"]] = min(s["step"], begun.get(s["attempt"], s["step"]))
+    after = {s["attempt"]: s for s in own if 20 <= s["step"] - begun[s["attempt"]] <= 60}
     rows = [after[a] for a in sorted(after)]
     third = len(rows) // 3
     if third < 2:
