@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from finetune.data.buffer import BatchLimits
+from finetune.data.batching import BatchLimits
 from finetune.data.options import StreamOptions
 from finetune.data.sources import open_source, parse_sources
 from finetune.data.stream import ClipStream

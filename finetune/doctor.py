@@ -20,14 +20,16 @@ from pathlib import Path
 from typing import Any
 
 try:
-    from finetune.checkup import gpu, hub, packages, run_file, system
-    from finetune.checkup.bundle import write_bundle
-    from finetune.checkup.lines import MISSING, WARNING, Line, Wanted, run_checks
     from finetune.config.load import load_config
     from finetune.errors import UserError
     from finetune.logs import say_error, set_up_logging
     from finetune.paths import ROOT
-    from finetune.strategies.accelerate_files import resolve_precision, resolve_strategy
+    from finetune.strategies.accelerate_config import resolve_precision, resolve_strategy
+    from finetune.tools.doctor import gpu, packages, system
+    from finetune.tools.doctor import hub_access as hub
+    from finetune.tools.doctor import run_file_checks as run_file
+    from finetune.tools.doctor.bundle import write_bundle
+    from finetune.tools.doctor.findings import MISSING, WARNING, Line, Wanted, run_checks
 except ImportError as error:  # a doctor of a broken installation has to say so
     print(f"missing: {error}. Install what this project needs: bash scripts/setup.sh", file=sys.stderr)
     raise SystemExit(1) from error

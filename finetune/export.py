@@ -20,10 +20,10 @@ import torch
 
 from finetune.errors import UserError
 from finetune.evaluation.recognise import evaluation_mode, recognise_batch
-from finetune.exporting.hugging_face import CLIPS, TOLERANCE, export_hugging_face, say_result
 from finetune.logs import say_error, set_up_logging
 from finetune.models.huggingface_write import DTYPES
 from finetune.models.nemo import load_model, save_nemo
+from finetune.tools.export.hugging_face import CLIPS, TOLERANCE, export_hugging_face, say_result
 
 
 def export_nemo(model_name: str, output: Path, tokenizer: str | None = None) -> Path:

@@ -14,8 +14,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from finetune.checkup.secrets import REMOVED, TOKENS, clean_urls, secrets_of_the_environment
-from finetune.untrusted.text import Block, lines, one_line
+from finetune.security.safe_text import Block, lines, one_line
+from finetune.security.secrets import REMOVED, TOKENS, clean_urls, secrets_of_the_environment
 
 NOISY = (
     "datasets",

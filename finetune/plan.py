@@ -17,9 +17,17 @@ from typing import Any
 from finetune.config.load import load_config
 from finetune.errors import UserError
 from finetune.logs import say_error, set_up_logging
-from finetune.planning.gpus import GIB, Card, card_here, card_named, card_with_memory
-from finetune.planning.plan import TOKENS_A_SECOND, Data, Row, all_combinations, as_json, make_plan, recommend
-from finetune.strategies.accelerate_files import resolve_strategy
+from finetune.strategies.accelerate_config import resolve_strategy
+from finetune.tools.planning.gpus import GIB, Card, card_here, card_named, card_with_memory
+from finetune.tools.planning.prediction import (
+    TOKENS_A_SECOND,
+    Data,
+    Row,
+    all_combinations,
+    as_json,
+    make_plan,
+    recommend,
+)
 from finetune.training.outputs import write_json
 
 
@@ -34,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gpu", help="such as a100-80gb (default: the one in this machine)")
     parser.add_argument("--gpu-memory", metavar="SIZE", help="such as 24GB, for a card that is not in the list")
     parser.add_argument("--gpus", type=int, default=1, help="how many")
-    parser.add_argument("--check", type=Path, help="folder of finetune.data.check: lengths and hours of the data")
+    parser.add_argument("--check", type=Path, help="folder of finetune.check: lengths and hours of the data")
     parser.add_argument("--hours", type=float, help="audio of the whole data set")
     parser.add_argument("--mean-seconds", type=float, help="mean length of the clips")
     parser.add_argument("--tokens-per-second", type=float, help=f"of the texts (default {TOKENS_A_SECOND:g})")
@@ -67,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         if a.json:
             write_json(a.json, as_json(rows, card, a.gpus, data, recommended, why))
         if a.picture:
-            from finetune.planning.picture import draw
+            from finetune.tools.planning.picture import draw
 
             draw(rows, card, a.picture)
         return 0 if recommended and any(row.fits for row in rows) else 1
@@ -88,7 +96,7 @@ def _data(a: argparse.Namespace, config: Any) -> Data:
             a_clip = _mean_of(found["histograms"]["tokens"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"--check: {file} is no result of a data check ({error}). Make one: python -m finetune.data.check --data D --output-dir {a.check}"
+                f"--check: {file} is no result of a data check ({error}). Make one: python -m finetune.check --data D --output-dir {a.check}"
             ) from error
         longest = min(longest, seconds or longest)
         tokens = a_clip / mean if a_clip and mean else tokens

@@ -18,12 +18,20 @@ from typing import Any
 
 from finetune.errors import UserError
 from finetune.logs import say_error, set_up_logging
-from finetune.publishing.base import with_answers
-from finetune.publishing.card import make_card
-from finetune.publishing.facts import LANGUAGE, Data, Facts, facts_of_run, facts_without_run, is_hub_data_form, run_of
-from finetune.publishing.files import Upload, add_folder, add_nemo, add_records, check_texts
-from finetune.publishing.hub import licence_from_hub, need_token, push
-from finetune.publishing.private import ORIGINS, read_nemo_config, read_nemo_yaml
+from finetune.tools.publishing.base import with_answers
+from finetune.tools.publishing.card import make_card
+from finetune.tools.publishing.facts import (
+    LANGUAGE,
+    Data,
+    Facts,
+    facts_of_run,
+    facts_without_run,
+    is_hub_data_form,
+    run_of,
+)
+from finetune.tools.publishing.hub_upload import licence_from_hub, need_token, push
+from finetune.tools.publishing.private import ORIGINS, read_nemo_config, read_nemo_yaml
+from finetune.tools.publishing.uploads import Upload, add_folder, add_nemo, add_records, check_texts
 
 FORMATS = {"nemo": {"nemo"}, "hf": {"hf"}, "both": {"nemo", "hf"}, "adapter": {"adapter"}}
 
@@ -132,7 +140,7 @@ def hugging_face_directory(model: Path, folder: Path) -> Path:
     Raises:
         UserError: the format cannot hold this model, or what was made gives other texts.
     """
-    from finetune.exporting.hugging_face import TOLERANCE, export_hugging_face, say_result
+    from finetune.tools.export.hugging_face import TOLERANCE, export_hugging_face, say_result
 
     print("converting the model for transformers, and comparing it ...", file=sys.stderr)
     output = folder / "hf"

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from finetune.errors import UserError
 from finetune.logs import say_error
-from finetune.reporting.compare import write_comparison
-from finetune.reporting.page import write_report
-from finetune.reporting.read import is_run, stage_folders
+from finetune.tools.report.compare import write_comparison
+from finetune.tools.report.page import write_report
+from finetune.tools.report.read import is_run, stage_folders
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from finetune.config.vocabulary import NEW_PIECES
-from finetune.data.text import NORMALIZATIONS
-from finetune.data.texts import Text, read_texts
+from finetune.config.tokenizer_setting import NEW_PIECES
+from finetune.data.normalization import NORMALIZATIONS
+from finetune.data.text_corpus import Text, read_texts
 from finetune.errors import UserError
 from finetune.logs import say_error, set_up_logging
 from finetune.models.coverage import compare, table

@@ -27,11 +27,12 @@ sys.path[:] = [str(_HERE.parent)] + [p for p in sys.path if Path(p or ".").resol
 
 from omegaconf import OmegaConf  # noqa: E402
 
+from finetune import signals as stopping  # noqa: E402
 from finetune.config.load import load_config  # noqa: E402
 from finetune.errors import UserError  # noqa: E402
 from finetune.logs import say_error, set_up_logging  # noqa: E402
-from finetune.strategies.accelerate_files import check_num_gpus, engine_with, number_of_processes, resolve_strategy  # noqa: E402
-from finetune.training import ranks, stopping  # noqa: E402
+from finetune.rank_monitor import client as ranks  # noqa: E402
+from finetune.strategies.accelerate_config import check_num_gpus, engine_with, number_of_processes, resolve_strategy  # noqa: E402
 
 DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EFBIG)
 
@@ -96,11 +97,13 @@ def train(
     Args:
         observe: called with the Trainer before it begins.
         last: no other run follows in this process.
-        place: `finetune.training.pace.Place` in the plan of stages, for the view.
+        place: `finetune.callbacks.eta.Place` in the plan of stages, for the view.
         profile_steps: steps to record with torch.profiler.
     """
-    from finetune.training import auto_batch, run, trackers
-    from finetune.training.profiling import profiling
+    from finetune.callbacks import trackers
+    from finetune.callbacks.profiler import profiling
+    from finetune.tools.preflight import auto_batch
+    from finetune.training import run
 
     accelerator = run.build_accelerator(config, strategy)
     with run.output_directory(accelerator, config):
@@ -133,10 +136,10 @@ def train(
 def try_out(arguments: argparse.Namespace, config: Any, strategy: Any, observe: Callable[[Any], None] | None) -> int:
     """`--dry-run` or `--smoke` of a configuration, in place of the training; returns the exit code."""
     if arguments.dry_run:
-        from finetune.training.dry_run import dry_run
+        from finetune.tools.preflight.dry_run import dry_run
 
         return dry_run(config, strategy, observe)
-    from finetune.training.smoke import smoke
+    from finetune.tools.preflight.smoke import smoke
 
     return smoke(config, strategy, arguments.smoke, observe)
 
@@ -169,8 +172,8 @@ def _main(argv: list[str] | None, observe: Callable[[Any], None] | None) -> int:
             train(config, strategy, observe, profile_steps=arguments.profile)
             return 0
 
+        from finetune.callbacks.eta import place_in_plan
         from finetune.training import stages
-        from finetune.training.pace import place_in_plan
 
         t = config.training
         plan = stages.stages_of(list(OmegaConf.to_container(t.stages, resolve=True)), Path(t.output_dir))

@@ -22,17 +22,17 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from finetune.data.blocks import read_blocks
+from finetune.data.audio_blocks import read_blocks
 from finetune.data.decode import BadClip
 from finetune.errors import UserError
 from finetune.evaluation.long_audio import CHUNK_SECONDS, OVERLAP_SECONDS, Chunk, Cutting, Pieces, Stitcher, chunks_of
 from finetune.evaluation.recognise import evaluation_mode, frame_seconds, recognise_chunks, text_of
-from finetune.evaluation.subtitles import cues_of, srt, vtt
-from finetune.evaluation.words import enable_timestamps, segments_of, words_of
 from finetune.logs import say_error, set_up_logging
 from finetune.models.nemo import load_model, move_to_device
+from finetune.security.safe_text import json_line, one_line
 from finetune.strategies.attention import use_local_attention
-from finetune.untrusted.text import json_line, one_line
+from finetune.tools.transcription.subtitles import cues_of, srt, vtt
+from finetune.tools.transcription.words import enable_timestamps, segments_of, words_of
 
 FORMATS = ("json", "srt", "vtt", "txt")
 

@@ -17,9 +17,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from finetune.config.load import load_config  # noqa: E402
-from finetune.errors import UserError  # noqa: E402
-from finetune.importing.run_file import as_yaml, command, import_config, left_over  # noqa: E402
+from finetune.config.load import load_config
+from finetune.errors import UserError
+from finetune.tools.nemo_import.run_file import as_yaml, command, import_config, left_over
 
 
 def refusal(text: str, output: Path | None) -> str | None:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import soundfile
 import torch
 
-from finetune.data.buffer import BatchLimits
+from finetune.data.batching import BatchLimits
 from finetune.data.filters import Filters, parse_filters
 from finetune.data.options import StreamOptions
 from finetune.data.sources import (

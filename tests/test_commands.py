@@ -123,7 +123,7 @@ def test_evaluate_equals_jiwer_over_its_own_utterances(tiny_model, clips, tmp_pa
     assert main([str(a) for a in arguments]) == 0
     told, rows = json.loads(result.read_text()), read_lines(utterances)
     assert told["clips"] == len(rows) == 24
-    from finetune.data.text import normalize_text
+    from finetune.data.normalization import normalize_text
 
     texts = [[normalize_text(r[k], "basic") for r in rows] for k in ("reference", "hypothesis")]
     assert told["wer"] == pytest.approx(jiwer.wer(*texts))

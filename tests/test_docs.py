@@ -14,7 +14,7 @@ from conftest import ROOT
 
 def test_the_configuration_page_is_up_to_date():
     done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "write_configuration_docs.py"), "--check"],
+        [sys.executable, str(ROOT / "scripts" / "docs" / "write_configuration_docs.py"), "--check"],
         capture_output=True,
         text=True,
     )
@@ -22,7 +22,7 @@ def test_the_configuration_page_is_up_to_date():
 
 
 def test_the_readme_lists_every_strategy_and_none_that_is_not_there():
-    from finetune.strategies.accelerate_files import strategy_names
+    from finetune.strategies.accelerate_config import strategy_names
 
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     table, measured = readme[readme.index("<!-- strategies:") :].split("<!-- end of strategies -->")
@@ -88,7 +88,7 @@ def named_strategies(words: list[str]) -> list[str]:
 
 
 def test_every_strategy_has_one_section_with_every_label():
-    from finetune.strategies.accelerate_files import strategy_names
+    from finetune.strategies.accelerate_config import strategy_names
 
     found = sections((ROOT / "docs" / "strategies.md").read_text(encoding="utf-8"))
     assert sorted(found) == strategy_names()
@@ -101,7 +101,7 @@ def test_every_strategy_has_one_section_with_every_label():
 
 @pytest.mark.parametrize("guide", GUIDES)
 def test_commands_name_files_and_strategies_that_exist(guide):
-    from finetune.strategies.accelerate_files import strategy_names
+    from finetune.strategies.accelerate_config import strategy_names
 
     lines = commands(guide)
     assert len(lines) > 10
@@ -123,9 +123,9 @@ def test_commands_name_files_and_strategies_that_exist(guide):
 @pytest.mark.parametrize("guide", GUIDES)
 def test_trainings_that_the_guides_start_are_accepted(guide, monkeypatch):
     """Each command's run file, strategies and settings make a configuration in which nothing excludes itself."""
+    from finetune.config.compatibility import find_conflicts
     from finetune.config.load import load_config
-    from finetune.strategies.accelerate_files import resolve_precision, resolve_strategy
-    from finetune.strategies.compatibility import find_conflicts
+    from finetune.strategies.accelerate_config import resolve_precision, resolve_strategy
 
     for name in [n for n in os.environ if n.startswith(("ACCELERATE_", "FSDP_"))]:
         monkeypatch.delenv(name)
@@ -189,7 +189,7 @@ def test_settings_and_examples_of_the_data_page(tmp_path):
 def test_commands_options_and_settings_of_the_plans_page(capsys):
     from finetune import plan
     from finetune.config.load import schema_fields
-    from finetune.planning.gpus import card_named, card_with_memory
+    from finetune.tools.planning.gpus import card_named, card_with_memory
 
     text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
     with pytest.raises(SystemExit):
@@ -230,7 +230,7 @@ def test_commands_and_settings_of_the_doctors_page():
 def test_commands_options_and_settings_of_the_evaluations_page(capsys):
     from finetune import evaluate
     from finetune.config.load import schema_fields
-    from finetune.data.text import SCORE_NORMALIZATIONS
+    from finetune.data.normalization import SCORE_NORMALIZATIONS
 
     text = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
     with pytest.raises(SystemExit):

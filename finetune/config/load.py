@@ -12,15 +12,15 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from finetune.checkup.secrets import REMOVED, is_secret_name
+from finetune.config.compatibility import find_conflicts
 from finetune.config.schema import RunConfig
-from finetune.config.vocabulary import changes_vocabulary, parse_tokenizer
+from finetune.config.tokenizer_setting import changes_vocabulary, parse_tokenizer
 from finetune.errors import UserError
 from finetune.paths import OVERLAYS
-from finetune.strategies.compatibility import find_conflicts
+from finetune.security.documents import check_references, first_line, leaves, parse_yaml, read_text
+from finetune.security.safe_text import lines
+from finetune.security.secrets import REMOVED, is_secret_name
 from finetune.strategies.optimizers import ALLOWED_ARGS
-from finetune.untrusted.documents import check_references, first_line, leaves, parse_yaml, read_text
-from finetune.untrusted.text import lines
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The run file's schema: every key with its type, default, unit and meaning.
 
-`docs/configuration.md` is generated from these dataclasses (`python scripts/write_configuration_docs.py`).
+`docs/configuration.md` is generated from these dataclasses (`python scripts/docs/write_configuration_docs.py`).
 """
 
 from dataclasses import dataclass, field

@@ -15,9 +15,9 @@ import soxr
 import torch
 import torchaudio
 
-from finetune.checkup.secrets import clean_urls
 from finetune.data.filters import FilteredClip
 from finetune.data.retry import wait_before
+from finetune.security.secrets import clean_urls
 
 LOWEST_RATE, HIGHEST_RATE = 2_000, 768_000  # Hz
 LONGEST_RATIO = 1_000

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from finetune.errors import UserError
-from finetune.untrusted.documents import parse_json
+from finetune.security.documents import parse_json
 
 DUPLICATE = "duplicate_id"
 REASONS = (DUPLICATE, "in_leave_out")

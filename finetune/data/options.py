@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from finetune.data.augment import Augmentation
-from finetune.data.buffer import BatchLimits
+from finetune.data.batching import BatchLimits
 from finetune.data.leave_out import LeaveOut
 
 

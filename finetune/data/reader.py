@@ -4,10 +4,10 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from finetune.checkup.secrets import clean_urls
 from finetune.data.order import Piece, chosen_pieces, deal, from_json, interleave, shuffled
 from finetune.data.retry import wait_before
 from finetune.data.shards import NumberedRows, Row, Shard
+from finetune.security.secrets import clean_urls
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any
 import fsspec
 import numpy as np
 
-from finetune.checkup.secrets import clean_urls
+from finetune.security.secrets import clean_urls
 
 MANIFEST_CHUNK_BYTES = 2**18  # some thousand lines: a limit on the samples takes whole chunks in random order
 SMALLEST_CHUNK_BYTES = 2**12

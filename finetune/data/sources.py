@@ -12,12 +12,12 @@ import datasets
 import fsspec
 
 from finetune.data.filters import Filters, parse_filters
+from finetune.data.normalization import NORMALIZATIONS
 from finetune.data.retry import wait_before
 from finetune.data.shards import Shard, arrow_shards, dataset_shards, expand, manifest_shards, parquet_shards
 from finetune.data.tarred import tarred_shards
-from finetune.data.text import NORMALIZATIONS
 from finetune.errors import UserError
-from finetune.untrusted.archives import bound_headers
+from finetune.security.archives import bound_headers
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The stream of batches: which clip comes when, and how a run continues at exactly the next one.
 
-A DataLoader worker reads, decodes and batches one lane (`finetune.data.lanes`), and each batch carries the lane's position
+A DataLoader worker reads, decodes and batches one lane (`finetune.data.worker_shards`), and each batch carries the lane's position
 behind it: where its readers are and which rows wait in its buffer, as numbers, so a checkpoint needs some ten kilobytes a lane.
 Lane l belongs to rank l % ranks, so R ranks with W workers see what one rank with R x W workers sees.
 
@@ -22,15 +22,15 @@ import numpy as np
 import torch
 
 from finetune.data import decode as decode_module
-from finetune.data.buffer import Entry
-from finetune.data.clips import Clip, decode
+from finetune.data.batching import Entry
 from finetune.data.decode import BadClip, Unreachable, as_float
 from finetune.data.filters import FilteredClip
-from finetune.data.lanes import FINISHED, Lane, Position, Report, Sources, make_readers
 from finetune.data.options import StreamOptions
 from finetune.data.order import Piece, as_pieces, deal
-from finetune.data.orphans import begin_worker, ends_with_this_process
 from finetune.data.sources import OpenSource
+from finetune.data.utterances import Clip, decode
+from finetune.data.worker_lifetime import begin_worker, ends_with_this_process
+from finetune.data.worker_shards import FINISHED, Lane, Position, Report, Sources, make_readers
 
 log = logging.getLogger(__name__)
 

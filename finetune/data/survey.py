@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from finetune.data.buffer import Buffer
-from finetune.data.clips import examine, row_duration
+from finetune.data.audio_root import check_place
+from finetune.data.batching import Buffer
 from finetune.data.decode import BadClip, Unreachable, audio_seconds
 from finetune.data.filters import FilteredClip
-from finetune.data.lanes import FINISHED, Report, Sources
 from finetune.data.options import StreamOptions
 from finetune.data.order import chosen_pieces
-from finetune.data.places import check_place
 from finetune.data.reader import UnreadableShard, fetch
 from finetune.data.shards import NumberedRows, Row, Shard
 from finetune.data.sources import OpenSource
 from finetune.data.stream import Batch, ClipStream, collate, decode_all
+from finetune.data.utterances import examine, row_duration
+from finetune.data.worker_shards import FINISHED, Report, Sources
 
 ROWS_AT_MOST, SECONDS_AT_MOST = 200_000, 30.0
 ROWS_OF_A_PIECE = 16  # at least, of what has to be opened for them
@@ -31,7 +31,7 @@ BATCHES_A_BAND = 3
 FETCHED_AT_ONCE = 32
 
 Ref = tuple[int, int, int, int]
-"""Group, pass, shard and row, as in `finetune.data.buffer.Entry`."""
+"""Group, pass, shard and row, as in `finetune.data.batching.Entry`."""
 
 
 def spread_rows(

@@ -14,7 +14,7 @@ import numpy as np
 
 from finetune.data.shards import BAD_LINE, NumberedRows, Row, Shard, expand, lines_of, parse_line
 from finetune.errors import UserError
-from finetune.untrusted.archives import CheckedHeader
+from finetune.security.archives import CheckedHeader
 
 LARGEST_MEMBER = 2**30
 REPEATED = re.compile(r"-sub\d+(?=\.[^.]*$|$)")

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from finetune.durable_files import put_in_place
 from finetune.evaluation.significance import RESAMPLES, compare_counts, rate_interval
-from finetune.files import put_in_place
 
 COLUMNS = ("word_errors", "words", "character_errors", "characters")
 

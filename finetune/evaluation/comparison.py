@@ -11,8 +11,8 @@ import numpy as np
 from finetune.errors import UserError
 from finetune.evaluation.scores import normalize_for_scores, score_pair
 from finetune.evaluation.significance import FEW, RESAMPLES, as_text, block_names, compare_counts, verdict
-from finetune.untrusted.documents import parse_json
-from finetune.untrusted.text import one_line
+from finetune.security.documents import parse_json
+from finetune.security.safe_text import one_line
 
 LISTED = 5
 """Clips that are shown on either side."""

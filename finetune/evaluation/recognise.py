@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from finetune.data.buffer import BatchLimits
+from finetune.data.batching import BatchLimits
 from finetune.data.decode import as_float
 from finetune.data.stream import Batch, ClipStream
 from finetune.errors import UserError
@@ -68,7 +68,7 @@ def recognise_chunks(model: Any, chunks: list[Chunk], pieces: Pieces) -> list[li
     """Tokens of chunks that are decoded together, of one recording or of several; call inside `evaluation_mode`.
 
     Args:
-        model: NeMo transducer. Tokens have durations and probabilities only after `finetune.evaluation.words.enable_timestamps`.
+        model: NeMo transducer. Tokens have durations and probabilities only after `finetune.tools.transcription.words.enable_timestamps`.
         chunks: parts of recordings at the model's sample rate. Less than 0.1 s has no tokens.
         pieces: of the model's tokenizer.
     """

@@ -7,7 +7,7 @@ from typing import Any
 import jiwer
 import torch
 
-from finetune.data.text import normalize_text
+from finetune.data.normalization import normalize_text
 from finetune.evaluation.clip_counts import ClipCounts
 from finetune.evaluation.mistakes import Mistakes, align
 from finetune.evaluation.open_asr import normalize_open_asr
@@ -43,7 +43,7 @@ def score_pair(reference: str, hypothesis: str, normalization: str, language: st
     """Edit counts of one clip after normalisation; no clip at all where it is not to be scored.
 
     Args:
-        normalization: of `finetune.data.text.normalize_text`, or `open_asr`, which leaves out clips without a reference.
+        normalization: of `finetune.data.normalization.normalize_text`, or `open_asr`, which leaves out clips without a reference.
         language: of the clip, for `open_asr`.
     """
     reference, hypothesis = (normalize_for_scores(text, normalization, language) for text in (reference, hypothesis))

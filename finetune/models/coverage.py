@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune.data.texts import Text
+from finetune.data.text_corpus import Text
 from finetune.models.sentencepiece_files import encode_all, processor, without_bytes
 
 UNKNOWN_CHARACTERS = 50  # that a report lists

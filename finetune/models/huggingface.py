@@ -29,7 +29,7 @@ from finetune.models.huggingface_tokenizer import UNKNOWN, read_sentencepiece, s
 from finetune.models.huggingface_write import NOT_KEPT, SENTENCEPIECE, TRAINING_SETTINGS
 from finetune.models.nemo_files import NOT_BUILT, check_model_config, check_size
 from finetune.paths import ROOT
-from finetune.untrusted.documents import first_line, read_json_object, read_settings, resolved
+from finetune.security.documents import first_line, read_json_object, read_settings, resolved
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from finetune.models.huggingface_tokenizer import (
     read_sentencepiece,
 )
 from finetune.models.nemo_files import NOT_BUILT, config_in, weights_in
-from finetune.untrusted.archives import content_of, named, reading
+from finetune.security.archives import content_of, named, reading
 
 log = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf, open_dict
 
+from finetune.durable_files import put_in_place
 from finetune.errors import UserError
-from finetune.files import put_in_place
 from finetune.models import huggingface, nemo_files
-from finetune.strategies.adapters import check_base, is_adapter, merge_adapter, read_adapter
+from finetune.security.archives import reading
+from finetune.security.documents import read_settings, resolved
 from finetune.strategies.lora import load_merged_state_dict, merged_state_dict
-from finetune.untrusted.archives import reading
-from finetune.untrusted.documents import read_settings, resolved
+from finetune.strategies.lora_adapters import check_base, is_adapter, merge_adapter, read_adapter
 
 log = logging.getLogger(__name__)
 

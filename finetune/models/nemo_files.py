@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from finetune.errors import UserError
-from finetune.untrusted.archives import check_archive, content_of, named, reading, unpack
-from finetune.untrusted.documents import leaves, parse_settings, resolved
-from finetune.untrusted.pickles import load_tensors
+from finetune.security.archives import check_archive, content_of, named, reading, unpack
+from finetune.security.documents import leaves, parse_settings, resolved
+from finetune.security.pickles import load_tensors
 
 CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 ASR, COMMON = "nemo.collections.asr", "nemo.collections.common"

@@ -11,7 +11,7 @@ from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from sentencepiece import sentencepiece_model_pb2 as messages
 
 from finetune.errors import UserError
-from finetune.untrusted.archives import content_of, reading
+from finetune.security.archives import content_of, reading
 
 FILE = "tokenizer.model"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -71,7 +71,7 @@ def read_tokenizer(name: str, key: str) -> Any:
     from finetune.models.huggingface import is_hugging_face, nemo_config
     from finetune.models.huggingface_tokenizer import sentencepiece_of
     from finetune.models.nemo import load_model
-    from finetune.strategies.adapters import is_adapter, read_adapter
+    from finetune.strategies.lora_adapters import is_adapter, read_adapter
 
     try:
         if is_adapter(path):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from finetune.untrusted.pickles import check_torch_file
+from finetune.security.pickles import check_torch_file
 
 WHOLE_WEIGHTS = "weights.safetensors"
 

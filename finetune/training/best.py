@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
+from finetune.callbacks import averaging, trackers
+from finetune.durable_files import put_in_place, sha256_of
 from finetune.errors import UserError
-from finetune.files import put_in_place, sha256_of
 from finetune.models.nemo import load_weights, write_nemo
-from finetune.reporting.page import keep_report
-from finetune.strategies.adapters import write_adapter
-from finetune.training import averaging, trackers, verdict
+from finetune.strategies.lora_adapters import write_adapter
+from finetune.tools.report.page import keep_report
+from finetune.training import verdict
 from finetune.training.checkpoints import CANNOT_WRITE
-from finetune.training.evaluate import average_batchnorm, evaluation_rows, judge_split, log_board, write_mistakes
+from finetune.training.evaluation import average_batchnorm, evaluation_rows, judge_split, log_board, write_mistakes
 from finetune.training.outputs import check_best, read_best, write_json
 from finetune.training.stages import agreed
 

@@ -14,11 +14,11 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
+from finetune.durable_files import sha256_of, sync_directory, sync_file
 from finetune.errors import UserError
-from finetune.files import sha256_of, sync_directory, sync_file
+from finetune.security.documents import read_json_object
+from finetune.security.pickles import check_checkpoint
 from finetune.training.outputs import write_json
-from finetune.untrusted.documents import read_json_object
-from finetune.untrusted.pickles import check_checkpoint
 
 log = logging.getLogger(__name__)
 

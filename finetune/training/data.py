@@ -11,17 +11,17 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 
+from finetune.data.audio_root import check_root
 from finetune.data.augment import parse_augmentation
-from finetune.data.buffer import BatchLimits
-from finetune.data.clips import examine, text_encoder
+from finetune.data.batching import BatchLimits
 from finetune.data.decode import BadClip, Unreachable
 from finetune.data.filters import FilteredClip, Filters, parse_filters
 from finetune.data.leave_out import LeaveOut
 from finetune.data.options import StreamOptions
-from finetune.data.places import check_root
 from finetune.data.reader import UnreadableShard, rows_from
 from finetune.data.sources import OpenSource, open_source, parse_sources
 from finetune.data.stream import ClipStream
+from finetune.data.utterances import examine, text_encoder
 from finetune.errors import UserError
 from finetune.evaluation.recognise import LONGEST_AT_ONCE, evaluation_limits
 from finetune.losses import feasible_clips

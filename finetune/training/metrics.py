@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from finetune.data.stream import Batch
-from finetune.training.intake import StepInput
+from finetune.training.batches import StepInput
 from finetune.training.outputs import peak_memory_gib, peak_rss_gib, rss_gib
 
 

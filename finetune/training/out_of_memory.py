@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from finetune.strategies.compatibility import find_conflicts
+from finetune.config.compatibility import find_conflicts
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -22,7 +22,7 @@ def remedies(config: Any, gpu: bool, engine: str = "none") -> list[str]:
     Args:
         config: the run's configuration.
         gpu: whether it is a GPU's memory.
-        engine: of the run, as in finetune.strategies.compatibility.
+        engine: of the run, as in finetune.config.compatibility.
     """
     m, t = config.model, config.training
     narrow = m.dtype == "bfloat16"

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from finetune.files import sha256_of, sync_directory, sync_file, write_text
+from finetune.durable_files import sha256_of, sync_directory, sync_file, write_text
 from finetune.paths import ROOT
-from finetune.untrusted.text import json_line
+from finetune.security.safe_text import json_line
 
 log = logging.getLogger(__name__)
 

@@ -9,12 +9,13 @@ import torch
 from omegaconf import OmegaConf
 from safetensors import SafetensorError
 
+from finetune.callbacks import averaging
 from finetune.errors import UserError
 from finetune.strategies.lora import load_merged_state_dict, merge_saved_lora
 from finetune.strategies.optimizers import unwrap_optimizer
 from finetune.strategies.sharded import read_whole_weights
 from finetune.strategies.zero_shards import redistribute
-from finetune.training import averaging, checkpoints
+from finetune.training import checkpoints
 from finetune.training.outputs import check_best, read_best, write_json
 from finetune.training.stages import agreed
 

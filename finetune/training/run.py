@@ -16,14 +16,16 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from finetune.checkup.secrets import clean, known_secrets
-from finetune.config.vocabulary import tokenizer_setting
-from finetune.config.written import without_secrets, write_config
+from finetune.callbacks import averaging, trackers
+from finetune.config.compatibility import find_conflicts
+from finetune.config.redaction import without_secrets, write_config
+from finetune.config.tokenizer_setting import tokenizer_setting
 from finetune.errors import UserError
 from finetune.models.nemo import cast_parameters, load_model, prepare_for_training
 from finetune.models.transducer import TransducerLossModule
-from finetune.reporting.page import keep_report
-from finetune.strategies.accelerate_files import (
+from finetune.rank_monitor import client as ranks
+from finetune.security.secrets import clean, known_secrets
+from finetune.strategies.accelerate_config import (
     Strategy,
     engine_with,
     make_accelerator,
@@ -31,23 +33,25 @@ from finetune.strategies.accelerate_files import (
     resolve_precision,
 )
 from finetune.strategies.activation_offload import ActivationOffload
-from finetune.strategies.adapters import base_hash, check_base, load_into_lora, name_base, read_adapter
-from finetune.strategies.compatibility import find_conflicts
 from finetune.strategies.encoder import apply_encoder_options
+from finetune.strategies.lora_adapters import base_hash, check_base, load_into_lora, name_base, read_adapter
 from finetune.strategies.optimizers import build_optimizer, describe_optimizer, parameter_groups
 from finetune.strategies.sharded import count_parameters, make_replica, shards_parameters
-from finetune.training import averaging, best, checkpoints, ranks, restart, trackers, vocabulary
+from finetune.tools.report.page import keep_report
+from finetune.training import best, checkpoints
+from finetune.training import elastic_restart as restart
+from finetune.training import vocabulary_change as vocabulary
 from finetune.training.advice import warnings_for
 from finetune.training.data import count_clips, make_stream, mean_seconds, train_limits
 from finetune.training.data import open_sources as open_sources
-from finetune.training.evaluate import check_decoding
-from finetune.training.loop import Trainer
-from finetune.training.numerics import SKIPPED_FILE
+from finetune.training.evaluation import check_decoding
+from finetune.training.nonfinite import SKIPPED_FILE
 from finetune.training.outputs import environment, peak_memory_gib, peak_rss_gib, write_json
 from finetune.training.process import allow_tf32, seed_everything, set_allocator
 from finetune.training.resume import resume, take_weights
 from finetune.training.schedule import Schedule
 from finetune.training.stages import agreed
+from finetune.training.trainer import Trainer
 from finetune.training.verdict import forget_base, say_result, significance
 
 log = logging.getLogger(__name__)

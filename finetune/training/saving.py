@@ -18,10 +18,10 @@ import psutil
 import torch
 from safetensors.torch import save_file
 
+from finetune.callbacks.averaging import EMA_FILE
 from finetune.errors import UserError
 from finetune.strategies.sharded import write_whole_weights
 from finetune.training import checkpoints
-from finetune.training.averaging import EMA_FILE
 from finetune.training.outputs import write_json
 
 log = logging.getLogger(__name__)

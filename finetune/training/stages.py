@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from finetune.errors import UserError
-from finetune.training.restart import began_here, own_agent
+from finetune.training.elastic_restart import began_here, own_agent
 
 log = logging.getLogger(__name__)
 

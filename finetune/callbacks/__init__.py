@@ -1,0 +1,1 @@
+"""What watches, recovers, averages and shows a run; train.py registers them."""

@@ -1,0 +1,253 @@
+"""Averages of weights over a run: a moving one beside the training (EMA), and the mean of evaluated states at its end.
+
+Both average what training changes: the trained parameters, and the running means and variances of BatchNorm modules that learn. What is
+frozen is taken as it is, and so is BatchNorm's count of batches, which nothing reads here.
+"""
+
+import contextlib
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from finetune.durable_files import put_in_place
+from finetune.models.nemo import learning_batchnorms
+
+log = logging.getLogger(__name__)
+
+EMA_FILE = "ema.safetensors"
+
+
+def averaged_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """What training changes, by name: trained parameters, and running statistics of learning BatchNorm modules.
+
+    Args:
+        model: NeMo transducer, whole or sharded.
+    """
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    names = {id(module): name for name, module in model.named_modules()}
+    for norm in learning_batchnorms(model):
+        for kind in ("running_mean", "running_var"):
+            found[f"{names[id(norm)]}.{kind}"] = getattr(norm, kind)
+    return found
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a sharded tensor, or the tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+class Ema:
+    """An exponential moving average of the weights in float32 (Polyak and Juditsky 1992, by exponential weights): with update n, counted
+    from 1, average <- d average + (1 - d) weights, where d = min(decay, (1 + n) / (10 + n)) as in TensorFlow's
+    ExponentialMovingAverage, so that the first weights are forgotten soon. It begins as the weights are.
+
+    Sharded parameters (FSDP2) have their average sharded alike. Running statistics of BatchNorm are averaged with the same d.
+
+    Args:
+        model: NeMo transducer as it is trained, prepared by its engine.
+        decay: from 0 to below 1.
+        device: `same` as the weights, or `cpu`.
+    """
+
+    def __init__(self, model: Any, decay: float, device: str = "same"):
+        self.model, self.decay, self.updates = model, decay, 0
+        self.average: dict[str, torch.Tensor] = {}
+        for name, tensor in averaged_tensors(model).items():
+            copy = tensor.detach().to(torch.float32, copy=True)
+            self.average[name] = copy.cpu() if device == "cpu" else copy
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The average's tensors on this process."""
+        return [_local(tensor) for tensor in self.average.values()]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Takes the present weights in; to be called after a step that counted."""
+        self.updates += 1
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        weights = averaged_tensors(self.model)
+        pairs = [(_local(average), _local(weights[name].detach())) for name, average in self.average.items()]
+        alike = [(a, w) for a, w in pairs if (a.dtype, a.device) == (w.dtype, w.device)]
+        if alike:
+            torch._foreach_lerp_([a for a, _ in alike], [w for _, w in alike], 1 - decay)
+        for average, weight in pairs:
+            if (average.dtype, average.device) != (weight.dtype, weight.device):
+                average.lerp_(weight.to(average), 1 - decay)  # one by one: a copy of all would double the memory
+
+    @torch.no_grad()
+    def mean_over_processes(self, processes: int) -> None:
+        """Means of the running statistics, as each process has its own; all of them take part."""
+        if processes > 1:
+            parameters = dict(self.model.named_parameters())
+            device = next(iter(parameters.values())).device
+            for name, average in self.average.items():  # in one order on all of them
+                if name not in parameters:
+                    statistics = average.to(device, copy=True)
+                    torch.distributed.all_reduce(statistics)
+                    average.copy_(statistics / processes)
+
+    @contextlib.contextmanager
+    @torch.no_grad()
+    def inside(self, model: Any) -> Iterator[None]:
+        """The average in place of a model's weights; afterwards they are as before.
+
+        Args:
+            model: the one that is trained, or its whole replica under an engine that shards; all processes enter.
+        """
+        targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        before = {}
+        for name, average in self.average.items():
+            target = targets[name]
+            whole = average.full_tensor() if hasattr(average, "full_tensor") else average
+            # No copy where type and device are the weights' own.
+            before[name], target.data = target.data, whole.to(target.device, target.dtype)
+        try:
+            yield
+        finally:
+            for name, tensor in before.items():
+                targets[name].data = tensor
+
+    @torch.no_grad()
+    def whole_state(self, keep: bool) -> dict[str, torch.Tensor]:
+        """The average with whole tensors on the host, for a checkpoint; all processes take part.
+
+        Args:
+            keep: whether this process writes it; the others return nothing.
+        """
+        state = {}
+        for name, tensor in self.average.items():
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            if keep:
+                state[name] = whole.to("cpu", copy=True).contiguous()
+        return state
+
+    @torch.no_grad()
+    def load(self, checkpoint: Path, updates: int | None) -> bool:
+        """Takes the average of a checkpoint; where it has none of these tensors, the average begins as the weights are.
+
+        Args:
+            checkpoint: of any engine and number of processes.
+            updates: how many the checkpoint's average has seen; None: it has none.
+
+        Returns:
+            Whether it was taken.
+        """
+        file = checkpoint / EMA_FILE
+        saved = load_file(file) if updates is not None and file.is_file() else {}
+        if {n: t.shape for n, t in saved.items()} != {n: t.shape for n, t in self.average.items()}:
+            self.updates = 0
+            for name, tensor in averaged_tensors(self.model).items():
+                _local(self.average[name]).copy_(_local(tensor.detach()))
+            return False
+        for name, average in self.average.items():
+            whole = saved[name]
+            if hasattr(average, "device_mesh"):
+                from torch.distributed.tensor import distribute_tensor
+
+                whole = distribute_tensor(
+                    whole.to(average.device_mesh.device_type),
+                    average.device_mesh,
+                    average.placements,
+                    src_data_rank=None,  # each process cuts its own part out
+                ).to_local()
+            _local(average).copy_(whole)
+        self.updates = updates
+        return True
+
+
+# ---- the mean of evaluated states ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """A state of the weights that was kept at an evaluation."""
+
+    path: Path
+    step: int
+    wer: float
+    """On validation."""
+
+
+def kept_folder(output_dir: Path) -> Path:
+    return output_dir / "checkpoints" / "average"
+
+
+def keep_state(output_dir: Path, tensors: dict[str, torch.Tensor], step: int, wer: float) -> None:
+    """Writes the weights of an evaluation, aside and renamed.
+
+    Args:
+        tensors: whole, by name.
+        wer: on validation.
+    """
+    path = kept_folder(output_dir) / f"step-{step:08d}.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.tmp")
+    whole = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    save_file(whole, aside, metadata={"kept": json.dumps({"step": step, "validation_wer": wer})})
+    put_in_place(aside, path)
+
+
+def kept_states(output_dir: Path) -> list[KeptState]:
+    """Those that are there, in the order of their steps."""
+    found = []
+    for path in sorted(kept_folder(output_dir).glob("step-*.safetensors")):
+        with safe_open(path, "pt") as file:
+            kept = json.loads(file.metadata()["kept"])
+        found.append(KeptState(path, kept["step"], kept["validation_wer"]))
+    return found
+
+
+def prune(output_dir: Path, number: int, by: str) -> None:
+    """Removes all but the last `number` states, or the best by validation WER (`by` is last or best)."""
+    states = kept_states(output_dir)
+    if by == "best":
+        states = sorted(states, key=lambda s: (-s.wer, -s.step))
+    for state in states[:-number]:
+        state.path.unlink()
+
+
+def forget_kept(output_dir: Path) -> None:
+    """Removes all of them: they belong to another run."""
+    shutil.rmtree(kept_folder(output_dir), ignore_errors=True)
+
+
+def drop_foreign(output_dir: Path, step: int, shapes: dict[str, list[int]]) -> None:
+    """On a resume: removes states behind the step, which belong to a course that is given up, and those of other tensors.
+
+    Args:
+        shapes: of the tensors that are averaged now.
+    """
+    for state in kept_states(output_dir):
+        with safe_open(state.path, "pt") as file:
+            same = {name: list(file.get_slice(name).get_shape()) for name in file.keys()} == shapes  # noqa: SIM118
+        if state.step > step or not same:
+            state.path.unlink()
+            if not same:
+                log.warning("%s holds other tensors than are trained now: it is left out of the average", state.path)
+
+
+def mean_of(paths: list[Path]) -> dict[str, torch.Tensor]:
+    """The mean of files with the same tensors, summed up in float32, in their own type."""
+    sums: dict[str, torch.Tensor] = {}
+    types = {}
+    for path in paths:
+        for name, tensor in load_file(path).items():
+            types[name] = tensor.dtype
+            sums[name] = tensor.float() if name not in sums else sums[name].add_(tensor.float())
+    return {name: (total / len(paths)).to(types[name]) for name, total in sums.items()}
+
+
+@torch.no_grad()
+def put_in(model: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """Copies tensors into the parameters and buffers of these names."""
+    targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, tensor in tensors.items():
+        targets[name].copy_(tensor)

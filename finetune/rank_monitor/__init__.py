@@ -1,0 +1,1 @@
+"""Ends every rank with one message when one of them dies."""

@@ -1,0 +1,249 @@
+"""Tar archives that others made: looked through from the first header to the last before anything is taken out of them.
+
+Python's tarfile reads headers whose sizes nobody checked: a negative one keeps it going in circles, one of gigabytes fills the memory.
+"""
+
+import errno
+import gzip
+import io
+import tarfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from finetune.errors import UserError
+from finetune.security.documents import first_line
+from finetune.security.safe_text import one_line
+
+MOST_MEMBERS = 2_000
+MOST_HEADER_BYTES = 2**22
+"""Of long names and extended headers of an archive."""
+LARGEST_RATIO = 50
+"""How many times its size a compressed archive may unpack to. Weights shrink by a tenth."""
+FREE_BYTES = 2**26
+"""What every archive may unpack to, whatever its ratio."""
+GZIP = b"\x1f\x8b"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+KINDS = {
+    tarfile.SYMTYPE: "a symbolic link",
+    tarfile.LNKTYPE: "a hard link",
+    tarfile.CHRTYPE: "a device",
+    tarfile.BLKTYPE: "a device",
+    tarfile.FIFOTYPE: "a pipe",
+    tarfile.CONTTYPE: "a file of an old kind",
+    tarfile.GNUTYPE_SPARSE: "a file with holes",
+}
+
+
+class Refused(ValueError):
+    """An archive that is not unpacked; the text is the reason, and names the member."""
+
+
+class CheckedHeader(tarfile.TarInfo):
+    """A member's header, whose sizes are numbers that a file can have."""
+
+    def _block(self, count: int) -> int:
+        if count < 0:
+            raise Refused(f"{one_line(self.name)!r} says that it has {count} bytes")
+        return super()._block(count)  # type: ignore[misc]
+
+    def _of_bounded_length(self, archive: tarfile.TarFile) -> None:
+        # All of an archive together: a compressed one may hold thousands of them in a few bytes.
+        archive.header_bytes = getattr(archive, "header_bytes", 0) + max(self.size, 0)  # type: ignore[attr-defined]
+        if self.size < 0 or archive.header_bytes > MOST_HEADER_BYTES:  # type: ignore[attr-defined]
+            raise Refused(f"its headers have more than {MOST_HEADER_BYTES:,} bytes")
+
+    def _proc_gnulong(self, archive: tarfile.TarFile) -> Any:
+        self._of_bounded_length(archive)
+        return super()._proc_gnulong(archive)  # type: ignore[misc]
+
+    def _proc_pax(self, archive: tarfile.TarFile) -> Any:
+        self._of_bounded_length(archive)
+        return super()._proc_pax(archive)  # type: ignore[misc]
+
+    def _has_holes(self, *_: Any) -> Any:
+        raise Refused(f"{one_line(self.name)[:200]!r} is a file with holes")
+
+    _proc_sparse = _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _has_holes
+
+
+def bound_headers() -> None:
+    """Lets everything in this process that opens a tar archive read its headers so, libraries that read shards by themselves too."""
+    tarfile.TarFile.tarinfo = CheckedHeader
+
+
+class _Bounded(io.RawIOBase):
+    """What unpacks a compressed archive, up to a number of bytes."""
+
+    def __init__(self, inner: gzip.GzipFile, most: int):
+        self.inner, self.most = inner, most
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.inner.tell()
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        if whence == 0 and offset > self.most:
+            raise self._too_much()
+        return self.inner.seek(offset, whence)
+
+    def read(self, size: int = -1) -> bytes:
+        left = self.most - self.inner.tell() + 1
+        content = self.inner.read(left if size < 0 else min(size, left))
+        if self.inner.tell() > self.most:
+            raise self._too_much()
+        return content
+
+    def _too_much(self) -> Refused:
+        return Refused(f"it unpacks to more than {self.most:,} bytes, {LARGEST_RATIO} times its size")
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tarfile.TarFile]:
+    """A tar archive, plain or compressed by gzip, as NeMo reads them, whose headers are checked as they are read.
+
+    Raises:
+        Refused, tarfile.TarError, OSError, EOFError, zlib.error: it is none, or is refused.
+    """
+    with path.open("rb") as file:
+        packed = file.read(2) == GZIP
+        file.seek(0, io.SEEK_END)
+        size = file.tell()
+        file.seek(0)
+        if not packed:
+            with tarfile.open(fileobj=file, mode="r:", tarinfo=CheckedHeader) as archive:
+                yield archive
+            return
+        with gzip.GzipFile(fileobj=file) as inner:
+            unpacked = _Bounded(inner, max(LARGEST_RATIO * size, FREE_BYTES))
+            with tarfile.open(fileobj=unpacked, mode="r:", tarinfo=CheckedHeader) as archive:
+                yield archive
+
+
+def members_of(archive: tarfile.TarFile, length: int | None) -> list[tarfile.TarInfo]:
+    """All members, once they are known to do no harm.
+
+    Args:
+        archive: from `opened`.
+        length: bytes of the file; None where it is compressed, and reading to its end tells.
+
+    Raises:
+        Refused: with the name of the member.
+    """
+    names: dict[PurePosixPath, str] = {}
+    found = []
+    for member in archive:
+        found.append(member)
+        if len(found) > MOST_MEMBERS:
+            raise Refused(f"it has more than {MOST_MEMBERS:,} members")
+        _check(member, length)
+        place = PurePosixPath(member.name)
+        if place in names and not member.isdir():
+            raise Refused(f"{one_line(member.name)!r} is in it twice")
+        names[place] = member.name
+    if archive.fileobj is not None and length is None:
+        _read_to_the_end(archive.fileobj)
+    return found
+
+
+def _check(member: tarfile.TarInfo, length: int | None) -> None:
+    name, shown = PurePosixPath(member.name), one_line(member.name)[:200]
+    if name.is_absolute() or ".." in name.parts or "\\" in member.name or not member.name:
+        raise Refused(f"{shown!r} would be written outside of the folder that it is unpacked to")
+    if one_line(member.name) != member.name or len(member.name.encode(errors="surrogateescape")) > 1024:
+        raise Refused(f"{shown!r} is no name of a file")
+    if (not member.isdir() and not member.isreg()) or member.type in KINDS or member.issparse():
+        raise Refused(f"{shown!r} is {KINDS.get(member.type, 'no ordinary file')}; files and folders are expected")
+    if member.size < 0 or (member.isdir() and member.size):
+        raise Refused(f"{shown!r} says that it has {member.size} bytes")
+    if length is not None and member.offset_data + member.size > length:
+        raise tarfile.ReadError(f"{shown!r} says that it has {member.size:,} bytes, and the archive ends before them")
+
+
+def _read_to_the_end(file: Any) -> None:
+    while file.read(2**20):
+        pass
+
+
+def check_archive(path: Path, key: str) -> list[tarfile.TarInfo]:
+    """The members of a .nemo; nothing has been written anywhere when it is refused.
+
+    Args:
+        path: of the archive.
+        key: names it at the beginning of a message.
+
+    Raises:
+        UserError: it is no archive, or holds what a model has no business with.
+    """
+    with reading(path, key) as (_, members):
+        return members
+
+
+@contextmanager
+def reading(path: Path, key: str) -> Iterator[tuple[tarfile.TarFile, list[tarfile.TarInfo]]]:
+    """A .nemo and its members, all of them checked. What goes wrong inside is said as the archive's fault.
+
+    Raises:
+        UserError: as `check_archive`.
+    """
+    try:
+        with opened(path) as archive:
+            plain = not isinstance(archive.fileobj, _Bounded)
+            yield archive, members_of(archive, path.stat().st_size if plain else None)
+    except Refused as error:
+        raise UserError(f"{key}: {path} is refused: {error}. Nothing of it was unpacked.") from error
+    except OSError as error:
+        if error.errno in NO_ROOM:  # of what is written while it is read
+            raise
+        raise UserError(_damaged(key, path, error)) from error
+    except (tarfile.TarError, EOFError, zlib.error, ValueError, RecursionError, KeyError, IndexError) as error:
+        raise UserError(_damaged(key, path, error)) from error
+
+
+def _damaged(key: str, path: Path, error: Exception) -> str:
+    return (
+        f"{key}: {path} cannot be read as a NeMo model: {type(error).__name__}: {first_line(error)}. The file is damaged, or it is none: "
+        "copy or download it again."
+    )
+
+
+def content_of(archive: tarfile.TarFile, member: tarfile.TarInfo, most: int = 2**26) -> bytes:
+    """A small file of an archive.
+
+    Raises:
+        Refused: it is larger than `most` bytes.
+    """
+    if member.size > most:
+        raise Refused(f"{one_line(member.name)!r} has {member.size:,} bytes; {most:,} at most are expected")
+    file = archive.extractfile(member)
+    return file.read() if file is not None else b""
+
+
+def named(members: list[tarfile.TarInfo], name: str) -> tarfile.TarInfo | None:
+    """The file of this name, in whatever folder of the archive; None where there is none."""
+    return next((m for m in members if m.isreg() and PurePosixPath(m.name).name == name), None)
+
+
+def unpack(path: Path, folder: Path, key: str, wanted: set[str] | None = None) -> None:
+    """Writes the files of an archive into an empty folder.
+
+    Args:
+        path: of the archive, which is checked first.
+        folder: where it goes.
+        key: as for `check_archive`.
+        wanted: names of the members; None takes all.
+
+    Raises:
+        UserError: as `check_archive`.
+    """
+    with reading(path, key) as (archive, members):
+        for member in members:
+            if wanted is None or member.name in wanted:
+                archive.extract(member, folder, set_attrs=False, filter="data")

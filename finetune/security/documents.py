@@ -1,0 +1,316 @@
+"""YAML and JSON that others may have written: read with bounds, and refused with one message.
+
+No tag makes an object, references to one part many times cannot fill the memory, and neither depth nor digits end the process.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from finetune.errors import UserError
+from finetune.security.safe_text import one_line
+
+DEEPEST = 64
+MOST_VALUES = 2_000_000
+"""Values of a document with all references written out; a NeMo configuration with 8,192 tokens has 20,000."""
+MOST_CHARACTERS = 32 * 2**20
+MOST_DIGITS = 30
+REFERENCE = re.compile(r"(?<!\\)\$\{([^${}]+)\}")
+CORE_TAGS = {
+    f"tag:yaml.org,2002:{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null", "merge", "value")
+}
+
+
+@functools.cache
+def _loader() -> type[yaml.SafeLoader]:
+    """OmegaConf's loader, which reads 1e-4 as a number and refuses a key that stands twice, with bounds."""
+    from omegaconf._utils import get_yaml_loader
+
+    class Bounded(get_yaml_loader()):  # type: ignore[misc]
+        depth = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            event = self.peek_event()
+            if self.depth >= DEEPEST:
+                raise yaml.composer.ComposerError(
+                    None, None, f"it is nested more than {DEEPEST} levels deep", event.start_mark
+                )
+            tag = getattr(event, "tag", None)
+            if tag not in (None, "!") and tag not in CORE_TAGS:
+                raise yaml.composer.ComposerError(
+                    None, None, f"the tag {tag} is refused: a file of settings makes no objects", event.start_mark
+                )
+            self.depth += 1
+            try:
+                return super().compose_node(parent, index)
+            finally:
+                self.depth -= 1
+
+        def construct_document(self, node: Any) -> Any:
+            if _size(node, {}, set()) > MOST_VALUES:
+                raise yaml.constructor.ConstructorError(
+                    None,
+                    None,
+                    f"with its references written out it has more than {MOST_VALUES:,} values",
+                    node.start_mark,
+                )
+            return super().construct_document(node)
+
+        def construct_yaml_int(self, node: Any) -> Any:
+            if len(node.value) > MOST_DIGITS:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"a number of more than {MOST_DIGITS} digits", node.start_mark
+                )
+            return super().construct_yaml_int(node)
+
+    Bounded.add_constructor("tag:yaml.org,2002:int", Bounded.construct_yaml_int)
+    return Bounded
+
+
+def _size(node: yaml.Node, known: dict[int, int], inside: set[int]) -> int:
+    """Values below a node with references written out; one that holds itself has no end."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) in inside:
+        raise yaml.constructor.ConstructorError(None, None, "a part of it refers to itself", node.start_mark)
+    if id(node) not in known:
+        inside.add(id(node))
+        mapping = isinstance(node, yaml.MappingNode)
+        parts = [part for pair in node.value for part in pair] if mapping else node.value
+        known[id(node)] = 1 + sum(_size(part, known, inside) for part in parts)
+        inside.discard(id(node))
+    return known[id(node)]
+
+
+def parse_yaml(text: str) -> Any:
+    """The content of a YAML text.
+
+    Raises:
+        ValueError: it is none, or passes a bound; the message has the place.
+    """
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(f"it is longer than {MOST_CHARACTERS:,} characters")
+    try:
+        return yaml.load(text, Loader=_loader())
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except (TypeError, OverflowError, AttributeError, KeyError, IndexError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The content of a JSON text.
+
+    Raises:
+        ValueError: it is none, or nested too deeply.
+    """
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(f"it is longer than {MOST_CHARACTERS:,} characters")
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def first_line(error: Any) -> str:
+    """What an error says, on one line."""
+    return one_line(" ".join(str(error).split()) or type(error).__name__)
+
+
+def read_text(path: Path) -> str:
+    """The text of a file of settings.
+
+    Raises:
+        ValueError: it is too long, or no UTF-8.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        content = file.read(MOST_CHARACTERS + 1)
+    if len(content) > MOST_CHARACTERS:
+        raise ValueError(f"it is longer than {MOST_CHARACTERS:,} bytes")
+    return content.decode("utf-8")
+
+
+def read_json_object(path: Path, what: str) -> dict[str, Any]:
+    """A JSON file that is one object.
+
+    Args:
+        path: the file.
+        what: names it at the beginning of a message, such as "model.name".
+
+    Raises:
+        UserError: it cannot be read, or is something else.
+    """
+    try:
+        value = parse_json(read_text(path))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{what}: {path} cannot be read: {first_line(error)}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{what}: {path} has to be a JSON object, found {type(value).__name__}.")
+    return value
+
+
+def read_settings(path: Path, what: str) -> dict[str, Any]:
+    """A YAML mapping that others wrote, with its `${...}` as they stand.
+
+    Args:
+        path: the file.
+        what: names it at the beginning of a message.
+
+    Raises:
+        UserError: it cannot be read, or is something else.
+    """
+    try:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{what}: {path} cannot be read: {first_line(error)}") from error
+    return parse_settings(text, f"{what}: {path}")
+
+
+def parse_settings(text: str, name: str) -> dict[str, Any]:
+    """The same from a text.
+
+    Raises:
+        UserError: as `read_settings`.
+    """
+    try:
+        values = parse_yaml(text)
+    except ValueError as error:
+        raise UserError(f"{name} is not valid YAML: {first_line(error)}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{name} has to be a mapping, found {type(values).__name__}.")
+    return values
+
+
+def resolved(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """Settings whose `${key}` are replaced by what stands under the key; a key of the same file, and nothing else.
+
+    OmegaConf's own resolution has no bounds, and calls functions: `${oc.env:HF_TOKEN}` reads what the file has no business with.
+
+    Args:
+        values: a plain mapping.
+        name: of the file, for messages.
+
+    Raises:
+        UserError: a reference leads nowhere, in a circle or out of the file, or too much comes of them.
+    """
+    try:
+        return _References(values).walk(values, (), ())
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from error
+    except RecursionError:
+        raise UserError(f"{name}: its references are nested too deeply.") from None
+
+
+def check_references(
+    values: dict[str, Any], allowed: Callable[[str], str | None], at: tuple[str, ...] = ()
+) -> list[str]:
+    """What is wrong with the `${...}` of a user's own settings, which OmegaConf resolves afterwards.
+
+    Args:
+        values: a plain mapping.
+        allowed: why a call such as `oc.env:NAME` is refused, or None.
+        at: the part that is looked at; the whole by default.
+
+    Returns:
+        Messages that begin with the key; nothing about references that lead nowhere, which OmegaConf tells.
+    """
+    part: Any = values
+    for name in at:
+        part = part[name]
+    try:
+        _References(values, allowed).walk(part, at, ())
+    except ValueError as error:
+        return [str(error)]
+    except RecursionError:
+        return ["references are nested too deeply"]
+    return []
+
+
+class _References:
+    """Follows `${...}` within bounds.
+
+    Args:
+        values: the whole.
+        allowed: as in `check_references`; None refuses every call, and every reference that leads nowhere.
+    """
+
+    def __init__(self, values: dict[str, Any], allowed: Callable[[str], str | None] | None = None):
+        self.values, self.allowed, self.left = values, allowed, MOST_VALUES
+
+    def spend(self, amount: int, key: str) -> None:
+        self.left -= amount
+        if self.left < 0:
+            raise ValueError(f"{key}: its references come to more than {MOST_VALUES:,} values or characters")
+
+    def walk(self, value: Any, at: tuple[Any, ...], through: tuple[tuple[Any, ...], ...]) -> Any:
+        """A value without references.
+
+        Args:
+            at: where it stands.
+            through: where the references stood that led here.
+        """
+        key = ".".join(map(str, at))
+        if len(through) > DEEPEST or len(at) > 2 * DEEPEST:
+            raise ValueError(f"{key}: its references are nested too deeply")
+        self.spend(1, key)
+        if isinstance(value, dict):
+            return {name: self.walk(inner, (*at, name), through) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [self.walk(inner, (*at, i), through) for i, inner in enumerate(value)]
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        if whole := REFERENCE.fullmatch(value):
+            return self.follow(whole[1], at, through)
+        text = REFERENCE.sub(lambda found: str(self.follow(found[1], at, through)), value)
+        self.spend(len(text), key)
+        # In what was put together too: a `$` and a `{...}` from two places make a reference that OmegaConf would follow.
+        if "${" in REFERENCE.sub("", value) or "${" in text:
+            raise ValueError(
+                f"{key}: {value[:200]!r} is refused: a reference is ${{key}}, with nothing computed in it"
+            )
+        return text
+
+    def follow(self, reference: str, at: tuple[Any, ...], through: tuple[tuple[Any, ...], ...]) -> Any:
+        """What one `${reference}` stands for."""
+        key = ".".join(map(str, at))
+        if ":" in reference:
+            why = "it may refer to its own keys only, as ${key}. Write the value in its place"
+            if self.allowed is not None:
+                why = self.allowed(reference.strip())
+            if why:
+                raise ValueError(f"{key}: ${{{reference}}} is refused: {why}")
+            return "$"  # the worst that a variable of the environment can end with
+        bare = reference.strip().lstrip(".")
+        up = len(reference.strip()) - len(bare)
+        path = [*at[: max(len(at) - up, 0)]] if up else []
+        path += [part for part in re.split(r"[.\[\]]+", bare) if part]
+        found: Any = self.values
+        for i, part in enumerate(path):
+            path[i] = int(part) if isinstance(found, list) and str(part).isdecimal() else part
+            try:
+                found = found[path[i]]
+            except (KeyError, IndexError, TypeError):
+                if self.allowed is not None:
+                    return ""
+                raise ValueError(f"{key}: ${{{reference}}} names no key of the file") from None
+        place = tuple(path)
+        if place in through or at[: len(place)] == place:
+            raise ValueError(f"{key}: ${{{reference}}} leads back to itself")
+        return self.walk(found, place, (*through, place))
+
+
+def leaves(value: Any, key: str = "") -> list[tuple[str, Any]]:
+    """Dotted keys and plain values of a structure."""
+    if isinstance(value, dict):
+        return [leaf for name, inner in value.items() for leaf in leaves(inner, f"{key}.{name}" if key else str(name))]
+    if isinstance(value, list):
+        return [leaf for i, inner in enumerate(value) for leaf in leaves(inner, f"{key}[{i}]")]
+    return [(key, value)]

@@ -1,0 +1,1 @@
+"""Commands and checks around a training. They import the core and are never imported by it."""

@@ -1,0 +1,1 @@
+"""`python -m finetune.check`: a data set read to its end before anything is trained on it."""

@@ -1,0 +1,138 @@
+"""The doctor's report and a run's records as one archive for a bug report, without secrets, audio or texts of clips."""
+
+import json
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from finetune.config.load import read_yaml
+from finetune.errors import UserError
+from finetune.security.secrets import clean, clean_text, known_secrets
+from finetune.tools.doctor.packages import installed_versions
+
+LINES = 200
+"""Of metrics.jsonl and evaluations.jsonl, the last ones."""
+VARIABLES = (
+    "ACCELERATE_MIXED_PRECISION",
+    "CC",
+    "CUDA_HOME",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_VISIBLE_DEVICES",
+    "CXX",
+    "GLOO_SOCKET_IFNAME",
+    "HF_DATASETS_OFFLINE",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+    "LD_LIBRARY_PATH",
+    "LOCAL_RANK",
+    "MASTER_PORT",
+    "MKL_NUM_THREADS",
+    "NCCL_DEBUG",
+    "NCCL_IB_DISABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_SOCKET_IFNAME",
+    "NVIDIA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "RANK",
+    "TMPDIR",
+    "TOKENIZERS_PARALLELISM",
+    "TORCH_EXTENSIONS_DIR",
+    "TRANSFORMERS_OFFLINE",
+    "WORLD_SIZE",
+)
+"""The environment variables that are packed; of all others not even the name."""
+TEXTS = {"pairs", "reference", "hypothesis", "text", "samples_shown", "transcript"}
+
+
+def write_bundle(
+    path: Path, report: dict[str, Any], text: str, config_file: Path | None, output_dir: Path | None
+) -> list[str]:
+    """Writes the archive; returns the names of what is in it.
+
+    Args:
+        report: the doctor's report, as for --json.
+        text: the same as printed.
+        config_file: the run file.
+        output_dir: of the run; what it holds of a run is packed.
+
+    Raises:
+        UserError: the archive cannot be written.
+    """
+    files: dict[str, Any] = {}
+    if config_file is not None:
+        files["run_file.yaml"] = read_yaml(config_file, "--config")
+    for name, read in _RECORDS.items():
+        file = output_dir / name if output_dir is not None else None
+        if file is not None and file.is_file():
+            try:
+                files[f"run/{name}"] = read(file)
+            except (ValueError, OSError, UserError, UnicodeDecodeError):
+                files[f"run/{name}"] = {"left out": "it cannot be read"}
+    secrets = known_secrets(report.get("overrides", []), *files.values())
+    variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    contents = {
+        "doctor.txt": clean_text(text, secrets),
+        "doctor.json": _json(clean(report, secrets)),
+        "packages.txt": "".join(f"{name}=={version}\n" for name, version in installed_versions().items()),
+        "environment_variables.json": _json(clean(variables, secrets)),
+    }
+    for name, value in files.items():
+        value = clean(_without_texts(value), secrets)
+        if name.endswith(".jsonl"):
+            contents[name] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in value)
+        else:
+            contents[name] = (
+                yaml.safe_dump(value, sort_keys=False, allow_unicode=True) if name.endswith(".yaml") else _json(value)
+            )
+    aside = path.with_name(f".{path.name}.tmp")
+    try:
+        with zipfile.ZipFile(aside, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, content in contents.items():
+                archive.writestr(name, content)
+        os.replace(aside, path)
+    except OSError as error:
+        raise UserError(f"--bundle: {path} cannot be written: {error}") from error
+    finally:
+        aside.unlink(missing_ok=True)
+    return list(contents)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
+
+
+def _without_texts(value: Any) -> Any:
+    """A structure without what was said in clips."""
+    if isinstance(value, dict):
+        return {key: _without_texts(inner) for key, inner in value.items() if key not in TEXTS}
+    return [_without_texts(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _last_lines(path: Path) -> list[Any]:
+    """The last lines; one that was cut off when the run died is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines()[-LINES:]:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+_RECORDS: dict[str, Callable[[Path], Any]] = {
+    "config.yaml": lambda path: read_yaml(path, "training.output_dir"),
+    "environment.json": _read_json,
+    "summary.json": _read_json,
+    "metrics.jsonl": _last_lines,
+    "evaluations.jsonl": _last_lines,
+}

@@ -1,0 +1,221 @@
+"""A .nemo as a directory that transformers loads, kept only where both give the same texts."""
+
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+
+from finetune.errors import UserError
+from finetune.models.huggingface import is_hugging_face
+from finetune.models.huggingface_layout import RECOMPUTED, feature_settings
+from finetune.models.huggingface_write import NemoFile, check_expressible, check_texts, read_nemo, write_hugging_face
+from finetune.models.nemo import import_nemo, load_model, save_nemo
+from finetune.security.documents import read_settings
+from finetune.strategies.lora_adapters import is_adapter
+from finetune.tools.export.equal_texts import (
+    Agreement,
+    Samples,
+    compare,
+    load_written,
+    read_samples,
+    same_text,
+    synthetic_samples,
+    through_nemo,
+    through_transformers,
+)
+
+log = logging.getLogger(__name__)
+
+CLIPS = 16
+LONGEST_CLIP = 30.0  # seconds: both models keep the whole clip's outputs, on a CPU, four times
+TOLERANCE = 1e-3
+
+
+def nemo_file(name: str, folder: Path) -> Path:
+    """The .nemo file of a model, downloaded where it is a hub name. NeMo is needed for an adapter only.
+
+    Args:
+        name: a .nemo file, a run's output directory, an adapter's directory or a hub name.
+        folder: where an adapter's merged model is written.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = Path(name)
+    if path.is_dir() and (path / "model.nemo").is_file():
+        return path / "model.nemo"
+    if path.is_file() and path.suffix == ".nemo":
+        return path
+    if is_adapter(path):
+        merged = folder / f"{path.resolve().name}.nemo"
+        try:
+            save_nemo(load_model(name), merged)
+        except ImportError as error:
+            raise UserError(
+                f"--model: {name} is an adapter, and merging it into its base model needs NeMo, which cannot be imported here: {error}."
+            ) from error
+        return merged
+    if is_hugging_face(path):
+        raise UserError(f"--model: {name} is in Hugging Face's format already. --to nemo makes a .nemo of it.")
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        raise UserError(
+            f"--model: {name} describes a model with random weights. Train it first, then give the run's directory."
+        )
+    if path.exists() or name.count("/") != 1 or name.startswith((".", "/")):
+        raise UserError(f"--model: {name} is no .nemo file, run directory with model.nemo, adapter or hub name.")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, name.split("/")[1] + ".nemo"))
+    except Exception as error:
+        said = str(error).splitlines()[0] if str(error) else ""
+        raise UserError(
+            f"--model: {name} is no local file, and downloading {name.split('/')[1]}.nemo from the hub failed: {type(error).__name__}: {said}",
+            exit_code=1,
+        ) from error
+
+
+def samples_for(model_name: str, data: list[str] | None, split: str, rate: int) -> Samples:
+    """Clips to compare on: of --data, else of the run's own data.validation, else synthetic signals.
+
+    Raises:
+        UserError: --data cannot be read.
+    """
+    if data:
+        return read_samples(list(data), split, rate, CLIPS, longest=LONGEST_CLIP)
+    reason = "no --data was given"
+    path = Path(model_name)
+    run_file = (path.resolve().parent if is_adapter(path) else path) / "config.yaml"
+    if run_file.is_file():
+        section = read_settings(run_file, "--model").get("data")
+        own = section.get("validation") if isinstance(section, dict) else None
+        if own:
+            try:
+                return read_samples(own, "validation", rate, CLIPS, "data.validation", LONGEST_CLIP)
+            except UserError as error:
+                reason = f"the run's own data.validation cannot be read here ({error})"
+    log.warning("no speech was compared: %s. Give validation clips with --data", reason)
+    return synthetic_samples(rate)
+
+
+def export_hugging_face(
+    model_name: str,
+    output: Path,
+    *,
+    data: list[str] | None = None,
+    split: str = "validation",
+    tolerance: float = TOLERANCE,
+    dtype: str = "float32",
+) -> tuple[Samples, Agreement]:
+    """Writes `output` in Hugging Face's format, whole or not at all.
+
+    Args:
+        model_name: a .nemo file, a run's output directory, an adapter's directory, or the hub name of a NeMo model.
+        output: the directory; it may exist, but has to be empty.
+        data: data sets whose first clips are compared.
+        split: of them.
+        tolerance: largest difference of encoder and joint outputs, in parts of the largest value.
+        dtype: of the written weights.
+
+    Returns:
+        The clips, and how far the models agreed on them.
+
+    Raises:
+        UserError: the model cannot be expressed (with every reason), or what was written is not the same recogniser.
+    """
+    output = output.resolve()
+    if output == Path.cwd().resolve():
+        raise UserError(
+            f"--output: {output} is the directory that this command runs in; what is written takes its place. Name a directory in it."
+        )
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"--output: {output} is not empty. Name another directory, or remove it.")
+    with tempfile.TemporaryDirectory(prefix="finetune-export-") as folder:
+        nemo = read_nemo(nemo_file(model_name, Path(folder)))
+        return _export(nemo, model_name, output, data, split, tolerance, dtype)
+
+
+def _export(
+    nemo: NemoFile, model_name: str, output: Path, data: list[str] | None, split: str, tolerance: float, dtype: str
+) -> tuple[Samples, Agreement]:
+    check_expressible(nemo)
+    samples = samples_for(model_name, data, split, feature_settings(nemo.config)["sampling_rate"])
+    check_texts(nemo, [" ".join(text.split()) for text in samples.texts])
+    aside = output.with_name(f".{output.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        write_hugging_face(nemo, aside, dtype)
+        nemo.weights.clear()  # both models come into memory now
+        agreement = _check(nemo, aside, samples, tolerance, dtype)
+        try:
+            if output.exists():
+                output.rmdir()
+            os.replace(aside, output)
+        except OSError as error:
+            raise UserError(
+                f"--output: what was written cannot be put in place as {output}: {error}. Name a directory that does not exist yet.",
+                exit_code=1,
+            ) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return samples, agreement
+
+
+def _check(nemo: NemoFile, directory: Path, samples: Samples, tolerance: float, dtype: str) -> Agreement:
+    """The written directory against NeMo, in float32 on the written weights; then what the written type itself changes."""
+    try:
+        import_nemo()
+    except ImportError as error:
+        log.warning(
+            "NeMo cannot be imported here (%s): nothing was compared with it, only transformers single with transformers batched",
+            error,
+        )
+        reference = None
+    else:
+        reference = load_model(str(nemo.path))
+    before: list[str] = []
+    if dtype != "float32" and reference is not None:
+        before = through_nemo(reference, samples, 1).texts
+        kind = getattr(torch, dtype)
+        reference.load_state_dict(
+            {
+                key: t.to(kind).float() if t.is_floating_point() and not RECOMPUTED.match(key) else t
+                for key, t in reference.state_dict().items()
+            }
+        )
+    agreement = compare(reference, directory, samples, tolerance)
+    if before:
+        model, processor = load_written(directory, getattr(torch, dtype))
+        after = through_transformers(model, processor, samples, 1).texts
+        agreement.changed_by_rounding = [
+            row for row in zip(samples.ids, before, after, strict=True) if not same_text(row[1], row[2])
+        ]
+    return agreement
+
+
+def say_result(output: Path, samples: Samples, agreement: Agreement, tolerance: float, dtype: str) -> str:
+    """The outcome in words."""
+    size = sum(file.stat().st_size for file in output.iterdir())
+    lines = [
+        f"{output} ({size / 1e6:.1f} MB, {dtype})",
+        f"compared on {agreement.clips} clip(s) of {samples.source}: {', '.join(agreement.ways)}",
+        f"  texts equal; encoder outputs within {agreement.encoder:.1e}, joint outputs within {agreement.logits:.1e} of the largest "
+        f"(allowed {tolerance:g})",
+    ]
+    if samples.passed_over:
+        lines.append(f"  {samples.passed_over} clip(s) longer than {LONGEST_CLIP:g} s were passed over")
+    if not samples.speech:
+        lines.append("  no speech was compared: give validation clips with --data")
+    if agreement.unknown:
+        lines.append(f"  {agreement.unknown} text(s) hold ⁇ for the unknown piece, which transformers leaves out")
+    if changed := agreement.changed_by_rounding:
+        clip, one, other = changed[0]
+        lines.append(
+            f"  in {dtype} {len(changed)} text(s) are others than in float32, such as {clip}: {one!r} and {other!r}"
+        )
+    elif dtype != "float32" and "NeMo single" in agreement.ways:
+        lines.append(f"  in {dtype} all texts are those of float32")
+    return "\n".join(lines)

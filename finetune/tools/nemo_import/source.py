@@ -1,0 +1,134 @@
+"""A configuration that is to become a run file: read, resolved, and accounted for key by key."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from finetune.config.load import parse_overrides, read_yaml
+from finetune.errors import UserError
+from finetune.security.documents import check_references, first_line
+
+NOT_SET = "???"
+RESOLVER = re.compile(r"\$\{\s*(?!oc\.env:)[\w.]+:")
+
+
+@dataclass
+class Import:
+    """A configuration on its way to a run file."""
+
+    file: Path
+    tree: dict[str, Any]
+    """The source, with `${...}` resolved."""
+    leaves: dict[str, Any] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+    settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    """Key of the run file -> value and comment."""
+    left: dict[str, str] = field(default_factory=dict)
+    """Key of the source that has no counterpart -> the reason, or nothing."""
+    to_fill: dict[str, str] = field(default_factory=dict)
+    """Key of the run file that has to be set -> the key of the source that was not."""
+    strategies: list[str] = field(default_factory=list)
+    processes: int = 1
+    """-1: one for each GPU."""
+    nodes: int = 1
+    notes: list[str] = field(default_factory=list)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value of the source, which is then accounted for; default where it is absent, null or `???`."""
+        value: Any = self.tree
+        for part in key.split("."):
+            if not isinstance(value, dict) or part not in value:
+                return default
+            value = value[part]
+        self.used.update(k for k in self.leaves if k == key or k.startswith(key + "."))
+        return default if value is None or _not_set(value) else value
+
+    def section(self, key: str) -> dict[str, Any]:
+        """A part of the source; empty where it is absent."""
+        value = _select(self.tree, key)
+        return value if isinstance(value, dict) else {}
+
+    def is_blank(self, key: str) -> bool:
+        """Whether the source says `???`."""
+        return _not_set(self.leaves.get(key))
+
+    def set(self, key: str, value: Any, comment: str) -> None:
+        self.settings[key] = (value, comment)
+
+    def copy(self, source: str, key: str) -> None:
+        """Takes a value over as it is."""
+        if (value := self.get(source)) is not None:
+            self.set(key, value, source)
+
+    def leave(self, key: str, why: str) -> None:
+        """Lists a key that is set, and whose value is lost."""
+        self.get(key)
+        if self.leaves.get(key) is not None or isinstance(_select(self.tree, key), dict | list):
+            self.left[key] = why
+
+
+def _not_set(value: Any) -> bool:
+    return value == NOT_SET or (isinstance(value, list) and any(_not_set(v) for v in value))
+
+
+def _select(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def read_source(file: Path, overrides: list[str]) -> Import:
+    """Reads a configuration, lays `key=value` over it as Hydra does, and resolves its `${...}`.
+
+    Raises:
+        UserError: it is no YAML mapping, or a reference leads nowhere.
+    """
+    tree = read_yaml(file, "FILE")
+    # Calls stay as they are, for a run file to refuse or to take; what is followed here has bounds.
+    if problems := check_references(tree, lambda call: None):
+        raise UserError(f"{file}: {problems[0]}.")
+    plain = [text.lstrip("+") for text in overrides]
+    try:
+        values = OmegaConf.merge(OmegaConf.create(tree), OmegaConf.create(parse_overrides(plain)))
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        raise UserError(f"{file}: it is no configuration: {first_line(error)}.") from error
+    imported = Import(file, _resolve(values, "", file))
+    imported.leaves = dict(_leaves(imported.tree))
+    return imported
+
+
+def _resolve(node: Any, prefix: str, file: Path) -> Any:
+    found = {}
+    for name in node:
+        key, raw = f"{prefix}{name}", OmegaConf.to_container(node, resolve=False)[name]
+        if isinstance(raw, dict) and OmegaConf.is_dict(node[name]):
+            found[name] = _resolve(node[name], key + ".", file)
+        elif isinstance(raw, str) and (RESOLVER.search(raw) or "${oc.env:" in raw):
+            found[name] = raw  # ours reads variables of the environment too; what else there is only Hydra knows
+        elif raw == NOT_SET:
+            found[name] = NOT_SET
+        else:
+            try:
+                value = node[name]
+                found[name] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            except OmegaConfBaseException as error:
+                if "MissingMandatory" in type(error).__name__ or NOT_SET in str(error):
+                    found[name] = NOT_SET
+                    continue
+                reason = str(error).splitlines()[0]
+                raise UserError(f"{file}: {key}: {reason}. Set what it refers to, as {key}=VALUE.") from error
+    return found
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found = []
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            found += _leaves(value, f"{prefix}{name}.")
+        else:
+            found.append((f"{prefix}{name}", value))
+    return found

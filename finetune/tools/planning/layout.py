@@ -1,0 +1,170 @@
+"""A transducer's layout at a chosen depth, without its weights: what a training step is followed on.
+
+The layout comes from a NeMo model YAML, from the configuration inside of a .nemo, from a Hugging Face directory, or for hub names
+that this project ships a layout of or whose Hugging Face files were downloaded, from that. No weights are read and nothing is fetched.
+"""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf, open_dict
+
+from finetune.errors import UserError
+from finetune.models.huggingface import cached_file, is_hugging_face, nemo_config
+from finetune.models.nemo import import_nemo
+from finetune.models.nemo_files import NOT_BUILT, check_model_config, read_config
+from finetune.models.sentencepiece_files import parse
+from finetune.paths import ROOT
+from finetune.security.documents import read_settings, resolved
+from finetune.strategies.lora_adapters import is_adapter, read_adapter
+
+# Hub names whose layout is shipped, with the number of their tokens.
+KNOWN = {
+    "nvidia/parakeet-tdt-0.6b-v3": ("parakeet_tdt_0.6b_v3.yaml", 8192),
+    "nvidia/parakeet-tdt-0.6b-v2": ("parakeet_tdt_0.6b_v3.yaml", 1024),
+}
+# Where a layout names no tokenizer: the number of tokens that the seeds' model has.
+TOKENS_OF_A_BARE_LAYOUT = 8192
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model's NeMo configuration, resolved."""
+
+    name: str
+    model: Any
+    """The configuration's `model:` section, an OmegaConf object."""
+    tokens: int
+    """Pieces of the tokenizer, without the blank."""
+    guessed: str = ""
+    """What was assumed because the layout does not say it."""
+
+    @property
+    def layers(self) -> int:
+        return int(self.model.encoder.n_layers)
+
+    @property
+    def seconds_a_frame(self) -> float:
+        return float(self.model.preprocessor.window_stride) * int(self.model.encoder.subsampling_factor)
+
+    @property
+    def sample_rate(self) -> int:
+        return int(self.model.preprocessor.sample_rate)
+
+
+def read_layout(name: str, tokenizer: str | None = None) -> Layout:
+    """The layout of `model.name`.
+
+    Args:
+        name: as `model.name` of a run file.
+        tokenizer: as `model.tokenizer`.
+
+    Raises:
+        UserError: nothing is found under the name that says what the model looks like.
+    """
+    path = Path(name)
+    if path.is_dir() and (path / "model.nemo").is_file():
+        path = path / "model.nemo"
+    elif is_adapter(path):
+        return read_layout(read_adapter(path).base["name"])
+    if path.suffix == ".nemo" and path.is_file():
+        return _of_nemo(path)
+    if is_hugging_face(path):
+        return _of_hugging_face(name, path)
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        return _of_yaml(name, path, tokenizer)
+    if name in KNOWN:
+        file, tokens = KNOWN[name]
+        return _of_config(name, read_settings(ROOT / "finetune" / "configs" / "models" / file, "model.name"), tokens)
+    if name.count("/") == 1 and not path.exists() and (downloaded := cached_file(name, "config.json")):
+        return _of_hugging_face(name, downloaded.parent)
+    raise UserError(
+        f"model.name: {name} is no .nemo file, run directory, Hugging Face directory or NeMo model YAML here, and no hub name whose layout "
+        f"is known ({', '.join(KNOWN)}). Give the model's .nemo file, or the NeMo model YAML that it was made from."
+    )
+
+
+def _of_nemo(path: Path) -> Layout:
+    model = read_config(path)
+    vocabulary = (model.get("joint") or {}).get("vocabulary") or []
+    return _of_config(str(path), {"model": model}, len(vocabulary))
+
+
+def _of_hugging_face(name: str, directory: Path) -> Layout:
+    model = nemo_config(directory)
+    return _of_config(name, {"model": model}, int(model["decoder"]["vocab_size"]))
+
+
+def _of_yaml(name: str, path: Path, tokenizer: str | None) -> Layout:
+    root = read_settings(path, "model.name")
+    model = root.get("model")
+    if not isinstance(model, dict) or "encoder" not in model:
+        raise UserError(f"model.name: {path} has no `model.encoder`; a NeMo model YAML has the layout under `model:`.")
+    settings = model.get("tokenizer")
+    directory = tokenizer or (settings.get("dir") if isinstance(settings, dict) else None)
+    if not directory:
+        guess = f"{name} names no tokenizer: {TOKENS_OF_A_BARE_LAYOUT} tokens are assumed"
+        return _of_config(name, root, TOKENS_OF_A_BARE_LAYOUT, guess)
+    file = Path(directory) / "tokenizer.model"
+    if not file.is_file():
+        raise UserError(f"model.tokenizer: there is no tokenizer.model in {directory}.")
+    return _of_config(name, root, len(parse(file.read_bytes(), f"model.tokenizer: {file}").pieces))
+
+
+def _of_config(name: str, values: dict[str, Any], tokens: int, guessed: str = "") -> Layout:
+    model = {k: v for k, v in values["model"].items() if k not in ("tokenizer", *NOT_BUILT)}
+    model = resolved({**values, "model": model}, f"model.name: {name}")["model"]
+    check_model_config(model, f"model.name: {name}")
+    root = OmegaConf.create({"model": model})
+    try:
+        root.model.encoder.n_layers, root.model.joint.jointnet, root.model.decoder.prednet  # noqa: B018
+    except Exception as error:
+        raise UserError(f"model.name: {name} is no layout of a Conformer transducer: {error}") from error
+    if tokens < 1:
+        raise UserError(f"model.name: {name} does not say how many tokens it has (joint.vocabulary is empty).")
+    return Layout(name, root.model, tokens, guessed)
+
+
+class Skeleton(torch.nn.Module):
+    """NeMo's encoder, prediction network and joint with random weights, under the names that they have in a NeMo model.
+
+    The encoder has one Conformer layer; `deepen` makes more.
+
+    Args:
+        layout: the model's.
+    """
+
+    def __init__(self, layout: Layout):
+        super().__init__()
+        models = import_nemo()
+        cfg = copy.deepcopy(layout.model)
+        with open_dict(cfg):
+            cfg.encoder.n_layers = 1
+            cfg.decoder.vocab_size = layout.tokens
+            cfg.joint.num_classes = layout.tokens
+            cfg.joint.vocabulary = []  # the pieces themselves: only decoding reads them
+            cfg.joint.jointnet.encoder_hidden = cfg.encoder.d_model
+            cfg.joint.jointnet.pred_hidden = cfg.decoder.prednet.pred_hidden
+        make = models.EncDecRNNTModel.from_config_dict
+        self.cfg = cfg
+        self.preprocessor = make(cfg.preprocessor)
+        self.encoder = make(cfg.encoder)
+        self.decoder = make(cfg.decoder)
+        self.joint = make(cfg.joint)
+        self.spec_augmentation = None
+        self.decoding = SimpleNamespace(decoding=None)  # a step decodes nothing
+        self.frozen_modules: list[torch.nn.Module] = []
+        self.encoder.sync_max_audio_length = False
+
+    def deepen(self, depth: int) -> "Skeleton":
+        """A copy with so many Conformer layers."""
+        deeper = copy.deepcopy(self)
+        encoder = deeper.encoder
+        for _ in range(depth - len(encoder.layers)):
+            encoder.layers.append(copy.deepcopy(encoder.layers[0]))
+        encoder.layer_drop_probs = encoder.layer_drop_probs[:1] * depth
+        return deeper

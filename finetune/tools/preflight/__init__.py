@@ -1,0 +1,1 @@
+"""What is tried before a run: `--dry-run`, `--smoke`, `training.auto_batch`."""

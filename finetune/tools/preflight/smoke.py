@@ -1,0 +1,319 @@
+"""`finetune/train.py --smoke N`: N steps of the real configuration, the longest clips first, to see whether memory suffices and stays."""
+
+import itertools
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from finetune.data.stream import Batch
+from finetune.errors import UserError
+from finetune.strategies.accelerate_config import engine_with
+from finetune.tools.preflight import auto_batch, trial
+from finetune.training import run
+from finetune.training.out_of_memory import is_out_of_memory
+from finetune.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+FIRST_PART = 1 / 3  # of the steps, in which caches fill and lengths are met for the first time
+CERTAIN_FROM = 30  # steps
+FEWEST_POINTS = 6
+PAIRS_OF = 400  # points, whose slopes are compared two by two
+NOISES = 3.0
+# What counts as a leak: bytes a step, and bytes over the steps that are judged. Live tensors are counted exactly; resident memory
+# creeps for a while, since small blocks lie scattered among what was freed.
+TENSORS = (1000.0, 4096.0)
+RESIDENT = (2**20, 2**25)
+TIGHT = 0.05  # share of the memory that should stay free
+MIB, GIB = 2**20, 2**30
+
+
+def smoke(config: Any, strategy: Any, steps: int, observe: Callable[[Trainer], None] | None = None) -> int:
+    """Runs the steps, says what they need, and writes OUTPUT_DIR/smoke.json.
+
+    Args:
+        config: of the run, whose directory stays as it is.
+        strategy: of the run.
+        steps: optimizer steps.
+        observe: called with the Trainer before it begins.
+
+    Returns:
+        Exit code: 0 memory suffices and stays, 1 it does not, or a loss is not finite.
+    """
+    settings = trial.trial_config(config, "smoke")
+    accelerator = run.build_accelerator(settings, strategy)
+    with trial.trial_folder(accelerator, settings):
+        sources = run.open_sources(settings)
+        auto_batch.set_bounds(accelerator, settings, strategy)
+        planned = run.plan_steps(accelerator, settings, sources)
+        model = run.build_model(accelerator, settings)
+        trainer = run.build_trainer(accelerator, model, sources, settings, planned)
+        # The schedule is that of the whole run.
+        trainer.total_steps, trainer.max_epochs = steps, None
+        run.begin_run(accelerator, trainer, settings, None)
+        if observe is not None:
+            observe(trainer)
+        run.describe(accelerator, trainer, settings, strategy)
+        worst, survey = trial.worst_batches(trainer)
+        log.info("%s", survey)
+        if survey.rows is None or survey.looked < survey.rows:
+            log.warning("longer clips may come: up to data.max_duration=%g s", settings.data.max_duration)
+        for name, batch in worst.items():
+            log.info("%s: %s", name, trial.say_batch(trial.describe_batch(trainer.model, batch)))
+        result = {
+            "steps": steps,
+            "planned_steps": planned,
+            "processes": accelerator.num_processes,
+            "device": accelerator.device.type,
+            "rows_looked_at": survey.looked,
+            "longest_clip_seconds": survey.longest,
+        }
+        taken, stopped = take_steps(trainer, worst, steps, engine_with(strategy.engine, accelerator.num_processes))
+        result |= halved(trainer)
+        if stopped is not None:
+            # Others may wait for this rank: it says so itself, and the launcher ends them.
+            verdict = {"verdict": "bad", "problems": [stopped]}
+            path = trial.write_result(config, "smoke", {**verdict, **result, "by_step": taken})
+            raise UserError(f"smoke test of {steps} steps: {stopped}\nresult: {path}", exit_code=1)
+        by_rank = trial.gathered(accelerator, taken)
+        verdict = judge(
+            by_rank, gpu=accelerator.device.type == "cuda", planned=planned, scaled=accelerator.scaler is not None
+        )
+        if accelerator.is_main_process:
+            path = trial.write_result(config, "smoke", {**verdict, **result, "by_step": by_rank[verdict["rank"]]})
+            say(verdict, steps)
+            log.info("result: %s", path)
+    accelerator.end_training()
+    return 0 if verdict["verdict"] == "good" else 1
+
+
+def take_steps(
+    trainer: Trainer, worst: dict[str, Batch], steps: int, engine: str
+) -> tuple[list[dict[str, Any]], str | None]:
+    """Steps with the worst batches, each twice, since the optimizer's states are there from the second on; then ordinary ones.
+
+    Args:
+        trainer: what is tried.
+        worst: batches by what they are.
+        steps: optimizer steps.
+        engine: as in finetune.config.compatibility.
+
+    Returns:
+        Bytes, batch and loss of each step of this rank; and why it could not go on.
+    """
+    first = [(name, trial.worst_step(trainer, batch)) for _ in range(2) for name, batch in worst.items()]
+    ordinary = (("ordinary clips", step_input) for step_input in trial.step_inputs(trainer))
+    taken: list[dict[str, Any]] = []
+    trainer.module.train()
+    bar = tqdm(total=steps, desc="smoke", unit="step", disable=not trainer.accelerator.is_main_process)
+    meter = trial.MemoryMeter(trainer)
+    with bar:
+        for number, (kind, step_input) in enumerate(itertools.islice(itertools.chain(first, ordinary), steps), 1):
+            trainer.window.reset()
+            try:
+                with meter.step(step_input.group):
+                    trainer.train_on(step_input)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                said = trial.say_out_of_memory(error, trainer, engine, step_input)
+                return taken, f"step {number} does not fit, with {kind}: {said}"
+            except UserError as error:  # too many steps that are not finite
+                return taken, f"step {number}: {error}"
+            memory = meter.read()
+            finite = trainer.window.finite_steps == 1
+            taken.append(
+                {
+                    "step": number,
+                    "clips": kind,
+                    "loss": trainer.window.loss if finite else None,
+                    "batch": trial.describe_step(trainer.model, step_input),
+                    **memory,
+                }
+            )
+            bar.update(1)
+            bar.set_postfix(mem=f"{(memory['peak_tensors'] or memory['peak_resident']) / GIB:.2f}G", refresh=False)
+    return taken, None
+
+
+def halved(trainer: Trainer) -> dict[str, Any]:
+    """With training.auto_batch: how often memory ran out and batches came in smaller pieces, and the bounds that are left; said too."""
+    guard, times = trainer.guard, trainer.progress.out_of_memory
+    if guard is None:
+        return {}
+    planned, left = trainer.config.data.batch_bounds, guard.bounds
+    if times:
+        smaller = [
+            f"{now:g} in place of {was:g} up to {seconds:g} s"
+            for (seconds, was), (_, now) in zip(planned, left)
+            if now < was
+        ]
+        log.warning(
+            "auto batch: memory ran out %s; clips a batch: %s",
+            "once" if times == 1 else f"{times} times",
+            ", ".join(smaller) or "as planned",
+        )
+    else:
+        log.info("auto batch: memory never ran out, the bounds stay as planned")
+    return {"out_of_memory": times, "batch_bounds": {"planned": [list(pair) for pair in planned], "now": left}}
+
+
+def judge(by_rank: list[list[dict[str, Any]]], *, gpu: bool, planned: int, scaled: bool) -> dict[str, Any]:
+    """Peak, growth and headroom; of each the rank counts that is worst.
+
+    Args:
+        by_rank: rows of `take_steps` of each rank.
+        gpu: whether a GPU's memory is meant.
+        planned: steps of the whole run.
+        scaled: whether fp16's loss scaling is on, which finds its scale by steps that are not finite.
+    """
+    # Resident memory keeps what the allocator has not given back, so that it does not tell which step needed it.
+    key = "peak_tensors" if by_rank[0][0]["peak_tensors"] is not None else "peak_resident"
+    rank = max(range(len(by_rank)), key=lambda r: max(row[key] for row in by_rank[r]))
+    at = max(by_rank[rank], key=lambda row: row[key])
+    growths = [{"rank": r, **g} for r, rows in enumerate(by_rank) for g in growth_of(rows)]
+    growth = max(growths, key=lambda g: (g["leaking"], g["what"] == "tensors", g["mib_per_1000_steps"]))
+    headroom = min(headroom_of(rows, gpu, len(by_rank)) for rows in by_rank)
+    total = at["total"]
+    problems = []
+    if headroom < 0:
+        problems.append(
+            f"memory does not suffice: the peak of step {at['step']} leaves {headroom / GIB:.2f} GiB of the {'GPU' if gpu else 'host'}'s "
+            f"{total / GIB:.1f} GiB beside what others hold; lower training.per_device_train_batch_size, or take a strategy that needs less "
+            "(python -m finetune.plan lists them)"
+        )
+    if growth["leaking"]:
+        rate = growth["mib_per_1000_steps"]
+        full = max(headroom, 0) / (rate * MIB / 1000)
+        until = f"full after some {full:,.0f} steps" if full < 100 * planned else "far from full in this run"
+        problems.append(
+            f"leaking: {WORDS[growth['what']]} grow by {rate:.1f} MiB per 1,000 steps, {until} ({planned:,} are planned)"
+        )
+    # A loss scale is looked for in the first steps.
+    bad = sorted(
+        {row["step"] for rows in by_rank for row in rows[len(rows) // 2 if scaled else 0 :] if row["loss"] is None}
+    )
+    if bad:
+        problems.append(
+            f"loss or gradient is not finite in step {', '.join(map(str, bad[:8]))} of {len(by_rank[0])}; lower training.learning_rate, "
+            "or look at the clips that the log names"
+        )
+    return {
+        "verdict": "bad" if problems else "good",
+        "problems": problems,
+        "rank": rank,
+        "peak_gib": at[key] / GIB,
+        "peak_of": "tensors" if key == "peak_tensors" else "resident",
+        "peak_resident_gib": max(row["peak_resident"] for rows in by_rank for row in rows) / GIB,
+        "reserved_gib": max(row["reserved"] for row in by_rank[rank]) / GIB if gpu else None,
+        "peak_step": at["step"],
+        "peak_clips": at["clips"],
+        "peak_batch": at["batch"],
+        "growth": growth,
+        "certain": len(by_rank[0]) >= CERTAIN_FROM,
+        "headroom_gib": headroom / GIB,
+        "headroom_fraction": headroom / total,
+        "total_gib": total / GIB,
+        "memory": "GPU" if gpu else "host",
+    }
+
+
+WORDS = {
+    "tensors": "live tensors",
+    "resident": "the process's resident memory and with it objects that are no tensors",
+}
+
+
+def growth_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Slope of live tensors and of resident memory over the later steps of a rank, and whether that is a leak."""
+    found = []
+    later = rows[min(math.ceil(len(rows) * FIRST_PART), len(rows) - 1) :]
+    for what, (a_step, in_all) in (("tensors", TENSORS), ("resident", RESIDENT)):
+        held = np.array([row[what] for row in later if row[what] is not None], float)
+        slope, noise = slope_of(held)
+        # What creeps less and less is no leak: the last half has to grow as well.
+        leaking = (
+            len(held) >= FEWEST_POINTS
+            and grows(held, a_step, in_all)
+            and grows(held[len(held) // 2 :], a_step, in_all / 2)
+        )
+        if len(held):
+            found.append(
+                {
+                    "what": what,
+                    "leaking": leaking,
+                    "mib_per_1000_steps": 1000 * slope / MIB,
+                    "noise_mib": noise / MIB,
+                    "judged_steps": len(held),
+                }
+            )
+    return found
+
+
+def grows(held: np.ndarray, a_step: float, in_all: float) -> bool:
+    """Whether memory grows by more than so many bytes a step, in all by more than so many bytes, and by more than its noise."""
+    slope, noise = slope_of(held)
+    return slope > a_step and slope * (len(held) - 1) > max(in_all, NOISES * noise)
+
+
+def slope_of(held: np.ndarray) -> tuple[float, float]:
+    """Theil and Sen's slope, the median of those between any two points, and the noise around it (1.48 times the median deviation)."""
+    if len(held) < 2:
+        return 0.0, 0.0
+    x = np.unique(np.linspace(0, len(held) - 1, min(len(held), PAIRS_OF)).astype(int))
+    y = held[x]
+    i, j = np.triu_indices(len(x), 1)
+    slope = float(np.median((y[j] - y[i]) / (x[j] - x[i])))
+    rest = y - slope * x
+    return slope, 1.4826 * float(np.median(np.abs(rest - np.median(rest))))
+
+
+def headroom_of(rows: list[dict[str, Any]], gpu: bool, processes: int) -> int:
+    """Bytes that stay free at the peak: of the GPU beside what others hold there, or of the host whose processes peak together."""
+    if gpu:
+        return min(row["total"] - row["outside"] - row["peak_tensors"] for row in rows)
+    return min(row["available"] - processes * (row["peak_resident"] - row["resident"]) for row in rows)
+
+
+def say(verdict: dict[str, Any], steps: int) -> None:
+    """The closing lines."""
+    v, growth = verdict, verdict["growth"]
+    where = f" on rank {v['rank']}" if v["rank"] else ""
+    log.info(
+        "peak %s of %s at step %d%s, with %s: %s%s",
+        trial.say_bytes(v["peak_gib"] * GIB),
+        "tensors" if v["peak_of"] == "tensors" else "resident memory",
+        v["peak_step"],
+        where,
+        v["peak_clips"],
+        trial.say_batch(v["peak_batch"]),
+        f"; {v['reserved_gib']:.2f} GiB reserved by the allocator" if v["reserved_gib"] is not None else "",
+    )
+    if growth["judged_steps"] < FEWEST_POINTS:
+        log.info("slope: %s too few to tell", "1 step is" if steps == 1 else f"{steps} steps are")
+    else:
+        log.info(
+            "slope %+.1f MiB per 1,000 steps of %s over the last %d steps: %s%s",
+            growth["mib_per_1000_steps"],
+            growth["what"],
+            growth["judged_steps"],
+            "leaking" if growth["leaking"] else "stable",
+            "" if v["certain"] else f" (uncertain: {steps} steps are few; take {CERTAIN_FROM} or more)",
+        )
+    log.info(
+        "headroom %.1f GiB, %.0f %% of the %s's %.1f GiB%s",
+        v["headroom_gib"],
+        100 * v["headroom_fraction"],
+        v["memory"],
+        v["total_gib"],
+        "" if v["memory"] == "GPU" else f" (resident at most {v['peak_resident_gib']:.2f} GiB a process)",
+    )
+    if v["headroom_fraction"] < TIGHT:
+        log.warning("that is tight: evaluations, fragments and longer clips may not fit")
+    for problem in v["problems"]:
+        log.error("%s", problem)
+    log.info("smoke test of %d steps: %s", steps, "good" if v["verdict"] == "good" else "BAD")

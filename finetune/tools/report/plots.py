@@ -1,0 +1,309 @@
+"""The plots of a page, as plotly.js takes them. Colours are written "@0" to "@7" and chosen in the page, for dark and light."""
+
+import html
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from finetune.security.safe_text import one_line
+from finetune.tools.report.read import Run, number
+
+POINTS = 2000
+TABLE_ROWS = 25
+DASHES = ("solid", "dash", "dot", "dashdot")  # after eight colours
+SMOOTHED = "Smoothed where there are many points."
+SMOOTHED_ABOVE = 60  # points of a curve that gets a smoothed one beside it
+
+
+@dataclass
+class Plot:
+    """One plot, with what it shows as a table."""
+
+    name: str
+    """Id in the page."""
+    title: str
+    traces: list[dict[str, Any]]
+    layout: dict[str, Any]
+    heads: list[str]
+    rows: list[list[Any]]
+    note: str = ""
+
+
+@dataclass
+class Curve:
+    """A line over the steps."""
+
+    name: str
+    steps: list[float]
+    values: list[float | None]
+    style: dict[str, Any] = field(default_factory=dict)
+
+
+def thin(
+    steps: list[float], values: list[float | None], limit: int = POINTS
+) -> tuple[list[float], list[float | None]]:
+    """At most `limit` points, with the peaks, dips and gaps of all: of each run of points the lowest, the highest, the first gap,
+    and the last point of all."""
+    if len(steps) <= limit:
+        return steps, values
+    parts = max((limit - 1) // 3, 1)
+    kept = {len(values) - 1}
+    for part in range(parts):
+        places = range(part * len(values) // parts, (part + 1) * len(values) // parts)
+        there = [i for i in places if values[i] is not None]
+        if there:
+            kept |= {min(there, key=values.__getitem__), max(there, key=values.__getitem__)}
+        kept |= set([i for i in places if values[i] is None][:1])
+    order = sorted(kept)
+    return [steps[i] for i in order], [values[i] for i in order]
+
+
+def smooth(values: list[float | None]) -> list[float | None]:
+    """Means over a window of a fiftieth of the curve."""
+    half = max(len(values) // 100, 2)
+    sums, counts = [0.0], [0]
+    for value in values:
+        sums.append(sums[-1] + (value or 0.0))
+        counts.append(counts[-1] + (value is not None))
+    means: list[float | None] = []
+    for i in range(len(values)):
+        low, high = max(i - half, 0), min(i + half + 1, len(values))
+        n = counts[high] - counts[low]
+        means.append((sums[high] - sums[low]) / n if n else None)
+    return means
+
+
+def curve(name: str, rows: list[dict[str, Any]], key: str | Callable[[dict[str, Any]], Any], **style: Any) -> Curve:
+    """A curve over the rows that have a step."""
+    get = (lambda row: row.get(key)) if isinstance(key, str) else key
+    return Curve(name, [row["step"] for row in rows], [number(get(row)) for row in rows], style)
+
+
+def curves_plot(name: str, title: str, unit: str, curves: list[Curve], note: str = "", **axis: Any) -> Plot | None:
+    """Lines over the steps; None where there is not one value."""
+    curves = [c for c in curves if any(value is not None for value in c.values)]
+    if not curves:
+        return None
+    traces = []
+    for index, c in enumerate(curves):
+        steps, values = thin(c.steps, c.values)
+        line = {"color": f"@{index % 8}", "width": 2, "dash": DASHES[index // 8 % 4], **c.style.get("line", {})}
+        few = sum(value is not None for value in values) <= 40
+        traces.append(
+            {
+                "type": "scatter",
+                "name": html.escape(one_line(c.name)),  # plotly reads tags in it
+                "x": steps,
+                "y": values,
+                "mode": "lines+markers" if few else "lines",
+                "line": line,
+                **{k: v for k, v in c.style.items() if k != "line"},
+            }
+        )
+    layout = {
+        "xaxis": {"title": {"text": "step"}},
+        "yaxis": {"title": {"text": unit}, **axis},
+        "showlegend": len(curves) > 1,
+        "height": 310 + 12 * max(len(curves) - 4, 0),  # room for the legend
+    }
+    return Plot(name, title, traces, layout, ["step", *(c.name for c in curves)], _table(curves), note)
+
+
+def _table(curves: list[Curve]) -> list[list[Any]]:
+    """Some of the steps, evenly chosen, the last one included."""
+    by_step: dict[float, dict[int, float | None]] = {}
+    for index, c in enumerate(curves):
+        for step, value in zip(c.steps, c.values, strict=True):
+            by_step.setdefault(step, {})[index] = value
+    steps = sorted(by_step)
+    if len(steps) > TABLE_ROWS:
+        steps = [steps[round(i * (len(steps) - 1) / (TABLE_ROWS - 1))] for i in range(TABLE_ROWS)]
+    return [[int(step), *(by_step[step].get(i) for i in range(len(curves)))] for step in steps]
+
+
+def with_smoothed(raw: Curve) -> list[Curve]:
+    """A curve, and where it has many points a smoothed one in front of it; the curve itself then steps back."""
+    if len(raw.values) <= SMOOTHED_ABOVE:
+        return [raw]
+    raw.style.update(opacity=0.4, line={"width": 1})
+    return [raw, Curve("smoothed", raw.steps, smooth(raw.values), {"line": {"color": "@1", "width": 2.5}})]
+
+
+def only_smoothed(raw: Curve) -> Curve:
+    """A curve that shares its plot: smoothed where it has many points, for raw ones hide each other."""
+    return Curve(raw.name, raw.steps, smooth(raw.values), raw.style) if len(raw.values) > SMOOTHED_ABOVE else raw
+
+
+def loss_plot(run: Run) -> Plot | None:
+    """Training loss."""
+    curves = with_smoothed(curve("loss", run.metrics, "loss"))
+    return curves_plot("loss", "Training loss", "loss", curves, "Mean over the steps between two points.")
+
+
+def gradient_plot(run: Run) -> Plot | None:
+    """Norm of the gradient before it is clipped."""
+    limit = run.setting("training", "max_grad_norm", 0)
+    note = f"Before clipping at training.max_grad_norm={limit:g}." if limit else "Not clipped."
+    curves = with_smoothed(curve("gradient norm", run.metrics, "grad_norm"))
+    return curves_plot("gradient", "Gradient norm", "norm", curves, note)
+
+
+def wer_plot(run: Run, split: str = "validation") -> Plot | None:
+    """WER by evaluation, of all languages and of each."""
+    rows = run.rows(split)
+    languages = sorted({row["language"] for row in rows if row.get("language") is not None})
+    names = [None, *(languages if len(languages) > 1 else [])]
+    curves = []
+    for name in names:
+        style = {"line": {"width": 3.5}} if name is None else {"line": {"width": 1.5}}
+        curves.append(curve(name or "all", [r for r in rows if r.get("language") == name], percent_of("wer"), **style))
+    place = "wer" if split == "validation" else f"wer-{split}"
+    plot = curves_plot(
+        place, f"Word error rate on {split}", "WER, %", curves, "Step 0 is the base model.", rangemode="tozero"
+    )
+    best = run.best(split).get(None)
+    step = run.summary.get("best_step", best["step"] if best else None)
+    if plot is not None and number(step) is not None:
+        line = {"color": "@grid-strong", "width": 1.5, "dash": "dash"}
+        plot.layout["shapes"] = [
+            {"type": "line", "x0": step, "x1": step, "yref": "paper", "y0": 0, "y1": 1, "line": line}
+        ]
+        plot.layout["annotations"] = [
+            {"x": step, "yref": "paper", "y": 1.0, "yanchor": "bottom", "text": "best", "showarrow": False}
+        ]
+    return plot
+
+
+def rates_plot(run: Run) -> Plot | None:
+    """The learning rate, or those of the parts where they differ."""
+    rates = [row.get("learning_rates") or {} for row in run.metrics]
+    parts = sorted({name for r in rates for name in r}) if any(len(set(r.values())) > 1 for r in rates) else []
+    curves = [
+        curve(part or "others", run.metrics, lambda row, part=part: (row.get("learning_rates") or {}).get(part))
+        for part in parts
+    ] or [curve("learning rate", run.metrics, "learning_rate")]
+    return curves_plot("rates", "Learning rates", "learning rate", curves, exponentformat="power", rangemode="tozero")
+
+
+def throughput_plot(run: Run) -> Plot | None:
+    """Seconds of audio trained on in a second."""
+    curves = with_smoothed(curve("throughput", run.metrics, "audio_seconds_per_second"))
+    note = "Seconds of audio trained on in a second of the clock, over all processes; evaluations do not count."
+    return curves_plot("throughput", "Throughput", "audio s / s", curves, note, rangemode="tozero")
+
+
+def waiting_plot(run: Run) -> Plot | None:
+    """Time spent waiting for data, and padding."""
+    curves = [
+        only_smoothed(curve("time waiting for data", run.metrics, percent_of("data_wait_fraction"))),
+        only_smoothed(curve("padding in the batches", run.metrics, percent_of("padding_fraction"))),
+    ]
+    return curves_plot("waiting", "Waiting and padding", "%", curves, SMOOTHED, rangemode="tozero")
+
+
+def memory_plot(run: Run) -> Plot | None:
+    """Peak of the GPU's allocator, and the process in the host's memory."""
+    curves = [curve("resident in host memory", run.metrics, "rss_gib")]
+    if run.has_gpu:
+        curves.insert(0, curve("GPU, peak so far", run.metrics, "peak_memory_gib"))
+    else:
+        curves.append(curve("resident, peak so far", run.metrics, "peak_rss_gib"))
+    return curves_plot("memory", "Memory of the first process", "GiB", curves, rangemode="tozero")
+
+
+def memory_bar(run: Run, parts: dict[str, float], measured: float | None) -> Plot:
+    """The predicted memory by parts over the measured peak.
+
+    Args:
+        parts: GiB by name.
+        measured: GiB.
+    """
+    bars = [("predicted", name, value) for name, value in parts.items() if value > 0]
+    if measured is not None:
+        bars.append(("measured", "measured peak", measured))
+    traces = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": name,
+            "y": [row],
+            "x": [value],
+            "marker": {"color": f"@{index % 8}" if row == "predicted" else "@muted"},
+            "hovertemplate": "%{x:.3g} GiB",
+        }
+        for index, (row, name, value) in enumerate(bars)
+    ]
+    layout = {
+        "barmode": "stack",
+        "hovermode": "closest",
+        "xaxis": {"title": {"text": "GiB"}},
+        "yaxis": {"categoryorder": "array", "categoryarray": ["measured", "predicted"]},
+        "height": 260,
+    }
+    rows = [[row, name, value] for row, name, value in bars]
+    if len(parts) > 1:
+        rows.insert(len(bars) - (measured is not None), ["predicted", "all parts", sum(parts.values())])
+    return Plot("memory-bar", "Peak memory, predicted and measured", traces, layout, ["", "part", "GiB"], rows)
+
+
+def batch_sums(run: Run) -> dict[int, list[float]]:
+    """Batches of the first process by the whole seconds of their longest clip: batches, clips, audio seconds, padded seconds."""
+    sums: dict[int, list[float]] = {}
+    for row in run.metrics:
+        found = row.get("batch_lengths")
+        for seconds, values in found.items() if isinstance(found, dict) else ():
+            if str(seconds).isdigit() and isinstance(values, list) and len(values) == 4:
+                there = sums.setdefault(int(seconds), [0.0] * 4)
+                for i, value in enumerate(values):
+                    there[i] += number(value) or 0.0
+    return dict(sorted(sums.items()))
+
+
+def lengths_plot(run: Run) -> Plot | None:
+    """Audio and padding by the length of the batches."""
+    sums = batch_sums(run)
+    if not sums:
+        return None
+    labels = [f"{max(seconds - 1, 0)}–{seconds}" for seconds in sums]
+    audio = [values[2] / 60 for values in sums.values()]
+    padding = [max(values[3] - values[2], 0.0) / 60 for values in sums.values()]
+    traces = [
+        {
+            "type": "bar",
+            "name": name,
+            "x": labels,
+            "y": minutes,
+            "marker": {"color": color},
+            "hovertemplate": "%{y:.1f} min",
+        }
+        for name, minutes, color in (("audio", audio, "@0"), ("padding", padding, "@1"))
+    ]
+    layout = {
+        "barmode": "stack",
+        "xaxis": {"title": {"text": "longest clip of the batch, s"}, "type": "category"},
+        "yaxis": {"title": {"text": "minutes"}},
+    }
+    rows = [
+        [
+            label,
+            int(batches),
+            int(clips),
+            clips / max(batches, 1),
+            seconds / 60,
+            100 * (1 - seconds / padded) if padded else 0.0,
+        ]
+        for label, (batches, clips, seconds, padded) in zip(labels, sums.values(), strict=True)
+    ]
+    heads = ["longest clip, s", "batches", "clips", "clips a batch", "audio, min", "padding, %"]
+    note = "Batches of the first process, by their longest clip."
+    return Plot("lengths", "Audio and padding by length of the batch", traces, layout, heads, rows, note)
+
+
+def percent_of(key: str) -> Callable[[dict[str, Any]], float | None]:
+    """Gets a fraction of a row as percent."""
+
+    def get(row: dict[str, Any]) -> float | None:
+        value = number(row.get(key))
+        return None if value is None else 100 * value
+
+    return get

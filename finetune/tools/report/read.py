@@ -1,0 +1,203 @@
+"""Reads the folder of a run, also of one that is going on or has died: what is missing or half written is left out."""
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import UserError
+from finetune.security.documents import parse_json, parse_yaml
+from finetune.security.secrets import clean, known_secrets
+
+EXAMPLES = 3
+
+
+@dataclass
+class Reason:
+    """Clips in quarantine for one reason."""
+
+    text: str
+    clips: int = 0
+    examples: list[dict[str, str]] = field(default_factory=list)
+
+
+@dataclass
+class Run:
+    """What a run left so far."""
+
+    folder: Path
+    config: dict[str, dict[str, Any]]
+    """The resolved configuration; without secrets, as the environment is."""
+    environment: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    quarantine: list[Reason]
+    """The most frequent reason first."""
+    summary: dict[str, Any]
+    """Empty before the end."""
+    mistakes: dict[str, Any]
+    """errors-SPLIT.json of the newest evaluation that has one, of the chosen model where the run is done."""
+    plan: dict[str, Any]
+    """plan.json."""
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.summary)
+
+    @property
+    def has_gpu(self) -> bool:
+        return bool(self.environment.get("gpus"))
+
+    def setting(self, section: str, key: str, default: Any = None) -> Any:
+        """A value of the configuration."""
+        value = (self.config.get(section) or {}).get(key)
+        return default if value is None else value
+
+    @property
+    def step(self) -> int:
+        """The last step that is known of."""
+        return int(
+            max([row["step"] for row in self.metrics + self.evaluations] + [number(self.summary.get("steps")) or 0])
+        )
+
+    @property
+    def judged_on(self) -> str:
+        """The split of the headline numbers: test, once the chosen model has been measured on it."""
+        return "test" if any(row["split"] == "test" for row in self.evaluations if _of_best(row)) else "validation"
+
+    def rows(self, split: str) -> list[dict[str, Any]]:
+        """Evaluations of the model in training, all languages."""
+        return [row for row in self.evaluations if row["split"] == split and not _of_best(row) and _is_raw(row)]
+
+    def base(self, split: str) -> dict[str | None, dict[str, Any]]:
+        """Evaluation of the base model by language; None is all of them. Empty where it was not measured."""
+        return {row.get("language"): row for row in self.rows(split) if row["step"] == 0}
+
+    def best(self, split: str) -> dict[str | None, dict[str, Any]]:
+        """Evaluation of the best model by language: as measured in the end, or the best one so far."""
+        final = [row for row in self.evaluations if row["split"] == split and _of_best(row)]
+        if final:
+            return {row.get("language"): row for row in final}
+        whole = [row for row in self.rows(split) if row.get("language") is None and row.get("wer") is not None]
+        if not whole:
+            return {}
+        step = min(whole, key=lambda row: (row["wer"], row["step"]))["step"]
+        return {row.get("language"): row for row in self.rows(split) if row["step"] == step}
+
+
+def read_run(folder: Path) -> Run:
+    """Reads what is there.
+
+    Raises:
+        UserError: the folder is not that of a run.
+    """
+    if not is_run(folder):
+        raise UserError(
+            f"{folder} is no run's folder: it has no config.yaml, metrics.jsonl or summary.json. Name a training.output_dir."
+        )
+    evaluations = [
+        row for row in _lines(folder / "evaluations.jsonl") if _is_step(row) and isinstance(row.get("split"), str)
+    ]
+    config, environment = _sections(folder / "config.yaml"), _object(folder / "environment.json")
+    # The page is passed on. Its reader may know whose run it is, so that names and paths stay.
+    secrets = known_secrets(config, environment, environment={})
+    return Run(
+        folder=folder,
+        config=clean(config, secrets, personal=False),
+        environment=clean(environment, secrets, personal=False),
+        metrics=[row for row in _lines(folder / "metrics.jsonl") if _is_step(row)],
+        evaluations=evaluations,
+        quarantine=_reasons(folder / "quarantine.jsonl"),
+        summary=_object(folder / "summary.json"),
+        mistakes=_mistakes(folder, evaluations),
+        plan=_object(folder / "plan.json"),
+    )
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run began in this folder."""
+    return any((folder / name).is_file() for name in ("config.yaml", "metrics.jsonl", "summary.json"))
+
+
+def stage_folders(folder: Path) -> list[Path]:
+    """Folders of the stages that a plan trained here, in their order."""
+    found = [
+        (int(m[1]), p) for p in folder.glob("stage-*") if (m := re.fullmatch(r"stage-(\d+)", p.name)) and is_run(p)
+    ]
+    return [path for _, path in sorted(found)]
+
+
+def number(value: Any) -> float | None:
+    """A finite number as it is; None for everything else."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and -sys.float_info.max <= value <= sys.float_info.max else None
+
+
+def _of_best(row: dict[str, Any]) -> bool:
+    return row.get("model") == "best"
+
+
+def _is_raw(row: dict[str, Any]) -> bool:
+    """Of the weights as they are trained, no average of them."""
+    return row.get("weights", "raw") == "raw"
+
+
+def _is_step(row: dict[str, Any]) -> bool:
+    return number(row.get("step")) is not None
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file; lines that are not whole are left out."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                row = parse_json(line)
+            except ValueError:  # cut off when the run died
+                continue
+            if isinstance(row, dict):
+                yield row
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        value = parse_json(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _sections(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        value = parse_yaml(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError):
+        return {}
+    return {k: v for k, v in value.items() if isinstance(v, dict)} if isinstance(value, dict) else {}
+
+
+def _mistakes(folder: Path, evaluations: list[dict[str, Any]]) -> dict[str, Any]:
+    known = {
+        (row["step"], row["split"]) for row in evaluations
+    }  # a run that was continued from an earlier step knows fewer
+    found = [_object(folder / f"errors-{split}.json") for split in ("test", "validation")]
+    found = [m for m in found if (m.get("step"), m.get("split")) in known]
+    return max(found, key=lambda m: (_of_best(m), m["step"]), default={})
+
+
+def _reasons(path: Path) -> list[Reason]:
+    """Reasons without what differs from clip to clip in them."""
+    found: dict[str, Reason] = {}
+    for row in _lines(path):
+        text = re.sub(r"'[^']*'|\"[^\"]*\"|\S*/\S+|\d+(\.\d+)?", "…", str(row.get("reason") or "no reason"))[:200]
+        reason = found.setdefault(text, Reason(text))
+        reason.clips += 1
+        if len(reason.examples) < EXAMPLES:
+            reason.examples.append({key: str(row.get(key, "")) for key in ("id", "source", "reason")})
+    return sorted(found.values(), key=lambda reason: -reason.clips)

@@ -1,0 +1,1 @@
+"""What `python -m finetune.transcribe` makes of recognised words."""

@@ -1,0 +1,224 @@
+"""Growing or replacing the model's vocabulary before a run: once, by the main process, and the same on all of them and after a resume."""
+
+import atexit
+import hashlib
+import json
+import logging
+import shutil
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from finetune.config.tokenizer_setting import TokenizerSetting, default_growth, tokenizer_setting
+from finetune.data.text_corpus import Text, read_texts
+from finetune.errors import UserError
+from finetune.models.coverage import compare, table
+from finetune.models.pieces import described, grow_from_tokenizer, grow_on_texts, said
+from finetune.models.sentencepiece_files import (
+    FILE,
+    is_tokenizer,
+    kind_of,
+    of_model,
+    parse,
+    processor,
+    read_tokenizer,
+    train_tokenizer,
+    write_tokenizer,
+)
+from finetune.models.vocabulary import change_vocabulary, changes_of
+from finetune.security.safe_text import Block
+from finetune.training.stages import agreed
+
+log = logging.getLogger(__name__)
+
+FOLDER, REPORT = "tokenizer", "report.json"
+# Beside the final place, where the run that is to be overwritten may still have its own.
+WAITING = ".tokenizer.new"
+
+
+def set_vocabulary(accelerator: Any, model: Any, config: Any, checkpoint: Path | None) -> bool:
+    """Gives the model the vocabulary that `model.tokenizer` asks for, in place; nothing where it asks for none.
+
+    A checkpoint's run has its tokenizer already. Else the main process makes one, and all take its file, byte by byte. A model
+    that was changed in the same way by the same texts before, as in an earlier stage, is left as it is.
+
+    Returns:
+        Whether the vocabulary is another one than that of `model.name` now.
+
+    Raises:
+        UserError: on all processes, where the tokenizer cannot be made.
+    """
+    setting, folder = tokenizer_setting(config), Path(config.training.output_dir)
+    stored = None if checkpoint is None else checkpoint.parent.parent / FOLDER
+    if stored is not None and agreed((stored / FILE).is_file()):
+        return _take_stored(accelerator, model, setting, stored, folder / FOLDER)
+    if not setting.changes:
+        return False
+    content, problem, report = None, None, {}
+    if accelerator.is_main_process:
+        try:
+            content, report = make_tokenizer(model, setting, config.data.text_normalization)
+        except UserError as error:
+            problem = (str(error), error.exit_code)
+    content, problem, note = agreed((content, problem, report.get("setting")))
+    if problem is not None:
+        raise UserError(problem[0], exit_code=problem[1])
+    if content is None:
+        log.info("%s: the model has this vocabulary already", setting.key)
+        return False
+    if checkpoint is not None:
+        raise UserError(
+            f"{setting.key}: {checkpoint} was written without it, and its vocabulary cannot change on the way. Take out the key, or "
+            "begin a new run from the model."
+        )
+    change_vocabulary(model, _place(accelerator, content, folder / WAITING, report), {"setting": note})
+    log.info("vocabulary of %d pieces; it will be in %s", model.tokenizer.vocab_size, folder / FOLDER)
+    return True
+
+
+def settle(models: list[Any], output_dir: Path) -> None:
+    """Moves a tokenizer that was made for this run to its place in the run's directory. On the main process.
+
+    Args:
+        models: those that may be saved later and have to know the place; None among them is passed over.
+        output_dir: of the run.
+    """
+    waiting, final = (output_dir / WAITING).absolute(), (output_dir / FOLDER).absolute()
+    for model in models:
+        files = {} if model is None else {k: f for k, f in model.artifacts.items() if Path(f.path).parent == waiting}
+        if files and waiting.is_dir():
+            shutil.rmtree(final, ignore_errors=True)
+            waiting.rename(final)
+        for key, file in files.items():
+            file.path = str(final / Path(file.path).name)
+            OmegaConf.update(model.cfg, key, file.path)
+        if files:
+            model.cfg.tokenizer.dir = str(final)
+
+
+def tokenizer_of_run(model: Any, config: Any) -> Any:
+    """The tokenizer that a run's texts are written with: the model's, or the one that `model.tokenizer` asks for, made anew.
+
+    Args:
+        model: NeMo transducer, which stays as it is.
+        config: of the run.
+
+    Returns:
+        What has NeMo's `text_to_ids` and `tokenizer`.
+    """
+    setting = tokenizer_setting(config)
+    content = make_tokenizer(model, setting, config.data.text_normalization)[0] if setting.changes else None
+    if content is None:
+        return model.tokenizer
+    encoder = processor(parse(content, setting.key))
+    return SimpleNamespace(tokenizer=encoder, text_to_ids=encoder.encode)
+
+
+def noted(setting: TokenizerSetting) -> dict[str, Any]:
+    """The setting of a change, as it is kept in the model."""
+    kind = "extend_from" if setting.extend_from is not None else "replace_with"
+    return {kind: setting.origin, "size": setting.size, "pieces": setting.pieces, "coverage": setting.coverage}
+
+
+def _digest(content: bytes) -> str:
+    """Tells one text or tokenizer from another of the same name."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def _has_already(model: Any, note: dict[str, Any]) -> bool:
+    """Whether the model's vocabulary was changed in this way, and not replaced since."""
+    changes = [change.get("setting") or {} for change in changes_of(model)]
+    replaced = [i for i, change in enumerate(changes) if "replace_with" in change]
+    return note in changes[replaced[-1] if replaced else 0 :]
+
+
+def make_tokenizer(model: Any, setting: TokenizerSetting, normalization: str) -> tuple[bytes | None, dict[str, Any]]:
+    """The file that a setting asks for, which may be the old one, and the report on it; no file where the model was changed in this
+    way already, by the same texts or tokenizer.
+
+    Args:
+        model: NeMo transducer with the old tokenizer.
+        setting: with extend_from or replace_with.
+        normalization: of the texts, as `data.text_normalization`.
+
+    Raises:
+        UserError: see `finetune.models.pieces` and `finetune.data.text_corpus`.
+    """
+    old = of_model(model, setting.key)
+    texts: list[Text] = []
+    growth = None
+    if is_tokenizer(setting.origin):
+        other = read_tokenizer(setting.origin, setting.key)
+        size = setting.size or len(other.pieces)
+        digest = _digest(other.SerializeToString())
+    else:
+        texts = read_texts(setting.origin, setting.key, normalization)
+        size = setting.size or default_growth(len(old.pieces))
+        digest = _digest("\n".join(sorted({text.text for text in texts})).encode("utf-8", "surrogatepass"))
+    note = {**noted(setting), "sha256": digest}
+    if _has_already(model, note):
+        return None, {"setting": note}
+    plain = [text.text for text in texts]
+    key, coverage = setting.key, 1.0 if setting.coverage is None else setting.coverage
+    if setting.extend_from is not None:
+        if texts:
+            growth = grow_on_texts(old, plain, size, pieces=setting.pieces, coverage=coverage, key=key)
+        else:
+            growth = grow_from_tokenizer(old, other, size, pieces=setting.pieces, key=key)
+        new = growth.model
+        (log.info if growth.added else log.warning)("%s: %s", key, said(growth))
+    elif texts:
+        size = setting.size or len(old.pieces)
+        new = train_tokenizer(plain, size, kind=kind_of(old), coverage=coverage, key=key)
+    else:
+        new = other
+        if setting.size not in (None, len(new.pieces)):
+            log.warning("model.tokenizer.size has no effect: %s has %d pieces", setting.origin, len(new.pieces))
+    report: dict[str, Any] = {"setting": note, "pieces": len(new.pieces)}
+    if growth is not None:
+        report["growth"] = described(growth)
+    if texts:
+        report |= compare(texts, new, old)
+        log.info("the tokenizer before and now, on the texts of %s:\n%s", key, Block(table(report)))
+        if report["not_written"]:
+            log.warning("%s: characters without a piece: %s", key, report["not_written"][:20])
+    return new.SerializeToString(), report
+
+
+def _place(accelerator: Any, content: bytes, shared: Path, report: dict[str, Any] | None) -> Path:
+    """Directory with the tokenizer's files: the main process's is kept, the others may not see its disk and have one of their own."""
+    if accelerator.is_main_process:
+        shutil.rmtree(shared, ignore_errors=True)
+        place = shared
+    else:
+        place = Path(tempfile.mkdtemp(prefix="tokenizer-"))
+        atexit.register(shutil.rmtree, place, ignore_errors=True)
+    write_tokenizer(parse(content, str(place)), place)
+    if accelerator.is_main_process and report is not None:
+        text = json.dumps(report, ensure_ascii=False, indent=2)
+        (place / REPORT).write_text(text + "\n", encoding="utf-8")
+    return place
+
+
+def _take_stored(accelerator: Any, model: Any, setting: TokenizerSetting, stored: Path, final: Path) -> bool:
+    """The tokenizer of the run that is continued, for a model that does not have it yet; returns whether it had not."""
+    content, report = agreed(_stored(stored) if accelerator.is_main_process else None)
+    made_with = {key: value for key, value in (report.get("setting") or {}).items() if key != "sha256"}
+    if not setting.changes or made_with != noted(setting):
+        log.warning("model.tokenizer: the vocabulary of %s counts, which was made with %s", stored, made_with)
+    if of_model(model, "model.tokenizer").SerializeToString() == content:
+        return False
+    if accelerator.is_main_process and stored.resolve() != final.resolve():
+        shutil.copytree(stored, final, dirs_exist_ok=True)
+    place = final if accelerator.is_main_process else _place(accelerator, content, final, None)
+    change_vocabulary(model, place, {"setting": report.get("setting")})
+    return True
+
+
+def _stored(directory: Path) -> tuple[bytes, dict[str, Any]]:
+    file = directory / REPORT
+    report = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return (directory / FILE).read_bytes(), report

@@ -1,0 +1,199 @@
+"""The command that reads a data set and reports on it."""
+
+import json
+import os
+import re
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+from conftest import read_lines, write_manifest
+from stream_cases import RATE, ids, make_stream, read_epoch
+
+from finetune.config.load import load_config
+from finetune.data.batching import BatchLimits
+from finetune.data.leave_out import LeaveOut
+from finetune.errors import UserError
+from finetune.tools.data_check import check as check_module
+from finetune.tools.data_check.check import estimate_padding, main
+from finetune.training.data import open_sources
+
+
+@pytest.fixture
+def spoiled(tmp_path: Path) -> Path:
+    """Forty clips of 0.5 to 1.5 s in two languages, with a missing file, an empty text, an id twice, and a wrong duration."""
+    random = np.random.default_rng(0)
+    rows = []
+    for i in range(40):
+        samples_S = 0.1 * random.standard_normal(int(RATE * random.uniform(0.5, 1.5)))
+        soundfile.write(tmp_path / f"{i}.flac", samples_S, RATE)
+        rows.append(
+            {
+                "audio_filepath": f"{i}.flac",
+                "id": f"c{i}",
+                "text": f"text {i}",
+                "lang": "en" if i % 4 else "fr",
+                "duration": len(samples_S) / RATE,
+            }
+        )
+    rows[3]["audio_filepath"] = "gone.flac"
+    rows[5]["text"] = " "
+    rows[7]["id"] = "c8"
+    rows[9]["duration"] = 9.0
+    return write_manifest(tmp_path / "m.jsonl", rows)
+
+
+def test_the_report(spoiled: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "check"
+    arguments = [
+        "--data",
+        str(spoiled),
+        "--output-dir",
+        str(out),
+        "--workers",
+        "2",
+        "--json",
+        str(tmp_path / "figures.json"),
+    ]
+    assert main(arguments) == 0
+    found = json.loads((tmp_path / "figures.json").read_text())
+    assert found == json.loads((out / "check.json").read_text())
+    assert (found["rows"], found["clips"], found["bad"], found["duplicate_ids"]) == (40, 37, 2, 1)
+    assert found["filtered"] == {"empty_text": 1}
+    assert found["problems"] == {"there is no file": 1, "the row says": 1}
+    assert found["clips_by_language"] == {"en": 27, "fr": 10}
+    seconds = sum(soundfile.info(spoiled.parent / f"{i}.flac").duration for i in range(40) if i not in (3, 5, 9))
+    assert found["hours"] == pytest.approx(seconds / 3600, rel=1e-6)
+    assert sum(found["histograms"]["seconds"]["counts"]) == 37
+    assert found["padding"]["by duration"] < found["padding"]["at random"]
+    assert {line["id"] for line in read_lines(out / "problems.jsonl") if "id" in line} == {"c3", "c9"}
+    problems = {line["source"]: line["reason"] for line in read_lines(out / "problems.jsonl")}
+    assert problems[f"{spoiled} line 9"] == "duplicate_id"
+    assert len(problems) == 3
+    page = (out / "report.html").read_text()
+    assert "data:image/png;base64," in page
+    assert "there is no file" in page
+    assert "40 rows, 37 clips" in capsys.readouterr().out
+
+
+def test_training_leaves_out_what_the_check_has_found(spoiled: Path, tmp_path: Path) -> None:
+    main(["--data", str(spoiled), "--output-dir", str(tmp_path / "check"), "--workers", "1"])
+    leave_out = LeaveOut(str(tmp_path / "check" / "problems.jsonl"), "data.leave_out")
+    batches = read_epoch(make_stream(str(spoiled), leave_out=leave_out, check_durations=True, workers=1))
+    assert [q for b in batches for q in b.quarantined] == []
+    filtered = sum((Counter(b.filtered) for b in batches), Counter())
+    assert filtered == {"duplicate_id": 1, "in_leave_out": 2, "empty_text": 1}
+    assert sorted(ids(batches)) == sorted({f"c{i}" for i in range(40)} - {"c3", "c5", "c7", "c9"})
+
+
+def test_equal_paths_in_two_folders_are_no_duplicates(tmp_path: Path) -> None:
+    manifests = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        soundfile.write(tmp_path / folder / "0.wav", np.zeros(RATE), RATE)
+        rows = [{"audio_filepath": "0.wav", "text": "a"}]
+        manifests.append(str(write_manifest(tmp_path / folder / "m.jsonl", rows)))
+    main(["--data", *manifests, "--output-dir", str(tmp_path / "check"), "--workers", "1"])
+    assert read_lines(tmp_path / "check" / "problems.jsonl") == []
+
+
+def test_a_check_that_was_finished_reads_everything_again(spoiled: Path, tmp_path: Path) -> None:
+    arguments = ["--data", str(spoiled), "--output-dir", str(tmp_path / "check"), "--workers", "1"]
+    main(arguments)
+    soundfile.write(spoiled.parent / "gone.flac", np.zeros(RATE), RATE)
+    main(arguments)
+    assert {p.get("id") for p in read_lines(tmp_path / "check" / "problems.jsonl")} == {"c9", None}
+    assert "there is no file" not in json.loads((tmp_path / "check" / "check.json").read_text())["problems"]
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_is_killed_ends_the_check(
+    spoiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(check_module, "read_clip", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    assert main(["--data", str(spoiled), "--output-dir", str(tmp_path / "check"), "--workers", "2"]) == 1
+    assert re.search(rf"a process was killed.*at {spoiled} line \d+.*fewer --workers", capsys.readouterr().err)
+
+
+def test_parts_of_one_file_are_no_duplicates(tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "long.wav", np.random.default_rng(0).uniform(-0.1, 0.1, 4 * RATE), RATE)
+    rows = [{"audio_filepath": "long.wav", "offset": i, "duration": 1.0, "text": "a"} for i in (0, 1, 2, 1)]
+    manifest = write_manifest(tmp_path / "m.jsonl", rows)
+    main(["--data", str(manifest), "--output-dir", str(tmp_path / "check"), "--workers", "1"])
+    assert [p["source"] for p in read_lines(tmp_path / "check" / "problems.jsonl")] == [f"{manifest} line 4"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"source": "other.jsonl line 3", "reason": "x"}\n', "names rows of other.jsonl, but data.train reads"),
+        ('{"source": "a line 3"}\nwords\n', "line 2 of .* is no"),
+        ("[1]\n", "line 1 of .* is no"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_a_list_that_cannot_be_used(tiny_run: Any, tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "list.jsonl").write_text(content)
+    run_file = tiny_run(data={"leave_out": str(tmp_path / "list.jsonl")})[1]
+    config, _ = load_config(Path(run_file), [], [])
+    with pytest.raises(UserError, match=f"data.leave_out.*{message}"):
+        open_sources(config)
+
+
+def test_a_check_goes_on_where_it_was_and_begins_anew_for_other_data(
+    spoiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "check"
+    arguments = ["--data", str(spoiled), "--output-dir", str(out), "--workers", "1"]
+    began = []
+    read_all = check_module.read_all
+
+    def read(*given: Any) -> list[Path]:
+        began.append((out / "parts" / "of.txt").read_text())
+        return read_all(*given)
+
+    monkeypatch.setattr(check_module, "read_all", read)
+    main(arguments)
+    parts = sorted((out / "parts").glob("*.json"))
+    (out / "parts" / "of.txt").write_text(began[0])  # as if it had been interrupted before its end
+    whole = json.loads((out / "check.json").read_text())
+    times = {p: p.stat().st_mtime_ns for p in parts}
+    parts[0].unlink()
+    main(arguments)
+    assert json.loads((out / "check.json").read_text()) == whole
+    assert {p for p in parts if p.stat().st_mtime_ns == times[p]} == set(parts[1:])
+    write_manifest(spoiled, read_lines(spoiled)[:10])
+    main(arguments)
+    assert json.loads((out / "check.json").read_text())["rows"] == 10
+
+
+def test_with_a_run_file_its_filters_and_its_model(tiny_run: Any, tmp_path: Path) -> None:
+    run_file = tiny_run(data={"filters": {"max_tokens": 4}, "max_duration": 1.0})[1]
+    assert main(["--config", run_file, "--output-dir", str(tmp_path / "check"), "--workers", "1"]) == 0
+    found = json.loads((tmp_path / "check" / "check.json").read_text())
+    assert found["filtered"]["more_than_max_tokens"] > 0
+    assert found["rows"] == found["clips"] + sum(found["filtered"].values())
+
+
+def test_too_many_bad_clips_are_a_bad_verdict(tmp_path: Path, capsys: Any) -> None:
+    rows = [{"audio_filepath": f"{i}.flac", "text": "a"} for i in range(10)]
+    manifest = write_manifest(tmp_path / "m.jsonl", rows)
+    assert main(["--data", str(manifest), "--output-dir", str(tmp_path / "check")]) == 1
+    assert main(["--data", str(tmp_path / "none.jsonl"), "--output-dir", str(tmp_path / "check")]) == 2
+    assert "there is no manifest" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 2
+
+
+def test_estimated_padding() -> None:
+    same = [[5.0, 20]] * 100
+    assert estimate_padding(same, BatchLimits(clips=8), 64) == {"by duration": 0.0, "at random": 0.0}
+    mixed = [[1.0 + i % 10, 20] for i in range(400)]
+    found = estimate_padding(mixed, BatchLimits(clips=8), 200)
+    assert found["by duration"] < 0.1 < 0.3 < found["at random"]
