@@ -24,7 +24,7 @@ run() {
 
 run loss "the loss on the GPU against the CPU" "$python" scripts/gpu/check_loss.py
 run optimizers "optimizers on the GPU: states, offload, time" "$python" scripts/gpu/check_optimizers.py --json "$parts/optimizers.json"
-run activation_offload "activation offload: memory and gradients" "$python" -m pytest -q -p no:cacheprovider tests/test_memory_strategies.py -k offload_frees_gpu_memory
+run activation_offload "activation offload: memory and gradients" "$python" -m pytest -q -p no:cacheprovider tests/strategies/test_memory_strategies.py -k offload_frees_gpu_memory
 run strategies "memory and time of strategies on the 0.6B layout" "$python" scripts/bench/real_size.py --output-dir "$parts/real_size" --json "$parts/strategies.json"
 run loss_time "time and memory of the loss" "$python" scripts/bench/tdt_loss.py --cases gpu_v8192 gpu_24gb --json "$parts/loss_time.json"
 

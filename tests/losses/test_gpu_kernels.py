@@ -11,7 +11,7 @@ from conftest import ROOT
 @pytest.mark.parametrize("what", ["run", "compile"])
 def test_kernels(what):
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "interpreted.py"), what],
+        [sys.executable, str(ROOT / "tests" / "losses" / "interpreted.py"), what],
         capture_output=True,
         text=True,
         timeout=280,

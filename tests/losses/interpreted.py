@@ -1,4 +1,4 @@
-"""The GPU kernels under Triton's interpreter, and compiled for GPUs that are not here: python tests/interpreted.py run | compile.
+"""The GPU kernels under Triton's interpreter, and compiled for GPUs that are not here: python tests/losses/interpreted.py run | compile.
 
 In processes of their own, since Triton reads TRITON_INTERPRET when it is imported. Ends with 0 when everything is as it should be.
 """
