@@ -18,12 +18,12 @@ from finetune.data.batching import BatchLimits
 from finetune.data.options import StreamOptions
 from finetune.data.sources import open_source, parse_sources
 from finetune.data.stream import ClipStream
+from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.evaluation.recognise import score_stream
-from finetune.logs import say_error, set_up_logging
+from finetune.logs import print_error, set_up_logging
 from finetune.models.nemo import load_model, move_to_device, save_nemo
 from finetune.training.data import no_tokens
-from finetune.training.outputs import write_json
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
         with torch.no_grad():
             rows = write_mean(arguments)
     except UserError as error:
-        say_error(error)
+        print_error(error)
         return error.exit_code
     for row in rows if arguments.data else ():
         print(f"{100 * row['wer']:7.2f} % WER {100 * row['cer']:7.2f} % CER on {row['clips']} clips  {row['model']}")

@@ -22,7 +22,7 @@ from typing import Any
 try:
     from finetune.config.load import load_config
     from finetune.errors import UserError
-    from finetune.logs import say_error, set_up_logging
+    from finetune.logs import print_error, set_up_logging
     from finetune.paths import ROOT
     from finetune.strategies.accelerate_config import resolve_precision, resolve_strategy
     from finetune.tools.doctor import gpu, packages, system
@@ -179,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
                 f"{arguments.bundle}: {', '.join(names)}. Secrets that were recognised are out; look into it before you send it."
             )
     except UserError as error:
-        say_error(error)
+        print_error(error)
         return error.exit_code
     return 0 if report["can_run"] else 1
 

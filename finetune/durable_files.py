@@ -2,8 +2,10 @@
 
 import contextlib
 import hashlib
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 BLOCK = 2**22
 
@@ -50,3 +52,8 @@ def sha256_of(path: Path) -> str:
         while block := file.read(BLOCK):
             digest.update(block)
     return digest.hexdigest()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON aside and renames it, so that the file is whole or as before."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")

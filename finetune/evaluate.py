@@ -21,15 +21,16 @@ from finetune.data.normalization import SCORE_NORMALIZATIONS
 from finetune.data.options import StreamOptions
 from finetune.data.sources import open_source, parse_sources
 from finetune.data.stream import ClipStream
+from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.evaluation.comparison import Utterance, compare_utterances, print_comparison, read_utterances
 from finetune.evaluation.recognise import LONGEST_AT_ONCE, evaluation_limits, score_stream
 from finetune.evaluation.significance import FEW, RESAMPLES, block_names
-from finetune.logs import say_error, set_up_logging
+from finetune.logs import print_error, set_up_logging
 from finetune.models.nemo import load_model, move_to_device
 from finetune.security.safe_text import one_line
 from finetune.training.data import no_tokens
-from finetune.training.outputs import LineFile, write_json
+from finetune.training.outputs import LineFile
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -263,7 +264,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             result = evaluate(arguments, arguments.model, *arguments.utterances)
     except (UserError, RuntimeError) as error:
-        say_error(error)
+        print_error(error)
         return getattr(error, "exit_code", 1)
     for one in result.get("models", [] if arguments.compare else [result]):
         print_table(one)

@@ -20,7 +20,7 @@ import torch
 
 from finetune.errors import UserError
 from finetune.evaluation.recognise import evaluation_mode, recognise_batch
-from finetune.logs import say_error, set_up_logging
+from finetune.logs import print_error, set_up_logging
 from finetune.models.huggingface_write import DTYPES
 from finetune.models.nemo import load_model, save_nemo
 from finetune.tools.export.hugging_face import CLIPS, TOLERANCE, export_hugging_face, say_result
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         path = export_nemo(arguments.model, arguments.output, arguments.tokenizer)
     except UserError as error:
-        say_error(error)
+        print_error(error)
         return error.exit_code
     print(f"{path} ({path.stat().st_size / 1e6:.1f} MB), read again and equal")
     return 0

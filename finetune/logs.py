@@ -89,14 +89,14 @@ def without_secrets(text: str) -> str:
     return clean_urls(text) if "://" in text else text
 
 
-def say_error(error: Any, before: str = "error: ") -> None:
+def print_error(error: Any, before: str = "error: ") -> None:
     """A message to the user on stderr, which cannot act on the terminal and holds no secret."""
     print(f"{before}{without_secrets(lines(error))}", file=sys.stderr)
 
 
 def _say_crash(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """A traceback, cleaned as a message is."""
-    say_error("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"), before="")
+    print_error("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"), before="")
 
 
 def let_go(error: OSError) -> None:

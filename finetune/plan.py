@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.load import load_config
+from finetune.durable_files import write_json
 from finetune.errors import UserError
-from finetune.logs import say_error, set_up_logging
+from finetune.logs import print_error, set_up_logging
 from finetune.strategies.accelerate_config import resolve_strategy
 from finetune.tools.planning.gpus import GIB, Card, card_here, card_named, card_with_memory
 from finetune.tools.planning.prediction import (
@@ -28,7 +29,6 @@ from finetune.tools.planning.prediction import (
     make_plan,
     recommend,
 )
-from finetune.training.outputs import write_json
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
             draw(rows, card, a.picture)
         return 0 if recommended and any(row.fits for row in rows) else 1
     except UserError as error:
-        say_error(error)
+        print_error(error)
         return error.exit_code
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import UserError
-from finetune.logs import say_error, set_up_logging
+from finetune.logs import print_error, set_up_logging
 from finetune.tools.publishing.base import with_answers
 from finetune.tools.publishing.card import make_card
 from finetune.tools.publishing.facts import (
@@ -266,7 +266,7 @@ def main(argv: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             return share(arguments, Path(folder))
     except UserError as error:
-        say_error(error)
+        print_error(error)
         return error.exit_code
     except BrokenPipeError:  # `| head`: nobody reads on, and Python would say so once more when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

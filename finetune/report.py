@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from finetune.errors import UserError
-from finetune.logs import say_error
+from finetune.logs import print_error
 from finetune.tools.report.compare import write_comparison
 from finetune.tools.report.page import write_report
 from finetune.tools.report.read import is_run, stage_folders
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             path = write_comparison(folders, arguments.output or Path("compare.html"))
     except UserError as error:
-        say_error(error)
+        print_error(error)
         return error.exit_code
     print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
     return 0

@@ -18,7 +18,7 @@ from finetune.config.tokenizer_setting import NEW_PIECES
 from finetune.data.normalization import NORMALIZATIONS
 from finetune.data.text_corpus import Text, read_texts
 from finetune.errors import UserError
-from finetune.logs import say_error, set_up_logging
+from finetune.logs import print_error, set_up_logging
 from finetune.models.coverage import compare, table
 from finetune.models.pieces import Growth, described, grow_from_tokenizer, grow_on_texts, said
 from finetune.models.sentencepiece_files import (
@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.report_on:
             texts = texts + read_texts(arguments.report_on, "--report-on", arguments.normalization, arguments.split)
     except UserError as error:
-        say_error(error)
+        print_error(error)
         return error.exit_code
     write_tokenizer(model, arguments.output)
     report: dict[str, Any] = {"tokenizer": str(arguments.output), "type": kind_of(model), "pieces": len(model.pieces)}

@@ -30,7 +30,7 @@ from omegaconf import OmegaConf  # noqa: E402
 from finetune import signals as stopping  # noqa: E402
 from finetune.config.load import load_config  # noqa: E402
 from finetune.errors import UserError  # noqa: E402
-from finetune.logs import say_error, set_up_logging  # noqa: E402
+from finetune.logs import print_error, set_up_logging  # noqa: E402
 from finetune.rank_monitor import client as ranks  # noqa: E402
 from finetune.strategies.accelerate_config import check_num_gpus, engine_with, number_of_processes, resolve_strategy  # noqa: E402
 
@@ -204,7 +204,7 @@ def _main(argv: list[str] | None, observe: Callable[[Any], None] | None) -> int:
         return 0
     except UserError as error:
         ranks.failed(str(error))
-        say_error(error)
+        print_error(error)
         return error.exit_code
     except (RuntimeError, MemoryError) as error:
         from finetune.training.out_of_memory import is_out_of_memory, out_of_memory_message
@@ -214,7 +214,7 @@ def _main(argv: list[str] | None, observe: Callable[[Any], None] | None) -> int:
         gpu = type(error).__name__ == "OutOfMemoryError"
         engine = engine_with(strategy.engine, number_of_processes())
         ranks.failed(error)
-        say_error(out_of_memory_message(error, config, gpu, engine))
+        print_error(out_of_memory_message(error, config, gpu, engine))
         return 1
     except (stopping.Stopped, stopping.CutShort) as stop:
         print(

@@ -27,7 +27,7 @@ from finetune.data.decode import BadClip
 from finetune.errors import UserError
 from finetune.evaluation.long_audio import CHUNK_SECONDS, OVERLAP_SECONDS, Chunk, Cutting, Pieces, Stitcher, chunks_of
 from finetune.evaluation.recognise import evaluation_mode, frame_seconds, recognise_chunks, text_of
-from finetune.logs import say_error, set_up_logging
+from finetune.logs import print_error, set_up_logging
 from finetune.models.nemo import load_model, move_to_device
 from finetune.security.safe_text import json_line, one_line
 from finetune.strategies.attention import use_local_attention
@@ -234,7 +234,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.attention == "local":
             use_local_attention(model, arguments.context)
     except UserError as error:
-        say_error(error)
+        print_error(error)
         return error.exit_code
     if timed:
         enable_timestamps(model)
@@ -247,7 +247,7 @@ def main(argv: list[str] | None = None) -> int:
         for row in tqdm(rows, total=len(files), unit="file", disable=len(files) == 1, delay=2):
             if "error" in row:
                 failed += 1
-                say_error(f"{one_line(row['file'])}: {one_line(row['error'])}")
+                print_error(f"{one_line(row['file'])}: {one_line(row['error'])}")
             elif arguments.output:
                 write_formats(row, paths[row["file"]], arguments.timestamps)
             if not arguments.timestamps:

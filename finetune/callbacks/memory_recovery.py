@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from finetune.data.stream import Batch
+from finetune.distributed import broadcast
+from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.models.nemo import encoder_lengths
 from finetune.tools.planning.optimizer_memory import RELEASES_GRADIENTS
 from finetune.training.out_of_memory import is_out_of_memory, out_of_memory_message
-from finetune.training.outputs import write_json
-from finetune.training.stages import agreed
 
 log = logging.getLogger(__name__)
 
@@ -284,4 +284,4 @@ def earlier_limits(output_dir: Path) -> dict[str, Any] | None:
         found = found if found["bounds"] and found["now"] else None
     except (OSError, ValueError, KeyError):
         found = None
-    return agreed(found)
+    return broadcast(found)

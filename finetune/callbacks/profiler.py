@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.security.safe_text import Block
-from finetune.training.outputs import write_json
 
 log = logging.getLogger(__name__)
 

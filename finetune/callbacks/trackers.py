@@ -13,7 +13,7 @@ import numpy as np
 
 from finetune.data.decode import as_float
 from finetune.data.stream import Batch
-from finetune.evaluation.scores import Scoreboard
+from finetune.evaluation.scores import WerAccumulator
 from finetune.security.safe_text import one_line
 from finetune.tools.publishing.card import ADDRESS, MARKDOWN
 
@@ -100,7 +100,7 @@ def log_evaluation(
     accelerator: Any,
     step: int,
     split: str,
-    board: Scoreboard,
+    board: WerAccumulator,
     heard: list[HeardClip],
     sample_rate: int,
     with_audio: bool,

@@ -17,7 +17,7 @@ from finetune.data.stream import Batch, ClipStream
 from finetune.errors import UserError
 from finetune.evaluation.long_audio import Chunk, Cutting, Pieces, Stitcher, Token, chunks_of
 from finetune.evaluation.mistakes import Mistakes
-from finetune.evaluation.scores import Scoreboard
+from finetune.evaluation.scores import WerAccumulator
 
 SHORTEST_SECONDS = 0.1
 CHUNKS_AT_ONCE = 4  # decoded together, of a clip that is too long for one piece
@@ -159,8 +159,8 @@ def score_stream(
     keep_worst: int = 0,
     show_progress: bool = True,
     on_clip: Callable[[str, str, str, str, Any], None] | None = None,
-    on_batch: Callable[[Batch, list[str], Scoreboard], None] | None = None,
-) -> Scoreboard:
+    on_batch: Callable[[Batch, list[str], WerAccumulator], None] | None = None,
+) -> WerAccumulator:
     """Decodes one pass over a stream and counts errors. Nothing but strings and counts is kept, and the audio of the worst clips.
 
     Args:
@@ -179,7 +179,7 @@ def score_stream(
     Raises:
         UserError: a shard cannot be read.
     """
-    board = Scoreboard(normalization, keep_pairs)
+    board = WerAccumulator(normalization, keep_pairs)
     if keep_worst:
         board.mistakes = Mistakes(keep_worst, model.preprocessor._sample_rate)
     with (

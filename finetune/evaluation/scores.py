@@ -76,7 +76,7 @@ def _score(reference: str, hypothesis: str) -> tuple[Counts, list[tuple[str, str
 
 
 @dataclass
-class Scoreboard:
+class WerAccumulator:
     """Counts overall and per language, a few pairs to look at, and on demand the mistakes."""
 
     normalization: str
@@ -116,7 +116,7 @@ class Scoreboard:
         """The pairs whose ids have the smallest checksums: the same clips each time, from all over the set."""
         return sorted(pairs, key=lambda pair: zlib.crc32(pair["id"].encode()))[: self.keep_pairs]
 
-    def merge(self, other: "Scoreboard") -> None:
+    def merge(self, other: "WerAccumulator") -> None:
         self.total.add(other.total)
         for language, counts in other.by_language.items():
             self.by_language.setdefault(language, Counts()).add(counts)

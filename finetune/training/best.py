@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from finetune.callbacks import averaging, trackers
-from finetune.durable_files import put_in_place, sha256_of
+from finetune.distributed import broadcast
+from finetune.durable_files import put_in_place, sha256_of, write_json
 from finetune.errors import UserError
 from finetune.models.nemo import load_weights, write_nemo
 from finetune.strategies.lora_adapters import write_adapter
@@ -17,8 +18,7 @@ from finetune.tools.report.page import keep_report
 from finetune.training import verdict
 from finetune.training.checkpoints import CANNOT_WRITE
 from finetune.training.evaluation import average_batchnorm, evaluation_rows, judge_split, log_board, write_mistakes
-from finetune.training.outputs import check_best, read_best, write_json
-from finetune.training.stages import agreed
+from finetune.training.outputs import check_best, read_best
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def evaluate_best(trainer: Any, splits: tuple[str, ...]) -> dict[str, Any]:
 def _check_kept(trainer: Any) -> None:
     """Raises UserError where model.nemo is not as it was written."""
     main = trainer.accelerator.is_main_process
-    if agreed(main and check_best(trainer.output_dir)[1]):
+    if broadcast(main and check_best(trainer.output_dir)[1]):
         raise UserError(
             f"{trainer.output_dir / 'model.nemo'} is damaged: it is not as it was written at step {trainer.progress.best_step} (its "
             "checksum differs). Start the same command again with training.resume_from_checkpoint=true: the best model is chosen anew.",
@@ -100,12 +100,12 @@ def try_average(trainer: Any) -> dict[str, Any] | None:
         if (folder / "summary.json").is_file():  # a finished run that was started again
             return json.loads((folder / "summary.json").read_text(encoding="utf-8")).get("average_checkpoints")
         # The run died after the mean was taken: it is judged once more against the single model before it.
-        single = (agreed(read_best(folder)) or {}).get("previous") or {}
+        single = (broadcast(read_best(folder)) or {}).get("previous") or {}
         p.best_step, p.best_wer = single.get("step"), single.get("validation_wer")
         p.best_weights = single.get("weights", "raw")
     if trainer.accelerator.is_main_process:  # the settings may be others than when the states were kept
         averaging.prune(folder, t.average_checkpoints, t.average_by)
-    states = agreed([(s.step, s.wer, s.path) for s in averaging.kept_states(trainer.output_dir)])
+    states = broadcast([(s.step, s.wer, s.path) for s in averaging.kept_states(trainer.output_dir)])
     if len(states) < 2:
         log.info(
             "training.average_checkpoints: %d state(s) of the weights were kept, and a mean takes two", len(states)
@@ -197,7 +197,7 @@ def keep(trainer: Any, model: Any) -> None:
             )
             for remains in folder.glob(".model.nemo.tmp*"):
                 remains.unlink(missing_ok=True)
-    problem = agreed(problem)
+    problem = broadcast(problem)
     if problem:
         raise UserError(problem, exit_code=1)
 
@@ -216,7 +216,7 @@ def _keep_state(trainer: Any, model: Any, wer: float) -> None:
                 "room or mend the disk, then start the same command again with training.resume_from_checkpoint=true."
             )
         averaging.prune(trainer.output_dir, t.average_checkpoints, t.average_by)
-    problem = agreed(problem)
+    problem = broadcast(problem)
     if problem:
         raise UserError(problem, exit_code=1)
 

@@ -14,11 +14,10 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
-from finetune.durable_files import sha256_of, sync_directory, sync_file
+from finetune.durable_files import sha256_of, sync_directory, sync_file, write_json
 from finetune.errors import UserError
 from finetune.security.documents import read_json_object
 from finetune.security.pickles import check_checkpoint
-from finetune.training.outputs import write_json
 
 log = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
+from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.rank_monitor.client import own_address
 from finetune.training.checkpoints import checkpoints_of
-from finetune.training.outputs import write_json
 
 log = logging.getLogger(__name__)
 

@@ -10,19 +10,19 @@ import torch
 from finetune import signals as stopping
 from finetune.callbacks.trackers import SAMPLES_TO_HEAR, HeardClip, keep_clips
 from finetune.data.stream import Batch
+from finetune.durable_files import write_json
 from finetune.evaluation.mistakes import Mistakes
 from finetune.evaluation.recognise import batched_decoding_differs, score_stream
-from finetune.evaluation.scores import Scoreboard
+from finetune.evaluation.scores import WerAccumulator
 from finetune.models.nemo import learning_batchnorms
 from finetune.training.data import make_stream
-from finetune.training.outputs import write_json
 
 log = logging.getLogger(__name__)
 
 
 def evaluate_split(
     accelerator: Any, model: Any, config: Any, sources: list[Any], split: str, view: Any
-) -> tuple[Scoreboard, list[HeardClip]]:
+) -> tuple[WerAccumulator, list[HeardClip]]:
     """WER of a split over all ranks, the merged result on each of them; and a few clips of this rank to listen to.
 
     Args:
@@ -41,7 +41,7 @@ def evaluate_split(
     wanted = SAMPLES_TO_HEAR if accelerator.is_main_process and accelerator.trackers else 0
     wanted = min(wanted, config.training.sample_predictions)
 
-    def on_batch(batch: Batch, hypotheses: list[str], board: Scoreboard) -> None:
+    def on_batch(batch: Batch, hypotheses: list[str], board: WerAccumulator) -> None:
         if stopping.requested():
             raise stopping.CutShort
         if wanted:
@@ -69,7 +69,7 @@ def evaluate_split(
     if any(part is None for part in parts):
         raise stopping.CutShort("a signal came in an evaluation; the last checkpoint counts")
     if len(parts) > 1:
-        merged = Scoreboard(board.normalization, board.keep_pairs)
+        merged = WerAccumulator(board.normalization, board.keep_pairs)
         if board.mistakes is not None:
             merged.mistakes = Mistakes(board.mistakes.keep_clips, board.mistakes.sample_rate)
         for part in parts:
@@ -80,7 +80,7 @@ def evaluate_split(
 
 def judge_split(
     accelerator: Any, model: Any, config: Any, sources: dict[str, list[Any]], split: str, intake: Any, view: Any
-) -> tuple[Scoreboard, list[HeardClip]]:
+) -> tuple[WerAccumulator, list[HeardClip]]:
     """Counts of a split, with its bad clips in quarantine and said; and a few clips of this rank to listen to."""
     board, heard = evaluate_split(accelerator, model, config, sources[split], split, view)
     intake.write_quarantine(board.quarantined)
@@ -129,14 +129,14 @@ def average_batchnorm(accelerator: Any, model: Any, config: Any) -> None:
                 statistics /= accelerator.num_processes
 
 
-def evaluation_rows(step: int, split: str, board: Scoreboard) -> list[dict[str, Any]]:
+def evaluation_rows(step: int, split: str, board: WerAccumulator) -> list[dict[str, Any]]:
     """Lines of evaluations.jsonl: the whole split (language null), then each language."""
     rows = [{"step": step, "split": split, "language": None, **board.total.rates()}]
     rows += [{"step": step, "split": split, "language": n, **c.rates()} for n, c in sorted(board.by_language.items())]
     return rows
 
 
-def write_mistakes(folder: Path, step: int, split: str, board: Scoreboard, mark: dict[str, str]) -> None:
+def write_mistakes(folder: Path, step: int, split: str, board: WerAccumulator, mark: dict[str, str]) -> None:
     """Writes errors-SPLIT.json, over that of the evaluation before: confused words and the worst clips with their audio."""
     if board.mistakes is None:
         return
@@ -147,7 +147,7 @@ def write_mistakes(folder: Path, step: int, split: str, board: Scoreboard, mark:
         log.warning("%s cannot be written: %s", path, error)
 
 
-def log_board(step: int, split: str, board: Scoreboard) -> None:
+def log_board(step: int, split: str, board: WerAccumulator) -> None:
     """One line of rates, then the sample pairs."""
     rates = board.total.rates()
     if rates["wer"] is None:

@@ -37,11 +37,6 @@ VERSIONS = (
 LAUNCHERS = ("accelerate", "deepspeed", "torchrun")
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Writes JSON aside and renames it, so that the file is whole or as before."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
-
-
 def read_best(output_dir: Path) -> dict[str, Any] | None:
     """Step, validation WER and kind of weights (raw, ema, average) of the model.nemo that lies there; None where there is none."""
     path = output_dir / "checkpoints" / "best.json"

@@ -10,14 +10,15 @@ from omegaconf import OmegaConf
 from safetensors import SafetensorError
 
 from finetune.callbacks import averaging
+from finetune.distributed import broadcast
+from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.strategies.lora import load_merged_state_dict, merge_saved_lora
 from finetune.strategies.optimizers import unwrap_optimizer
 from finetune.strategies.sharded import read_whole_weights
 from finetune.strategies.zero_shards import redistribute
 from finetune.training import checkpoints
-from finetune.training.outputs import check_best, read_best, write_json
-from finetune.training.stages import agreed
+from finetune.training.outputs import check_best, read_best
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +180,7 @@ def _redistribute(trainer: Any, path: Path) -> bool:
 def _settle_best(trainer: Any) -> None:
     """model.nemo may be newer than the checkpoint, or of another run; what is said of it has to be true."""
     p = trainer.progress
-    kept, damaged = agreed(check_best(trainer.output_dir) if trainer.accelerator.is_main_process else None)
+    kept, damaged = broadcast(check_best(trainer.output_dir) if trainer.accelerator.is_main_process else None)
     if kept is not None and trainer.accelerator.is_main_process and kept != read_best(trainer.output_dir):
         write_json(trainer.output_dir / "checkpoints" / "best.json", kept)  # of the one that really lies there
     known = (p.best_step, p.best_wer, p.best_weights)

@@ -20,6 +20,8 @@ from finetune.callbacks import averaging, trackers
 from finetune.config.compatibility import find_conflicts
 from finetune.config.redaction import without_secrets, write_config
 from finetune.config.tokenizer_setting import tokenizer_setting
+from finetune.distributed import broadcast
+from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.models.nemo import cast_parameters, load_model, prepare_for_training
 from finetune.models.transducer import TransducerLossModule
@@ -46,11 +48,10 @@ from finetune.training.data import count_clips, make_stream, mean_seconds, train
 from finetune.training.data import open_sources as open_sources
 from finetune.training.evaluation import check_decoding
 from finetune.training.nonfinite import SKIPPED_FILE
-from finetune.training.outputs import environment, peak_memory_gib, peak_rss_gib, write_json
+from finetune.training.outputs import environment, peak_memory_gib, peak_rss_gib
 from finetune.training.process import allow_tf32, seed_everything, set_allocator
 from finetune.training.resume import resume, take_weights
 from finetune.training.schedule import Schedule
-from finetune.training.stages import agreed
 from finetune.training.trainer import Trainer
 from finetune.training.verdict import forget_base, say_result, significance
 
@@ -177,7 +178,7 @@ def find_checkpoint(config: Any) -> Path | None:
             found = checkpoints.find_checkpoint(t.resume_from_checkpoint, Path(t.output_dir))
         except UserError as error:
             problem = (str(error), error.exit_code)
-    found, problem = agreed((found, problem))
+    found, problem = broadcast((found, problem))
     if problem:
         raise UserError(*problem)
     return found
@@ -253,7 +254,7 @@ def plan_steps(accelerator: Any, config: Any, sources: dict[str, list[Any]]) -> 
         )
     d, batch = config.data, t.per_device_train_batch_size
     if d.batch_duration or d.batch_bounds:
-        mean = agreed(mean_seconds(sources["train"], config))
+        mean = broadcast(mean_seconds(sources["train"], config))
         batch = d.batch_duration / mean if d.batch_duration else train_limits(config).clips_of_length(mean)
     per_step = batch * t.gradient_accumulation_steps * accelerator.num_processes
     return max(1, math.ceil(clips / per_step * t.num_train_epochs))

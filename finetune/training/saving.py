@@ -19,10 +19,10 @@ import torch
 from safetensors.torch import save_file
 
 from finetune.callbacks.averaging import EMA_FILE
+from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.strategies.sharded import write_whole_weights
 from finetune.training import checkpoints
-from finetune.training.outputs import write_json
 
 log = logging.getLogger(__name__)
 

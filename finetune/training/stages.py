@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from finetune.distributed import broadcast
 from finetune.errors import UserError
 from finetune.training.elastic_restart import began_here, own_agent
 
@@ -99,16 +100,16 @@ def run_stages(
         )
     for stage in stages if only is None else [stage_numbered(stages, only)]:
         previous = stages[stage.number - 2] if stage.number > 1 else None
-        before = agreed(read_summary(previous.folder)) if previous else None
+        before = broadcast(read_summary(previous.folder)) if previous else None
         if previous and before is None:
             raise UserError(f"--stage {stage.number}: {previous.name} has not been finished ({previous.folder}).")
-        if resume and agreed(read_summary(stage.folder)) is not None:
+        if resume and broadcast(read_summary(stage.folder)) is not None:
             log.info("%s of %d is finished: %s", stage.name, len(stages), stage.folder)
         else:
             log.info("%s of %d in %s", stage.name, len(stages), stage.folder)
             train(stage)
             set_aside(stages[stage.number :])
-        judge(stage, agreed(read_summary(stage.folder)) or {}, before, margin)
+        judge(stage, broadcast(read_summary(stage.folder)) or {}, before, margin)
 
 
 def was_restarted(stages: list[Stage]) -> bool:
@@ -156,15 +157,6 @@ def set_aside(stages: list[Stage]) -> None:
             )
             stage.folder.rename(aside)
             log.warning("%s came from an older model of the stage before: its folder is %s now", stage.name, aside)
-
-
-def agreed(value: Any) -> Any:
-    """What the first process found, for all of them: a file system may show others an older state."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return value
-    values = [value]
-    torch.distributed.broadcast_object_list(values)
-    return values[0]
 
 
 def judge(stage: Stage, done: dict[str, Any], before: dict[str, Any] | None, margin: float) -> None:

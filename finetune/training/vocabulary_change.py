@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from finetune.config.tokenizer_setting import TokenizerSetting, default_growth, tokenizer_setting
 from finetune.data.text_corpus import Text, read_texts
+from finetune.distributed import broadcast
 from finetune.errors import UserError
 from finetune.models.coverage import compare, table
 from finetune.models.pieces import described, grow_from_tokenizer, grow_on_texts, said
@@ -30,7 +31,6 @@ from finetune.models.sentencepiece_files import (
 )
 from finetune.models.vocabulary import change_vocabulary, changes_of
 from finetune.security.safe_text import Block
-from finetune.training.stages import agreed
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def set_vocabulary(accelerator: Any, model: Any, config: Any, checkpoint: Path |
     """
     setting, folder = tokenizer_setting(config), Path(config.training.output_dir)
     stored = None if checkpoint is None else checkpoint.parent.parent / FOLDER
-    if stored is not None and agreed((stored / FILE).is_file()):
+    if stored is not None and broadcast((stored / FILE).is_file()):
         return _take_stored(accelerator, model, setting, stored, folder / FOLDER)
     if not setting.changes:
         return False
@@ -63,7 +63,7 @@ def set_vocabulary(accelerator: Any, model: Any, config: Any, checkpoint: Path |
             content, report = make_tokenizer(model, setting, config.data.text_normalization)
         except UserError as error:
             problem = (str(error), error.exit_code)
-    content, problem, note = agreed((content, problem, report.get("setting")))
+    content, problem, note = broadcast((content, problem, report.get("setting")))
     if problem is not None:
         raise UserError(problem[0], exit_code=problem[1])
     if content is None:
@@ -205,7 +205,7 @@ def _place(accelerator: Any, content: bytes, shared: Path, report: dict[str, Any
 
 def _take_stored(accelerator: Any, model: Any, setting: TokenizerSetting, stored: Path, final: Path) -> bool:
     """The tokenizer of the run that is continued, for a model that does not have it yet; returns whether it had not."""
-    content, report = agreed(_stored(stored) if accelerator.is_main_process else None)
+    content, report = broadcast(_stored(stored) if accelerator.is_main_process else None)
     made_with = {key: value for key, value in (report.get("setting") or {}).items() if key != "sha256"}
     if not setting.changes or made_with != noted(setting):
         log.warning("model.tokenizer: the vocabulary of %s counts, which was made with %s", stored, made_with)

@@ -24,6 +24,7 @@ from typing import Any
 import soundfile
 import torch
 
+from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.export import export_nemo
 from finetune.logs import set_up_logging
@@ -31,7 +32,6 @@ from finetune.models.huggingface_write import read_nemo
 from finetune.models.nemo import load_model
 from finetune.tools.export.equal_texts import Samples, read_samples
 from finetune.tools.export.hugging_face import export_hugging_face, nemo_file
-from finetune.training.outputs import write_json
 from finetune.transcribe import main as transcribe
 
 PACKAGES = ("torch", "nemo_toolkit", "transformers", "tokenizers", "sentencepiece", "safetensors")

@@ -39,7 +39,7 @@ sys.path[:0] = [str(_HERE.parents[1]), str(_HERE)]
 import fuzz_readers
 from fuzz_readers import EXTREMES, Reader
 
-from finetune.training.outputs import write_json
+from finetune.durable_files import write_json
 
 AT_ONCE = 200  # inputs of a reader before the next one's turn
 LONGEST = 150_000  # bytes of an input

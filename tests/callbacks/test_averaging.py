@@ -202,7 +202,7 @@ def test_two_processes_have_the_average_of_one(trainings, clips, tmp_path, engin
 @pytest.fixture
 def judged(monkeypatch) -> dict[str, list[float]]:
     """WERs on validation that the evaluations of the next run find, in their order."""
-    from finetune.evaluation.scores import Counts, Scoreboard
+    from finetune.evaluation.scores import Counts, WerAccumulator
     from finetune.training import best
 
     planned: dict[str, list[float]] = {"wers": []}
@@ -211,7 +211,7 @@ def judged(monkeypatch) -> dict[str, list[float]]:
     def judge_split(accelerator: Any, model: Any, config: Any, sources: Any, split: str, *more: Any) -> Any:
         board, heard = whole(accelerator, model, config, sources, split, *more)
         wer = planned["wers"].pop(0) if planned["wers"] else 0.99
-        found = Scoreboard(board.normalization)
+        found = WerAccumulator(board.normalization)
         found.total = Counts(clips=1, words=1000, word_errors=round(1000 * wer), characters=1, character_errors=1)
         return found, heard
 

@@ -14,7 +14,7 @@ from transformers import get_scheduler
 from finetune.config.schema import SCHEDULES
 from finetune.data.normalization import normalize_text
 from finetune.evaluation.open_asr import is_english, normalize_open_asr
-from finetune.evaluation.scores import Scoreboard, score_pair
+from finetune.evaluation.scores import WerAccumulator, score_pair
 from finetune.training.schedule import Schedule
 
 # ---- error rates ---------------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def pairs(n: int = 60) -> list[tuple[str, str, str]]:
 def test_equals_jiwer_over_the_whole_list() -> None:
     made = pairs()
     for mode in ("none", "lower", "basic"):
-        board = Scoreboard(mode)
+        board = WerAccumulator(mode)
         for i, (language, reference, hypothesis) in enumerate(made):
             board.add(str(i), language, reference, hypothesis)
         references, hypotheses = ([normalize_text(pair[side], mode) for pair in made] for side in (1, 2))
@@ -100,7 +100,7 @@ def test_equals_jiwer_over_the_whole_list() -> None:
 
 def test_by_language() -> None:
     made = pairs()
-    board = Scoreboard("basic", keep_pairs=3)
+    board = WerAccumulator("basic", keep_pairs=3)
     for i, (language, reference, hypothesis) in enumerate(made):
         board.add(str(i), language, reference, hypothesis)
     by_language = board.result()["by_language"]
@@ -120,14 +120,14 @@ def test_by_language() -> None:
 
 def test_parts_of_several_ranks_merge_to_the_whole() -> None:
     made = pairs()
-    whole, parts = Scoreboard("basic", keep_pairs=4), [Scoreboard("basic", keep_pairs=4) for _ in range(3)]
+    whole, parts = WerAccumulator("basic", keep_pairs=4), [WerAccumulator("basic", keep_pairs=4) for _ in range(3)]
     for i, (language, reference, hypothesis) in enumerate(made):
         whole.add(str(i), language, reference, hypothesis)
         parts[i % 2].add(str(i), language, reference, hypothesis)  # the third rank had no clip
     for i, part in enumerate(parts):
         part.quarantined.append({"id": f"bad{i}"})
         part.filtered["empty_text"] = i
-    merged = Scoreboard("basic", keep_pairs=4)
+    merged = WerAccumulator("basic", keep_pairs=4)
     for part in parts:
         merged.merge(part)
     assert merged.result() == whole.result()
@@ -340,7 +340,7 @@ def test_it_equals_other_programs_with_the_same_rules(text: str) -> None:
 def test_clips_without_a_reference_are_left_out_as_on_the_leaderboard(messages: list[str]) -> None:
     from finetune.training.evaluation import log_board
 
-    board, kept = Scoreboard("open_asr"), Scoreboard("basic")
+    board, kept = WerAccumulator("open_asr"), WerAccumulator("basic")
     made = [
         ("a", "en", "It's colour, um", "it is color"),
         ("b", "en", "[noise]", "something"),
@@ -358,7 +358,7 @@ def test_clips_without_a_reference_are_left_out_as_on_the_leaderboard(messages: 
     log_board(3, "test", board)
     assert any("3 clips of test have no reference" in m for m in messages)
     assert any("1 clips of test name no language" in m for m in messages)
-    merged = Scoreboard("open_asr")
+    merged = WerAccumulator("open_asr")
     merged.merge(board)
     merged.merge(board)
     assert merged.left_out == 6

@@ -9,7 +9,7 @@ from scipy import stats
 
 from finetune.errors import UserError
 from finetune.evaluation.clip_counts import ClipCounts, compare_evaluations
-from finetune.evaluation.scores import Scoreboard
+from finetune.evaluation.scores import WerAccumulator
 from finetune.evaluation.significance import (
     block_names,
     clips_needed,
@@ -235,8 +235,8 @@ def test_a_hundred_thousand_clips_take_seconds():
 # ---- what an evaluation keeps of each clip ----------------------------------------------------------------------------
 
 
-def board_of(rows: list[tuple[str, str, str, str]], normalization: str = "basic") -> Scoreboard:
-    board = Scoreboard(normalization)
+def board_of(rows: list[tuple[str, str, str, str]], normalization: str = "basic") -> WerAccumulator:
+    board = WerAccumulator(normalization)
     for row in rows:
         board.add(*row)
     return board
@@ -271,7 +271,7 @@ def test_counts_of_clips_stay_small_and_come_back(tmp_path):
 def test_counts_of_ranks_merge_to_those_of_one_process():
     rows = rows_of(31, 12)
     whole, parts = board_of(rows), [board_of(rows[1::2]), board_of(rows[0::2]), board_of([])]
-    merged = Scoreboard("basic")
+    merged = WerAccumulator("basic")
     for part in parts:
         merged.merge(part)
     other = board_of(rows_of(31, 20))
@@ -318,7 +318,7 @@ def test_a_loss_on_the_guard_set_within_chance_is_no_warning(tmp_path, messages)
     """The closing lines of a run: five clips of thirty became worse and three better."""
     from finetune.training.verdict import keep_base, say_result, significance
 
-    def heard(wrong: set[int]) -> Scoreboard:
+    def heard(wrong: set[int]) -> WerAccumulator:
         rows = rows_of(30, 0)
         return board_of([(*row[:3], f"press a {i}" if i in wrong else row[3]) for i, row in enumerate(rows)])
 

@@ -268,15 +268,15 @@ def test_a_page_that_takes_long_is_written_less_often(tmp_path, monkeypatch):
 def test_mistakes_of_ranks_are_those_of_one_process_and_stay_few():
     """The same clips in two parts give the same list; of all audio only that of the worst is kept."""
     from finetune.evaluation.mistakes import LONGEST_AUDIO, Mistakes
-    from finetune.evaluation.scores import Scoreboard
+    from finetune.evaluation.scores import WerAccumulator
 
     rng = random.Random(1)
     words = ["one", "two", "three", "four", "five"]
     clips = [[" ".join(rng.choices(words, k=rng.randint(0, 9))) for _ in range(2)] for _ in range(200)]
     audio_S = torch.randn(16_000 * 30) / 10
 
-    def board(numbers: range) -> Scoreboard:
-        made = Scoreboard("basic", mistakes=Mistakes(3, 16_000))
+    def board(numbers: range) -> WerAccumulator:
+        made = WerAccumulator("basic", mistakes=Mistakes(3, 16_000))
         for number in numbers:
             made.add(f"clip{number}", "en", *clips[number], audio_S)
         assert len(made.mistakes.clips) == 3

@@ -164,7 +164,8 @@ def test_a_damaged_best_model_is_said_and_chosen_anew(run_train, tiny_run, tmp_p
 
 
 def test_a_replacement_of_the_best_model_that_was_cut_off_is_no_damage(run_train, tiny_run, tmp_path):
-    from finetune.training.outputs import check_best, write_json
+    from finetune.durable_files import write_json
+    from finetune.training.outputs import check_best
 
     assert run_train(*tiny_run(data={"test": None}, training={**TRAINING, "eval_steps": 6})) == 0
     run = tmp_path / "run"

@@ -41,7 +41,7 @@ from finetune.data.sources import OpenSource, open_source, parse_sources
 from finetune.data.utterances import examine, read_clip, row_id, text_encoder
 from finetune.data.worker_lifetime import ends_with_this_process
 from finetune.errors import UserError
-from finetune.logs import say_error, set_up_logging
+from finetune.logs import print_error, set_up_logging
 
 log = logging.getLogger(__name__)
 
@@ -371,7 +371,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         found = check(arguments)
     except UserError as error:
-        say_error(error)
+        print_error(error)
         return error.exit_code
     except OSError as error:
         print(f"error: --output-dir: {arguments.output_dir} cannot be written: {error}", file=sys.stderr)
@@ -382,7 +382,7 @@ def main(argv: list[str] | None = None) -> int:
         file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     write_report(found, arguments.output_dir / "report.html")
     for error in found["errors"]:
-        say_error(error)
+        print_error(error)
     print(
         f"{found['rows']} rows, {found['clips']} clips to train on, {found['hours']:.2f} h; left out by filters: "
         f"{sum(found['filtered'].values())}; bad: {found['bad']}; the report: {arguments.output_dir / 'report.html'}"

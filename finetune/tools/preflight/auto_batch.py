@@ -12,6 +12,8 @@ from omegaconf import OmegaConf
 
 from finetune.callbacks.memory_recovery import earlier_limits, say
 from finetune.data.stream import Batch
+from finetune.distributed import broadcast
+from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.models.nemo import learning_batchnorms, set_batchnorm_mode
 from finetune.tools.planning import cache
@@ -30,8 +32,6 @@ from finetune.tools.planning.prediction import (
 )
 from finetune.tools.planning.vocabulary_size import layout_of
 from finetune.tools.preflight import trial
-from finetune.training.outputs import write_json
-from finetune.training.stages import agreed
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def set_bounds(accelerator: Any, config: Any, strategy: Any) -> dict[str, Any] |
         log.info("auto batch: bounds of the run that goes on")
         return None
     usable = usable_bytes(accelerator, t.memory_limit_gib)
-    problem, bounds, plan = agreed(
+    problem, bounds, plan = broadcast(
         _planned(accelerator, config, strategy, usable) if accelerator.is_main_process else None
     )
     if problem:

@@ -16,6 +16,7 @@ from finetune.data.normalization import normalize_text
 from finetune.data.stream import group_sources
 from finetune.data.survey import length_of, spread_rows
 from finetune.data.utterances import text_encoder
+from finetune.distributed import broadcast
 from finetune.errors import UserError
 from finetune.models.nemo import load_model, save_nemo
 from finetune.strategies.accelerate_config import engine_with
@@ -28,7 +29,6 @@ from finetune.training.data import make_stream, with_filters
 from finetune.training.evaluation import evaluate_split
 from finetune.training.out_of_memory import is_out_of_memory
 from finetune.training.resume import resume
-from finetune.training.stages import agreed
 from finetune.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -371,7 +371,7 @@ def time_steps(trainer: Trainer, costs: dict[str, Any]) -> Found:
         times.append(time.perf_counter() - started)
         audio += step_input.audio_seconds
         # Ranks stop together, or some would wait for others in a step that these do not take.
-        if agreed(time.perf_counter() - begun > TIMED_SECONDS):
+        if broadcast(time.perf_counter() - begun > TIMED_SECONDS):
             break
     steps.close()
     a_step, total = sum(times) / len(times), trainer.total_steps

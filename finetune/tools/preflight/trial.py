@@ -17,13 +17,13 @@ from omegaconf import OmegaConf
 
 from finetune.data.stream import Batch
 from finetune.data.survey import Survey, batch_of, survey_lengths
+from finetune.distributed import broadcast
+from finetune.durable_files import write_json
 from finetune.models.nemo import encoder_lengths
 from finetune.tools.planning.accounting import StepAccount
 from finetune.training import run
 from finetune.training.batches import StepInput
 from finetune.training.out_of_memory import out_of_memory_message
-from finetune.training.outputs import write_json
-from finetune.training.stages import agreed
 from finetune.training.trainer import Trainer
 
 LONGEST, COSTLIEST, FULLEST = "the longest clips", "the clips with the most lattice cells", "the most audio in a batch"
@@ -95,7 +95,7 @@ def step_inputs(trainer: Trainer) -> Iterator[StepInput]:
 def worst_batches(trainer: Trainer) -> tuple[dict[str, Batch], Survey]:
     """The batches that need most memory, the same on all ranks: of the longest clips, of those with the most text and length, and,
     where other bounds let shorter clips fill a batch better, the fullest one; and what was looked at to find them."""
-    survey = agreed(survey_lengths(trainer.stream) if trainer.accelerator.is_main_process else None)
+    survey = broadcast(survey_lengths(trainer.stream) if trainer.accelerator.is_main_process else None)
     found = {}
     for name, refs in ((LONGEST, survey.by_seconds), (COSTLIEST, survey.by_cells)):
         batch = batch_of(trainer.stream, refs)
