@@ -17,7 +17,7 @@ from finetune.distributed import broadcast
 from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.models.nemo import encoder_lengths
-from finetune.tools.planning.optimizer_memory import RELEASES_GRADIENTS
+from finetune.strategies.optimizers import RELEASES_GRADIENTS
 from finetune.training.out_of_memory import is_out_of_memory, out_of_memory_message
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,5 @@
 """What Accelerate's trackers are told: numbers under the names of metrics.jsonl and evaluations.jsonl, and samples to read and hear."""
 
-import html
 import importlib
 import logging
 import weakref
@@ -14,8 +13,7 @@ import numpy as np
 from finetune.data.decode import as_float
 from finetune.data.stream import Batch
 from finetune.evaluation.scores import WerAccumulator
-from finetune.security.safe_text import one_line
-from finetune.tools.publishing.card import ADDRESS, MARKDOWN
+from finetune.security.safe_text import escape_markdown, one_line
 
 log = logging.getLogger(__name__)
 
@@ -149,8 +147,7 @@ def _to_tensorboard(
 
 def _cell(text: str) -> str:
     """A text in a table of Markdown, where it does nothing: no image is fetched for it."""
-    escaped = MARKDOWN.sub(r"\\\1", html.escape(one_line(text), quote=False))
-    return ADDRESS.sub(lambda found: found[0][:-1] + "&#8203;" + found[0][-1], escaped)
+    return escape_markdown(one_line(text))
 
 
 def _to_wandb(tracker: Any, step: int, split: str, rows: list[list[str]], clips: list[HeardClip], rate: int) -> None:

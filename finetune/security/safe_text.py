@@ -1,5 +1,6 @@
 """Texts from data, on their way to a terminal, a log or a page: what would act on it is written out instead."""
 
+import html
 import json
 import re
 from collections.abc import Callable
@@ -33,6 +34,16 @@ def json_line(row: Any, default: Callable[[Any], Any] | None = None) -> str:
     """
     text = json.dumps(row, ensure_ascii=False, default=default)
     return ACTS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+!|~$])")
+ADDRESS = re.compile(r"(?i)(https?|ftp)://|\bwww\.")
+
+
+def escape_markdown(text: str) -> str:
+    """Escape one line of text so that Markdown shows it as it is: no markup, no image, no link that a renderer would make of an address."""
+    escaped = MARKDOWN.sub(r"\\\1", html.escape(text, quote=False))
+    return ADDRESS.sub(lambda found: found[0][:-1] + "&#8203;" + found[0][-1], escaped)
 
 
 class Block(str):

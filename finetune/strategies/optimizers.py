@@ -40,6 +40,9 @@ ROUNDS_SAFELY = {
 }
 """Optimizers whose updates of bf16 weights are not lost in rounding."""
 
+RELEASES_GRADIENTS = ("flash_adamw_gradient_release", "cpu_offload_gradients_ao")
+"""Optimizers that free each gradient as soon as it is complete."""
+
 
 def parameter_groups(
     model: Any, learning_rates: dict[str, float], default: float, weight_decay: float

@@ -15,8 +15,6 @@ OFFLOADED_FROM = 4096  # elements; torchao's CPUOffloadOptimizer keeps smaller t
 FLASH_GROUP = 32  # elements that share a scale of two bytes in flashoptim's states
 
 
-# Optimizers that let a gradient go as soon as it is complete.
-RELEASES_GRADIENTS = ("flash_adamw_gradient_release", "cpu_offload_gradients_ao")
 # Optimizers whose step takes memory beside states and gradients that counts.
 STEPS_FOLLOWED = ("adamw_foreach", "adamw_loop")
 

@@ -16,11 +16,12 @@ from finetune.distributed import broadcast
 from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.models.nemo import learning_batchnorms, set_batchnorm_mode
+from finetune.strategies.optimizers import RELEASES_GRADIENTS
 from finetune.tools.planning import cache
 from finetune.tools.planning.engines import engine_of
 from finetune.tools.planning.follow import Kind
 from finetune.tools.planning.gpus import GIB, card_here
-from finetune.tools.planning.optimizer_memory import RELEASES_GRADIENTS, state_bytes
+from finetune.tools.planning.optimizer_memory import state_bytes
 from finetune.tools.planning.prediction import (
     RUN_FILE,
     TOKENS_A_SECOND,

@@ -1,11 +1,11 @@
 """The model card: front matter as the Hub reads it, and a text that says what is known and what is not."""
 
-import html
 import re
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from finetune.security.safe_text import escape_markdown
 from finetune.tools.publishing.base import Base, terms
 from finetune.tools.publishing.facts import Data, Facts, Row
 from finetune.tools.publishing.private import VOCABULARY_CHANGES
@@ -15,8 +15,6 @@ from finetune.tools.report.read import number
 
 TASK = "automatic-speech-recognition"
 TASK_NAME = "Automatic speech recognition"
-MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+!|~$])")
-ADDRESS = re.compile(r"(?i)(https?|ftp)://|\bwww\.")
 LONGEST_NAME = 120  # characters
 NORMALIZERS = {
     "none": "as they are, case and punctuation included",
@@ -32,9 +30,7 @@ def plain(text: Any) -> str:
     one_line = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
     if len(one_line) > LONGEST_NAME:
         one_line = one_line[: LONGEST_NAME - 1] + "…"
-    escaped = MARKDOWN.sub(r"\\\1", html.escape(one_line, quote=False))
-    # Addresses would become links by themselves.
-    return ADDRESS.sub(lambda found: found[0][:-1] + "&#8203;" + found[0][-1], escaped)
+    return escape_markdown(one_line)
 
 
 def make_card(
