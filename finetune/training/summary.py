@@ -86,7 +86,7 @@ def summarise(trainer: Trainer, strategy: Strategy, result: FinalResult) -> dict
         "resumed_from": trainer.resumed_from,
         "final_loss": _last_loss(trainer.output_dir),
         "effective_settings": json.loads(json.dumps(without_secrets(config)[0])),
-        **_significance(trainer.output_dir, result.wer, judged),
+        **significance(trainer.output_dir, result.wer, judged),
         "average_checkpoints": result.candidates.get("average"),
     }
     for callback in trainer.callbacks:
@@ -112,7 +112,7 @@ def _file_sizes(folder: Path) -> dict[str, int | None]:
     }
 
 
-def _significance(folder: Path, results: dict[str, WerAccumulator], judged: str) -> dict[str, Any]:
+def significance(folder: Path, results: dict[str, WerAccumulator], judged: str) -> dict[str, Any]:
     """Return `significance` by split, and of the judged split the intervals of both WERs and the p-value of the change."""
     found = {split: compare_with_base(folder, split, wer) for split, wer in results.items()}
     change = found.get(judged) or {}
