@@ -12,8 +12,8 @@ from finetune.callbacks import averaging, trackers
 from finetune.distributed import broadcast
 from finetune.durable_files import put_in_place, sha256_of, write_json
 from finetune.errors import UserError
-from finetune.models.nemo import load_weights, write_nemo
-from finetune.strategies.lora_adapters import write_adapter
+from finetune.models.adapters import write_adapter
+from finetune.models.nemo_archive import load_weights, write_nemo
 from finetune.tools.report.page import keep_report
 from finetune.training import verdict
 from finetune.training.checkpoints import CANNOT_WRITE

@@ -13,7 +13,7 @@ from finetune.callbacks import averaging
 from finetune.distributed import broadcast
 from finetune.durable_files import write_json
 from finetune.errors import UserError
-from finetune.strategies.lora import load_merged_state_dict, merge_saved_lora
+from finetune.models.adapters import load_merged_state_dict, merge_saved_lora
 from finetune.strategies.optimizers import unwrap_optimizer
 from finetune.strategies.sharded import read_whole_weights
 from finetune.strategies.zero_shards import redistribute
