@@ -376,7 +376,7 @@ def test_a_slow_source_is_noticed_in_a_real_run(run_train, tiny_run, tmp_path, m
 SLOW_RANK = """
 import os, sys, time
 from finetune import train
-from finetune.models.transducer import TransducerLossModule
+from finetune.models.loss_module import TransducerLossModule
 
 forward = TransducerLossModule.forward
 

@@ -21,7 +21,7 @@ NO_EVALUATION = {"eval_on_start": False, "eval_steps": 0}
 @pytest.fixture
 def spoiled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """`spoiled(calls, how)` spoils these calls of the model (counted from 1), in place of those spoiled before."""
-    from finetune.models.transducer import TransducerLossModule
+    from finetune.models.loss_module import TransducerLossModule
 
     whole = TransducerLossModule.forward
 
@@ -160,7 +160,8 @@ def test_weights_that_exploded_are_not_saved(run_train, tiny_run, tmp_path, capf
 
 
 def test_a_base_model_that_is_not_finite_is_refused(run_train, tiny_run, tiny_model, tmp_path, capfd):
-    from finetune.models.nemo import load_model, save_nemo
+    from finetune.models.loading import load_model
+    from finetune.models.nemo_archive import save_nemo
 
     model = load_model(str(tiny_model))
     with torch.no_grad():
