@@ -88,12 +88,12 @@ def test_the_diagnosis_names_bad_audio(run_train, tiny_run, clips, spoiled, capf
     def observe(trainer: Any) -> None:
         train_on = trainer.train_on
 
-        def broken(step_input: Any) -> None:
+        def broken(batches: Any) -> Any:
             if trainer.progress.step >= 2:
-                batch = step_input.group[0]
+                batch = batches.batches[0]
                 batch.audio_BS = as_float(batch.audio_BS).clone()
                 batch.audio_BS[1, 1000] = math.nan
-            train_on(step_input)
+            return train_on(batches)
 
         trainer.train_on = broken
 
@@ -201,11 +201,12 @@ def scales(trainer: Any, found: list[Any]) -> None:
     """Notes scale and growth behind each step, and what a skipped step must leave alone."""
     train_on = trainer.train_on
 
-    def noted(step_input: Any) -> None:
+    def noted(batches: Any) -> Any:
         before = digest(trainer)
-        train_on(step_input)
+        result = train_on(batches)
         scaler = trainer.accelerator.scaler
         found.append((scaler.get_scale(), scaler._get_growth_tracker(), digest(trainer) == before))
+        return result
 
     trainer.train_on = noted
 
