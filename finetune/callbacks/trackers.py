@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from finetune.data.batch import Batch
 from finetune.data.decode import as_float
-from finetune.data.stream import Batch
 from finetune.evaluation.scores import WerAccumulator
 from finetune.security.safe_text import escape_markdown, one_line
 

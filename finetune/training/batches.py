@@ -8,16 +8,14 @@ from typing import Any
 
 import torch
 
-from finetune.data.stream import Batch
-from finetune.data.worker_shards import REPORT_AFTER_ROWS
+from finetune.data.batch import Batch
+from finetune.data.quarantine import BAD_FRACTION_JUDGED_AFTER, REPORT_AFTER_ROWS
 from finetune.errors import UserError
 from finetune.losses import feasible_clips
 from finetune.models.nemo import encoder_lengths
 from finetune.training.outputs import LineFile
 
 log = logging.getLogger(__name__)
-
-BAD_FRACTION_JUDGED_AFTER = 200
 
 
 @dataclass
@@ -85,9 +83,9 @@ class Intake:
                     exhausted = True
                     break
                 received.append(batch)
-                if batch.error or (batch.audio_BS is None and batch.rows_read >= REPORT_AFTER_ROWS):
+                if batch.error or (not batch.ids and batch.rows_read >= REPORT_AFTER_ROWS):
                     break  # what was left out is accounted for before more is read
-                if batch.audio_BS is not None:
+                if batch.ids:
                     group.append(batch)
             step_input, ended = self._account(group, received, exhausted)
             if step_input.batches > 0 or ended:

@@ -14,13 +14,14 @@ from omegaconf import OmegaConf
 from finetune.data.audio_root import check_root
 from finetune.data.augment import parse_augmentation
 from finetune.data.batching import BatchLimits
-from finetune.data.decode import BadClip, Unreachable
-from finetune.data.filters import FilteredClip, Filters, parse_filters
+from finetune.data.filters import FilteredUtterance, Filters, parse_filters
 from finetune.data.leave_out import LeaveOut
 from finetune.data.options import StreamOptions
-from finetune.data.reader import UnreadableShard, rows_from
+from finetune.data.quarantine import BadUtterance
+from finetune.data.reader import rows_from
+from finetune.data.retry import Unreachable, UnreadableShard
 from finetune.data.sources import OpenSource, open_source, parse_sources
-from finetune.data.stream import ClipStream
+from finetune.data.stream import UtteranceStream
 from finetune.data.utterances import examine, text_encoder
 from finetune.errors import UserError
 from finetune.evaluation.recognise import LONGEST_AT_ONCE, evaluation_limits
@@ -107,7 +108,9 @@ def weigh_languages(sources: list[OpenSource], temperature: float) -> None:
         source.source.weight = of_language ** (1 / temperature) * source.clips / of_language
 
 
-def make_stream(accelerator: Any, model: Any, config: Any, sources: list[OpenSource], training: bool) -> ClipStream:
+def make_stream(
+    accelerator: Any, model: Any, config: Any, sources: list[OpenSource], training: bool
+) -> UtteranceStream:
     """The stream of this rank over the sources."""
     t, d = config.training, config.data
     options = StreamOptions(
@@ -134,7 +137,7 @@ def make_stream(accelerator: Any, model: Any, config: Any, sources: list[OpenSou
             options, leave_out=leave_out, augmentation=parse_augmentation(plain(d.augment)), fits=fits_of(model)
         )
     encode = text_encoder(model.tokenizer) if training else no_tokens
-    return ClipStream(
+    return UtteranceStream(
         sources,
         options,
         encode,
@@ -190,7 +193,7 @@ def mean_seconds(sources: list[OpenSource], config: Any) -> float:
             rows = rows_from(source.shards[index], 0, d.read_retries if source.remote else 0)
             with contextlib.suppress(UnreadableShard, Unreachable):
                 for number, row in itertools.islice(rows, ROWS_TO_SAMPLE):
-                    with contextlib.suppress(BadClip, FilteredClip):
+                    with contextlib.suppress(BadUtterance, FilteredUtterance):
                         found.append(examine(source, "", (0, 0, 0, number), row, options, no_tokens).seconds)
     return statistics.fmean(found) if found else 10.0
 

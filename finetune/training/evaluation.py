@@ -9,7 +9,7 @@ import torch
 
 from finetune import signals as stopping
 from finetune.callbacks.trackers import SAMPLES_TO_HEAR, HeardClip, keep_clips
-from finetune.data.stream import Batch
+from finetune.data.batch import Batch
 from finetune.durable_files import write_json
 from finetune.evaluation.mistakes import Mistakes
 from finetune.evaluation.recognise import batched_decoding_differs, score_stream
@@ -103,7 +103,7 @@ def check_decoding(accelerator: Any, model: Any, config: Any, sources: dict[str,
         return
     stream = make_stream(accelerator, model, config, sources[split], training=False)
     stream.workers = 0
-    batch = next((b for b in stream.batches() if b.audio_BS is not None), None)
+    batch = next((b for b in stream.batches() if b.ids), None)
     if batch is None:
         return
     differing = batched_decoding_differs(model, batch)

@@ -4,7 +4,7 @@ import math
 import time
 from typing import Any
 
-from finetune.data.stream import Batch
+from finetune.data.batch import Batch
 from finetune.training.batches import StepInput
 from finetune.training.outputs import peak_memory_gib, peak_rss_gib, rss_gib
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from finetune.data.batch import Batch
 from finetune.data.decode import as_float
-from finetune.data.stream import Batch
 from finetune.errors import UserError
 from finetune.models.nemo import learning_batchnorms
 from finetune.training import checkpoints

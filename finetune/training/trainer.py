@@ -19,7 +19,8 @@ from finetune.callbacks.drift import ForwardClock, Watch, gather_paces
 from finetune.callbacks.eta import splits_due
 from finetune.callbacks.memory_recovery import MemoryGuard, earlier_limits
 from finetune.callbacks.panel import View
-from finetune.data.stream import Batch, ClipStream
+from finetune.data.batch import Batch
+from finetune.data.stream import UtteranceStream
 from finetune.errors import UserError
 from finetune.models.nemo import set_batchnorm_mode
 from finetune.strategies import sharded
@@ -59,7 +60,7 @@ class Trainer:
         module: Any,
         optimizer: Any,
         schedule: Any,
-        stream: ClipStream,
+        stream: UtteranceStream,
         sources: dict[str, list[Any]],
         config: Any,
         total_steps: int,

@@ -45,7 +45,7 @@ import yaml
 from finetune.data import stream as stream_module
 from finetune.data.batching import BatchLimits
 from finetune.data.sources import open_source, parse_sources
-from finetune.data.stream import ClipStream, StreamOptions
+from finetune.data.stream import StreamOptions, UtteranceStream
 from finetune.training.outputs import LineFile
 
 ROW_GROUP, ROWS_A_FILE = 1000, 50_000
@@ -104,10 +104,10 @@ def write_parquet(folder: Path, rows: int) -> str:
     return str(folder / "*.parquet")
 
 
-def stream_of(path: str, ranks: int) -> ClipStream:
+def stream_of(path: str, ranks: int) -> UtteranceStream:
     sources = [open_source(source, "data") for source in parse_sources(path, "data", "train")]
     options = StreamOptions(limits=BatchLimits(clips=64), sample_rate=16_000, seed=1, group_by_duration=True)
-    return ClipStream(sources, options, bench_data.encode, rank=0, ranks=ranks)
+    return UtteranceStream(sources, options, bench_data.encode, rank=0, ranks=ranks)
 
 
 def measure_source(path: str, rows: int) -> dict[str, float]:

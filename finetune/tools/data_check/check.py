@@ -31,11 +31,12 @@ from tqdm import tqdm
 
 from finetune.data.audio_root import check_root
 from finetune.data.batching import BatchLimits, Buffer, Entry
-from finetune.data.decode import BadClip, Unreachable
-from finetune.data.filters import FilteredClip, Filters, level, parse_filters
+from finetune.data.filters import FilteredUtterance, Filters, level, parse_filters
 from finetune.data.leave_out import DUPLICATE, hash_of
 from finetune.data.options import StreamOptions
-from finetune.data.reader import UnreadableShard, rows_from
+from finetune.data.quarantine import BadUtterance
+from finetune.data.reader import rows_from
+from finetune.data.retry import Unreachable, UnreadableShard
 from finetune.data.shards import Shard
 from finetune.data.sources import OpenSource, open_source, parse_sources
 from finetune.data.utterances import examine, read_clip, row_id, text_encoder
@@ -127,11 +128,11 @@ def check_shard(index: int) -> Path:
                 entry = examine(source, place, (0, 0, 0, row_number), row, options, encode)
                 samples_SC, rate, audio_S = read_clip(entry, options)
                 if options.fits is not None and not options.fits([len(audio_S)], [len(entry.tokens)])[0]:
-                    raise FilteredClip("more_tokens_than_frames")
-            except FilteredClip as reason:
+                    raise FilteredUtterance("more_tokens_than_frames")
+            except FilteredUtterance as reason:
                 found["filtered"][str(reason)] += 1
                 continue
-            except BadClip as reason:
+            except BadUtterance as reason:
                 found["problems"].append({"id": row_id(source, place, row), "source": place, "reason": str(reason)})
                 continue
             _count(found, entry, len(audio_S) / options.sample_rate, samples_SC, rate, random)

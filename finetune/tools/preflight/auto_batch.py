@@ -11,7 +11,7 @@ import torch
 from omegaconf import OmegaConf
 
 from finetune.callbacks.memory_recovery import earlier_limits, say
-from finetune.data.stream import Batch
+from finetune.data.batch import Batch
 from finetune.distributed import broadcast
 from finetune.durable_files import write_json
 from finetune.errors import UserError

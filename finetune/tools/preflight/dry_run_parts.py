@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from omegaconf import OmegaConf
 
-from finetune.data.decode import BadClip, Unreachable
 from finetune.data.normalization import normalize_text
-from finetune.data.stream import group_sources
+from finetune.data.quarantine import BAD_FRACTION_JUDGED_AFTER, BadUtterance
+from finetune.data.reader import group_sources
+from finetune.data.retry import Unreachable
 from finetune.data.survey import length_of, spread_rows
 from finetune.data.utterances import text_encoder
 from finetune.distributed import broadcast
@@ -24,7 +25,6 @@ from finetune.strategies.lora import merged_state_dict
 from finetune.strategies.optimizers import state_tensors, stored_tensors, unwrap_optimizer
 from finetune.tools.preflight import trial
 from finetune.training import checkpoints
-from finetune.training.batches import BAD_FRACTION_JUDGED_AFTER
 from finetune.training.data import make_stream, with_filters
 from finetune.training.evaluation import evaluate_split
 from finetune.training.out_of_memory import is_out_of_memory
@@ -81,7 +81,7 @@ def tokenizer_coverage(attempts: "Attempts", settings: Any, model: Any, sources:
         try:
             ids = encode(text)
             length = length_of(source, row)
-        except (BadClip, Unreachable):
+        except (BadUtterance, Unreachable):
             if not _writes(encode, text):
                 lost.append(text)
             continue
@@ -116,7 +116,7 @@ def tokenizer_coverage(attempts: "Attempts", settings: Any, model: Any, sources:
 def _writes(encode: Callable[[str], list[int]], text: str) -> bool:
     try:
         encode(text)
-    except BadClip:
+    except BadUtterance:
         return False
     return True
 
@@ -145,7 +145,7 @@ def decode_clips(attempts: "Attempts", settings: Any, model: Any, sources: list[
         quarantined += batch.quarantined
         for reason, n in batch.filtered.items():
             filtered[reason] = filtered.get(reason, 0) + n
-        if batch.audio_BS is not None:
+        if batch.ids:
             first = first or time.perf_counter() - started
             clips += len(batch.ids)
             audio_seconds += float(batch.audio_lengths_B.sum()) / stream.options.sample_rate

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from finetune.data.stream import Batch
+from finetune.data.batch import Batch
 from finetune.errors import UserError
 from finetune.strategies.accelerate_config import engine_with
 from finetune.tools.preflight import auto_batch, trial

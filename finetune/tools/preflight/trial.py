@@ -15,7 +15,7 @@ import psutil
 import torch
 from omegaconf import OmegaConf
 
-from finetune.data.stream import Batch
+from finetune.data.batch import Batch
 from finetune.data.survey import Survey, batch_of, survey_lengths
 from finetune.distributed import broadcast
 from finetune.durable_files import write_json
