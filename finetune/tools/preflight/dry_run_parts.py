@@ -236,7 +236,7 @@ def worst_batch(attempts: "Attempts", trainer: Trainer) -> Found:
     said = ""
     for _ in range(2):
         for name, batch in worst.items():
-            said = f"{name}: {trial.say_batch(trial.describe_batch(trainer.model, batch))}"
+            said = f"{name}: {trial.say_batch(trial.batch_size(trainer.model, batch))}"
             step_input = trial.worst_step(trainer, batch)
             trainer.window.reset()
             try:
