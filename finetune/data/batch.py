@@ -78,7 +78,7 @@ def _share(array: np.ndarray) -> tuple[Any, tuple[int, ...], str]:
     """
     file = os.fdopen(os.memfd_create("batch"), "wb", buffering=0)
     with file:
-        rest = memoryview(array).cast("B")
+        rest = array.data.cast("B")
         while rest:
             rest = rest[file.write(rest) :]
         return reduction.DupFd(file.fileno()), array.shape, array.dtype.str

@@ -46,7 +46,7 @@ class Entry:
     has_offset: bool
     """Whether the row names an offset, which makes it a part of a file."""
     duration: float | None
-    bytes: int
+    held_bytes: int
     """Memory that it takes while it waits."""
     packed_ref: bytes = b""
 
@@ -120,7 +120,7 @@ class Buffer:
             bisect.insort(self.entries, entry, key=self._key)
         else:
             self.entries.append(entry)
-        self.bytes += entry.bytes
+        self.bytes += entry.held_bytes
 
     def refs(self) -> np.ndarray:
         """Return the (n, 4) refs of the waiting utterances, in their order."""
@@ -148,7 +148,7 @@ class Buffer:
         batch = [self.entries[place] for place in places]
         for place in sorted(places, reverse=True):
             del self.entries[place]
-        self.bytes -= sum(entry.bytes for entry in batch)
+        self.bytes -= sum(entry.held_bytes for entry in batch)
         return batch
 
     def _head(self, places: Sequence[int]) -> Sequence[int]:

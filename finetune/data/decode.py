@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import soundfile
 import soxr
@@ -18,6 +17,7 @@ import torchaudio
 from finetune.data.filters import FilteredUtterance
 from finetune.data.quarantine import BadUtterance
 from finetune.data.retry import RETRIES, Unreachable, wait_before
+from finetune.data.storage import open_binary
 from finetune.security.secrets import clean_urls
 
 LOWEST_RATE, HIGHEST_RATE = 2_000, 768_000  # Hz
@@ -201,7 +201,7 @@ def _download(url: str, retries: int) -> bytes:
     """
     for attempt in itertools.count(1):
         try:
-            with fsspec.open(url, "rb") as remote:
+            with open_binary(url) as remote:
                 content = remote.read(LARGEST_FILE + 1)
             if len(content) > LARGEST_FILE:
                 raise BadUtterance(f"{clean_urls(url)} has more than {LARGEST_FILE:,} bytes")

@@ -31,7 +31,8 @@ ABSURD_SECONDS = 1e6
 LONGEST_TEXT = 100_000
 LONGEST_NAME = 1_000
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass

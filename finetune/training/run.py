@@ -20,6 +20,8 @@ from finetune.callbacks import averaging, trackers
 from finetune.config.compatibility import find_conflicts
 from finetune.config.redaction import without_secrets, write_config
 from finetune.config.tokenizer_setting import tokenizer_setting
+from finetune.data.run_file import count_clips, mean_seconds, train_limits
+from finetune.data.run_file import open_sources as open_sources
 from finetune.distributed import broadcast
 from finetune.durable_files import write_json
 from finetune.errors import UserError
@@ -44,8 +46,7 @@ from finetune.training import best, checkpoints
 from finetune.training import elastic_restart as restart
 from finetune.training import vocabulary_change as vocabulary
 from finetune.training.advice import warnings_for
-from finetune.training.data import count_clips, make_stream, mean_seconds, train_limits
-from finetune.training.data import open_sources as open_sources
+from finetune.training.data import make_stream
 from finetune.training.evaluation import check_decoding
 from finetune.training.nonfinite import SKIPPED_FILE
 from finetune.training.outputs import environment, peak_memory_gib, peak_rss_gib
@@ -254,7 +255,7 @@ def plan_steps(accelerator: Any, config: Any, sources: dict[str, list[Any]]) -> 
         )
     d, batch = config.data, t.per_device_train_batch_size
     if d.batch_duration or d.batch_bounds:
-        mean = broadcast(mean_seconds(sources["train"], config))
+        mean = broadcast(mean_seconds(sources["train"], config.data))
         batch = d.batch_duration / mean if d.batch_duration else train_limits(config).clips_of_length(mean)
     per_step = batch * t.gradient_accumulation_steps * accelerator.num_processes
     return max(1, math.ceil(clips / per_step * t.num_train_epochs))

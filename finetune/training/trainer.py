@@ -20,6 +20,7 @@ from finetune.callbacks.eta import splits_due
 from finetune.callbacks.memory_recovery import MemoryGuard, earlier_limits
 from finetune.callbacks.panel import View
 from finetune.data.batch import Batch
+from finetune.data.run_file import count_clips
 from finetune.data.stream import UtteranceStream
 from finetune.errors import UserError
 from finetune.models.nemo import set_batchnorm_mode
@@ -27,7 +28,6 @@ from finetune.strategies import sharded
 from finetune.strategies.optimizers import describe_optimizer, unwrap_optimizer
 from finetune.training import best, resume
 from finetune.training.batches import Intake, StepInput
-from finetune.training.data import count_clips
 from finetune.training.evaluation import average_batchnorm
 from finetune.training.metrics import MetricsWindow, rates_by_part
 from finetune.training.nonfinite import StepGuard

@@ -17,10 +17,10 @@ from stream_cases import RATE, ids, make_stream, read_epoch
 from finetune.config.load import load_config
 from finetune.data.batching import BatchLimits
 from finetune.data.leave_out import LeaveOut
+from finetune.data.run_file import open_sources
 from finetune.errors import UserError
 from finetune.tools.data_check import check as check_module
 from finetune.tools.data_check.check import estimate_padding, main
-from finetune.training.data import open_sources
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from finetune.data.normalization import normalize_text
 from finetune.data.quarantine import BAD_FRACTION_JUDGED_AFTER, BadUtterance
 from finetune.data.reader import group_sources
 from finetune.data.retry import Unreachable
+from finetune.data.run_file import with_filters
 from finetune.data.survey import length_of, spread_rows
 from finetune.data.utterances import text_encoder
 from finetune.distributed import broadcast
@@ -25,7 +26,7 @@ from finetune.strategies.lora import merged_state_dict
 from finetune.strategies.optimizers import state_tensors, stored_tensors, unwrap_optimizer
 from finetune.tools.preflight import trial
 from finetune.training import checkpoints
-from finetune.training.data import make_stream, with_filters
+from finetune.training.data import make_stream
 from finetune.training.evaluation import evaluate_split
 from finetune.training.out_of_memory import is_out_of_memory
 from finetune.training.resume import resume
@@ -54,7 +55,7 @@ def tokenizer_coverage(attempts: "Attempts", settings: Any, model: Any, sources:
         UserError: more texts would be lost than data.max_bad_fraction.
     """
     d, accelerator = settings.data, attempts.accelerator
-    grouped = group_sources(with_filters(sources, settings), d.max_samples)
+    grouped = group_sources(with_filters(sources, d), d.max_samples)
     options = make_stream(accelerator, model, settings, sources, training=True).options
     encode = text_encoder(model.tokenizer)
     texts = characters = tokens = 0
