@@ -266,7 +266,7 @@ class Evaluator:
             return
         stream = make_stream(self.accelerator, model, self.config, self.sources[split], training=False)
         stream.workers = 0
-        batch = next((b for b in stream.batches() if b.audio_BS is not None), None)
+        batch = next((b for b in stream.batches() if b.ids), None)
         if batch is None:
             return
         differing = batched_decoding_differs(model, batch)

@@ -44,8 +44,9 @@ import yaml
 
 from finetune.data import stream as stream_module
 from finetune.data.batching import BatchLimits
+from finetune.data.options import StreamOptions
 from finetune.data.sources import open_source, parse_sources
-from finetune.data.stream import ClipStream, StreamOptions
+from finetune.data.stream import UtteranceStream
 from finetune.training.outputs import LineFile
 
 ROW_GROUP, ROWS_A_FILE = 1000, 50_000
@@ -104,10 +105,10 @@ def write_parquet(folder: Path, rows: int) -> str:
     return str(folder / "*.parquet")
 
 
-def stream_of(path: str, ranks: int) -> ClipStream:
+def stream_of(path: str, ranks: int) -> UtteranceStream:
     sources = [open_source(source, "data") for source in parse_sources(path, "data", "train")]
     options = StreamOptions(limits=BatchLimits(clips=64), sample_rate=16_000, seed=1, group_by_duration=True)
-    return ClipStream(sources, options, bench_data.encode, rank=0, ranks=ranks)
+    return UtteranceStream(sources, options, bench_data.encode, rank=0, ranks=ranks)
 
 
 def measure_source(path: str, rows: int) -> dict[str, float]:
@@ -162,7 +163,7 @@ def measure_quarantine(path: Path, rows: int) -> dict[str, float]:
 
 def measure_check(folder: Path, rows: int) -> dict[str, float]:
     """finetune.check of a manifest whose rows name a hundred short files in turn."""
-    from finetune.tools.data_check import check
+    from finetune import check
 
     for i in range(100):
         soundfile.write(folder / f"{i}.flac", 0.1 * np.random.default_rng(i).standard_normal(3200), 16_000)
@@ -189,7 +190,7 @@ def measure_check(folder: Path, rows: int) -> dict[str, float]:
 
 def measure_gather(folder: Path, rows: int) -> dict[str, float]:
     """What the check does at its end with the parts of all shards: those of one real shard, again and again, with ids of their own."""
-    from finetune.tools.data_check import check
+    from finetune.tools.data_check import inspection
 
     measure_check(folder, ROW_GROUP)
     parts = sorted((folder / "check" / "parts").glob("*.json"))
@@ -197,7 +198,7 @@ def measure_gather(folder: Path, rows: int) -> dict[str, float]:
         [json.loads(file.read_text()) for file in parts],
         [np.load(file.with_suffix(".npy")) for file in parts],
     )
-    sample = [pair for part in whole for pair in part["sample"]][: check.SAMPLED_A_SHARD]
+    sample = [pair for part in whole for pair in part["sample"]][: inspection.SAMPLED_A_SHARD]
     files, random = [], np.random.default_rng(0)
     for i in range(rows // ROW_GROUP):
         files.append(folder / f"part-{i}.json")
@@ -206,7 +207,7 @@ def measure_gather(folder: Path, rows: int) -> dict[str, float]:
         named[:, 0] = random.integers(0, np.iinfo(named.dtype).max, len(named), dtype=named.dtype)
         np.save(files[-1].with_suffix(".npy"), named)
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    check.gather(files)
+    inspection.gather(files)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return {"rows": rows, "memory_bytes": used * 1024, "cpu_seconds": time.process_time() - began}
 

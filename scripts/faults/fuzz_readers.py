@@ -19,11 +19,13 @@ import yaml
 
 from finetune.config.load import load_config, parse_overrides
 from finetune.data.batching import BatchLimits
-from finetune.data.decode import BadClip, decode_audio
-from finetune.data.filters import FilteredClip, Filters
+from finetune.data.decode import decode_audio
+from finetune.data.filters import FilteredUtterance, Filters
 from finetune.data.leave_out import LeaveOut
 from finetune.data.options import StreamOptions
-from finetune.data.reader import UnreadableShard, rows_from
+from finetune.data.quarantine import BadUtterance
+from finetune.data.reader import rows_from
+from finetune.data.retry import UnreadableShard
 from finetune.data.shards import manifest_shards, parquet_shards, parse_line
 from finetune.data.sources import OpenSource, Source, parse_sources
 from finetune.data.tarred import tarred_shards
@@ -43,7 +45,7 @@ from finetune.tools.nemo_import.source import read_source
 from finetune.tools.report.read import read_run
 from finetune.training.checkpoints import read_checkpoint_state
 
-REFUSALS = (UserError, BadClip, FilteredClip, UnreadableShard)
+REFUSALS = (UserError, BadUtterance, FilteredUtterance, UnreadableShard)
 COLUMNS = {"audio": "audio_filepath", "text": "text", "language": "lang", "id": "id"}
 
 
