@@ -246,7 +246,7 @@ def leave(code: int) -> None:
     In a process group it does not take the interpreter down first: a thread of gloo that asks for it then is killed, which aborts the
     process, and the launcher calls a run failed that is done.
     """
-    ranks.left(code)
+    ranks.report_exit(code)
     stopping.write_exit_code(code)
     code = stopping.code_for_launcher(code)
     if "RANK" in os.environ:

@@ -73,7 +73,7 @@ def build_accelerator(config: Any, strategy: Strategy) -> Any:
     allow_tf32(t.tf32)
     chosen = t.report_to if not isinstance(t.report_to, str) else [t.report_to]
     chosen = [name for name in chosen if name != "none"]
-    restart.meet_afresh(t.ddp_timeout)
+    restart.rendezvous(t.ddp_timeout)
     accelerator = make_accelerator(
         strategy,
         precision=precision,
@@ -84,7 +84,7 @@ def build_accelerator(config: Any, strategy: Strategy) -> Any:
         project_dir=Path(t.output_dir),
         timeout=t.ddp_timeout,
     )
-    ranks.watch(accelerator, t.rank_timeout)
+    ranks.watch(t.rank_timeout)
     missing = sorted(set(chosen) - {getattr(t, "value", str(t)) for t in accelerator.log_with})
     if missing:
         raise UserError(
@@ -107,7 +107,7 @@ def output_directory(accelerator: Any, config: Any) -> Iterator[Path]:
     path = Path(t.output_dir)
     lock = None
     problem = None
-    agents = restart.agents(accelerator)
+    agents = restart.agents()
     again = False
     if accelerator.is_main_process:
         try:
@@ -115,7 +115,7 @@ def output_directory(accelerator: Any, config: Any) -> Iterator[Path]:
             lock = (path / ".lock").open("w")
             # A record lock: it ends with this process, and processes forked from it (loader workers) do not hold it on.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            again = restart.began_here(path, agents)
+            again = restart.is_same_launch(path, agents)
             holds_run = (path / "config.yaml").is_file() or bool(checkpoints.checkpoints_of(path))
             if holds_run and not again and not t.resume_from_checkpoint and not t.overwrite_output_dir:
                 problem = (
@@ -141,9 +141,9 @@ def output_directory(accelerator: Any, config: Any) -> Iterator[Path]:
     if problem:
         raise UserError(problem)
     if again:
-        restart.go_on(t)
+        restart.continue_run(t)
     if accelerator.is_main_process:
-        restart.keep(path, agents)
+        restart.record_launch(path, agents)
     try:
         yield path
     finally:
