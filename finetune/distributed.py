@@ -1,4 +1,4 @@
-"""Collectives over the ranks of a run: every rank calls each function, in the same order. One process alone needs no process group."""
+"""Collectives over the ranks of a run: every rank calls them, in the same order. A lone process needs no group."""
 
 from typing import TypeVar, cast
 
@@ -12,7 +12,7 @@ def _is_alone() -> bool:
 
 
 def broadcast(value: T) -> T:
-    """Return rank 0's value on every rank, such as what it sees of a shared file system that others may see an older state of."""
+    """Return rank 0's value on every rank: of a shared file system, each may see another state."""
     if _is_alone():
         return value
     values = [value]

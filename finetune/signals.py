@@ -1,7 +1,7 @@
 """Signals that ask a run to stop: it saves a checkpoint and exits with code 75, which means: start me again.
 
-While the run trains, a signal is only recorded, and the loop checks `requested` after each step and each batch of an evaluation. Where
-there is nothing to save (loading, closing), the process exits at once.
+While the run trains, a signal is only recorded, and the loop checks `requested` after each step and each batch of an
+evaluation. Where there is nothing to save (loading, closing), the process exits at once.
 """
 
 import contextlib
@@ -25,7 +25,9 @@ _saving_first = False
 
 
 class Stopped(BaseException):
-    """The run was asked to stop and has nothing more to do. No Exception, as KeyboardInterrupt, so that no handler takes it for a failure."""
+    """The run was asked to stop and has nothing more to do. No Exception, as KeyboardInterrupt, so that no handler
+    takes it for a failure.
+    """
 
 
 class CutShort(Exception):
@@ -75,7 +77,9 @@ def saving_first() -> Iterator[None]:
 
 
 def code_for_launcher(code: int) -> int:
-    """Return the exit code of the process: 0 for 75 where a wrapper reads the code from a file, for torchrun would restart the run."""
+    """Return the exit code of the process: 0 for 75 where a wrapper reads the code from a file, for torchrun would
+    restart the run.
+    """
     elastic = EXIT_CODE_FILE in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
     return 0 if code == EXIT_CODE and elastic else code
 

@@ -1,7 +1,7 @@
-"""Where one rank of several dies, the others end with one message, and a launcher's restart goes on from the checkpoint.
+"""The rank's side of its rank monitor: start it, report how the rank ends, and end when told to.
 
-The collectives of a training wait for every rank, for half an hour where one is gone. So each rank has a rank monitor beside it
-(finetune/rank_monitor/monitor.py). This is the rank's side: start the monitor, report how the rank ends, and end when told to.
+The collectives of a training wait for every rank, for half an hour where one is gone. With a monitor beside each rank
+(finetune/rank_monitor/monitor.py) the others end at once, with one message.
 """
 
 import contextlib
@@ -125,7 +125,7 @@ def watch(timeout: float) -> None:
         _monitor = MonitorProcess({**settings, **common})
     assert _monitor is not None
     _monitor.listen()
-    _end_by_exception(_monitor)
+    _set_excepthook(_monitor)
 
 
 def own_address() -> str:
@@ -166,8 +166,8 @@ def is_of_another_rank(error: BaseException) -> bool:
     )
 
 
-def _end_by_exception(monitor: MonitorProcess) -> None:
-    """Set sys.excepthook: where another rank is the cause, its monitor reports it, and no traceback of a broken connection shows."""
+def _set_excepthook(monitor: MonitorProcess) -> None:
+    """Show no traceback of a broken connection where another rank is the cause, which its monitor reports."""
     print_traceback = sys.excepthook
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -1,12 +1,13 @@
-"""Rank monitor: a small process beside each rank that notices how the rank ends and tells the other ranks. Started by client.py.
+"""Rank monitor: a small process beside each rank that tells the other ranks how it ends. Started by client.py.
 
-It is a process of its own because a rank that is killed or stopped can report nothing, and it uses the standard library only, so that
-it starts at once and takes 10 MB. The monitor of rank 0 coordinates: the others connect to it, send a heartbeat every second, and
-report the end of their ranks. It decides which rank is lost and sends all ranks one message to end with.
+It is a process of its own because a rank that is killed or stopped can report nothing, and it uses the standard
+library only, so that it starts at once and takes 10 MB. The monitor of rank 0 coordinates: the others connect to it,
+send a heartbeat every second, and report the end of their ranks. It decides which rank is lost and sends all ranks one
+message to end with.
 
-The first line on stdin holds the settings (`Settings`, JSON). Later lines come from the rank: {"left": exit code, "cause": text}. Lines
-on stdout go to the rank: {"port": N} and {"joined": number of ranks} from the coordinator, {"unwatched": reason}, and
-{"end": message, "code": exit code}.
+The first line on stdin holds the settings (`Settings`, JSON). Later lines come from the rank: {"left": exit code,
+"cause": text}. Lines on stdout go to the rank: {"port": N} and {"joined": number of ranks} from the coordinator,
+{"unwatched": reason}, and {"end": message, "code": exit code}.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from typing import Any
 
 HEARTBEAT = 1.0
 SIGTERM_WAIT = 0.5
-"""Seconds to wait for another cause after a rank was ended by SIGTERM, which is how launchers end the remaining ranks."""
+"""Seconds to wait for another cause where SIGTERM ended a rank: launchers end the remaining ranks with it."""
 LEAVING_TOGETHER = 5.0
 """Seconds in which ranks that all fail for a reason of their own, such as a bad setting, may report it themselves."""
 KILL_AFTER = 10.0
@@ -233,7 +234,7 @@ class RankProcess:
             return [""]
 
     def wait_status(self) -> int | None:
-        """Return the status of wait(2): from /proc before it is reaped, then from the kernel where it keeps it (Linux 6.15)."""
+        """Return the status of wait(2), from /proc until it is reaped, then from the kernel (Linux 6.15)."""
         fields = self._stat()
         if fields[0] == "Z":
             return int(fields[-1])
@@ -251,8 +252,9 @@ class RankProcess:
             return Ending(None, "ended without a report; the lines of its launcher say how")
         if os.WIFSIGNALED(status):
             number = os.WTERMSIG(status)
-            name = signal.Signals(number).name if number in list(signal.Signals) else "a real-time signal"
-            return Ending(128 + number, f"killed by signal {number} ({name}){HINTS.get(number, '')}")
+            known = next((s for s in signal.Signals if s == number), None)
+            name, hint = (known.name, HINTS.get(known, "")) if known else ("a real-time signal", "")
+            return Ending(128 + number, f"killed by signal {number} ({name}){hint}")
         code = os.waitstatus_to_exitcode(status)
         return Ending(code, f"exit code {code}, without a report")
 
@@ -423,7 +425,7 @@ class Coordinator(RankMonitor):
             self.disconnect(connection)
 
     def end_all_if_lost(self, now: float) -> None:
-        """Where a rank is lost, end all others but those about to end well, with one message in the log of each host."""
+        """Where a rank is lost, end all others but those about to end well, with one message in each host's log."""
         members = sorted(self.members.values(), key=lambda m: -m.rank)
         lost = find_lost(members, self.settings.timeout, now)
         if lost is None:

@@ -1,10 +1,12 @@
-"""Restarts by the launcher: a run whose ranks torchrun starts again (--max-restarts, a node that left or came) continues by itself.
+"""Restarts by the launcher: a run whose ranks torchrun starts again (--max-restarts, a node that left or came)
+continues by itself.
 
-A restart is told from a new launch by the launcher's agent, the process that starts the ranks of a node and outlives them. Each start
-records the agents of all its ranks in the run's directory; a start that shares an agent with the record is of the same launch.
+A restart is told from a new launch by the launcher's agent, the process that starts the ranks of a node and outlives
+them. Each start records the agents of all its ranks in the run's directory; a start that shares an agent with the
+record is of the same launch.
 
-torchrun keeps one rendezvous store through all restarts, and with it the addresses of dead ranks, which new ranks may read
-(github.com/pytorch/pytorch/issues/135712). `rendezvous` has the ranks meet at a fresh store of their own.
+torchrun keeps one rendezvous store through all restarts, and with it the addresses of dead ranks, which new ranks may
+read (github.com/pytorch/pytorch/issues/135712). `rendezvous` has the ranks meet at a fresh store of their own.
 """
 
 import json
@@ -31,7 +33,9 @@ LAUNCH_FILE = ".launch.json"
 
 
 def own_agent() -> str | None:
-    """Return an identifier of the launcher process that would restart this one; None under launchers that restart nothing."""
+    """Return an identifier of the launcher process that would restart this one; None under launchers that restart
+    nothing.
+    """
     if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
         return None
     parent = os.getppid()
@@ -68,9 +72,11 @@ def record_launch(output_dir: Path, present: list[str]) -> None:
 
 
 def rendezvous(timeout: float) -> None:
-    """Set MASTER_ADDR and MASTER_PORT to an address at rank 0 that no earlier rank has used. All ranks call it before they meet.
+    """Set MASTER_ADDR and MASTER_PORT to an address at rank 0 that no earlier rank has used. All ranks call it before
+    they meet.
 
-    Each rank leaves a key of its own in the launcher's store and accepts only the answer to it; rank 0 answers until all have accepted.
+    Each rank leaves a key of its own in the launcher's store and accepts only the answer to it; rank 0 answers until
+    all have accepted.
 
     Args:
         timeout: seconds to wait for the other ranks.
@@ -82,7 +88,9 @@ def rendezvous(timeout: float) -> None:
     if world == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or torch.distributed.is_initialized():
         return
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = torch.distributed.TCPStore(address, port, None, False, timedelta(seconds=timeout))
+    patience = timedelta(seconds=timeout)
+    # pyright does not see that torch exports it
+    store = torch.distributed.TCPStore(address, port, None, False, patience)  # pyright: ignore[reportPrivateImportUsage]
     deadline = time.monotonic() + timeout
     if rank == 0:
         with socket.socket() as probe:
@@ -119,7 +127,8 @@ def _poll(deadline: float, missing: str) -> None:
 
 
 def continue_run(training: TrainingConfig) -> None:
-    """Have a restarted run continue from its newest checkpoint, or from the start where it has none; sets the configuration in place.
+    """Have a restarted run continue from its newest checkpoint, or from the start where it has none; sets the
+    configuration in place.
 
     Args:
         training: `resume_from_checkpoint` may name a checkpoint that the first start began with.
