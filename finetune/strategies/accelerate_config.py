@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from finetune.errors import UserError
+from finetune.logs import capture_prints
 from finetune.paths import ACCELERATE_CONFIGS, ROOT, strategy_names
 from finetune.security.documents import first_line, parse_json, read_text
 from finetune.strategies import fsdp
@@ -300,7 +301,8 @@ def make_accelerator(
     try:
         if strategy.engine.startswith("fsdp") and not torch.cuda.is_available():
             fsdp.join_on_cpu(timeout)
-        accelerator = Accelerator(**options)
+        with capture_prints():  # of DeepSpeed, which may compile its communication
+            accelerator = Accelerator(**options)
     except torch.distributed.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise

@@ -69,7 +69,7 @@ def build_accelerator(config: RunConfig, strategy: Strategy) -> Accelerator:
         torch.set_num_threads(t.num_threads)
     allow_tf32(t.tf32)
     chosen = trackers_of(config)
-    elastic_restart.meet_afresh(t.ddp_timeout)
+    elastic_restart.rendezvous(t.ddp_timeout)
     accelerator = make_accelerator(
         strategy,
         precision=precision,
@@ -80,7 +80,7 @@ def build_accelerator(config: RunConfig, strategy: Strategy) -> Accelerator:
         project_dir=Path(t.output_dir),
         timeout=t.ddp_timeout,
     )
-    rank_monitor.watch(accelerator, t.rank_timeout)
+    rank_monitor.watch(t.rank_timeout)
     missing = sorted(set(chosen) - {getattr(t, "value", str(t)) for t in accelerator.log_with})
     if missing:
         raise UserError(
@@ -103,7 +103,7 @@ def output_directory(accelerator: Accelerator, config: RunConfig) -> Iterator[Pa
     path = Path(t.output_dir)
     lock = None
     problem = None
-    agents = elastic_restart.agents(accelerator)
+    agents = elastic_restart.agents()
     again = False
     if accelerator.is_main_process:
         try:
@@ -111,7 +111,7 @@ def output_directory(accelerator: Accelerator, config: RunConfig) -> Iterator[Pa
             lock = (path / ".lock").open("w")
             # A record lock: it ends with this process, and processes forked from it (loader workers) do not hold it on.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            again = elastic_restart.began_here(path, agents)
+            again = elastic_restart.is_same_launch(path, agents)
             holds_run = (path / "config.yaml").is_file() or bool(checkpoints.checkpoints_of(path))
             if holds_run and not again and not t.resume_from_checkpoint and not t.overwrite_output_dir:
                 problem = (
@@ -134,9 +134,9 @@ def output_directory(accelerator: Accelerator, config: RunConfig) -> Iterator[Pa
     if problem:
         raise UserError(problem)
     if again:
-        elastic_restart.go_on(t)
+        elastic_restart.continue_run(t)
     if accelerator.is_main_process:
-        elastic_restart.keep(path, agents)
+        elastic_restart.record_launch(path, agents)
     try:
         yield path
     finally:

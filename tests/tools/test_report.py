@@ -334,7 +334,7 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
         page.on("request", lambda r: None if r.url.startswith(("file:", "data:")) else complaints.append(r.url[:200]))
         page.goto(path.as_uri())
         if options.get("java_script_enabled", True):
-            page.locator("html[data-plots]").wait_for(state="attached", timeout=60_000)
+            page.locator("html[data-plots]").wait_for(state="attached", timeout=900_000)
         return page
 
     yield open_page
