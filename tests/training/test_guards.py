@@ -201,7 +201,6 @@ def test_evaluation_keeps_no_tensors(tiny_model, clips, tmp_path):
     from finetune.data.utterances import no_tokens
     from finetune.evaluation.recognise import score_stream
     from finetune.models.loading import load_model
-    from finetune.training.data import no_tokens
 
     rows = [{**r, "audio_filepath": str(clips / r["audio_filepath"])} for r in read_lines(clips / "manifest.jsonl")]
     source = parse_sources(str(write_manifest(tmp_path / "long.jsonl", rows * 6)), "--data", "test")[0]

@@ -26,7 +26,7 @@ from finetune.strategies.accelerate_config import engine_with
 from finetune.strategies.optimizers import state_tensors, stored_tensors, unwrap_optimizer
 from finetune.tools.preflight import trial
 from finetune.training import checkpoints
-from finetune.training.data import make_stream, with_filters
+from finetune.training.data import make_stream
 from finetune.training.out_of_memory import is_out_of_memory
 from finetune.training.trainer import Trainer
 
