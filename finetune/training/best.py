@@ -14,7 +14,7 @@ from finetune.durable_files import put_in_place, sha256_of, write_json
 from finetune.errors import UserError
 from finetune.models.nemo import load_weights, write_nemo
 from finetune.strategies.lora_adapters import write_adapter
-from finetune.tools.report.page import keep_report
+from finetune.tools.report.page import write_report
 from finetune.training import verdict
 from finetune.training.checkpoints import CANNOT_WRITE
 from finetune.training.evaluation import average_batchnorm, evaluation_rows, judge_split, log_board, write_mistakes
@@ -41,7 +41,7 @@ def evaluate(trainer: Any, splits: tuple[str, ...]) -> dict[str, Any]:
                     board = judge(trainer, model, ("validation",), p.step, {"weights": "ema"})["validation"]
                     offer(trainer, model, board, "ema")
     if trainer.accelerator.is_main_process:
-        keep_report(trainer.output_dir)
+        write_report(trainer.output_dir)
     return boards
 
 

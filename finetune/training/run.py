@@ -39,7 +39,7 @@ from finetune.strategies.encoder import apply_encoder_options
 from finetune.strategies.lora_adapters import base_hash, check_base, load_into_lora, name_base, read_adapter
 from finetune.strategies.optimizers import build_optimizer, describe_optimizer, parameter_groups
 from finetune.strategies.sharded import count_parameters, make_replica, shards_parameters
-from finetune.tools.report.page import keep_report
+from finetune.tools.report.page import write_report
 from finetune.training import best, checkpoints
 from finetune.training import elastic_restart as restart
 from finetune.training import vocabulary_change as vocabulary
@@ -399,7 +399,7 @@ def finish(accelerator: Any, trainer: Trainer, config: Any, strategy: Strategy) 
             summary["guard_wer_after"] = boards["guard"].total.rates()["wer"]
         write_json(trainer.output_dir / "summary.json", summary)
         say_result(summary, p.wer_before, after, trainer.output_dir)
-        keep_report(trainer.output_dir, say=True)
+        write_report(trainer.output_dir, announce=True)
     accelerator.wait_for_everyone()
 
 
