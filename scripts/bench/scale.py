@@ -136,7 +136,7 @@ def measure_source(path: str, rows: int) -> dict[str, float]:
 
 def measure_quarantine(path: Path, rows: int) -> dict[str, float]:
     """A quarantine of so many lines: written, and read back into the set that a continued run keeps."""
-    from finetune.tools.report.read import _reasons
+    from finetune.tools.report.read import quarantine_reasons
 
     file = LineFile(path)
     for first in range(0, rows, 1000):  # few at once: memory that was let go would be taken for the set's
@@ -156,7 +156,7 @@ def measure_quarantine(path: Path, rows: int) -> dict[str, float]:
     seconds, memory = time.process_time() - began, resident() - before
     assert len(found) == rows
     began = time.process_time()
-    _reasons(path)
+    quarantine_reasons(path)
     told = {"rows": rows, "file_bytes": path.stat().st_size, "set_memory_bytes": memory, "set_cpu_seconds": seconds}
     return {**told, "report_cpu_seconds": time.process_time() - began}
 
@@ -401,7 +401,7 @@ def run_of(steps: int, folder: Path) -> dict[str, Any]:
 
 def measure_report(folder: Path, told: dict[str, Any], lines: int) -> dict[str, float]:
     """The page of a run with so many lines of metrics.jsonl, each of ten steps."""
-    from finetune.tools.report.page import write_report
+    from finetune.tools.report.page import write_run_page
 
     rows = [json.loads(line) for line in told["metrics"]]
     judged = [json.loads(line) for line in told["evaluations"] if '"model"' not in line]
@@ -410,7 +410,7 @@ def measure_report(folder: Path, told: dict[str, Any], lines: int) -> dict[str, 
     metrics.append(*({**rows[i % len(rows)], "step": 10 * i + 10} for i in range(lines)))
     evaluations.append(*({**row, "step": step} for step in range(0, 10 * lines + 1, 500) for row in judged))
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    page = write_report(folder)
+    page = write_run_page(folder)
     seconds = time.process_time() - began
     used = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     sizes = {f"{file.path.stem}_bytes": file.path.stat().st_size for file in (metrics, evaluations)}
