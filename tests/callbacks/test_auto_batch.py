@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, read_lines
-from test_launchers import start
+from launching import start
 
 from finetune.callbacks.memory_recovery import bound_of, part_of
 from finetune.data.batching import BatchLimits

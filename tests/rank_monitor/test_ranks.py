@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, read_lines
-from test_launchers import BIN, TRAIN, curve, start, summary
+from launching import BIN, TRAIN, curve, start, summary
 
 from finetune.rank_monitor.client import WITNESS
 from finetune.rank_monitor.membership import ENDED_WELL, LEAVING_TOGETHER, Member, verdict
