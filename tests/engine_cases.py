@@ -1,7 +1,4 @@
-"""Trainings in several processes, which tests of engines, averages and non-finite steps share.
-
-A plugin of pytest: `pytest_plugins = ["engine_cases"]` gives the fixtures `trainings` and `bare_zero3`.
-"""
+"""Trainings in several processes, which tests of engines, averages and non-finite steps share."""
 
 import json
 import sys
@@ -9,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from conftest import DETERMINISTIC, ROOT
 from launching import start
 
@@ -23,56 +19,39 @@ NOTHING_STAYS = {
 }
 
 
-@pytest.fixture
-def trainings(tiny_run: Callable[..., list[str]], tmp_path: Path) -> Callable[..., dict[str, list[dict[str, Any]]]]:
-    """`trainings(name=(processes, *arguments), ...)` runs them into tmp_path/NAME; returns what each rank tells.
+def run_trainings(
+    tiny_run: Callable[..., list[str]], folder: Path, first_import: str = "torch", **wanted: tuple[Any, ...]
+) -> dict[str, list[dict[str, Any]]]:
+    """Run trainings into folder/NAME; return what each rank tells.
 
-    Arguments that are a dictionary are keys of the plan's entry.
+    Args:
+        wanted: NAME=(processes, *arguments); arguments that are a dictionary are keys of the plan's entry.
     """
-
-    def run(first_import: str = "torch", **wanted: tuple[Any, ...]) -> dict[str, list[dict[str, Any]]]:
-        training = {
-            "max_steps": STEPS,
-            "save_steps": 0,
-            "eval_steps": 0,
-            "eval_on_start": False,
-            "save_total_limit": 0,
-        }
-        # A shorter run goes the same way as the first steps of a longer one.
-        training |= {"dataloader_num_workers": 1, "lr_scheduler_type": "constant", "warmup_ratio": 0.0}
-        common = tiny_run(model=DETERMINISTIC, data=UNSHUFFLED | {"validation": None}, training=training)
-        plan = []
-        for name, (processes, *arguments) in wanted.items():
-            own = [a for a in arguments if isinstance(a, str)]
-            extra = {k: v for a in arguments if isinstance(a, dict) for k, v in a.items()}
-            options = [a for a in own if "=" not in a]
-            values = [f"training.output_dir={tmp_path / name}", *(a for a in own if "=" in a)]
-            plan.append({"name": name, "processes": processes, "arguments": [*common, *options, *values], **extra})
-        (tmp_path / "plan.json").write_text(json.dumps(plan))
-        done = start(
-            [sys.executable, str(ROOT / "tests" / "engine_runs.py"), str(tmp_path / "plan.json"), first_import],
-            PYTHONPATH=str(ROOT),
-        )
-        found = {}
-        for entry in plan:
-            files = [tmp_path / f"{entry['name']}-{rank}" for rank in range(entry["processes"])]
-            logs = "\n".join(f.with_name(f.name + ".log").read_text()[-3000:] for f in files)
-            assert f"{entry['name']} {[entry.get('expect', 0)] * entry['processes']}" in done.stdout, logs
-            found[entry["name"]] = [json.loads(f.with_name(f.name + ".json").read_text()) for f in files]
-            assert [rank["rank"] for rank in found[entry["name"]]] == list(range(entry["processes"]))
-            assert all(rank.get("world", entry["processes"]) == entry["processes"] for rank in found[entry["name"]])
-        return found
-
-    return run
-
-
-@pytest.fixture
-def bare_zero3(tmp_path: Path) -> str:
-    """The strategy's DeepSpeed file with thresholds at which a small model too is taken apart."""
-    values = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
-    values["zero_optimization"].update(NOTHING_STAYS)
-    (tmp_path / "zero3.json").write_text(json.dumps(values))
-    return str(tmp_path / "zero3.json")
+    training = {"max_steps": STEPS, "save_steps": 0, "eval_steps": 0, "eval_on_start": False, "save_total_limit": 0}
+    # A shorter run goes the same way as the first steps of a longer one.
+    training |= {"dataloader_num_workers": 1, "lr_scheduler_type": "constant", "warmup_ratio": 0.0}
+    common = tiny_run(model=DETERMINISTIC, data=UNSHUFFLED | {"validation": None}, training=training)
+    plan = []
+    for name, (processes, *arguments) in wanted.items():
+        own = [a for a in arguments if isinstance(a, str)]
+        extra = {k: v for a in arguments if isinstance(a, dict) for k, v in a.items()}
+        options = [a for a in own if "=" not in a]
+        values = [f"training.output_dir={folder / name}", *(a for a in own if "=" in a)]
+        plan.append({"name": name, "processes": processes, "arguments": [*common, *options, *values], **extra})
+    (folder / "plan.json").write_text(json.dumps(plan))
+    done = start(
+        [sys.executable, str(ROOT / "tests" / "engine_runs.py"), str(folder / "plan.json"), first_import],
+        PYTHONPATH=str(ROOT),
+    )
+    found = {}
+    for entry in plan:
+        files = [folder / f"{entry['name']}-{rank}" for rank in range(entry["processes"])]
+        logs = "\n".join(f.with_name(f.name + ".log").read_text()[-3000:] for f in files)
+        assert f"{entry['name']} {[entry.get('expect', 0)] * entry['processes']}" in done.stdout, logs
+        found[entry["name"]] = [json.loads(f.with_name(f.name + ".json").read_text()) for f in files]
+        assert [rank["rank"] for rank in found[entry["name"]]] == list(range(entry["processes"]))
+        assert all(rank.get("world", entry["processes"]) == entry["processes"] for rank in found[entry["name"]])
+    return found
 
 
 def reference() -> tuple[Any, ...]:

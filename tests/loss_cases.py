@@ -21,7 +21,7 @@ def make_case(frames, tokens, durations=TDT, V=7, H=5, dtype=torch.float64, seed
 
 
 def learnt_case(frames, tokens, durations=TDT, V=50, sharp=8.0, dtype=torch.float64, seed=0):
-    """Joint inputs that know where each token is spoken: at its frame the next token wins over the blank, elsewhere the blank."""
+    """Joint inputs of a model that has learnt: the next token wins over the blank at its frame, the blank elsewhere."""
     g = torch.Generator().manual_seed(seed)
     B, T, U, D = len(frames), max(frames), max(max(tokens), 1), len(durations)
     H = V + 1 + D + 2 * (T + 1)
@@ -48,7 +48,7 @@ def joint_logits(enc_BTH, pred_BUH, weight_OH, bias_O, activation=torch.relu):
 
 
 def all_alignments_loss(logits_TUO, targets, durations, sigma, rnnt=False):
-    """-log of the summed probability of every alignment of one clip, by walking each of them (float64, autograd follows)."""
+    """-log of the summed probability of all alignments of one clip, by walking each (float64, autograd follows)."""
     T, U1, outputs = logits_TUO.shape
     V = outputs - 1 - len(durations)
     token_logp = torch.log_softmax(logits_TUO[..., : V + 1], -1) - (0.0 if rnnt else sigma)

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 
 from finetune.callbacks.averaging import averaged_tensors
 
-pytest_plugins = ["engine_cases"]
 DECAY = 0.8
 EMA = {"ema_decay": DECAY, "max_steps": 8, "save_steps": 4, "eval_steps": 4, "save_total_limit": 0}
 QUIET = {"model": {"spec_augment": False, "dropout": 0.1}, "data": {"test": None, "max_eval_samples": 4}}

@@ -23,8 +23,6 @@ from finetune.strategies.accelerate_config import resolve_strategy
 from finetune.strategies.fsdp import check_mesh, fsdp_environment
 from finetune.strategies.sharded import read_whole_weights
 
-pytest_plugins = ["engine_cases"]
-
 
 @pytest.fixture
 def uneven(clips: Path, tmp_path: Path) -> str:

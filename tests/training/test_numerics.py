@@ -13,7 +13,6 @@ from engine_runs import digest, explode, spoil, watch_digests
 from launching import summary
 from safetensors.torch import load_file
 
-pytest_plugins = ["engine_cases"]
 LEARNING = {**DETERMINISTIC, "freeze_batchnorm": False}  # BatchNorm's statistics move
 NO_EVALUATION = {"eval_on_start": False, "eval_steps": 0}
 
