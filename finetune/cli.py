@@ -31,7 +31,7 @@ COMMANDS = {
 SHELLS = ("bash", "zsh", "tcsh")
 EPILOG = f"""commands:
 {{commands}}
-  completion   print a completion script: {" or ".join(SHELLS)}
+  completion   print a completion script for {", ".join(SHELLS)}
 
 example:
   {PROG} train --config finetune/configs/quickstart.yaml
@@ -40,7 +40,7 @@ example:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the top level; the command's arguments are left to the command."""
+    """Return the parser of the top level; what follows COMMAND is left to the command."""
     commands = "\n".join(f"  {name:<12} {summary}" for name, (_, summary) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog=PROG,
@@ -50,8 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
-    parser.add_argument("command", metavar="COMMAND", help="one of the commands below")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument("command", metavar="COMMAND", nargs="?", help="one of the commands below")
     return parser
 
 
@@ -95,12 +94,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command that the arguments name; return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     parser = make_parser()
-    if not argv:
+    command, rest = parser.parse_args(argv[:1]).command, argv[1:]
+    if command is None:
         parser.print_help(sys.stderr)
         return 2
-    if argv[0].startswith("-"):
-        parser.parse_args(argv)  # --help, --version or an unknown option: exits
-    command, *rest = argv
     if command == "completion":
         shell = argparse.ArgumentParser(prog=f"{PROG} completion", description=f'eval "$({PROG} completion bash)"')
         shell.add_argument("shell", choices=SHELLS)
@@ -115,9 +112,10 @@ def main(argv: list[str] | None = None) -> int:
         print(help_of(command), end="")
         return 0
     module = load(command)
+    code = module.main(rest)
     if command == "train":
-        module.run_and_leave(rest)  # leaves the exit code for the launcher, too
-    return module.main(rest)
+        module.leave(code)  # as `python finetune/train.py` does
+    return code
 
 
 if __name__ == "__main__":

@@ -58,9 +58,9 @@ def spoil(calls: Container[int], how: str = "nan") -> None:
     """Spoils the losses of these calls of the model, counted from 1.
 
     Args:
-        how: `nan`: losses and gradients are not numbers; `inf`: the losses alone are infinite; `gradient`: the gradients
-            alone are not numbers; `norm`: the gradients are so large that their norm alone is infinite; `spike`: losses
-            and gradients are a thousand times as large; `nan_first`: nan for the first clip only.
+        how: `nan`: losses and gradients are not numbers; `inf`: the losses alone are infinite; `gradient`: the
+            gradients alone are not numbers; `norm`: the gradients are so large that their norm alone is infinite;
+            `spike`: losses and gradients are a thousand times as large; `nan_first`: nan for the first clip only.
     """
     whole, seen = TransducerLossModule.forward, []
 

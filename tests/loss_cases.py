@@ -21,7 +21,7 @@ def make_case(frames, tokens, durations=TDT, V=7, H=5, dtype=torch.float64, seed
 
 
 def learnt_case(frames, tokens, durations=TDT, V=50, sharp=8.0, dtype=torch.float64, seed=0):
-    """Joint inputs of a model that has learnt: the next token wins over the blank at its frame, the blank elsewhere."""
+    """Joint inputs of a model that has learnt: the next token wins over blank at its frame, blank elsewhere."""
     g = torch.Generator().manual_seed(seed)
     B, T, U, D = len(frames), max(frames), max(max(tokens), 1), len(durations)
     H = V + 1 + D + 2 * (T + 1)
