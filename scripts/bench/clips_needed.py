@@ -2,8 +2,8 @@
 
     python scripts/bench/clips_needed.py [--words 10] [--shared 0.5] [--check]
 
-Simulated: clips of some words on average, some harder than others (the error rate of a clip varies with a standard deviation of 70 % of
-its mean); of each model's errors a share are made by both.
+Simulated: clips of some words on average, some harder than others (the error rate of a clip varies with a standard
+deviation of 70 % of its mean); of each model's errors a share are made by both.
 """
 
 import argparse

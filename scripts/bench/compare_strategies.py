@@ -4,14 +4,16 @@
     python scripts/bench/compare_strategies.py --config RUN.yaml --strategies adamw_8bit --matrix precision,compile,offload
     python scripts/bench/compare_strategies.py --config RUN.yaml --own-batches          # recommended* with batches of their own
 
-Each strategy runs in fresh processes of its own. Memory is the CUDA allocator's peak on a GPU, and on the CPU the account of the
-process's tensors (finetune/tools/planning/accounting.py) in one step after the optimizer's states exist; of several processes that of the
-first. Seconds a step are the median without the first three steps and the accounted one. An interrupted comparison goes on where
-it was: rows lie in --output-dir. Writes table.md, results.json and strategies.png there.
+Each strategy runs in fresh processes of its own. Memory is the CUDA allocator's peak on a GPU, and on the CPU the
+account of the process's tensors (finetune/tools/planning/accounting.py) in one step after the optimizer's states
+exist; of several processes that of the first. Seconds a step are the median without the first three steps and the
+accounted one. An interrupted comparison goes on where it was: rows lie in --output-dir. Writes table.md, results.json
+and strategies.png there.
 
-All rows see the same clips in each step: the clips of the run's first steps are written to --output-dir/clips once, and come in that
-order to whatever number of processes. The yardstick runs again in the middle and at the end: ratios of time are to the median of
-its runs, and the table says how far these lie apart, which is what a difference in time has to exceed.
+All rows see the same clips in each step: the clips of the run's first steps are written to --output-dir/clips once,
+and come in that order to whatever number of processes. The yardstick runs again in the middle and at the end: ratios
+of time are to the median of its runs, and the table says how far these lie apart, which is what a difference in time
+has to exceed.
 
 Exit codes: 0 done, 1 a strategy that must run on this machine did not, 2 bad arguments.
 """

@@ -2,8 +2,8 @@
 
 python scripts/bench/compare_vocabularies.py --output-dir runs/vocabulary --steps 150 --json docs/benchmarks/vocabulary_cpu.json
 
-`nemo` is what NeMo's own change_vocabulary leaves, prediction network and joint with random weights, but trained with the TDT loss.
-Runs that are finished in the output directory are not made again.
+`nemo` is what NeMo's own change_vocabulary leaves, prediction network and joint with random weights, but trained with
+the TDT loss. Runs that are finished in the output directory are not made again.
 """
 
 import argparse

@@ -2,10 +2,12 @@
 
     python scripts/bench/data.py [--json FILE] [--cases decode,padding,manifest,train,soak] [--lines 5200000]
 
-decode    clips a second of one worker, against soundfile.read of the same bytes in a bare loop; and of two workers against one
-padding   share of padding on log-normal lengths of 0.5 to 30 s: by duration, at random, and lhotse's DynamicBucketingSampler
-manifest  5.2 M lines: time to the first batch, memory and its growth, and resume at line 4,000,000. Audio is not read here: decoding is
-          replaced by 0.1 s of silence.
+decode    clips a second of one worker, against soundfile.read of the same bytes in a bare loop; and of two workers
+          against one
+padding   share of padding on log-normal lengths of 0.5 to 30 s: by duration, at random, and lhotse's
+          DynamicBucketingSampler
+manifest  5.2 M lines: time to the first batch, memory and its growth, and resume at line 4,000,000. Audio is not read
+          here: decoding is replaced by 0.1 s of silence.
 soak      memory and open files of two workers over a million clips that are decoded
 train     audio seconds a second of training the sample base model, with batches by duration against random ones
 

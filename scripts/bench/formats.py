@@ -2,9 +2,10 @@
 
     python scripts/bench/formats.py --model M --data D [--split test] [--json FILE]
 
-Three models: the .nemo that M has, the Hugging Face directory made of it, and the .nemo made of that. Three ways: NeMo's own transcribe()
-(of a .nemo, or of the model that this project loads from the directory), transformers' pipeline("automatic-speech-recognition") in batches
-(of a directory; a .nemo goes through the directory made of it), and this project's transcribe. Ends with 1 if one text or one weight differs.
+Three models: the .nemo that M has, the Hugging Face directory made of it, and the .nemo made of that. Three ways:
+NeMo's own transcribe() (of a .nemo, or of the model that this project loads from the directory), transformers'
+pipeline("automatic-speech-recognition") in batches (of a directory; a .nemo goes through the directory made of it),
+and this project's transcribe. Ends with 1 if one text or one weight differs.
 """
 
 import argparse

@@ -3,18 +3,21 @@
 
     python scripts/bench/optimizer.py [--layers 2 | --full] [--only SECTION ...] [--sides NAME ...] [--repeats 7] [--json FILE]
 
-Sections: `step` (optimizers, and one flat tensor a group), `clipping`, `schedules`, `rates` (learning rates as floats or tensors in a
-compiled step). The shapes are those of NeMo's own modules with --layers Conformer layers (of 24); ratios hardly depend on it, since tensors
-and bytes grow together. All sides step the same weights with the same gradients, in turns; figures are medians. Each float32 side
-works on the same two states, which saves memory. The floor of a step is what it has to read and write (weights, gradients, states),
-at the rate at which this machine copied or scaled a large tensor in the same turns, whichever is more. The first step is separate: it compiles,
-from an empty cache.
+Sections: `step` (optimizers, and one flat tensor a group), `clipping`, `schedules`, `rates` (learning rates as floats
+or tensors in a compiled step). The shapes are those of NeMo's own modules with --layers Conformer layers (of 24);
+ratios hardly depend on it, since tensors and bytes grow together. All sides step the same weights with the same
+gradients, in turns; figures are medians. Each float32 side works on the same two states, which saves memory. The floor
+of a step is what it has to read and write (weights, gradients, states), at the rate at which this machine copied or
+scaled a large tensor in the same turns, whichever is more. The first step is separate: it compiles, from an empty
+cache.
 
 Verdicts follow from the figures:
-  step       keep: at least 5 % less time or at least 5 % fewer bytes of state than adamw (fused, the default), and no side with the same
-             bytes (within 10 %; fewer bits are another mathematics) takes 5 % less time. adamw itself: the latter alone.
+  step       keep: at least 5 % less time or at least 5 % fewer bytes of state than adamw (fused, the default), and no
+             side with the same bytes (within 10 %; fewer bits are another mathematics) takes 5 % less time. adamw
+             itself: the latter alone.
   clipping   keep: within 5 % of the fastest.
-  schedules  keep: at most 1 % of a fused step. Rates by hand, keep: they save more than 1 % of a fused step over the dearest schedule.
+  schedules  keep: at most 1 % of a fused step. Rates by hand, keep: they save more than 1 % of a fused step over the
+             dearest schedule.
   rates      keep: no more compilations than the other; where as many, a later step takes at most 5 % longer.
 A claim is reached when a gain is at least the claimed range's lower end, or a cost at most its upper end.
 """
@@ -89,8 +92,8 @@ def make_work(layers: int, device: str) -> SimpleNamespace:
     """Weights, gradients and two states as one flat tensor a group, and in the same memory as tensors of the real shapes.
 
     Returns:
-        groups: parameter groups of the real shapes; flat_groups: the same with one flat parameter each; states: parameter -> its (exp_avg,
-        exp_avg_sq), for both; parameters, flat_parameters; elements: of the real shapes.
+        groups: parameter groups of the real shapes; flat_groups: the same with one flat parameter each; states:
+        parameter -> its (exp_avg, exp_avg_sq), for both; parameters, flat_parameters; elements: of the real shapes.
     """
     from finetune.strategies.optimizers import parameter_groups
 
@@ -302,8 +305,8 @@ def bench_schedules(work: SimpleNamespace, repeats: int, fused_seconds: float | 
 def bench_rates(device: str, repeats: int) -> dict[str, Any]:
     """A compiled step whose learning rate changes each time, held as floats and as tensors.
 
-    Compilations are counted one side after the other, from a fresh start: what one side showed the compiler would spare the other
-    some. The seconds of a step are then taken in turns.
+    Compilations are counted one side after the other, from a fresh start: what one side showed the compiler would
+    spare the other some. The seconds of a step are then taken in turns.
     """
     from torch._dynamo.utils import counters
 

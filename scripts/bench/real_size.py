@@ -3,8 +3,9 @@
     python scripts/bench/real_size.py                              # on a GPU: bf16, 16 clips of 20 s a step
     python scripts/bench/real_size.py --strategies adamw_8bit+gradient_checkpointing --clips 1 --seconds 5 --precision fp32   # on a CPU
 
-Makes a tokenizer of random words and a data set of noise in --output-dir, and hands them to scripts/bench/compare_strategies.py, whose
-figures it prints, with what finetune.plan predicts beside them. Nothing is learnt; needed memory and time depend on lengths and sizes only.
+Makes a tokenizer of random words and a data set of noise in --output-dir, and hands them to
+scripts/bench/compare_strategies.py, whose figures it prints, with what finetune.plan predicts beside them. Nothing is
+learnt; needed memory and time depend on lengths and sizes only.
 """
 
 import argparse
@@ -70,7 +71,8 @@ def add_predictions(rows: list[dict[str, Any]], run_file: Path, clips: int, seco
     """Puts what finetune.plan predicts beside what was measured, and prints the ratios.
 
     Args:
-        rows: of scripts/bench/compare_strategies.py; those that ran get predicted_peak_bytes and predicted_over_measured.
+        rows: of scripts/bench/compare_strategies.py; those that ran get predicted_peak_bytes and
+            predicted_over_measured.
         run_file: that they ran with.
         clips, seconds: of a step.
     """

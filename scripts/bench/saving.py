@@ -3,8 +3,9 @@
     python scripts/bench/saving.py --config finetune/configs/quickstart.yaml --steps 60 --every 10
     python scripts/bench/saving.py --config RUN.yaml --steps 12 --every 4 training.optimizer=adamw_8bit
 
-All three train in this process, one after the other and `--rounds` times over, from the same run file. Printed for each way: seconds of
-the training, seconds that it stood still for its checkpoints, and their share at the default interval of training.save_steps.
+All three train in this process, one after the other and `--rounds` times over, from the same run file. Printed for
+each way: seconds of the training, seconds that it stood still for its checkpoints, and their share at the default
+interval of training.save_steps.
 """
 
 import argparse

@@ -3,15 +3,18 @@
 
     python scripts/bench/scale.py [--json FILE] [--cases data,check,ranks,steps] [--rows 1000,10000,100000,1000000] [--ranks 1,2,4,8]
 
-data   of manifests and parquet files of so many rows: seconds and memory to open them, what is sent to a DataLoader worker, the stream's
-       state in a checkpoint (for 1 and for 8 ranks); the quarantine's file and its set in memory. Decoding is replaced by 0.1 s of silence.
+data   of manifests and parquet files of so many rows: seconds and memory to open them, what is sent to a DataLoader
+       worker, the stream's state in a checkpoint (for 1 and for 8 ranks); the quarantine's file and its set in memory.
+       Decoding is replaced by 0.1 s of silence.
 check  finetune.check: reading short files of 0.2 s, and putting together what was found in all shards.
-ranks  processes over gloo on this machine that train examples/base: seconds to the first step, of the exchange of a step's counts, and of
-       a checkpoint; its bytes, and those of each rank's part. NeMo is imported once and the processes are forked from there.
-steps  bytes of a line of metrics.jsonl and of TensorBoard's file, from real runs; size, seconds and memory of report.html at 1,000, 10,000 and
-       100,000 lines (every tenth step) with an evaluation each 500 steps.
+ranks  processes over gloo on this machine that train examples/base: seconds to the first step, of the exchange of a
+       step's counts, and of a checkpoint; its bytes, and those of each rank's part. NeMo is imported once and the
+       processes are forked from there.
+steps  bytes of a line of metrics.jsonl and of TensorBoard's file, from real runs; size, seconds and memory of
+       report.html at 1,000, 10,000 and 100,000 lines (every tenth step) with an evaluation each 500 steps.
 
-Seconds of `data`, `check` and `steps` are CPU time of one process; those of `ranks` are wall time. Slopes are least squares over the sizes.
+Seconds of `data`, `check` and `steps` are CPU time of one process; those of `ranks` are wall time. Slopes are least
+squares over the sizes.
 """
 
 import argparse

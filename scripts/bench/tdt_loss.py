@@ -3,15 +3,17 @@
 
     python scripts/bench/tdt_loss.py [--cases NAME ...] [--repeats 3] [--json FILE]
 
-CPU cases need no GPU; the others say "not measured" without one. Times are the best of the repeats, forward and backward. Memory is what a
-call adds at its peak to what was there before it (resident memory on the CPU, the CUDA allocator's on a GPU). The floor is the four
-matrix products (forward, recomputation, gradients of weight and activations) over the valid cells, at the rate of this machine.
-The gradient of cells that alignments hardly pass through is made of subnormal numbers, on which a CPU is slow: transformers' loss is
-timed as it comes and "flushed", with torch.set_flush_denormal(True), which no side of ours has.
+CPU cases need no GPU; the others say "not measured" without one. Times are the best of the repeats, forward and
+backward. Memory is what a call adds at its peak to what was there before it (resident memory on the CPU, the CUDA
+allocator's on a GPU). The floor is the four matrix products (forward, recomputation, gradients of weight and
+activations) over the valid cells, at the rate of this machine. The gradient of cells that alignments hardly pass
+through is made of subnormal numbers, on which a CPU is slow: transformers' loss is timed as it comes and "flushed",
+with torch.set_flush_denormal(True), which no side of ours has.
 
-"learnt" inputs come from examples/base/fastconformer_tdt_3m.nemo on sentences of examples/voice_prompts, joined to clips of up to 10 s. Its
-joint is lifted to the width and vocabulary of the case: the further hidden units get random inputs that no output listens to, and
-each of its 128 tokens gets V / 128 - 1 near copies (its row with a tenth of noise) that together weigh a tenth of it.
+"learnt" inputs come from examples/base/fastconformer_tdt_3m.nemo on sentences of examples/voice_prompts, joined to
+clips of up to 10 s. Its joint is lifted to the width and vocabulary of the case: the further hidden units get random
+inputs that no output listens to, and each of its 128 tokens gets V / 128 - 1 near copies (its row with a tenth of
+noise) that together weigh a tenth of it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     python scripts/cluster/two_machines_table.py WORK
 
-Ends with 1 where a loss is further off than rounding, or a rank did not end as it should. RESULTS names a file for the table as JSON.
+Ends with 1 where a loss is further off than rounding, or a rank did not end as it should. RESULTS names a file for the
+table as JSON.
 """
 
 import json

@@ -1,6 +1,7 @@
 """The faults, in groups: SIGKILL, signals, power cuts, full and read-only disks, damaged files, clocks, a second process, two ranks.
 
-Each case does its fault to a run of its own, starts the same command until the run is done, and compares it with the unbroken one.
+Each case does its fault to a run of its own, starts the same command until the run is done, and compares it with the
+unbroken one.
 """
 
 import os
@@ -116,7 +117,7 @@ def go_on(
     return attempt
 
 
-# ---- SIGKILL -----------------------------------------------------------------------------------------------------------
+# ---- SIGKILL --------------------------------------------------------------------------------------------------------
 
 KILL_PLACES = {
     # place: (events, share of the tries in percent)
@@ -279,7 +280,7 @@ def differing_files(one: Path, other: Path, only_present: bool = False) -> list[
     return found
 
 
-# ---- SIGTERM, SIGINT, SIGUSR1 --------------------------------------------------------------------------------------------
+# ---- SIGTERM, SIGINT, SIGUSR1 ---------------------------------------------------------------------------------------
 
 SIGNAL_PLACES = {
     "forward": "forward",
@@ -361,7 +362,7 @@ def _interrupted_twice(moment: Moment) -> Callable[[Laboratory, Path], Trial]:
     return run
 
 
-# ---- power cuts ----------------------------------------------------------------------------------------------------------
+# ---- power cuts -----------------------------------------------------------------------------------------------------
 
 POWER_PLACES = {
     "a step": "step:before",
@@ -407,7 +408,7 @@ def _cut(moment: Moment, loss: str) -> Callable[[Laboratory, Path], Trial]:
     return run
 
 
-# ---- clocks and a second process -------------------------------------------------------------------------------------------
+# ---- clocks and a second process ------------------------------------------------------------------------------------
 
 HOUR, YEAR = 3600.0, 365 * 86400.0
 

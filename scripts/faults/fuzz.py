@@ -3,10 +3,11 @@
     python scripts/faults/fuzz.py --inputs 1000000 --output runs/fuzz [--seed 0] [--readers NAME ...] [--json FILE]
     python scripts/faults/fuzz.py --one READER NUMBER [--seed 0]          # one input again
 
-Whole inputs (scripts/faults/fuzz_readers.py) are mutated: bits, bytes, pieces cut out, doubled, mixed with others', and values of a list of extremes.
-Input N of a reader follows from seed, reader and N, so that a run goes on where it was stopped, and an input can be had again. A failure is
-an exception that is none of the reader's refusals, more than --seconds for an input, or more than --memory GiB: its bytes stay in
-OUTPUT/failures. Exit codes: 0 no failure, 1 failures, 2 bad arguments.
+Whole inputs (scripts/faults/fuzz_readers.py) are mutated: bits, bytes, pieces cut out, doubled, mixed with others',
+and values of a list of extremes. Input N of a reader follows from seed, reader and N, so that a run goes on where it
+was stopped, and an input can be had again. A failure is an exception that is none of the reader's refusals, more than
+--seconds for an input, or more than --memory GiB: its bytes stay in OUTPUT/failures. Exit codes: 0 no failure, 1
+failures, 2 bad arguments.
 """
 
 import argparse

@@ -53,7 +53,8 @@ class Reader:
 
     Attributes:
         name: in the table.
-        read: takes the bytes, and a folder of its own that it may write into. Whatever it raises but `refusals` is a failure.
+        read: takes the bytes, and a folder of its own that it may write into. Whatever it raises but `refusals` is a
+            failure.
         seeds: makes the whole inputs that mutation begins from.
         share: how many inputs it gets beside the others'; slow readers get few.
         refusals: what it says no with: the product's own errors, and the ValueError of functions that document it.
@@ -73,7 +74,7 @@ def put(folder: Path, name: str, data: bytes) -> Path:
     return path
 
 
-# ---- data -------------------------------------------------------------------------------------------------------------
+# ---- data -----------------------------------------------------------------------------------------------------------
 
 ROWS: list[dict[str, Any]] = [
     {"audio_filepath": "a.wav", "text": "un deux", "duration": 1.25, "lang": "fr", "id": "a/1"},
@@ -195,7 +196,7 @@ def read_sources(data: bytes, folder: Path) -> None:
     parse_sources(value, "data.train", "train")
 
 
-# ---- configuration ----------------------------------------------------------------------------------------------------
+# ---- configuration --------------------------------------------------------------------------------------------------
 
 RUN = b"""model:
   name: m.nemo
@@ -250,7 +251,7 @@ def nemo_yaml_seeds() -> list[bytes]:
     ]
 
 
-# ---- models -----------------------------------------------------------------------------------------------------------
+# ---- models ---------------------------------------------------------------------------------------------------------
 
 
 @cache

@@ -1,9 +1,9 @@
 """What a training does, told as events from inside its process, and faults that happen at one of them.
 
-Events: `forward`, `backward`, `step:before`, `step:after` and `evaluation` of the model, and what happens to files of the output
-directory (NAME relative to it): `open:NAME` for writing, `written:NAME` by a library, `rename:NAME` and `renamed:NAME` (before and after;
-NAME is the new one), `fsync:NAME` and `fsynced:NAME`, `remove:NAME`, `mkdir:NAME`, `truncate:NAME`. Each is one line of a log that
-outlasts SIGKILL: seconds, step, event.
+Events: `forward`, `backward`, `step:before`, `step:after` and `evaluation` of the model, and what happens to files of
+the output directory (NAME relative to it): `open:NAME` for writing, `written:NAME` by a library, `rename:NAME` and
+`renamed:NAME` (before and after; NAME is the new one), `fsync:NAME` and `fsynced:NAME`, `remove:NAME`, `mkdir:NAME`,
+`truncate:NAME`. Each is one line of a log that outlasts SIGKILL: seconds, step, event.
 """
 
 import datetime

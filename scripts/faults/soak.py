@@ -2,17 +2,19 @@
 
     python scripts/faults/soak.py [--minutes 60] [--steps N] [--seed 0] [--folder DIR] [--json FILE]
 
-The faults come from outside, to `python finetune/train.py` with the base model of examples/base: SIGKILL, SIGTERM, SIGUSR1, SIGINT,
-SIGSTOP and SIGCONT, a flipped bit in the newest checkpoint, a disk that is full for a while (a small one in memory, where mounts are
-allowed). Where the broken run is done before the time is over, another one begins. At the end of each, weights, clips, losses,
-evaluations, summary and model.nemo are compared bit by bit. Memory and open files of the process and its data workers are sampled every
-few seconds. Everything done is a line of DIR/soak.log; the runs are removed only where all is well. Ends with 1 where anything is not.
-Every attempt imports the program anew, so its files must not change meanwhile; that is checked.
+The faults come from outside, to `python finetune/train.py` with the base model of examples/base: SIGKILL, SIGTERM,
+SIGUSR1, SIGINT, SIGSTOP and SIGCONT, a flipped bit in the newest checkpoint, a disk that is full for a while (a small
+one in memory, where mounts are allowed). Where the broken run is done before the time is over, another one begins. At
+the end of each, weights, clips, losses, evaluations, summary and model.nemo are compared bit by bit. Memory and open
+files of the process and its data workers are sampled every few seconds. Everything done is a line of DIR/soak.log; the
+runs are removed only where all is well. Ends with 1 where anything is not. Every attempt imports the program anew, so
+its files must not change meanwhile; that is checked.
 
-Flat means here: over the second half of the longest attempt, which is the training left alone, the straight line through the resident
-memory of the process rises by less than 3 % of its mean, and so for each data worker; the median of its open files is in the last quarter no more
-than in the quarter before. (In the first hundreds of steps the C allocator's arenas still grow with the lengths that come.) Over the attempts
-that were broken: the memory after the same number of steps, as medians of their first and last third, differs by less than 5 %.
+Flat means here: over the second half of the longest attempt, which is the training left alone, the straight line
+through the resident memory of the process rises by less than 3 % of its mean, and so for each data worker; the median
+of its open files is in the last quarter no more than in the quarter before. (In the first hundreds of steps the C
+allocator's arenas still grow with the lengths that come.) Over the attempts that were broken: the memory after the
+same number of steps, as medians of their first and last third, differs by less than 5 %.
 """
 
 import argparse
@@ -368,7 +370,7 @@ def hash_of_program() -> str:
     return digest.hexdigest()
 
 
-# ---- memory and open files -------------------------------------------------------------------------------------------------
+# ---- memory and open files ------------------------------------------------------------------------------------------
 
 
 def slope(points: list[tuple[float, float]]) -> float:

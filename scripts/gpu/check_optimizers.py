@@ -3,8 +3,9 @@
 
     python scripts/gpu/check_optimizers.py [--json FILE]
 
-Ends with 0 when every check holds, with 1 when one does not or there is no GPU. The checks of states take the tensors of at least
-2^20 elements around and in one Conformer layer of the 0.6B layout, 97 % of its bytes: torchao compiles each shape for seconds.
+Ends with 0 when every check holds, with 1 when one does not or there is no GPU. The checks of states take the tensors
+of at least 2^20 elements around and in one Conformer layer of the 0.6B layout, 97 % of its bytes: torchao compiles
+each shape for seconds.
 """
 
 from __future__ import annotations
