@@ -19,7 +19,6 @@ Exit codes: 0 done, 1 a strategy that must run on this machine did not, 2 bad ar
 """
 
 import argparse
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -94,70 +93,16 @@ AXES = {
 # ---- one strategy, in a process of its own -------------------------------------------------------------------------
 
 
-class Probe:
-    """Times the steps of a run and takes the account of one of them."""
-
-    def __init__(self, file: Path):
-        self.file, self.seconds, self.memory = file, [], {}
-
-    def watch(self, trainer: Any) -> None:
-        """Begins to watch a Trainer, which draws no random features and leaves nothing but figures."""
-        self.trainer = trainer
-        trainer.model.preprocessor.featurizer.dither = 0.0
-        trainer.save = trainer.keep_model = lambda: None
-        trainer._keep = lambda model: None
-        trainer.around_step = self.step
-        self.held: list[Any] = []
-        if type(trainer.module).__name__ == "DistributedDataParallel":
-            clip = trainer._clip
-
-            def clip_and_remember() -> Any:
-                # Views of DDP's buckets, which stay where they are when the gradients are set to none.
-                self.held = [p.grad.detach() for p in trainer.module.parameters() if p.grad is not None]
-                return clip()
-
-            trainer._clip = clip_and_remember
-
-    @contextlib.contextmanager
-    def step(self) -> Any:
-        import torch
-
-        from finetune.tools.planning.accounting import StepAccount
-
-        on_gpu = self.trainer.accelerator.device.type == "cuda"
-        accounted = self.trainer.progress.step == SKIPPED_STEPS
-        if on_gpu:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        started = time.perf_counter()
-        if accounted:
-            follow = StepAccount(self.trainer.module, self.trainer.optimizer, "cuda" if on_gpu else None, self.held)
-            with follow as account:
-                yield
-            self.memory = {"account_peak_bytes": account.peak, "parts_bytes": account.parts_at_peak}
-        else:
-            yield
-            if on_gpu:
-                torch.cuda.synchronize()
-                seen = self.memory.get("allocator_peak_bytes", 0)
-                self.memory["allocator_peak_bytes"] = max(seen, torch.cuda.max_memory_allocated())
-            if self.trainer.progress.step > SKIPPED_STEPS:
-                self.seconds.append(time.perf_counter() - started)
-
-    def write(self) -> None:
-        """Writes what was seen, by the first process."""
-        if self.trainer.accelerator.is_main_process:
-            self.file.write_text(json.dumps({"seconds": self.seconds, **self.memory}), encoding="utf-8")
-
-
 def measure(file: Path, arguments: list[str]) -> int:
-    """Runs a training under a probe; returns its exit code."""
+    """Run a training under a probe; return its exit code."""
+    from step_probe import StepProbe
+
     from finetune import train
 
-    probe = Probe(file)
-    code = train.main(arguments, observe=probe.watch)
+    probes: list[StepProbe] = []
+    code = train.main(arguments, observe=lambda trainer: probes.append(StepProbe(trainer, SKIPPED_STEPS)))
     if code == 0:
-        probe.write()
+        probes[0].write(file)
     return code
 
 
@@ -166,7 +111,7 @@ class Prepared(Exception):
 
 
 def prepare(folder: Path, steps: int, arguments: list[str]) -> int:
-    """Writes the usable clips of a run's first steps as a manifest, in the order in which they come; returns an exit code."""
+    """Write the usable clips of a run's first steps as a manifest, in their order; return an exit code."""
     import soundfile
 
     from finetune import train
@@ -186,7 +131,7 @@ def prepare(folder: Path, steps: int, arguments: list[str]) -> int:
                 if len(lines) >= wanted:
                     break
             if not lines:
-                raise trainer.intake.nothing_left()
+                raise trainer.batcher.nothing_left()
             trainer.stream.next_epoch()
         (folder / "clips.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         raise Prepared
@@ -225,7 +170,7 @@ def rows_to_run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def processes_of(strategies: list[str], gpus: int) -> int:
-    """Processes for strategies that share work out: the GPUs that there are, on a CPU two, or as many as a mesh has places."""
+    """Return the processes of a strategy that shares work out: all GPUs, on a CPU two, or the places of a mesh."""
     files = [yaml.safe_load((ACCELERATE_CONFIGS / f"{name}.yaml").read_text()) for name in strategies]
     meshes = [file["parallelism_config"] for file in files if "parallelism_config" in file]
     if meshes:
@@ -256,9 +201,10 @@ def run_row(row: dict[str, Any], arguments: argparse.Namespace, gpus: int) -> di
     command = [
         *launch, str(Path(__file__).resolve()), "--measure", str(probed), "--config", str(arguments.config),
         *(f"--strategy={name}" for name in row["strategies"]),
-        f"training.output_dir={run_dir}", f"training.max_steps={arguments.steps}", f"training.warmup_steps={arguments.warmup_steps}",
-        "training.eval_on_start=false", "training.eval_steps=0", "training.save_steps=0", "training.logging_steps=1", "data.test=null",
-        "data.guard=null", "training.report_to=none", f"data.max_eval_samples={arguments.eval_clips}",
+        f"training.output_dir={run_dir}", f"training.max_steps={arguments.steps}",
+        f"training.warmup_steps={arguments.warmup_steps}", "training.eval_on_start=false", "training.eval_steps=0",
+        "training.save_steps=0", "training.logging_steps=1", "data.test=null", "data.guard=null",
+        "training.report_to=none", f"data.max_eval_samples={arguments.eval_clips}",
         *arguments.overrides, f"data.train={arguments.clips / 'clips.jsonl'}", *SAME_BATCHES, *same, *row["settings"],
     ]  # fmt: skip
     started = time.perf_counter()
@@ -352,7 +298,8 @@ def prepared_clips(arguments: argparse.Namespace) -> Path:
         run_dir = arguments.output_dir / "run"
         shutil.rmtree(run_dir, ignore_errors=True)
         command = [
-            sys.executable, str(Path(__file__).resolve()), "--prepare", str(folder), str(arguments.steps), "--config", str(arguments.config),
+            sys.executable, str(Path(__file__).resolve()), "--prepare", str(folder), str(arguments.steps),
+            "--config", str(arguments.config),
             f"training.output_dir={run_dir}", "training.report_to=none", "training.bf16=false", "training.max_steps=1",
             *arguments.overrides, *arguments.batches, "data.validation=null", "data.test=null", "data.guard=null",
         ]  # fmt: skip
@@ -366,7 +313,7 @@ def prepared_clips(arguments: argparse.Namespace) -> Path:
 
 
 def settings_key(row: dict[str, Any], arguments: argparse.Namespace, where: dict[str, Any]) -> str:
-    """Tells a row that is already measured from one with other settings, code, files, model, versions or another machine."""
+    """Return a hash of what a measured row depends on: settings, code, files, model, versions and machine."""
     files = [arguments.config]
     for name in row["strategies"]:
         files += [ACCELERATE_CONFIGS / f"{name}.yaml", OVERLAYS / f"{name}.yaml", ROOT / "ds_configs" / f"{name}.json"]

@@ -276,10 +276,12 @@ def run_file(folder: Path, **training: Any) -> Path:
 
 
 def train_as(rank: int, ranks: int, port: int, engine: str, folder: Path) -> None:
-    """One rank of a training, which notes its times in RANK.json."""
+    """Run one rank of a training, which writes its times to RANK.json."""
     from finetune import train
+    from finetune.training.callbacks import Callback, StepResult
+    from finetune.training.trainer import Trainer
 
-    began, told = time.perf_counter(), SimpleNamespace(first=0.0, exchange=[], save=0.0)
+    began, times = time.perf_counter(), SimpleNamespace(first=0.0, exchange=[], save=0.0)
     out = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -289,33 +291,30 @@ def train_as(rank: int, ranks: int, port: int, engine: str, folder: Path) -> Non
             {name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
         )
 
-    def observe(trainer: Any) -> None:
-        step, save = trainer.train_on, trainer.save
+    class Timer(Callback):
+        def __init__(self, trainer: Trainer):
+            self.trainer = trainer
+            trainer.add_callback(self)
 
-        def train_on(step_input: Any) -> None:
-            if not told.first:
-                told.first = time.perf_counter() - began
-            step(step_input)
-            if trainer.progress.step == TRAINED_STEPS - 1:
-                trainer.accelerator.wait_for_everyone()
+        def on_step_begin(self, step: int) -> None:
+            times.first = times.first or time.perf_counter() - began
+
+        def on_step_end(self, result: StepResult) -> None:
+            if result.step == TRAINED_STEPS - 1:
+                self.trainer.accelerator.wait_for_everyone()
                 for _ in range(EXCHANGES):
                     started = time.perf_counter()
-                    trainer.intake._over_ranks([0.0] * 8, 1)
-                    told.exchange.append(time.perf_counter() - started)
-
-        def timed_save(*arguments: Any, **options: Any) -> Any:
-            trainer.accelerator.wait_for_everyone()
-            started, before = time.perf_counter(), trainer.last_saved
-            result = save(*arguments, **options)
-            if trainer.last_saved != before:
-                told.save = told.save or time.perf_counter() - started
-            return result
-
-        trainer.train_on, trainer.save = train_on, timed_save
+                    self.trainer.batcher._over_ranks([0.0] * 8, 1)
+                    times.exchange.append(time.perf_counter() - started)
+            if result.step == TRAINED_STEPS:
+                self.trainer.accelerator.wait_for_everyone()
+                started = time.perf_counter()
+                self.trainer.save()
+                times.save = time.perf_counter() - started
 
     strategy = ["--strategy", engine] if engine != "none" else []
-    code = train.main(["--config", str(folder / "RUN.yaml"), *strategy], observe)
-    (folder / f"{rank}.json").write_text(json.dumps({**vars(told), "code": code}))
+    code = train.main(["--config", str(folder / "RUN.yaml"), *strategy], Timer)
+    (folder / f"{rank}.json").write_text(json.dumps({**vars(times), "code": code}))
 
 
 def measure_ranks(ranks: int, engine: str) -> dict[str, Any]:
