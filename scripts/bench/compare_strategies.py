@@ -1,8 +1,8 @@
 """Runs each memory strategy for a few steps from the same weights on the same clips, and says what it needs and costs.
 
-    python scripts/bench/compare_strategies.py --config RUN.yaml [--strategies adamw,adamw_8bit,adamw_8bit+gradient_checkpointing]
-    python scripts/bench/compare_strategies.py --config RUN.yaml --strategies adamw_8bit --matrix precision,compile,offload
-    python scripts/bench/compare_strategies.py --config RUN.yaml --own-batches          # recommended* with batches of their own
+    python scripts/bench/compare_strategies.py --config RUN.yaml [--strategies adamw,adamw_8bit+gradient_checkpointing]
+    python scripts/bench/compare_strategies.py --config RUN.yaml --strategies adamw_8bit --matrix precision,compile
+    python scripts/bench/compare_strategies.py --config RUN.yaml --own-batches    # recommended* with their own batches
 
 Each strategy runs in fresh processes of its own. Memory is the CUDA allocator's peak on a GPU, and on the CPU the
 account of the process's tensors (finetune/tools/planning/accounting.py) in one step after the optimizer's states
@@ -50,8 +50,8 @@ from finetune.paths import ACCELERATE_CONFIGS, OVERLAYS, strategy_names
 # Only these may say that they cannot run on a machine without a GPU.
 NEEDS_A_GPU = ("cpu_offload_ao", "cpu_offload_gradients_ao", "flash_adamw", "flash_adamw_gradient_release")
 SKIPPED_STEPS = 3
-# Nothing random, and clips in the order of the data. A limit on the samples, here one beyond all data, makes processes share the
-# data out by rows; with one worker a process no order lies between.
+# Nothing random, and clips in the order of the data. A limit on the samples, here one beyond all data, makes processes
+# share the data out by rows; with one worker a process nothing reorders them.
 SAME_BATCHES = (
     "training.dataloader_num_workers=1",
     "data.max_samples=1000000000",

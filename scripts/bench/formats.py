@@ -1,4 +1,4 @@
-"""Takes a model from NeMo to Hugging Face and back, and asks whether every way of recognising with each of them gives the same texts.
+"""Take a model from NeMo to Hugging Face and back, and compare the texts of every way of recognising with each.
 
     python scripts/bench/formats.py --model M --data D [--split test] [--json FILE]
 
@@ -138,7 +138,8 @@ def print_table(result: dict[str, Any]) -> None:
             print(f"  {row['model']}, {row['way']}, {pair['id']}: {pair['this']!r} instead of {pair['first']!r}")
     same = result["weights"] - len(result["different_weights"])
     print(
-        f"{same} of {result['weights']} tensors bit for bit equal after the way there and back; {result['words']} words"
+        f"{same} of {result['weights']} tensors bit for bit equal after the way there and back; "
+        f"{result['words']} words"
     )
 
 

@@ -118,7 +118,7 @@ def alone(model: Any, clips: list[np.ndarray]) -> list[tuple[str, list[dict[str,
 
 
 def judge(reference: str, words: list[dict[str, Any]], by_itself: list[tuple[str, float]]) -> dict[str, Any]:
-    """WER, and how far the starts of words lie from those that the prompts have by themselves, where both heard the same word."""
+    """Return WER, and the distance of word starts from those in the single prompts, where both heard the same word."""
     ours = [normalize_text(w["word"], "basic") for w in words]
     counts = jiwer.process_words(reference, " ".join(ours))
     result: dict[str, Any] = {

@@ -117,8 +117,9 @@ def main() -> int:
         told = ("", "") if each is None else (f"{each:.3f}", f"{share:.2%}")
         print(f"{way:12s} {seconds:11.2f} {rows[-1]['of_none']:8.3f} {blocked:14.3f} {told[0]:>7s} {told[1]:>8s}")
     print(
-        f"\none step {step:.3f} s, a checkpoint {rows[-1]['checkpoint_bytes'] / 1e6:.1f} MB; last column: time for a checkpoint each "
-        f"{default} steps (the default), as a share of these steps: the longer of standing still and of what the training took in addition"
+        f"\none step {step:.3f} s, a checkpoint {rows[-1]['checkpoint_bytes'] / 1e6:.1f} MB; last column: time for a "
+        f"checkpoint each {default} steps (the default), as a share of these steps: the longer of standing still and "
+        "of what the training took in addition"
     )
     if arguments.json:
         result = {"machine": machine(), "command": "python " + " ".join(sys.argv), "step_seconds": step, "rows": rows}

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""What grows with data, with ranks and with steps: measured slopes of the real code on small data and the small base model.
+"""Measure what grows with data, ranks and steps: slopes of the real code on small data and the small base model.
 
-    python scripts/bench/scale.py [--json FILE] [--cases data,check,ranks,steps] [--rows 1000,10000,100000,1000000] [--ranks 1,2,4,8]
+    python scripts/bench/scale.py [--json FILE] [--cases data,check,ranks,steps] [--rows 1000,10000] [--ranks 1,2,4,8]
 
 data   of manifests and parquet files of so many rows: seconds and memory to open them, what is sent to a DataLoader
        worker, the stream's state in a checkpoint (for 1 and for 8 ranks); the quarantine's file and its set in memory.
@@ -191,7 +191,7 @@ def measure_check(folder: Path, rows: int) -> dict[str, float]:
 
 
 def measure_gather(folder: Path, rows: int) -> dict[str, float]:
-    """What the check does at its end with the parts of all shards: those of one real shard, again and again, with ids of their own."""
+    """Gather the parts of so many shards as the check does: those of one real shard, each time with new ids."""
     from finetune.tools.data_check import check
 
     measure_check(folder, ROW_GROUP)
@@ -339,7 +339,8 @@ def measure_ranks(ranks: int, engine: str) -> dict[str, Any]:
         missing = [rank for rank in range(ranks) if not (folder / f"{rank}.json").is_file()]
         if missing:
             raise SystemExit(
-                f"{ranks} ranks under {engine}: rank {missing[0]} failed\n{(folder / f'{missing[0]}.log').read_text()[-2000:]}"
+                f"{ranks} ranks under {engine}: rank {missing[0]} failed\n"
+                f"{(folder / f'{missing[0]}.log').read_text()[-2000:]}"
             )
         told = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
         checkpoint = folder / "run" / "checkpoints" / f"step-{TRAINED_STEPS:08d}"

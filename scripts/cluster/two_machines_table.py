@@ -1,4 +1,4 @@
-"""The table of scripts/cluster/two_machines.sh: each run's losses against those of one machine with two processes, and how the cut ended.
+"""The table of scripts/cluster/two_machines.sh: losses against one machine's, and how the cut network ended.
 
     python scripts/cluster/two_machines_table.py WORK
 

@@ -87,8 +87,8 @@ def measured_table() -> str:
     base = rows[0]
     lines = [
         f"Measured on {where['gpu'] or where['cpu']}, {where['threads']} threads, torch {where['torch']}, "
-        f"{where['date']}: `{found['command']}`. Memory is the account of one process's tensors in a step. {spread(base)} "
-        "Smaller differences in time mean nothing.",
+        f"{where['date']}: `{found['command']}`. Memory is the account of one process's tensors in a step. "
+        f"{spread(base)} Smaller differences in time mean nothing.",
         "",
         "| strategy | processes | peak MiB | of that activations "
         "| bytes of state a parameter | time a step | loss | WER |",

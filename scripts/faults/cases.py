@@ -1,4 +1,6 @@
-"""The faults, in groups: SIGKILL, signals, power cuts, full and read-only disks, damaged files, clocks, a second process, two ranks.
+"""The faults, in groups: SIGKILL, signals, power cuts, clocks, a second process.
+
+Disks, damaged files and ranks: damage_cases.py.
 
 Each case does its fault to a run of its own, starts the same command until the run is done, and compares it with the
 unbroken one.
@@ -186,7 +188,7 @@ def _killed(moment: Moment) -> Callable[[Laboratory, Path], Trial]:
 
 
 def _killed_command(share: float) -> Callable[[Laboratory, Path], Trial]:
-    """The real command as a process of its own, killed by a timer; where it was done sooner, once more with a shorter one."""
+    """Kill the real command by a timer; where it was done sooner, once more with a shorter one."""
 
     def run(laboratory: Laboratory, folder: Path) -> Trial:
         trial, said = Trial(), folder.with_suffix(".txt")

@@ -90,7 +90,7 @@ class Events:
         threading.Thread(target=later, daemon=True).start()
 
     def watch_files(self) -> None:
-        """Tells of the output directory's files from here on. Libraries that write without Python are told around their calls."""
+        """Log events of the output directory's files; around the calls of libraries that write without Python."""
         sys.addaudithook(self._audit)
         os.replace = self._around(os.replace, "renamed", 1)
         os.rename = self._around(os.rename, "renamed", 1)

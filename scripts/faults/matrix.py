@@ -1,4 +1,4 @@
-"""Breaks a small training in every way that a machine can break it, lets it go on, and compares it with the unbroken one.
+"""Break a small training in every way that a machine can, let it continue, and compare it with the unbroken one.
 
     python scripts/faults/matrix.py [--groups kill signals ...] [--kills 50] [--seed 0] [--json FILE] [--folder DIR]
 

@@ -1,4 +1,4 @@
-"""An hour of training that is broken at random about once a minute and started again by the same command, beside the same training left alone.
+"""Break a training at random once a minute for an hour, restart it by the same command, and leave a twin alone.
 
     python scripts/faults/soak.py [--minutes 60] [--steps N] [--seed 0] [--folder DIR] [--json FILE]
 
@@ -56,7 +56,7 @@ KINDS = {
 
 SAMPLE_SECONDS = 5.0
 USEFUL = 0.45
-"""Share of the time in which a training that is broken once a minute gets on: the rest is starting and steps made again."""
+"""Share of the time in which a training broken once a minute advances; the rest is starting and repeated steps."""
 CALIBRATION_STEPS = 40
 DISK_MEBIBYTES = 600
 LONGEST_GRACE = 120.0
@@ -260,7 +260,7 @@ class Soak:
         return False
 
     def break_it(self, training: Training) -> list[str]:
-        """Lets a training go on for a while and does it a fault, and another one where that did not end it; returns which."""
+        """Let a training run for a while, break it, and again where that did not end it; return how."""
         if self.wait(self.draw.uniform(20, 100), training):
             return []
         kinds = [k for k in KINDS if self.disk is not None or not k.startswith("disk")]
@@ -336,7 +336,8 @@ class Soak:
             }
         )
         self.log(
-            f"attempt {training.number} ended with {code}: steps {resumed} to {last_step(self.output_dir)}, checkpoint {newest}"
+            f"attempt {training.number} ended with {code}: steps {resumed} to {last_step(self.output_dir)}, "
+            f"checkpoint {newest}"
         )
         self.problems += [f"attempt {training.number} ({', '.join(faults) or 'none'}): {p}" for p in problems]
         if self.flipped and "flipped" not in fault and training.trains():
@@ -349,7 +350,7 @@ class Soak:
 
 
 def steps_that_fill(minutes: float, folder: Path) -> int:
-    """Steps of a training that takes some minutes while it is broken beside another one, by the pace of two short ones side by side."""
+    """Return the steps of a training of some minutes, broken beside another one, from two short ones side by side."""
     run_file = write_run_file(folder, CALIBRATION_STEPS)
     both = [Training("pace", i, run_file, folder / f"pace-{i}", folder) for i in (0, 1)]
     for training in both:

@@ -3,8 +3,8 @@
 
     python scripts/gpu/report.py FOLDER_OF_PARTS REPORT.json
 
-A part is NAME.exit (its exit code) with NAME.json (its figures) where it wrote some. The goals are judged once the part
-`strategies` is there. Ends with 0 when every part ended well and every goal is met, else with 1.
+A part is NAME.exit (its exit code) with NAME.json (its figures) where it wrote some. The goals are judged once the
+part `strategies` is there. Ends with 0 when every part ended well and every goal is met, else with 1.
 """
 
 import json
