@@ -9,8 +9,8 @@ import pytest
 import torch
 import yaml
 from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, read_lines
+from launching import start
 from run_callbacks import callback_of
-from test_launchers import start
 
 from finetune.callbacks.memory_recovery import MemoryRecovery
 from finetune.data.batch import part_of

@@ -18,7 +18,7 @@ import soundfile
 import torch
 import yaml
 from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, TOKENIZER, problem, read_lines, tiny_layout, write_manifest
-from test_tokenizer_command import TURKISH
+from turkish import TURKISH
 
 from finetune.config.load import load_config
 from finetune.config.tokenizer_setting import parse_tokenizer, tokenizer_setting
