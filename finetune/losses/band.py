@@ -15,14 +15,11 @@ in total variation, so every posterior does, and each cell outside has an occupa
 Shape suffixes: B batch, T encoder frames, U target tokens, V vocabulary, D durations, H hidden, S rows of the partial sum, N cells.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from finetune.losses import joint as joints
-from finetune.losses import lattice as lattices
 from finetune.losses import rows
 from finetune.losses.joint import Joint, Plan
 from finetune.losses.lattice import LatticeResult
@@ -44,21 +41,21 @@ class ArcScores(NamedTuple):
 def arc_scores(joint: Joint) -> ArcScores:
     """One matrix product of U + 2 + D rows over all cells, clip by clip and block by block."""
     plan = joint.plan
-    device, D, dtype = joint.enc.device, len(plan.durations), plan.sum_dtype
+    operations, device, D, dtype = plan.operations, joint.enc.device, len(plan.durations), plan.sum_dtype
     blank_N, label_N, partial_N = torch.empty(3, plan.cells, dtype=dtype, device=device)
     duration_ND = torch.zeros(plan.cells, D or 2, dtype=dtype, device=device)
     targets_BU = joint.next_token.view(-1, joint.U1).cpu()
     last_rows = torch.arange(plan.V, plan.outputs)
     end = 0
-    for clip, T, U in clips_of(plan):
+    for clip, T, U in operations.lattices(plan.frames, plan.tokens):
         start, end = end, end + T * (U + 1)
-        tokens_S, column_U = distinct_tokens(targets_BU[clip, :U])
+        tokens_S, column_U = operations.distinct_tokens(targets_BU[clip, :U])
         rows_S = torch.cat([tokens_S, last_rows]).to(device, non_blocking=True)
         column_U = nn.functional.pad(column_U, (0, 1), value=0).to(device, non_blocking=True)
         weight_SH, bias_S = joint.weight[rows_S], None if joint.bias is None else joint.bias[rows_S]
         S = len(tokens_S)
         step = plan.block_cells(joint.enc.shape[1], outputs=S + 1 + D)
-        for block in (slice(*bounds) for bounds in joints.blocks(start, end, step)):
+        for block in (slice(*bounds) for bounds in operations.blocks(start, end, step)):
             cells = joint.cells(torch.arange(block.start, block.stop, device=device))
             hidden_NH = joint.dropped(joint.hidden(cells), joint.kept(cells))
             scores_NS = nn.functional.linear(hidden_NH, weight_SH, bias_S).to(dtype)
@@ -70,17 +67,6 @@ def arc_scores(joint: Joint) -> ArcScores:
             partial_N[block] = torch.logsumexp(scores_NS[:, : S + 1], 1)
             del cells, hidden_NH, scores_NS, position_N  # before the next block's are made
     return ArcScores(blank_N, label_N, duration_ND, partial_N)
-
-
-def clips_of(plan: Plan) -> Iterator[tuple[int, int, int]]:
-    """(number, frames, tokens) of each clip."""
-    for clip, (T, U) in enumerate(zip(plan.frames, plan.tokens)):
-        yield clip, T, U
-
-
-def distinct_tokens(targets_U: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(S,) each token once, since a row counted twice would no longer be a bound from below, and (U,) where each target's is."""
-    return torch.unique(targets_U, return_inverse=True)
 
 
 def band_lattice(joint: Joint, tolerance: float) -> tuple[torch.Tensor, LatticeResult]:
@@ -104,8 +90,9 @@ def band_lattice(joint: Joint, tolerance: float) -> tuple[torch.Tensor, LatticeR
     inside = 0
     for _ in range(ROUNDS):
         bounds = _lattice(plan, scores, lse_N, None, posteriors=True)
-        more_N = ~inside_N & ~(bounds.label_N + bounds.blank_N < share_N)  # "not below" takes in what is no number
-        fresh = joints.cells_where(more_N)
+        label_N, blank_N, _ = bounds.posteriors()
+        more_N = ~inside_N & ~(label_N + blank_N < share_N)  # "not below" includes NaN
+        fresh = plan.operations.cells_where(more_N)
         if len(fresh) == 0:
             return lse_N, _lattice(plan, scores, lse_N, inside_N, plan.needs_gradient)
         if inside + len(fresh) > WIDEST_BAND * plan.cells:
@@ -113,7 +100,7 @@ def band_lattice(joint: Joint, tolerance: float) -> tuple[torch.Tensor, LatticeR
         inside += len(fresh)
         lse_N[fresh] = log_sum_exp(joint, fresh)
         inside_N |= more_N
-    fresh = joints.cells_where(~inside_N)
+    fresh = plan.operations.cells_where(~inside_N)
     lse_N[fresh] = log_sum_exp(joint, fresh)
     return lse_N, _lattice(plan, scores, lse_N, None, plan.needs_gradient)
 
@@ -129,7 +116,7 @@ def log_sum_exp(joint: Joint, number_N: torch.Tensor) -> torch.Tensor:
         dropped_NH = joint.dropped(joint.hidden(cells), joint.kept(cells))
         return rows.log_sum_exp(joint.token_logits(dropped_NH), plan.sum_dtype)
 
-    for start, end in joints.blocks(0, len(number_N), step):
+    for start, end in plan.operations.blocks(0, len(number_N), step):
         lse_N[start:end] = of_block(number_N[start:end])
     return lse_N
 
@@ -142,7 +129,7 @@ def _lattice(
     blank_N, label_N = scores.blank_N - norm_N, scores.label_N - norm_N
     if inside_N is not None:
         blank_N, label_N = (x.masked_fill(~inside_N, float("-inf")) for x in (blank_N, label_N))
-    return lattices.forward_backward(
+    return plan.operations.forward_backward(
         blank_N,
         label_N,
         scores.duration_ND,

@@ -13,6 +13,11 @@ import numpy as np
 import torch
 
 
+def draw_seed() -> int:
+    """Draw the seed of one call's masks from torch's global CPU generator."""
+    return int(torch.randint(2**31 - 1, ()))
+
+
 def dropout_mask(cell_N: torch.Tensor, H: int, probability: float, seed: int) -> torch.Tensor:
     """(N, H) bool, True where the element is kept.
 

@@ -38,6 +38,12 @@ class LatticeResult(NamedTuple):
     blank_N: torch.Tensor | None
     duration_ND: torch.Tensor | None
 
+    def posteriors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Those of labels, blanks and durations, where they were asked for."""
+        if self.label_N is None or self.blank_N is None or self.duration_ND is None:
+            raise ValueError("forward_backward was called with posteriors=False")
+        return self.label_N, self.blank_N, self.duration_ND
+
 
 def check_durations(durations: Sequence[int]) -> tuple[int, ...]:
     """`durations` as a tuple of ints, () for plain RNN-T; raises ValueError when no blank could advance."""
@@ -82,13 +88,18 @@ def feasible_clips(
         )
     if not durations or {0, 1} <= set(durations):
         return enc_lengths_B > 0
-    frames, tokens = enc_lengths_B.long().tolist(), target_lengths_B.long().tolist()
-    if not frames:
-        return torch.zeros_like(enc_lengths_B, dtype=torch.bool)
-    if min(frames + tokens) < 0:
+    feasible = feasible_lengths(enc_lengths_B.long().tolist(), target_lengths_B.long().tolist(), durations)
+    return torch.tensor(feasible, dtype=torch.bool, device=enc_lengths_B.device)
+
+
+def feasible_lengths(frames: list[int], tokens: list[int], durations: tuple[int, ...]) -> list[bool]:
+    """`feasible_clips` of lengths on the host, with durations that have been checked."""
+    if not durations or {0, 1} <= set(durations):
+        return [t > 0 for t in frames]
+    if min(frames + tokens, default=0) < 0:
         raise ValueError(f"enc_lengths_B and target_lengths_B: expected lengths >= 0, got {frames} and {tokens}")
     # Bit t of a Python int says that t frames can be reached; shifting by d adds an arc of duration d. First by blanks alone.
-    within = (1 << (max(frames) + 1)) - 1
+    within = (1 << (max(frames, default=0) + 1)) - 1
     reached, grown = 0, 1
     while grown != reached:
         reached = grown
@@ -99,13 +110,12 @@ def feasible_clips(
         if d > 0:
             reachable |= (reached << d) & within
     reachable_by_tokens = [reachable]
-    for _ in range(max(tokens)):
+    for _ in range(max(tokens, default=0)):
         step = 0
         for d in durations:
             step |= (reachable_by_tokens[-1] << d) & within
         reachable_by_tokens.append(step)
-    answers = [bool(reachable_by_tokens[u] >> t & 1) for t, u in zip(frames, tokens)]
-    return torch.tensor(answers, dtype=torch.bool, device=enc_lengths_B.device)
+    return [bool(reachable_by_tokens[u] >> t & 1) for t, u in zip(frames, tokens)]
 
 
 def forward_backward(
@@ -129,11 +139,12 @@ def forward_backward(
         labels_stay: labels take the first duration only (RNN-T: durations (0, 1), labels_stay).
         posteriors: also compute the posteriors that the gradient needs.
     """
-    solve = _solve_torch
     if blank_N.device.type == "cpu" and _numba_kernel() is not None:
         solve = _solve_numba
-    elif blank_N.is_cuda and _triton_solve() is not None:
-        solve = _triton_solve()
+    elif blank_N.is_cuda and triton_works():
+        solve = _solve_triton
+    else:
+        solve = _solve_torch
     return solve(
         blank_N.double(),
         label_N.double(),
@@ -279,8 +290,11 @@ def _solve_numba(
     label_post, blank_post = torch.zeros(2, size, dtype=torch.float64)
     duration_post = torch.zeros(size, D, dtype=torch.float64)
 
+    kernel = _numba_kernel()
+    assert kernel is not None  # the caller has asked
+
     def solve(first_clip: int, last_clip: int) -> None:
-        _numba_kernel()(
+        kernel(
             first_clip, last_clip, first_cell, frames, tokens, np.asarray(durations, dtype=np.int64), label_durations, posteriors,
             blank_N.contiguous().numpy(), label_N.contiguous().numpy(), duration_ND.contiguous().numpy(),
             losses.numpy(), label_post.numpy(), blank_post.numpy(), duration_post.numpy(),
@@ -304,12 +318,10 @@ def _solve_numba(
 # ------------------------------------------------------------------------------------------------------------ Triton, on a GPU
 
 
-def _triton_solve() -> Callable[..., LatticeResult] | None:
-    if not triton_works():
-        return None
+def _solve_triton(*arguments) -> LatticeResult:
     from finetune.losses.lattice_triton import solve
 
-    return lambda *arguments: LatticeResult(*solve(*arguments))
+    return LatticeResult(*solve(*arguments))
 
 
 @functools.cache

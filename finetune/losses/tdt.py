@@ -21,10 +21,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from finetune.losses.checks import check_options, check_shapes, check_values
+from finetune.losses.checks import check_options, check_shapes
 from finetune.losses.fused import FusedTransducer
 from finetune.losses.joint import CPU_BLOCK_BYTES, GPU_BLOCK_BYTES, Plan, compute_dtype_of
-from finetune.losses.lattice import check_durations, feasible_clips
+from finetune.losses.lattice import check_durations, feasible_lengths
+from finetune.losses.operations import REAL, Operations
 
 
 @torch.compiler.disable  # a compiled caller gains nothing in here and would compile anew for each shape
@@ -49,6 +50,7 @@ def fused_tdt_loss(
     fastemit_lambda: float = 0.0,
     clamp: float = 0.0,
     joint_memory_budget: int | None = None,
+    operations: Operations = REAL,
 ) -> torch.Tensor:
     """TDT loss (or RNN-T loss, with `durations=()`) without the (B, T, U + 1, O) tensor of joint outputs.
 
@@ -89,6 +91,7 @@ def fused_tdt_loss(
             loss is multiplied by 1 + lambda.
         clamp: above 0, each clip's gradient of the token outputs of a cell is clamped to [-clamp, clamp], as in NeMo.
         joint_memory_budget: bytes for the tensors of a block of cells. None: 32 MiB on the CPU, 512 MiB elsewhere.
+        operations: for callers whose tensors have no values (fake tensors): stand-ins for what reads them.
 
     Returns:
         A scalar, or (B,) under "none": losses in nats, float32 (float64 for float64 inputs). A clip without any alignment
@@ -102,49 +105,41 @@ def fused_tdt_loss(
     check_options(
         activation, dropout, sigma, omega, reduction, occupancy_threshold, fastemit_lambda, clamp, joint_memory_budget
     )
-    frames, tokens = check_values(enc_BTH, targets_BU, enc_lengths_B, target_lengths_B, V)
+    frames, tokens = operations.check_values(enc_BTH, targets_BU, enc_lengths_B, target_lengths_B, V)
 
     plain_rnnt = not durations
     if durations and rnnt_draw is None and omega > 0:
         rnnt_draw = bool(torch.rand((), generator=generator) < omega)
     if plain_rnnt or rnnt_draw:
         durations, plain_rnnt = (), True
-    feasible = feasible_clips(torch.tensor(frames), torch.tensor(tokens), durations)
+    feasible = feasible_lengths(frames, tokens, durations)
     device = enc_BTH.device
-    if device.type == "cpu":
-        budget = joint_memory_budget or CPU_BLOCK_BYTES
-    else:
-        budget = joint_memory_budget or GPU_BLOCK_BYTES
-    inputs = (enc_BTH, pred_BUH, weight_OH, bias_O)
+    inputs = [x for x in (enc_BTH, pred_BUH, weight_OH, bias_O) if x is not None]
     plan = Plan(
-        frames=[t if ok else 0 for t, ok in zip(frames, feasible.tolist())],
-        tokens=[u if ok else 0 for u, ok in zip(tokens, feasible.tolist())],
+        frames=[t if ok else 0 for t, ok in zip(frames, feasible)],
+        tokens=[u if ok else 0 for u, ok in zip(tokens, feasible)],
         V=V,
         durations=durations,
         activation=activation,
         dropout=float(dropout),
-        seed=draw_seed() if dropout > 0 else 0,
+        seed=operations.draw_seed() if dropout > 0 else 0,
         sigma=0.0 if plain_rnnt else float(sigma),
         occupancy_threshold=float(occupancy_threshold),
         fastemit_lambda=float(fastemit_lambda),
         clamp=float(clamp),
-        budget=budget,
+        budget=joint_memory_budget or (CPU_BLOCK_BYTES if device.type == "cpu" else GPU_BLOCK_BYTES),
         compute_dtype=compute_dtype_of(device, inputs),
-        needs_gradient=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs),
+        needs_gradient=torch.is_grad_enabled() and any(x.requires_grad for x in inputs),
+        operations=operations,
     )
     losses_B = FusedTransducer.apply(enc_BTH, pred_BUH, weight_OH, bias_O, targets_BU, plan)
     return _reduce(losses_B, feasible, tokens, reduction)
 
 
-def draw_seed() -> int:
-    """Seed of the dropout masks of one call."""
-    return int(torch.randint(2**31 - 1, ()))
-
-
 class FusedTDTLoss(nn.Module):
-    """`fused_tdt_loss` with its options held; the arguments are those of the function.
+    """`fused_tdt_loss` with its options; the arguments are those of the function.
 
-    In eval mode neither dropout nor the draw of omega takes place (unless `rnnt_draw` is passed), so validation losses can be compared.
+    In eval mode there is no dropout and no draw of omega (unless `rnnt_draw` is passed), so validation losses can be compared.
     """
 
     def __init__(
@@ -164,15 +159,7 @@ class FusedTDTLoss(nn.Module):
     ):
         super().__init__()
         check_options(
-            activation,
-            dropout,
-            sigma,
-            omega,
-            reduction,
-            occupancy_threshold,
-            fastemit_lambda,
-            clamp,
-            joint_memory_budget,
+            activation, dropout, sigma, omega, reduction, occupancy_threshold, fastemit_lambda, clamp, joint_memory_budget
         )
         self.dropout, self.omega, self.generator = dropout, omega, generator
         self.options = {
@@ -213,16 +200,16 @@ class FusedTDTLoss(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return ", ".join(
-            f"{k}={v!r}" for k, v in {"dropout": self.dropout, "omega": self.omega, **self.options}.items()
-        )
+        options = {"dropout": self.dropout, "omega": self.omega, **self.options}
+        return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
-def _reduce(losses_B: torch.Tensor, feasible_B: torch.Tensor, tokens: list[int], reduction: str) -> torch.Tensor:
+def _reduce(losses_B: torch.Tensor, feasible: list[bool], tokens: list[int], reduction: str) -> torch.Tensor:
     if reduction == "none":
         return losses_B
-    kept_B = torch.where(feasible_B.to(losses_B.device, non_blocking=True), losses_B, 0.0)
-    clips = max(int(feasible_B.sum()), 1)
+    feasible_B = torch.tensor(feasible, dtype=torch.bool).to(losses_B.device, non_blocking=True)
+    kept_B = torch.where(feasible_B, losses_B, 0.0)
+    clips = max(sum(feasible), 1)
     if reduction == "sum":
         return kept_B.sum()
     if reduction == "mean_batch":
@@ -230,4 +217,4 @@ def _reduce(losses_B: torch.Tensor, feasible_B: torch.Tensor, tokens: list[int],
     if reduction == "mean":
         tokens_B = torch.tensor(tokens).clamp(min=1).to(losses_B.device, non_blocking=True)
         return (kept_B / tokens_B).sum() / clips
-    return kept_B.sum() / max(sum(u for u, ok in zip(tokens, feasible_B.tolist()) if ok), 1)
+    return kept_B.sum() / max(sum(u for u, ok in zip(tokens, feasible) if ok), 1)
