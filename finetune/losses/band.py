@@ -1,18 +1,23 @@
 """Which cells a clip's alignments pass through, found without the log-sum-exp of every cell and certified.
 
-A model that has learnt puts nearly all of a clip's alignments into a narrow band of its lattice, but the band is known only
-after the joint's V + 1 token outputs have been summed for every cell. They need not be: the arcs out of a cell need the outputs of
-blank and next token (two rows of V + 1) and their log-sum-exp, and a sum over some of the outputs is a lower bound of the sum over all.
-Taken over the clip's own tokens and blank, at U + 2 rows instead of V + 1, it makes every arc at least as probable as it is, so
-forward-backward over such arcs bounds from above what passes through each cell. The cells where that is not negligible get their true
-log-sum-exp; then the bounds are taken anew from true numbers inside the band and upper ones outside, and the band grows until what
-may pass outside is below the tolerance. With Z the sum over all alignments, Z_band that over those inside the band, and Z_mixed >= Z
-the sum with the upper arcs outside,
-    Z - Z_band <= Z_mixed - Z_band <= sum over the cells outside of what passes through them in the mixed lattice <= tolerance Z_mixed
-so the loss is at most -log(1 - tolerance) too large. The alignments inside, weighed anew, differ from all of them by at most the tolerance
-in total variation, so every posterior does, and each cell outside has an occupancy of at most the tolerance.
+A model that has learnt puts nearly all of a clip's alignments into a narrow band of its lattice, but the band is known
+only after the joint's V + 1 token outputs have been summed for every cell. They need not be: the arcs out of a cell
+need the outputs of blank and next token (two rows of V + 1) and their log-sum-exp, and a sum over some of the outputs
+is a lower bound of the sum over all. Taken over the clip's own tokens and blank, at U + 2 rows instead of V + 1, it
+makes every arc at least as probable as it is, so forward-backward over such arcs bounds from above what passes through
+each cell. The cells where that is not negligible get their true log-sum-exp; then the bounds are taken anew from true
+numbers inside the band and upper ones outside, and the band grows until what may pass outside is below the tolerance.
+With Z the sum over all alignments, Z_band that over those inside the band, and Z_mixed >= Z the sum with the upper
+arcs outside,
+    Z - Z_band <= Z_mixed - Z_band
+               <= sum over the cells outside of what passes through them in the mixed lattice
+               <= tolerance Z_mixed
+so the loss is at most -log(1 - tolerance) too large. The alignments inside, weighed anew, differ from all of them by
+at most the tolerance in total variation, so every posterior does, and each cell outside has an occupancy of at most
+the tolerance.
 
-Shape suffixes: B batch, T encoder frames, U target tokens, V vocabulary, D durations, H hidden, S rows of the partial sum, N cells.
+Shape suffixes: B batch, T encoder frames, U target tokens, V vocabulary, D durations, H hidden, S rows of the partial
+sum, N cells.
 """
 
 from typing import NamedTuple
@@ -30,7 +35,7 @@ ROUNDS = 6
 
 
 class ArcScores(NamedTuple):
-    """Outputs of all N cells that cost little: blank and next token, the durations' log-probabilities, the partial log-sum-exp."""
+    """The cheap outputs of all N cells: blank and next token, log-probabilities of durations, partial log-sum-exp."""
 
     blank_N: torch.Tensor
     label_N: torch.Tensor

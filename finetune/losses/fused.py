@@ -44,7 +44,8 @@ class FusedTransducer(torch.autograd.Function):
         scale_B = torch.where(has_cells_B, grad_B.to(dtype), 0.0)
         largest = scale_B.abs().amax() if scale_B.numel() else scale_B.sum()
         scale_B = torch.where(largest == 0, 0.0, scale_B / largest)
-        # Rows below eps^2 vanish in any sum with the others, and on a CPU their subnormal numbers cost more than all the rest.
+        # Rows below eps^2 vanish in any sum with the others, and on a CPU their subnormal numbers cost more than all
+        # the rest.
         least = max(plan.occupancy_threshold, torch.finfo(dtype).eps ** 2)
         # "not below" keeps cells that are no number, so that a broken forward shows in the gradient.
         kept_N = plan.operations.cells_where(~(label_N + blank_N < least))

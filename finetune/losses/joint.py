@@ -21,7 +21,8 @@ ACTIVATIONS: dict[str, tuple[Callable, Callable]] = {
 # Measured: 16 to 128 MiB are equally fast, for 1,024 and 8,192 tokens.
 CPU_BLOCK_BYTES = 32 * 2**20
 GPU_BLOCK_BYTES = 512 * 2**20
-# A GPU's matrix products in half precision are quick when rows begin at such multiples of elements; outputs of zeros fill the gap.
+# A GPU's matrix products in half precision are quick when rows begin at such multiples of elements; outputs of zeros
+# fill the gap.
 ALIGNED = 8
 # Kernels count with 32-bit numbers in places.
 MOST_ELEMENTS = 2**31 - 1
@@ -69,7 +70,8 @@ class Plan:
         outputs = outputs or self.aligned(self.outputs)
         wide = self.sum_dtype.itemsize
         narrow = self.compute_dtype.itemsize if self.compute_dtype != self.sum_dtype else 0
-        # Logits and their copy in the other precision; enc, pred, activation, its gradient and a temporary; cell indices and D + 4 numbers.
+        # Logits and their copy in the other precision; enc, pred, activation, its gradient and a temporary; cell
+        # indices and D + 4 numbers.
         a_cell = outputs * (wide + narrow) + H * (5 * wide + narrow) + 8 * (8 + len(self.durations))
         if self.dropout:
             a_cell += H * (wide + 24)  # the mask is hashed in 64-bit numbers on a GPU
@@ -78,7 +80,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Cells:
-    """The cells of a block: number in the batch, clip, row of enc (b, t), row of pred (b, u), next token (0 where u = U)."""
+    """The cells of a block: number in the batch, clip, rows of enc (b, t) and pred (b, u), next token (0 at u = U)."""
 
     number: torch.Tensor
     clip: torch.Tensor
@@ -110,7 +112,8 @@ class Joint:
             self.weight = nn.functional.pad(self.weight, (0, 0, 0, spare))
             self.bias = None if self.bias is None else nn.functional.pad(self.bias, (0, spare))
         device = enc_BTH.device
-        # The token after position u, one column longer than the targets so that u = U has an (unused) entry too; padding may hold anything.
+        # The token after position u, one column longer than the targets so that u = U has an (unused) entry too;
+        # padding may hold anything.
         next_token = torch.zeros(pred_BUH.shape[:2], dtype=torch.int64, device=device)
         next_token[:, : targets_BU.shape[1]] = targets_BU
         lengths = torch.tensor([plan.frames, plan.tokens], dtype=torch.int64).to(device, non_blocking=True)
@@ -164,7 +167,7 @@ class Joint:
 
 
 def compute_dtype_of(device: torch.device, inputs: Sequence[torch.Tensor]) -> torch.dtype:
-    """The dtype of the matrix products: autocast's where it is on (except for float64), else that of the inputs together."""
+    """The dtype of the matrix products: autocast's where it is on (but for float64), else that of all inputs."""
     dtype = inputs[0].dtype
     for x in inputs[1:]:
         dtype = torch.promote_types(dtype, x.dtype)

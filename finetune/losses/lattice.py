@@ -2,13 +2,14 @@
 
 Shape suffixes: B batch, T encoder frames, U target tokens, D durations, N lattice cells, K diagonals.
 
-A clip with T frames and U tokens has the cells (t, u), 0 <= t < T, 0 <= u <= U; cell (t, u) stands for "u tokens emitted, the
-next decision is made at frame t". With the durations d of TDT (arXiv 2304.06795) the arcs out of a cell are
+A clip with T frames and U tokens has the cells (t, u), 0 <= t < T, 0 <= u <= U; cell (t, u) stands for "u tokens
+emitted, the next decision is made at frame t". With the durations d of TDT (arXiv 2304.06795) the arcs out of a cell
+are
     label  (t, u) -> (t + d, u + 1)   for t + d < T,                 log-probability label(t, u) + duration_d(t, u)
     blank  (t, u) -> (t + d, u)       for d > 0 and t + d < T,       log-probability blank(t, u) + duration_d(t, u)
     end    (t, U) -> (T, U)           for d > 0 and t + d = T,       as a blank
-so an alignment ends with a blank that lands exactly on T. RNN-T (arXiv 1211.3711) is the same lattice with labels of duration 0
-and blanks of duration 1. Cells are listed clip by clip, t before u: cell = first_cell + t * (U + 1) + u.
+so an alignment ends with a blank that lands exactly on T. RNN-T (arXiv 1211.3711) is the same lattice with labels of
+duration 0 and blanks of duration 1. Cells are listed clip by clip, t before u: cell = first_cell + t * (U + 1) + u.
 """
 
 import functools
@@ -56,7 +57,8 @@ def check_durations(durations: Sequence[int]) -> tuple[int, ...]:
         not distinct or min(checked) < 0 or max(checked) == 0 or any(a != b for a, b in zip(checked, durations))
     ):
         raise ValueError(
-            f"durations: expected distinct whole numbers >= 0 with at least one above 0 (or () for RNN-T), got {durations!r}"
+            "durations: expected distinct whole numbers >= 0 with at least one above 0 (or () for RNN-T), got "
+            f"{durations!r}"
         )
     return checked
 
@@ -66,8 +68,8 @@ def feasible_clips(
 ) -> torch.Tensor:
     """Which clips have at least one alignment.
 
-    A clip is feasible when its T frames are a sum of U durations (its labels, in any order) and of one or more durations above 0
-    (its blanks, the last of which ends the clip).
+    A clip is feasible when its T frames are a sum of U durations (its labels, in any order) and of one or more
+    durations above 0 (its blanks, the last of which ends the clip).
 
     Args:
         enc_lengths_B: (B,) encoder frames of each clip, whole numbers >= 0.
@@ -98,7 +100,8 @@ def feasible_lengths(frames: list[int], tokens: list[int], durations: tuple[int,
         return [t > 0 for t in frames]
     if min(frames + tokens, default=0) < 0:
         raise ValueError(f"enc_lengths_B and target_lengths_B: expected lengths >= 0, got {frames} and {tokens}")
-    # Bit t of a Python int says that t frames can be reached; shifting by d adds an arc of duration d. First by blanks alone.
+    # Bit t of a Python int says that t frames can be reached; shifting by d adds an arc of duration d. First by blanks
+    # alone.
     within = (1 << (max(frames, default=0) + 1)) - 1
     reached, grown = 0, 1
     while grown != reached:
@@ -157,7 +160,7 @@ def forward_backward(
     )
 
 
-# ---------------------------------------------------------------------------------------------------------- numba, on the CPU
+# --------------------------------------------------------------------------------------------------- numba, on the CPU
 
 
 def _solve_clips(
@@ -267,7 +270,7 @@ def _solve_clips(
 
 @functools.cache
 def _numba_kernel() -> Callable[..., None] | None:
-    """The compiled `_solve_clips`, or None where numba is missing. Compiled at the first call of a machine, then read from a cache."""
+    """The compiled `_solve_clips` (compiled once on a machine, then cached), or None where numba is missing."""
     try:
         import numba
     except ImportError:
@@ -295,12 +298,14 @@ def _solve_numba(
 
     def solve(first_clip: int, last_clip: int) -> None:
         kernel(
-            first_clip, last_clip, first_cell, frames, tokens, np.asarray(durations, dtype=np.int64), label_durations, posteriors,
+            first_clip, last_clip, first_cell, frames, tokens, np.asarray(durations, dtype=np.int64),
+            label_durations, posteriors,
             blank_N.contiguous().numpy(), label_N.contiguous().numpy(), duration_ND.contiguous().numpy(),
             losses.numpy(), label_post.numpy(), blank_post.numpy(), duration_post.numpy(),
         )  # fmt: skip
 
-    # Plain threads over released-GIL code, not numba's own: those abort when two Python threads enter them or after a fork.
+    # Plain threads over released-GIL code, not numba's own: those abort when two Python threads enter them or after a
+    # fork.
     threads = min(torch.get_num_threads(), B, N // CELLS_WORTH_A_THREAD)
     if threads > 1:
         solve(0, 0)  # compile or load once, before the threads race for it
@@ -315,7 +320,7 @@ def _solve_numba(
     return LatticeResult(losses, label_post, blank_post, duration_post)
 
 
-# ------------------------------------------------------------------------------------------------------------ Triton, on a GPU
+# ---------------------------------------------------------------------------------------------------- Triton, on a GPU
 
 
 def _solve_triton(*arguments) -> LatticeResult:
@@ -326,7 +331,7 @@ def _solve_triton(*arguments) -> LatticeResult:
 
 @functools.cache
 def triton_works() -> bool:
-    """Whether Triton is there and can compile for the GPU (it needs a C compiler); says so once where it cannot."""
+    """Whether Triton is there and can compile for the GPU (it needs a C compiler); warns once where it cannot."""
     try:
         from finetune.losses.lattice_triton import solve
 
@@ -334,20 +339,21 @@ def triton_works() -> bool:
         solve(one, one, one[:, None], [1], [0], (1,), 1, False)
     except Exception as error:
         warnings.warn(
-            f"the fused loss runs without its GPU kernels, several times slower: Triton fails with {type(error).__name__}: {error}",
+            "the fused loss runs without its GPU kernels, several times slower: Triton fails with "
+            f"{type(error).__name__}: {error}",
             stacklevel=2,
         )
         return False
     return True
 
 
-# ------------------------------------------------------------------------------------------------------- PyTorch, on any device
+# ---------------------------------------------------------------------------------------------- PyTorch, on any device
 
 
 def _solve_torch(
     blank_N, label_N, duration_ND, frames_B, tokens_B, durations, label_durations, posteriors
 ) -> LatticeResult:
-    """The same along the diagonals k = t + u, whose cells do not depend on each other; a few launches a diagonal, no sync."""
+    """The same along the diagonals k = t + u, whose cells are independent; a few launches a diagonal, no sync."""
     device = blank_N.device
     B, D, minus_inf = len(frames_B), len(durations), float("-inf")
     lengths = torch.tensor([list(frames_B), list(tokens_B)], dtype=torch.int64).to(device, non_blocking=True)

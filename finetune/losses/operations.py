@@ -1,7 +1,7 @@
 """The operations of the loss that need the values of tensors, or whose results have shapes that depend on them.
 
-`fused_tdt_loss` takes them as an argument. The memory plan follows a step on fake tensors, which have shapes and no values, and passes
-operations of its own (finetune/tools/planning/follow.py).
+`fused_tdt_loss` takes them as an argument. The memory plan follows a step on fake tensors, which have shapes and no
+values, and passes operations of its own (finetune/tools/planning/follow.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -32,13 +32,13 @@ def cells_where(mask_N: torch.Tensor) -> torch.Tensor:
 
 
 def distinct_tokens(targets_U: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(S,) each token once, as a row counted twice would no longer bound from below, and (U,) the place of each target's."""
+    """(S,) each token once (a row counted twice would bound nothing) and (U,) the place of each target's."""
     return torch.unique(targets_U, return_inverse=True)
 
 
 @dataclass(frozen=True)
 class Operations:
-    """One function each, by default the real one."""
+    """One field an operation; the defaults are the real ones."""
 
     check_values: Callable[..., tuple[list[int], list[int]]] = check_values
     draw_seed: Callable[[], int] = draw_seed
