@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import OmegaConf
 
 from finetune.data.audio_root import check_root
 from finetune.data.augment import parse_augmentation
@@ -42,12 +41,11 @@ def open_sources(config: Any) -> dict[str, list[OpenSource]]:
         problems.append(str(error))
     for parse, key in ((parse_filters, "filters"), (parse_augmentation, "augment")):
         try:
-            parse(plain(config.data[key]), f"data.{key}")
+            parse(getattr(config.data, key), f"data.{key}")
         except UserError as error:
             problems.append(str(error))
     for key, split in DEFAULT_SPLIT.items():
-        value = config.data[key]
-        value = plain(value)
+        value = getattr(config.data, key)
         if not value:
             continue
         try:
@@ -131,7 +129,7 @@ def make_stream(accelerator: Any, model: Any, config: Any, sources: list[OpenSou
         sources = with_filters(sources, config)
         leave_out = LeaveOut(d.leave_out, "data.leave_out") if d.leave_out else None
         options = replace(
-            options, leave_out=leave_out, augmentation=parse_augmentation(plain(d.augment)), fits=fits_of(model)
+            options, leave_out=leave_out, augmentation=parse_augmentation(d.augment), fits=fits_of(model)
         )
     encode = text_encoder(model.tokenizer) if training else no_tokens
     return ClipStream(
@@ -149,7 +147,7 @@ def make_stream(accelerator: Any, model: Any, config: Any, sources: list[OpenSou
 def with_filters(sources: list[OpenSource], config: Any) -> list[OpenSource]:
     """The sources with what leaves clips out of the training: `data.filters`, and their own before."""
     d = config.data
-    common = parse_filters(plain(d.filters), "data.filters", Filters(d.min_duration, d.max_duration))
+    common = parse_filters(d.filters, "data.filters", Filters(d.min_duration, d.max_duration))
     return [
         replace(s, filters=parse_filters(s.source.filters, f"filters of {s.source.path}", common)) for s in sources
     ]
@@ -163,11 +161,6 @@ def fits_of(model: Any) -> Callable[[list[int], list[int]], list[bool]]:
         return feasible_clips(encoder_lengths(model, torch.tensor(samples)), torch.tensor(tokens), durations).tolist()
 
     return fits
-
-
-def plain(value: Any) -> Any:
-    """OmegaConf's mapping as a dict."""
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def train_limits(config: Any) -> BatchLimits:

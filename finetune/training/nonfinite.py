@@ -43,7 +43,7 @@ class StepGuard:
 
     def __init__(self, trainer: Any):
         t = trainer.config.training
-        self.trainer, self.factor, self.allowed = trainer, t.spike_guard, t.max_skipped_steps
+        self.trainer, self.factor, self.allowed = trainer, t.spike_threshold, t.max_skipped_steps
         self.file = LineFile(trainer.output_dir / SKIPPED_FILE)
         self.deepspeed = trainer.accelerator.distributed_type == "DEEPSPEED"
         self.releases = t.optimizer == "flash_adamw_gradient_release"
@@ -335,7 +335,7 @@ class StepGuard:
         elif set(reasons) == {"spike"}:
             advice = (
                 "The loss has risen for good, not for a step: look at the data from here on, or set a larger "
-                f"training.spike_guard (now {self.factor:g}); or {self._calmer()}."
+                f"training.spike_threshold (now {self.factor:g}); or {self._calmer()}."
             )
         else:
             advice = f"{self._calmer()}."

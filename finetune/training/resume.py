@@ -6,7 +6,6 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from safetensors import SafetensorError
 
 from finetune.callbacks import averaging
@@ -239,7 +238,7 @@ def settings_of(trainer: Any) -> dict[str, Any]:
         "training.joint_learning_rate": t.joint_learning_rate,
         "training.weight_decay": t.weight_decay,
         "training.ema_decay": t.ema_decay,
-        "training.optimizer_args": OmegaConf.to_container(t.optimizer_args),
+        "training.optimizer_args": dict(t.optimizer_args),
         "processes": trainer.accelerator.num_processes,
         "data.batch_duration": d.batch_duration,
         "data.batch_cells": d.batch_cells,

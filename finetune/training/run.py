@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from finetune.callbacks import averaging, trackers
 from finetune.config.compatibility import find_conflicts
@@ -291,7 +290,7 @@ def build_trainer(accelerator: Any, model: Any, sources: dict[str, list[Any]], c
     }
     groups = parameter_groups(model, rates, t.learning_rate, t.weight_decay)
     peaks = [{"lr": group["lr"]} for group in groups]  # some optimizers turn them into tensors of 32 bits
-    optimizer = build_optimizer(t.optimizer, groups, OmegaConf.to_container(t.optimizer_args, resolve=True))
+    optimizer = build_optimizer(t.optimizer, groups, dict(t.optimizer_args))
     warmup = t.warmup_steps or int(t.warmup_ratio * total)
     schedule = Schedule(t.lr_scheduler_type, peaks, warmup, total)
     prepared, prepared_optimizer = accelerator.prepare(module, optimizer)

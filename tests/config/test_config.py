@@ -96,7 +96,7 @@ def test_all_problems_at_once(run_file: Callable[..., Path]) -> None:
         (str(path), "training.optimizer", "Did you mean adamw_8bit?"),
         (str(path), "training.logging_steps", "1 or more, found 0"),
         (str(path), "data.max_bad_fraction", "0 to 1, found 5"),
-        ("command line", "model.dropout", "probability below 1, found 2"),
+        ("command line", "model.dropout", "0 to below 1, found 2"),
         ("training.bf16", "training.fp16", "exclude each other"),
     ]
     assert first.startswith(f"{len(expected)} problems")
@@ -270,7 +270,7 @@ def test_values_are_read_as_yaml(run_file: Callable[..., Path], tmp_path: Path) 
     )
     config, _ = load_config(path, [], [])
     assert config.training.learning_rate == 1e-4
-    assert config.training.optimizer_args.eps == 1e-6
+    assert config.training.optimizer_args["eps"] == 1e-6
     config, _ = load_config(
         run_file(model__tokenizer="somewhere"),
         [],
@@ -286,7 +286,7 @@ def test_values_are_read_as_yaml(run_file: Callable[..., Path], tmp_path: Path) 
     )
     assert config.training.learning_rate == 2e-5
     assert config.training.bf16 is True
-    assert list(config.training.report_to) == ["tensorboard", "wandb"]
+    assert config.training.report_to == ["tensorboard", "wandb"]
     assert config.data.train[1] == {"path": "b=c.jsonl", "weight": 0.1}
     assert config.data.test == "x=y.jsonl"
     assert config.model.tokenizer is None

@@ -309,11 +309,11 @@ def prepare(arguments: argparse.Namespace) -> tuple[list[OpenSource], StreamOpti
     if arguments.config:
         from finetune.config.load import load_config
         from finetune.config.tokenizer_setting import tokenizer_setting
-        from finetune.training.data import plain, train_limits, with_filters
+        from finetune.training.data import train_limits, with_filters
 
         config, _ = load_config(arguments.config, [], arguments.overrides)
         data = config.data
-        sources = [open_source(s, "data.train") for s in parse_sources(plain(data.train), "data.train", "train")]
+        sources = [open_source(s, "data.train") for s in parse_sources(data.train, "data.train", "train")]
         root = check_root(data.root)
         sources, limits = with_filters([replace(s, root=root) for s in sources], config), train_limits(config)
         arguments.model, arguments.tokenizer = config.model.name, tokenizer_setting(config).dir

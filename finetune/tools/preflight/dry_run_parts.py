@@ -9,7 +9,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
-from omegaconf import OmegaConf
 
 from finetune.data.decode import BadClip, Unreachable
 from finetune.data.normalization import normalize_text
@@ -190,9 +189,8 @@ def evaluate_some(attempts: "Attempts", trainer: Trainer) -> Found:
     Raises:
         UserError: a split cannot be read, or has no words.
     """
-    few = OmegaConf.create(trainer.config)
     limit = trainer.config.data.max_eval_samples
-    few.data.max_eval_samples = min(EVALUATED, limit) if limit >= 0 else EVALUATED
+    few = trainer.config.replaced({"data.max_eval_samples": min(EVALUATED, limit) if limit >= 0 else EVALUATED})
     said, wer = [], {}
     clips = seconds = 0.0
     with trainer.whole_model() as model:
