@@ -1,4 +1,7 @@
-"""Values that do not go together: a table of options that exclude each other, read by code, tests and documents, and further checks."""
+"""Settings that do not go together: a table of options that exclude each other, and checks of values by other values.
+
+Code, tests and documents read the table.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,7 +17,7 @@ class Rule:
     """Two conditions that must not hold together.
 
     Attributes:
-        holds: whether both conditions hold, by the configuration, the engine (as in `accelerate_config.Strategy`), and whether there is a GPU.
+        holds: (configuration, engine as in `accelerate_config.Strategy`, whether there is a GPU) -> whether both hold.
         reason: why they exclude each other.
         instead: what to set.
     """
@@ -94,7 +97,8 @@ RULES = (
         "training.optimizer of torchao",
         "DeepSpeed",
         lambda c, engine, gpu: c.training.optimizer in TORCHAO and engine.startswith("deepspeed"),
-        "torchao keeps 32-bit states, in silence, for tensors whose size is no multiple of its blocks, as the flat partitions of ZeRO are",
+        "torchao keeps 32-bit states, in silence, for tensors whose size is no multiple of its blocks, as the flat "
+        "partitions of ZeRO are",
         "use --strategy adamw_8bit with zero1, zero2 or zero3, or adamw_8bit_ao with fsdp2",
     ),
     Rule(
@@ -123,8 +127,8 @@ RULES = (
         "model.freeze_encoder",
         lambda c, engine, gpu: bool(c.model.lora_rank and c.model.freeze_encoder),
         "LoRA freezes the encoder's own weights itself and trains adapters within it",
-        "set model.freeze_encoder: false to train adapters, or model.lora_rank: 0 to train without the encoder or with its "
-        "last layers",
+        "set model.freeze_encoder: false to train adapters, or model.lora_rank: 0 to train without the encoder or "
+        "with its last layers",
     ),
     Rule(
         "model.tokenizer extend_from or replace_with",
@@ -186,7 +190,8 @@ RULES = (
         "training.optimizer flash_adamw",
         "DeepSpeed or FSDP",
         lambda c, engine, gpu: c.training.optimizer == "flash_adamw" and engine.startswith(("deepspeed", "fsdp")),
-        "flashoptim cannot save its states of shards that are not even, and its kernels take no partitions that lie in host memory",
+        "flashoptim cannot save its states of shards that are not even, and its kernels take no partitions that lie "
+        "in host memory",
         "use --strategy adamw_8bit_ao with fsdp2, or adamw_8bit with zero1, zero2 or zero3",
     ),
     Rule(
@@ -249,15 +254,17 @@ RULES = (
         "training.ema_decay",
         "DeepSpeed ZeRO-3",
         lambda c, engine, gpu: c.training.ema_decay > 0 and engine.startswith("deepspeed_zero3"),
-        "its parameters are empty between the layers' own gatherings, so that each update would gather the whole model",
-        "use --strategy fsdp2, where each process averages its shards, or zero2; or training.average_checkpoints instead",
+        "its parameters are empty between the layers' own gatherings, so that each update would gather the whole "
+        "model",
+        "use --strategy fsdp2, where each process averages its shards, or zero2; or training.average_checkpoints "
+        "instead",
     ),
     Rule(
         "training.ema_decay",
         "training.optimizer flash_adamw_gradient_release or cpu_offload_ao",
         lambda c, engine, gpu: c.training.ema_decay > 0 and (_releases(c) or _offloads_optimizer(c)),
-        "these change weights outside of the step: in the backward pass, before it is known whether the step counts, or on the host, from "
-        "where they are on their way back when the step returns",
+        "these change weights outside of the step: in the backward pass, before it is known whether the step counts, "
+        "or on the host, from where they are on their way back when the step returns",
         "use --strategy flash_adamw or adamw_8bit, or training.average_checkpoints instead",
     ),
     Rule(
@@ -273,8 +280,8 @@ RULES = (
         "model.dtype bfloat16",
         "DeepSpeed or FSDP",
         lambda c, engine, gpu: c.model.dtype == "bfloat16" and engine.startswith(("deepspeed", "fsdp")),
-        "ZeRO-3 and FSDP2 gather weights of one type only, and BatchNorm stays in float32; ZeRO-1 and 2 step on float32 copies, so that "
-        "nothing is spared",
+        "ZeRO-3 and FSDP2 gather weights of one type only, and BatchNorm stays in float32; ZeRO-1 and 2 step on "
+        "float32 copies, so that nothing is spared",
         "set model.dtype: float32 and training.bf16: true, with an optimizer for float32 weights",
     ),
     Rule(
@@ -302,14 +309,14 @@ def find_contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
     if m.adapter and not m.lora_rank:
         yield (
             "model.adapter",
-            "needs model.lora_rank and the other LoRA keys as the adapter has them (`r` in its adapter_config.json), to continue training "
-            "it. To train from base and adapter merged, give its directory as model.name.",
+            "needs model.lora_rank and the other LoRA keys as the adapter has them (`r` in its adapter_config.json), "
+            "to continue training it. To train from base and adapter merged, give its directory as model.name.",
         )
     if m.adapter and changes_vocabulary(config):
         yield (
             "model.adapter",
-            "fits the base model's own vocabulary, which model.tokenizer changes. Give the adapter's directory as model.name, which begins "
-            "from the merged weights, or leave model.tokenizer out.",
+            "fits the base model's own vocabulary, which model.tokenizer changes. Give the adapter's directory as "
+            "model.name, which begins from the merged weights, or leave model.tokenizer out.",
         )
     if d.min_duration > d.max_duration:
         yield "data.min_duration", f"{d.min_duration} is above data.max_duration {d.max_duration}."
@@ -326,7 +333,8 @@ def find_contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
         if getattr(t, name) and not d.validation:
             yield (
                 f"training.{name}",
-                "has no effect without data.validation, whose WER decides whether the average is taken. Set it, or set this to 0.",
+                "has no effect without data.validation, whose WER decides whether the average is taken. Set it, or "
+                "set this to 0.",
             )
     allowed = ALLOWED_ARGS[t.optimizer]
     for name in sorted(set(t.optimizer_args) - allowed):

@@ -110,8 +110,12 @@ class Layers:
         for name, value in values.items():
             key = f"{prefix}{name}"
             if key in RENAMED:
-                log.warning("%s: %s is called %s now", origin, key, RENAMED[key])
-                key = RENAMED[key]
+                new = RENAMED[key]
+                if new.rpartition(".")[2] in values:
+                    self.problems.append(f"{origin}: {key} is the old name of {new}, which is set too. Remove {key}.")
+                    continue
+                log.warning("%s: %s is called %s now", origin, key, new)
+                key = new
             if key in FIELDS:
                 yield key, value
             elif key in SECTIONS:
@@ -218,8 +222,8 @@ def environment_refused(call: str) -> str | None:
         )
     if is_secret_name(name):
         return (
-            f"the name {name} is that of a secret, which would end up in paths, addresses and logs. Storage and trackers "
-            "take their credentials from the environment themselves"
+            f"the name {name} is that of a secret, which would end up in paths, addresses and logs. Storage and "
+            "trackers take their credentials from the environment themselves"
         )
     return None
 

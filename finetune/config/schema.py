@@ -1,7 +1,7 @@
 """The run file's schema: every key with its type, default, range, unit and meaning.
 
-`docs/configuration.md` is generated from these classes (`python scripts/docs/write_configuration_docs.py`). Checks of a single value
-stand in its field's definition; those of several values together in `finetune.config.compatibility`.
+`docs/configuration.md` is generated from these classes (`python scripts/docs/write_configuration_docs.py`). Checks of
+a single value stand in its field's definition, those of several values together in `finetune.config.compatibility`.
 """
 
 import itertools
@@ -17,6 +17,10 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
     SkipValidation,
     StrictFloat,
     StrictInt,
@@ -77,11 +81,6 @@ def option(
     unit: str = "",
     no_effect: str = "",
     form: str = "",
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-    infinite: bool | None = None,
 ) -> Any:
     """Return a field that carries its checks and its documentation.
 
@@ -93,21 +92,10 @@ def option(
         unit: of a number.
         no_effect: when the key has no effect, such as "without `lora_rank`".
         form: what the value has to look like, for messages, where the type does not say enough.
-        ge, gt, le, lt: bounds, as in pydantic.
-        infinite: whether a float may be infinite.
     """
     assert group in GROUPS, group
     extra = {"group": group, "common": common, "unit": unit, "no_effect": no_effect, "form": form}
-    return Field(
-        default,
-        description=help,
-        ge=ge,
-        gt=gt,
-        le=le,
-        lt=lt,
-        allow_inf_nan=infinite,
-        json_schema_extra=extra,
-    )
+    return Field(default, description=help, json_schema_extra=extra)
 
 
 @dataclass(frozen=True)
@@ -143,6 +131,8 @@ def _check_bounds(bounds: list[list[int | float]]) -> list[list[int | float]]:
     return bounds
 
 
+Probability = Annotated[float, Field(ge=0, lt=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 CountOrAll = Annotated[int, Field(ge=1), Besides(-1)]
 BOUNDS_FORM = "a list of pairs (seconds above 0, whole clips from 1 on), such as [[5, 64], [15, 24]]"
 Sources = str | list[Any] | dict[str, Any]
@@ -174,15 +164,16 @@ class ModelConfig(Section):
     name: str = option(
         ...,
         "A .nemo file, a run's output directory, a LoRA adapter's directory, a Hugging Face directory "
-        "(`ParakeetForTDT`), a hub name such as `nvidia/parakeet-tdt-0.6b-v3`, or a NeMo model YAML (random weights).",
+        "(`ParakeetForTDT`), a hub name such as `nvidia/parakeet-tdt-0.6b-v3`, or a NeMo model YAML (random "
+        "weights).",
         group="parts",
         common=True,
     )
     tokenizer: Annotated[str | dict[str, Any] | None, SkipValidation] = option(
         None,
-        "Directory with a SentencePiece `tokenizer.model`, only for a NeMo model YAML without a tokenizer of its own. "
-        "Or a mapping: `extend_from` appends pieces to the model's vocabulary, `replace_with` puts another in its "
-        "place; each names a data set as `data.train` does, a tokenizer's directory or .model, or a .txt file. "
+        "Directory with a SentencePiece `tokenizer.model`, only for a NeMo model YAML without a tokenizer of its "
+        "own. Or a mapping: `extend_from` appends pieces to the model's vocabulary, `replace_with` puts another in "
+        "its place; each names a data set as `data.train` does, a tokenizer's directory or .model, or a .txt file. "
         "`size`: pieces appended at most (null: an eighth of the vocabulary, 64 at least), or pieces of the new "
         "vocabulary (null: as many as before). `pieces`: `new_characters` (default) appends only pieces with a "
         "character that the tokenizer lacks, `all` also shorter ways to write what it can. `coverage`: share of the "
@@ -195,13 +186,12 @@ class ModelConfig(Section):
         "storing them.",
         group="memory",
     )
-    gradient_checkpointing_every: int = option(
+    gradient_checkpointing_every: PositiveInt = option(
         1,
         "Checkpoint every N-th Conformer layer. Larger is faster and needs more memory.",
         group="memory",
         unit="layers",
         no_effect="without `gradient_checkpointing`",
-        ge=1,
     )
     activation_offload: bool = option(
         False,
@@ -218,36 +208,27 @@ class ModelConfig(Section):
     freeze_encoder: bool = option(
         False, "Train prediction network and joint only; the encoder gets no gradients.", group="parts"
     )
-    unfreeze_encoder_layers: int = option(
+    unfreeze_encoder_layers: NonNegativeInt = option(
         0,
         "Still train the last N Conformer layers.",
         group="parts",
         unit="layers",
         no_effect="without `freeze_encoder`",
-        ge=0,
     )
-    lora_rank: int = option(
+    lora_rank: NonNegativeInt = option(
         0,
         "Rank of LoRA adapters in the encoder (arXiv 2106.09685); the rest of the encoder is frozen. model.nemo is "
         "written with the adapters merged. 0: no LoRA.",
         group="parts",
-        ge=0,
     )
-    lora_alpha: float | None = option(
+    lora_alpha: Annotated[float | None, Field(gt=0)] = option(
         None,
         "LoRA updates are scaled by alpha / rank. null: twice the rank.",
         group="parts",
         no_effect="without `lora_rank`",
-        gt=0,
     )
-    lora_dropout: float = option(
-        0.0,
-        "Dropout before the adapters.",
-        group="parts",
-        unit="probability",
-        no_effect="without `lora_rank`",
-        ge=0,
-        lt=1,
+    lora_dropout: Probability = option(
+        0.0, "Dropout before the adapters.", group="parts", unit="probability", no_effect="without `lora_rank`"
     )
     lora_targets: list[str] = option(
         ["linear_q", "linear_k", "linear_v", "linear_out", "linear1", "linear2"],
@@ -275,18 +256,17 @@ class ModelConfig(Section):
     )
     compile: bool = option(
         False,
-        "Compile the Conformer layers with torch.compile: one graph for all layers, made in the first step. For GPUs: "
-        "on a CPU each length is compiled anew, for minutes.",
+        "Compile the Conformer layers with torch.compile: one graph for all layers, made in the first step. For "
+        "GPUs: on a CPU each length is compiled anew, for minutes.",
         group="speed",
     )
-    compile_bucket: float = option(
+    compile_bucket: NonNegativeFloat = option(
         2.0,
         "Pad batches to a multiple of this, so that few lengths are compiled where a graph fits one length only. The "
         "padding counts in BatchNorm's statistics unless `freeze_batchnorm` is set. 0: no padding.",
         group="speed",
         unit="seconds",
         no_effect="without `compile`",
-        ge=0,
     )
     freeze_batchnorm: bool = option(
         False,
@@ -302,43 +282,36 @@ class ModelConfig(Section):
         no_effect="on one process",
     )
     spec_augment: bool = option(True, "Apply the model's own SpecAugment settings while training.", group="loss")
-    dropout: float | None = option(
+    dropout: Annotated[float | None, Field(ge=0, lt=1)] = option(
         None,
         "Replace every dropout probability of the model. null: the model's own.",
         group="loss",
         unit="probability",
-        ge=0,
-        lt=1,
     )
-    sigma: float | None = option(
+    sigma: Annotated[float | None, Field(ge=0)] = option(
         None,
         "Logit under-normalisation of the TDT loss. null: the model's own (NeMo's `loss.tdt_kwargs.sigma`).",
         group="loss",
-        ge=0,
     )
-    omega: float | None = option(
+    omega: Annotated[float | None, Field(ge=0, le=1)] = option(
         None,
         "Probability with which a batch is trained with the plain RNN-T loss. null: the model's own "
         "(`loss.tdt_kwargs.omega`).",
         group="loss",
         unit="probability",
-        ge=0,
-        le=1,
     )
-    fastemit_lambda: float = option(
-        0.0, "FastEmit regularization of the transducer loss (arXiv 2010.11148).", group="loss", ge=0
+    fastemit_lambda: NonNegativeFloat = option(
+        0.0, "FastEmit regularization of the transducer loss (arXiv 2010.11148).", group="loss"
     )
-    joint_memory_budget: int | None = option(
-        None, "Memory for one block of joint outputs. null: chosen by device.", group="memory", unit="MiB", ge=1
+    joint_memory_budget: Annotated[int | None, Field(ge=1)] = option(
+        None, "Memory for one block of joint outputs. null: chosen by device.", group="memory", unit="MiB"
     )
-    occupancy_threshold: float = option(
+    occupancy_threshold: Probability = option(
         0.0,
-        "Leave lattice cells out of the loss that less than this share of an utterance's alignments pass through. 0 is "
-        "exact, 1e-8 exact up to rounding; 1e-4 trains alike and is several times faster (docs/loss.md).",
+        "Leave lattice cells out of the loss that less than this share of an utterance's alignments pass through. 0 "
+        "is exact, 1e-8 exact up to rounding; 1e-4 trains alike and is several times faster (docs/loss.md).",
         group="loss",
         unit="probability",
-        ge=0,
-        lt=1,
     )
 
 
@@ -349,21 +322,15 @@ class DataConfig(Section):
         ..., "Training source, or a list of sources (a mixture).", group="data", common=True
     )
     validation: Annotated[Sources | None, SkipValidation] = option(
-        None,
-        "Source for the evaluations during the run; the best model is chosen on it.",
-        group="data",
-        common=True,
+        None, "Source for the evaluations during the run; the best model is chosen on it.", group="data", common=True
     )
     test: Annotated[Sources | None, SkipValidation] = option(
-        None,
-        "Source for the WER before and after the run. Never used to choose a model.",
-        group="data",
-        common=True,
+        None, "Source for the WER before and after the run. Never used to choose a model.", group="data", common=True
     )
     guard: Annotated[Sources | None, SkipValidation] = option(
         None,
-        "Source of the original domain, evaluated before, during (`training.guard_steps`) and after the run; a loss of "
-        "accuracy on it is reported.",
+        "Source of the original domain, evaluated before, during (`training.guard_steps`) and after the run; a loss "
+        "of accuracy on it is reported.",
         group="data",
     )
     root: str | None = option(
@@ -372,13 +339,12 @@ class DataConfig(Section):
         "manifests that others wrote; what lies elsewhere goes to quarantine. null: anywhere (docs/security.md).",
         group="data",
     )
-    temperature: float | None = option(
+    temperature: Annotated[float | None, Field(ge=1)] = option(
         None,
-        "Draw languages in proportion to their clips to the power of 1 / temperature: 1 as they are, larger evens them "
-        "out. Replaces weights; each source of `train` names its `language`. An epoch is one pass over the first "
-        "source.",
+        "Draw languages in proportion to their clips to the power of 1 / temperature: 1 as they are, larger evens "
+        "them out. Replaces weights; each source of `train` names its `language`. An epoch is one pass over the "
+        "first source.",
         group="data",
-        ge=1,
     )
     max_samples: CountOrAll = option(
         -1,
@@ -388,13 +354,12 @@ class DataConfig(Section):
         common=True,
         unit="clips",
     )
-    skip_samples: int = option(
+    skip_samples: NonNegativeInt = option(
         0,
         "Leave out the first N clips of the subset that `max_samples` takes: those of a subset of N. Not for a "
         "mixture.",
         group="data",
         unit="clips",
-        ge=0,
     )
     max_eval_samples: CountOrAll = option(
         -1, "Use only the first N clips of each evaluation set. -1: all.", group="evaluation", unit="clips"
@@ -402,19 +367,13 @@ class DataConfig(Section):
     min_duration: float = option(
         0.1, "Leave out and count training clips that are shorter.", group="texts", unit="seconds"
     )
-    max_duration: float = option(
-        40.0,
-        "Leave out and count training clips that are longer.",
-        group="texts",
-        common=True,
-        unit="seconds",
-        gt=0,
-        infinite=True,
+    max_duration: Annotated[float, Field(gt=0, allow_inf_nan=True)] = option(
+        40.0, "Leave out and count training clips that are longer.", group="texts", common=True, unit="seconds"
     )
     text_normalization: Literal["none", "lower", "basic"] = option(
         "none",
-        "Normalization of the training texts: `none`, `lower`, or `basic` (lower case, no punctuation but apostrophes, "
-        "single spaces).",
+        "Normalization of the training texts: `none`, `lower`, or `basic` (lower case, no punctuation but "
+        "apostrophes, single spaces).",
         group="texts",
         common=True,
     )
@@ -427,8 +386,9 @@ class DataConfig(Section):
     filters: dict[str, Any] = option(
         {},
         "Further filters, each counted in summary.json: `min_characters_per_second`, `max_characters_per_second`, "
-        "`max_tokens`, `alphabet` (the characters that texts may have), `min_level` (dB of full scale), `max_clipped` "
-        "(share of the samples), `min_sample_rate` (Hz), `max_channels`. A source may have `filters` of its own.",
+        "`max_tokens`, `alphabet` (the characters that texts may have), `min_level` (dB of full scale), "
+        "`max_clipped` (share of the samples), `min_sample_rate` (Hz), `max_channels`. A source may have `filters` "
+        "of its own.",
         group="texts",
     )
     leave_out: str | None = option(
@@ -444,21 +404,19 @@ class DataConfig(Section):
         group="loss",
     )
     shuffle: bool = option(True, "Shuffle shards and clips anew in each epoch.", group="reading")
-    shuffle_buffer_size: int = option(
+    shuffle_buffer_size: PositiveInt = option(
         2048,
         "Clips buffered in each worker, from which batches are drawn.",
         group="reading",
         unit="clips",
         no_effect="without `shuffle`",
-        ge=1,
     )
-    shuffle_buffer_mib: int = option(
+    shuffle_buffer_mib: PositiveInt = option(
         256,
         "Limit on the audio files buffered in each worker, for sources that hold audio and not its paths.",
         group="reading",
         unit="MiB",
         no_effect="without `shuffle`",
-        ge=1,
     )
     group_by_duration: bool = option(
         True,
@@ -466,45 +424,40 @@ class DataConfig(Section):
         group="batches",
         no_effect="without `shuffle`",
     )
-    batch_duration: float = option(
+    batch_duration: NonNegativeFloat = option(
         0.0,
         "Audio of a batch with its padding (clips x the longest); short clips then come in large batches. Replaces "
         "`training.per_device_train_batch_size`; at least `max_duration`. 0: a fixed number of clips.",
         group="batches",
         unit="seconds",
-        ge=0,
     )
-    batch_cells: int = option(
+    batch_cells: NonNegativeInt = option(
         0,
-        "Limit on the cells of a batch's alignment lattices, encoder frames x (tokens + 1) summed over its clips: what "
-        "the loss computes with. 0: no limit.",
+        "Limit on the cells of a batch's alignment lattices, encoder frames x (tokens + 1) summed over its clips: "
+        "what the loss computes with. 0: no limit.",
         group="batches",
         unit="cells",
-        ge=0,
     )
     batch_bounds: Annotated[list[list[StrictInt | StrictFloat]], AfterValidator(_check_bounds)] = option(
         [],
-        "Clips of a batch by the length of its longest: pairs (seconds, clips), the last also for longer ones, such as "
-        "[[5, 64], [15, 24], [40, 8]]. Replaces `training.per_device_train_batch_size`; `training.auto_batch` fills "
-        "it.",
+        "Clips of a batch by the length of its longest: pairs (seconds, clips), the last also for longer ones, such "
+        "as [[5, 64], [15, 24], [40, 8]]. Replaces `training.per_device_train_batch_size`; `training.auto_batch` "
+        "fills it.",
         group="batches",
         form=BOUNDS_FORM,
     )
-    read_retries: int = option(
+    read_retries: NonNegativeInt = option(
         5,
         "Attempts after a failed read over the network, with growing delays. Local files are read once.",
         group="reading",
         unit="attempts",
-        ge=0,
     )
-    max_bad_fraction: float = option(
+    max_bad_fraction: Fraction = option(
         0.05,
-        "Stop the run when a larger share of the clips read so far had to be put in quarantine (judged once 200 clips "
-        "are read, and at the end of each epoch).",
+        "Stop the run when a larger share of the clips read so far had to be put in quarantine (judged once 200 "
+        "clips are read, and at the end of each epoch).",
         group="safety",
         unit="fraction",
-        ge=0,
-        le=1,
     )
 
 
@@ -523,41 +476,40 @@ class TrainingConfig(Section):
         "share a scale).",
         group="optimizer",
     )
-    learning_rate: float = option(1e-4, "Peak learning rate.", group="optimizer", common=True, gt=0)
-    encoder_learning_rate: float | None = option(
-        None, "Peak learning rate of the encoder. null: `learning_rate`.", group="optimizer", gt=0
+    learning_rate: PositiveFloat = option(1e-4, "Peak learning rate.", group="optimizer", common=True)
+    encoder_learning_rate: Annotated[float | None, Field(gt=0)] = option(
+        None, "Peak learning rate of the encoder. null: `learning_rate`.", group="optimizer"
     )
-    decoder_learning_rate: float | None = option(
-        None, "Peak learning rate of the prediction network. null: `learning_rate`.", group="optimizer", gt=0
+    decoder_learning_rate: Annotated[float | None, Field(gt=0)] = option(
+        None, "Peak learning rate of the prediction network. null: `learning_rate`.", group="optimizer"
     )
-    joint_learning_rate: float | None = option(
-        None, "Peak learning rate of the joint. null: `learning_rate`.", group="optimizer", gt=0
+    joint_learning_rate: Annotated[float | None, Field(gt=0)] = option(
+        None, "Peak learning rate of the joint. null: `learning_rate`.", group="optimizer"
     )
-    weight_decay: float = option(
-        0.01, "Decoupled weight decay; never on biases, norms and other vectors.", group="optimizer", ge=0
+    weight_decay: NonNegativeFloat = option(
+        0.01, "Decoupled weight decay; never on biases, norms and other vectors.", group="optimizer"
     )
     lr_scheduler_type: Schedule = option("cosine", "Learning-rate schedule.", group="schedule", common=True)
-    warmup_ratio: float = option(
+    warmup_ratio: Fraction = option(
         0.1,
         "Share of the steps in which the learning rate rises.",
         group="schedule",
         common=True,
         unit="fraction",
         no_effect="with `warmup_steps` above 0",
-        ge=0,
-        le=1,
     )
-    warmup_steps: int = option(0, "Warm-up in steps. 0: `warmup_ratio` decides.", group="schedule", unit="steps", ge=0)
-    max_grad_norm: float = option(
-        1.0, "Scale gradients down to this norm, after accumulation. 0: never.", group="optimizer", ge=0
+    warmup_steps: NonNegativeInt = option(
+        0, "Warm-up in steps. 0: `warmup_ratio` decides.", group="schedule", unit="steps"
     )
-    max_skipped_steps: int = option(
+    max_grad_norm: NonNegativeFloat = option(
+        1.0, "Scale gradients down to this norm, after accumulation. 0: never.", group="optimizer"
+    )
+    max_skipped_steps: NonNegativeInt = option(
         20,
-        "End the run with a diagnosis after so many skipped steps in a row (loss or gradient not finite, or a spike). "
-        "Steps that fp16's loss scaling skips while it finds its scale do not count. 0: never.",
+        "End the run with a diagnosis after so many skipped steps in a row (loss or gradient not finite, or a "
+        "spike). Steps that fp16's loss scaling skips while it finds its scale do not count. 0: never.",
         group="safety",
         unit="steps",
-        ge=0,
     )
     spike_threshold: Annotated[float, Field(gt=1), Besides(0)] = option(
         0.0,
@@ -566,44 +518,42 @@ class TrainingConfig(Section):
         group="safety",
         unit="times",
     )
-    spike_window: int = option(
+    spike_window: PositiveInt = option(
         100,
         "Steps over which `spike_threshold` takes the median; steps are judged once there are 20 of them, or all if "
         "the window is smaller.",
         group="safety",
         unit="steps",
         no_effect="without `spike_threshold`",
-        ge=1,
     )
-    per_device_train_batch_size: int = option(
+    per_device_train_batch_size: PositiveInt = option(
         8,
         "Clips in one forward pass of one process.",
         group="batches",
         common=True,
         unit="clips",
         no_effect="with `auto_batch`, `data.batch_duration` or `data.batch_bounds`",
-        ge=1,
     )
     auto_batch: bool = option(
         False,
-        "Set `data.batch_bounds` from the memory plan of this machine, and try them with the worst batches before the "
-        "run begins. If memory runs out later, a bound is halved and the step repeated instead of ending the run.",
+        "Set `data.batch_bounds` from the memory plan of this machine, and try them with the worst batches before "
+        "the run begins. If memory runs out later, a bound is halved and the step repeated instead of ending the "
+        "run.",
         group="batches",
         common=True,
     )
-    memory_limit_gib: float | None = option(
+    memory_limit_gib: Annotated[float | None, Field(gt=0)] = option(
         None,
         "Memory that `auto_batch` may fill on each GPU. null: what the card has.",
         group="batches",
         unit="GiB",
         no_effect="without `auto_batch`",
-        gt=0,
     )
-    per_device_eval_batch_size: int = option(
-        8, "Clips decoded together in one process.", group="evaluation", common=True, unit="clips", ge=1
+    per_device_eval_batch_size: PositiveInt = option(
+        8, "Clips decoded together in one process.", group="evaluation", common=True, unit="clips"
     )
-    gradient_accumulation_steps: int = option(
-        1, "Forward passes for one optimizer step.", group="batches", common=True, unit="batches", ge=1
+    gradient_accumulation_steps: PositiveInt = option(
+        1, "Forward passes for one optimizer step.", group="batches", common=True, unit="batches"
     )
     loss_reduction: Literal["mean_batch", "mean_volume"] = option(
         "mean_batch",
@@ -611,19 +561,10 @@ class TrainingConfig(Section):
         group="loss",
     )
     max_steps: CountOrAll = option(
-        -1,
-        "Optimizer steps of the run. -1: `num_train_epochs` decides.",
-        group="schedule",
-        common=True,
-        unit="steps",
+        -1, "Optimizer steps of the run. -1: `num_train_epochs` decides.", group="schedule", common=True, unit="steps"
     )
     num_train_epochs: float = option(
-        3.0,
-        "Passes over the data.",
-        group="schedule",
-        common=True,
-        unit="epochs",
-        no_effect="with `max_steps` set",
+        3.0, "Passes over the data.", group="schedule", common=True, unit="epochs", no_effect="with `max_steps` set"
     )
     bf16: bool = option(False, "Mixed precision with bfloat16.", group="memory", common=True)
     fp16: bool = option(False, "Mixed precision with float16 and loss scaling. GPU only.", group="memory")
@@ -646,17 +587,16 @@ class TrainingConfig(Section):
         group="memory",
         no_effect="on a CPU",
     )
-    num_gpus: int = option(
+    num_gpus: NonNegativeInt = option(
         0,
         "Number of processes that the run expects; another number is refused. 0: not checked.",
         group="ranks",
         unit="processes",
-        ge=0,
     )
     rank_timeout: float = option(
         30.0,
-        "Seconds after which a process that is stopped, or does not respond, counts as lost and the others end with a "
-        "message. One that dies is noticed at once. 0: no monitoring.",
+        "Seconds after which a process that is stopped, or does not respond, counts as lost and the others end with "
+        "a message. One that dies is noticed at once. 0: no monitoring.",
         group="ranks",
         unit="seconds",
         no_effect="on one process",
@@ -668,19 +608,14 @@ class TrainingConfig(Section):
         unit="seconds",
         no_effect="on one process",
     )
-    seed: int = option(
-        42, "Seed of shuffling, dropout, SpecAugment and new weights.", group="schedule", common=True, ge=0
+    seed: NonNegativeInt = option(
+        42, "Seed of shuffling, dropout, SpecAugment and new weights.", group="schedule", common=True
     )
-    dataloader_num_workers: int = option(
-        2,
-        "Worker processes that read, decode and tokenize.",
-        group="reading",
-        common=True,
-        unit="processes",
-        ge=0,
+    dataloader_num_workers: NonNegativeInt = option(
+        2, "Worker processes that read, decode and tokenize.", group="reading", common=True, unit="processes"
     )
-    dataloader_prefetch_factor: int = option(
-        4, "Batches that each worker keeps ready.", group="reading", unit="batches", ge=1
+    dataloader_prefetch_factor: PositiveInt = option(
+        4, "Batches that each worker keeps ready.", group="reading", unit="batches"
     )
     dataloader_pin_memory: bool = option(
         True,
@@ -688,43 +623,40 @@ class TrainingConfig(Section):
         group="reading",
         no_effect="on a CPU",
     )
-    eval_steps: int = option(
+    eval_steps: NonNegativeInt = option(
         500,
         "Evaluate on `data.validation` every N steps. 0: only at the end.",
         group="evaluation",
         common=True,
         unit="steps",
-        ge=0,
     )
-    guard_steps: int = option(
+    guard_steps: Annotated[int, Field(ge=-1)] = option(
         -1,
         "Evaluate `data.guard` with the first evaluation after every N steps. -1: with every evaluation. 0: only "
         "before and after the run.",
         group="evaluation",
         unit="steps",
-        ge=-1,
     )
     eval_on_start: bool = option(True, "Evaluate the base model as step 0.", group="evaluation")
-    ema_decay: float = option(
+    ema_decay: Probability = option(
         0.0,
         "Decay of a moving average of the weights, such as 0.999, which is evaluated beside them; the better of the "
-        "two by validation WER becomes model.nemo. It costs 4 bytes for each trained parameter and a second evaluation "
-        "of `data.validation` each time. 0: none.",
+        "two by validation WER becomes model.nemo. It costs 4 bytes for each trained parameter and a second "
+        "evaluation of `data.validation` each time. 0: none.",
         group="averages",
         unit="fraction",
-        ge=0,
-        lt=1,
     )
     ema_device: Literal["same", "cpu"] = option(
         "same",
-        "Where the moving average lies: `same` as the weights, or `cpu`, to which the weights are copied in each step.",
+        "Where the moving average lies: `same` as the weights, or `cpu`, to which the weights are copied in each "
+        "step.",
         group="averages",
         no_effect="without `ema_decay`",
     )
     average_checkpoints: Annotated[int, Field(ge=2), Besides(0)] = option(
         0,
-        "Keep the weights of N evaluations and average them at the end; the mean becomes model.nemo if its validation "
-        "WER is better than that of the best single one. 0: no average.",
+        "Keep the weights of N evaluations and average them at the end; the mean becomes model.nemo if its "
+        "validation WER is better than that of the best single one. 0: no average.",
         group="averages",
         unit="evaluations",
     )
@@ -734,33 +666,26 @@ class TrainingConfig(Section):
         group="averages",
         no_effect="without `average_checkpoints`",
     )
-    save_steps: int = option(
-        500,
-        "Write a checkpoint every N steps. 0: only at the end.",
-        group="checkpoints",
-        common=True,
-        unit="steps",
-        ge=0,
+    save_steps: NonNegativeInt = option(
+        500, "Write a checkpoint every N steps. 0: only at the end.", group="checkpoints", common=True, unit="steps"
     )
-    save_minutes: float = option(
+    save_minutes: NonNegativeFloat = option(
         0.0,
         "Also write a checkpoint when the last one is this old. 0: by steps alone.",
         group="checkpoints",
         unit="minutes",
-        ge=0,
     )
-    save_total_limit: int = option(
+    save_total_limit: NonNegativeInt = option(
         2,
         "Number of newest checkpoints to keep, beside that of the best evaluation. 0: all.",
         group="checkpoints",
         unit="checkpoints",
-        ge=0,
     )
     async_save: bool = option(
         True,
         "Write checkpoints in a thread while training goes on, from a copy of weights and optimizer state in host "
-        "memory. Engines that shard them (DeepSpeed, FSDP) write their parts at once and leave checksums and the rest "
-        "to the thread.",
+        "memory. Engines that shard them (DeepSpeed, FSDP) write their parts at once and leave checksums and the "
+        "rest to the thread.",
         group="checkpoints",
     )
     resume_from_checkpoint: bool | str = option(
@@ -770,12 +695,11 @@ class TrainingConfig(Section):
         common=True,
         form="true, false or the path of a checkpoint",
     )
-    logging_steps: int = option(
+    logging_steps: PositiveInt = option(
         10,
         "Steps between two lines in metrics.jsonl, the log and the trackers; drift is judged by these lines.",
         group="logging",
         unit="steps",
-        ge=1,
     )
     log_clips: bool = option(
         False, "Write the ids of each step's clips to clips.jsonl, to find what a step contained.", group="logging"
@@ -786,33 +710,32 @@ class TrainingConfig(Section):
         "and samples of each evaluation to read and hear.",
         group="logging",
     )
-    sample_predictions: int = option(
-        5, "Pairs of reference and hypothesis that an evaluation shows.", group="logging", unit="clips", ge=0
+    sample_predictions: NonNegativeInt = option(
+        5, "Pairs of reference and hypothesis that an evaluation shows.", group="logging", unit="clips"
     )
     report_clips: int = option(
         20,
-        "Worst clips of an evaluation that report.html shows and plays, with at most 20 s of audio each. 0: none, and "
-        "no words of the data in the page either.",
+        "Worst clips of an evaluation that report.html shows and plays, with at most 20 s of audio each. 0: none, "
+        "and no words of the data in the page either.",
         group="logging",
         unit="clips",
     )
     stages: list[Any] = option(
         [],
         "A plan: stages that train one after the other, each from the model of the one before, in "
-        "`output_dir`/stage-N. Each is a mapping of `max_samples`, `seen` (`repeat`, or `skip` for clips of the stage "
-        "before), and settings under `model`, `data` and `training`. `stages` may also stand at the top of the run "
-        "file.",
+        "`output_dir`/stage-N. Each is a mapping of `max_samples`, `seen` (`repeat`, or `skip` for clips of the "
+        "stage before), and settings under `model`, `data` and `training`. `stages` may also stand at the top of the "
+        "run file.",
         group="stages",
     )
-    stage_margin: float = option(
+    stage_margin: NonNegativeFloat = option(
         0.0,
         "Stop the plan if a stage leaves the validation WER worse than the one before by more than this.",
         group="stages",
         unit="fraction",
-        ge=0,
     )
-    num_threads: int = option(
-        0, "CPU threads of the training process. 0: torch's own choice.", group="speed", unit="threads", ge=0
+    num_threads: NonNegativeInt = option(
+        0, "CPU threads of the training process. 0: torch's own choice.", group="speed", unit="threads"
     )
 
 
@@ -888,6 +811,8 @@ def _type_name(annotation: Any) -> str:
 def range_of(field: FieldInfo) -> str:
     """Return the range of a number, such as "1 or more, or -1"; "" where there is none."""
     bound = {name: getattr(m, name) for m in field.metadata for name in ("ge", "gt", "le", "lt") if hasattr(m, name)}
+    if "gt" in bound and field.annotation is int:
+        bound["ge"] = bound.pop("gt") + 1
     low = f"{bound['ge']:g}" if "ge" in bound else f"above {bound['gt']:g}" if "gt" in bound else ""
     high = f"{bound['le']:g}" if "le" in bound else f"below {bound['lt']:g}" if "lt" in bound else ""
     text = f"{low} to {high}" if low and high else f"{low} or more" if "ge" in bound else low or high

@@ -11,8 +11,8 @@ OTHER_SECTION = 0.15
 def closest(word: str, known: Iterable[str], most: int = 1) -> list[str]:
     """Return the names most like a word, best first; none if none is like it.
 
-    Names are compared by their parts in any order (`8bit_adamw`, `adamw_8bit`), by their initials (`lr`, `learning_rate`), by whether
-    they contain all parts of the word (`epochs`, `num_train_epochs`), and by spelling.
+    Names are compared by their parts in any order (`8bit_adamw`, `adamw_8bit`), by their initials (`lr`,
+    `learning_rate`), by whether they contain all parts of the word (`epochs`, `num_train_epochs`), and by spelling.
 
     Args:
         word: as written, such as "adam" or "training.lr".

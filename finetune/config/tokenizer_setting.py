@@ -18,7 +18,8 @@ class TokenizerSetting(BaseModel):
 
     Attributes:
         dir: directory with `tokenizer.model`, for a NeMo model YAML without a tokenizer of its own.
-        extend_from: where appended pieces come from: a data set (or a list), a tokenizer directory, a .model or a .txt file.
+        extend_from: where appended pieces come from: a data set (or a list), a tokenizer directory, a .model or a
+            .txt file.
         replace_with: the same, for a vocabulary in place of the model's.
         size: pieces appended at most, or pieces of the new vocabulary.
         pieces: which pieces may be appended: those with a character that the tokenizer lacks, or all.

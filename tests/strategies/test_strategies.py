@@ -127,6 +127,8 @@ def test_unknown_strategy(refused: Callable[..., str], run_file: Callable[..., P
     message = refused("--config", run_file(), "--strategy", "zero9")
     assert "--strategy: there is no strategy 'zero9'" in message
     assert all(name in message for name in strategy_names())
+    message = refused("--config", run_file(), "--strategy", "adam_8bit")
+    assert "there is no strategy 'adam_8bit'. Did you mean adamw_8bit?" in message
 
 
 def test_two_engines(refused: Callable[..., str], run_file: Callable[..., Path], tmp_path: Path) -> None:
