@@ -54,21 +54,21 @@ RULES = (
     Rule(
         "training.bf16",
         "training.fp16",
-        lambda c, engine, gpu: bool(c.training.bf16 and c.training.fp16),
+        lambda c, engine, gpu: c.training.bf16 and c.training.fp16,
         "a run has one mixed precision",
         "keep training.bf16: true on GPUs since Ampere, training.fp16: true on older ones",
     ),
     Rule(
         "training.fp16",
         "no GPU",
-        lambda c, engine, gpu: bool(c.training.fp16 and not gpu),
+        lambda c, engine, gpu: c.training.fp16 and not gpu,
         "fp16 training needs a GPU's loss scaling",
         "set training.fp16: false, or training.bf16: true",
     ),
     Rule(
         "training.fp16",
         "DeepSpeed",
-        lambda c, engine, gpu: bool(c.training.fp16 and engine.startswith("deepspeed")),
+        lambda c, engine, gpu: c.training.fp16 and engine.startswith("deepspeed"),
         "DeepSpeed's fp16 mode casts parameters but not BatchNorm's buffers",
         "set training.bf16: true, or train without DeepSpeed",
     ),
@@ -76,14 +76,14 @@ RULES = (
         "training.optimizer other than adamw",
         "DeepSpeed optimizer offload",
         lambda c, engine, gpu: c.training.optimizer != "adamw" and _deepspeed_offloads(engine),
-        "DeepSpeed's CPU offload steps its own DeepSpeedCPUAdam and would replace the optimizer in silence",
+        "DeepSpeed's CPU offload steps with its own DeepSpeedCPUAdam and would silently replace the optimizer",
         "choose one: --strategy adamw_8bit, or --strategy zero2_offload with training.optimizer: adamw",
     ),
     Rule(
         "training.fp16",
         "FSDP",
-        lambda c, engine, gpu: bool(c.training.fp16) and engine.startswith("fsdp"),
-        "the loss scale would be lowered by each process for its own shards",
+        lambda c, engine, gpu: c.training.fp16 and engine.startswith("fsdp"),
+        "each process would lower the loss scale for its own shards",
         "set training.bf16: true, or use --strategy ddp",
     ),
     Rule(
@@ -97,8 +97,8 @@ RULES = (
         "training.optimizer of torchao",
         "DeepSpeed",
         lambda c, engine, gpu: c.training.optimizer in TORCHAO and engine.startswith("deepspeed"),
-        "torchao keeps 32-bit states, in silence, for tensors whose size is no multiple of its blocks, as the flat "
-        "partitions of ZeRO are",
+        "torchao silently keeps 32-bit states for tensors whose size is no multiple of its blocks, such as ZeRO's flat "
+        "partitions",
         "use --strategy adamw_8bit with zero1, zero2 or zero3, or adamw_8bit_ao with fsdp2",
     ),
     Rule(
@@ -111,21 +111,21 @@ RULES = (
     Rule(
         "model.freeze_batchnorm",
         "model.sync_batchnorm",
-        lambda c, engine, gpu: bool(c.model.freeze_batchnorm and c.model.sync_batchnorm),
+        lambda c, engine, gpu: c.model.freeze_batchnorm and c.model.sync_batchnorm,
         "frozen statistics have nothing to synchronise",
         "keep one of them",
     ),
     Rule(
         "model.freeze_encoder or model.lora_rank",
         "model.sync_batchnorm",
-        lambda c, engine, gpu: bool(c.model.sync_batchnorm and _has_frozen_batchnorm(c)),
+        lambda c, engine, gpu: c.model.sync_batchnorm and _has_frozen_batchnorm(c),
         "the frozen encoder's statistics are stored ones, which have nothing to synchronise",
         "set model.sync_batchnorm: false",
     ),
     Rule(
         "model.lora_rank",
         "model.freeze_encoder",
-        lambda c, engine, gpu: bool(c.model.lora_rank and c.model.freeze_encoder),
+        lambda c, engine, gpu: c.model.lora_rank > 0 and c.model.freeze_encoder,
         "LoRA freezes the encoder's own weights itself and trains adapters within it",
         "set model.freeze_encoder: false to train adapters, or model.lora_rank: 0 to train without the encoder or "
         "with its last layers",
@@ -133,29 +133,29 @@ RULES = (
     Rule(
         "model.tokenizer extend_from or replace_with",
         "model.lora_train_decoder false",
-        lambda c, engine, gpu: bool(c.model.lora_rank and not c.model.lora_train_decoder and changes_vocabulary(c)),
-        "the rows of new pieces lie in prediction network and joint, which would stay as they began",
+        lambda c, engine, gpu: c.model.lora_rank > 0 and not c.model.lora_train_decoder and changes_vocabulary(c),
+        "the rows of new pieces lie in prediction network and joint, which would stay at their initial values",
         "set model.lora_train_decoder: true",
     ),
     Rule(
         "model.sync_batchnorm",
         "no GPU",
-        lambda c, engine, gpu: bool(c.model.sync_batchnorm and not gpu),
+        lambda c, engine, gpu: c.model.sync_batchnorm and not gpu,
         "torch's SyncBatchNorm runs on GPUs only",
         "set model.freeze_batchnorm: true, or neither",
     ),
     Rule(
         "model.activation_offload",
         "FSDP or ZeRO-3",
-        lambda c, engine, gpu: bool(c.model.activation_offload) and engine.startswith(("fsdp", "deepspeed_zero3")),
-        "weights that are gathered for a layer would be taken for activations and copied while they are let go",
+        lambda c, engine, gpu: c.model.activation_offload and engine.startswith(("fsdp", "deepspeed_zero3")),
+        "weights gathered for a layer would be taken for activations and copied while they are freed",
         "set model.gradient_checkpointing: true and model.activation_offload: false",
     ),
     Rule(
         "training.optimizer cpu_offload_ao",
         "no GPU",
         lambda c, engine, gpu: _offloads_optimizer(c) and not gpu,
-        "there is no GPU whose memory could be spared",
+        "there is no GPU memory to save",
         "set training.optimizer: adamw or adamw_8bit",
     ),
     Rule(
@@ -168,15 +168,15 @@ RULES = (
     Rule(
         "training.optimizer cpu_offload_ao",
         "training.fp16",
-        lambda c, engine, gpu: _offloads_optimizer(c) and bool(c.training.fp16),
-        "gradients are copied to the host before their scale is taken out",
+        lambda c, engine, gpu: _offloads_optimizer(c) and c.training.fp16,
+        "gradients are copied to the host before they are unscaled",
         "set training.bf16: true and training.fp16: false",
     ),
     Rule(
         "training.optimizer cpu_offload_gradients_ao",
         "training.gradient_accumulation_steps above 1",
         lambda c, engine, gpu: c.training.optimizer == "cpu_offload_gradients_ao" and _accumulates(c),
-        "each gradient leaves the GPU when it is made, so that nothing is left to add to",
+        "each gradient leaves the GPU as soon as it is computed, so there is nothing to accumulate into",
         "use --strategy cpu_offload_ao, or set training.gradient_accumulation_steps: 1",
     ),
     Rule(
@@ -190,8 +190,7 @@ RULES = (
         "training.optimizer flash_adamw",
         "DeepSpeed or FSDP",
         lambda c, engine, gpu: c.training.optimizer == "flash_adamw" and engine.startswith(("deepspeed", "fsdp")),
-        "flashoptim cannot save its states of shards that are not even, and its kernels take no partitions that lie "
-        "in host memory",
+        "flashoptim cannot save the states of uneven shards, and its kernels do not take partitions in host memory",
         "use --strategy adamw_8bit_ao with fsdp2, or adamw_8bit with zero1, zero2 or zero3",
     ),
     Rule(
@@ -205,57 +204,56 @@ RULES = (
         "training.optimizer adamw_bf16_ao",
         "model.dtype float32",
         lambda c, engine, gpu: c.training.optimizer == "adamw_bf16_ao" and c.model.dtype == "float32",
-        "its states have the weights' type, so that nothing is saved",
+        "its states have the weights' type, so no memory is saved",
         "use --strategy bf16_stochastic_rounding, which sets model.dtype: bfloat16 as well",
     ),
     Rule(
         "model.compile",
         "ZeRO-3",
-        lambda c, engine, gpu: bool(c.model.compile) and engine.startswith("deepspeed_zero3"),
-        "the hooks that gather a layer's weights stand inside of what is compiled",
+        lambda c, engine, gpu: c.model.compile and engine.startswith("deepspeed_zero3"),
+        "the hooks that gather a layer's weights are inside the compiled region",
         "set model.compile: false, or use --strategy zero2 or fsdp2",
     ),
     Rule(
         "training.optimizer flash_adamw_gradient_release",
         "training.gradient_accumulation_steps above 1",
         lambda c, engine, gpu: _releases(c) and _accumulates(c),
-        "each gradient is stepped with and freed when it is made",
+        "each gradient is applied and freed as soon as it is computed",
         "use --strategy flash_adamw, or set training.gradient_accumulation_steps: 1",
     ),
     Rule(
         "training.optimizer flash_adamw_gradient_release",
         "training.max_grad_norm above 0",
         lambda c, engine, gpu: _releases(c) and c.training.max_grad_norm > 0,
-        "the norm of all gradients is not known when the first of them is stepped with",
+        "the norm of all gradients is not known when the first of them is applied",
         "set training.max_grad_norm: 0, or use --strategy flash_adamw",
     ),
     Rule(
         "training.optimizer flash_adamw_gradient_release",
         "several processes, DeepSpeed or FSDP",
         lambda c, engine, gpu: _releases(c) and engine != "none",
-        "gradients are stepped with before they are averaged over the processes",
+        "gradients are applied before they are averaged over the processes",
         "use --strategy flash_adamw",
     ),
     Rule(
         "training.optimizer flash_adamw_gradient_release",
         "training.fp16",
-        lambda c, engine, gpu: _releases(c) and bool(c.training.fp16),
-        "gradients are stepped with before their scale is taken out",
+        lambda c, engine, gpu: _releases(c) and c.training.fp16,
+        "gradients are applied before they are unscaled",
         "set training.fp16: false; the strategy's weights are in bf16 already",
     ),
     Rule(
         "training.optimizer flash_adamw_gradient_release",
         "training.spike_threshold",
         lambda c, engine, gpu: _releases(c) and c.training.spike_threshold > 0,
-        "the norm of all gradients is not known when the first of them is stepped with",
+        "the norm of all gradients is not known when the first of them is applied",
         "set training.spike_threshold: 0, or use --strategy flash_adamw",
     ),
     Rule(
         "training.ema_decay",
         "DeepSpeed ZeRO-3",
         lambda c, engine, gpu: c.training.ema_decay > 0 and engine.startswith("deepspeed_zero3"),
-        "its parameters are empty between the layers' own gatherings, so that each update would gather the whole "
-        "model",
+        "its parameters are empty until a layer gathers them, so each update would gather the whole model",
         "use --strategy fsdp2, where each process averages its shards, or zero2; or training.average_checkpoints "
         "instead",
     ),
@@ -263,8 +261,8 @@ RULES = (
         "training.ema_decay",
         "training.optimizer flash_adamw_gradient_release or cpu_offload_ao",
         lambda c, engine, gpu: c.training.ema_decay > 0 and (_releases(c) or _offloads_optimizer(c)),
-        "these change weights outside of the step: in the backward pass, before it is known whether the step counts, "
-        "or on the host, from where they are on their way back when the step returns",
+        "these change weights outside the step: in the backward pass, before it is known whether the step counts, or on "
+        "the host, from which they are still being copied back when the step returns",
         "use --strategy flash_adamw or adamw_8bit, or training.average_checkpoints instead",
     ),
     Rule(
@@ -273,7 +271,7 @@ RULES = (
         lambda c, engine, gpu: (
             c.training.ema_decay > 0 and c.training.ema_device == "cpu" and engine.startswith("fsdp")
         ),
-        "shards are gathered where they lie, and those of an average on the host could not be",
+        "shards are gathered on their own device, and those of an average on the host could not be",
         "set training.ema_device: same; each GPU holds the average of its own shards only",
     ),
     Rule(
@@ -281,13 +279,13 @@ RULES = (
         "DeepSpeed or FSDP",
         lambda c, engine, gpu: c.model.dtype == "bfloat16" and engine.startswith(("deepspeed", "fsdp")),
         "ZeRO-3 and FSDP2 gather weights of one type only, and BatchNorm stays in float32; ZeRO-1 and 2 step on "
-        "float32 copies, so that nothing is spared",
+        "float32 copies, so no memory is saved",
         "set model.dtype: float32 and training.bf16: true, with an optimizer for float32 weights",
     ),
     Rule(
         "model.dtype bfloat16",
         "training.fp16",
-        lambda c, engine, gpu: c.model.dtype == "bfloat16" and bool(c.training.fp16),
+        lambda c, engine, gpu: c.model.dtype == "bfloat16" and c.training.fp16,
         "loss scaling is for float32 weights with float16 computation",
         "set training.fp16: false",
     ),
