@@ -97,8 +97,8 @@ RULES = (
         "training.optimizer of torchao",
         "DeepSpeed",
         lambda c, engine, gpu: c.training.optimizer in TORCHAO and engine.startswith("deepspeed"),
-        "torchao silently keeps 32-bit states for tensors whose size is no multiple of its blocks, such as ZeRO's flat "
-        "partitions",
+        "torchao silently keeps 32-bit states for tensors whose size is no multiple of its blocks, such as ZeRO's "
+        "flat partitions",
         "use --strategy adamw_8bit with zero1, zero2 or zero3, or adamw_8bit_ao with fsdp2",
     ),
     Rule(
@@ -261,8 +261,8 @@ RULES = (
         "training.ema_decay",
         "training.optimizer flash_adamw_gradient_release or cpu_offload_ao",
         lambda c, engine, gpu: c.training.ema_decay > 0 and (_releases(c) or _offloads_optimizer(c)),
-        "these change weights outside the step: in the backward pass, before it is known whether the step counts, or on "
-        "the host, from which they are still being copied back when the step returns",
+        "these change weights outside the step: in the backward pass, before it is known whether the step counts, or "
+        "on the host, from which they are still being copied back when the step returns",
         "use --strategy flash_adamw or adamw_8bit, or training.average_checkpoints instead",
     ),
     Rule(

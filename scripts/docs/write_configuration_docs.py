@@ -95,12 +95,11 @@ def measured_table() -> str:
     base = rows[0]
     lines = [
         f"Measured on {where['gpu'] or where['cpu']}, {where['threads']} threads, torch {where['torch']}, "
-        f"{where['date']}: "
-        f"`{found['command']}`. Memory is the account of one process's tensors in a step. {spread(base)} "
-        "Smaller differences in time mean nothing.",
+        f"{where['date']}: `{found['command']}`. Memory is the account of one process's tensors in a step. "
+        f"{spread(base)} Smaller differences in time mean nothing.",
         "",
-        "| strategy | processes | peak MiB | of that activations | bytes of state a parameter | time a step | loss "
-        "| WER |",
+        "| strategy | processes | peak MiB | of that activations "
+        "| bytes of state a parameter | time a step | loss | WER |",
         "|---|---|---|---|---|---|---|---|",
     ]
     lacking = []
@@ -109,11 +108,11 @@ def measured_table() -> str:
             lacking.append(f"`{row['name']}`")
             continue
         wer = "" if row["wer"] is None else f"{row['wer']:.3f}"
+        peak, activations = row["peak_bytes"] / 2**20, row["parts_bytes"]["activations"] / 2**20
+        time, loss = row["seconds_per_step"] / base["seconds_per_step"], 100 * (row["loss"] / base["loss"] - 1)
         lines.append(
-            f"| `{row['name']}` | {row['processes']} | {row['peak_bytes'] / 2**20:.0f} | "
-            f"{row['parts_bytes']['activations'] / 2**20:.0f} | {row['optimizer_bytes_per_parameter']:.2f} | "
-            f"{row['seconds_per_step'] / base['seconds_per_step']:.2f} | "
-            f"{100 * (row['loss'] / base['loss'] - 1):+.2f} % | {wer} |"
+            f"| `{row['name']}` | {row['processes']} | {peak:.0f} | {activations:.0f} | "
+            f"{row['optimizer_bytes_per_parameter']:.2f} | {time:.2f} | {loss:+.2f} % | {wer} |"
         )
     if lacking:
         lines += ["", f"Need a GPU: {', '.join(lacking)}."]
@@ -122,9 +121,8 @@ def measured_table() -> str:
 
 # (document, mark, function): the table stands between `<!-- MARK: written by ... -->` and `<!-- end of MARK -->`.
 TABLES: list[tuple[Path, str, Callable[[], str]]] = [
-    (ROOT / "README.md", "strategies", strategy_table),
-    (ROOT / "README.md", "measured", measured_table),
-    (ROOT / "README.md", "compatibility", compatibility_table),
+    (ROOT / "docs" / "strategies.md", "strategies", strategy_table),
+    (ROOT / "docs" / "benchmarks" / "README.md", "measured", measured_table),
 ]
 
 
