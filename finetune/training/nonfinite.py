@@ -64,7 +64,7 @@ class StepFilter:
         t = config.training
         self.accelerator, self.model, self.optimizer, self.config = accelerator, model, optimizer, config
         self.progress, self.other_weights = progress, other_weights
-        self.factor, self.allowed = t.spike_guard, t.max_skipped_steps
+        self.factor, self.allowed = t.spike_threshold, t.max_skipped_steps
         self.output_dir = Path(t.output_dir)
         self.file = LineFile(self.output_dir / SKIPPED_FILE)
         self.deepspeed = accelerator.distributed_type == "DEEPSPEED"
@@ -352,7 +352,7 @@ class StepFilter:
         elif set(reasons) == {"spike"}:
             advice = (
                 "The loss has risen for good, not for a step: look at the data from here on, or set a larger "
-                f"training.spike_guard (now {self.factor:g}); or {self._calmer()}."
+                f"training.spike_threshold (now {self.factor:g}); or {self._calmer()}."
             )
         else:
             advice = f"{self._calmer()}."
