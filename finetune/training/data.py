@@ -21,10 +21,21 @@ from finetune.models.protocols import Transducer
 
 
 def make_stream(
-    accelerator: Accelerator, model: Transducer, config: RunConfig, sources: list[OpenSource], training: bool
+    accelerator: Accelerator,
+    model: Transducer,
+    config: RunConfig,
+    sources: list[OpenSource],
+    training: bool,
+    max_clips: int | None = None,
 ) -> UtteranceStream:
-    """Make this rank's stream over the sources, with filters, shuffling and augmentation where it trains."""
+    """Make this rank's stream over the sources, with filters, shuffling and augmentation where it trains.
+
+    Args:
+        max_clips: instead of data.max_eval_samples.
+    """
     t, d = config.training, config.data
+    if max_clips is None:
+        max_clips = d.max_samples if training else d.max_eval_samples
     options = StreamOptions(
         limits=train_limits(config) if training else evaluation_limits(t.per_device_eval_batch_size, LONGEST_AT_ONCE),
         sample_rate=model.preprocessor._sample_rate,
@@ -34,7 +45,7 @@ def make_stream(
         shuffle_buffer_size=d.shuffle_buffer_size,
         shuffle_buffer_bytes=d.shuffle_buffer_mib * 2**20,
         group_by_duration=d.group_by_duration and training,
-        max_samples=d.max_samples if training else d.max_eval_samples,
+        max_samples=max_clips,
         skip_samples=d.skip_samples if training else 0,
         text_normalization=d.text_normalization if training else "none",
         keep_empty_text=not training,

@@ -24,9 +24,9 @@ from finetune.data.stream import UtteranceStream
 from finetune.data.utterances import examine
 from finetune.errors import UserError
 from finetune.evaluation.comparison import read_utterances
+from finetune.models.adapters import read_adapter
 from finetune.security.documents import check_references, parse_json, parse_yaml, resolved
 from finetune.strategies.accelerate_config import resolve_strategy
-from finetune.strategies.lora_adapters import read_adapter
 from finetune.tools.nemo_import.source import read_source
 from finetune.training.checkpoints import read_checkpoint_state
 
@@ -167,7 +167,7 @@ def test_other_findings_of_the_fuzzer(tmp_path):
 def test_records_of_a_run_that_were_tampered_with(tmp_path):
     """Found by scripts/faults/fuzz.py: a run's folder whose figures are texts, and counts in an archive of an unknown kind."""
     from finetune.evaluation.clip_counts import ClipCounts
-    from finetune.tools.report.page import write_report
+    from finetune.tools.report.page import write_run_page
     from finetune.tools.report.read import number, read_run
 
     (tmp_path / "config.yaml").write_text("training: {output_dir: x}")
@@ -184,7 +184,7 @@ def test_records_of_a_run_that_were_tampered_with(tmp_path):
         3,
         -0.5,
     ]
-    write_report(tmp_path)
+    write_run_page(tmp_path)
     counts = bytearray(COUNTS)
     counts[counts.index(b"PK\x01\x02") + 10] = 99  # a way to compress that nobody knows
     (tmp_path / "base-test.npz").write_bytes(counts)

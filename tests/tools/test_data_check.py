@@ -111,7 +111,7 @@ def test_a_check_that_was_finished_reads_everything_again(spoiled: Path, tmp_pat
     assert "there is no file" not in json.loads((tmp_path / "check" / "check.json").read_text())["problems"]
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(900)
 def test_a_process_that_is_killed_ends_the_check(
     spoiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

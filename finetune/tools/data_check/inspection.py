@@ -107,7 +107,7 @@ def work_on_run_file(file: Path, overrides: list[str], folder: Path) -> Work:
 
 def _use_model(work: Work, config: RunConfig | None = None) -> None:
     """Tokenise as the model does, or as the run file changes its tokenizer, and judge by its frames."""
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
     from finetune.training.data import fits_of
     from finetune.training.vocabulary_change import tokenizer_of_run
 
