@@ -10,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 
 from finetune.callbacks.memory_recovery import MemoryRecovery, describe_report, earlier_limits
-from finetune.data.stream import Batch
+from finetune.data.batch import Batch
 from finetune.distributed import broadcast
 from finetune.durable_files import write_json
 from finetune.errors import UserError
