@@ -25,7 +25,7 @@ from rich.text import Text
 from finetune import logs
 from finetune.callbacks.eta import Eta, Place, as_clock
 from finetune.config.schema import RunConfig
-from finetune.data.stream import Batch
+from finetune.data.batch import Batch
 from finetune.evaluation.scores import WerAccumulator
 from finetune.security.safe_text import one_line
 from finetune.training.callbacks import Callback, EvaluationResult, StepResult

@@ -21,8 +21,8 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
 from finetune.config.schema import RunConfig
+from finetune.data.batch import Batch
 from finetune.data.decode import as_float
-from finetune.data.stream import Batch
 from finetune.distributed import gather
 from finetune.errors import UserError
 from finetune.models.nemo import learning_batchnorms

@@ -18,7 +18,7 @@ from finetune.config.compatibility import find_conflicts
 from finetune.config.redaction import without_secrets, write_config
 from finetune.config.schema import RunConfig
 from finetune.config.tokenizer_setting import tokenizer_setting
-from finetune.data.run_file import count_clips, mean_seconds
+from finetune.data.run_file import count_clips, mean_seconds, train_limits
 from finetune.data.run_file import open_sources as open_sources
 from finetune.data.sources import OpenSource
 from finetune.distributed import broadcast
@@ -44,7 +44,7 @@ from finetune.strategies.optimizers import build_optimizer, parameter_groups
 from finetune.strategies.sharded import count_parameters, make_replica, shards_parameters
 from finetune.training import checkpoints, elastic_restart
 from finetune.training.advice import warnings_for
-from finetune.training.data import make_stream, train_limits
+from finetune.training.data import make_stream
 from finetune.training.outputs import environment
 from finetune.training.process import allow_tf32, seed_everything, set_allocator
 from finetune.training.resume import take_weights

@@ -14,9 +14,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.profiler import record_function
 
 from finetune.config.schema import RunConfig
+from finetune.data.batch import Batch
 from finetune.data.run_file import count_clips
 from finetune.data.sources import OpenSource
-from finetune.data.stream import Batch, UtteranceStream
+from finetune.data.stream import UtteranceStream
 from finetune.distributed import gather
 from finetune.errors import UserError
 from finetune.evaluation.scores import WerAccumulator
