@@ -32,7 +32,7 @@ from finetune.config.load import load_config  # noqa: E402
 from finetune.errors import UserError  # noqa: E402
 from finetune.logs import print_error, set_up_logging  # noqa: E402
 from finetune.rank_monitor import client as ranks  # noqa: E402
-from finetune.strategies.accelerate_config import check_num_gpus, engine_with, number_of_processes, resolve_strategy  # noqa: E402
+from finetune.strategies.strategy import check_num_gpus, engine_with, number_of_processes, resolve_strategy  # noqa: E402
 
 DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EFBIG)
 

@@ -1,12 +1,11 @@
 """Training without the encoder, or with its last layers only."""
 
-from typing import Any
-
 from finetune.errors import UserError
+from finetune.models.protocols import Transducer
 
 
-def freeze_encoder(model: Any, trained_layers: int = 0) -> None:
-    """Freezes the encoder but its last Conformer layers, in place.
+def freeze_encoder(model: Transducer, trained_layers: int = 0) -> None:
+    """Freeze the encoder but its last Conformer layers, in place.
 
     What is frozen gets no gradients and so no optimizer states, stores no activations, and stays in evaluation mode
     (`set_train_mode`): its BatchNorm uses the stored statistics, its dropout is off. A weight that frozen and trained layers

@@ -4,6 +4,7 @@
 """
 
 import re
+from typing import cast
 
 import torch
 
@@ -62,7 +63,7 @@ def add_lora(
         )
     names = "|".join(re.escape(name) for name in targets)
     settings = LoraConfig(
-        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=rf"layers\.\d+\.(.*\.)?({names})"
+        r=rank, lora_alpha=cast(int, alpha), lora_dropout=dropout, target_modules=rf"layers\.\d+\.(.*\.)?({names})"
     )
     inject_adapter_in_model(settings, model.encoder)  # also freezes what is no adapter
     model.freeze_batchnorm = True

@@ -29,17 +29,12 @@ from finetune.models.loss_module import TransducerLossModule
 from finetune.models.nemo import cast_parameters, prepare_for_training
 from finetune.rank_monitor import client as ranks
 from finetune.security.secrets import clean, known_secrets
-from finetune.strategies.accelerate_config import (
-    Strategy,
-    engine_with,
-    make_accelerator,
-    number_of_processes,
-    resolve_precision,
-)
+from finetune.strategies.accelerator import make_accelerator
 from finetune.strategies.activation_offload import ActivationOffload
 from finetune.strategies.encoder import apply_encoder_options
 from finetune.strategies.optimizers import build_optimizer, describe_optimizer, parameter_groups
 from finetune.strategies.sharded import count_parameters, make_replica, shards_parameters
+from finetune.strategies.strategy import Strategy, engine_with, number_of_processes, resolve_precision
 from finetune.tools.report.page import keep_report
 from finetune.training import best, checkpoints
 from finetune.training import elastic_restart as restart

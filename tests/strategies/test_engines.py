@@ -20,9 +20,9 @@ from conftest import ROOT, read_lines
 from test_launchers import BIN, DETERMINISTIC, TRAIN, start, summary
 
 from finetune.errors import UserError
-from finetune.strategies.accelerate_config import resolve_strategy
 from finetune.strategies.fsdp import check_mesh, fsdp_environment
 from finetune.strategies.sharded import read_whole_weights
+from finetune.strategies.strategy import resolve_strategy
 
 UNSHUFFLED = {"test": None, "shuffle": False, "group_by_duration": False}
 STEPS, SAVED = 20, 10

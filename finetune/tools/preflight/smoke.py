@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from finetune.data.stream import Batch
 from finetune.errors import UserError
-from finetune.strategies.accelerate_config import engine_with
+from finetune.strategies.strategy import engine_with
 from finetune.tools.preflight import auto_batch, trial
 from finetune.training import run
 from finetune.training.out_of_memory import is_out_of_memory
