@@ -1,8 +1,10 @@
 """LoRA adapters: merged into their base weights, and as files in PEFT's format.
 
-A checkpoint keeps base weights and adapters apart, so that a run continues exactly. A .nemo file holds their sum under the
-original names, so that plain NeMo reads it. An adapter's directory holds what a run trained, without the weights of the base
-model: adapter_config.json and adapter_model.safetensors as PEFT's `save_pretrained` of the whole NeMo model would write them
+A checkpoint keeps base weights and adapters apart, so that a run continues exactly. A .nemo file holds their sum under
+the original names, so that plain NeMo reads it. An adapter's directory holds what a run trained, without the weights
+of the base
+model: adapter_config.json and adapter_model.safetensors as PEFT's `save_pretrained` of the whole NeMo model would
+    write them
 (prediction network and joint are its `modules_to_save`), and base_model.json with name and hash of the base model.
 """
 
@@ -38,11 +40,13 @@ def merge_saved_lora(state: dict[str, torch.Tensor], scaling: float) -> dict[str
     """The state dict with the adapters added to their base weights, under the names of a model without adapters.
 
     Args:
-        state: state dict of a model or checkpoint, with any prefix; not changed. Without adapters in it, it is returned as it is.
+        state: state dict of a model or checkpoint, with any prefix; not changed. Without adapters in it, it is
+            returned as it is.
         scaling: alpha / rank.
 
     Returns:
-        A new dict; tensors without an adapter are those of `state`. Sums are made in float32 and kept in the base weight's type.
+        A new dict; tensors without an adapter are those of `state`. Sums are made in float32 and kept in the base
+        weight's type.
     """
     adapters: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in state.items():
@@ -191,8 +195,8 @@ def _config(model: Any) -> Any:
     s = model.lora_settings
     saved = None
     if s["train_decoder"]:
-        # The modules that hold parameters themselves: PEFT replaces them in place, so that NeMo's decoding, which holds the prediction
-        # network and the joint, computes with the trained ones.
+        # The modules that hold parameters themselves: PEFT replaces them in place, so that NeMo's decoding, which
+        # holds the prediction network and the joint, computes with the trained ones.
         saved = [
             name
             for name, module in model.named_modules()
@@ -231,8 +235,8 @@ def read_adapter(path: Path) -> Adapter:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, SafetensorError) as error:
         reason = first_line(error)
         raise UserError(
-            f"{path} cannot be read as an adapter: {reason}. It needs {CONFIG}, {WEIGHTS} and {BASE}, as a LoRA run leaves them in "
-            "training.output_dir/adapter."
+            f"{path} cannot be read as an adapter: {reason}. It needs {CONFIG}, {WEIGHTS} and {BASE}, as a LoRA run "
+            "leaves them in training.output_dir/adapter."
         ) from error
     return Adapter(path, rank, alpha, dropout, targets, whole, base, tensors)
 
@@ -250,9 +254,9 @@ def check_base(adapter: Adapter, model: Any, name: str) -> None:
     found = base_hash(model, adapter.train_decoder)
     if found != adapter.base["sha256"]:
         raise UserError(
-            f"the adapter {adapter.path} was trained on another base model than {name}: weights or tokens differ (SHA-256 "
-            f"{adapter.base['sha256'][:12]}... in {BASE}, {found[:12]}... here). Give the base model that it was trained on: "
-            f"{adapter.base['name']}."
+            f"the adapter {adapter.path} was trained on another base model than {name}: weights or tokens differ "
+            f"(SHA-256 {adapter.base['sha256'][:12]}... in {BASE}, {found[:12]}... here). Give the base model that it "
+            f"was trained on: {adapter.base['name']}."
         )
 
 
@@ -260,7 +264,8 @@ def _check_names(adapter: Adapter, expected: set[str]) -> None:
     if set(adapter.tensors) != expected:
         odd = sorted(set(adapter.tensors) ^ expected)
         raise UserError(
-            f"the adapter {adapter.path} does not fit this model: {len(odd)} tensors are in one of them only, such as {odd[0]}."
+            f"the adapter {adapter.path} does not fit this model: {len(odd)} tensors are in one of them only, such as "
+            f"{odd[0]}."
         )
 
 
@@ -332,7 +337,7 @@ def load_into_lora(model: Any, adapter: Adapter) -> None:
     for name, place in places.items():
         if state[place].shape != adapter.tensors[name].shape:
             raise UserError(
-                f"model.adapter: {adapter.path} does not fit this model: {name} is {tuple(adapter.tensors[name].shape)} there and "
-                f"{tuple(state[place].shape)} here."
+                f"model.adapter: {adapter.path} does not fit this model: {name} is "
+                f"{tuple(adapter.tensors[name].shape)} there and {tuple(state[place].shape)} here."
             )
         state[place].copy_(adapter.tensors[name])

@@ -89,7 +89,8 @@ def check_model_config(config: dict[str, Any], name: str, folder: set[str] | Non
     Args:
         config: resolved, without `${...}`.
         name: of the file, for messages.
-        folder: names of the files in the archive that the configuration comes from; None where the user's own paths are meant.
+        folder: names of the files in the archive that the configuration comes from; None where the user's own paths
+            are meant.
 
     Raises:
         UserError: it names a class that no transducer is built of, code from a hub, or a file outside of its archive.
@@ -115,8 +116,8 @@ def check_model_config(config: dict[str, Any], name: str, folder: set[str] | Non
             raise UserError(f"{name}: {key}: there is no {value[5:][:200]!r} in the archive.")
         if last != "dir" and not value.startswith("nemo:") and _is_a_file_here(value):
             raise UserError(
-                f"{name}: {key}: {value[:200]!r} is a file of this machine, which a model from elsewhere has no business with. If it is "
-                "yours, take the key out of the configuration in the archive."
+                f"{name}: {key}: {value[:200]!r} is a file of this machine, which a model from elsewhere has no "
+                "business with. If it is yours, take the key out of the configuration in the archive."
             )
 
 
@@ -126,8 +127,8 @@ def _check_class(named: str, place: str, key: str, name: str) -> None:
             return
         if re.fullmatch(r"nemo\.collections(\.[a-z_0-9]+)*\.[A-Z]\w*", named):
             raise UserError(
-                f"{name.removesuffix(f': {CONFIG}')} is a {named.rpartition('.')[2]}; this project trains transducers with a "
-                "SentencePiece tokenizer (EncDecRNNTBPEModel: Parakeet TDT or RNN-T)."
+                f"{name.removesuffix(f': {CONFIG}')} is a {named.rpartition('.')[2]}; this project trains transducers "
+                "with a SentencePiece tokenizer (EncDecRNNTBPEModel: Parakeet TDT or RNN-T)."
             )
         known = MODELS
     else:

@@ -45,10 +45,10 @@ def compare(texts: list[Text], new: Any, old: Any | None) -> dict[str, Any]:
 
     Returns:
         {"texts", "seconds", "by_language": {language: {"texts", "characters", "seconds", "new": rates, "old": rates,
-        "same_segmentation"}}, "not_written": [[character, count], ...], "pieces_used"}. Rates are fractions of texts and
-        characters without <unk>, tokens a character (spaces not counted) and tokens a second of audio.
-        `same_segmentation` is the fraction of the texts that the old one writes whose pieces are the same in both. Languages
-        are by name, "" where none is known; "all" is their sum.
+        "same_segmentation"}}, "not_written": [[character, count], ...], "pieces_used"}. Rates are fractions of texts
+        and characters without <unk>, tokens a character (spaces not counted) and tokens a second of audio.
+        `same_segmentation` is the fraction of the texts that the old one writes whose pieces are the same in both.
+        Languages are by name, "" where none is known; "all" is their sum.
     """
     encodings = {"new": _encode(texts, new)} | ({} if old is None else {"old": _encode(texts, old)})
     counts: dict[str, dict[str, Counts]] = {name: defaultdict(Counts) for name in encodings}

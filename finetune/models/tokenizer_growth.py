@@ -1,11 +1,12 @@
 """More pieces for a tokenizer, without changing how it writes what it could write before.
 
-The old pieces keep their ids and scores. For texts, BPE training goes on where the old tokenizer stops (arXiv 2512.03989): its
-own segmentation is the beginning, and the neighbours that occur together most often become a piece, again and again. Pieces that
-another tokenizer was trained to have would often never be reached by the old merges.
+The old pieces keep their ids and scores. For texts, BPE training goes on where the old tokenizer stops (arXiv
+2512.03989): its own segmentation is the beginning, and the neighbours that occur together most often become a piece,
+again and again. Pieces that another tokenizer was trained to have would often never be reached by the old merges.
 
-In a BPE model a new piece scores lower than all before it, so all old merges come first. In a unigram model it scores as much as
-the parts that the old model would write instead, and a little more: it joins these parts, and no other boundary moves.
+In a BPE model a new piece scores lower than all before it, so all old merges come first. In a unigram model it scores
+as much as the parts that the old model would write instead, and a little more: it joins these parts, and no other
+boundary moves.
 """
 
 import heapq
@@ -91,8 +92,8 @@ def grow_on_texts(
         model: the old tokenizer.
         texts: normalised.
         size: pieces that are appended at most.
-        pieces: "new_characters" takes merges that hold a new character only: no text that could be written before is written
-            otherwise then. "all" takes all merges.
+        pieces: "new_characters" takes merges that hold a new character only: no text that could be written before is
+            written otherwise then. "all" takes all merges.
         coverage: share of the texts' characters that can be written afterwards; the rarest new ones go without.
         key: the option that asks for it, for messages.
 
@@ -104,8 +105,8 @@ def grow_on_texts(
     characters, left_out = _lacking(words, own, coverage)
     if len(characters) > size:
         raise UserError(
-            f"{key}: the texts need {len(characters)} characters that the tokenizer lacks, more than size={size}. Set size to "
-            f"{len(characters)} or more, or coverage below 1, which leaves out the rarest (now {coverage:g})."
+            f"{key}: the texts need {len(characters)} characters that the tokenizer lacks, more than size={size}. Set "
+            f"size to {len(characters)} or more, or coverage below 1, which leaves out the rarest (now {coverage:g})."
         )
     new = set(characters) - old
 
@@ -157,8 +158,8 @@ def _appended(model: Any, characters: list[str], merges: list[tuple[str, Word]])
     scores |= dict.fromkeys(characters, lowest)
     encode = piece_encoder(append(model, [(c, lowest) for c in characters]))
     for rank, (piece, parts) in enumerate(merges):
-        # A longer one wins against its beginning. The same gain for all would make AB+C and A+BC equally good, and implementations
-        # choose differently then; so an earlier merge gains more.
+        # A longer one wins against its beginning. The same gain for all would make AB+C and A+BC equally good, and
+        # implementations choose differently then; so an earlier merge gains more.
         gain = (UNIGRAM_GAIN if parts else UNIGRAM_GAIN * (len(piece) - 1)) * (1 + 1 / math.sqrt(2 + rank))
         known = parts or encode(piece)
         scores[piece] = sum(scores.get(part, lowest) for part in known) + gain

@@ -65,7 +65,8 @@ def make_accelerator(
         if strategy.engine.startswith("fsdp") and not torch.cuda.is_available():
             fsdp.join_on_cpu(timeout)
         accelerator = Accelerator(
-            # DeepSpeed's bf16 mode casts parameters but not BatchNorm's buffers, so autocast does it under DeepSpeed too.
+            # DeepSpeed's bf16 mode casts parameters but not BatchNorm's buffers, so autocast does it under DeepSpeed
+            # too.
             mixed_precision="no" if deepspeed else precision,
             log_with=[*log_with] or None,
             project_config=ProjectConfiguration(project_dir=str(project_dir), logging_dir=str(project_dir / "logs")),
@@ -79,9 +80,9 @@ def make_accelerator(
         if "EADDRINUSE" not in str(error):
             raise
         raise UserError(
-            f"port {os.environ.get('MASTER_PORT')} is in use, probably by another run on this machine. Give the launcher a "
-            "free one: accelerate launch --main_process_port N, deepspeed --master_port N, torchrun --master_port N (or "
-            "--standalone)."
+            f"port {os.environ.get('MASTER_PORT')} is in use, probably by another run on this machine. Give the "
+            "launcher a free one: accelerate launch --main_process_port N, deepspeed --master_port N, torchrun "
+            "--master_port N (or --standalone)."
         ) from error
     if deepspeed:
         plugin = accelerator.state.deepspeed_plugin
@@ -102,15 +103,15 @@ def _fill_deepspeed_config(
     """
     if config.get("bf16", {}).get("enabled") is True or config.get("fp16", {}).get("enabled") is True:
         raise UserError(
-            "the DeepSpeed file switches on bf16 or fp16, which casts parameters but not BatchNorm's buffers and fails on "
-            "FastConformer. Remove these keys and set training.bf16: true."
+            "the DeepSpeed file switches on bf16 or fp16, which casts parameters but not BatchNorm's buffers and "
+            "fails on FastConformer. Remove these keys and set training.bf16: true."
         )
     zero = config.get("zero_optimization") or {}
     if str(zero.get("stage", 0)) == "0" or zero.get("compute_grad_norm") is False:
         raise UserError(
-            "the DeepSpeed file has ZeRO stage 0 or compute_grad_norm: false, under which DeepSpeed steps with gradients "
-            "that are not finite. Set zero_optimization.stage to 1, 2 or 3 without compute_grad_norm, or use --strategy "
-            "ddp."
+            "the DeepSpeed file has ZeRO stage 0 or compute_grad_norm: false, under which DeepSpeed steps with "
+            "gradients that are not finite. Set zero_optimization.stage to 1, 2 or 3 without compute_grad_norm, or "
+            "use --strategy ddp."
         )
     ours = {
         "train_micro_batch_size_per_gpu": (batch_size, "training.per_device_train_batch_size"),
@@ -138,8 +139,8 @@ def _fill_deepspeed_config(
 def _set_single_process_environment() -> None:
     """Set a launcher's environment for a single process, without which DeepSpeed would look for mpi4py.
 
-    The port is a free one: DeepSpeed's launcher gives every run 29500, so that a second one on the same machine would fail.
-    torchrun's and accelerate's agents listen on their port themselves and expect the process to connect.
+    The port is a free one: DeepSpeed's launcher gives every run 29500, so that a second one on the same machine would
+    fail. torchrun's and accelerate's agents listen on their port themselves and expect the process to connect.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return

@@ -1,7 +1,8 @@
 """Offload the encoder's activations to host memory until the backward pass.
 
-Saved-tensor hooks around the encoder's forward copy what autograd would keep on the GPU to the host as soon as it is saved,
-and back when its gradient is computed. With gradient checkpointing that is the input of each checkpointed layer.
+Saved-tensor hooks around the encoder's forward copy what autograd would keep on the GPU to the host as soon as it is
+saved, and back when its gradient is computed. With gradient checkpointing that is the input of each checkpointed
+layer.
 """
 
 import collections
@@ -48,20 +49,22 @@ class Saved:
 class ActivationOffload:
     """`with offload():` around the encoder's forward offloads what autograd saves in it.
 
-    What stays: tensors that share a storage with a parameter or buffer, storages below the threshold, tensors that are not on
-    the run's device, and tensor subclasses. A storage is copied once, however many operations save it or views of it. (The
-    16-bit copies of weights that autocast makes are no parameters and are offloaded too.)
+    What stays: tensors that share a storage with a parameter or buffer, storages below the threshold, tensors that are
+    not on the run's device, and tensor subclasses. A storage is copied once, however many operations save it or views
+    of it. (The 16-bit copies of weights that autocast makes are no parameters and are offloaded too.)
 
-    Synchronisation on a GPU. Copies run on a stream of their own. Out: that stream waits for the compute stream, so that the
-    values are there; the GPU tensor is kept until COPIES_IN_FLIGHT later ones have been queued, and before it is released the
-    compute stream waits for its copy, so that the allocator, which reuses memory in the order of the compute stream, cannot
-    hand it out too early. The host never waits. The last few are still on the GPU when the backward pass begins and are used
-    from there. Back: memory is taken on the compute stream; the copy stream waits for the kernels that used it before, and
-    the compute stream waits for the copy before the tensor is used. The FETCHED_AHEAD storages that were saved before it are
-    fetched at the same time. Autograd runs backward on the stream of the forward, so both sides mean the same compute stream.
-    That nothing overwrites a saved tensor before its gradient is computed is autograd's own rule.
+    Synchronisation on a GPU. Copies run on a stream of their own. Out: that stream waits for the compute stream, so
+    that the values are there; the GPU tensor is kept until COPIES_IN_FLIGHT later ones have been queued, and before it
+    is released the compute stream waits for its copy, so that the allocator, which reuses memory in the order of the
+    compute stream, cannot hand it out too early. The host never waits. The last few are still on the GPU when the
+    backward pass begins and are used from there. Back: memory is taken on the compute stream; the copy stream waits
+    for the kernels that used it before, and the compute stream waits for the copy before the tensor is used. The
+    FETCHED_AHEAD storages that were saved before it are fetched at the same time. Autograd runs backward on the stream
+    of the forward, so both sides mean the same compute stream. That nothing overwrites a saved tensor before its
+    gradient is computed is autograd's own rule.
 
-    On a machine without a GPU everything is copied within the host memory, which gains nothing and gives the same results.
+    On a machine without a GPU everything is copied within the host memory, which gains nothing and gives the same
+    results.
 
     Args:
         module: the encoder, whose parameters and buffers are told from activations.

@@ -1,8 +1,8 @@
 """Activation checkpointing for NeMo's Conformer encoder, which has none of its own.
 
-Each chosen layer keeps only its input; everything inside is computed again in the backward pass (arXiv 1604.06174). So does the
-convolutional subsampling below the layers, which alone stores as much as three or four layers. Prediction network and joint
-projections are left alone: they store less than a hundredth of what the encoder does.
+Each chosen layer keeps only its input; everything inside is computed again in the backward pass (arXiv 1604.06174). So
+does the convolutional subsampling below the layers, which alone stores as much as three or four layers. Prediction
+network and joint projections are left alone: they store less than a hundredth of what the encoder does.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ def _batchnorm_counts_once(layer: torch.nn.Module) -> Iterator[None]:
 def enable_gradient_checkpointing(model: Transducer, every: int = 1) -> int:
     """Let the subsampling and each `every`-th Conformer layer of `model.encoder` recompute its activations, in place.
 
-    Active only while gradients are recorded, so evaluation is untouched. Non-reentrant: works with DDP, frozen inputs and
-    keyword arguments. Dropout repeats the same mask (the random states are kept).
+    Active only while gradients are recorded, so evaluation is untouched. Non-reentrant: works with DDP, frozen inputs
+    and keyword arguments. Dropout repeats the same mask (the random states are kept).
 
     Returns:
         The number of layers that are checkpointed.
@@ -56,8 +56,8 @@ def _recomputed(forward: types.MethodType) -> types.MethodType:
         def call(*inputs: Any) -> Any:
             return inner(self, *inputs[: len(args)], **dict(zip(kwargs, inputs[len(args) :], strict=True)))
 
-        # All inputs by position: torch looks only there for the GPUs whose random state it keeps, and hands only those to
-        # saved-tensor hooks (activation offload).
+        # All inputs by position: torch looks only there for the GPUs whose random state it keeps, and hands only those
+        # to saved-tensor hooks (activation offload).
         return checkpoint(
             call,
             *args,

@@ -27,8 +27,8 @@ def flash_adamw(
     parameters = [p for group in groups for p in group["params"]]
     if not parameters[0].is_cuda:
         raise UserError(
-            f"training.optimizer: flash_adamw runs on CUDA GPUs only, the model is on the {parameters[0].device.type}. Take "
-            "adamw_8bit, or adamw_8bit_ao with model.dtype: bfloat16."
+            "training.optimizer: flash_adamw runs on CUDA GPUs only, the model is on the "
+            f"{parameters[0].device.type}. Take adamw_8bit, or adamw_8bit_ao with model.dtype: bfloat16."
         )
     narrow = any(p.dtype != torch.float32 for p in parameters)
     kind = ReleasingAdamW if release else FlashAdamW
@@ -38,8 +38,8 @@ def flash_adamw(
 class ReleasingAdamW(FlashAdamW):
     """FlashAdamW that steps each parameter when its gradient is complete and frees the gradient at once.
 
-    `step` and `zero_grad` have nothing left to do. All gradients never exist at once, so they cannot be clipped, accumulated
-    or checked beforehand; their norm is known only afterwards.
+    `step` and `zero_grad` have nothing left to do. All gradients never exist at once, so they cannot be clipped,
+    accumulated or checked beforehand; their norm is known only afterwards.
     """
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any):
@@ -76,7 +76,8 @@ class ReleasingAdamW(FlashAdamW):
             raise UserError(
                 "a gradient was not finite and has been stepped with, for flash_adamw_gradient_release steps in the "
                 "backward pass: the weights are spoilt. Continue from the last checkpoint "
-                "(training.resume_from_checkpoint=true) with training.optimizer=flash_adamw, which skips such steps; the "
+                "(training.resume_from_checkpoint=true) with training.optimizer=flash_adamw, which skips such steps; "
+                "the "
                 "optimizer's state starts anew.",
                 exit_code=1,
             )

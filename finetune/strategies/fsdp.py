@@ -1,7 +1,8 @@
 """FSDP2 through Accelerate: its settings from a strategy's file or from the launcher, and the plugin made of them.
 
-Accelerate takes the settings from environment variables, which `accelerate launch` sets from the file. Under other launchers
-they are set here, so that every launcher gives the same run; some of Accelerate's decisions read nothing else.
+Accelerate takes the settings from environment variables, which `accelerate launch` sets from the file. Under other
+launchers they are set here, so that every launcher gives the same run; some of Accelerate's decisions read nothing
+else.
 """
 
 import os
@@ -51,13 +52,13 @@ def check_settings(environment: Mapping[str, str], origin: str) -> None:
     version = environment.get("FSDP_VERSION", "1")
     if version != "2":
         raise UserError(
-            f"{origin}: FSDP version {version} is not supported, for it flattens parameters that the optimizers here treat "
-            "apart. Write fsdp_version: 2 (accelerate launch --fsdp_version 2), or take --strategy fsdp2."
+            f"{origin}: FSDP version {version} is not supported, for it flattens parameters that the optimizers here "
+            "treat apart. Write fsdp_version: 2 (accelerate launch --fsdp_version 2), or take --strategy fsdp2."
         )
     if environment.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true":
         raise UserError(
-            f"{origin}: fsdp_activation_checkpointing draws other dropout masks in the recomputation than in the forward "
-            "pass. Write fsdp_activation_checkpointing: false and set model.gradient_checkpointing: true."
+            f"{origin}: fsdp_activation_checkpointing draws other dropout masks in the recomputation than in the "
+            "forward pass. Write fsdp_activation_checkpointing: false and set model.gradient_checkpointing: true."
         )
 
 
@@ -83,20 +84,20 @@ def check_mesh(processes: int) -> None:
     shard = int(os.environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1"))
     if replicate * shard != processes:
         raise UserError(
-            f"the device mesh is {replicate} replicas x {shard} shards = {replicate * shard} processes, but {processes} "
-            f"process{'es were' if processes > 1 else ' was'} started. Start {replicate * shard}, or say how many nodes and "
-            "how many GPUs in each: parallelism_config_dp_replicate_size and parallelism_config_dp_shard_size in "
-            "accelerate_configs/hybrid_shard.yaml (or the environment variables PARALLELISM_CONFIG_DP_REPLICATE_SIZE and "
-            "PARALLELISM_CONFIG_DP_SHARD_SIZE)."
+            f"the device mesh is {replicate} replicas x {shard} shards = {replicate * shard} processes, but "
+            f"{processes} process{'es were' if processes > 1 else ' was'} started. Start {replicate * shard}, or say "
+            "how many nodes and how many GPUs in each: parallelism_config_dp_replicate_size and "
+            "parallelism_config_dp_shard_size in accelerate_configs/hybrid_shard.yaml (or the environment variables "
+            "PARALLELISM_CONFIG_DP_REPLICATE_SIZE and PARALLELISM_CONFIG_DP_SHARD_SIZE)."
         )
 
 
 def make_plugin() -> "FullyShardedDataParallelPlugin":
     """Make Accelerate's plugin from the environment.
 
-    FSDP casts nothing: autocast does, as without FSDP, so that audio and lengths reach the model unrounded, BatchNorm stays
-    in float32 and gradients are reduced in float32. Every process has loaded the whole model already, so RAM-efficient
-    loading would save nothing.
+    FSDP casts nothing: autocast does, as without FSDP, so that audio and lengths reach the model unrounded, BatchNorm
+    stays in float32 and gradients are reduced in float32. Every process has loaded the whole model already, so
+    RAM-efficient loading would save nothing.
     """
     from accelerate import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy

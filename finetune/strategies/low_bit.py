@@ -41,7 +41,8 @@ def bitsandbytes_optimizer(name: str, groups: list[dict[str, Any]], args: dict[s
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         log.warning(
-            "%s cannot be used here (%s: %s); training goes on with 32-bit AdamW, whose state is %s times as large. The "
+            "%s cannot be used here (%s: %s); training goes on with 32-bit AdamW, whose state is %s times as large. "
+            "The "
             "learning-rate schedule stays as it is%s. `bash scripts/install_8bit_optimizer.sh` installs and checks bitsandbytes.",
             BITSANDBYTES[name],
             type(error).__name__,
@@ -64,8 +65,8 @@ def _try_step(kind: type, device: torch.device) -> None:
 def _with_wide_embeddings(kind: type, wide: bool) -> type:
     """Return the optimizer class with 32-bit states for embeddings, whose rows see few and large gradients.
 
-    bitsandbytes' own way, GlobalOptimManager, keeps overrides by group and position for the whole process, other optimizers
-    included.
+    bitsandbytes' own way, GlobalOptimManager, keeps overrides by group and position for the whole process, other
+    optimizers included.
     """
 
     def get_config(self: Any, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
@@ -118,10 +119,10 @@ SECOND_MOMENT_LEVELS = [(k / 16) ** 1.25 for k in range(1, 17)]
 def _with_own_levels(kind: type) -> type:
     """Return torchao's 4-bit AdamW with other levels, with which it learns as fast as with 32-bit states.
 
-    torchao takes the levels of arXiv 2309.01507 without the paper's rank-1 normalisation: the second moment on a linear scale,
-    whose smallest level is a 16th of the block's largest value, so that most weights move too slowly; and the first moment on
-    one that is coarse where it matters. Here the first moment's levels are even and the second moment's a little denser near
-    zero. With squares there, weights would move too fast: 1.25 lies between.
+    torchao takes the levels of arXiv 2309.01507 without the paper's rank-1 normalisation: the second moment on a
+    linear scale, whose smallest level is a 16th of the block's largest value, so that most weights move too slowly;
+    and the first moment on one that is coarse where it matters. Here the first moment's levels are even and the second
+    moment's a little denser near zero. With squares there, weights would move too fast: 1.25 lies between.
     """
     from torchao.optim.subclass_4bit import OptimState4bit
 

@@ -8,8 +8,8 @@
          "sched": {"name": "CosineAnnealing", "warmup_steps": 500, "max_steps": 10000, "min_lr": 1e-6}}
     )
 
-NeMo's schedules work on top. NeMo puts all parameters into one group, so that biases and norms are decayed too, as with NeMo's own
-optimizers; `optim_param_groups` of its configuration makes groups.
+NeMo's schedules work on top. NeMo puts all parameters into one group, so that biases and norms are decayed too, as
+with NeMo's own optimizers; `optim_param_groups` of its configuration makes groups.
 """
 
 import logging
@@ -59,8 +59,8 @@ def register_optimizers(model: torch.nn.Module | None = None) -> list[str]:
     """Register BITSANDBYTES and TORCHAO for `setup_optimization` of every NeMo model; a second call changes nothing.
 
     Args:
-        model: its embedding tables keep 32-bit states under bitsandbytes, as in this project's own runs; NeMo hands parameters
-            over without saying what they are. Without it they are treated like any matrix.
+        model: its embedding tables keep 32-bit states under bitsandbytes, as in this project's own runs; NeMo hands
+            parameters over without saying what they are. Without it they are treated like any matrix.
 
     Returns:
         The names that NeMo knows now.

@@ -1,8 +1,9 @@
 """Optimizer states and step on the CPU for one GPU: an adapter around torchao's CPUOffloadOptimizer.
 
-torchao runs one optimizer per parameter, stepped on a host copy of the weight while the gradients of others still arrive. It has
-no parameter groups that a schedule could set, no clipping (the gradients that matter are on the host), and takes its host
-copies when it is made, so that the next step would undo weights loaded later. This adapter adds all three.
+torchao runs one optimizer per parameter, stepped on a host copy of the weight while the gradients of others still
+arrive. It has no parameter groups that a schedule could set, no clipping (the gradients that matter are on the host),
+and takes its host copies when it is made, so that the next step would undo weights loaded later. This adapter adds all
+three.
 """
 
 from collections.abc import Callable, Iterable

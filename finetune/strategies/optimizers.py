@@ -49,8 +49,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Group parameters by component (encoder, decoder, joint), weight decay, being an embedding, and type.
 
-    Biases, norms and every other tensor with fewer than two dimensions are not decayed, nor are the attention's position
-    biases.
+    Biases, norms and every other tensor with fewer than two dimensions are not decayed, nor are the attention's
+    position biases.
 
     Args:
         model: NeMo transducer.
@@ -120,8 +120,8 @@ def build_optimizer(name: str, groups: list[dict[str, Any]], args: dict[str, Any
     return torch.optim.AdamW(groups, **how[name], **args)
 
 
-# torch's compiled step divides by the learning rate: with the 0 that every warm-up begins with, weights without a gradient
-# became NaN.
+# torch's compiled step divides by the learning rate: with the 0 that every warm-up begins with, weights without a
+# gradient became NaN.
 SMALLEST_RATE = 1e-30
 
 
@@ -132,7 +132,8 @@ class CompiledAdamW(torch.optim.AdamW):
         on_gpu = groups[0]["params"][0].is_cuda
         for group in groups:
             group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
-        # Only inductor's GPU code merges the tensors of a foreach into one kernel; torch refuses it with tensor rates elsewhere.
+        # Only inductor's GPU code merges the tensors of a foreach into one kernel; torch refuses it with tensor rates
+        # elsewhere.
         super().__init__(groups, lr=groups[0]["lr"], foreach=True if on_gpu else None, capturable=on_gpu, **args)
         self.compiled_step: Callable[[], Any] | None = None
 

@@ -1,8 +1,8 @@
 """Parameters sharded over the processes (ZeRO-3, FSDP2): a whole replica for evaluating and saving, and counting.
 
-Ranks decode different numbers of batches, and decoding takes as many steps as an utterance has words: a model that gathers its
-weights in each forward would wait for ranks that are already done. So the weights are gathered once, parameter by parameter,
-into an ordinary model of each rank, which is on the host except while it is used.
+Ranks decode different numbers of batches, and decoding takes as many steps as an utterance has words: a model that
+gathers its weights in each forward would wait for ranks that are already done. So the weights are gathered once,
+parameter by parameter, into an ordinary model of each rank, which is on the host except while it is used.
 """
 
 import contextlib
@@ -38,8 +38,8 @@ def _is_deepspeed(accelerator: "Accelerator") -> bool:
 def make_replica(model: Transducer) -> Transducer:
     """Copy a NeMo model to the host, without gradients, before an engine shards it.
 
-    What strategies put on the modules of the original (checkpointing, compilation) is taken off: the copy would call the
-    original.
+    What strategies put on the modules of the original (checkpointing, compilation) is taken off: the copy would call
+    the original.
     """
     device = next(model.parameters()).device
     model.cpu()
@@ -139,7 +139,8 @@ def read_whole_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     for name in (WHOLE_WEIGHTS, "model.safetensors"):
         if (checkpoint / name).is_file():
             return load_file(checkpoint / name)
-    # An older checkpoint of ZeRO-1 or 2 has no weights.safetensors: weights beside settings, for the full unpickler only.
+    # An older checkpoint of ZeRO-1 or 2 has no weights.safetensors: weights beside settings, for the full unpickler
+    # only.
     states = checkpoint / "pytorch_model" / "mp_rank_00_model_states.pt"
     if not states.is_file():
         raise FileNotFoundError("it holds no whole weights")

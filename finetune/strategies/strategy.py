@@ -100,8 +100,8 @@ def resolve_strategy(named: list[str], deepspeed_file: str | None = None) -> Str
 def _set_engine(strategy: Strategy, engine: str, origin: str) -> None:
     if strategy.engine not in ("none", engine):
         raise UserError(
-            f"{strategy.engine_from} ({strategy.engine}) and {origin} ({engine}) are two engines; a run has one. Leave one "
-            "out."
+            f"{strategy.engine_from} ({strategy.engine}) and {origin} ({engine}) are two engines; a run has one. "
+            "Leave one out."
         )
     strategy.engine, strategy.engine_from = engine, origin
 
@@ -118,8 +118,8 @@ def _deepspeed_engine(path: Path) -> str:
     offload = zero.get("offload_optimizer") or {} if isinstance(zero, dict) else None
     if not isinstance(zero, dict) or not isinstance(offload, dict):
         raise UserError(
-            f"{path} is no DeepSpeed file: an object is expected, with zero_optimization and offload_optimizer in it as "
-            "objects."
+            f"{path} is no DeepSpeed file: an object is expected, with zero_optimization and offload_optimizer in it "
+            "as objects."
         )
     return _deepspeed_name(zero.get("stage"), str(offload.get("device", "none")))
 
@@ -157,7 +157,8 @@ def _take_engine(strategy: Strategy, values: dict[str, Any], origin: str) -> Non
     if precision != "no":
         if strategy.mixed_precision not in (None, precision):
             raise UserError(
-                f"{origin} wants mixed precision {precision}, another strategy {strategy.mixed_precision}. Leave one out."
+                f"{origin} wants mixed precision {precision}, another strategy {strategy.mixed_precision}. Leave one "
+                "out."
             )
         strategy.mixed_precision = precision
 
@@ -174,8 +175,8 @@ def _compare_with_launcher(strategy: Strategy, launched_with: Path | None) -> No
     origin = f"the launcher ({launched_with or 'accelerate launch'})"
     if strategy.engine.split("_")[0] not in ("none", launcher):
         raise UserError(
-            f"{origin} starts {launcher}, but {strategy.engine_from} is for {strategy.engine}. Start with the strategy's own "
-            "file: accelerate launch --config_file "
+            f"{origin} starts {launcher}, but {strategy.engine_from} is for {strategy.engine}. Start with the "
+            "strategy's own file: accelerate launch --config_file "
             f"accelerate_configs/{strategy.engine_from.removeprefix('strategy ')}.yaml"
         )
     strategy.from_launcher = True
@@ -202,8 +203,8 @@ def _compare_deepspeed_files(strategy: Strategy, origin: str) -> None:
         missing = "" if file.lower() == "none" or Path(file).is_file() else f" (not found from {Path.cwd()})"
         theirs = "settings of its own" if file.lower() == "none" else file + missing
         raise UserError(
-            f"{origin} starts DeepSpeed with {theirs}, {strategy.engine_from} uses {strategy.deepspeed_config}. Leave one "
-            "of them out."
+            f"{origin} starts DeepSpeed with {theirs}, {strategy.engine_from} uses {strategy.deepspeed_config}. Leave "
+            "one of them out."
         )
     if strategy.engine == "none" and file.lower() != "none":
         strategy.deepspeed_config = Path(file)
@@ -226,8 +227,8 @@ def check_num_gpus(num_gpus: int) -> None:
     if num_gpus and num_gpus != started:
         raise UserError(
             f"training.num_gpus is {num_gpus}, but {started} process{'es were' if started > 1 else ' was'} started. "
-            f"Type: torchrun --nproc_per_node {num_gpus} finetune/train.py ... (or accelerate launch --multi_gpu --num_processes "
-            f"{num_gpus} finetune/train.py ...), or set training.num_gpus: {started}."
+            f"Type: torchrun --nproc_per_node {num_gpus} finetune/train.py ... (or accelerate launch --multi_gpu "
+            f"--num_processes {num_gpus} finetune/train.py ...), or set training.num_gpus: {started}."
         )
 
 

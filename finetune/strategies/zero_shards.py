@@ -1,9 +1,9 @@
 """Reshard the optimizer's state of a ZeRO checkpoint that another number of processes wrote.
 
-Each process of a ZeRO run leaves a file with its part of the flattened state, which DeepSpeed loads only with as many processes.
-Here every process reads all parts, assembles each parameter's tensors, and takes its own part of them. DeepSpeed's universal
-checkpoint would write a converted copy of the whole checkpoint with the full unpickler, has to be chosen before the engine is
-made, and does not continue ZeRO-3 with the same losses (0.19.8).
+Each process of a ZeRO run leaves a file with its part of the flattened state, which DeepSpeed loads only with as many
+processes. Here every process reads all parts, assembles each parameter's tensors, and takes its own part of them.
+DeepSpeed's universal checkpoint would write a converted copy of the whole checkpoint with the full unpickler, has to
+be chosen before the engine is made, and does not continue ZeRO-3 with the same losses (0.19.8).
 """
 
 import copy

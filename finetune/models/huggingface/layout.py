@@ -221,9 +221,9 @@ def _max_symbols(config: Mapping[str, Any]) -> int:
 def generation_settings(tokens: int, pad_id: int, durations: int) -> dict[str, Any]:
     """Settings with which transformers' `generate` decodes a batch as it decodes its clips alone.
 
-    Without a suppressed duration head a duration could win over all tokens; without an end of sequence finished rows of a
-    batch go on emitting until its longest clip ends. The end of sequence is a suppressed id: it is never emitted, and only switches
-    on the padding of finished rows.
+    Without a suppressed duration head a duration could win over all tokens; without an end of sequence finished rows
+    of a batch go on emitting until its longest clip ends. The end of sequence is a suppressed id: it is never emitted,
+    and only switches on the padding of finished rows.
 
     Args:
         tokens: pieces of the tokenizer, without the blank.
@@ -315,8 +315,8 @@ def _against_encoder(config: Mapping[str, Any]) -> list[str]:
         bins = (bins - 1) // 2 + 1
     if bins != e["feat_in"] // factor:
         reasons.append(
-            f"encoder.feat_in: {e['feat_in']} mel bins are not divisible by subsampling_factor {factor}: NeMo's subsampling "
-            f"ends in {bins} of them, transformers' in {e['feat_in'] // factor}"
+            f"encoder.feat_in: {e['feat_in']} mel bins are not divisible by subsampling_factor {factor}: NeMo's "
+            f"subsampling ends in {bins} of them, transformers' in {e['feat_in'] // factor}"
         )
     elif e["feat_in"] != {**PREPROCESSOR_DEFAULTS, **config["preprocessor"]}["features"]:
         reasons.append("encoder.feat_in is not preprocessor.features")
@@ -347,8 +347,8 @@ def _against_transducer(config: Mapping[str, Any], tokens: int) -> list[str]:
         reasons.append("joint.num_extra_outputs: 0; this is a plain RNN-T, and ParakeetForTDT has a duration head")
     elif durations != list(range(len(durations))):
         reasons.append(
-            f"durations: {durations}; transformers' generate takes the number of a duration for the duration, so only 0, 1, 2, ... decode "
-            "right"
+            f"durations: {durations}; transformers' generate takes the number of a duration for the duration, so only "
+            "0, 1, 2, ... decode right"
         )
     elif len(durations) != outputs:
         reasons.append(f"durations: {durations} are not the joint's {outputs} outputs (num_extra_outputs)")
@@ -364,8 +364,8 @@ def _against_weights(config: Mapping[str, Any], weights: Mapping[str, torch.Tens
         reasons.append(f"decoder.prediction.embed.weight has not {tokens} + 1 rows")
     elif largest := float(embedding_VH[-1].abs().max()):
         reasons.append(
-            f"decoder.prediction.embed.weight: the blank's row is not zero (up to {largest:.3g}), so NeMo and transformers would start "
-            "from different states"
+            f"decoder.prediction.embed.weight: the blank's row is not zero (up to {largest:.3g}), so NeMo and "
+            "transformers would start from different states"
         )
     adapters = sorted({".".join(key.split(".")[:4]) for key in weights if ".adapter" in key or ".lora_" in key})
     if adapters:

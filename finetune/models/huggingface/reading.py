@@ -1,6 +1,7 @@
 """A Hugging Face Parakeet-TDT directory as the NeMo model that this project trains: renamed tensors, bit for bit the same weights.
 
-Loss, strategies, checkpoints and the files that a run leaves are then those of a .nemo. No code of the directory is ever run.
+Loss, strategies, checkpoints and the files that a run leaves are then those of a .nemo. No code of the directory is
+ever run.
 """
 
 import atexit
@@ -107,7 +108,8 @@ def nemo_config(directory: Path, say: bool = False) -> dict[str, Any]:
         changed = _merge(nemo, _derived(config, _features(directory), nemo["preprocessor"]))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError, OverflowError) as error:
         raise UserError(
-            f"model.name: {directory} holds settings that no ParakeetForTDT has: {type(error).__name__}: {first_line(error)}."
+            f"model.name: {directory} holds settings that no ParakeetForTDT has: {type(error).__name__}: "
+            f"{first_line(error)}."
         ) from error
     # Of another's machine: a file of this one that it names would be read, and packed into what is saved.
     check_model_config(nemo, f"model.name: {directory}", set())
@@ -115,7 +117,8 @@ def nemo_config(directory: Path, say: bool = False) -> dict[str, Any]:
         return nemo
     if not kept.is_file():
         log.info(
-            "model %s: it has no %s. What transformers does not keep (loss sigma %g, omega %g; SpecAugment; dropout %g of the prediction "
+            "model %s: it has no %s. What transformers does not keep (loss sigma %g, omega %g; SpecAugment; dropout "
+            "%g of the prediction "
             "network and %g of the joint; dither) is taken from NeMo's published Parakeet recipe",
             directory,
             TRAINING_SETTINGS,
@@ -133,8 +136,8 @@ def check_type(model_type: Any, name: str) -> None:
     """Raises UserError where a config.json is of another model than ParakeetForTDT."""
     if model_type != "parakeet_tdt":
         raise UserError(
-            f"model.name: {name} is a Hugging Face model of the type {model_type!r}; this project trains models of the type "
-            "'parakeet_tdt' (transformers' ParakeetForTDT) and NeMo transducers (.nemo)."
+            f"model.name: {name} is a Hugging Face model of the type {model_type!r}; this project trains models of "
+            "the type 'parakeet_tdt' (transformers' ParakeetForTDT) and NeMo transducers (.nemo)."
         )
 
 
@@ -177,7 +180,8 @@ def _check_settings(config: dict[str, Any], directory: Path) -> None:
         problems.append(f"hidden_act: {config['hidden_act']!r}; NeMo's joint has {', '.join(ACTIVATIONS)}")
     if config["blank_token_id"] != config["vocab_size"] - 1:
         problems.append(
-            f"blank_token_id: {config['blank_token_id']} is not the last of vocab_size {config['vocab_size']} ids, as NeMo has it"
+            f"blank_token_id: {config['blank_token_id']} is not the last of vocab_size {config['vocab_size']} ids, as "
+            "NeMo has it"
         )
     if problems:
         raise UserError(f"model.name: {directory} cannot be expressed in NeMo: {'; '.join(problems)}.")
@@ -343,7 +347,8 @@ def read_weights(directory: Path) -> dict[str, torch.Tensor]:
             weights.update(load_file(directory / Path(name).name))
         except (OSError, SafetensorError) as error:
             raise UserError(
-                f"model.name: the weights {directory / name} cannot be read: {error}. Only safetensors files are taken."
+                f"model.name: the weights {directory / name} cannot be read: {error}. Only safetensors files are "
+                "taken."
             ) from error
     return {key: t.float() if t.is_floating_point() else t for key, t in weights.items()}
 
@@ -360,7 +365,8 @@ def _take_weights(model: Transducer, directory: Path) -> None:
     if largest := float(blank_H.abs().max()):
         # Training with transformers changes this row; NeMo's embedding has it as padding, which stays zero.
         log.warning(
-            "model %s: the blank's row of the prediction network's embedding is not zero (up to %.3g), as after training with transformers; "
+            "model %s: the blank's row of the prediction network's embedding is not zero (up to %.3g), as after "
+            "training with transformers; "
             "NeMo starts from zero, so it is set to zero and the model's output may change a little",
             directory,
             largest,

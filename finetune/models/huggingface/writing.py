@@ -73,7 +73,8 @@ def check_texts(nemo: NemoFile, texts: list[str]) -> None:
     _refuse(nemo, [r for r in [encoding_differs(proto, tokenizer, texts)] if r])
     if differing := differing_as_written(proto, tokenizer, texts):
         log.warning(
-            "labels made with transformers differ for text that is not NFC: %d of %d texts, such as %r. Normalise texts before transformers "
+            "labels made with transformers differ for text that is not NFC: %d of %d texts, such as %r. Normalise "
+            "texts before transformers "
             "is trained on them; what it recognises is not touched",
             len(differing),
             len(texts),
@@ -176,7 +177,7 @@ def training_settings(config: Mapping[str, Any]) -> str:
     kept = {key: value for key, value in config.items() if key not in NOT_KEPT}
     kept["joint"] = {key: value for key, value in config["joint"].items() if key != "vocabulary"}
     head = (
-        "# The NeMo configuration that this model was made with. transformers does not read it; the way back to NeMo takes from\n"
-        "# here what config.json has no setting for. Where both say something, config.json holds.\n"
+        "# The NeMo configuration that this model was made with. transformers does not read it; the way back to NeMo "
+        "takes from\n# here what config.json has no setting for. Where both say something, config.json holds.\n"
     )
     return head + OmegaConf.to_yaml(OmegaConf.create(kept))
