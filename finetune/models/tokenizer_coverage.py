@@ -1,4 +1,4 @@
-"""How well tokenizers write texts: what they cannot write, and how many tokens they need."""
+"""How well tokenizers encode texts: what they cannot encode, and how many tokens they need."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -27,7 +27,7 @@ class Counts:
     unknown: Counter[str] = field(default_factory=Counter)
 
     def rates(self) -> dict[str, Any]:
-        """As fractions and rates; None where nothing could be measured."""
+        """Return fractions and rates; None where nothing could be measured."""
         return {
             "texts_written": self.written_texts / self.texts if self.texts else None,
             "characters_written": 1 - sum(self.unknown.values()) / self.characters if self.characters else None,
@@ -37,7 +37,7 @@ class Counts:
 
 
 def compare(texts: list[Text], new: Any, old: Any | None) -> dict[str, Any]:
-    """Coverage and length of the encoding, by language.
+    """Measure coverage and length of the encoding by language.
 
     Args:
         texts: what is encoded.
@@ -81,7 +81,7 @@ def compare(texts: list[Text], new: Any, old: Any | None) -> dict[str, Any]:
 
 
 def _encode(texts: list[Text], model: Any) -> Iterator[tuple[list[str], list[str]]]:
-    """Pieces of each text, and the characters of it that have none, bytes not counted."""
+    """Yield the pieces of each text, and its characters without a piece, bytes not counted."""
     known = {p.piece for p in model.pieces}
     encoded = encode_all(processor(model), (text.text for text in texts))
     if model.trainer_spec.byte_fallback:
@@ -105,7 +105,7 @@ def _add(counts: Counts, text: Text, tokens: int, unknown: list[str]) -> None:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report by language, for people."""
+    """Format the report as a table by language."""
     two = "old" in report["by_language"][ALL]
     columns = [("texts written", "texts_written"), ("characters", "characters_written")]
     columns += [("tokens/char", "tokens_per_character"), ("tokens/s", "tokens_per_second")]

@@ -1,6 +1,6 @@
-"""flashoptim: bf16 weights kept to 24 bits by a correction byte, 8-bit states, and the step inside of the backward pass.
+"""flashoptim: bf16 weights kept to 24 bits by a correction byte, 8-bit states, and a step inside the backward pass.
 
-Its kernels are Triton's and need a CUDA GPU.
+Its Triton kernels need a CUDA GPU.
 """
 
 import math

@@ -43,7 +43,8 @@ def bitsandbytes_optimizer(name: str, groups: list[dict[str, Any]], args: dict[s
         log.warning(
             "%s cannot be used here (%s: %s); training goes on with 32-bit AdamW, whose state is %s times as large. "
             "The "
-            "learning-rate schedule stays as it is%s. `bash scripts/install_8bit_optimizer.sh` installs and checks bitsandbytes.",
+            "learning-rate schedule stays as it is%s. `bash scripts/install_8bit_optimizer.sh` installs and checks "
+            "bitsandbytes.",
             BITSANDBYTES[name],
             type(error).__name__,
             reason,

@@ -49,7 +49,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             event.synchronize()
 
     def _gradients(self) -> list[torch.Tensor]:
-        """Return the gradients that the step will use: on the host for offloaded parameters, on the GPU for small ones."""
+        """Return the gradients that the step will use: on the host if offloaded, on the GPU for small parameters."""
         found = [self.inner.param_d2h_map[p].grad for p in self.inner.queue]
         for group in self.inner.d_param_groups:
             found += [p.grad for p in group["params"] if p.grad is not None]

@@ -56,7 +56,7 @@ def make_replica(model: Transducer) -> Transducer:
 
 @torch.no_grad()
 def copy_weights(model: Transducer, replica: Transducer) -> None:
-    """Gather each parameter of `model` into `replica`, and copy the buffers that checkpoints hold. All ranks take part."""
+    """Gather each parameter of `model` into `replica`, and copy the buffers of checkpoints. All ranks take part."""
     targets = replica.state_dict()
     for name, parameter in model.named_parameters():
         with _gathered(parameter) as whole:
@@ -128,7 +128,7 @@ def write_whole_weights(directory: Path, replica: Transducer) -> None:
 
 
 def read_whole_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Read the weights of a checkpoint of any engine, by the names of TransducerLossModule's state (`nemo.encoder...`).
+    """Read the weights of a checkpoint of any engine, named as in TransducerLossModule's state (`nemo.encoder...`).
 
     Raises:
         FileNotFoundError: the checkpoint holds no whole weights.

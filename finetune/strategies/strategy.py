@@ -24,8 +24,9 @@ class Strategy:
 
     names: list[str] = field(default_factory=list)
     engine: str = "none"
-    """none (DDP too, where a launcher alone started more processes), ddp, deepspeed, deepspeed_zero3 or fsdp; the last three
-    with the suffix _offload where the optimizer's states are on the host."""
+    """none (DDP too, where a launcher alone started more processes), ddp, deepspeed, deepspeed_zero3 or fsdp; the last
+    three with the suffix _offload where the optimizer's states are on the host.
+    """
     engine_from: str = ""
     """The strategy or file that set the engine."""
     from_launcher: bool = False
@@ -42,7 +43,7 @@ def engine_with(engine: str, processes: int) -> str:
 
 
 def launcher_config_file() -> Path | None:
-    """Return the `--config_file` of the `accelerate launch` that started this process, from its parents' command lines."""
+    """Return the `--config_file` of the `accelerate launch` that started this process, from its parents' arguments."""
     if not any(key.startswith("ACCELERATE_") for key in os.environ):
         return None
     for parent in psutil.Process().parents()[:6]:

@@ -123,7 +123,7 @@ def sample_texts(proto: SentencePieceModel, count: int = 500) -> list[str]:
 
 
 def encoding_differs(proto: SentencePieceModel, tokenizer: "Tokenizer", texts: list[str] | None = None) -> str:
-    """Return the first text that the fast tokenizer and SentencePiece encode differently, as a sentence; empty if none.
+    """Return the first text that fast tokenizer and SentencePiece encode differently, as a sentence; empty if none.
 
     Texts are compared as SentencePiece's normaliser leaves them: `tokenizers` takes a letter and its combining marks
     as one, and cannot compose every such sequence as SentencePiece does (`differing_as_written` counts what that
@@ -146,7 +146,7 @@ def encoding_differs(proto: SentencePieceModel, tokenizer: "Tokenizer", texts: l
 
 
 def differing_as_written(proto: SentencePieceModel, tokenizer: "Tokenizer", texts: list[str]) -> list[str]:
-    """Return the texts that the fast tokenizer and SentencePiece encode differently without normalising them first."""
+    """Return the texts that fast tokenizer and SentencePiece encode differently unless normalised first."""
     reference = processor(proto)
     return [t for t in texts if reference.encode(t) != tokenizer.encode(t, add_special_tokens=False).ids]
 
