@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from conftest import read_lines, write_manifest
+from run_callbacks import around_steps
 
 HOSTILE = "<img src=x onerror=\"document.title='taken over'\">"
 PARTS = {"parameters": 1.0, "gradients": 1.0, "optimizer": 2.0, "activations": 3.5, "joint": 0.5, "temporary": 0.25}
@@ -86,7 +87,7 @@ def died(run_file: Path, run_train_for_module: Callable[..., int]) -> Path:
                 raise Died
             yield
 
-        trainer.around_step = step
+        around_steps(trainer, step)
 
     with pytest.raises(Died):
         run_train_for_module("--config", run_file, f"training.output_dir={folder}", observe=observe)
@@ -370,7 +371,7 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
         page.on("request", lambda r: None if r.url.startswith(("file:", "data:")) else complaints.append(r.url[:200]))
         page.goto(path.as_uri())
         if options.get("java_script_enabled", True):
-            page.locator("html[data-plots]").wait_for(state="attached", timeout=60_000)
+            page.locator("html[data-plots]").wait_for(state="attached", timeout=900_000)
         return page
 
     yield open_page
