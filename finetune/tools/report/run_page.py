@@ -41,16 +41,7 @@ class Tile(NamedTuple):
 
 def run_values(run: Run) -> tuple[dict[str, Any], list[Plot | None]]:
     """Return the values of a run's page, and its plots."""
-    curves = [
-        plots.loss_plot(run),
-        plots.wer_plot(run),
-        plots.wer_plot(run, "guard") if any(row["step"] for row in run.curve_rows("guard")) else None,
-        plots.rates_plot(run),
-        plots.throughput_plot(run),
-        plots.memory_plot(run),
-        plots.gradient_plot(run),
-        plots.waiting_plot(run),
-    ]
+    curves = plots.run_curves(run)
     memory, bar = predicted_memory(run)
     lengths = plots.lengths_plot(run)
     model = run.folder / "model.nemo"
