@@ -147,7 +147,7 @@ def _layout(imported: Import) -> None:
 
 
 def _vocabulary(imported: Import) -> None:
-    """Translate `update_tokenizer` of NeMo's fine-tuning script; models of characters have no counterpart."""
+    """Translate `update_tokenizer` of NeMo's fine-tuning script; character models have no counterpart."""
     if imported.get("model.char_labels.update_labels"):
         imported.leave("model.char_labels.update_labels", "models of characters are not supported")
     else:

@@ -112,7 +112,7 @@ def _sources(imported: Import, section: str, key: str) -> None:
         imported.set(key, "???", manifest_key)
 
 
-def _flat(value: Any) -> list[Any]:
+def _flat(value: object) -> list[str | float]:
     """Return the paths of a string with commas, a list, or a list of lists: one a bucket, or with weights behind."""
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
@@ -121,7 +121,7 @@ def _flat(value: Any) -> list[Any]:
     return [value] if isinstance(value, int | float) else []
 
 
-def _manifests(manifest: Any, tars: Any) -> list[dict[str, Any]]:
+def _manifests(manifest: object, tars: object) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for entry in _flat(manifest):
         if isinstance(entry, str):
@@ -178,7 +178,7 @@ def _input_sources(imported: Import, key: str, entries: list[Any], share: float 
     return found
 
 
-def _has_weight(entry: Any) -> bool:
+def _has_weight(entry: object) -> bool:
     if not isinstance(entry, dict):
         return False
     inner = entry.get("input_cfg")

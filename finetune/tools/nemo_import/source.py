@@ -67,7 +67,7 @@ class Import:
             self.left[key] = why
 
 
-def _not_set(value: Any) -> bool:
+def _not_set(value: object) -> bool:
     return value == NOT_SET or (isinstance(value, list) and any(_not_set(v) for v in value))
 
 

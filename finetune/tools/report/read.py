@@ -184,10 +184,11 @@ def stage_folders(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name[6:]))
 
 
-def number(value: Any) -> float | None:
+def number(value: object) -> float | None:
     """Return a finite number as it is, None for everything else."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and -sys.float_info.max <= value <= sys.float_info.max else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return value if -sys.float_info.max <= value <= sys.float_info.max else None
 
 
 def _of_best(row: dict[str, Any]) -> bool:

@@ -127,15 +127,16 @@ def tiles(run: Run) -> list[Tile]:
     ]
 
 
-def rate_tile(name: str, now: Any, before: Any) -> Tile:
+def rate_tile(name: str, now: object, before: object) -> Tile:
     """Return an error rate with the base model's and the change."""
-    if number(now) is None:
+    new, old = number(now), number(before)
+    if new is None:
         return Tile(name, "–", "not measured yet")
-    if number(before) is None:
-        return Tile(name, f"{100 * now:.1f} %", "base model not measured")
-    kind = "good" if now < before else "bad" if now > before else ""
-    below = ", ".join(filter(None, [f"base {100 * before:.1f} %", change(now, before)]))
-    return Tile(name, f"{100 * now:.1f} %", below, kind)
+    if old is None:
+        return Tile(name, f"{100 * new:.1f} %", "base model not measured")
+    kind = "good" if new < old else "bad" if new > old else ""
+    below = ", ".join(filter(None, [f"base {100 * old:.1f} %", change(new, old)]))
+    return Tile(name, f"{100 * new:.1f} %", below, kind)
 
 
 def language_rows(run: Run) -> list[list[Any]]:
@@ -220,7 +221,7 @@ def vocabulary_text(run: Run) -> str | None:
     return text
 
 
-def source_text(value: Any) -> str | None:
+def source_text(value: object) -> str | None:
     """Return a data source as one line."""
     if value is None or isinstance(value, str):
         return value
