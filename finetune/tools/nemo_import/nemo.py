@@ -160,10 +160,8 @@ def _vocabulary(imported: Import) -> None:
         comment = "model.tokenizer.update_tokenizer; extend_from would keep the model's own pieces"
         imported.set("model.tokenizer", {"replace_with": directory}, comment)
     else:
-        imported.leave(
-            "model.tokenizer.update_tokenizer",
-            "a vocabulary is replaced by one SentencePiece tokenizer: model.tokenizer.replace_with names its directory",
-        )
+        why = "a vocabulary is replaced by one SentencePiece tokenizer: its directory is model.tokenizer.replace_with"
+        imported.leave("model.tokenizer.update_tokenizer", why)
 
 
 def _optimizer(imported: Import) -> None:
