@@ -208,7 +208,7 @@ class ProgressPanel(Callback):
             live.start()
             console.show_cursor(True)  # so that a process that is killed leaves the terminal as it was
         except OSError as error:
-            logs.let_go(error)
+            logs.silence_lost_terminal(error)
         else:
             self.live = live
         with logs.above(console):
@@ -219,7 +219,7 @@ class ProgressPanel(Callback):
                 try:
                     live.stop()
                 except OSError as error:
-                    logs.let_go(error)
+                    logs.silence_lost_terminal(error)
 
     def draw(self, now: bool = False) -> None:
         """Draw the panel anew, at most four times a second and never for more than its share of the time."""
@@ -230,7 +230,7 @@ class ProgressPanel(Callback):
             try:
                 self.live.update(Drawn(self.live.console, self.panel()), refresh=True)
             except OSError as error:  # the terminal was closed, and the run goes on
-                logs.let_go(error)
+                logs.silence_lost_terminal(error)
                 self.live = None
             self.drawn = time.perf_counter()
             self.cost = self.drawn - started

@@ -237,14 +237,15 @@ def test_the_strategy_is_one_that_ships(converted, strategy, expected):
 
 
 def test_names_that_are_translated_to_exist():
+    from finetune.tools.nemo_import.translation import OPTIMIZER_NAMES, SCHEDULE_NAMES
+
     from finetune.config.load import schema_fields
     from finetune.tools.nemo_import.similar import SAME
-    from finetune.tools.nemo_import.translation import OPTIMIZER_NAMES, SCHEDULE_NAMES
 
     assert set(OPTIMIZER_NAMES.values()) <= set(OPTIMIZERS)
     assert set(SCHEDULE_NAMES.values()) <= set(SCHEDULES)
     assert set(SAME.values()) <= schema_fields().keys()
-    reasons = (ROOT / "finetune" / "importing" / "reasons.py").read_text(encoding="utf-8")
+    reasons = (ROOT / "finetune" / "tools" / "nemo_import" / "reasons.py").read_text(encoding="utf-8")
     named = set(re.findall(r"(?<![\w.])((?:data|training)\.[a-z]\w+)", reasons))
     assert not {n for n in named if n not in schema_fields() and n not in ("training.deepspeed", "data.md")}
 
@@ -308,7 +309,7 @@ def test_the_command_names_what_is_missing_and_how_to_start(script, tmp_path):
     assert config.model.name == str(source)
     assert config.model.tokenizer == str(TOKENIZER)
     # The model that the run file names can be built.
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
 
     assert sum(p.numel() for p in load_model(config.model.name, config.model.tokenizer).parameters()) > 50_000
 
