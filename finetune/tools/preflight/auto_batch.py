@@ -30,7 +30,7 @@ from finetune.tools.planning.prediction import (
     followed_lengths,
     row_of,
 )
-from finetune.tools.planning.vocabulary_size import layout_of
+from finetune.tools.planning.layout import layout_of
 from finetune.tools.preflight import trial
 from finetune.training.trainer import Trainer
 
