@@ -1,4 +1,4 @@
-"""Texts from data, on their way to a terminal, a log or a page: what would act on it is written out instead."""
+"""Texts from data on their way to a terminal, a log or a page: characters that would act on it are escaped."""
 
 import html
 import json
@@ -23,7 +23,7 @@ def one_line(value: Any) -> str:
 
 
 def lines(value: Any) -> str:
-    """The same for a text of several lines: line breaks and tabs stay."""
+    """Escape the same in a text of several lines; line breaks and tabs stay."""
     return ACTS.sub(lambda found: found[0] if found[0] in "\n\t" else _written(found), str(value))
 
 
@@ -51,7 +51,7 @@ def escape_markdown(text: str) -> str:
 
 
 class Block(str):
-    """Lines of this project's own making, such as a table, which stay lines in the log."""
+    """Lines made by this project, such as a table, that stay lines in the log."""
 
 
 def _written(found: re.Match[str]) -> str:
