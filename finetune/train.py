@@ -115,7 +115,7 @@ def train(
     from finetune.callbacks.eta import Place
     from finetune.callbacks.profiler import check_steps_left
     from finetune.tools.preflight import auto_batch
-    from finetune.tools.report.page import keep_report
+    from finetune.tools.report.page import write_report
     from finetune.training import run
     from finetune.training.summary import write_summary
 
@@ -128,7 +128,7 @@ def train(
         model = run.build_model(accelerator, config, checkpoint)
         trainer = run.build_trainer(accelerator, model, sources, config, total_steps)
         recovery = add_step_callbacks(trainer)
-        panel = add_run_callbacks(trainer, keep_report, place or Place(), profile_steps)
+        panel = add_run_callbacks(trainer, write_report, place or Place(), profile_steps)
         if observe is not None:
             observe(trainer)
         trainer.begin(checkpoint)

@@ -11,8 +11,8 @@ import numpy as np
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 
+from finetune.data.batch import Batch
 from finetune.data.decode import as_float
-from finetune.data.stream import Batch
 from finetune.evaluation.scores import WerAccumulator
 from finetune.security.safe_text import escape_markdown, one_line
 from finetune.training.callbacks import Callback, EvaluationResult

@@ -76,6 +76,8 @@ class Evaluator:
         self.quarantine, self.callbacks, self.require_finite = quarantine, callbacks, require_finite
         self.output_dir = Path(config.training.output_dir)
         self.file = LineFile(self.output_dir / "evaluations.jsonl")
+        self.keeps_models = True
+        """False measures a run without writing model.nemo."""
         self.replaced = False
         """Whether a final candidate has left other weights in the model."""
 
@@ -226,6 +228,8 @@ class Evaluator:
         Raises:
             UserError: they are not finite, or the disk does not take them.
         """
+        if not self.keeps_models:
+            return
         p, folder, problem = self.progress, self.output_dir, None
         self.require_finite(model)
         if self.accelerator.is_main_process:
@@ -266,7 +270,7 @@ class Evaluator:
             return
         stream = make_stream(self.accelerator, model, self.config, self.sources[split], training=False)
         stream.workers = 0
-        batch = next((b for b in stream.batches() if b.audio_BS is not None), None)
+        batch = next((b for b in stream.batches() if b.ids), None)
         if batch is None:
             return
         differing = batched_decoding_differs(model, batch)

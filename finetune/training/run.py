@@ -18,6 +18,8 @@ from finetune.config.compatibility import find_conflicts
 from finetune.config.redaction import without_secrets, write_config
 from finetune.config.schema import RunConfig
 from finetune.config.tokenizer_setting import tokenizer_setting
+from finetune.data.run_file import count_clips, mean_seconds
+from finetune.data.run_file import open_sources as open_sources
 from finetune.data.sources import OpenSource
 from finetune.distributed import broadcast
 from finetune.durable_files import write_json
@@ -42,8 +44,7 @@ from finetune.strategies.optimizers import build_optimizer, parameter_groups
 from finetune.strategies.sharded import count_parameters, make_replica, shards_parameters
 from finetune.training import checkpoints, elastic_restart
 from finetune.training.advice import warnings_for
-from finetune.training.data import count_clips, make_stream, mean_seconds, train_limits
-from finetune.training.data import open_sources as open_sources
+from finetune.training.data import make_stream, train_limits
 from finetune.training.outputs import environment
 from finetune.training.process import allow_tf32, seed_everything, set_allocator
 from finetune.training.resume import take_weights
@@ -206,7 +207,7 @@ def plan_steps(accelerator: Accelerator, config: RunConfig, sources: dict[str, l
         )
     d, batch = config.data, t.per_device_train_batch_size
     if d.batch_duration or d.batch_bounds:
-        mean = broadcast(mean_seconds(sources["train"], config))
+        mean = broadcast(mean_seconds(sources["train"], config.data))
         batch = d.batch_duration / mean if d.batch_duration else train_limits(config).clips_of_length(mean)
     per_step = batch * t.gradient_accumulation_steps * accelerator.num_processes
     return max(1, math.ceil(clips / per_step * t.num_train_epochs))

@@ -14,8 +14,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.profiler import record_function
 
 from finetune.config.schema import RunConfig
+from finetune.data.run_file import count_clips
 from finetune.data.sources import OpenSource
-from finetune.data.stream import Batch, ClipStream
+from finetune.data.stream import Batch, UtteranceStream
 from finetune.distributed import gather
 from finetune.errors import UserError
 from finetune.evaluation.scores import WerAccumulator
@@ -29,7 +30,6 @@ from finetune.training import resume
 from finetune.training.batches import Quarantine, StepBatcher, StepBatches
 from finetune.training.callbacks import Callback, ComputeGradients, StepResult
 from finetune.training.checkpoints import read_checkpoint_state, remove_later_checkpoints
-from finetune.training.data import count_clips
 from finetune.training.evaluation import (
     Evaluator,
     FinalResult,
@@ -73,7 +73,7 @@ class Trainer:
         module: torch.nn.Module,
         optimizer: AcceleratedOptimizer,
         schedule: Schedule,
-        stream: ClipStream,
+        stream: UtteranceStream,
         sources: dict[str, list[OpenSource]],
         config: RunConfig,
         total_steps: int,

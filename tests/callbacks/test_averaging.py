@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import problem, read_lines, tiny_layout
-from memory_cases import summary
+from engine_cases import evaluated, reference
+from launching import summary
 from safetensors.torch import load_file
-from test_engines import evaluated, reference, trainings  # noqa: F401
 
 from finetune.callbacks.averaging import averaged_tensors
 from finetune.training.batches import StepBatches
@@ -164,7 +164,7 @@ def test_a_checkpoint_without_an_average(run_train, tiny_run, tmp_path, capfd):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "zero2", "fsdp2"])
-def test_two_processes_have_the_average_of_one(trainings, clips, tmp_path, engine):  # noqa: F811
+def test_two_processes_have_the_average_of_one(trainings, clips, tmp_path, engine):
     steps = 6 if engine == "ddp" else 12
     common = [f"training.ema_decay={DECAY}", f"training.max_steps={steps}", "training.average_checkpoints=2"]
     common += [f"training.save_steps={steps // 2}", f"training.eval_steps={steps // 2}"]

@@ -18,7 +18,7 @@ import soundfile
 import torch
 import yaml
 from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, TOKENIZER, problem, read_lines, tiny_layout, write_manifest
-from test_tokenizer_command import TURKISH
+from turkish import TURKISH
 
 from finetune.config.load import load_config
 from finetune.config.tokenizer_setting import parse_tokenizer, tokenizer_setting
@@ -417,7 +417,7 @@ def test_plan_counts_the_grown_vocabulary(run_file: Callable[..., Path]) -> None
 
 
 def test_the_data_check_reads_texts_with_the_grown_tokenizer(grown_run: Any, capsys: Any, tmp_path: Path) -> None:
-    from finetune.tools.data_check import check
+    from finetune import check
 
     arguments = grown_run("run")
     assert check.main([*arguments[:2], "--json", str(tmp_path / "found.json")]) == 0

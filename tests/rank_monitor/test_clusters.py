@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT
-from test_launchers import BIN, curve, start, summary
+from launching import BIN, curve, start, summary
 
 SCRIPTS = ROOT / "scripts"
 FAULTY = str(ROOT / "tests" / "rank_faults.py")

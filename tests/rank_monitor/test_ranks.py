@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, read_lines
-from test_launchers import BIN, TRAIN, curve, start, summary
+from launching import BIN, TRAIN, curve, start, summary
 
 from finetune.rank_monitor.client import MONITOR
 from finetune.rank_monitor.monitor import ENDED_WELL, LEAVING_TOGETHER, MAX_UNAUTHENTICATED, Ending, Member, find_lost

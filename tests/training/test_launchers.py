@@ -2,47 +2,19 @@
 
 import io
 import json
-import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import torch
 import yaml
 from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, read_lines
-
-BIN = Path(sys.executable).parent
-TRAIN = str(ROOT / "finetune" / "train.py")
-
-
-def start(
-    command: list[str], expect: int = 0, cwd: Path | str = "/", **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """Runs a command from another directory, so that nothing depends on the present one."""
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=1700,
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}", **environment},
-    )
-    assert done.returncode == expect, done.stdout[-2000:] + done.stderr[-6000:]
-    return done
-
-
-def summary(run: Path) -> dict[str, Any]:
-    return json.loads((run / "summary.json").read_text(encoding="utf-8"))
-
-
-def curve(run: Path) -> list[tuple[float, float]]:
-    return [(row["loss"], row["grad_norm"]) for row in read_lines(run / "metrics.jsonl")]
+from launching import BIN, TRAIN, curve, start, summary
 
 
 @pytest.fixture

@@ -10,9 +10,8 @@ import pytest
 import torch
 from conftest import DETERMINISTIC, ONLY_TRAIN, read_lines
 from engine_runs import digest, explode, spoil, watch_digests
+from launching import summary
 from safetensors.torch import load_file
-from test_engines import bare_zero3, trainings  # noqa: F401
-from test_launchers import summary
 
 LEARNING = {**DETERMINISTIC, "freeze_batchnorm": False}  # BatchNorm's statistics move
 NO_EVALUATION = {"eval_on_start": False, "eval_steps": 0}
@@ -306,7 +305,7 @@ HOW = {"nan": "loss", "inf": "loss", "gradient": "gradient", "spike": "spike"}
 @pytest.mark.slow
 @pytest.mark.parametrize("hows", [("nan", "inf"), ("gradient", "spike", "accumulated")], ids="-".join)
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero1", "zero2", "zero2_offload", "zero3"])
-def test_a_spoiled_batch_on_one_rank_changes_nothing_on_any(trainings, bare_zero3, clips, tmp_path, engine, hows):  # noqa: F811
+def test_a_spoiled_batch_on_one_rank_changes_nothing_on_any(trainings, bare_zero3, clips, tmp_path, engine, hows):
     strategy = ["--deepspeed", bare_zero3] if engine == "zero3" else ["--strategy", engine]
     learning = [
         "model.freeze_batchnorm=false",
@@ -341,7 +340,7 @@ def test_a_spoiled_batch_on_one_rank_changes_nothing_on_any(trainings, bare_zero
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
-def test_weights_that_exploded_on_one_rank_are_not_saved_by_any(trainings, bare_zero3, tmp_path, engine):  # noqa: F811
+def test_weights_that_exploded_on_one_rank_are_not_saved_by_any(trainings, bare_zero3, tmp_path, engine):
     strategy = ["--deepspeed", bare_zero3] if engine == "zero3" else ["--strategy", engine]
     few = ["training.max_steps=6", "training.save_steps=2", {"exploded": [1, 4], "expect": 1}]
     trainings("deepspeed" if engine == "zero3" else "torch", run=(2, *strategy, *few))

@@ -15,7 +15,7 @@ import psutil
 import torch
 from omegaconf import OmegaConf
 
-from finetune.data.stream import Batch
+from finetune.data.batch import Batch, describe_batch
 from finetune.data.survey import Survey, batch_of, survey_lengths
 from finetune.distributed import broadcast
 from finetune.durable_files import write_json
@@ -116,22 +116,15 @@ def worst_step(trainer: Trainer, batch: Batch) -> StepBatches:
     return trainer.batcher.next_step(repeated)
 
 
-def describe_batch(model: Any, batch: Batch) -> dict[str, Any]:
-    """Size of a batch: clips, seconds of the longest one, seconds of all with padding, tokens, cells T x (U + 1)."""
-    rate = model.preprocessor._sample_rate
+def batch_size(model: Any, batch: Batch) -> dict[str, Any]:
+    """`describe_batch` with the frames of the model's encoder."""
     frames_B = encoder_lengths(model, batch.audio_lengths_B)
-    return {
-        "clips": len(batch.ids),
-        "longest_seconds": float(batch.audio_lengths_B.max()) / rate,
-        "padded_seconds": batch.audio_BS.numel() / rate,
-        "tokens": int(batch.token_lengths_B.sum()),
-        "cells": int((frames_B * (batch.token_lengths_B + 1)).sum()),
-    }
+    return describe_batch(batch, frames_B, model.preprocessor._sample_rate)
 
 
 def describe_step(model: Any, step_batches: StepBatches) -> dict[str, Any]:
     """The largest batch of this rank's step, as `describe_batch` tells it."""
-    sizes = [describe_batch(model, batch) for batch in step_batches.batches]
+    sizes = [batch_size(model, batch) for batch in step_batches.batches]
     return max(sizes, key=lambda size: size["padded_seconds"], default={})
 
 
