@@ -118,7 +118,7 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-def first_line(error: Any) -> str:
+def first_line(error: object) -> str:
     """Return what an error says, on one line."""
     return one_line(" ".join(str(error).split()) or type(error).__name__)
 

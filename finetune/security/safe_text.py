@@ -15,19 +15,19 @@ ACTS = re.compile(
 NAMED = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\x1b": "\\x1b"}
 
 
-def one_line(value: Any) -> str:
+def one_line(value: object) -> str:
     """A text that a terminal or a log shows as it is: control characters, line breaks and changes of direction are
     written as `\\x1b`, `\\n`, `\\u202e`.
     """
     return ACTS.sub(_written, str(value))
 
 
-def lines(value: Any) -> str:
+def lines(value: object) -> str:
     """Escape the same in a text of several lines; line breaks and tabs stay."""
     return ACTS.sub(lambda found: found[0] if found[0] in "\n\t" else _written(found), str(value))
 
 
-def json_line(row: Any, default: Callable[[Any], Any] | None = None) -> str:
+def json_line(row: object, default: Callable[[Any], Any] | None = None) -> str:
     """A value as one line of JSON, with what acts on a terminal, or is a line break to some readers, as JSON's own
     escapes.
 

@@ -78,7 +78,7 @@ def _personal() -> list[tuple[re.Pattern[str], str]]:
     return found
 
 
-def known_secrets(*structures: Any, environment: Mapping[str, str] | None = None) -> set[str]:
+def known_secrets(*structures: object, environment: Mapping[str, str] | None = None) -> set[str]:
     """Values of secret names in these structures and in the environment, and the hub's token: they are replaced
     wherever they stand.
     """
@@ -89,7 +89,7 @@ def known_secrets(*structures: Any, environment: Mapping[str, str] | None = None
 
     found.add(get_token() or "")
 
-    def look(value: Any, secret: bool) -> None:
+    def look(value: object, secret: bool) -> None:
         if isinstance(value, dict):
             for key, inner in value.items():
                 look(inner, secret or is_secret_name(str(key)))
@@ -176,7 +176,7 @@ def _can_be_a_setting(text: str, at: int, value: str) -> bool:
     return inside or (LINE_START.fullmatch(text[:at].rsplit("\n", 1)[-1]) is not None and value != "value")
 
 
-def _counts(name: str, value: Any) -> bool:
+def _counts(name: str, value: object) -> bool:
     """Return whether this is a number of tokens."""
     if isinstance(value, dict | list | tuple):
         return all(_counts(name, inner) for inner in (value.values() if isinstance(value, dict) else value))
@@ -204,7 +204,7 @@ def clean(value: Any, secrets: set[str] | frozenset[str] = frozenset(), personal
     return clean_text(value, secrets, personal) if isinstance(value, str) else value
 
 
-def _holds(value: Any) -> bool:
+def _holds(value: object) -> bool:
     """Return whether there is something to hide."""
     return value is not None and not isinstance(value, bool) and value not in ("", [], {})
 
