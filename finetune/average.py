@@ -22,7 +22,8 @@ from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.evaluation.recognise import score_stream
 from finetune.logs import print_error, set_up_logging
-from finetune.models.nemo import load_model, move_to_device, save_nemo
+from finetune.models.loading import load_model, move_to_device
+from finetune.models.nemo_archive import save_nemo
 from finetune.training.data import no_tokens
 
 

@@ -27,7 +27,7 @@ from finetune.evaluation.comparison import Utterance, compare_utterances, print_
 from finetune.evaluation.recognise import LONGEST_AT_ONCE, evaluation_limits, score_stream
 from finetune.evaluation.significance import FEW, RESAMPLES, block_names
 from finetune.logs import print_error, set_up_logging
-from finetune.models.nemo import load_model, move_to_device
+from finetune.models.loading import load_model, move_to_device
 from finetune.security.safe_text import one_line
 from finetune.training.data import no_tokens
 from finetune.training.outputs import LineFile

@@ -21,8 +21,9 @@ import torch
 from finetune.errors import UserError
 from finetune.evaluation.recognise import evaluation_mode, recognise_batch
 from finetune.logs import print_error, set_up_logging
-from finetune.models.huggingface_write import DTYPES
-from finetune.models.nemo import load_model, save_nemo
+from finetune.models.huggingface.writing import DTYPES
+from finetune.models.loading import load_model
+from finetune.models.nemo_archive import save_nemo
 from finetune.tools.export.hugging_face import CLIPS, TOLERANCE, export_hugging_face, say_result
 
 

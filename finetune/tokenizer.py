@@ -19,16 +19,10 @@ from finetune.data.normalization import NORMALIZATIONS
 from finetune.data.text_corpus import Text, read_texts
 from finetune.errors import UserError
 from finetune.logs import print_error, set_up_logging
-from finetune.models.coverage import compare, table
-from finetune.models.pieces import Growth, described, grow_from_tokenizer, grow_on_texts, said
-from finetune.models.sentencepiece_files import (
-    KINDS,
-    is_tokenizer,
-    kind_of,
-    read_tokenizer,
-    train_tokenizer,
-    write_tokenizer,
-)
+from finetune.models.loading import is_tokenizer, read_tokenizer
+from finetune.models.sentencepiece_model import KINDS, kind_of, train_tokenizer, write_tokenizer
+from finetune.models.tokenizer_coverage import compare, table
+from finetune.models.tokenizer_growth import Growth, described, grow_from_tokenizer, grow_on_texts, said
 
 COVERAGE = 0.9995  # SentencePiece's own default
 

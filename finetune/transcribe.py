@@ -28,7 +28,7 @@ from finetune.errors import UserError
 from finetune.evaluation.long_audio import CHUNK_SECONDS, OVERLAP_SECONDS, Chunk, Cutting, Pieces, Stitcher, chunks_of
 from finetune.evaluation.recognise import evaluation_mode, frame_seconds, recognise_chunks, text_of
 from finetune.logs import print_error, set_up_logging
-from finetune.models.nemo import load_model, move_to_device
+from finetune.models.loading import load_model, move_to_device
 from finetune.security.safe_text import json_line, one_line
 from finetune.strategies.attention import use_local_attention
 from finetune.tools.transcription.subtitles import cues_of, srt, vtt

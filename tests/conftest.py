@@ -63,7 +63,8 @@ def make_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 
     def make(dropout: float = 0.1) -> Path:
         if dropout not in built:
-            from finetune.models.nemo import load_model, save_nemo
+            from finetune.models.loading import load_model
+            from finetune.models.nemo_archive import save_nemo
 
             layout = folder / f"tiny-dropout-{dropout}.yaml"
             layout.write_text(yaml.safe_dump(tiny_layout(dropout)), encoding="utf-8")
@@ -219,7 +220,8 @@ def tiny_run(tiny_model: Path, clips: Path, tmp_path: Path) -> Callable[..., lis
 @pytest.fixture
 def tiny(tiny_model: Path) -> Callable[[], Any]:
     """Loads the tiny model, in training mode, without anything random in it."""
-    from finetune.models.nemo import load_model, prepare_for_training, set_train_mode
+    from finetune.models.loading import load_model
+    from finetune.models.nemo import prepare_for_training, set_train_mode
 
     def load(dropout: float = 0.0) -> Any:
         model = load_model(str(tiny_model))

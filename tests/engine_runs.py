@@ -25,8 +25,8 @@ from run_callbacks import held_tensors
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from finetune import train
+from finetune.models.loss_module import TransducerLossModule
 from finetune.models.nemo import import_nemo
-from finetune.models.transducer import TransducerLossModule
 from finetune.strategies.optimizers import describe_optimizer, state_tensors, unwrap_optimizer
 from finetune.training.batches import StepBatches
 from finetune.training.callbacks import StepResult

@@ -108,7 +108,7 @@ class JointLayers(Sequential):
         @overload
         def __getitem__(self, idx: Literal[-1]) -> Linear: ...
         @overload
-        def __getitem__(self, idx: int) -> Module: ...
+        def __getitem__(self, idx: int | slice) -> Module: ...
         def __getitem__(self, idx: Any) -> Any: ...
 
 
@@ -126,10 +126,6 @@ class Joint(Module):
     project_prednet: Callable[[torch.Tensor], torch.Tensor]
     set_loss: Callable[[Any], None]
     set_wer: Callable[[Any], None]
-
-
-class TransducerLoss(Module):
-    reduction: str | None
 
 
 class Decoding(Protocol):
@@ -165,7 +161,8 @@ class Transducer(Module):
     encoder: Encoder
     decoder: PredictionNetwork
     joint: Joint
-    loss: TransducerLoss
+    loss: Any
+    """NeMo's `RNNTLoss`."""
     wer: Any
     decoding: Decoding
     tokenizer: Tokenizer

@@ -25,10 +25,11 @@ from finetune.evaluation.clip_counts import ClipCounts, compare_evaluations
 from finetune.evaluation.mistakes import Mistakes
 from finetune.evaluation.recognise import batched_decoding_differs, score_stream
 from finetune.evaluation.scores import WerAccumulator
-from finetune.models.nemo import learning_batchnorms, load_weights, write_nemo
+from finetune.models.adapters import write_adapter
+from finetune.models.nemo import learning_batchnorms
+from finetune.models.nemo_archive import load_weights, write_nemo
 from finetune.models.protocols import Transducer
 from finetune.signals import CutShort, requested
-from finetune.strategies.lora_adapters import write_adapter
 from finetune.training.batches import Quarantine
 from finetune.training.callbacks import Callback, Candidate, EvaluationResult
 from finetune.training.checkpoints import CANNOT_WRITE

@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from finetune.config.schema import RunConfig
 from finetune.distributed import gather
 from finetune.errors import UserError
+from finetune.models.adapters import load_merged_state_dict, merge_saved_lora
 from finetune.models.protocols import Transducer
-from finetune.strategies.lora import load_merged_state_dict, merge_saved_lora
 from finetune.strategies.optimizers import unwrap_optimizer
 from finetune.strategies.sharded import read_whole_weights
 from finetune.strategies.zero_shards import redistribute

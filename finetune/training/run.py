@@ -22,9 +22,11 @@ from finetune.data.sources import OpenSource
 from finetune.distributed import broadcast
 from finetune.durable_files import write_json
 from finetune.errors import UserError
-from finetune.models.nemo import cast_parameters, load_model, prepare_for_training
+from finetune.models.adapters import base_hash, check_base, load_into_lora, name_base, read_adapter
+from finetune.models.loading import load_model
+from finetune.models.loss_module import TransducerLossModule
+from finetune.models.nemo import cast_parameters, prepare_for_training
 from finetune.models.protocols import Transducer
-from finetune.models.transducer import TransducerLossModule
 from finetune.rank_monitor import client as rank_monitor
 from finetune.security.secrets import clean, known_secrets
 from finetune.strategies.accelerate_config import (
@@ -36,7 +38,6 @@ from finetune.strategies.accelerate_config import (
 )
 from finetune.strategies.activation_offload import ActivationOffload
 from finetune.strategies.encoder import apply_encoder_options
-from finetune.strategies.lora_adapters import base_hash, check_base, load_into_lora, name_base, read_adapter
 from finetune.strategies.optimizers import build_optimizer, parameter_groups
 from finetune.strategies.sharded import count_parameters, make_replica, shards_parameters
 from finetune.training import checkpoints, elastic_restart

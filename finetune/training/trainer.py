@@ -19,9 +19,9 @@ from finetune.data.stream import Batch, ClipStream
 from finetune.distributed import gather
 from finetune.errors import UserError
 from finetune.evaluation.scores import WerAccumulator
+from finetune.models.loss_module import TransducerLossModule
 from finetune.models.nemo import set_batchnorm_mode
 from finetune.models.protocols import Transducer
-from finetune.models.transducer import TransducerLossModule
 from finetune.signals import CutShort, Stopped, requested, saving_first
 from finetune.strategies import sharded
 from finetune.strategies.optimizers import describe_optimizer, unwrap_optimizer

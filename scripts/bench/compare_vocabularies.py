@@ -58,7 +58,8 @@ def write_manifests(folder: Path) -> dict[str, str]:
 
 def as_nemo_does(folder: Path, tokenizer: Path) -> str:
     """Return the base model after NeMo's change_vocabulary; its configuration still names the TDT loss."""
-    from finetune.models.nemo import load_model, save_nemo
+    from finetune.models.loading import load_model
+    from finetune.models.nemo_archive import save_nemo
 
     model = load_model(str(BASE))
     model.change_vocabulary(str(tokenizer), "bpe")

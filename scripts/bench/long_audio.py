@@ -37,7 +37,7 @@ from finetune.durable_files import write_json
 from finetune.evaluation.long_audio import Chunk, Cutting, Pieces, Stitcher, chunks_of
 from finetune.evaluation.recognise import evaluation_mode, frame_seconds, recognise_chunks, text_of
 from finetune.logs import set_up_logging
-from finetune.models.nemo import load_model, move_to_device
+from finetune.models.loading import load_model, move_to_device
 from finetune.strategies.attention import use_local_attention
 from finetune.tools.transcription.words import enable_timestamps, words_of
 

@@ -97,7 +97,7 @@ def learnt_inputs(case: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from finetune.data.normalization import normalize_text
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
 
     B, T, U, V, H = (case[k] for k in "BTUVH")
     model = load_model(str(ROOT / "examples" / "base" / "fastconformer_tdt_3m.nemo")).eval()

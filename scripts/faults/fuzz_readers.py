@@ -31,14 +31,14 @@ from finetune.data.utterances import examine
 from finetune.errors import UserError
 from finetune.evaluation.clip_counts import ClipCounts
 from finetune.evaluation.comparison import read_utterances
-from finetune.models.nemo_files import check_model_config, read_config
-from finetune.models.sentencepiece_files import parse as parse_tokenizer
+from finetune.models.adapters import read_adapter
+from finetune.models.nemo_archive import check_model_config, read_config
+from finetune.models.sentencepiece_model import parse as parse_tokenizer
 from finetune.paths import ROOT
 from finetune.security.archives import reading
 from finetune.security.documents import parse_settings, parse_yaml, resolved
 from finetune.security.pickles import calls_of, check_checkpoint, load_tensors
 from finetune.strategies.accelerate_config import resolve_strategy
-from finetune.strategies.lora_adapters import read_adapter
 from finetune.tools.nemo_import.source import read_source
 from finetune.tools.report.read import read_run
 from finetune.training.checkpoints import read_checkpoint_state
@@ -299,7 +299,7 @@ def read_nemo_archive(data: bytes, folder: Path) -> None:
 
 
 def read_nemo_weights(data: bytes, folder: Path) -> None:
-    from finetune.models.nemo_files import weights_in
+    from finetune.models.nemo_archive import weights_in
 
     with reading(put(folder, "m.nemo", data), "model.name") as (archive, members):
         weights_in(archive, members, "m.nemo")
@@ -380,7 +380,7 @@ def hugging_face_seeds() -> list[bytes]:
 
 
 def read_hugging_face(data: bytes, folder: Path) -> None:
-    from finetune.models.huggingface import nemo_config
+    from finetune.models.huggingface.reading import nemo_config
 
     put(folder, "config.json", data)
     put(folder, "processor_config.json", b'{"feature_extractor": {"feature_size": 80}}')

@@ -85,7 +85,8 @@ def _write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def write_model(folder: Path) -> Path:
     """A .nemo of 76 thousand random weights in the layout of the base model."""
-    from finetune.models.nemo import load_model, save_nemo
+    from finetune.models.loading import load_model
+    from finetune.models.nemo_archive import save_nemo
 
     layout = yaml.safe_load(LAYOUT.read_text(encoding="utf-8"))
     model = layout["model"]

@@ -38,7 +38,7 @@ def rows(run: Path, weights: str = "raw") -> list[dict[str, Any]]:
 @pytest.mark.parametrize("device", ["same", "cpu"])
 def test_ema_equals_a_computation_by_hand(run_train, tiny_run, tmp_path, monkeypatch, device):
     """Over a real training, with BatchNorm that learns and a step that is skipped, which must not count."""
-    from finetune.models.transducer import TransducerLossModule
+    from finetune.models.loss_module import TransducerLossModule
 
     seen: list[dict[str, torch.Tensor]] = []
     whole, calls = TransducerLossModule.forward, []
@@ -242,7 +242,7 @@ def mean_by_hand(run: Path, steps: list[int]) -> dict[str, torch.Tensor]:
 def test_the_better_one_is_kept(
     run_train, tiny_run, tmp_path, judged, capfd, settings, wers, steps, weights, best_step
 ):
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
 
     judged["wers"] = list(wers)
     trained: dict[int, dict[str, torch.Tensor]] = {}
@@ -397,7 +397,8 @@ def test_the_plan_counts_the_average():
 
 def changed(path: Path, output: Path, change: Any) -> Path:
     """A model file with other weights."""
-    from finetune.models.nemo import load_model, save_nemo
+    from finetune.models.loading import load_model
+    from finetune.models.nemo_archive import save_nemo
 
     model = load_model(str(path))
     with torch.no_grad():
@@ -408,7 +409,7 @@ def changed(path: Path, output: Path, change: Any) -> Path:
 
 def test_the_mean_of_files(tiny_model, clips, tmp_path, capsys):
     from finetune import average
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
 
     def move(model: Any) -> None:
         torch.manual_seed(1)

@@ -74,7 +74,7 @@ def test_time_left_counts_evaluations_and_later_stages(monkeypatch):
 
     clock = [0.0]
     monkeypatch.setattr(pace.time, "perf_counter", lambda: clock[0])
-    watch = pace.Pace(eval_steps=10, judged=("test",))
+    watch = pace.Eta(eval_steps=10, judged=("test",))
     watch.check_evaluation("validation", 5.0)
     watch.check_evaluation("test", 7.0)
     clock[0] = 12.0
@@ -298,7 +298,7 @@ def test_time_left_counts_the_guard_set(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(pace.time, "perf_counter", lambda: clock[0])
     for guard_steps, times in ((-1, 8), (0, 0), (30, 3)):
-        watch = pace.Pace(10, ("test", "guard"), guard_steps)
+        watch = pace.Eta(10, ("test", "guard"), guard_steps)
         for split, seconds in (("validation", 5.0), ("test", 7.0), ("guard", 3.0)):
             watch.check_evaluation(split, seconds)
         watch.begin(0)
@@ -376,7 +376,7 @@ def test_a_slow_source_is_noticed_in_a_real_run(run_train, tiny_run, tmp_path, m
 SLOW_RANK = """
 import os, sys, time
 from finetune import train
-from finetune.models.transducer import TransducerLossModule
+from finetune.models.loss_module import TransducerLossModule
 
 forward = TransducerLossModule.forward
 

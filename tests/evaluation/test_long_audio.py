@@ -272,7 +272,7 @@ def transcribe(capsys: pytest.CaptureFixture[str], *arguments: object, code: int
 @pytest.fixture(scope="module")
 def base() -> Any:
     """The small real model, with timestamps."""
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
     from finetune.tools.transcription.words import enable_timestamps
 
     model = load_model(str(BASE))
@@ -379,7 +379,7 @@ def test_what_was_heard_before_a_fault_is_kept(base: Any, long_file: Any, tmp_pa
 
 def test_local_attention_that_sees_everything_is_full_attention(base: Any, prompts: list[Any]) -> None:
     from finetune.evaluation.recognise import evaluation_mode
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
     from finetune.strategies.attention import use_local_attention
 
     local = load_model(str(BASE))
@@ -488,7 +488,7 @@ def peak_mib(work: Any) -> float:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells and resets the peak")
 def test_memory_does_not_grow_with_the_recording(tiny_model: Path, long_file: Any, tmp_path: Path) -> None:
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
 
     model = load_model(str(tiny_model))
     audio_S, _ = soundfile.read(long_file[0], dtype="float32")

@@ -308,7 +308,7 @@ def test_the_command_names_what_is_missing_and_how_to_start(script, tmp_path):
     assert config.model.name == str(source)
     assert config.model.tokenizer == str(TOKENIZER)
     # The model that the run file names can be built.
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
 
     assert sum(p.numel() for p in load_model(config.model.name, config.model.tokenizer).parameters()) > 50_000
 

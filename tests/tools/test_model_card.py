@@ -47,7 +47,7 @@ def test_nothing_private_arrives_and_the_model_is_the_same(finished_run, hub, pu
     assert set(ours) == set(theirs)
     changed = {name.partition("_")[2] or name for name in ours if ours[name] != theirs[name]}
     assert changed == {"config.yaml", "tokenizer.model"}
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
 
     before, after = load_model(str(finished_run)), load_model(str(arrived))
     for key, value in before.state_dict().items():

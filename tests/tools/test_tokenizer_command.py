@@ -18,16 +18,10 @@ from turkish import TURKISH
 from finetune import tokenizer as command
 from finetune.data.normalization import normalize_text
 from finetune.data.text_corpus import read_texts
-from finetune.models.coverage import compare
-from finetune.models.pieces import LEAST_COUNT, grow_from_tokenizer, grow_on_texts
-from finetune.models.sentencepiece_files import (
-    alphabet,
-    piece_encoder,
-    processor,
-    read_tokenizer,
-    train_tokenizer,
-    write_tokenizer,
-)
+from finetune.models.loading import read_tokenizer
+from finetune.models.sentencepiece_model import alphabet, piece_encoder, processor, train_tokenizer, write_tokenizer
+from finetune.models.tokenizer_coverage import compare
+from finetune.models.tokenizer_growth import LEAST_COUNT, grow_from_tokenizer, grow_on_texts
 
 PROMPTS = ROOT / "examples" / "voice_prompts"
 

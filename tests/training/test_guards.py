@@ -22,7 +22,7 @@ ONLY_TRAIN = {"validation": None, "test": None}
 @pytest.mark.parametrize("limit", [0.0, 0.5])
 def test_gradients_are_clipped_to_the_norm(run_train, tiny_run, tmp_path, tiny_model, limit):
     """With an epsilon far above the gradients, Adam's first step is rate / epsilon times the clipped gradient."""
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
 
     training = {
         "max_steps": 1,
@@ -199,7 +199,7 @@ def test_evaluation_keeps_no_tensors(tiny_model, clips, tmp_path):
     from finetune.data.sources import open_source, parse_sources
     from finetune.data.stream import ClipStream
     from finetune.evaluation.recognise import score_stream
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
     from finetune.training.data import no_tokens
 
     rows = [{**r, "audio_filepath": str(clips / r["audio_filepath"])} for r in read_lines(clips / "manifest.jsonl")]
@@ -226,7 +226,7 @@ def test_a_hybrid_models_ctc_head_stays_and_is_mentioned(run_train, tiny_run, tm
     from nemo.collections.asr.models import EncDecHybridRNNTCTCBPEModel
     from omegaconf import OmegaConf
 
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
 
     layout = tiny_layout()
     layout["model"]["aux_ctc"] = {

@@ -20,7 +20,7 @@ NO_EVALUATION = {"eval_on_start": False, "eval_steps": 0}
 @pytest.fixture
 def spoiled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """`spoiled(calls, how)` spoils these calls of the model (counted from 1), in place of those spoiled before."""
-    from finetune.models.transducer import TransducerLossModule
+    from finetune.models.loss_module import TransducerLossModule
 
     whole = TransducerLossModule.forward
 
@@ -87,12 +87,12 @@ def test_the_diagnosis_names_bad_audio(run_train, tiny_run, clips, spoiled, capf
     def observe(trainer: Any) -> None:
         train_on = trainer.train_on
 
-        def broken(step_input: Any) -> None:
+        def broken(batches: Any) -> Any:
             if trainer.progress.step >= 2:
-                batch = step_input.group[0]
+                batch = batches.batches[0]
                 batch.audio_BS = as_float(batch.audio_BS).clone()
                 batch.audio_BS[1, 1000] = math.nan
-            train_on(step_input)
+            return train_on(batches)
 
         trainer.train_on = broken
 
@@ -159,7 +159,8 @@ def test_weights_that_exploded_are_not_saved(run_train, tiny_run, tmp_path, capf
 
 
 def test_a_base_model_that_is_not_finite_is_refused(run_train, tiny_run, tiny_model, tmp_path, capfd):
-    from finetune.models.nemo import load_model, save_nemo
+    from finetune.models.loading import load_model
+    from finetune.models.nemo_archive import save_nemo
 
     model = load_model(str(tiny_model))
     with torch.no_grad():
@@ -199,11 +200,12 @@ def scales(trainer: Any, found: list[Any]) -> None:
     """Notes scale and growth behind each step, and what a skipped step must leave alone."""
     train_on = trainer.train_on
 
-    def noted(step_input: Any) -> None:
+    def noted(batches: Any) -> Any:
         before = digest(trainer)
-        train_on(step_input)
+        result = train_on(batches)
         scaler = trainer.accelerator.scaler
         found.append((scaler.get_scale(), scaler._get_growth_tracker(), digest(trainer) == before))
+        return result
 
     trainer.train_on = noted
 

@@ -332,7 +332,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[list[OpenSource], StreamOpti
     )
     if arguments.model is None:
         return sources, options, len_of_characters, limits, bad_limit
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
     from finetune.training.data import fits_of
     from finetune.training.vocabulary_change import tokenizer_of_run
 

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from finetune.config.compatibility import find_conflicts
 from finetune.config.tokenizer_setting import tokenizer_setting
 from finetune.errors import UserError
-from finetune.models.huggingface import is_hugging_face
+from finetune.models.huggingface.reading import is_hugging_face
 from finetune.security.secrets import clean_urls
 from finetune.strategies.accelerate_config import engine_with, number_of_processes
 from finetune.tools.doctor.findings import Line, Wanted, fault, ok, reason_of, warning

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from finetune.models.huggingface import is_hugging_face
+from finetune.models.huggingface.reading import is_hugging_face
 from finetune.tools.doctor.findings import Line, Wanted, fault, ok, reason_of, warning
 
 OPEN_FILES = 4096

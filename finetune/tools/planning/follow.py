@@ -21,8 +21,8 @@ from torch.utils.flop_counter import flop_registry
 
 from finetune.losses import band, dropout, joint, lattice, tdt
 from finetune.losses.joint import GPU_BLOCK_BYTES
+from finetune.models.loss_module import TransducerLossModule
 from finetune.models.nemo import cast_parameters, prepare_for_training
-from finetune.models.transducer import TransducerLossModule
 from finetune.strategies.encoder import apply_encoder_options
 from finetune.tools.planning.accounting import TensorAccount
 from finetune.tools.planning.layout import Layout, Skeleton

@@ -14,13 +14,13 @@ import torch
 from omegaconf import OmegaConf, open_dict
 
 from finetune.errors import UserError
-from finetune.models.huggingface import cached_file, is_hugging_face, nemo_config
+from finetune.models.adapters import is_adapter, read_adapter
+from finetune.models.huggingface.reading import cached_file, is_hugging_face, nemo_config
 from finetune.models.nemo import import_nemo
-from finetune.models.nemo_files import NOT_BUILT, check_model_config, read_config
-from finetune.models.sentencepiece_files import parse
+from finetune.models.nemo_archive import NOT_BUILT, check_model_config, read_config
+from finetune.models.sentencepiece_model import parse
 from finetune.paths import ROOT
 from finetune.security.documents import read_settings, resolved
-from finetune.strategies.lora_adapters import is_adapter, read_adapter
 
 # Hub names whose layout is shipped, with the number of their tokens.
 KNOWN = {

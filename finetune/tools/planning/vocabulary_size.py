@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from finetune.config.tokenizer_setting import tokenizer_setting
-from finetune.models.sentencepiece_files import is_tokenizer, read_tokenizer
+from finetune.models.loading import is_tokenizer, read_tokenizer
 from finetune.tools.planning.layout import Layout, read_layout
 
 

@@ -17,9 +17,10 @@ from finetune.data.survey import length_of, spread_rows
 from finetune.data.utterances import text_encoder
 from finetune.distributed import broadcast
 from finetune.errors import UserError
-from finetune.models.nemo import load_model, save_nemo
+from finetune.models.adapters import merged_state_dict
+from finetune.models.loading import load_model
+from finetune.models.nemo_archive import save_nemo
 from finetune.strategies.accelerate_config import engine_with
-from finetune.strategies.lora import merged_state_dict
 from finetune.strategies.optimizers import state_tensors, stored_tensors, unwrap_optimizer
 from finetune.tools.preflight import trial
 from finetune.training import checkpoints

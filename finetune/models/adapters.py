@@ -1,6 +1,8 @@
-"""LoRA adapters as files in PEFT's format: what a run trained, without the weights of the base model.
+"""LoRA adapters: merged into their base weights, and as files in PEFT's format.
 
-A directory holds adapter_config.json and adapter_model.safetensors as PEFT's `save_pretrained` of the whole NeMo model would write them
+A checkpoint keeps base weights and adapters apart, so that a run continues exactly. A .nemo file holds their sum under the
+original names, so that plain NeMo reads it. An adapter's directory holds what a run trained, without the weights of the base
+model: adapter_config.json and adapter_model.safetensors as PEFT's `save_pretrained` of the whole NeMo model would write them
 (prediction network and joint are its `modules_to_save`), and base_model.json with name and hash of the base model.
 """
 
@@ -8,10 +10,11 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,13 +22,76 @@ from safetensors.torch import load_file, save_file
 
 from finetune.errors import UserError
 from finetune.security.documents import first_line, parse_json, read_text
-from finetune.strategies.lora import LORA_KEY
+
+if TYPE_CHECKING:
+    pass
 
 log = logging.getLogger(__name__)
 
+LORA_KEY = re.compile(r"^(.*)\.lora_([AB])\.\w+\.weight$")
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
 PREFIX = "base_model.model."
 TRAINED_WHOLE = ("decoder.", "joint.")
+
+
+def merge_saved_lora(state: dict[str, torch.Tensor], scaling: float) -> dict[str, torch.Tensor]:
+    """The state dict with the adapters added to their base weights, under the names of a model without adapters.
+
+    Args:
+        state: state dict of a model or checkpoint, with any prefix; not changed. Without adapters in it, it is returned as it is.
+        scaling: alpha / rank.
+
+    Returns:
+        A new dict; tensors without an adapter are those of `state`. Sums are made in float32 and kept in the base weight's type.
+    """
+    adapters: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in state.items():
+        if found := LORA_KEY.match(key):
+            adapters.setdefault(found[1], {})[found[2]] = tensor
+    merged = type(state)()
+    for key, tensor in state.items():
+        if LORA_KEY.match(key):
+            continue
+        linear, _, name = key.rpartition(".base_layer.")
+        if linear in adapters and name == "weight":
+            update = scaling * (adapters[linear]["B"].float() @ adapters[linear]["A"].float())
+            tensor = (tensor.float() + update.to(tensor.device)).to(tensor.dtype)
+        merged[f"{linear}.{name}" if linear else key] = tensor
+    return merged
+
+
+def merged_state_dict(model: Any) -> dict[str, torch.Tensor]:
+    """The weights as a model without adapters has them; the model's own are not changed.
+
+    Args:
+        model: NeMo transducer, with adapters from `add_lora` or without.
+    """
+    state = model.state_dict()
+    return merge_saved_lora(state, model.lora_scaling) if hasattr(model, "lora_scaling") else state
+
+
+def load_merged_state_dict(model: Any, weights: dict[str, torch.Tensor]) -> None:
+    """Puts weights without adapters into the model, in place: into the base layers, with adapters that then add nothing.
+
+    Args:
+        model: NeMo transducer, with adapters from `add_lora` or without.
+        weights: what `merged_state_dict` returned.
+    """
+    full = {}
+    names = ((key.replace(".base_layer.", "."), tensor) for key, tensor in model.state_dict().items())
+    present = {tensor.data_ptr(): name for name, tensor in names if name in weights}
+    for key, tensor in model.state_dict().items():
+        found = LORA_KEY.match(key)
+        if found:
+            full[key] = torch.zeros_like(tensor) if found[2] == "B" else tensor
+        else:
+            name = key.replace(".base_layer.", ".")
+            # A file keeps a tensor that modules share under one of its names only.
+            full[key] = weights[name] if name in weights else weights[present[tensor.data_ptr()]]
+    unexpected = sorted(set(weights) - {key.replace(".base_layer.", ".") for key in full})
+    if unexpected:
+        raise KeyError(f"weights without a place in the model: {', '.join(unexpected[:8])}")
+    model.load_state_dict(full)
 
 
 @dataclass(frozen=True)

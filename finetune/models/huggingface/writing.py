@@ -3,81 +3,39 @@
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from omegaconf import OmegaConf
 
 from finetune.errors import UserError
-from finetune.models.huggingface_layout import (
+from finetune.models.huggingface.layout import (
+    NOT_KEPT,
+    SENTENCEPIECE,
+    TRAINING_SETTINGS,
     durations_of,
+    encoder_settings,
     feature_settings,
     generation_settings,
     head_of,
+    misfits,
     model_settings,
     reasons_against,
     to_hugging_face,
 )
-from finetune.models.huggingface_tokenizer import (
+from finetune.models.huggingface.tokenizer import (
     decoding_differs,
     differing_as_written,
     encoding_differs,
     processor_tokenizer,
-    read_sentencepiece,
 )
-from finetune.models.nemo_files import NOT_BUILT, config_in, weights_in
-from finetune.security.archives import content_of, named, reading
+from finetune.models.nemo_archive import NemoFile
+from finetune.models.sentencepiece_model import parse
 
 log = logging.getLogger(__name__)
 
-TRAINING_SETTINGS = "nemo_config.yaml"
-SENTENCEPIECE = "tokenizer.model"
 DTYPES = ("float32", "bfloat16", "float16")
-# Not kept: what the tokenizer's file says too, paths, and what belongs to a training run.
-NOT_KEPT = ("labels", "tokenizer", "train_ds", "validation_ds", "test_ds", "optim", "target")
-
-
-@dataclass
-class NemoFile:
-    """What a .nemo file holds."""
-
-    path: Path
-    config: dict[str, Any]
-    """The model's configuration, resolved."""
-    weights: dict[str, torch.Tensor]
-    sentencepiece: bytes | None
-    """The tokenizer's file; None where it has not exactly one."""
-
-    @property
-    def tokens(self) -> int:
-        """Pieces of the tokenizer, without the blank."""
-        if self.sentencepiece is not None:
-            return len(read_sentencepiece(self.sentencepiece).pieces)
-        return len((self.config.get("joint") or {}).get("vocabulary") or [])
-
-
-def read_nemo(path: Path) -> NemoFile:
-    """Reads a .nemo file: the YAML, the weights (as tensors only, no code is run), the SentencePiece file.
-
-    Raises:
-        UserError: it is none.
-    """
-    with reading(path, "--model") as (archive, members):
-        plain = config_in(archive, members, f"--model: {path}")
-        for section in NOT_BUILT:
-            plain.pop(section, None)
-        tokenizer = plain.get("tokenizer") or {}
-        file = str(tokenizer.get("model_path") or "").removeprefix("nemo:")
-        sentencepiece = None
-        if tokenizer.get("type") == "bpe" and "custom_tokenizer" not in tokenizer and file:
-            member = named(members, Path(file).name)
-            if member is None:
-                raise UserError(f"--model: {path} holds no {file}; it is no NeMo model.")
-            sentencepiece = content_of(archive, member)
-        weights = weights_in(archive, members, f"--model: {path}")
-    return NemoFile(path, plain, weights, sentencepiece)
 
 
 def check_expressible(nemo: NemoFile) -> None:
@@ -92,7 +50,7 @@ def check_expressible(nemo: NemoFile) -> None:
         reasons.append(f"tokenizer.type: {kind!r}; transformers' ParakeetTokenizer is one SentencePiece model (bpe)")
     reasons += reasons_against(nemo.config, nemo.weights, nemo.tokens)
     if nemo.sentencepiece is not None:
-        proto = read_sentencepiece(nemo.sentencepiece)
+        proto = parse(nemo.sentencepiece, f"--model: the tokenizer of {nemo.path}")
         try:
             tokenizer = processor_tokenizer(proto).backend_tokenizer
             reasons += [r for r in (encoding_differs(proto, tokenizer), decoding_differs(proto, tokenizer)) if r]
@@ -110,7 +68,7 @@ def check_texts(nemo: NemoFile, texts: list[str]) -> None:
         UserError: with the text.
     """
     assert nemo.sentencepiece is not None
-    proto = read_sentencepiece(nemo.sentencepiece)
+    proto = parse(nemo.sentencepiece, f"--model: the tokenizer of {nemo.path}")
     tokenizer = processor_tokenizer(proto).backend_tokenizer
     _refuse(nemo, [r for r in [encoding_differs(proto, tokenizer, texts)] if r])
     if differing := differing_as_written(proto, tokenizer, texts):
@@ -153,10 +111,12 @@ def write_hugging_face(nemo: NemoFile, directory: Path, dtype: str = "float32") 
     )
 
     assert nemo.sentencepiece is not None
-    proto = read_sentencepiece(nemo.sentencepiece)
+    proto = parse(nemo.sentencepiece, f"--model: the tokenizer of {nemo.path}")
     tokenizer = processor_tokenizer(proto)
-    settings = model_settings(nemo.config, nemo.tokens, tokenizer.pad_token_id)
-    config = ParakeetTDTConfig(**settings, dtype=dtype, architectures=["ParakeetForTDT"])
+    pad_id = cast(int, tokenizer.pad_token_id)
+    config = ParakeetTDTConfig(
+        **model_settings(nemo.config, nemo.tokens, pad_id), dtype=dtype, architectures=["ParakeetForTDT"]
+    )
     with torch.device("meta"):
         expected = ParakeetForTDT(config).state_dict()
     weights = renamed(nemo.weights, expected, nemo.path)
@@ -170,10 +130,10 @@ def write_hugging_face(nemo: NemoFile, directory: Path, dtype: str = "float32") 
     config.save_pretrained(directory)
     os.chmod(file, (directory / "config.json").stat().st_mode)  # safetensors writes for the owner alone
     durations = len(durations_of(nemo.config))
-    GenerationConfig(**generation_settings(nemo.tokens, tokenizer.pad_token_id, durations)).save_pretrained(directory)
+    GenerationConfig(**generation_settings(nemo.tokens, pad_id, durations)).save_pretrained(directory)
     features = ParakeetFeatureExtractor(**feature_settings(nemo.config))
     ParakeetProcessor(features, tokenizer, decoder_type="tdt").save_pretrained(directory)
-    factor = config.encoder_config.subsampling_factor
+    factor = encoder_settings(nemo.config)["subsampling_factor"]
     if factor != 8:
         log.warning(
             "transformers' processor counts 8 frames of features to an encoder frame, this model has %d: multiply its timestamps by %g",
@@ -199,16 +159,8 @@ def renamed(
     """
     head = head_of(weights)
     found = {new: t for key, t in weights.items() if (new := to_hugging_face(key, head)) is not None}
-    problems = [f"{key} is missing" for key in expected if key not in found]
-    problems += [f"{key} has no place" for key in found if key not in expected]
-    problems += [
-        f"{key} has the shape {tuple(found[key].shape)}, not {tuple(expected[key].shape)}"
-        for key in expected
-        if key in found and found[key].shape != expected[key].shape
-    ]
-    if problems:
-        more = f" (and {len(problems) - 8} more)" if len(problems) > 8 else ""
-        raise UserError(f"--to hf: the weights of {path} do not fit ParakeetForTDT: {'; '.join(problems[:8])}{more}.")
+    if problems := misfits(found, expected):
+        raise UserError(f"--to hf: the weights of {path} do not fit ParakeetForTDT: {problems}.")
     own, memory = {}, set()
     for key, tensor in found.items():
         storage = tensor.untyped_storage()

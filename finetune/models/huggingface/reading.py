@@ -16,18 +16,24 @@ import torch
 from omegaconf import OmegaConf, open_dict
 
 from finetune.errors import UserError
-from finetune.models.huggingface_layout import (
+from finetune.models.huggingface.layout import (
     ACTIVATIONS,
+    NOT_KEPT,
     PREPROCESSOR_DEFAULTS,
     RECOMPUTED,
+    SENTENCEPIECE,
     TARGETS,
+    TRAINING_SETTINGS,
     feature_settings,
     head_of,
+    misfits,
     to_nemo,
 )
-from finetune.models.huggingface_tokenizer import UNKNOWN, read_sentencepiece, sentencepiece_of
-from finetune.models.huggingface_write import NOT_KEPT, SENTENCEPIECE, TRAINING_SETTINGS
-from finetune.models.nemo_files import NOT_BUILT, check_model_config, check_size
+from finetune.models.huggingface.tokenizer import sentencepiece_of
+from finetune.models.nemo import import_nemo
+from finetune.models.nemo_archive import NOT_BUILT, check_model_config, check_size
+from finetune.models.protocols import Transducer
+from finetune.models.sentencepiece_model import parse, write_tokenizer
 from finetune.paths import ROOT
 from finetune.security.documents import first_line, read_json_object, read_settings, resolved
 
@@ -51,7 +57,7 @@ def is_hugging_face(path: Path) -> bool:
     return path.is_dir() and (path / "config.json").is_file()
 
 
-def load_hugging_face(directory: Path) -> Any:
+def load_hugging_face(directory: Path) -> Transducer:
     """The NeMo model of a Hugging Face directory, on the CPU, in float32.
 
     Args:
@@ -60,8 +66,6 @@ def load_hugging_face(directory: Path) -> Any:
     Raises:
         UserError: it is of another kind, or NeMo's modules cannot express it.
     """
-    from finetune.models.nemo import import_nemo
-
     config = nemo_config(directory, say=True)
     weight_bytes = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     if not weight_bytes:
@@ -312,12 +316,8 @@ def _tokenizer_directory(sentencepiece: bytes) -> Path:
     directory = Path(tempfile.mkdtemp(prefix="finetune-tokenizer-"))
     maker = os.getpid()
     atexit.register(lambda: os.getpid() == maker and shutil.rmtree(directory, ignore_errors=True))
-    pieces = read_sentencepiece(sentencepiece).pieces
-    (directory / SENTENCEPIECE).write_bytes(sentencepiece)
-    rows = (f"{p.piece}\t{p.score:g}\n" for p in pieces)
-    (directory / "tokenizer.vocab").write_text("".join(rows), encoding="utf-8")
-    words = (p.piece[1:] if p.piece.startswith("▁") else f"##{p.piece}" for p in pieces if p.type != UNKNOWN)
-    (directory / "vocab.txt").write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
+    write_tokenizer(parse(sentencepiece, "model.name: the tokenizer"), directory)
+    (directory / SENTENCEPIECE).write_bytes(sentencepiece)  # byte for byte
     return directory
 
 
@@ -348,22 +348,14 @@ def read_weights(directory: Path) -> dict[str, torch.Tensor]:
     return {key: t.float() if t.is_floating_point() else t for key, t in weights.items()}
 
 
-def _take_weights(model: Any, directory: Path) -> None:
+def _take_weights(model: Transducer, directory: Path) -> None:
     """Puts a directory's weights into the NeMo model, in place; every tensor has to find its place."""
     own = model.state_dict()
     head = head_of(own)
     weights = {to_nemo(key, head): tensor for key, tensor in read_weights(directory).items()}
-    wanted = {key for key in own if not RECOMPUTED.match(key)}
-    problems = [f"{key} is missing" for key in sorted(wanted - set(weights))]
-    problems += [f"{key} has no place" for key in sorted(set(weights) - wanted)]
-    problems += [
-        f"{key} has the shape {tuple(weights[key].shape)}, not {tuple(own[key].shape)}"
-        for key in sorted(wanted & set(weights))
-        if weights[key].shape != own[key].shape
-    ]
-    if problems:
-        more = f" (and {len(problems) - 8} more)" if len(problems) > 8 else ""
-        raise UserError(f"model.name: the weights of {directory} do not fit: {'; '.join(problems[:8])}{more}.")
+    expected = {key: tensor for key, tensor in own.items() if not RECOMPUTED.match(key)}
+    if problems := misfits(weights, expected):
+        raise UserError(f"model.name: the weights of {directory} do not fit: {problems}.")
     blank_H = weights["decoder.prediction.embed.weight"][-1]
     if largest := float(blank_H.abs().max()):
         # Training with transformers changes this row; NeMo's embedding has it as padding, which stays zero.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.data.text_corpus import Text
-from finetune.models.sentencepiece_files import encode_all, processor, without_bytes
+from finetune.models.sentencepiece_model import encode_all, processor, without_bytes
 
 UNKNOWN_CHARACTERS = 50  # that a report lists
 ALL = "all"

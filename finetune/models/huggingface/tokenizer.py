@@ -4,14 +4,30 @@ import base64
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.errors import UserError
+from finetune.models.sentencepiece_model import (
+    BPE,
+    BYTE,
+    CONTROL,
+    FILE,
+    NORMAL,
+    SPACE,
+    UNIGRAM,
+    UNKNOWN,
+    USER_DEFINED,
+    ModelProto,
+    SentencePieceModel,
+    parse,
+    processor,
+)
 
-SPACE = "▁"
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import ParakeetTokenizer
+
 BLANK = "<blank>"
-UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # ModelProto.SentencePiece.Type
 ALL_OF_THEM = 1_000_000  # leading spaces
 BYTES = [f"<0x{i:02X}>" for i in range(256)]
 SENTENCES = (
@@ -24,23 +40,11 @@ SENTENCES = (
 )
 
 
-def read_sentencepiece(content: bytes) -> Any:
-    """A SentencePiece model file's ModelProto."""
-    from sentencepiece import sentencepiece_model_pb2
+def fast_tokenizer(proto: SentencePieceModel) -> "Tokenizer":
+    """Return a tokenizer that encodes and decodes as the SentencePiece model does; ids are the pieces' own.
 
-    proto = sentencepiece_model_pb2.ModelProto()
-    proto.ParseFromString(content)
-    return proto
-
-
-def fast_tokenizer(proto: Any) -> Any:
-    """A `tokenizers.Tokenizer` that encodes and decodes as the SentencePiece model does; ids are the pieces' own.
-
-    Text of byte pieces is put together from its bytes, and white space at its beginning is left out as SentencePiece does, which
-    transformers' own conversion does not do.
-
-    Args:
-        proto: ModelProto, BPE or unigram.
+    Unlike transformers' own conversion it assembles the text of byte pieces from their bytes, and strips white space at the
+    beginning as SentencePiece does.
 
     Raises:
         UserError: a SentencePiece model of another kind.
@@ -83,8 +87,8 @@ def fast_tokenizer(proto: Any) -> Any:
     return tokenizer
 
 
-def processor_tokenizer(proto: Any) -> Any:
-    """transformers' ParakeetTokenizer with the blank as the id after the last piece.
+def processor_tokenizer(proto: SentencePieceModel) -> "ParakeetTokenizer":
+    """Return transformers' ParakeetTokenizer with the blank as the id after the last piece.
 
     Raises:
         UserError: the SentencePiece model has a piece of the blank's name.
@@ -106,76 +110,69 @@ def processor_tokenizer(proto: Any) -> Any:
     return tokenizer
 
 
-def _processor(proto: Any) -> Any:
-    import sentencepiece
-
-    return sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
-
-
-def sample_texts(proto: Any, count: int = 500) -> list[str]:
-    """Texts that try a tokenizer: sentences, and random words made of its own pieces, the same ones every time."""
+def sample_texts(proto: SentencePieceModel, count: int = 500) -> list[str]:
+    """Return texts to test a tokenizer with: sentences, and random words of its own pieces, always the same."""
     pieces = [p.piece for p in proto.pieces if p.type == NORMAL]
     pieces = [p for p in pieces if p.strip(SPACE)]
     draw = random.Random(0)
-    texts = list(SENTENCES)
+    texts: list[str] = [*SENTENCES]
     for _ in range(count):
         text = "".join(draw.choice(pieces) for _ in range(draw.randint(1, 16)))
         texts.append(" ".join(text.replace(SPACE, " ").split()))
     return texts
 
 
-def encoding_differs(proto: Any, tokenizer: Any, texts: list[str] | None = None) -> str:
-    """How the fast tokenizer encodes a text otherwise than the SentencePiece model; empty where it does not.
+def encoding_differs(proto: SentencePieceModel, tokenizer: "Tokenizer", texts: list[str] | None = None) -> str:
+    """Return the first text that the fast tokenizer and SentencePiece encode differently, as a sentence; empty if none.
 
-    Texts are compared as SentencePiece's normaliser leaves them, because that of `tokenizers` takes a letter and its combining marks
-    as one, and so cannot put every such row together as SentencePiece does (`differing_as_written` counts what that changes). Ordinary
-    sentences are also compared as they are written, so that a normaliser which is not there is found.
+    Texts are compared as SentencePiece's normaliser leaves them: `tokenizers` takes a letter and its combining marks as one,
+    and cannot compose every such sequence as SentencePiece does (`differing_as_written` counts what that changes). Ordinary
+    sentences are also compared as they are written, so that a missing normaliser is found.
 
     Args:
-        proto: ModelProto.
-        tokenizer: `tokenizers.Tokenizer`.
         texts: default `sample_texts`.
     """
-    processor = _processor(proto)
+    reference = processor(proto)
     written = list(SENTENCES) if texts is None else []
     normal = [
-        processor.normalize(text).replace(SPACE, " ").strip()
+        reference.normalize(text).replace(SPACE, " ").strip()
         for text in (sample_texts(proto) if texts is None else texts)
     ]
     for text in written + normal:
-        theirs, ours = processor.encode(text), tokenizer.encode(text, add_special_tokens=False).ids
+        theirs, ours = reference.encode(text), tokenizer.encode(text, add_special_tokens=False).ids
         if theirs != ours:
             return f"tokenizer: {text!r} is encoded as {theirs} by SentencePiece and as {ours} by the fast tokenizer"
     return ""
 
 
-def differing_as_written(proto: Any, tokenizer: Any, texts: list[str]) -> list[str]:
-    """The texts that the fast tokenizer encodes otherwise than the SentencePiece model if neither has normalised them before."""
-    processor = _processor(proto)
-    return [t for t in texts if processor.encode(t) != tokenizer.encode(t, add_special_tokens=False).ids]
+def differing_as_written(proto: SentencePieceModel, tokenizer: "Tokenizer", texts: list[str]) -> list[str]:
+    """Return the texts that the fast tokenizer and SentencePiece encode differently without normalising them first."""
+    reference = processor(proto)
+    return [t for t in texts if reference.encode(t) != tokenizer.encode(t, add_special_tokens=False).ids]
 
 
-def decoding_differs(proto: Any, tokenizer: Any, count: int = 2000) -> str:
-    """How the fast tokenizer decodes ids otherwise than the SentencePiece model; empty where it does not.
+def decoding_differs(proto: SentencePieceModel, tokenizer: "Tokenizer", count: int = 2000) -> str:
+    """Return the first ids that the fast tokenizer and SentencePiece decode differently, as a sentence; empty if none.
 
-    Tried are many random rows of ids, and the encodings of `sample_texts`, which have byte pieces where there are any. Left out are the
-    unknown piece (SentencePiece prints it as a mark, transformers leaves it out), the padding, and rows of bytes that are no UTF-8.
+    Compared are `count` random rows of ids, and the encodings of `sample_texts`, which have byte pieces where there are any.
+    Left out are the unknown piece (SentencePiece prints a mark for it, transformers nothing), the padding, and rows of bytes
+    that are no UTF-8.
     """
-    processor = _processor(proto)
+    reference = processor(proto)
     ids = [i for i, p in enumerate(proto.pieces) if p.type in (NORMAL, USER_DEFINED) and p.piece != "<pad>"]
     draw = random.Random(1)
     rows = [[draw.choice(ids) for _ in range(draw.randint(1, 12))] for _ in range(count)]
     unknown = {i for i, p in enumerate(proto.pieces) if p.type == UNKNOWN}
-    rows += [row for text in sample_texts(proto) if not unknown & set(row := processor.encode(text))]
+    rows += [row for text in sample_texts(proto) if not unknown & set(row := reference.encode(text))]
     for row in rows:
-        theirs, ours = processor.decode(row), tokenizer.decode(row, skip_special_tokens=True)
+        theirs, ours = reference.decode(row), tokenizer.decode(row, skip_special_tokens=True)
         if theirs != ours:
             return f"tokenizer: SentencePiece decodes {theirs!r} where the fast tokenizer decodes {ours!r}"
     return ""
 
 
 def sentencepiece_of(directory: Path, tokens: int) -> tuple[bytes, str]:
-    """The SentencePiece model of a Hugging Face directory: the kept file, or one made from tokenizer.json.
+    """Return the SentencePiece model of a Hugging Face directory: the kept file, or one made from tokenizer.json.
 
     Args:
         directory: with tokenizer.json, and tokenizer.model where it was kept.
@@ -200,32 +197,31 @@ def sentencepiece_of(directory: Path, tokens: int) -> tuple[bytes, str]:
         raise
     except Exception as error:  # tokenizers raises no narrower class
         raise UserError(
-            f"model.name: {file} cannot be read as a tokenizer: {type(error).__name__}: {error}. Copy or download it again."
+            f"model.name: {file} cannot be read as a tokenizer: {type(error).__name__}: {error}. Copy or download it "
+            "again."
         ) from error
-    kept = directory / "tokenizer.model"
+    kept = directory / FILE
     if kept.is_file():
         try:
-            proto = read_sentencepiece(kept.read_bytes())
-        except Exception as error:  # DecodeError; its class differs between protobuf's implementations
+            proto = parse(kept.read_bytes(), f"model.name: {kept}")
+        except UserError as error:
             raise UserError(
-                f"model.name: {kept} is no SentencePiece model: {error}. Put the right file there, or remove it: tokenizer.json is then "
-                "taken alone."
+                f"{error} Put the right file there, or remove it: tokenizer.json is then taken alone."
             ) from error
         if [p.piece for p in proto.pieces] == names and not encoding_differs(proto, fast):
             return kept.read_bytes(), "tokenizer.model"
     proto = _proto_of(content, names, file)
     if reason := encoding_differs(proto, fast):
         raise UserError(
-            f"model.name: {file} cannot be turned into SentencePiece: {reason}. Put the tokenizer.model that the model was trained with "
-            "beside it."
+            f"model.name: {file} cannot be turned into SentencePiece: {reason}. Put the tokenizer.model that the model was "
+            "trained with beside it."
         )
-    return proto.SerializeToString(), "tokenizer.json, " + (
-        "other than" if kept.is_file() else "without"
-    ) + " tokenizer.model"
+    source = f"tokenizer.json, {'other than' if kept.is_file() else 'without'} tokenizer.model"
+    return proto.SerializeToString(), source
 
 
 def _names(content: dict[str, Any], tokens: int, file: Path) -> list[str]:
-    """The pieces by id."""
+    """Return the pieces by id."""
     vocabulary = content["model"]["vocab"]
     by_id = (
         dict(enumerate(piece for piece, _ in vocabulary))
@@ -236,15 +232,16 @@ def _names(content: dict[str, Any], tokens: int, file: Path) -> list[str]:
     missing = [i for i in range(tokens) if i not in by_id]
     if missing:
         raise UserError(
-            f"model.name: {file} has no piece with id {missing[0]}, but the model has {tokens} of them before its blank."
+            f"model.name: {file} has no piece with id {missing[0]}, but the model has {tokens} of them before its "
+            "blank."
         )
     return [by_id[i] for i in range(tokens)]
 
 
-def _proto_of(content: dict[str, Any], names: list[str], file: Path) -> Any:
-    """A ModelProto from a tokenizer.json: pieces by id, scores by the rank of their merges, types, and the normaliser."""
+def _proto_of(content: dict[str, Any], names: list[str], file: Path) -> SentencePieceModel:
+    """Make a ModelProto from a tokenizer.json: pieces by id, scores by the rank of their merges, the normaliser."""
     model = content["model"]
-    proto = read_sentencepiece(b"")
+    proto = ModelProto()
     if model["type"] == "Unigram":
         proto.trainer_spec.model_type = UNIGRAM
         scores = dict(map(tuple, model["vocab"]))
@@ -260,23 +257,21 @@ def _proto_of(content: dict[str, Any], names: list[str], file: Path) -> Any:
         raise UserError(f"model.name: {file} has a {model['type']} model; BPE and Unigram are SentencePiece's.")
     if unknown not in names:
         raise UserError(
-            f"model.name: {file} has no piece {unknown!r} for what it cannot write, which SentencePiece needs. Put the tokenizer.model that "
-            "the model was trained with beside it."
+            f"model.name: {file} has no piece {unknown!r} for what it cannot write, which SentencePiece needs. Put the "
+            "tokenizer.model that the model was trained with beside it."
         )
     added = {token["content"]: token["special"] for token in content.get("added_tokens") or []}
     has_bytes = set(BYTES) <= set(names)
     lowest = -float(len(scores))
     for i, name in enumerate(names):
-        piece = proto.pieces.add()
-        piece.piece, piece.score = name, scores.get(name, lowest - i)
+        kind, score = NORMAL, scores.get(name, lowest - i)
         if name == unknown:
-            piece.type, piece.score = UNKNOWN, 0.0
+            kind, score = UNKNOWN, 0.0
         elif name in added:
-            piece.type, piece.score = CONTROL if added[name] else USER_DEFINED, 0.0
+            kind, score = CONTROL if added[name] else USER_DEFINED, 0.0
         elif has_bytes and name in BYTES:
-            piece.type, piece.score = BYTE, 0.0
-        else:
-            piece.type = NORMAL
+            kind, score = BYTE, 0.0
+        proto.pieces.add(piece=name, score=score, type=kind)
     trainer = proto.trainer_spec
     trainer.vocab_size, trainer.byte_fallback = len(names), has_bytes
     trainer.unk_piece, trainer.unk_id = unknown, names.index(unknown)
@@ -286,7 +281,7 @@ def _proto_of(content: dict[str, Any], names: list[str], file: Path) -> Any:
 
 
 def _set_rules(rules: Any, content: dict[str, Any]) -> None:
-    """SentencePiece's normaliser from those of a tokenizer.json."""
+    """Set SentencePiece's normaliser from those of a tokenizer.json."""
     normalizer = content.get("normalizer") or {}
     steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
     rules.name = "identity"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.errors import UserError
-from finetune.models.sentencepiece_files import (
+from finetune.models.sentencepiece_model import (
     NORMAL,
     SPACE,
     USER_DEFINED,

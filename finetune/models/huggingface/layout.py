@@ -10,6 +10,11 @@ from typing import Any
 
 import torch
 
+SENTENCEPIECE = "tokenizer.model"
+TRAINING_SETTINGS = "nemo_config.yaml"
+# Not kept in it: what the tokenizer's file says too, paths, and what belongs to a training run.
+NOT_KEPT = ("labels", "tokenizer", "train_ds", "validation_ds", "test_ds", "optim", "target")
+
 # In NeMo's name -> in transformers'. `{head}` is the place of the joint's last layer, behind a dropout layer or not.
 RENAMED = (
     ("encoder.pre_encode.conv.", "encoder.subsampling.layers."),
@@ -109,6 +114,19 @@ def to_nemo(key: str, head: int) -> str:
         if hugging_face in key:
             return key.replace(hugging_face, nemo.format(head=head), 1)
     return key
+
+
+def misfits(weights: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> str:
+    """Return which names and shapes differ from those expected, the first eight; empty where all fit."""
+    problems = [f"{key} is missing" for key in expected if key not in weights]
+    problems += [f"{key} has no place" for key in weights if key not in expected]
+    problems += [
+        f"{key} has the shape {tuple(weights[key].shape)}, not {tuple(tensor.shape)}"
+        for key, tensor in expected.items()
+        if key in weights and weights[key].shape != tensor.shape
+    ]
+    more = f" (and {len(problems) - 8} more)" if len(problems) > 8 else ""
+    return "; ".join(problems[:8]) + more
 
 
 def _windows(p: Mapping[str, Any]) -> tuple[int, int]:

@@ -1,11 +1,13 @@
-"""From audio and tokens to one transducer loss a clip, around NeMo's own modules.
+"""The module that is trained: from audio and tokens to one transducer loss per utterance, around NeMo's own modules.
 
 B batch, S samples, T encoder frames, U target tokens, H joint width.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Self
 
 import torch
 from torch import nn
@@ -14,29 +16,30 @@ from finetune.data.decode import as_float
 from finetune.losses import fused_tdt_loss
 from finetune.losses.dropin import ACTIVATION_OF, in_forward_of
 from finetune.models.nemo import set_train_mode, tdt_durations
+from finetune.models.protocols import Transducer
 
 
 class TransducerLossModule(nn.Module):
-    """The module that is handed to Accelerate: `forward` returns the losses, so that DDP, ZeRO and FSDP see every parameter.
+    """The module that Accelerate prepares: `forward` returns the losses, so that DDP, ZeRO and FSDP see every parameter.
 
     Args:
         nemo_model: a NeMo EncDecRNNTBPEModel.
         sigma, omega: settings of the TDT loss; None takes the model's own.
-        encoder_context: makes a context manager for the encoder's forward (activation offload).
+        encoder_context: makes a context manager around the encoder's forward (activation offload).
         joint_memory_budget: MiB for a block of joint outputs; None chooses by device.
         length_bucket: seconds; features are padded to a multiple of it. 0: no padding.
     """
 
     def __init__(
         self,
-        nemo_model: Any,
+        nemo_model: Transducer,
         *,
         sigma: float | None = None,
         omega: float | None = None,
         fastemit_lambda: float = 0.0,
         occupancy_threshold: float = 0.0,
         joint_memory_budget: int | None = None,
-        encoder_context: Callable[[], Any] = contextlib.nullcontext,
+        encoder_context: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
         length_bucket: float = 0.0,
     ):
         super().__init__()
@@ -45,17 +48,21 @@ class TransducerLossModule(nn.Module):
         self.bucket_frames = round(length_bucket / nemo_model.cfg.preprocessor.window_stride)
         kwargs = (nemo_model.cfg.get("loss") or {}).get("tdt_kwargs") or {}
         self.durations = tdt_durations(nemo_model)
-        self.sigma = float(sigma if sigma is not None else kwargs.get("sigma", 0.0)) if self.durations else 0.0
+        sigma = float(sigma if sigma is not None else kwargs.get("sigma", 0.0)) if self.durations else 0.0
         self.omega = float(omega if omega is not None else kwargs.get("omega", 0.0)) if self.durations else 0.0
-        self.loss_options = {
-            "fastemit_lambda": fastemit_lambda,
-            "occupancy_threshold": occupancy_threshold,
-            "joint_memory_budget": None if joint_memory_budget is None else joint_memory_budget * 2**20,
-        }
-        layers = list(nemo_model.joint.joint_net)
-        self.activation = ACTIVATION_OF[type(layers[0])]
+        self.loss: Callable[..., torch.Tensor] = functools.partial(
+            fused_tdt_loss,
+            durations=self.durations,
+            activation=ACTIVATION_OF[type(nemo_model.joint.joint_net[0])],
+            sigma=sigma,
+            omega=self.omega,
+            fastemit_lambda=fastemit_lambda,
+            occupancy_threshold=occupancy_threshold,
+            joint_memory_budget=None if joint_memory_budget is None else joint_memory_budget * 2**20,
+            reduction="none",
+        )
 
-    def train(self, mode: bool = True) -> "TransducerLossModule":
+    def train(self, mode: bool = True) -> Self:
         super().train(mode)
         if mode:
             set_train_mode(self.nemo)
@@ -69,7 +76,7 @@ class TransducerLossModule(nn.Module):
         token_lengths_B: torch.Tensor,
         rnnt_draw: bool = False,
     ) -> torch.Tensor:
-        """One loss a clip, (B,) fp32, in nats; inf where no alignment exists.
+        """Return one loss per utterance, (B,) fp32, in nats; inf where no alignment exists.
 
         Args:
             audio_BS: (B, S) waveforms at the model's sample rate, zero-padded; float32, or int16 in 1/32768.
@@ -95,7 +102,7 @@ class TransducerLossModule(nn.Module):
         dropout = next((m.p for m in nemo.joint.joint_net if isinstance(m, nn.Dropout)), 0.0)
 
         def loss(enc_BTH: torch.Tensor, pred_BUH: torch.Tensor) -> torch.Tensor:
-            return fused_tdt_loss(
+            return self.loss(
                 enc_BTH,
                 pred_BUH,
                 head.weight,
@@ -103,14 +110,8 @@ class TransducerLossModule(nn.Module):
                 tokens_BU,
                 enc_lengths_B,
                 token_lengths_B,
-                durations=self.durations,
-                activation=self.activation,
                 dropout=dropout if self.training else 0.0,
-                sigma=self.sigma,
-                omega=self.omega,
                 rnnt_draw=rnnt_draw,
-                reduction="none",
-                **self.loss_options,
             )
 
         return in_forward_of(head, loss, enc_BTH, pred_BUH)

@@ -1,16 +1,26 @@
-"""What a NeMo model file may hold: its archive, its configuration and its weights are checked before NeMo sees any of them."""
+"""Reading and writing .nemo archives.
+
+They may come from anywhere, so archive, configuration and weights are checked before NeMo sees any of them.
+"""
 
 import contextlib
 import functools
 import re
 import tarfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf, open_dict
 
+from finetune.durable_files import put_in_place
 from finetune.errors import UserError
+from finetune.models.adapters import load_merged_state_dict, merged_state_dict
+from finetune.models.nemo import import_nemo
+from finetune.models.protocols import Transducer
+from finetune.models.sentencepiece_model import parse
 from finetune.security.archives import check_archive, content_of, named, reading, unpack
 from finetune.security.documents import leaves, parse_settings, resolved
 from finetune.security.pickles import load_tensors
@@ -20,7 +30,7 @@ ASR, COMMON = "nemo.collections.asr", "nemo.collections.common"
 
 
 def _classes(package: str, module: str, *names: str) -> frozenset[str]:
-    """Classes under the package's name and under that of the module in it: NeMo writes both."""
+    """Return the classes under the package's name and under that of the module in it: NeMo writes both."""
     return frozenset(f"{place}.{name}" for place in (package, f"{package}.{module}") for name in names)
 
 
@@ -267,19 +277,84 @@ def _connector() -> type:
     return CheckedConnector
 
 
-def restore(path: Path) -> Any:
-    """A model from a .nemo file, on the CPU, as NeMo builds it.
+def restore(path: Path) -> Transducer:
+    """Restore a model from a .nemo file on the CPU, as NeMo builds it.
 
     Raises:
         UserError: the file is refused; whatever NeMo raises where it cannot build it.
     """
-    from omegaconf import OmegaConf
-
-    from finetune.models.nemo import import_nemo
-
     config = read_config(path)
     models = import_nemo()
     connector = _connector()()
     return models.ASRModel.restore_from(
         str(path), override_config_path=OmegaConf.create(config), map_location="cpu", save_restore_connector=connector
     )
+
+
+@dataclass
+class NemoFile:
+    """What a .nemo file holds, read without NeMo."""
+
+    path: Path
+    config: dict[str, Any]
+    """The model's configuration, resolved."""
+    weights: dict[str, torch.Tensor]
+    sentencepiece: bytes | None
+    """The tokenizer's file; None where it has not exactly one."""
+
+    @property
+    def tokens(self) -> int:
+        """Pieces of the tokenizer, without the blank."""
+        if self.sentencepiece is not None:
+            return len(parse(self.sentencepiece, f"the tokenizer of {self.path}").pieces)
+        return len((self.config.get("joint") or {}).get("vocabulary") or [])
+
+
+def read_nemo(path: Path) -> NemoFile:
+    """Read a .nemo file without NeMo: the YAML, the weights (as tensors only), the SentencePiece file.
+
+    Raises:
+        UserError: it is none.
+    """
+    with reading(path, "--model") as (archive, members):
+        config = config_in(archive, members, f"--model: {path}")
+        for section in NOT_BUILT:
+            config.pop(section, None)
+        tokenizer = config.get("tokenizer") or {}
+        file = str(tokenizer.get("model_path") or "").removeprefix("nemo:")
+        sentencepiece = None
+        if tokenizer.get("type") == "bpe" and "custom_tokenizer" not in tokenizer and file:
+            member = named(members, Path(file).name)
+            if member is None:
+                raise UserError(f"--model: {path} holds no {file}; it is no NeMo model.")
+            sentencepiece = content_of(archive, member)
+        weights = weights_in(archive, members, f"--model: {path}")
+    return NemoFile(path, config, weights, sentencepiece)
+
+
+def save_nemo(model: Transducer, path: Path) -> None:
+    """Write a .nemo that plain NeMo restores, LoRA adapters merged; it is whole or absent."""
+    put_in_place(write_nemo(model, path), path)
+
+
+def write_nemo(model: Transducer, path: Path) -> Path:
+    """Write the .nemo for `path` under another name beside it, and return that name."""
+    if "validation_ds" not in model.cfg:
+        with open_dict(model.cfg):  # NeMo's own transcribe() reads this key
+            model.cfg.validation_ds = {"use_start_end_token": False}
+    aside = path.with_name(f".{path.name}.tmp.nemo")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    weights = merged_state_dict(model)
+    model.__dict__["state_dict"] = lambda: weights  # what NeMo's save_to asks for
+    try:
+        model.save_to(str(aside))
+    finally:
+        del model.__dict__["state_dict"]
+    return aside
+
+
+def load_weights(model: Transducer, path: Path) -> None:
+    """Load the weights of a .nemo into a model of the same layout, in place; LoRA adapters then add nothing to them."""
+    with reading(path, "model.nemo") as (archive, members):
+        weights = weights_in(archive, members, str(path))
+    load_merged_state_dict(model, weights)
