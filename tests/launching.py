@@ -21,7 +21,7 @@ def start(
         command,
         capture_output=True,
         text=True,
-        timeout=580,
+        timeout=1700,
         cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}", **environment},
     )

@@ -16,8 +16,8 @@ import torch
 from accelerate import Accelerator
 
 from finetune.config.schema import RunConfig
+from finetune.data.batch import Batch
 from finetune.data.sources import OpenSource
-from finetune.data.stream import Batch
 from finetune.distributed import broadcast, gather
 from finetune.durable_files import put_in_place, sha256_of, write_json
 from finetune.errors import UserError
@@ -270,7 +270,7 @@ class Evaluator:
             return
         stream = make_stream(self.accelerator, model, self.config, self.sources[split], training=False)
         stream.workers = 0
-        batch = next((b for b in stream.batches() if b.audio_BS is not None), None)
+        batch = next((b for b in stream.batches() if b.ids), None)
         if batch is None:
             return
         differing = batched_decoding_differs(model, batch)

@@ -41,8 +41,8 @@ from finetune.data import stream as stream_module
 from finetune.data.batching import BatchLimits
 from finetune.data.options import StreamOptions
 from finetune.data.sources import open_source, parse_sources
-from finetune.data.stream import ClipStream
-from finetune.data.utterances import Clip
+from finetune.data.stream import UtteranceStream
+from finetune.data.utterances import DecodedUtterance
 
 RATE = 16_000
 ROUNDS = 5
@@ -67,11 +67,11 @@ def encode(text: str) -> list[int]:
     return [1] * (2 * (text.count(" ") + 1))
 
 
-def make_stream(path: str, *, workers: int = 0, **options: Any) -> ClipStream:
+def make_stream(path: str, *, workers: int = 0, **options: Any) -> UtteranceStream:
     sources = [open_source(source, "data") for source in parse_sources(path, "data", "train")]
     limits = options.pop("limits", BatchLimits(clips=16))
     settings = {"sample_rate": RATE, "seed": 1, "group_by_duration": True, **options}
-    return ClipStream(sources, StreamOptions(limits=limits, **settings), encode, workers=workers)
+    return UtteranceStream(sources, StreamOptions(limits=limits, **settings), encode, workers=workers)
 
 
 # ---- decoding ------------------------------------------------------------------------------------------------------
@@ -151,9 +151,11 @@ def decode_one_format(folder: Path, kind: str, clips: int) -> dict[str, Any]:
 # ---- padding -------------------------------------------------------------------------------------------------------
 
 
-def silence(entries: list[Any], options: Any, epoch: int, report: Any) -> list[Clip]:
+def silence(entries: list[Any], options: Any, epoch: int, report: Any) -> list[DecodedUtterance]:
     """In place of decoding: 0.1 s of silence a clip."""
-    return [Clip(e.id, e.text, e.language, np.zeros(RATE // 10, dtype=np.float32), e.tokens) for e in entries]
+    return [
+        DecodedUtterance(e.id, e.text, e.language, np.zeros(RATE // 10, dtype=np.float32), e.tokens) for e in entries
+    ]
 
 
 def write_manifest(path: Path, count: int, at_once: int = 100_000) -> None:

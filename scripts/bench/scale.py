@@ -47,8 +47,9 @@ import yaml
 
 from finetune.data import stream as stream_module
 from finetune.data.batching import BatchLimits
+from finetune.data.options import StreamOptions
 from finetune.data.sources import open_source, parse_sources
-from finetune.data.stream import ClipStream, StreamOptions
+from finetune.data.stream import UtteranceStream
 from finetune.training.outputs import LineFile
 
 ROW_GROUP, ROWS_A_FILE = 1000, 50_000
@@ -107,10 +108,10 @@ def write_parquet(folder: Path, rows: int) -> str:
     return str(folder / "*.parquet")
 
 
-def stream_of(path: str, ranks: int) -> ClipStream:
+def stream_of(path: str, ranks: int) -> UtteranceStream:
     sources = [open_source(source, "data") for source in parse_sources(path, "data", "train")]
     options = StreamOptions(limits=BatchLimits(clips=64), sample_rate=16_000, seed=1, group_by_duration=True)
-    return ClipStream(sources, options, bench_data.encode, rank=0, ranks=ranks)
+    return UtteranceStream(sources, options, bench_data.encode, rank=0, ranks=ranks)
 
 
 def measure_source(path: str, rows: int) -> dict[str, float]:
@@ -138,7 +139,7 @@ def measure_source(path: str, rows: int) -> dict[str, float]:
 
 def measure_quarantine(path: Path, rows: int) -> dict[str, float]:
     """A quarantine of so many lines: written, and read back into the set that a continued run keeps."""
-    from finetune.tools.report.read import _reasons
+    from finetune.tools.report.read import quarantine_reasons
 
     file = LineFile(path)
     for first in range(0, rows, 1000):  # few at once: memory that was let go would be taken for the set's
@@ -158,14 +159,14 @@ def measure_quarantine(path: Path, rows: int) -> dict[str, float]:
     seconds, memory = time.process_time() - began, resident() - before
     assert len(found) == rows
     began = time.process_time()
-    _reasons(path)
+    quarantine_reasons(path)
     told = {"rows": rows, "file_bytes": path.stat().st_size, "set_memory_bytes": memory, "set_cpu_seconds": seconds}
     return {**told, "report_cpu_seconds": time.process_time() - began}
 
 
 def measure_check(folder: Path, rows: int) -> dict[str, float]:
     """finetune.check of a manifest whose rows name a hundred short files in turn."""
-    from finetune.tools.data_check import check
+    from finetune import check
 
     for i in range(100):
         soundfile.write(folder / f"{i}.flac", 0.1 * np.random.default_rng(i).standard_normal(3200), 16_000)
@@ -192,7 +193,7 @@ def measure_check(folder: Path, rows: int) -> dict[str, float]:
 
 def measure_gather(folder: Path, rows: int) -> dict[str, float]:
     """Gather the parts of so many shards as the check does: those of one real shard, each time with new ids."""
-    from finetune.tools.data_check import check
+    from finetune.tools.data_check import inspection
 
     measure_check(folder, ROW_GROUP)
     parts = sorted((folder / "check" / "parts").glob("*.json"))
@@ -200,7 +201,7 @@ def measure_gather(folder: Path, rows: int) -> dict[str, float]:
         [json.loads(file.read_text()) for file in parts],
         [np.load(file.with_suffix(".npy")) for file in parts],
     )
-    sample = [pair for part in whole for pair in part["sample"]][: check.SAMPLED_A_SHARD]
+    sample = [pair for part in whole for pair in part["sample"]][: inspection.SAMPLED_A_SHARD]
     files, random = [], np.random.default_rng(0)
     for i in range(rows // ROW_GROUP):
         files.append(folder / f"part-{i}.json")
@@ -209,7 +210,7 @@ def measure_gather(folder: Path, rows: int) -> dict[str, float]:
         named[:, 0] = random.integers(0, np.iinfo(named.dtype).max, len(named), dtype=named.dtype)
         np.save(files[-1].with_suffix(".npy"), named)
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    check.gather(files)
+    inspection.gather(files)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return {"rows": rows, "memory_bytes": used * 1024, "cpu_seconds": time.process_time() - began}
 
@@ -403,7 +404,7 @@ def run_of(steps: int, folder: Path) -> dict[str, Any]:
 
 def measure_report(folder: Path, told: dict[str, Any], lines: int) -> dict[str, float]:
     """The page of a run with so many lines of metrics.jsonl, each of ten steps."""
-    from finetune.tools.report.page import write_report
+    from finetune.tools.report.page import write_run_page
 
     rows = [json.loads(line) for line in told["metrics"]]
     judged = [json.loads(line) for line in told["evaluations"] if '"model"' not in line]
@@ -412,7 +413,7 @@ def measure_report(folder: Path, told: dict[str, Any], lines: int) -> dict[str, 
     metrics.append(*({**rows[i % len(rows)], "step": 10 * i + 10} for i in range(lines)))
     evaluations.append(*({**row, "step": step} for step in range(0, 10 * lines + 1, 500) for row in judged))
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    page = write_report(folder)
+    page = write_run_page(folder)
     seconds = time.process_time() - began
     used = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     sizes = {f"{file.path.stem}_bytes": file.path.stat().st_size for file in (metrics, evaluations)}

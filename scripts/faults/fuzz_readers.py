@@ -5,6 +5,7 @@ import json
 import pickle
 import struct
 import tarfile
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,15 +16,18 @@ from typing import Any
 import numpy as np
 import soundfile
 import torch
+import torch.distributed.checkpoint
 import yaml
 
 from finetune.config.load import load_config, parse_overrides
 from finetune.data.batching import BatchLimits
-from finetune.data.decode import BadClip, decode_audio
-from finetune.data.filters import FilteredClip, Filters
+from finetune.data.decode import decode_audio
+from finetune.data.filters import FilteredUtterance, Filters
 from finetune.data.leave_out import LeaveOut
 from finetune.data.options import StreamOptions
-from finetune.data.reader import UnreadableShard, rows_from
+from finetune.data.quarantine import BadUtterance
+from finetune.data.reader import rows_from
+from finetune.data.retry import UnreadableShard
 from finetune.data.shards import manifest_shards, parquet_shards, parse_line
 from finetune.data.sources import OpenSource, Source, parse_sources
 from finetune.data.tarred import tarred_shards
@@ -37,13 +41,13 @@ from finetune.models.sentencepiece_model import parse as parse_tokenizer
 from finetune.paths import ROOT
 from finetune.security.archives import reading
 from finetune.security.documents import parse_settings, parse_yaml, resolved
-from finetune.security.pickles import calls_of, check_checkpoint, load_tensors
+from finetune.security.pickles import check_checkpoint, load_tensors
 from finetune.strategies.accelerate_config import resolve_strategy
 from finetune.tools.nemo_import.source import read_source
 from finetune.tools.report.read import read_run
 from finetune.training.checkpoints import read_checkpoint_state
 
-REFUSALS = (UserError, BadClip, FilteredClip, UnreadableShard)
+REFUSALS = (UserError, BadUtterance, FilteredUtterance, UnreadableShard)
 COLUMNS = {"audio": "audio_filepath", "text": "text", "language": "lang", "id": "id"}
 
 
@@ -312,7 +316,10 @@ def read_model_config(data: bytes, folder: Path) -> None:
 
 def pickle_seeds() -> list[bytes]:
     values = [{"a": [1, 2.5, "x", b"y", None, (1,)]}, [torch.Size([1]), {1, 2}], print, complex(1, 2)]
-    return [pickle.dumps(value, protocol) for value in values for protocol in (0, 2, 4)]
+    with tempfile.TemporaryDirectory() as folder:
+        torch.distributed.checkpoint.save({"a": torch.ones(2), "b": 0.5}, checkpoint_id=folder, no_dist=True)
+        table = Path(folder, ".metadata").read_bytes()
+    return [table] + [pickle.dumps(value, protocol) for value in values for protocol in (0, 2, 4)]
 
 
 def read_weights(data: bytes, folder: Path) -> None:
@@ -461,8 +468,9 @@ def read_state(data: bytes, folder: Path) -> None:
     read_checkpoint_state(folder)
 
 
-def scan_pickle(data: bytes, folder: Path) -> None:
-    calls_of(data)
+def read_distributed_metadata(data: bytes, folder: Path) -> None:
+    put(folder, ".metadata", data)
+    check_checkpoint(folder)
 
 
 VALUE = (*REFUSALS, ValueError)
@@ -485,7 +493,7 @@ READERS = [
     Reader(".nemo archive", read_nemo_archive, nemo_seeds, 90),
     Reader("weights in a .nemo", read_nemo_weights, nemo_seeds, 100),
     Reader("torch file", read_weights, torch_seeds, 250),
-    Reader("pickle", scan_pickle, pickle_seeds, 1100, VALUE),
+    Reader("table of contents of a checkpoint", read_distributed_metadata, pickle_seeds, 1100),
     Reader("checkpoint folder", read_checkpoint, torch_seeds, 150),
     Reader("state of a checkpoint", read_state, state_seeds, 200),
     Reader("SentencePiece model", lambda data, folder: parse_tokenizer(data, "t"), tokenizer_seeds, 600),

@@ -173,8 +173,9 @@ def test_the_survey_finds_the_longest_clips_of_any_source(corpus, tiny, run_file
     from types import SimpleNamespace
 
     from finetune.config.load import load_config
+    from finetune.data.run_file import open_sources
     from finetune.data.survey import batch_of
-    from finetune.training.data import make_stream, open_sources
+    from finetune.training.data import make_stream
 
     def look(path):
         config, _ = load_config(

@@ -197,10 +197,10 @@ def test_evaluation_keeps_no_tensors(tiny_model, clips, tmp_path):
     from finetune.data.batching import BatchLimits
     from finetune.data.options import StreamOptions
     from finetune.data.sources import open_source, parse_sources
-    from finetune.data.stream import ClipStream
+    from finetune.data.stream import UtteranceStream
+    from finetune.data.utterances import no_tokens
     from finetune.evaluation.recognise import score_stream
     from finetune.models.loading import load_model
-    from finetune.training.data import no_tokens
 
     rows = [{**r, "audio_filepath": str(clips / r["audio_filepath"])} for r in read_lines(clips / "manifest.jsonl")]
     source = parse_sources(str(write_manifest(tmp_path / "long.jsonl", rows * 6)), "--data", "test")[0]
@@ -216,7 +216,7 @@ def test_evaluation_keeps_no_tensors(tiny_model, clips, tmp_path):
         else:
             alive.append(alive[-1])
 
-    stream = ClipStream([open_source(source, "--data")], options, no_tokens)
+    stream = UtteranceStream([open_source(source, "--data")], options, no_tokens)
     board = score_stream(model, stream, normalization="basic", description="test", on_clip=on_clip)
     assert board.total.clips == 144
     assert alive[-1] <= alive[24] + 1000
