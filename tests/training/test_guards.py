@@ -301,7 +301,7 @@ BIG = 600_000_000
     ],
 )
 def test_advice(training, model, data, given, word):
-    from finetune.training.advice import warnings_for
+    from finetune.training.run import warnings_for
 
     t = {
         "learning_rate": 1e-5,
