@@ -23,7 +23,7 @@ from finetune.data.sources import OpenSource, open_source, parse_sources
 from finetune.data.stream import ClipStream
 from finetune.data.utterances import examine, text_encoder
 from finetune.errors import UserError
-from finetune.evaluation.recognise import LONGEST_AT_ONCE, evaluation_limits
+from finetune.evaluation.recognise import LONGEST_AT_ONCE, evaluation_limits, no_tokens
 from finetune.losses import feasible_clips
 from finetune.models.nemo import encoder_lengths, tdt_durations
 
@@ -193,11 +193,6 @@ def mean_seconds(sources: list[OpenSource], config: Any) -> float:
                     with contextlib.suppress(BadClip, FilteredClip):
                         found.append(examine(source, "", (0, 0, 0, number), row, options, no_tokens).seconds)
     return statistics.fmean(found) if found else 10.0
-
-
-def no_tokens(text: str) -> list[int]:
-    """Evaluation compares strings; a reference outside the tokenizer's alphabet is still a reference."""
-    return []
 
 
 def count_clips(sources: list[OpenSource], max_samples: int, skip_samples: int = 0) -> int | None:

@@ -4,8 +4,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from finetune.evaluation.clip_counts import ClipCounts, compare_evaluations
-from finetune.evaluation.significance import rate_interval, verdict
+from finetune.evaluation.significance import describe_difference, rate_interval
+from finetune.evaluation.utterance_counts import UtteranceCounts, compare_evaluations
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ def _base_file(folder: Path, split: str) -> Path:
 
 def keep_base(folder: Path, split: str, board: Any) -> None:
     """Keeps the base model's counts by clip in the run's folder, where a run that is continued finds them."""
-    board.clip_counts.save(_base_file(folder, split))
+    board.utterance_counts.save(_base_file(folder, split))
 
 
 def forget_base(folder: Path) -> None:
@@ -44,18 +44,18 @@ def note(trainer: Any, split: str, board: Any) -> None:
 
 
 def against_base(folder: Path, split: str, board: Any) -> dict[str, Any] | None:
-    """`finetune.evaluation.clip_counts.compare_evaluations` of the base model (a) with an evaluation of the same split (b).
+    """`finetune.evaluation.utterance_counts.compare_evaluations` of the base model (a) with an evaluation of the same split (b).
 
     None where the base model was not measured, or no clip with words is in both.
     """
     try:
-        base = ClipCounts.load(_base_file(folder, split))
+        base = UtteranceCounts.load(_base_file(folder, split))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         log.warning("the base model's counts cannot be read, so that %s is not compared with it: %s", split, error)
         return None
-    result = compare_evaluations(base, board.clip_counts)
+    result = compare_evaluations(base, board.utterance_counts)
     return result if result["words"] else None
 
 
@@ -65,7 +65,7 @@ def significance(folder: Path, boards: dict[str, Any], judged: str) -> dict[str,
     told = found.get(judged) or {}
     after = told.get("interval_b")
     if after is None and judged in boards:
-        word_errors, words, *_ = boards[judged].clip_counts.table().T
+        word_errors, words, *_ = boards[judged].utterance_counts.table().T
         after = rate_interval(word_errors, words)
     return {
         "wer_before_interval": told.get("interval_a"),
@@ -131,7 +131,7 @@ def say_result(summary: dict[str, Any], before: dict[str, Any] | None, after: An
 
 def sentence(result: dict[str, Any]) -> str:
     """The change since the base model in words."""
-    text = verdict(result, "significantly better than the base model", "significantly worse than the base model")
+    text = describe_difference(result, "significantly better than the base model", "significantly worse than the base model")
     return text + (f"; {result['unmatched']} clips are in one of the two only" if result.get("unmatched") else "")
 
 

@@ -197,9 +197,8 @@ def test_evaluation_keeps_no_tensors(tiny_model, clips, tmp_path):
     from finetune.data.options import StreamOptions
     from finetune.data.sources import open_source, parse_sources
     from finetune.data.stream import ClipStream
-    from finetune.evaluation.recognise import score_stream
+    from finetune.evaluation.recognise import no_tokens, score_stream
     from finetune.models.nemo import load_model
-    from finetune.training.data import no_tokens
 
     rows = [{**r, "audio_filepath": str(clips / r["audio_filepath"])} for r in read_lines(clips / "manifest.jsonl")]
     source = parse_sources(str(write_manifest(tmp_path / "long.jsonl", rows * 6)), "--data", "test")[0]
@@ -207,7 +206,7 @@ def test_evaluation_keeps_no_tensors(tiny_model, clips, tmp_path):
     options = StreamOptions(BatchLimits(clips=8), sample_rate=16_000, shuffle=False, keep_empty_text=True)
     alive: list[int] = []
 
-    def on_clip(*_: Any) -> None:
+    def on_utterance(*_: Any) -> None:
         if len(alive) % 24 == 0:
             gc.collect()
             tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]
@@ -216,8 +215,8 @@ def test_evaluation_keeps_no_tensors(tiny_model, clips, tmp_path):
             alive.append(alive[-1])
 
     stream = ClipStream([open_source(source, "--data")], options, no_tokens)
-    board = score_stream(model, stream, normalization="basic", description="test", on_clip=on_clip)
-    assert board.total.clips == 144
+    wer = score_stream(model, stream, normalization="basic", description="test", on_utterance=on_utterance)
+    assert wer.total.clips == 144
     assert alive[-1] <= alive[24] + 1000
 
 

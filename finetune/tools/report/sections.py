@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from finetune.evaluation.significance import verdict
+from finetune.evaluation.significance import describe_difference
 from finetune.tools.report import plots
 from finetune.tools.report.confusions import errors_section
 from finetune.tools.report.markup import code, duration, escape, facts, figure, more, section, table, text_of, tile
@@ -112,7 +112,7 @@ def significance_text(run: Run, split: str) -> str:
         if isinstance(result, dict) and {"difference", "difference_interval", "p_value", "significant"} <= set(result):
             interval = result.get("interval_b")
             sure = f", 95 % interval {100 * interval[0]:.2f} to {100 * interval[1]:.2f}" if interval else ""
-            changed = verdict({"clips_needed": None, **result}, "significantly better", "significantly worse")
+            changed = describe_difference({"clips_needed": None, **result}, "significantly better", "significantly worse")
             told.append(f"On {name} WER is {percent(result.get('wer_b'))} %{sure}; against the base model: {changed}.")
     return "".join(f"<p>{escape(line)}</p>" for line in told)
 
