@@ -142,8 +142,8 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     (a, was_a), (b, was_b) = read_utterances(path_a), read_utterances(path_b)
     if arguments.normalization is None and None not in (was_a, was_b) and was_a != was_b:
         raise UserError(
-            f"--compare: {path_a} was scored with --normalization {was_a}, {path_b} with {was_b}. Choose one for both with "
-            "--normalization; the files hold the texts as they were before it."
+            f"--compare: {path_a} was scored with --normalization {was_a}, {path_b} with {was_b}. Choose one for both "
+            "with --normalization; the files hold the texts as they were before it."
         )
     comparison = compare_utterances(
         a,

@@ -114,7 +114,9 @@ def compare_utterances(
         )
     counts_NC = np.asarray(counts, dtype=np.int64)
     names = None if block_pattern is None else block_names(ids, block_pattern)
-    result = compare_counts(counts_NC[:, 0], counts_NC[:, 1], counts_NC[:, 2], languages, names_N=names, resamples=resamples)
+    result = compare_counts(
+        counts_NC[:, 0], counts_NC[:, 1], counts_NC[:, 2], languages, names_N=names, resamples=resamples
+    )
     listed = [_as_row(*entry) for entry in _most_changed(changed, LISTED)]
     difference_N = counts_NC[:, 1] - counts_NC[:, 0]
     return {

@@ -17,7 +17,7 @@ LONGEST_AUDIO = 20.0  # seconds that are kept of an utterance
 WORD_PAIRS = 20_000
 LISTED = 100
 # What all browsers play, the smallest first. FLAC takes every sample rate.
-AUDIO_FORMATS = (
+AUDIO_FORMATS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("audio/mpeg", {"format": "MP3", "subtype": "MPEG_LAYER_III", "compression_level": 0.9}),
     ("audio/ogg", {"format": "OGG", "subtype": "VORBIS"}),
     ("audio/flac", {"format": "FLAC", "subtype": "PCM_16"}),

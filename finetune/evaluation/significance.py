@@ -92,12 +92,12 @@ def permutation_p(differences_N: np.ndarray) -> float:
     if not observed:
         return 1.0
     total = int((sizes_K * counts_K).sum())
-    points = fft.next_fast_len(2 * total + 1, real=True)
+    points = int(fft.next_fast_len(2 * total + 1, real=True))  # type: ignore[arg-type]  # untyped in scipy
     angles = 2 * np.pi / points * np.arange(points // 2 + 1)
     characteristic = np.ones_like(angles)
     for size, count in zip(sizes_K.tolist(), counts_K.tolist(), strict=True):
         characteristic *= np.cos(size * angles) ** count
-    chances = fft.irfft(characteristic, points)
+    chances = np.asarray(fft.irfft(characteristic, points))
     return float(np.clip(2 * chances[observed : total + 1].sum(), SMALLEST_P, 1.0))
 
 

@@ -131,7 +131,9 @@ def say_result(summary: dict[str, Any], before: dict[str, Any] | None, after: An
 
 def sentence(result: dict[str, Any]) -> str:
     """The change since the base model in words."""
-    text = describe_difference(result, "significantly better than the base model", "significantly worse than the base model")
+    text = describe_difference(
+        result, "significantly better than the base model", "significantly worse than the base model"
+    )
     return text + (f"; {result['unmatched']} clips are in one of the two only" if result.get("unmatched") else "")
 
 

@@ -29,8 +29,8 @@ from finetune.data.sources import OpenSource, Source, parse_sources
 from finetune.data.tarred import tarred_shards
 from finetune.data.utterances import examine
 from finetune.errors import UserError
-from finetune.evaluation.utterance_counts import UtteranceCounts
 from finetune.evaluation.comparison import read_utterances
+from finetune.evaluation.utterance_counts import UtteranceCounts
 from finetune.models.nemo_files import check_model_config, read_config
 from finetune.models.sentencepiece_files import parse as parse_tokenizer
 from finetune.paths import ROOT

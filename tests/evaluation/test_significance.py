@@ -216,7 +216,9 @@ def test_a_comparison_tells_each_language_and_its_verdict():
     assert english["p_value_holm"] == pytest.approx(2 * english["p_value"])
     low, high = found["difference_interval"]
     assert low < found["difference"] < high < 0
-    assert describe_difference(found, "better", "worse").startswith(f"better by {-100 * found['difference']:.2f} points (95 %")
+    assert describe_difference(found, "better", "worse").startswith(
+        f"better by {-100 * found['difference']:.2f} points (95 %"
+    )
     assert describe_difference({**found, "difference": 0.06}, "better", "worse").startswith("worse by 6.00 points")
     assert describe_difference(french, "better", "worse").startswith("no significant difference")
     assert "p < 1e-12)" in describe_difference({**found, "p_value": 1e-12}, "better", "worse")
@@ -293,7 +295,9 @@ def test_clips_are_compared_where_id_and_reference_agree():
     assert found["significant"]
     assert found["p_value"] == pytest.approx(2 / 2**15)
     other = accumulated(rows_of(30, 20), "none").utterance_counts
-    assert compare_evaluations(before.utterance_counts, other)["unmatched"] == 0, "these texts are alike in both spellings"
+    assert compare_evaluations(before.utterance_counts, other)["unmatched"] == 0, (
+        "these texts are alike in both spellings"
+    )
 
 
 def test_an_id_that_comes_twice_is_one_clip():

@@ -150,7 +150,7 @@ def test_batches_decode_as_single_clips_and_only_with_the_saved_settings(pair, a
 
 
 def test_token_times_are_nemos_within_a_frame(pair, nemo, files, audio):
-    from finetune.transcribe import enable_timestamps
+    from finetune.tools.transcription.words import enable_timestamps
 
     model, processor = pair
     enable_timestamps(nemo)

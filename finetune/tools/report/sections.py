@@ -112,7 +112,9 @@ def significance_text(run: Run, split: str) -> str:
         if isinstance(result, dict) and {"difference", "difference_interval", "p_value", "significant"} <= set(result):
             interval = result.get("interval_b")
             sure = f", 95 % interval {100 * interval[0]:.2f} to {100 * interval[1]:.2f}" if interval else ""
-            changed = describe_difference({"clips_needed": None, **result}, "significantly better", "significantly worse")
+            changed = describe_difference(
+                {"clips_needed": None, **result}, "significantly better", "significantly worse"
+            )
             told.append(f"On {name} WER is {percent(result.get('wer_b'))} %{sure}; against the base model: {changed}.")
     return "".join(f"<p>{escape(line)}</p>" for line in told)
 
