@@ -20,39 +20,36 @@ from finetune.models.nemo import load_model, move_to_device
 from finetune.security.safe_text import json_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from finetune.data.batching import BatchLimits
-    from finetune.evaluation.scores import Counts, Utterance
+    from finetune.evaluation.scores import Counts, Utterance, WerAccumulator
+    from finetune.models.protocols import Transducer
 
 
-def open_stream(
-    data: Any,
-    split: str,
-    sample_rate: int,
-    limits: BatchLimits,
-    *,
-    key: str = "--data",
-    max_samples: int = -1,
-    workers: int = 1,
-) -> tuple[ClipStream, list[OpenSource]]:
-    """Open data sets for one pass in their order; utterances without a text stay.
+def open_sources(data: Any, split: str, key: str = "--data") -> list[OpenSource]:
+    """Open data sets.
 
     Args:
         data: one data set or several, as in a run file.
         split: of a folder or hub data set.
-        sample_rate: Hz.
         key: name of the setting, for messages.
 
     Raises:
         UserError: a data set cannot be opened.
     """
-    sources = [open_source(source, key) for source in parse_sources(data, key, split)]
+    return [open_source(source, key) for source in parse_sources(data, key, split)]
+
+
+def stream_in_order(
+    sources: list[OpenSource], sample_rate: int, limits: BatchLimits, *, max_samples: int = -1, workers: int = 1
+) -> ClipStream:
+    """One pass over sources in their order; utterances without a text stay."""
     options = StreamOptions(
         limits=limits, sample_rate=sample_rate, shuffle=False, max_samples=max_samples, keep_empty_text=True
     )
-    return ClipStream(sources, options, no_tokens, workers=workers), sources
+    return ClipStream(sources, options, no_tokens, workers=workers)
 
 
 @dataclass
@@ -76,6 +73,35 @@ class EvaluationSettings:
     """Regular expression; utterances in whose ids it matches the same are drawn as one block."""
 
 
+def count_errors(
+    model: Transducer,
+    sources: list[OpenSource],
+    settings: EvaluationSettings,
+    on_utterance: Callable[[Utterance, Counts], None] | None = None,
+) -> WerAccumulator:
+    """Decode the sources and count errors.
+
+    Raises:
+        UserError: a source cannot be read.
+    """
+    s = settings
+    rate, limits = model.preprocessor._sample_rate, evaluation_limits(s.batch_size, s.chunk)
+    stream = stream_in_order(sources, rate, limits, max_samples=s.max_samples, workers=s.workers)
+    clips = [source.clips for source in sources if source.clips]
+    total = sum(clips) if len(clips) == len(sources) else None
+    if total is not None and s.max_samples >= 0:
+        total = min(total, s.max_samples)
+    return score_stream(
+        model,
+        stream,
+        normalization=s.normalization,
+        description="evaluate",
+        longest=s.chunk,
+        total=total,
+        on_utterance=on_utterance,
+    )
+
+
 def evaluate_model(
     name: str, settings: EvaluationSettings, file: Path | None = None, keep: list[Utterance] | None = None
 ) -> dict[str, Any]:
@@ -93,11 +119,8 @@ def evaluate_model(
         UserError: model or data cannot be used, no utterance can be scored, or `file` cannot be written.
     """
     s = settings
+    sources = open_sources(s.data, s.split)
     model = move_to_device(load_model(name, s.tokenizer), s.device)
-    limits = evaluation_limits(s.batch_size, s.chunk)
-    stream, sources = open_stream(
-        s.data, s.split, model.preprocessor._sample_rate, limits, max_samples=s.max_samples, workers=s.workers
-    )
     blocks: list[str] = []
     with _naming(file):
         lines = file.open("w", encoding="utf-8", errors="backslashreplace") if file else None
@@ -112,20 +135,8 @@ def evaluate_model(
             with _naming(file):
                 lines.write(json_line({**vars(utterance), **numbers}) + "\n")
 
-    clips = [source.clips for source in sources]
-    total = None if None in clips else sum(n or 0 for n in clips)
-    if total is not None and s.max_samples >= 0:
-        total = min(total, s.max_samples)
     started = time.perf_counter()
-    wer = score_stream(
-        model,
-        stream,
-        normalization=s.normalization,
-        description="evaluate",
-        longest=s.chunk,
-        total=total or None,
-        on_utterance=on_utterance,
-    )
+    wer = count_errors(model, sources, s, on_utterance)
     seconds = time.perf_counter() - started
     if lines is not None:
         with _naming(file):

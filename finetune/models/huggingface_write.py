@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 
 TRAINING_SETTINGS = "nemo_config.yaml"
 SENTENCEPIECE = "tokenizer.model"
-DTYPES = ("float32", "bfloat16", "float16")
 # Not kept: what the tokenizer's file says too, paths, and what belongs to a training run.
 NOT_KEPT = ("labels", "tokenizer", "train_ds", "validation_ds", "test_ds", "optim", "target")
 

@@ -67,7 +67,7 @@ def words_of(
             groups.append([token])
     words: list[dict[str, Any]] = []
     clock = 0.0
-    for group, following in itertools.pairwise([*groups, None]):
+    for i, group in enumerate(groups):
         text = decode([t.id for t in group]).strip()
         if not text:
             continue
@@ -75,8 +75,8 @@ def words_of(
         start = group[0].start
         # A token of duration 0 shares its frame with the next one.
         end = max([t.start + max(t.duration, 1) for t in spoken], default=start)
-        if following is not None:
-            end = max(start, min(end, following[0].start))
+        if i + 1 < len(groups):
+            end = max(start, min(end, groups[i + 1][0].start))
         start_s = min(max(start * seconds_per_frame, clock), duration)
         end_s = min(max(end * seconds_per_frame, start_s), duration)
         clock = end_s
