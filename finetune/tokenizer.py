@@ -37,11 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add(
-        "--data",
-        nargs="+",
-        required=True,
-        metavar="D",
-        help="data sets to learn from; with --extend also a tokenizer",
+        "--data", nargs="+", required=True, metavar="D", help="data sets to learn from; with --extend also a tokenizer"
     )
     add("--split", default="train", help="split of a data set (default: train)")
     add("--size", type=int, required=True, metavar="N", help="pieces; with --extend: at most so many new ones")

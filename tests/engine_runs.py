@@ -19,13 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from run_callbacks import held_tensors
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from finetune import train
 from finetune.models.nemo import import_nemo
 from finetune.models.transducer import TransducerLossModule
 from finetune.strategies.optimizers import describe_optimizer, state_tensors, unwrap_optimizer
-from finetune.training import run
+from finetune.training.batches import StepBatches
+from finetune.training.callbacks import StepResult
+from finetune.training.evaluation import FinalResult
+from finetune.training.trainer import Trainer
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,7 +86,7 @@ def digest(trainer: Any) -> str:
     held = [getattr(p, "ds_tensor", p) for p in trainer.model.parameters()]
     held += [p for group in unwrap_optimizer(trainer.optimizer).param_groups for p in group["params"]]
     held += [*state_tensors(trainer.optimizer), *trainer.model.buffers()]
-    held += [] if trainer.ema is None else trainer.ema.tensors()
+    held += held_tensors(trainer)
     found = hashlib.sha256(json.dumps(trainer.schedule.state_dict()).encode())
     for tensor in held:
         found.update(local(tensor.detach()).cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -93,9 +97,10 @@ def watch_digests(trainer: Any, found: dict[str, Any]) -> None:
     """Notes a digest behind each step, and before the first."""
     step, found["digests"] = trainer.train_on, [digest(trainer)]
 
-    def train_on(step_input: Any) -> None:
-        step(step_input)
+    def train_on(batches: StepBatches) -> StepResult:
+        result = step(batches)
         found["digests"].append(digest(trainer))
+        return result
 
     trainer.train_on = train_on
 
@@ -104,11 +109,12 @@ def explode(trainer: Any, step: int) -> None:
     """Makes one number of what this process holds of a weight infinite behind a step."""
     train_on = trainer.train_on
 
-    def spoiled(step_input: Any) -> None:
-        train_on(step_input)
+    def spoiled(batches: StepBatches) -> StepResult:
+        result = train_on(batches)
         if trainer.progress.step == step:
             weight = trainer.model.joint.joint_net[-1].weight
             local(getattr(weight, "ds_tensor", weight).detach()).reshape(-1)[0] = math.inf
+        return result
 
     trainer.train_on = spoiled
 
@@ -141,21 +147,26 @@ def in_rank(entry: dict[str, Any], rank: int, port: int, folder: Path) -> int:
     if entry.get("spoiled", [-1])[0] == rank:
         call, *how = entry["spoiled"][1:]
         spoil([call], *how)
-    finish = run.finish
 
-    def note_and_finish(accelerator: Any, trainer: Any, config: Any, strategy: Any) -> None:
-        found.update(describe(trainer), world=accelerator.num_processes, engine=strategy.engine)
-        finish(accelerator, trainer, config, strategy)
+    folders: list[Path] = []
 
-    run.finish = note_and_finish
+    def observe(trainer: Trainer) -> None:
+        finish = trainer.finish
 
-    def observe(trainer: Any) -> None:
+        def note_and_finish() -> FinalResult:
+            found.update(describe(trainer), world=trainer.accelerator.num_processes)
+            folders.append(trainer.output_dir)
+            return finish()
+
+        trainer.finish = note_and_finish
         watch_digests(trainer, found)
         if entry.get("exploded", [-1])[0] == rank:
             explode(trainer, entry["exploded"][1])
 
     code = train.main(entry["arguments"], observe)
     found["code"] = code
+    if folders and (folders[0] / "summary.json").is_file():
+        found["engine"] = json.loads((folders[0] / "summary.json").read_text())["engine"]
     (folder / f"{entry['name']}-{rank}.json").write_text(json.dumps(found))
     return code
 

@@ -33,14 +33,14 @@ def observe(trainer: Any) -> None:
     marker = os.environ.get("FAULT_ONCE")
     train_on = trainer.train_on
 
-    def slower(step_input: Any) -> None:
+    def slower(step_input: Any) -> Any:
         time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
         due = trainer.accelerator.process_index == int(rank) and trainer.progress.step + 1 >= int(step)
         if due and not (marker and Path(marker).exists()):
             if marker:
                 Path(marker).touch()
             fail(kind)
-        train_on(step_input)
+        return train_on(step_input)
 
     trainer.train_on = slower
     late, seconds = os.environ.get("SLOW_DATA", "-1:0").split(":")

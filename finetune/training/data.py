@@ -107,9 +107,13 @@ def weigh_languages(sources: list[OpenSource], temperature: float) -> None:
         source.source.weight = of_language ** (1 / temperature) * source.clips / of_language
 
 
-def make_stream(accelerator: Any, model: Any, config: Any, sources: list[OpenSource], training: bool) -> ClipStream:
-    """The stream of this rank over the sources."""
+def make_stream(
+    accelerator: Any, model: Any, config: Any, sources: list[OpenSource], training: bool, max_clips: int | None = None
+) -> ClipStream:
+    """The stream of this rank over the sources; `max_clips` replaces data.max_eval_samples."""
     t, d = config.training, config.data
+    if max_clips is None:
+        max_clips = d.max_samples if training else d.max_eval_samples
     options = StreamOptions(
         limits=train_limits(config) if training else evaluation_limits(t.per_device_eval_batch_size, LONGEST_AT_ONCE),
         sample_rate=model.preprocessor._sample_rate,
@@ -119,7 +123,7 @@ def make_stream(accelerator: Any, model: Any, config: Any, sources: list[OpenSou
         shuffle_buffer_size=d.shuffle_buffer_size,
         shuffle_buffer_bytes=d.shuffle_buffer_mib * 2**20,
         group_by_duration=d.group_by_duration and training,
-        max_samples=d.max_samples if training else d.max_eval_samples,
+        max_samples=max_clips,
         skip_samples=d.skip_samples if training else 0,
         text_normalization=d.text_normalization if training else "none",
         keep_empty_text=not training,

@@ -79,7 +79,7 @@ def set_vocabulary(accelerator: Any, model: Any, config: Any, checkpoint: Path |
     return True
 
 
-def settle(models: list[Any], output_dir: Path) -> None:
+def move_tokenizer_into_run(models: list[Any], output_dir: Path) -> None:
     """Moves a tokenizer that was made for this run to its place in the run's directory. On the main process.
 
     Args:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from conftest import read_lines, write_manifest
+from run_callbacks import around_steps
 
 HOSTILE = "<img src=x onerror=\"document.title='taken over'\">"
 PARTS = {"parameters": 1.0, "gradients": 1.0, "optimizer": 2.0, "activations": 3.5, "joint": 0.5, "temporary": 0.25}
@@ -83,7 +84,7 @@ def died(run_file: Path, run_train_for_module: Callable[..., int]) -> Path:
                 raise Died
             yield
 
-        trainer.around_step = step
+        around_steps(trainer, step)
 
     with pytest.raises(Died):
         run_train_for_module("--config", run_file, f"training.output_dir={folder}", observe=observe)

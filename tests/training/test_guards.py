@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from conftest import LAYOUT, read_lines, tiny_layout, write_manifest
+from run_callbacks import around_steps
 from safetensors.torch import load_file
 
 DETERMINISTIC = {"spec_augment": False, "dropout": 0.0, "freeze_batchnorm": True}
@@ -158,7 +159,7 @@ def test_a_continued_run_is_still_compared_with_the_base_model(run_train, tiny_r
                 raise Died
             return contextlib.nullcontext()
 
-        trainer.around_step = step
+        around_steps(trainer, step)
 
     with pytest.raises(Died):
         run_train(*arguments, observe=observe)
@@ -177,7 +178,7 @@ def test_a_base_model_that_was_not_measured_or_whose_counts_are_spoiled(run_trai
             (tmp_path / "run" / "base-test.npz").write_bytes(b"not counts")
             return contextlib.nullcontext()
 
-        trainer.around_step = step
+        around_steps(trainer, step)
 
     assert run_train(*tiny_run("training.eval_on_start=false")) == 0
     told = json.loads((tmp_path / "run" / "summary.json").read_text())

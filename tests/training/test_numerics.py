@@ -276,7 +276,7 @@ def test_where_the_optimizer_steps_in_backward_a_bad_loss_never_gets_there(run_t
 
         for p in trainer.model.parameters():
             p.register_post_accumulate_grad_hook(step_now)
-        trainer.step_guard.releases = True
+        trainer.step_filter.releases = True
         watch_digests(trainer, found)
 
     training = {**NO_EVALUATION, "max_steps": 4, "save_steps": 0}

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, read_lines
+from run_callbacks import around_steps, before_evaluations
 from safetensors.torch import load_file
 
 MODEL = {"omega": 0.3}
@@ -31,7 +32,7 @@ def signal_in_step(step: int, number: int) -> Callable[[Any], None]:
                 os.kill(os.getpid(), number)
             return contextlib.nullcontext()
 
-        trainer.around_step = around
+        around_steps(trainer, around)
 
     return observe
 
@@ -40,14 +41,11 @@ def signal_in_evaluation(step: int, split: str) -> Callable[[Any], None]:
     """`observe` that sends this process SIGTERM while it evaluates a split at a step."""
 
     def observe(trainer: Any) -> None:
-        evaluating = trainer.view.evaluating
-
-        def and_signal(name: str, total: Any) -> Any:
+        def and_signal(name: str) -> None:
             if (trainer.progress.step, name) == (step, split):
                 os.kill(os.getpid(), signal.SIGTERM)
-            return evaluating(name, total)
 
-        trainer.view.evaluating = and_signal
+        before_evaluations(trainer, and_signal)
 
     return observe
 
@@ -130,7 +128,7 @@ def test_a_second_interrupt_does_not_wait(run_train, tiny_run, tmp_path, capfd):
                 os.kill(os.getpid(), signal.SIGINT)
             return contextlib.nullcontext()
 
-        trainer.around_step = around
+        around_steps(trainer, around)
 
     before = signal.getsignal(signal.SIGINT)
     assert run_train(*tiny_run(training=TRAINING), observe=observe) == 1
@@ -186,10 +184,10 @@ def test_a_signal_while_the_last_checkpoint_is_written(run_train, tiny_run, tmp_
     def observe(trainer: Any) -> None:
         save = trainer.save
 
-        def and_signal(settle: bool = False) -> None:
-            if trainer.progress.step == 2 and not settle:
+        def and_signal(wait: bool = False) -> None:
+            if trainer.progress.step == 2 and not wait:
                 os.kill(os.getpid(), signal.SIGTERM)
-            save(settle)
+            save(wait)
 
         trainer.save = and_signal
 

@@ -173,8 +173,7 @@ def _check(nemo: NemoFile, directory: Path, samples: Samples, tolerance: float, 
         import_nemo()
     except ImportError as error:
         log.warning(
-            "NeMo cannot be imported here (%s): only transformers single was compared with transformers batched",
-            error,
+            "NeMo cannot be imported here (%s): only transformers single was compared with transformers batched", error
         )
         reference = None
     else:

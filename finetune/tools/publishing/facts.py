@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import UserError
+from finetune.evaluation.significance import p_value_text
 from finetune.security.secrets import REMOVED, known_secrets
 from finetune.tools.publishing.base import (
     Base,
@@ -253,7 +254,7 @@ def _change(test: dict[str, Any]) -> str | None:
     p_value = number(test.get("p_value_holm", test.get("p_value")))
     if p_value is None or not isinstance(test.get("significant"), bool):
         return None
-    return f"{'significant' if test['significant'] else 'not significant'} (p = {p_value:.2g})"
+    return f"{'significant' if test['significant'] else 'not significant'} ({p_value_text({'p_value': p_value})})"
 
 
 def _interval(value: Any) -> tuple[float, float] | None:

@@ -46,7 +46,7 @@ def write_page(
         UserError: it cannot be written.
     """
     sections = list(sections)
-    here = files("finetune.reporting")
+    here = files("finetune.tools.report")
     style, script = ((here / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     drawn = [{"name": p.name, "traces": p.traces, "layout": p.layout} for p in plots if p is not None]
     data = json.dumps(drawn, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -1,0 +1,188 @@
+"""Types of NeMo's transducers, for annotations only.
+
+NeMo's own classes are untyped, and importing them takes ten seconds. These classes name the attributes that this project uses of an
+EncDecRNNTBPEModel; nothing is ever an instance of them at run time. An attribute that is missing here reads as torch's
+`Tensor | Module`: declare it instead of casting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
+
+if TYPE_CHECKING:
+    import torch
+    from omegaconf import DictConfig
+    from torch.nn import Embedding, Linear, Module, ModuleList, Sequential
+else:
+    Module = ModuleList = Sequential = object
+
+
+class Featurizer(Module):
+    """Mel filter bank (`FilterbankFeatures`)."""
+
+    dither: float
+    get_seq_len: Callable[[torch.Tensor], torch.Tensor]
+    """Samples -> mel frames, (B,) each."""
+
+
+class Preprocessor(Module):
+    """Waveforms -> mel features (`AudioToMelSpectrogramPreprocessor`)."""
+
+    _sample_rate: int
+    featurizer: Featurizer
+
+
+class Attention(Module):
+    """Multi-head attention with relative positions (`RelPositionMultiHeadAttention`)."""
+
+    dropout_rate: float
+    linear_q: Linear
+    use_pytorch_sdpa: bool
+    use_pytorch_sdpa_backends: list[Any] | None
+
+
+class EncoderLayer(Module):
+    """One Conformer layer."""
+
+    self_attn: Attention
+    self_attention_model: str
+
+
+class EncoderLayers(ModuleList):
+    if TYPE_CHECKING:
+
+        def __iter__(self) -> Iterator[EncoderLayer]: ...
+
+        @overload
+        def __getitem__(self, idx: slice) -> EncoderLayers: ...
+        @overload
+        def __getitem__(self, idx: int) -> EncoderLayer: ...
+        def __getitem__(self, idx: Any) -> Any: ...
+
+
+class Subsampling(Module):
+    """Convolutional subsampling; its settings are missing where frames are only stacked."""
+
+    _stride: int
+    _kernel_size: int
+    _left_padding: int
+    _right_padding: int
+    _ceil_mode: bool
+    _sampling_num: int
+
+
+class Encoder(Module):
+    """FastConformer encoder (`ConformerEncoder`)."""
+
+    pre_encode: Subsampling
+    layers: EncoderLayers
+    layer_drop_probs: list[float]
+    n_layers: int
+    d_model: int
+    subsampling_factor: int
+    self_attention_model: str
+    sync_max_audio_length: bool
+    use_pytorch_sdpa: bool
+    change_attention_model: Callable[..., None]
+    change_subsampling_conv_chunking_factor: Callable[[int], None]
+
+
+class PredictionEmbedding(Module):
+    embed: Embedding
+
+
+class PredictionNetwork(Module):
+    """Prediction network (`RNNTDecoder`)."""
+
+    prediction: PredictionEmbedding
+    vocab_size: int
+
+
+class JointLayers(Sequential):
+    """Activation, dropout or not, and the head: V tokens, blank, D durations."""
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __getitem__(self, idx: Literal[-1]) -> Linear: ...
+        @overload
+        def __getitem__(self, idx: int) -> Module: ...
+        def __getitem__(self, idx: Any) -> Any: ...
+
+
+class Joint(Module):
+    """Joint network (`RNNTJoint`)."""
+
+    enc: Linear
+    pred: Linear
+    joint_net: JointLayers
+    vocabulary: Sequence[str]
+    num_classes_with_blank: int
+    num_extra_outputs: int
+    fuse_loss_wer: bool
+    project_encoder: Callable[[torch.Tensor], torch.Tensor]
+    project_prednet: Callable[[torch.Tensor], torch.Tensor]
+    set_loss: Callable[[Any], None]
+    set_wer: Callable[[Any], None]
+
+
+class TransducerLoss(Module):
+    reduction: str | None
+
+
+class Decoding(Protocol):
+    """Greedy decoding (`RNNTBPEDecoding`)."""
+
+    decoding: Any
+    """The greedy search itself."""
+    joint_fused_batch_size: int | None
+    rnnt_decoder_predictions_tensor: Callable[..., list[Any]]
+    decode_tokens_to_str_with_strip_punctuation: Callable[[Sequence[int]], str]
+
+
+class Tokenizer(Protocol):
+    """SentencePiece tokenizer (`SentencePieceTokenizer`)."""
+
+    vocab_size: int
+    tokenizer: Any
+    """The `SentencePieceProcessor`."""
+    text_to_ids: Callable[[str], list[int]]
+    ids_to_text: Callable[[Sequence[int]], str]
+    ids_to_tokens: Callable[[Sequence[int]], list[str]]
+
+
+class Transducer(Module):
+    """A NeMo transducer with a SentencePiece tokenizer (`EncDecRNNTBPEModel`), with a TDT or an RNN-T head.
+
+    A hybrid model also has `ctc_decoder`.
+    """
+
+    cfg: DictConfig
+    preprocessor: Preprocessor
+    spec_augmentation: Module | None
+    encoder: Encoder
+    decoder: PredictionNetwork
+    joint: Joint
+    loss: TransducerLoss
+    wer: Any
+    decoding: Decoding
+    tokenizer: Tokenizer
+    tokenizer_type: str
+
+    change_vocabulary: Callable[[str, str], None]
+    change_decoding_strategy: Callable[..., None]
+    extract_rnnt_loss_cfg: Callable[[Any], tuple[str, dict[str, Any]]]
+    save_to: Callable[[str | Path], None]
+    transcribe: Callable[..., list[Any]]
+
+    # Set by this project; missing where the run does not use them.
+    freeze_batchnorm: bool
+    frozen_modules: list[Module]
+    """Modules that stay in evaluation mode."""
+    lora_scaling: float
+    """alpha / rank."""
+    lora_settings: dict[str, Any]
+    lora_base: dict[str, Any] | None
+    """Name and SHA-256 of the model that the adapter belongs to."""
