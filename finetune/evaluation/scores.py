@@ -10,7 +10,7 @@ import torch
 from finetune.data.normalization import normalize_text
 from finetune.evaluation.mistakes import Mistakes, align
 from finetune.evaluation.open_asr import normalize_open_asr
-from finetune.evaluation.utterance_counts import UtteranceCounts
+from finetune.evaluation.utterance_counts import Counts, UtteranceCounts
 
 
 @dataclass
@@ -21,33 +21,6 @@ class Utterance:
     language: str
     reference: str
     hypothesis: str
-
-
-@dataclass
-class Counts:
-    """Edit counts over utterances."""
-
-    clips: int = 0
-    """Utterances."""
-    words: int = 0
-    word_errors: int = 0
-    substitutions: int = 0
-    deletions: int = 0
-    insertions: int = 0
-    characters: int = 0
-    character_errors: int = 0
-
-    def add(self, other: "Counts") -> None:
-        for name in vars(self):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-
-    def rates(self) -> dict[str, Any]:
-        """WER and CER as fractions (None without reference words), and the counts behind them."""
-        return {
-            "wer": self.word_errors / self.words if self.words else None,
-            "cer": self.character_errors / self.characters if self.characters else None,
-            **vars(self),
-        }
 
 
 def score_pair(reference: str, hypothesis: str, normalization: str, language: str = "") -> Counts:

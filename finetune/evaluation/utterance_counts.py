@@ -17,14 +17,39 @@ from finetune.evaluation.significance import RESAMPLES, compare_counts, rate_int
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from finetune.evaluation.scores import Counts
-
 COLUMNS = ("word_errors", "words", "character_errors", "characters")
 # What numpy raises for a damaged .npz, beside OSError.
 DAMAGED = (
     *(KeyError, ValueError, TypeError, OverflowError, EOFError, NotImplementedError, RuntimeError, MemoryError),
     *(zipfile.BadZipFile, zlib.error),
 )
+
+
+@dataclass
+class Counts:
+    """Edit counts over utterances."""
+
+    clips: int = 0
+    """Utterances."""
+    words: int = 0
+    word_errors: int = 0
+    substitutions: int = 0
+    deletions: int = 0
+    insertions: int = 0
+    characters: int = 0
+    character_errors: int = 0
+
+    def add(self, other: Counts) -> None:
+        for name in vars(self):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def rates(self) -> dict[str, Any]:
+        """WER and CER as fractions (None without reference words), and the counts behind them."""
+        return {
+            "wer": self.word_errors / self.words if self.words else None,
+            "cer": self.character_errors / self.characters if self.characters else None,
+            **vars(self),
+        }
 
 
 @dataclass

@@ -21,10 +21,10 @@ from finetune.data.stream import Batch
 from finetune.distributed import broadcast, gather
 from finetune.durable_files import put_in_place, sha256_of, write_json
 from finetune.errors import UserError
-from finetune.evaluation.utterance_counts import UtteranceCounts, compare_evaluations
 from finetune.evaluation.mistakes import Mistakes
 from finetune.evaluation.recognise import batched_decoding_differs, score_stream
 from finetune.evaluation.scores import WerAccumulator
+from finetune.evaluation.utterance_counts import UtteranceCounts, compare_evaluations
 from finetune.models.nemo import learning_batchnorms, load_weights, write_nemo
 from finetune.models.protocols import Transducer
 from finetune.signals import CutShort, requested
