@@ -38,8 +38,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if len(arguments.models) < 2:
         parser.error("--models: a mean takes two models or more")
-    if arguments.batch_size < 1:
-        parser.error("--batch-size has to be 1 or more")
     return arguments
 
 

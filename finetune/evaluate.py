@@ -75,8 +75,8 @@ def make_parser() -> argparse.ArgumentParser:
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser()
     arguments = parser.parse_args(argv)
-    if arguments.batch_size < 1 or arguments.workers < 0:
-        parser.error("--batch-size has to be 1 or more, --workers 0 or more")
+    if arguments.workers < 0:
+        parser.error("--workers has to be 0 or more")
     if not 1 <= arguments.chunk < float("inf"):
         parser.error("--chunk has to be 1 second or more")
     if arguments.bootstrap < 0:

@@ -20,7 +20,7 @@ from finetune.data.normalization import NORMALIZATIONS
 from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.logs import print_error, set_up_logging
-from finetune.tools.command_line import add_json, command
+from finetune.tools.command_line import add_json, command, positive
 
 if TYPE_CHECKING:
     from finetune.data.text_corpus import Text
@@ -40,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--data", nargs="+", required=True, metavar="D", help="data sets to learn from; with --extend also a tokenizer"
     )
     add("--split", default="train", help="split of a data set (default: train)")
-    add("--size", type=int, required=True, metavar="N", help="pieces; with --extend: at most so many new ones")
+    add("--size", type=positive, required=True, metavar="N", help="pieces; with --extend: at most so many new ones")
     add(
         "--output",
         type=Path,
@@ -73,8 +73,6 @@ def make_parser() -> argparse.ArgumentParser:
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser()
     arguments = parser.parse_args(argv)
-    if arguments.size < 1:
-        parser.error(f"--size: a number of pieces from 1 on is expected, found {arguments.size}")
     if arguments.coverage is not None and not 0.9 <= arguments.coverage <= 1:
         parser.error(f"--coverage: a share from 0.9 to 1 is expected, found {arguments.coverage}")
     if arguments.extend and (arguments.type or arguments.byte_fallback):

@@ -16,7 +16,7 @@ from pathlib import Path
 from finetune.errors import UserError
 from finetune.evaluation.long_audio import CHUNK_SECONDS, OVERLAP_SECONDS
 from finetune.logs import print_error, set_up_logging
-from finetune.tools.command_line import add_decoding, add_model, command, device_of
+from finetune.tools.command_line import add_decoding, add_model, command, device_of, positive
 
 FORMATS = ("json", "srt", "vtt", "txt")
 
@@ -64,7 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="local: each frame sees --context frames on either side, so that a whole file can be decoded at once",
     )
     parser.add_argument(
-        "--context", type=int, default=256, metavar="FRAMES", help="of --attention local (default: 256)"
+        "--context", type=positive, default=256, metavar="FRAMES", help="of --attention local (default: 256)"
     )
     add_decoding(parser, 8, "chunks of one file or several")
     return parser
@@ -80,8 +80,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--format: there is no {unknown[0]!r}; choose from {', '.join(FORMATS)}")
     if arguments.output is None and arguments.format != ("json",):
         parser.error(f"--format {','.join(arguments.format)} writes files: name their directory with --output")
-    if arguments.batch_size < 1:
-        parser.error("--batch-size has to be 1 or more")
     if arguments.chunk is not None and not 1 <= arguments.chunk < float("inf"):
         parser.error("--chunk has to be 1 second or more")
     overlap = arguments.overlap or 0.0
@@ -89,8 +87,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--overlap has to be 0 seconds or more")
     if arguments.chunk is not None and arguments.chunk <= 2 * overlap:
         parser.error(f"--chunk has to be more than twice --overlap ({overlap:g} s)")
-    if arguments.context < 1:
-        parser.error("--context has to be 1 frame or more")
     return arguments
 
 

@@ -22,6 +22,13 @@ def command(name: str, description: str, example: str) -> argparse.ArgumentParse
     )
 
 
+def positive(text: str) -> int:
+    """Parse an integer from 1 on, for argparse."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("has to be 1 or more")
+    return int(text)
+
+
 def add_model(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument("--model", required=required, metavar="M", help=MODEL)
     parser.add_argument("--tokenizer", metavar="DIR", help="tokenizer directory, for a NeMo model YAML")
@@ -36,7 +43,7 @@ def add_data(parser: argparse.ArgumentParser, purpose: str) -> None:
 def add_decoding(parser: argparse.ArgumentParser, batch_size: int, what: str = "clips") -> None:
     parser.add_argument(
         "--batch-size",
-        type=int,
+        type=positive,
         default=batch_size,
         metavar="N",
         help=f"{what} decoded together (default: {batch_size})",
