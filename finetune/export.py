@@ -40,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--tolerance",
         type=float,
         default=TOLERANCE,
-        help=f"largest difference of encoder and joint outputs, relative to the largest value (default: {TOLERANCE:g})",
+        help=f"largest difference of encoder and joint outputs, relative to the largest (default: {TOLERANCE:g})",
     )
     only.add_argument("--dtype", choices=DTYPES, default="float32", help="of the written weights (default: float32)")
     return parser

@@ -24,7 +24,7 @@ from finetune.tools.command_line import add_json, command, positive
 
 if TYPE_CHECKING:
     from finetune.data.text_corpus import Text
-    from finetune.models.pieces import Growth
+    from finetune.models.tokenizer_growth import Growth
 
 COVERAGE = 0.9995  # SentencePiece's own default
 
@@ -89,8 +89,9 @@ def make_tokenizer(arguments: argparse.Namespace) -> tuple[Any, Growth | None, l
         The SentencePiece message, how it grew out of an old one if it did, and the texts that it learned from.
     """
     from finetune.data.text_corpus import read_texts
-    from finetune.models.pieces import grow_from_tokenizer, grow_on_texts
-    from finetune.models.sentencepiece_files import is_tokenizer, read_tokenizer, train_tokenizer
+    from finetune.models.loading import is_tokenizer, read_tokenizer
+    from finetune.models.sentencepiece_model import train_tokenizer
+    from finetune.models.tokenizer_growth import grow_from_tokenizer, grow_on_texts
 
     a = arguments
     old = read_tokenizer(a.extend, "--extend") if a.extend else None
@@ -115,9 +116,10 @@ def main(argv: list[str] | None = None) -> int:
     set_up_logging()
     arguments = parse_arguments(argv)
     from finetune.data.text_corpus import read_texts
-    from finetune.models.coverage import compare, table
-    from finetune.models.pieces import described, said
-    from finetune.models.sentencepiece_files import kind_of, read_tokenizer, write_tokenizer
+    from finetune.models.loading import read_tokenizer
+    from finetune.models.sentencepiece_model import kind_of, write_tokenizer
+    from finetune.models.tokenizer_coverage import compare, table
+    from finetune.models.tokenizer_growth import described, said
 
     try:
         model, growth, texts = make_tokenizer(arguments)

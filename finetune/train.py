@@ -27,19 +27,18 @@ from typing import TYPE_CHECKING
 _HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(_HERE.parent)] + [p for p in sys.path if Path(p or ".").resolve() not in (_HERE, _HERE.parent)]
 
-from omegaconf import OmegaConf  # noqa: E402
 
 from finetune import signals as stopping  # noqa: E402
 from finetune.config.load import load_config  # noqa: E402
 from finetune.errors import UserError  # noqa: E402
-from finetune.logs import print_error, set_up_logging  # noqa: E402
+from finetune.logs import add_verbose, print_error, set_up_logging  # noqa: E402
 from finetune.rank_monitor import client as ranks  # noqa: E402
-from finetune.strategies.accelerate_config import check_num_gpus, engine_with, number_of_processes, resolve_strategy  # noqa: E402
+from finetune.strategies.strategy import check_num_gpus, engine_with, number_of_processes, resolve_strategy  # noqa: E402
 
 if TYPE_CHECKING:
     from finetune.callbacks.eta import Place
     from finetune.config.schema import RunConfig
-    from finetune.strategies.accelerate_config import Strategy
+    from finetune.strategies.strategy import Strategy
     from finetune.training.trainer import Trainer
 
 DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EFBIG)
@@ -69,6 +68,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--profile", type=int, metavar="N", help="record N steps with torch.profiler: a table by parts, and a trace"
     )
+    add_verbose(parser)
     parser.add_argument(
         "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
     )  # DeepSpeed's launcher adds it
@@ -114,7 +114,7 @@ def train(
     from finetune.callbacks.eta import Place
     from finetune.callbacks.profiler import check_steps_left
     from finetune.tools.preflight import auto_batch
-    from finetune.tools.report.page import keep_report
+    from finetune.tools.report.page import write_report
     from finetune.training import run
     from finetune.training.summary import write_summary
 
@@ -127,7 +127,7 @@ def train(
         model = run.build_model(accelerator, config, checkpoint)
         trainer = run.build_trainer(accelerator, model, sources, config, total_steps)
         recovery = add_step_callbacks(trainer)
-        panel = add_run_callbacks(trainer, keep_report, place or Place(), profile_steps)
+        panel = add_run_callbacks(trainer, write_report, place or Place(), profile_steps)
         if observe is not None:
             observe(trainer)
         trainer.begin(checkpoint)
@@ -179,6 +179,7 @@ def _main(argv: list[str] | None, observe: Callable[[Trainer], None] | None) -> 
     config = None
     try:
         arguments = parse_arguments(argv)
+        set_up_logging(arguments.verbose)
         strategy = resolve_strategy(arguments.strategy, arguments.deepspeed)
         config, _ = load_config(arguments.config, strategy.names, arguments.overrides)
         check_num_gpus(config.training.num_gpus)
@@ -195,7 +196,7 @@ def _main(argv: list[str] | None, observe: Callable[[Trainer], None] | None) -> 
         from finetune.training import stages
 
         t = config.training
-        plan = stages.stages_of(list(OmegaConf.to_container(t.stages, resolve=True)), Path(t.output_dir))
+        plan = stages.stages_of(t.stages, Path(t.output_dir))
         configs = {
             stage: load_config(arguments.config, strategy.names, arguments.overrides, (stage.settings, stage.name))[0]
             for stage in plan
@@ -265,7 +266,7 @@ def leave(code: int) -> None:
     In a process group it does not take the interpreter down first: a thread of gloo that asks for it then is killed, which aborts the
     process, and the launcher calls a run failed that is done.
     """
-    ranks.left(code)
+    ranks.report_exit(code)
     stopping.write_exit_code(code)
     code = stopping.code_for_launcher(code)
     if "RANK" in os.environ:

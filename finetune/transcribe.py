@@ -117,7 +117,7 @@ def transcribe(arguments: argparse.Namespace, files: list[str]) -> int:
 
     from finetune.evaluation.long_audio import Cutting
     from finetune.evaluation.recognise import evaluation_mode, frame_seconds
-    from finetune.models.nemo import load_model, move_to_device
+    from finetune.models.loading import load_model, move_to_device
     from finetune.security.safe_text import json_line, one_line
     from finetune.strategies.attention import use_local_attention
     from finetune.tools.transcription.files import output_files, transcribe_files, write_formats

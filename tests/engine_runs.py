@@ -1,9 +1,11 @@
-"""Trainings in several processes each, one after another: python tests/engine_runs.py PLAN.json.
+"""Trainings in several processes each, one after another.
 
-Anything behind PLAN.json is a module to import beforehand. PLAN.json is a list of {"name", "processes", "arguments", "spoiled": [rank, call, how] or nothing,
-"exploded": [rank, step] or nothing, "expect": exit code}. NeMo is imported once, then each training's
-processes are forked, which saves its ten seconds for each of them; they find the environment that torchrun makes. Each rank writes what
-it holds of parameters, gradients and states to NAME-RANK.json beside the plan, its output goes to NAME-RANK.log.
+    python tests/engine_runs.py PLAN.json [MODULE to import beforehand]
+
+PLAN.json is a list of {"name", "processes", "arguments", "spoiled": [rank, call, how] or nothing, "exploded": [rank,
+step] or nothing, "expect": exit code}. NeMo is imported once, then each training's processes are forked, which saves
+its ten seconds for each of them; they find the environment that torchrun makes. Each rank writes what it holds of
+parameters, gradients and states to NAME-RANK.json beside the plan, and its output to NAME-RANK.log.
 """
 
 import hashlib
@@ -23,8 +25,8 @@ from run_callbacks import held_tensors
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from finetune import train
+from finetune.models.loss_module import TransducerLossModule
 from finetune.models.nemo import import_nemo
-from finetune.models.transducer import TransducerLossModule
 from finetune.strategies.optimizers import describe_optimizer, state_tensors, unwrap_optimizer
 from finetune.training.batches import StepBatches
 from finetune.training.callbacks import StepResult
@@ -60,9 +62,9 @@ def spoil(calls: Container[int], how: str = "nan") -> None:
     """Spoils the losses of these calls of the model, counted from 1.
 
     Args:
-        how: `nan`: they and their gradients are not numbers; `inf`: the losses alone are infinite; `gradient`: the gradients alone are not
-            numbers; `norm`: the gradients are so large that their norm alone is infinite; `spike`: losses and gradients are a thousand
-            times as large; `nan_first`: nan for the first clip only.
+        how: `nan`: losses and gradients are not numbers; `inf`: the losses alone are infinite; `gradient`: the
+            gradients alone are not numbers; `norm`: the gradients are so large that their norm alone is infinite;
+            `spike`: losses and gradients are a thousand times as large; `nan_first`: nan for the first clip only.
     """
     whole, seen = TransducerLossModule.forward, []
 
@@ -82,7 +84,7 @@ def spoil(calls: Container[int], how: str = "nan") -> None:
 
 
 def digest(trainer: Any) -> str:
-    """Of all that a skipped step must leave alone on this process: parameters, optimizer states, buffers, moving average, schedule."""
+    """Hash all that a skipped step must leave alone here: parameters, states, buffers, moving average, schedule."""
     held = [getattr(p, "ds_tensor", p) for p in trainer.model.parameters()]
     held += [p for group in unwrap_optimizer(trainer.optimizer).param_groups for p in group["params"]]
     held += [*state_tensors(trainer.optimizer), *trainer.model.buffers()]

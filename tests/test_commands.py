@@ -36,7 +36,7 @@ def test_export_is_restored_by_plain_nemo_with_equal_texts(tiny_model, clips, tm
 
 def test_a_broken_export_is_not_kept(tiny_model, tmp_path, monkeypatch, capsys):
     from finetune.export import main
-    from finetune.models.nemo import save_nemo
+    from finetune.models.nemo_archive import save_nemo
     from finetune.tools.export import nemo
 
     def damaged(model, path):

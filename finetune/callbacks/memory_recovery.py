@@ -6,7 +6,6 @@ B batch, S samples, U target tokens.
 import gc
 import json
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
 from finetune.config.schema import RunConfig
-from finetune.data.stream import Batch
+from finetune.data.batch import Batch, cut, describe_batch
+from finetune.data.batching import bound_at, lower_bounds
 from finetune.distributed import broadcast, gather
 from finetune.durable_files import write_json
 from finetune.errors import UserError
@@ -31,16 +31,6 @@ log = logging.getLogger(__name__)
 LIMITS_FILE = "batch_limits.json"
 BATCHES_KEPT = 3
 REDUCED_AT_ONCE = 25 * 2**20  # bytes of gradients in one exchange
-
-
-def bound_of(bounds: list[list[float]], seconds: float) -> int:
-    """Clips of a batch whose longest has so many seconds.
-
-    Args:
-        bounds: pairs (seconds, clips), by seconds.
-        seconds: a length above all of them takes the last.
-    """
-    return int(next((clips for upto, clips in bounds if seconds <= upto + 1e-3), bounds[-1][1]))
 
 
 class MemoryRecovery(Callback):
@@ -138,16 +128,7 @@ class MemoryRecovery(Callback):
 
     def cut(self, batches: list[Batch]) -> list[Batch]:
         """Return the batches, those above their bound in pieces."""
-        pieces = []
-        for batch in batches:
-            size = bound_of(self.bounds, self._seconds(batch))
-            if len(batch.ids) <= size:
-                pieces.append(batch)
-            else:
-                count = -(-len(batch.ids) // size)
-                per_piece = -(-len(batch.ids) // count)
-                pieces += [part_of(batch, i, i + per_piece) for i in range(0, len(batch.ids), per_piece)]
-        return pieces
+        return [part for batch in batches for part in cut(batch, bound_at(self.bounds, self._seconds(batch)))]
 
     def _most(self, batches: int) -> int:
         """The most batches of any rank, now that some may be cut."""
@@ -194,14 +175,9 @@ class MemoryRecovery(Callback):
         return float(batch.audio_lengths_B.max()) / self.sample_rate
 
     def describe(self, batch: Batch) -> dict[str, Any]:
+        """Return `describe_batch` and some ids."""
         frames_B = encoder_lengths(self.model, batch.audio_lengths_B)
-        return {
-            "clips": len(batch.ids),
-            "seconds": self._seconds(batch),
-            "tokens": int(batch.token_lengths_B.sum()),
-            "cells": int((frames_B * (batch.token_lengths_B + 1)).sum()),
-            "ids": batch.ids[:16],
-        }
+        return {**describe_batch(batch, frames_B, self.sample_rate), "ids": batch.ids[:16]}
 
     def _halve(self, reports: list[dict[str, Any]]) -> None:
         """Halves the bound of the batch that ran out, and of all longer clips that have a larger one; alike on all ranks."""
@@ -213,7 +189,7 @@ class MemoryRecovery(Callback):
                 "step %d: out of memory with %s; clips of up to %.1f s come %d at most from here on, and the step is repeated",
                 step,
                 describe_report(report),
-                report["seconds"],
+                report["longest_seconds"],
                 fewer,
             )
         if self.accelerator.is_main_process:
@@ -228,9 +204,7 @@ class MemoryRecovery(Callback):
         if report["clips"] == 1:
             raise self._hopeless(report)
         fewer = report["clips"] // 2
-        for pair in self.bounds:
-            if report["seconds"] <= pair[0] + 1e-3 or pair is self.bounds[-1]:
-                pair[1] = min(pair[1], fewer)
+        lower_bounds(self.bounds, report["longest_seconds"], fewer)
         return fewer
 
     def write(self) -> None:
@@ -274,28 +248,8 @@ def describe_report(report: dict[str, Any]) -> str:
     """A batch in words."""
     ids = ", ".join(report["ids"][:3]) + (", ..." if report["clips"] > 3 else "")
     return (
-        f"{report['clips']} clip{'s' if report['clips'] > 1 else ''} of up to {report['seconds']:.1f} s, {report['tokens']} tokens, "
+        f"{report['clips']} clip{'s' if report['clips'] > 1 else ''} of up to {report['longest_seconds']:.1f} s, {report['tokens']} tokens, "
         f"{report['cells']} cells ({ids})"
-    )
-
-
-def part_of(batch: Batch, start: int, end: int) -> Batch:
-    """Some clips of a batch, without the padding that only the others need. What was left out on the way stays with the whole."""
-    rows = slice(start, end)
-    audio_lengths_B, token_lengths_B = batch.audio_lengths_B[rows], batch.token_lengths_B[rows]
-    return replace(
-        batch,
-        ids=batch.ids[rows],
-        texts=batch.texts[rows],
-        languages=batch.languages[rows],
-        audio_BS=batch.audio_BS[rows, : int(audio_lengths_B.max())],
-        audio_lengths_B=audio_lengths_B,
-        tokens_BU=batch.tokens_BU[rows, : max(int(token_lengths_B.max()), 1)],
-        token_lengths_B=token_lengths_B,
-        feasible_B=None if batch.feasible_B is None else batch.feasible_B[rows],
-        quarantined=[],
-        filtered={},
-        rows_read=0,
     )
 
 

@@ -25,7 +25,7 @@ from rich.text import Text
 from finetune import logs
 from finetune.callbacks.eta import Eta, Place, as_clock
 from finetune.config.schema import RunConfig
-from finetune.data.stream import Batch
+from finetune.data.batch import Batch
 from finetune.evaluation.scores import WerAccumulator
 from finetune.security.safe_text import one_line
 from finetune.training.callbacks import Callback, EvaluationResult, StepResult
@@ -208,7 +208,7 @@ class ProgressPanel(Callback):
             live.start()
             console.show_cursor(True)  # so that a process that is killed leaves the terminal as it was
         except OSError as error:
-            logs.let_go(error)
+            logs.silence_lost_terminal(error)
         else:
             self.live = live
         with logs.above(console):
@@ -219,7 +219,7 @@ class ProgressPanel(Callback):
                 try:
                     live.stop()
                 except OSError as error:
-                    logs.let_go(error)
+                    logs.silence_lost_terminal(error)
 
     def draw(self, now: bool = False) -> None:
         """Draw the panel anew, at most four times a second and never for more than its share of the time."""
@@ -230,7 +230,7 @@ class ProgressPanel(Callback):
             try:
                 self.live.update(Drawn(self.live.console, self.panel()), refresh=True)
             except OSError as error:  # the terminal was closed, and the run goes on
-                logs.let_go(error)
+                logs.silence_lost_terminal(error)
                 self.live = None
             self.drawn = time.perf_counter()
             self.cost = self.drawn - started
@@ -302,8 +302,8 @@ class ProgressPanel(Callback):
         """Return the panel as it stands."""
         step, total = self.progress.step, self.expected_steps()
         bars = Table.grid(padding=(0, 1), expand=True)
-        for options in ({"no_wrap": True}, {"ratio": 1}, {"no_wrap": True}, {"no_wrap": True}):
-            bars.add_column(**options)
+        for ratio in (None, 1, None, None):
+            bars.add_column(ratio=ratio, no_wrap=ratio is None)
         bars.add_row(
             "train", ProgressBar(total, step), f"{step}/{total} steps", _left(self.eta.seconds_left(step, total))
         )

@@ -11,12 +11,13 @@ import numpy as np
 
 from finetune.data.options import StreamOptions
 from finetune.data.sources import OpenSource, open_source, parse_sources
-from finetune.data.stream import ClipStream
+from finetune.data.stream import UtteranceStream
+from finetune.data.utterances import no_tokens
 from finetune.errors import UserError
 from finetune.evaluation.long_audio import LONGEST_AT_ONCE
-from finetune.evaluation.recognise import evaluation_limits, no_tokens, score_stream
+from finetune.evaluation.recognise import evaluation_limits, score_stream
 from finetune.evaluation.significance import RESAMPLES, block_names
-from finetune.models.nemo import load_model, move_to_device
+from finetune.models.loading import load_model, move_to_device
 from finetune.security.safe_text import json_line
 
 if TYPE_CHECKING:
@@ -44,12 +45,12 @@ def open_sources(data: Any, split: str, key: str = "--data") -> list[OpenSource]
 
 def stream_in_order(
     sources: list[OpenSource], sample_rate: int, limits: BatchLimits, *, max_samples: int = -1, workers: int = 1
-) -> ClipStream:
+) -> UtteranceStream:
     """One pass over sources in their order; utterances without a text stay."""
     options = StreamOptions(
         limits=limits, sample_rate=sample_rate, shuffle=False, max_samples=max_samples, keep_empty_text=True
     )
-    return ClipStream(sources, options, no_tokens, workers=workers)
+    return UtteranceStream(sources, options, no_tokens, workers=workers)
 
 
 @dataclass

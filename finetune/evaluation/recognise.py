@@ -22,7 +22,8 @@ from finetune.evaluation.scores import Counts, Utterance, WerAccumulator
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from finetune.data.stream import Batch, ClipStream
+    from finetune.data.batch import Batch
+    from finetune.data.stream import UtteranceStream
     from finetune.models.protocols import Transducer
 
 SHORTEST_SECONDS = 0.1
@@ -134,11 +135,6 @@ def evaluation_limits(clips: int, longest: float) -> BatchLimits:
     return BatchLimits(clips=clips, seconds=clips * longest)
 
 
-def no_tokens(text: str) -> list[int]:
-    """Encode nothing: an evaluation compares strings, and a reference may use characters that the tokenizer lacks."""
-    return []
-
-
 def recognise_texts(model: Transducer, audio_BS: torch.Tensor, lengths_B: torch.Tensor, longest: float) -> list[str]:
     """Recognise a padded batch; call inside `evaluation_mode`.
 
@@ -160,7 +156,7 @@ def recognise_texts(model: Transducer, audio_BS: torch.Tensor, lengths_B: torch.
 
 def score_stream(
     model: Transducer,
-    stream: ClipStream,
+    stream: UtteranceStream,
     *,
     normalization: str,
     description: str,
@@ -204,7 +200,7 @@ def score_stream(
             wer.add_filtered(batch.filtered)
             if batch.error:
                 raise UserError(f"{description}: {batch.error}", exit_code=1)
-            if batch.audio_BS is None or batch.audio_lengths_B is None:
+            if not batch.ids:
                 continue
             started = time.perf_counter()
             texts = recognise_texts(model, batch.audio_BS, batch.audio_lengths_B, longest)
@@ -228,7 +224,7 @@ def score_stream(
 
 def batched_decoding_differs(model: Transducer, batch: Batch, clips: int = 4) -> list[tuple[str, str, str]]:
     """Utterances that decode otherwise alone than in a batch, as (id, alone, batched); normally none."""
-    if batch.audio_BS is None or batch.audio_lengths_B is None:
+    if not batch.ids:
         return []
     n = min(clips, len(batch.ids))
     limit = int(LONGEST_AT_ONCE * model.preprocessor._sample_rate)  # the beginning of a long recording is enough

@@ -1,8 +1,8 @@
 """Types of NeMo's transducers, for annotations only.
 
-NeMo's own classes are untyped, and importing them takes ten seconds. These classes name the attributes that this project uses of an
-EncDecRNNTBPEModel; nothing is ever an instance of them at run time. An attribute that is missing here reads as torch's
-`Tensor | Module`: declare it instead of casting.
+NeMo's own classes are untyped, and importing them takes ten seconds. These classes name the attributes that this
+project uses of an EncDecRNNTBPEModel; nothing is ever an instance of them at run time. An attribute that is missing
+here reads as torch's `Tensor | Module`: declare it instead of casting.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class JointLayers(Sequential):
         @overload
         def __getitem__(self, idx: Literal[-1]) -> Linear: ...
         @overload
-        def __getitem__(self, idx: int) -> Module: ...
+        def __getitem__(self, idx: int | slice) -> Module: ...
         def __getitem__(self, idx: Any) -> Any: ...
 
 
@@ -126,10 +126,6 @@ class Joint(Module):
     project_prednet: Callable[[torch.Tensor], torch.Tensor]
     set_loss: Callable[[Any], None]
     set_wer: Callable[[Any], None]
-
-
-class TransducerLoss(Module):
-    reduction: str | None
 
 
 class Decoding(Protocol):
@@ -165,7 +161,8 @@ class Transducer(Module):
     encoder: Encoder
     decoder: PredictionNetwork
     joint: Joint
-    loss: TransducerLoss
+    loss: Any
+    """NeMo's `RNNTLoss`."""
     wer: Any
     decoding: Decoding
     tokenizer: Tokenizer

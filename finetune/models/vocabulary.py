@@ -1,8 +1,8 @@
-"""Another vocabulary for a NeMo transducer: what was learned stays, and the TDT loss does too.
+"""Give a NeMo transducer another vocabulary without losing what it learned, or its TDT loss.
 
-NeMo's `change_vocabulary` makes prediction network, joint and loss anew: all weights of both are lost, and a TDT model is trained
-with the plain RNN-T loss from then on (NeMo issue 14140). Here the rows of old pieces, of the blank and of the durations move to
-their new places unchanged, and everything else of the two networks is kept.
+NeMo's `change_vocabulary` makes prediction network, joint and loss anew: all weights of both are lost, and a TDT model
+is trained with the plain RNN-T loss from then on (NeMo issue 14140). Here the rows of old pieces, of the blank and of
+the durations move to their new places unchanged, and everything else of the two networks is kept.
 
 V pieces of the vocabulary, D durations, H hidden units.
 """
@@ -11,13 +11,23 @@ import math
 import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from omegaconf import OmegaConf, open_dict
 
-from finetune.models.nemo import _check
-from finetune.models.sentencepiece_files import FILE, NORMAL, SPACE, USER_DEFINED, of_model, parse, piece_encoder
+from finetune.models.nemo import check_head
+from finetune.models.protocols import Transducer
+from finetune.models.sentencepiece_model import (
+    FILE,
+    NORMAL,
+    SPACE,
+    USER_DEFINED,
+    SentencePieceModel,
+    parse,
+    piece_encoder,
+    tokenizer_of,
+)
 
 # Probability that all new pieces together can take from the old ones before training, at most.
 SHARE_OF_NEW_PIECES = 0.1
@@ -27,31 +37,31 @@ Sources = list[list[int]]
 """For each new piece the ids of the old ones whose rows it starts from."""
 
 
-def change_vocabulary(model: Any, directory: Path, note: Mapping[str, Any] | None = None) -> Sources:
-    """Gives a model another tokenizer, in place.
+def change_vocabulary(model: Transducer, directory: Path, note: Mapping[str, Any] | None = None) -> Sources:
+    """Give a model another tokenizer, in place.
 
-    A piece that the old tokenizer has too keeps its rows in the prediction network's embedding and in the joint's head (and in a
-    hybrid model's CTC head). Any other starts as the mean of the rows of the old pieces that wrote it before; a new
-    character as its base letter (é as e), or as the mean of all pieces where it has none.
+    A piece that the old tokenizer has too keeps its rows in the prediction network's embedding and in the joint's head
+    (and in a hybrid model's CTC head). Any other starts as the mean of the rows of the old pieces that encoded it
+    before; a new character as its base letter (é as e), or as the mean of all pieces where it has none.
 
-    Where the vocabulary grows, the logit of a new piece lies log(n / s) below that mean, n new pieces, s SHARE_OF_NEW_PIECES. A
-    mean is never above the largest of the old logits, so greedy decoding gives the same transcripts as before, and all
-    new pieces together take no more than s / (1 + s) of the probability, whatever the audio.
+    Where the vocabulary grows, the logit of a new piece lies log(n / s) below that mean, n new pieces, s
+    SHARE_OF_NEW_PIECES. A mean is never above the largest of the old logits, so greedy decoding gives the same
+    transcripts as before, and all new pieces together take at most s / (1 + s) of the probability, whatever the audio.
 
     Args:
         model: a NeMo transducer with one SentencePiece tokenizer.
         directory: files of the new tokenizer; they have to stay there as long as the model may be saved.
-        note: what is kept of this in the model's configuration, under `vocabulary_changes`.
+        note: a record of the change for the model's configuration, under `vocabulary_changes`.
 
     Returns:
-        From which old rows each piece starts.
+        The old rows that each piece starts from.
 
     Raises:
         UserError: the model has an aggregate tokenizer.
     """
     from nemo.collections.asr.losses.rnnt import RNNTLoss
 
-    old = of_model(model, "model.tokenizer")
+    old = tokenizer_of(model, "model.tokenizer")
     new = parse((Path(directory) / FILE).read_bytes(), f"model.tokenizer: {directory}")
     sources = rows_to_start_from(old, new)
     before = [p.piece for p in old.pieces]
@@ -92,30 +102,31 @@ def change_vocabulary(model: Any, directory: Path, note: Mapping[str, Any] | Non
     with open_dict(model.cfg):
         model.cfg.labels = [p.piece for p in new.pieces]
         model.cfg[HISTORY] = [*changes_of(model), dict(note or {})]
-    _check(model, str(directory))
+    check_head(model, str(directory))
     return sources
 
 
-def changes_of(model: Any) -> list[dict[str, Any]]:
-    """What was noted of each change of the model's vocabulary."""
-    noted = model.cfg.get(HISTORY) or []
-    return OmegaConf.to_container(noted, resolve=True) if OmegaConf.is_config(noted) else list(noted)
+def changes_of(model: Transducer) -> list[dict[str, Any]]:
+    """Return the records of the changes of the model's vocabulary."""
+    records = model.cfg.get(HISTORY)
+    return cast(list[dict[str, Any]], OmegaConf.to_container(records, resolve=True)) if records else []
 
 
-def _parts(model: Any) -> list[str]:
-    """The modules with a row for each piece."""
+def _parts(model: Transducer) -> list[str]:
+    """Return the names of the modules with a row for each piece."""
     return [name for name in ("decoder", "joint", "ctc_decoder") if hasattr(model, name)]
 
 
 def _has_rows(part: torch.nn.Module, key: str) -> bool:
-    """Whether a weight has a row for each piece: those of the embedding, and of the last layer of a head."""
+    """Return whether a weight has a row for each piece: those of the embedding, and of the last layer of a head."""
     owner = part.get_submodule(key.rpartition(".")[0])
-    heads = [part.joint_net[-1]] if hasattr(part, "joint_net") else list(getattr(part, "decoder_layers", ()))
+    layers: list[torch.nn.Module] = list(getattr(part, "joint_net", ()))
+    heads = layers[-1:] or list(getattr(part, "decoder_layers", ()))
     return isinstance(owner, torch.nn.Embedding) or owner in heads
 
 
 def _moved(rows: torch.Tensor, sources: Sources, old_size: int, drop_V: torch.Tensor | None) -> torch.Tensor:
-    """Rows of the new pieces, then what stands behind those of the old ones: blank, and durations.
+    """Return the rows of the new pieces, followed by those behind the old pieces: blank, and durations.
 
     Args:
         rows: (old V, or with blank and durations behind them, ...).
@@ -131,12 +142,8 @@ def _moved(rows: torch.Tensor, sources: Sources, old_size: int, drop_V: torch.Te
     return torch.cat([moved, rows[old_size:]])
 
 
-def rows_to_start_from(old: Any, new: Any) -> Sources:
-    """For each piece of a tokenizer the pieces of another one that it starts from: itself, or what wrote it before.
-
-    Args:
-        old, new: SentencePiece messages.
-    """
+def rows_to_start_from(old: SentencePieceModel, new: SentencePieceModel) -> Sources:
+    """Return for each new piece the old ones that it starts from: itself, or the pieces that encoded it before."""
     ids = {p.piece: i for i, p in enumerate(old.pieces)}
     ordinary = [i for i, p in enumerate(old.pieces) if p.type in (NORMAL, USER_DEFINED)]
     encode = piece_encoder(old)
@@ -154,7 +161,7 @@ def rows_to_start_from(old: Any, new: Any) -> Sources:
 
 
 def _known_relative(character: str, ids: Mapping[str, int]) -> str:
-    """The character where the tokenizer has it, else its other case or its letters without marks; nothing where it has none."""
+    """Return the character where the tokenizer has it, else its other case or its letters without marks, else ""."""
     if character == SPACE or character in ids:
         return character
     for form in (character, character.lower(), character.upper()):

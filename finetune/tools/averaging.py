@@ -8,7 +8,7 @@ import torch
 
 from finetune.errors import UserError
 from finetune.evaluation.dataset import EvaluationSettings, count_errors, open_sources
-from finetune.models.nemo import load_model, move_to_device
+from finetune.models.loading import load_model, move_to_device
 from finetune.tools.export.nemo import output_file, write_checked
 
 if TYPE_CHECKING:

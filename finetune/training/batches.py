@@ -10,9 +10,9 @@ import torch
 from accelerate import Accelerator
 
 from finetune.config.schema import RunConfig
-from finetune.data.stream import Batch
-from finetune.data.worker_shards import REPORT_AFTER_ROWS
-from finetune.distributed import gather
+from finetune.data.batch import Batch
+from finetune.data.quarantine import REPORT_AFTER_ROWS, Record, check_bad_fraction, new_records, nothing_left
+from finetune.distributed import gather, gather_rows
 from finetune.errors import UserError
 from finetune.losses import feasible_clips
 from finetune.models.nemo import encoder_lengths
@@ -21,8 +21,6 @@ from finetune.training.outputs import LineFile
 from finetune.training.progress import Progress
 
 log = logging.getLogger(__name__)
-
-BAD_FRACTION_JUDGED_AFTER = 200  # rows
 
 
 @dataclass
@@ -56,14 +54,9 @@ class Quarantine:
         self.known: set[tuple[str, str]] = set()
         """(source, id) of the utterances that are written."""
 
-    def add(self, reports: list[dict[str, str]]) -> None:
+    def add(self, reports: list[Record]) -> None:
         """Write bad utterances; one that returns in a later epoch is not written again."""
-        new = []
-        for report in reports:
-            key = (report["source"], report["id"])
-            if key not in self.known:
-                self.known.add(key)
-                new.append(report)
+        new = new_records(reports, self.known)
         self.progress.quarantine_lines += len(new)
         if new and self.is_main:
             self.file.append(*new)
@@ -127,9 +120,9 @@ class StepBatcher:
                     exhausted = True
                     break
                 received.append(batch)
-                if batch.error or (batch.audio_BS is None and batch.rows_read >= REPORT_AFTER_ROWS):
+                if batch.error or (not batch.ids and batch.rows_read >= REPORT_AFTER_ROWS):
                     break  # account for what was left out before more is read
-                if batch.audio_BS is not None:
+                if batch.ids:
                     batches.append(batch)
             step_batches, ended = self._account(batches, received, exhausted)
             if step_batches.micro_batches > 0 or ended:
@@ -183,7 +176,9 @@ class StepBatcher:
             p.filtered[reason] = p.filtered.get(reason, 0) + n
         p.quarantined += len(reports)
         self.quarantine.add(reports)
-        self._check_bad_fraction(ended=not more)
+        if more or p.audio_seconds:  # without one usable utterance `nothing_left` says more
+            limit = self.config.data.max_bad_fraction
+            check_bad_fraction(p.quarantined, p.rows_read, limit, not more, self.quarantine.file.path)
         samples = int(clips + infeasible)
         step_batches = StepBatches(batches, micro_batches, clips, tokens, samples, audio_seconds, padded_seconds)
         return step_batches, not more
@@ -197,7 +192,7 @@ class StepBatcher:
             return [float(v) for v in values], micro_batches, []
         self.on_part("communication")
         row = torch.tensor([[*values, micro_batches]], dtype=torch.float64, device=self.accelerator.device)
-        table_RN = self.accelerator.gather(row).cpu()
+        table_RN = gather_rows(self.accelerator, row)
         self.on_part("data")
         finished = [rank for rank, more in enumerate(table_RN[:, 6].tolist()) if not more]
         return table_RN[:, :-1].sum(0).tolist(), int(table_RN[:, -1].max()), finished
@@ -219,7 +214,7 @@ class StepBatcher:
 
     def _reports_of_ranks(
         self, received: list[Batch], error: str | None, without_alignment: list[str], anything: bool
-    ) -> tuple[list[dict[str, str]], dict[str, int], list[str], list[str]]:
+    ) -> tuple[list[Record], dict[str, int], list[str], list[str]]:
         """Return quarantined utterances, filter counts, errors and utterances without alignment of all ranks.
 
         The ranks exchange them only where any has some.
@@ -238,26 +233,7 @@ class StepBatcher:
             [i for part in parts for i in part[3]],
         )
 
-    def _check_bad_fraction(self, ended: bool) -> None:
-        """Judge once enough rows are read, or all of an epoch."""
-        p, limit = self.progress, self.config.data.max_bad_fraction
-        if ended and p.audio_seconds == 0:
-            return  # not one usable utterance: `nothing_left` says more
-        if (ended or p.rows_read >= BAD_FRACTION_JUDGED_AFTER) and p.quarantined > limit * p.rows_read:
-            raise UserError(
-                f"{p.quarantined} of {p.rows_read} clips had to be put in quarantine, more than "
-                f"data.max_bad_fraction={limit:g}. The reasons are in {self.quarantine.file.path}. Mend the data, or "
-                "raise data.max_bad_fraction.",
-                exit_code=1,
-            )
-
     def nothing_left(self) -> UserError:
         """Return the error for an epoch without a single usable utterance."""
         p = self.progress
-        filtered = ", ".join(f"{n} {reason}" for reason, n in sorted(p.filtered.items())) or "none"
-        return UserError(
-            f"data.train: no clip is left to train on. Read {p.rows_read}, put {p.quarantined} in quarantine (reasons in "
-            f"{self.quarantine.file.path}), left out by filters: {filtered}. Check data.min_duration, data.max_duration "
-            "and the reasons.",
-            exit_code=1,
-        )
+        return nothing_left(p.rows_read, p.quarantined, p.filtered, self.quarantine.file.path)

@@ -16,8 +16,8 @@ import torch
 from accelerate import Accelerator
 
 from finetune.config.schema import RunConfig
+from finetune.data.batch import Batch
 from finetune.data.sources import OpenSource
-from finetune.data.stream import Batch
 from finetune.distributed import broadcast, gather
 from finetune.durable_files import put_in_place, sha256_of, write_json
 from finetune.errors import UserError
@@ -25,10 +25,11 @@ from finetune.evaluation.mistakes import Mistakes
 from finetune.evaluation.recognise import batched_decoding_differs, score_stream
 from finetune.evaluation.scores import WerAccumulator
 from finetune.evaluation.utterance_counts import UtteranceCounts, compare_evaluations
-from finetune.models.nemo import learning_batchnorms, load_weights, write_nemo
+from finetune.models.adapters import write_adapter
+from finetune.models.nemo import learning_batchnorms
+from finetune.models.nemo_archive import load_weights, write_nemo
 from finetune.models.protocols import Transducer
 from finetune.signals import CutShort, requested
-from finetune.strategies.lora_adapters import write_adapter
 from finetune.training.batches import Quarantine
 from finetune.training.callbacks import Callback, Candidate, EvaluationResult
 from finetune.training.checkpoints import CANNOT_WRITE
@@ -75,6 +76,8 @@ class Evaluator:
         self.quarantine, self.callbacks, self.require_finite = quarantine, callbacks, require_finite
         self.output_dir = Path(config.training.output_dir)
         self.file = LineFile(self.output_dir / "evaluations.jsonl")
+        self.keeps_models = True
+        """False measures a run without writing model.nemo."""
         self.replaced = False
         """Whether a final candidate has left other weights in the model."""
 
@@ -225,6 +228,8 @@ class Evaluator:
         Raises:
             UserError: they are not finite, or the disk does not take them.
         """
+        if not self.keeps_models:
+            return
         p, folder, problem = self.progress, self.output_dir, None
         self.require_finite(model)
         if self.accelerator.is_main_process:
@@ -265,7 +270,7 @@ class Evaluator:
             return
         stream = make_stream(self.accelerator, model, self.config, self.sources[split], training=False)
         stream.workers = 0
-        batch = next((b for b in stream.batches() if b.audio_BS is not None), None)
+        batch = next((b for b in stream.batches() if b.ids), None)
         if batch is None:
             return
         differing = batched_decoding_differs(model, batch)

@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from finetune.config.schema import RunConfig
 from finetune.distributed import gather
 from finetune.errors import UserError
+from finetune.models.adapters import load_merged_state_dict, merge_saved_lora
 from finetune.models.protocols import Transducer
-from finetune.strategies.lora import load_merged_state_dict, merge_saved_lora
 from finetune.strategies.optimizers import unwrap_optimizer
 from finetune.strategies.sharded import read_whole_weights
 from finetune.strategies.zero_shards import redistribute
@@ -136,7 +136,9 @@ def kind_of(
     engine = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type)).lower()
     if engine == "deepspeed":
         # Each process keeps its own part of the optimizer's state.
-        engine += f" ZeRO-{accelerator.state.deepspeed_plugin.zero_stage} of {accelerator.num_processes} process(es)"
+        plugin = accelerator.state.deepspeed_plugin
+        assert plugin is not None
+        engine += f" ZeRO-{plugin.zero_stage} of {accelerator.num_processes} process(es)"
     elif engine != "fsdp":
         engine = "none"
     trained = "everything"

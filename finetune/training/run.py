@@ -18,31 +18,28 @@ from finetune.config.compatibility import find_conflicts
 from finetune.config.redaction import without_secrets, write_config
 from finetune.config.schema import RunConfig
 from finetune.config.tokenizer_setting import tokenizer_setting
+from finetune.data.run_file import count_clips, mean_seconds, train_limits
+from finetune.data.run_file import open_sources as open_sources
 from finetune.data.sources import OpenSource
 from finetune.distributed import broadcast
 from finetune.durable_files import write_json
 from finetune.errors import UserError
-from finetune.models.nemo import cast_parameters, load_model, prepare_for_training
+from finetune.models.adapters import base_hash, check_base, load_into_lora, name_base, read_adapter
+from finetune.models.loading import load_model
+from finetune.models.loss_module import TransducerLossModule
+from finetune.models.nemo import cast_parameters, prepare_for_training
 from finetune.models.protocols import Transducer
-from finetune.models.transducer import TransducerLossModule
 from finetune.rank_monitor import client as rank_monitor
 from finetune.security.secrets import clean, known_secrets
-from finetune.strategies.accelerate_config import (
-    Strategy,
-    engine_with,
-    make_accelerator,
-    number_of_processes,
-    resolve_precision,
-)
+from finetune.strategies.accelerator import make_accelerator
 from finetune.strategies.activation_offload import ActivationOffload
 from finetune.strategies.encoder import apply_encoder_options
-from finetune.strategies.lora_adapters import base_hash, check_base, load_into_lora, name_base, read_adapter
 from finetune.strategies.optimizers import build_optimizer, parameter_groups
 from finetune.strategies.sharded import count_parameters, make_replica, shards_parameters
+from finetune.strategies.strategy import Strategy, engine_with, number_of_processes, resolve_precision
 from finetune.training import checkpoints, elastic_restart
 from finetune.training.advice import warnings_for
-from finetune.training.data import count_clips, make_stream, mean_seconds, train_limits
-from finetune.training.data import open_sources as open_sources
+from finetune.training.data import make_stream
 from finetune.training.outputs import environment
 from finetune.training.process import allow_tf32, seed_everything, set_allocator
 from finetune.training.resume import take_weights
@@ -67,7 +64,7 @@ def build_accelerator(config: RunConfig, strategy: Strategy) -> Accelerator:
         torch.set_num_threads(t.num_threads)
     allow_tf32(t.tf32)
     chosen = trackers_of(config)
-    elastic_restart.meet_afresh(t.ddp_timeout)
+    elastic_restart.rendezvous(t.ddp_timeout)
     accelerator = make_accelerator(
         strategy,
         precision=precision,
@@ -78,7 +75,7 @@ def build_accelerator(config: RunConfig, strategy: Strategy) -> Accelerator:
         project_dir=Path(t.output_dir),
         timeout=t.ddp_timeout,
     )
-    rank_monitor.watch(accelerator, t.rank_timeout)
+    rank_monitor.watch(t.rank_timeout)
     missing = sorted(set(chosen) - {getattr(t, "value", str(t)) for t in accelerator.log_with})
     if missing:
         raise UserError(
@@ -101,7 +98,7 @@ def output_directory(accelerator: Accelerator, config: RunConfig) -> Iterator[Pa
     path = Path(t.output_dir)
     lock = None
     problem = None
-    agents = elastic_restart.agents(accelerator)
+    agents = elastic_restart.agents()
     again = False
     if accelerator.is_main_process:
         try:
@@ -109,7 +106,7 @@ def output_directory(accelerator: Accelerator, config: RunConfig) -> Iterator[Pa
             lock = (path / ".lock").open("w")
             # A record lock: it ends with this process, and processes forked from it (loader workers) do not hold it on.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            again = elastic_restart.began_here(path, agents)
+            again = elastic_restart.is_same_launch(path, agents)
             holds_run = (path / "config.yaml").is_file() or bool(checkpoints.checkpoints_of(path))
             if holds_run and not again and not t.resume_from_checkpoint and not t.overwrite_output_dir:
                 problem = (
@@ -132,9 +129,9 @@ def output_directory(accelerator: Accelerator, config: RunConfig) -> Iterator[Pa
     if problem:
         raise UserError(problem)
     if again:
-        elastic_restart.go_on(t)
+        elastic_restart.continue_run(t)
     if accelerator.is_main_process:
-        elastic_restart.keep(path, agents)
+        elastic_restart.record_launch(path, agents)
     try:
         yield path
     finally:
@@ -166,11 +163,11 @@ def build_model(accelerator: Accelerator, config: RunConfig, checkpoint: Path | 
     changed = set_vocabulary(accelerator, model, config, checkpoint)
     prepare_for_training(model, spec_augment=m.spec_augment, dropout=m.dropout, freeze_batchnorm=m.freeze_batchnorm)
     if m.sync_batchnorm and accelerator.num_processes > 1:
-        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # in place
     adapter = read_adapter(Path(m.adapter)) if m.adapter else None
     if adapter is not None:
         check_base(adapter, model, m.name)
-    base = base_hash(model, m.lora_train_decoder) if m.lora_rank else None
+    base = base_hash(model, m.lora_train_decoder) if m.lora_rank else ""
     apply_encoder_options(model, m)
     if adapter is not None:
         load_into_lora(model, adapter)
@@ -205,7 +202,7 @@ def plan_steps(accelerator: Accelerator, config: RunConfig, sources: dict[str, l
         )
     d, batch = config.data, t.per_device_train_batch_size
     if d.batch_duration or d.batch_bounds:
-        mean = broadcast(mean_seconds(sources["train"], config))
+        mean = broadcast(mean_seconds(sources["train"], config.data))
         batch = d.batch_duration / mean if d.batch_duration else train_limits(config).clips_of_length(mean)
     per_step = batch * t.gradient_accumulation_steps * accelerator.num_processes
     return max(1, math.ceil(clips / per_step * t.num_train_epochs))

@@ -11,9 +11,9 @@ from finetune.config.redaction import without_secrets
 from finetune.durable_files import write_json
 from finetune.evaluation.scores import WerAccumulator
 from finetune.evaluation.significance import describe_difference, rate_interval
-from finetune.strategies.accelerate_config import Strategy
 from finetune.strategies.optimizers import describe_optimizer
 from finetune.strategies.sharded import count_parameters
+from finetune.strategies.strategy import Strategy
 from finetune.training.callbacks import LOST_ON_GUARD
 from finetune.training.evaluation import FinalResult, compare_with_base
 from finetune.training.outputs import peak_memory_gib, peak_rss_gib
@@ -181,9 +181,7 @@ def log_result(
 
 def _describe_change(result: dict[str, Any]) -> str:
     """Put the change since the base model in words."""
-    text = describe_difference(
-        result, "significantly better than the base model", "significantly worse than the base model"
-    )
+    text = describe_difference(result, "significantly better than the base model", "significantly worse than the base model")
     return text + (f"; {result['unmatched']} clips are in one of the two only" if result.get("unmatched") else "")
 
 

@@ -14,14 +14,16 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.profiler import record_function
 
 from finetune.config.schema import RunConfig
+from finetune.data.batch import Batch
+from finetune.data.run_file import count_clips
 from finetune.data.sources import OpenSource
-from finetune.data.stream import Batch, ClipStream
+from finetune.data.stream import UtteranceStream
 from finetune.distributed import gather
 from finetune.errors import UserError
 from finetune.evaluation.scores import WerAccumulator
+from finetune.models.loss_module import TransducerLossModule
 from finetune.models.nemo import set_batchnorm_mode
 from finetune.models.protocols import Transducer
-from finetune.models.transducer import TransducerLossModule
 from finetune.signals import CutShort, Stopped, requested, saving_first
 from finetune.strategies import sharded
 from finetune.strategies.optimizers import describe_optimizer, unwrap_optimizer
@@ -29,7 +31,6 @@ from finetune.training import resume
 from finetune.training.batches import Quarantine, StepBatcher, StepBatches
 from finetune.training.callbacks import Callback, ComputeGradients, StepResult
 from finetune.training.checkpoints import read_checkpoint_state, remove_later_checkpoints
-from finetune.training.data import count_clips
 from finetune.training.evaluation import (
     Evaluator,
     FinalResult,
@@ -73,7 +74,7 @@ class Trainer:
         module: torch.nn.Module,
         optimizer: AcceleratedOptimizer,
         schedule: Schedule,
-        stream: ClipStream,
+        stream: UtteranceStream,
         sources: dict[str, list[OpenSource]],
         config: RunConfig,
         total_steps: int,
@@ -84,8 +85,10 @@ class Trainer:
         self.accelerator, self.module, self.optimizer, self.schedule = accelerator, module, optimizer, schedule
         self.stream, self.sources, self.config = stream, sources, config
         self.total_steps, self.max_epochs = total_steps, max_epochs
-        self.loss_module: TransducerLossModule = accelerator.unwrap_model(module)
-        self.model: Transducer = self.loss_module.nemo
+        loss_module = accelerator.unwrap_model(module)
+        assert isinstance(loss_module, TransducerLossModule)
+        self.loss_module = loss_module
+        self.model: Transducer = loss_module.nemo
         self.replica = replica
         self.output_dir = Path(t.output_dir)
         self.progress = Progress()
@@ -443,8 +446,8 @@ class Trainer:
         mean_over_clips = self.config.training.loss_reduction == "mean_batch"
         denominator = max(batches.clips if mean_over_clips else batches.tokens, 1.0)
 
-        def forward_and_backward(own: list[Batch], micro_batches: int, exchange: bool = True) -> torch.Tensor:
-            return self._forward_and_backward(own, micro_batches, denominator, rnnt_draw, exchange)
+        def forward_and_backward(batches: list[Batch], micro_batches: int, exchange: bool = True) -> torch.Tensor:
+            return self._forward_and_backward(batches, micro_batches, denominator, rnnt_draw, exchange)
 
         compute: ComputeGradients = forward_and_backward
         for callback in self.callbacks:

@@ -16,19 +16,18 @@ from finetune.config.tokenizer_setting import TokenizerSetting, default_growth, 
 from finetune.data.text_corpus import Text, read_texts
 from finetune.distributed import broadcast
 from finetune.errors import UserError
-from finetune.models.coverage import compare, table
-from finetune.models.pieces import described, grow_from_tokenizer, grow_on_texts, said
-from finetune.models.sentencepiece_files import (
+from finetune.models.loading import is_tokenizer, read_tokenizer
+from finetune.models.sentencepiece_model import (
     FILE,
-    is_tokenizer,
     kind_of,
-    of_model,
     parse,
     processor,
-    read_tokenizer,
+    tokenizer_of,
     train_tokenizer,
     write_tokenizer,
 )
+from finetune.models.tokenizer_coverage import compare, table
+from finetune.models.tokenizer_growth import described, grow_from_tokenizer, grow_on_texts, said
 from finetune.models.vocabulary import change_vocabulary, changes_of
 from finetune.security.safe_text import Block
 
@@ -88,7 +87,9 @@ def move_tokenizer_into_run(models: list[Any], output_dir: Path) -> None:
     """
     waiting, final = (output_dir / WAITING).absolute(), (output_dir / FOLDER).absolute()
     for model in models:
-        files = {} if model is None else {k: f for k, f in model.artifacts.items() if Path(f.path).parent == waiting}
+        if model is None:
+            continue
+        files = {k: f for k, f in model.artifacts.items() if Path(f.path).parent == waiting}
         if files and waiting.is_dir():
             shutil.rmtree(final, ignore_errors=True)
             waiting.rename(final)
@@ -147,7 +148,7 @@ def make_tokenizer(model: Any, setting: TokenizerSetting, normalization: str) ->
     Raises:
         UserError: see `finetune.models.pieces` and `finetune.data.text_corpus`.
     """
-    old = of_model(model, setting.key)
+    old = tokenizer_of(model, setting.key)
     texts: list[Text] = []
     growth = None
     if is_tokenizer(setting.origin):
@@ -205,11 +206,11 @@ def _place(accelerator: Any, content: bytes, shared: Path, report: dict[str, Any
 
 def _take_stored(accelerator: Any, model: Any, setting: TokenizerSetting, stored: Path, final: Path) -> bool:
     """The tokenizer of the run that is continued, for a model that does not have it yet; returns whether it had not."""
-    content, report = broadcast(_stored(stored) if accelerator.is_main_process else None)
+    content, report = broadcast(_stored(stored) if accelerator.is_main_process else (b"", {}))
     made_with = {key: value for key, value in (report.get("setting") or {}).items() if key != "sha256"}
     if not setting.changes or made_with != noted(setting):
         log.warning("model.tokenizer: the vocabulary of %s counts, which was made with %s", stored, made_with)
-    if of_model(model, "model.tokenizer").SerializeToString() == content:
+    if tokenizer_of(model, "model.tokenizer").SerializeToString() == content:
         return False
     if accelerator.is_main_process and stored.resolve() != final.resolve():
         shutil.copytree(stored, final, dirs_exist_ok=True)

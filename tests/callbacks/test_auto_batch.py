@@ -9,11 +9,12 @@ import pytest
 import torch
 import yaml
 from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, read_lines
+from launching import start
 from run_callbacks import callback_of
-from test_launchers import start
 
-from finetune.callbacks.memory_recovery import MemoryRecovery, bound_of, part_of
-from finetune.data.batching import BatchLimits
+from finetune.callbacks.memory_recovery import MemoryRecovery
+from finetune.data.batch import part_of
+from finetune.data.batching import BatchLimits, bound_at
 from finetune.tools.planning.accounting import StepAccount
 from finetune.training.batches import StepBatches
 from finetune.training.callbacks import StepResult
@@ -48,7 +49,7 @@ def test_bounds_by_length() -> None:
     limits = BatchLimits(bounds=((1.0, 8), (3.0, 2)))
     assert [limits.clips_of_length(s) for s in (0.2, 1.0, 1.5, 3.0, 9.0)] == [8, 8, 2, 2, 2]
     assert BatchLimits(seconds=6.0, bounds=((1.0, 8), (3.0, 2))).clips_of_length(1.0) == 6
-    assert [bound_of([[1.0, 8], [3.0, 2]], s) for s in (0.2, 1.5, 9.0)] == [8, 2, 2]
+    assert [bound_at([[1.0, 8], [3.0, 2]], s) for s in (0.2, 1.5, 9.0)] == [8, 2, 2]
 
 
 def test_batches_stay_within_the_memory_that_they_were_planned_for(run_train, tiny_run, tmp_path: Path) -> None:

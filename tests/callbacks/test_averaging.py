@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import problem, read_lines, tiny_layout
-from memory_cases import summary
+from engine_cases import evaluated, reference
+from launching import summary
 from safetensors.torch import load_file
-from test_engines import evaluated, reference, trainings  # noqa: F401
 
 from finetune.callbacks.averaging import averaged_tensors
 from finetune.training.batches import StepBatches
@@ -38,7 +38,7 @@ def rows(run: Path, weights: str = "raw") -> list[dict[str, Any]]:
 @pytest.mark.parametrize("device", ["same", "cpu"])
 def test_ema_equals_a_computation_by_hand(run_train, tiny_run, tmp_path, monkeypatch, device):
     """Over a real training, with BatchNorm that learns and a step that is skipped, which must not count."""
-    from finetune.models.transducer import TransducerLossModule
+    from finetune.models.loss_module import TransducerLossModule
 
     seen: list[dict[str, torch.Tensor]] = []
     whole, calls = TransducerLossModule.forward, []
@@ -164,7 +164,7 @@ def test_a_checkpoint_without_an_average(run_train, tiny_run, tmp_path, capfd):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "zero2", "fsdp2"])
-def test_two_processes_have_the_average_of_one(trainings, clips, tmp_path, engine):  # noqa: F811
+def test_two_processes_have_the_average_of_one(trainings, clips, tmp_path, engine):
     steps = 6 if engine == "ddp" else 12
     common = [f"training.ema_decay={DECAY}", f"training.max_steps={steps}", "training.average_checkpoints=2"]
     common += [f"training.save_steps={steps // 2}", f"training.eval_steps={steps // 2}"]
@@ -242,7 +242,7 @@ def mean_by_hand(run: Path, steps: list[int]) -> dict[str, torch.Tensor]:
 def test_the_better_one_is_kept(
     run_train, tiny_run, tmp_path, judged, capfd, settings, wers, steps, weights, best_step
 ):
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
 
     judged["wers"] = list(wers)
     trained: dict[int, dict[str, torch.Tensor]] = {}
@@ -322,8 +322,8 @@ def test_the_report_shows_the_model_in_training(run_train, tiny_run, tmp_path, j
 @pytest.mark.parametrize(
     ("setting", "expected"),
     [
-        ("training.ema_decay=1.0", "training.ema_decay: is a fraction from 0 to below 1, found 1.0"),
-        ("training.average_checkpoints=1", "training.average_checkpoints: is 0 for no average, or 2 or more"),
+        ("training.ema_decay=1.0", "training.ema_decay: has to be 0 to below 1, found 1.0"),
+        ("training.average_checkpoints=1", "training.average_checkpoints: has to be 2 or more, or 0, found 1"),
         ("training.average_by=first", "training.average_by: 'first' is not one of last, best"),
         ("training.ema_device=gpu", "training.ema_device: 'gpu' is not one of same, cpu"),
         ("model.adapter=somewhere", "model.adapter: needs model.lora_rank"),
@@ -350,18 +350,16 @@ def test_averages_without_validation(run_file):
     ],
 )
 def test_what_an_average_excludes(settings, engine, expected):
-    from omegaconf import OmegaConf
-
     from finetune.config.compatibility import find_conflicts
-    from finetune.config.schema import RunConfig
+    from finetune.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
 
-    config = OmegaConf.structured(RunConfig)
-    config.training.update(settings)
+    training = TrainingConfig(output_dir="o", **settings)
+    config = RunConfig(model=ModelConfig(name="m"), data=DataConfig(train="t"), training=training)
     assert not any("ema" in text for text in find_conflicts(config, engine))
     config.training.ema_decay = 0.999
     assert any(text.startswith(expected) for text in find_conflicts(config, engine))
     for other in ("none", "ddp", "deepspeed", "fsdp"):
-        config.training.update({"optimizer": "adamw", "ema_device": "same"})
+        config = config.replaced({"training.optimizer": "adamw", "training.ema_device": "same"})
         assert not find_conflicts(config, other)
 
 
@@ -397,7 +395,8 @@ def test_the_plan_counts_the_average():
 
 def changed(path: Path, output: Path, change: Any) -> Path:
     """A model file with other weights."""
-    from finetune.models.nemo import load_model, save_nemo
+    from finetune.models.loading import load_model
+    from finetune.models.nemo_archive import save_nemo
 
     model = load_model(str(path))
     with torch.no_grad():
@@ -408,7 +407,7 @@ def changed(path: Path, output: Path, change: Any) -> Path:
 
 def test_the_mean_of_files(tiny_model, clips, tmp_path, capsys):
     from finetune import average
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
 
     def move(model: Any) -> None:
         torch.manual_seed(1)

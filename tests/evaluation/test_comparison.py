@@ -24,7 +24,8 @@ def evaluate(*arguments: Any) -> int:
 @pytest.fixture(scope="module")
 def worse_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The base model with noise on its weights."""
-    from finetune.models.nemo import load_model, save_nemo
+    from finetune.models.loading import load_model
+    from finetune.models.nemo_archive import save_nemo
 
     model = load_model(str(BASE))
     generator = torch.Generator().manual_seed(0)

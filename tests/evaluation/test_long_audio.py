@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from subtitle_cases import read_cues
 
 from finetune.data.audio_blocks import read_blocks
-from finetune.data.decode import BadClip, decode_audio
+from finetune.data.decode import decode_audio
+from finetune.data.quarantine import BadUtterance
 from finetune.evaluation.long_audio import Chunk, Cutting, Stitcher, Token, agreeing, chunks_of, splice
 
 BASE = ROOT / "examples" / "base" / "fastconformer_tdt_3m.nemo"
@@ -91,7 +92,7 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
         ("text", "cannot be decoded"),
         ("nan", "not finite"),
     ):
-        with pytest.raises(BadClip, match=reason):
+        with pytest.raises(BadUtterance, match=reason):
             list(read_blocks(str(tmp_path / f"{name}.wav"), RATE, 1.0))
 
 
@@ -272,7 +273,7 @@ def transcribe(capsys: pytest.CaptureFixture[str], *arguments: object, code: int
 @pytest.fixture(scope="module")
 def base() -> Any:
     """The small real model, with timestamps."""
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
     from finetune.tools.transcription.words import enable_timestamps
 
     model = load_model(str(BASE))
@@ -379,7 +380,7 @@ def test_what_was_heard_before_a_fault_is_kept(base: Any, long_file: Any, tmp_pa
 
 def test_local_attention_that_sees_everything_is_full_attention(base: Any, prompts: list[Any]) -> None:
     from finetune.evaluation.recognise import evaluation_mode
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
     from finetune.strategies.attention import use_local_attention
 
     local = load_model(str(BASE))
@@ -494,7 +495,7 @@ def peak_mib(work: Any) -> float:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells and resets the peak")
 def test_memory_does_not_grow_with_the_recording(tiny_model: Path, long_file: Any, tmp_path: Path) -> None:
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
 
     model = load_model(str(tiny_model))
     audio_S, _ = soundfile.read(long_file[0], dtype="float32")

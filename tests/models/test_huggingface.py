@@ -175,7 +175,7 @@ def gradients(
     model: Any, audio: list[Any], tokens_BU: torch.Tensor, lengths_B: torch.Tensor
 ) -> tuple[Any, dict[str, Any]]:
     """Losses of our module in evaluation mode, sigma 0, and gradients of its mean a token by NeMo's names."""
-    from finetune.models.transducer import TransducerLossModule
+    from finetune.models.loss_module import TransducerLossModule
 
     module = TransducerLossModule(model, sigma=0.0, omega=0.0).eval()
     audio_BS = torch.nn.utils.rnn.pad_sequence([torch.from_numpy(a) for a in audio], batch_first=True)
@@ -186,8 +186,8 @@ def gradients(
 
 
 def test_losses_and_gradients_equal_nemos_route_and_transformers_own(exported, pair, speech, audio):
-    from finetune.models.huggingface_layout import to_hugging_face
-    from finetune.models.nemo import load_model
+    from finetune.models.huggingface.layout import to_hugging_face
+    from finetune.models.loading import load_model
 
     model, processor = pair
     clips = audio[:4]
@@ -222,8 +222,8 @@ def test_losses_and_gradients_equal_nemos_route_and_transformers_own(exported, p
 def test_without_the_kept_files_the_tokenizer_is_rebuilt_and_the_recipe_said(
     exported, nemo, files, tmp_path, messages
 ):
-    from finetune.models.huggingface_layout import head_of, to_hugging_face
-    from finetune.models.nemo import load_model
+    from finetune.models.huggingface.layout import head_of, to_hugging_face
+    from finetune.models.loading import load_model
 
     bare = shutil.copytree(
         exported, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer.model", "nemo_config.yaml")
@@ -247,7 +247,7 @@ def test_without_the_kept_files_the_tokenizer_is_rebuilt_and_the_recipe_said(
 
 
 def test_config_json_holds_where_the_kept_file_says_something_else(exported, tmp_path, messages):
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
 
     changed = shutil.copytree(exported, tmp_path / "changed")
     config = json.loads((changed / "config.json").read_text())
@@ -258,7 +258,7 @@ def test_config_json_holds_where_the_kept_file_says_something_else(exported, tmp
 
 
 def test_classes_that_a_directory_names_are_not_made(exported, tmp_path):
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
 
     planted = shutil.copytree(exported, tmp_path / "planted")
     kept = yaml.safe_load((planted / "nemo_config.yaml").read_text())
@@ -275,7 +275,7 @@ def test_classes_that_a_directory_names_are_not_made(exported, tmp_path):
 def test_a_row_of_the_blank_that_transformers_has_trained_is_said(exported, tmp_path, messages):
     from safetensors.torch import load_file, save_file
 
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
 
     trained = shutil.copytree(exported, tmp_path / "trained")
     weights = load_file(trained / "model.safetensors")
@@ -292,7 +292,7 @@ def test_half_precision_weights(dtype, speech, nemo, tmp_path, capsys):
     from transformers import AutoModelForTDT
 
     from finetune.export import main
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
 
     output = tmp_path / "half"
     arguments = [
@@ -334,7 +334,7 @@ def test_a_training_from_the_directory_is_the_training_from_the_nemo(exported, t
 
     assert names(tmp_path / "hf") == names(tmp_path / "nemo")
     assert "model.nemo" in names(tmp_path / "hf")
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
 
     assert equal_weights(load_model(str(tmp_path / "hf")), load_model(str(tmp_path / "nemo")))
 
@@ -349,12 +349,15 @@ def test_the_plan_reads_the_directory(exported):
 
 
 def test_the_doctor_knows_the_directory(exported, run_file):
+    from finetune.config.schema import RunConfig
     from finetune.tools.doctor.run_file_checks import model as model_line
     from finetune.tools.doctor.system import parameters_of
 
     class Wanted:
         config_file = "RUN.yaml"
-        config = OmegaConf.create({"model": {"name": str(exported), "tokenizer": None}})
+        config = RunConfig.model_validate(
+            {"model": {"name": str(exported)}, "data": {"train": "t"}, "training": {"output_dir": "o"}}
+        )
 
     (line,) = model_line(Wanted())
     assert "Hugging Face format" in line.found
@@ -396,12 +399,13 @@ def test_the_check_of_all_formats_finds_a_text_that_differs(speech, tmp_path, mo
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_a_grown_model_goes_there_and_back(kind, speech, tmp_path):
     """A vocabulary that was extended; the unigram one takes the place of the model's own before."""
-    from test_tokenizer_command import TURKISH
+    from turkish import TURKISH
 
     from finetune.export import main
-    from finetune.models.nemo import load_model, save_nemo
-    from finetune.models.pieces import grow_on_texts
-    from finetune.models.sentencepiece_files import of_model, train_tokenizer, write_tokenizer
+    from finetune.models.loading import load_model
+    from finetune.models.nemo_archive import save_nemo
+    from finetune.models.sentencepiece_model import tokenizer_of, train_tokenizer, write_tokenizer
+    from finetune.models.tokenizer_growth import grow_on_texts
     from finetune.models.vocabulary import change_vocabulary
 
     model = load_model(str(BASE))
@@ -410,7 +414,7 @@ def test_a_grown_model_goes_there_and_back(kind, speech, tmp_path):
         write_tokenizer(train_tokenizer(own * 5, 70, kind="unigram", coverage=1.0, key="k"), tmp_path / "unigram")
         change_vocabulary(model, tmp_path / "unigram")
     texts = TURKISH.lower().splitlines() * 3 + own * 5
-    growth = grow_on_texts(of_model(model, "k"), texts, 60, pieces="all", key="k")
+    growth = grow_on_texts(tokenizer_of(model, "k"), texts, 60, pieces="all", key="k")
     assert len(growth.added) == 60
     write_tokenizer(growth.model, tmp_path / "grown")
     change_vocabulary(model, tmp_path / "grown")

@@ -12,7 +12,8 @@ import hub_server
 import pytest
 from conftest import ROOT
 
-from finetune.models.huggingface_write import read_nemo, write_hugging_face
+from finetune.models.huggingface.writing import write_hugging_face
+from finetune.models.nemo_archive import read_nemo
 
 BASE = ROOT / "examples" / "base" / "fastconformer_tdt_3m.nemo"
 NAME = "someone/small-tdt"
@@ -20,7 +21,7 @@ NAME = "someone/small-tdt"
 FETCH = """
 import json, sys
 from finetune.errors import UserError
-from finetune.models.huggingface import fetch
+from finetune.models.huggingface.reading import fetch
 try:
     print(json.dumps({"path": str(fetch(sys.argv[1]))}))
 except UserError as error:
@@ -55,7 +56,7 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
                 cwd=ROOT,
                 capture_output=True,
                 text=True,
-                timeout=300,
+                timeout=1500,
             )
         return done, list(handler.asked)
 
@@ -151,7 +152,7 @@ def test_the_export_downloads_a_nemo_by_its_name(ask, tmp_path, clips):
 def test_the_same_name_trains(ask, directory):
     """load_model and the plan take what `fetch` gives."""
     code = (
-        "import sys; from finetune.models.nemo import load_model; m = load_model(sys.argv[1]); "
+        "import sys; from finetune.models.loading import load_model; m = load_model(sys.argv[1]); "
         "from finetune.tools.planning.layout import read_layout; layout = read_layout(sys.argv[1]); "
         "print(type(m).__name__, m.tokenizer.vocab_size, m.cfg.loss.tdt_kwargs.sigma, layout.layers)"
     )

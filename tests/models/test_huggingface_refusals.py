@@ -14,7 +14,8 @@ import torch
 from conftest import ROOT
 
 from finetune.errors import UserError
-from finetune.models.huggingface_write import check_expressible, read_nemo, write_hugging_face
+from finetune.models.huggingface.writing import check_expressible, write_hugging_face
+from finetune.models.nemo_archive import read_nemo
 
 BASE = ROOT / "examples" / "base" / "fastconformer_tdt_3m.nemo"
 _read: list[Any] = []
@@ -83,8 +84,8 @@ def test_a_setting_that_transformers_has_not(nemo, part, key, value, said, monke
 
 def _without_tokenizer_check(nemo: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """The reasons; the tokenizer, which takes two seconds to try, is fine in all cases."""
-    monkeypatch.setattr("finetune.models.huggingface_write.encoding_differs", lambda *_: "")
-    monkeypatch.setattr("finetune.models.huggingface_write.decoding_differs", lambda *_: "")
+    monkeypatch.setattr("finetune.models.huggingface.writing.encoding_differs", lambda *_: "")
+    monkeypatch.setattr("finetune.models.huggingface.writing.decoding_differs", lambda *_: "")
     return reasons(nemo)
 
 
@@ -153,7 +154,7 @@ def test_tensors_that_share_memory_are_written_apart(nemo, tmp_path):
 
 
 def test_old_tables_of_positions_are_dropped(nemo):
-    from finetune.models.huggingface_layout import to_hugging_face, to_nemo
+    from finetune.models.huggingface.layout import to_hugging_face, to_nemo
 
     assert to_hugging_face("encoder.pos_enc.pe", 1) is None
     for key in nemo.weights:
@@ -166,8 +167,8 @@ def test_the_settings_of_the_large_model_make_its_network():
     """Names and number of parameters at the size of parakeet-tdt-0.6b-v3, without allocating it."""
     from transformers import ParakeetForTDT, ParakeetTDTConfig
 
-    from finetune.models.huggingface import _recipe
-    from finetune.models.huggingface_layout import model_settings, to_hugging_face, to_nemo
+    from finetune.models.huggingface.layout import model_settings, to_hugging_face, to_nemo
+    from finetune.models.huggingface.reading import _recipe
 
     config = ParakeetTDTConfig(**model_settings(_recipe(), tokens=8192, pad_id=2))
     with torch.device("meta"):
@@ -216,7 +217,8 @@ def test_a_model_that_is_not_the_same_is_not_kept(tmp_path, monkeypatch, clips, 
 
 def test_a_model_that_stays_on_a_frame_is_refused_with_the_cause(tiny_model, clips, tmp_path, capsys):
     """Where tokens of duration 0 come without end, NeMo goes on after ten of them and transformers does not."""
-    from finetune.models.nemo import load_model, save_nemo
+    from finetune.models.loading import load_model
+    from finetune.models.nemo_archive import save_nemo
 
     model = load_model(str(tiny_model))
     with torch.no_grad():
@@ -318,7 +320,7 @@ def _without_unknown(text: str) -> str:
     ],
 )
 def test_a_tokenizer_that_is_damaged(directory, name, change, said, capsys):
-    from finetune.models.huggingface_tokenizer import sentencepiece_of
+    from finetune.models.huggingface.tokenizer import sentencepiece_of
 
     if name == "tokenizer.json":
         (directory / "tokenizer.model").unlink()
@@ -330,7 +332,7 @@ def test_a_tokenizer_that_is_damaged(directory, name, change, said, capsys):
 
 def test_the_tokenizer_of_a_directory(directory):
     """`finetune.tokenizer --extend DIR` reads it as a model does, with tokenizer.model and without."""
-    from finetune.models.sentencepiece_files import read_tokenizer
+    from finetune.models.loading import read_tokenizer
 
     pieces = [p.piece for p in read_tokenizer(str(BASE), "--extend").pieces]
     assert [p.piece for p in read_tokenizer(str(directory), "--extend").pieces] == pieces
@@ -363,7 +365,7 @@ def changed(directory: Path, name: str, **values: Any) -> None:
 
 
 def test_directories_that_nemo_cannot_express(directory):
-    from finetune.models.huggingface import nemo_config
+    from finetune.models.huggingface.reading import nemo_config
 
     changed(directory, "config.json", encoder_config__convolution_bias=True, hidden_act="gelu", blank_token_id=127)
     with pytest.raises(UserError) as caught:
@@ -378,7 +380,7 @@ def test_directories_that_nemo_cannot_express(directory):
 
 
 def test_settings_that_config_json_leaves_out_are_transformers_own(directory):
-    from finetune.models.huggingface import nemo_config
+    from finetune.models.huggingface.reading import nemo_config
 
     whole = nemo_config(directory)
     config = json.loads((directory / "config.json").read_text())
@@ -394,8 +396,8 @@ def test_settings_that_config_json_leaves_out_are_transformers_own(directory):
 
 
 def test_directories_with_something_missing(directory):
-    from finetune.models.huggingface import nemo_config, read_weights
-    from finetune.models.huggingface_tokenizer import sentencepiece_of
+    from finetune.models.huggingface.reading import nemo_config, read_weights
+    from finetune.models.huggingface.tokenizer import sentencepiece_of
 
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
     with pytest.raises(UserError, match="Only safetensors files are taken"):
@@ -409,8 +411,8 @@ def test_directories_with_something_missing(directory):
 
 
 def test_features_of_another_rate_come_back_as_the_same_samples(directory):
-    from finetune.models.huggingface import nemo_config
-    from finetune.models.huggingface_layout import feature_settings
+    from finetune.models.huggingface.layout import feature_settings
+    from finetune.models.huggingface.reading import nemo_config
 
     for rate, window, hop in ((8000, 200, 80), (22050, 551, 220), (44100, 1102, 441)):
         features = {"sampling_rate": rate, "win_length": window, "hop_length": hop, "n_fft": 2048, "feature_size": 80}
@@ -423,7 +425,7 @@ def test_features_of_another_rate_come_back_as_the_same_samples(directory):
 def test_a_directory_in_shards(directory, nemo):
     from safetensors.torch import load_file, save_file
 
-    from finetune.models.huggingface import read_weights
+    from finetune.models.huggingface.reading import read_weights
 
     whole = load_file(directory / "model.safetensors")
     names = sorted(whole)

@@ -11,24 +11,23 @@ import pyarrow.parquet as pq
 import pytest
 import sentencepiece
 from conftest import TOKENIZER, VOICE_PROMPTS
-from test_tokenizer_command import TURKISH
 from tokenizers import normalizers
+from turkish import TURKISH
 
 from finetune.data.normalization import normalize_text
 from finetune.errors import UserError
-from finetune.models.huggingface_tokenizer import (
+from finetune.models.huggingface.tokenizer import (
     decoding_differs,
     differing_as_written,
     encoding_differs,
     fast_tokenizer,
     processor_tokenizer,
-    read_sentencepiece,
     sample_texts,
     sentencepiece_of,
 )
-from finetune.models.huggingface_write import check_texts
-from finetune.models.pieces import grow_on_texts
-from finetune.models.sentencepiece_files import train_tokenizer
+from finetune.models.huggingface.writing import check_texts
+from finetune.models.sentencepiece_model import ModelProto, train_tokenizer
+from finetune.models.tokenizer_growth import grow_on_texts
 
 KINDS = {
     "plain": {},
@@ -62,7 +61,7 @@ def trained(texts: list[str]) -> Any:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(texts), model_writer=out, num_threads=1, **{**settings, **options}
         )
-        return read_sentencepiece(out.getvalue())
+        return ModelProto.FromString(out.getvalue())
 
     return train
 
@@ -114,7 +113,7 @@ def test_there_and_back(model_type, kind, trained, texts, tmp_path):
 
 
 def test_white_space_at_the_beginning_is_left_out_as_sentencepiece_does():
-    proto = read_sentencepiece((TOKENIZER / "tokenizer.model").read_bytes())
+    proto = ModelProto.FromString((TOKENIZER / "tokenizer.model").read_bytes())
     lone = next(i for i, p in enumerate(proto.pieces) if p.piece == "▁")
     ids = [lone, lone, 1, 2]
     assert fast_tokenizer(proto).decode(ids) == processor(proto).decode(ids) == "tre"
@@ -167,7 +166,7 @@ def test_pieces_that_are_taken_and_kinds_that_do_not_convert(trained):
 def saved(tmp_path: Path) -> Path:
     """The shipped tokenizer in Hugging Face's format, with the kept file."""
     content = (TOKENIZER / "tokenizer.model").read_bytes()
-    processor_tokenizer(read_sentencepiece(content)).save_pretrained(tmp_path)
+    processor_tokenizer(ModelProto.FromString(content)).save_pretrained(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(content)
     return tmp_path
 
@@ -178,9 +177,9 @@ def test_the_kept_file_is_taken_while_it_is_the_same_tokenizer(saved, trained):
     (saved / "tokenizer.model").write_bytes(trained(model_type="bpe").SerializeToString())
     content, source = sentencepiece_of(saved, 128)
     assert source == "tokenizer.json, other than tokenizer.model"
-    ours, theirs = processor(read_sentencepiece(original)), processor(read_sentencepiece(content))
-    assert [p.piece for p in read_sentencepiece(content).pieces] == [
-        p.piece for p in read_sentencepiece(original).pieces
+    ours, theirs = processor(ModelProto.FromString(original)), processor(ModelProto.FromString(content))
+    assert [p.piece for p in ModelProto.FromString(content).pieces] == [
+        p.piece for p in ModelProto.FromString(original).pieces
     ]
     assert ours.encode("press star for help") == theirs.encode("press star for help")
 
@@ -239,7 +238,7 @@ def test_letters_with_combining_marks(model_type, size):
 
 
 def test_texts_that_are_not_nfc_are_said_and_not_refused(messages):
-    proto = read_sentencepiece((TOKENIZER / "tokenizer.model").read_bytes())
+    proto = ModelProto.FromString((TOKENIZER / "tokenizer.model").read_bytes())
     nemo = SimpleNamespace(path=Path("m.nemo"), sentencepiece=proto.SerializeToString())
     composed = ["où est l'été", "ça va"]
     check_texts(nemo, composed)

@@ -15,10 +15,16 @@ from conftest import TOKENIZER, tiny_layout
 from hostile_files import bomb, evil_torch_file, member, members_of, write_archive
 
 from finetune.errors import UserError
-from finetune.models.huggingface_write import read_nemo
-from finetune.models.nemo import load_model, load_weights
-from finetune.models.nemo_files import ADAPTERS, MODELS, PARTS, check_model_config, read_config
-from finetune.models.sentencepiece_files import read_tokenizer
+from finetune.models.loading import load_model, read_tokenizer
+from finetune.models.nemo_archive import (
+    ADAPTERS,
+    MODELS,
+    PARTS,
+    check_model_config,
+    load_weights,
+    read_config,
+    read_nemo,
+)
 from finetune.security.archives import unpack
 from finetune.tools.planning.layout import read_layout
 from finetune.tools.publishing.private import private_parts, read_nemo_config

@@ -13,15 +13,15 @@ from typing import Any
 import fsspec
 import pytest
 from conftest import read_lines, write_manifest
-from omegaconf import OmegaConf
 
 from finetune.callbacks.trackers import _cell, _tag
 from finetune.config.redaction import write_config
+from finetune.config.schema import RunConfig
 from finetune.evaluation.tables import print_rates
 from finetune.logs import set_up_logging
 from finetune.security.safe_text import ACTS, json_line, lines, one_line
 from finetune.security.secrets import clean_text
-from finetune.tools.report.markup import escape
+from finetune.tools.report.page import environment
 from finetune.tools.report.plots import Curve, curves_plot
 
 EVIL_TEXT = "<img src=x onerror=alert(1)> \x1b[2J\x1b]0;owned\x07 \u202eredrum ![a](http://evil.example/x.png) | </script><script>alert(2)</script> \x9b31m"
@@ -174,7 +174,8 @@ def test_texts_that_act_are_written_out():
     row = {"text": "\x1b[2J\x9b \u202e \u2028 é", "n": [1, "\x00"]}
     assert ACTS.search(json_line(row)) is None
     assert json.loads(json_line(row)) == row
-    assert escape("<b>'\"\u202e\x1b\n") == "&lt;b&gt;&#x27;&quot;\\u202e\\x1b\n"
+    page = environment().from_string("{{ text }}")
+    assert page.render(text="<b>'\"\u202e\x1b\n") == "&lt;b&gt;&#39;&#34;\\u202e\\x1b\n"
 
 
 def test_plots_and_trackers_take_names_as_text():
@@ -242,8 +243,11 @@ def test_messages_and_tracebacks_hold_no_secret(monkeypatch, capsys):
 )
 def test_names_that_begin_as_tokens_do_are_kept(name, tmp_path):
     """A config.yaml without them could not be resumed with."""
-    write_config(tmp_path / "config.yaml", OmegaConf.create({"training": {"output_dir": name}}))
-    assert (tmp_path / "config.yaml").read_text() == f"training:\n  output_dir: {name}\n"
+    config = {"model": {"name": "m"}, "data": {"train": "t"}, "training": {"output_dir": name}}
+    write_config(tmp_path / "config.yaml", RunConfig.model_validate(config))
+    text = (tmp_path / "config.yaml").read_text()
+    assert text.startswith("model:\n  name: m\n")
+    assert f"training:\n  output_dir: {name}\n" in text
 
 
 PIECE = "aB3dE6gH9jK2mN5pQ8sT1vW4yZ7bC0eF"  # made up

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import DETERMINISTIC, ROOT
-from memory_cases import batch, losses, summary
+from launching import summary
+from memory_cases import batch, losses
 from safetensors.torch import load_file
 
 LORA = ("--strategy", "lora", "model.lora_rank=4")
@@ -50,7 +51,7 @@ def test_an_adapter_gives_the_model_that_was_trained(lora_run, tiny_model, train
     """By this project merged, bit for bit; by PEFT beside the base model; and it takes part."""
     from peft import PeftModel
 
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
 
     run = lora_run("run", f"model.lora_train_decoder={str(train_decoder).lower()}")
     told, folder = summary(run), run / "adapter"
@@ -102,7 +103,7 @@ def test_training_goes_on_with_an_adapter(lora_run, tiny_model):
     assert bases[2]["name"] == str(folder)
     assert bases[2]["sha256"] != bases[0]["sha256"]
 
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
 
     for run in (onward, fresh):  # the second is an adapter on a base that is itself base and adapter
         a, b = load_model(str(run)).state_dict(), load_model(str(run / "adapter")).state_dict()
@@ -111,7 +112,7 @@ def test_training_goes_on_with_an_adapter(lora_run, tiny_model):
 
 def test_commands_take_an_adapter(lora_run, clips, tmp_path, capsys):
     from finetune import evaluate, export, transcribe
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
     from finetune.tools.planning.layout import read_layout
 
     run = lora_run("run")
@@ -140,16 +141,17 @@ def test_commands_take_an_adapter(lora_run, clips, tmp_path, capsys):
     a, b = (load_model(str(p)).state_dict() for p in (run, tmp_path / "exported"))
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert read_layout(folder).layers == 2
-    from finetune.models.sentencepiece_files import of_model, read_tokenizer
+    from finetune.models.loading import read_tokenizer
+    from finetune.models.sentencepiece_model import tokenizer_of
 
-    assert read_tokenizer(folder, "--extend") == of_model(load_model(folder), "k")
+    assert read_tokenizer(folder, "--extend") == tokenizer_of(load_model(folder), "k")
 
 
 def test_an_adapter_goes_to_hugging_face(lora_run, tmp_path, clips):
     """Merged into its base model, by a file that is gone afterwards."""
     import tempfile
 
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
     from finetune.tools.export.hugging_face import export_hugging_face
 
     base = ROOT / "examples" / "base" / "fastconformer_tdt_3m.nemo"
@@ -165,7 +167,8 @@ def test_an_adapter_goes_to_hugging_face(lora_run, tmp_path, clips):
 
 def test_what_is_refused(lora_run, tiny_model, tmp_path, failed, tiny_run):
     from finetune.errors import UserError
-    from finetune.models.nemo import load_model, save_nemo
+    from finetune.models.loading import load_model
+    from finetune.models.nemo_archive import save_nemo
 
     base = tmp_path / "base.nemo"
     shutil.copy(tiny_model, base)
@@ -225,7 +228,7 @@ def test_no_adapter_without_its_base_model(lora_run, run_train, tiny_run, tmp_pa
 
 
 def test_a_continued_run_leaves_the_adapter_of_its_model(lora_run, run_train, tiny_run, capfd):
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
 
     run = lora_run("run")
     before = load_model(str(run)).state_dict()
@@ -241,7 +244,7 @@ def test_a_continued_run_leaves_the_adapter_of_its_model(lora_run, run_train, ti
 
 def test_the_best_of_the_averages_has_its_adapter(run_train, tiny_run, tmp_path):
     """Whatever weights were chosen, adapter and model.nemo are of one state."""
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
 
     training = {"max_steps": 4, "eval_steps": 2, "save_steps": 0, "ema_decay": 0.5, "average_checkpoints": 2}
     training |= {"learning_rate": 1e-2, "eval_on_start": False}

@@ -8,7 +8,8 @@ import pytest
 import torch
 import yaml
 from conftest import DETERMINISTIC, ONLY_TRAIN, tiny_layout
-from memory_cases import batch, forward_and_backward, losses, saved_bytes, summary
+from launching import summary
+from memory_cases import batch, forward_and_backward, losses, saved_bytes
 from safetensors.torch import load_file
 
 from finetune.errors import UserError
@@ -27,7 +28,7 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("layers", [0, 1])
 def test_frozen_layers_stay_as_they_are_and_cost_nothing(train, tiny_model, layers):
     """BatchNorm and dropout are on, so that a frozen module left in training mode would show."""
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
 
     base = load_model(str(tiny_model)).state_dict()
     strategy = ["--strategy", "partial_unfreeze", f"model.unfreeze_encoder_layers={layers}"]
@@ -73,7 +74,7 @@ def test_frozen_layers_store_no_activations(tiny):
 
 
 def test_position_biases_that_layers_share_stay_frozen(tmp_path):
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
     from finetune.strategies.freezing import freeze_encoder
 
     layout = tiny_layout()
@@ -98,7 +99,7 @@ def test_ddp_does_not_wait_for_what_is_frozen(tiny, tmp_path, kind):
     """DDP stops the second forward where a parameter that it expects got no gradient in the first."""
     from conftest import reset_process
 
-    from finetune.models.transducer import TransducerLossModule
+    from finetune.models.loss_module import TransducerLossModule
     from finetune.strategies.freezing import freeze_encoder
     from finetune.strategies.lora import add_lora
 
@@ -128,8 +129,8 @@ LORA = ("--strategy", "lora", "model.lora_rank=4")
 
 
 def test_lora_trains_adapters_and_resumes_exactly(train, tiny_model):
-    from finetune.models.nemo import load_model
-    from finetune.strategies.lora import merge_saved_lora
+    from finetune.models.adapters import merge_saved_lora
+    from finetune.models.loading import load_model
 
     options = {
         "model": {"dropout": 0.1, "freeze_batchnorm": False},
@@ -169,8 +170,11 @@ def test_lora_trains_adapters_and_resumes_exactly(train, tiny_model):
 def test_a_merged_model_computes_the_same_and_comes_back(tiny, tiny_model, tmp_path):
     """After some steps of training: merged equals unmerged, adapters off differ, and saving changes nothing."""
     from finetune.evaluation.recognise import evaluation_mode, recognise_batch
-    from finetune.models.nemo import load_model, load_weights, save_nemo, set_train_mode
-    from finetune.strategies.lora import add_lora, merged_state_dict
+    from finetune.models.adapters import merged_state_dict
+    from finetune.models.loading import load_model
+    from finetune.models.nemo import set_train_mode
+    from finetune.models.nemo_archive import load_weights, save_nemo
+    from finetune.strategies.lora import add_lora
 
     def outputs(model: Any) -> torch.Tensor:
         with evaluation_mode(model):
@@ -220,7 +224,7 @@ def test_a_merged_model_computes_the_same_and_comes_back(tiny, tiny_model, tmp_p
 
 def test_lora_run_ends_with_the_best_model(run_train, tiny_run, tmp_path, tiny_model):
     """No evaluation beats the base model, so the run goes back to it, merged, and measures it."""
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
 
     training = {"max_steps": 2, "learning_rate": 1e-12}
     assert run_train(*tiny_run(model=DETERMINISTIC, data={"test": None}, training=training), *LORA) == 0

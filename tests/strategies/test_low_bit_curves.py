@@ -12,8 +12,9 @@ import soundfile
 import torch
 from conftest import ROOT, VOICE_PROMPTS
 
-from finetune.models.nemo import cast_parameters, load_model, prepare_for_training
-from finetune.models.transducer import TransducerLossModule
+from finetune.models.loading import load_model
+from finetune.models.loss_module import TransducerLossModule
+from finetune.models.nemo import cast_parameters, prepare_for_training
 from finetune.strategies.optimizers import build_optimizer, describe_optimizer, parameter_groups
 
 STEPS, CLIPS, RATE = 200, 160, 3e-4

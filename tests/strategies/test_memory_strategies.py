@@ -279,7 +279,7 @@ def test_one_graph_for_all_layers_and_lengths(tiny, graphs):
 
 def test_compiled_layers_train_like_plain_ones(train, plain_losses, graphs, tiny_model, monkeypatch):
     """ "eager" runs the graph that torch.compile caught as it is; to make kernels of it takes minutes on a small CPU."""
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
     from finetune.strategies import encoder
 
     monkeypatch.setattr(encoder, "compile_layers", functools.partial(encoder.compile_layers, backend="eager"))
@@ -291,8 +291,9 @@ def test_compiled_layers_train_like_plain_ones(train, plain_losses, graphs, tiny
 
 def test_lengths_are_padded_to_buckets_and_losses_stay(tiny_model):
     """BatchNorm on its stored statistics: in others the padding counts."""
-    from finetune.models.nemo import load_model, prepare_for_training
-    from finetune.models.transducer import TransducerLossModule
+    from finetune.models.loading import load_model
+    from finetune.models.loss_module import TransducerLossModule
+    from finetune.models.nemo import prepare_for_training
 
     model = load_model(str(tiny_model))
     prepare_for_training(model, spec_augment=False, dropout=0.0, freeze_batchnorm=True)

@@ -12,7 +12,7 @@ import soundfile
 import torch
 from conftest import read_lines
 
-from finetune.strategies.low_bit import BITSANDBYTES, TORCHAO
+from finetune.config.optimizers import BITSANDBYTES, TORCHAO
 from finetune.strategies.nemo_registry import WIDE, register_optimizers
 from finetune.strategies.optimizers import describe_optimizer
 
@@ -44,7 +44,8 @@ def empty_registry() -> Iterator[None]:
 @pytest.fixture
 def model(empty_registry: None, make_tiny_model: Callable[..., Path]) -> Any:
     """The tiny NeMo model without dropout and SpecAugment, in training mode."""
-    from finetune.models.nemo import load_model, prepare_for_training
+    from finetune.models.loading import load_model
+    from finetune.models.nemo import prepare_for_training
 
     loaded = load_model(str(make_tiny_model(dropout=0.0)))
     prepare_for_training(loaded, spec_augment=False, dropout=0.0, freeze_batchnorm=True)
@@ -68,7 +69,7 @@ def options(name: str, **more: Any) -> dict[str, Any]:
 
 def train(model: Any, batch: tuple[torch.Tensor, ...], steps: int = 4) -> tuple[list[float], list[float]]:
     """Losses and learning rates of NeMo's optimizer and schedule on one batch."""
-    from finetune.models.transducer import TransducerLossModule
+    from finetune.models.loss_module import TransducerLossModule
 
     trained, optimizer, scheduler = (
         TransducerLossModule(model).train(),

@@ -46,7 +46,7 @@ def test_without_nemo(tmp_path, clips):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1500,
     )
     assert done.returncode == 0, done.stderr
     assert "NeMo cannot be imported here" in done.stderr
@@ -81,7 +81,7 @@ def test_options_of_the_other_format(capsys):
 
 
 def test_commands_of_the_documentation(capsys):
-    from finetune.config.load import schema_fields
+    from finetune.config.schema import schema_fields
     from finetune.export import parse_arguments
 
     text = (ROOT / "docs" / "huggingface.md").read_text(encoding="utf-8")

@@ -103,8 +103,9 @@ def one_thread():
 
 def real_peak(config: Any, case: Case, clips: int, seconds: float, tokens: int) -> int:
     """Most bytes of tensors at once in a step of a real training, which has optimizer states."""
-    from finetune.models.nemo import cast_parameters, load_model, prepare_for_training
-    from finetune.models.transducer import TransducerLossModule
+    from finetune.models.loading import load_model
+    from finetune.models.loss_module import TransducerLossModule
+    from finetune.models.nemo import cast_parameters, prepare_for_training
     from finetune.strategies.encoder import apply_encoder_options
     from finetune.strategies.optimizers import build_optimizer, parameter_groups
     from finetune.tools.planning.accounting import StepAccount

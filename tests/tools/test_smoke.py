@@ -67,7 +67,7 @@ def test_a_batch_that_does_not_fit(smoked, monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr("finetune.models.transducer.TransducerLossModule.forward", full)
+    monkeypatch.setattr("finetune.models.loss_module.TransducerLossModule.forward", full)
     said, found = smoked(1, 10)
     for words in (
         "step 1 does not fit, with the longest clips: 4 clips of up to 1.4 s",
@@ -80,7 +80,7 @@ def test_a_batch_that_does_not_fit(smoked, monkeypatch):
 
 
 def test_a_loss_that_is_not_finite(smoked, monkeypatch):
-    from finetune.models.transducer import TransducerLossModule
+    from finetune.models.loss_module import TransducerLossModule
 
     forward = TransducerLossModule.forward
     monkeypatch.setattr(TransducerLossModule, "forward", lambda *a, **k: forward(*a, **k) * float("nan"))
@@ -173,8 +173,9 @@ def test_the_survey_finds_the_longest_clips_of_any_source(corpus, tiny, run_file
     from types import SimpleNamespace
 
     from finetune.config.load import load_config
+    from finetune.data.run_file import open_sources
     from finetune.data.survey import batch_of
-    from finetune.training.data import make_stream, open_sources
+    from finetune.training.data import make_stream
 
     def look(path):
         config, _ = load_config(

@@ -13,33 +13,17 @@ from conftest import ROOT, TOKENIZER, write_manifest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor
+from turkish import TURKISH
 
 from finetune import tokenizer as command
 from finetune.data.normalization import normalize_text
 from finetune.data.text_corpus import read_texts
-from finetune.models.coverage import compare
-from finetune.models.pieces import LEAST_COUNT, grow_from_tokenizer, grow_on_texts
-from finetune.models.sentencepiece_files import (
-    alphabet,
-    piece_encoder,
-    processor,
-    read_tokenizer,
-    train_tokenizer,
-    write_tokenizer,
-)
+from finetune.models.loading import read_tokenizer
+from finetune.models.sentencepiece_model import alphabet, piece_encoder, processor, train_tokenizer, write_tokenizer
+from finetune.models.tokenizer_coverage import compare
+from finetune.models.tokenizer_growth import LEAST_COUNT, grow_from_tokenizer, grow_on_texts
 
 PROMPTS = ROOT / "examples" / "voice_prompts"
-# Real Turkish: six letters that English and French do not have, and words that share pieces with both.
-TURKISH = """Günaydın, bugün hava çok güzel ve güneşli.
-Lütfen bekleyin, şimdi sizi ilgili kişiye bağlıyoruz.
-Şifrenizi girin ve ardından kare tuşuna basın.
-Aradığınız kişiye şu anda ulaşılamıyor, lütfen daha sonra tekrar deneyin.
-Mesajınızı bip sesinden sonra bırakabilirsiniz.
-Yeni bir mesajınız var, dinlemek için bire basın.
-Konferansa katılan kişi sayısı yediden fazla olamaz.
-İstanbul ve Ağrı arasında uçuşlar öğleden sonra başlıyor.
-Görüşmeyi sonlandırmak için sıfıra basın.
-Bu görüşme kalite amacıyla kayıt altına alınıyor."""
 
 
 def call(*arguments: Any) -> int:

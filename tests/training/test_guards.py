@@ -22,7 +22,7 @@ ONLY_TRAIN = {"validation": None, "test": None}
 @pytest.mark.parametrize("limit", [0.0, 0.5])
 def test_gradients_are_clipped_to_the_norm(run_train, tiny_run, tmp_path, tiny_model, limit):
     """With an epsilon far above the gradients, Adam's first step is rate / epsilon times the clipped gradient."""
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
 
     training = {
         "max_steps": 1,
@@ -197,9 +197,10 @@ def test_evaluation_keeps_no_tensors(tiny_model, clips, tmp_path):
     from finetune.data.batching import BatchLimits
     from finetune.data.options import StreamOptions
     from finetune.data.sources import open_source, parse_sources
-    from finetune.data.stream import ClipStream
-    from finetune.evaluation.recognise import no_tokens, score_stream
-    from finetune.models.nemo import load_model
+    from finetune.data.stream import UtteranceStream
+    from finetune.data.utterances import no_tokens
+    from finetune.evaluation.recognise import score_stream
+    from finetune.models.loading import load_model
 
     rows = [{**r, "audio_filepath": str(clips / r["audio_filepath"])} for r in read_lines(clips / "manifest.jsonl")]
     source = parse_sources(str(write_manifest(tmp_path / "long.jsonl", rows * 6)), "--data", "test")[0]
@@ -215,9 +216,9 @@ def test_evaluation_keeps_no_tensors(tiny_model, clips, tmp_path):
         else:
             alive.append(alive[-1])
 
-    stream = ClipStream([open_source(source, "--data")], options, no_tokens)
-    wer = score_stream(model, stream, normalization="basic", description="test", on_utterance=on_utterance)
-    assert wer.total.clips == 144
+    stream = UtteranceStream([open_source(source, "--data")], options, no_tokens)
+    board = score_stream(model, stream, normalization="basic", description="test", on_utterance=on_utterance)
+    assert board.total.clips == 144
     assert alive[-1] <= alive[24] + 1000
 
 
@@ -225,7 +226,7 @@ def test_a_hybrid_models_ctc_head_stays_and_is_mentioned(run_train, tiny_run, tm
     from nemo.collections.asr.models import EncDecHybridRNNTCTCBPEModel
     from omegaconf import OmegaConf
 
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
 
     layout = tiny_layout()
     layout["model"]["aux_ctc"] = {

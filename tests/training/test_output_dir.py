@@ -257,13 +257,13 @@ def holder(
         if child:
             forked.value = child
             arrived.set()
-        time.sleep(600)
+        time.sleep(3600)
 
     monkeypatch.setattr("finetune.training.run.build_model", build)
     arguments = tiny_run()
     process = multiprocessing.get_context("fork").Process(target=train.main, args=(arguments,), daemon=True)
     process.start()
-    assert arrived.wait(60)
+    assert arrived.wait(900)
     yield process
     process.kill()
     if forked.value > 0:

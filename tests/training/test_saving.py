@@ -231,7 +231,7 @@ def test_a_full_disk_on_one_of_two_ranks(tiny_run, tmp_path):
     )
     arguments = [*tiny_run(data=DATA), "--strategy", "ddp", *settings]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(program)]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 1
     assert "error: the checkpoint of step 6 could not be written: " in done.stderr
     assert "it continues from step-00000004" in done.stderr

@@ -69,7 +69,7 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else(run_train, tiny_
 
 
 def test_gradient_checkpointing_keeps_fewer_bytes(tiny_model):
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
     from finetune.strategies.checkpointing import enable_gradient_checkpointing
 
     def saved_bytes(every: int | None) -> int:
@@ -126,7 +126,7 @@ def test_8bit_adamw_falls_back_to_adamw_with_one_warning(run_train, tiny_run, tm
 
 
 def test_adamw_is_fused_and_spares_biases_and_norms(tiny_model):
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
     from finetune.strategies.optimizers import build_optimizer, parameter_groups
 
     model = load_model(str(tiny_model))
@@ -188,7 +188,7 @@ def test_the_base_model_stays_when_nothing_improves(run_train, tiny_run, tmp_pat
     told = summary(tmp_path / "run")
     assert told["best_step"] == 0
     assert told["wer_after"] == told["wer_before"]
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
 
     base, kept = load_model(str(tiny_model)), load_model(str(tmp_path / "run"))
     for a, b in zip(base.state_dict().values(), kept.state_dict().values(), strict=True):
@@ -196,7 +196,7 @@ def test_the_base_model_stays_when_nothing_improves(run_train, tiny_run, tmp_pat
 
 
 def test_frozen_batchnorm_keeps_its_statistics(run_train, tiny_run, tmp_path, tiny_model):
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
 
     before = load_model(str(tiny_model)).state_dict()
     for frozen in (True, False):
@@ -232,7 +232,7 @@ def test_bf16_trains_close_to_fp32(run_train, tiny_run, tmp_path):
 
 def test_omega_draws_plain_rnnt_steps(run_train, tiny_run, tmp_path, tiny_model):
     """omega 1 trains with the RNN-T loss alone, so the duration head gets no gradient; omega 0 moves it."""
-    from finetune.models.nemo import load_model
+    from finetune.models.loading import load_model
 
     start = load_model(str(tiny_model)).joint.joint_net[-1].weight[-5:]
     for omega in (0.0, 1.0):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from finetune.config.load import load_config
 from finetune.paths import ROOT
-from finetune.strategies.accelerate_config import resolve_precision, resolve_strategy
+from finetune.strategies.strategy import resolve_precision, resolve_strategy
 from finetune.tools.doctor import compiled_operations, gpu, hub_access, packages, run_file_checks, system
 from finetune.tools.doctor.findings import MISSING, WARNING, Check, Finding, Wanted
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from finetune.strategies.low_bit import BITSANDBYTES, TORCHAO
+from finetune.config.optimizers import BITSANDBYTES, TORCHAO
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,8 +9,6 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
-
 from finetune.security.secrets import clean_text
 from finetune.tools.doctor.findings import Finding, Wanted, ok, problem, reason_of
 
@@ -47,7 +45,6 @@ def is_hub_data(path: str) -> bool:
 
 def source_paths(value: Any) -> list[str]:
     """The paths that a key such as data.train names."""
-    value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     entries = value if isinstance(value, list) else [value]
     paths = [entry.get("path") if isinstance(entry, dict) else entry for entry in entries]
     return [path for path in paths if isinstance(path, str)]

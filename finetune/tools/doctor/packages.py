@@ -13,9 +13,9 @@ import numpy as np
 import soundfile
 import torch
 
+from finetune.config.optimizers import BITSANDBYTES, TORCHAO, gpu_lacks_fp8
 from finetune.data.decode import decode_audio
 from finetune.paths import ROOT
-from finetune.strategies.low_bit import BITSANDBYTES, TORCHAO, gpu_lacks_fp8
 from finetune.tools.doctor.findings import Finding, Wanted, ok, problem, reason_of, warning
 
 if TYPE_CHECKING:

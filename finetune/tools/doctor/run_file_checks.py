@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from omegaconf import OmegaConf
 
 from finetune.config.compatibility import find_conflicts
 from finetune.config.tokenizer_setting import tokenizer_setting
 from finetune.data.sources import parse_sources
 from finetune.data.tarred import expand_ranges
 from finetune.errors import UserError
-from finetune.models.huggingface import is_hugging_face
+from finetune.models.huggingface.reading import is_hugging_face
 from finetune.security.secrets import clean_urls
-from finetune.strategies.accelerate_config import engine_with, number_of_processes
+from finetune.strategies.strategy import engine_with, number_of_processes
 from finetune.tools.doctor.findings import Finding, Wanted, ok, problem, reason_of, warning
 from finetune.tools.doctor.hub_access import DATA_KEYS, cached_model, is_hub_data, is_hub_name
 from finetune.tools.doctor.system import parameters_of
@@ -114,10 +113,9 @@ def data(wanted: Wanted) -> Iterator[Finding]:
     for name, value in named.items():
         if value is None:
             continue
-        plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         held_out = name in ("data.validation", "data.test", "data.guard")
         try:
-            sources = parse_sources(plain, name, "validation" if held_out else "train")
+            sources = parse_sources(value, name, "validation" if held_out else "train")
         except UserError as error:
             yield problem(True, name, str(error), "docs/data.md says what a source may be.")
             continue

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from finetune.models.huggingface import is_hugging_face
+from finetune.models.huggingface.reading import is_hugging_face
 from finetune.tools.doctor.findings import Finding, Wanted, ok, problem, warning
 
 if TYPE_CHECKING:

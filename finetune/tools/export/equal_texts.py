@@ -84,7 +84,7 @@ def read_samples(
     for batch in stream.batches():
         if batch.error:
             raise UserError(f"{key}: {batch.error}", exit_code=1)
-        if batch.audio_BS is None or batch.audio_lengths_B is None:
+        if not batch.ids:
             continue
         for i, length in enumerate(batch.audio_lengths_B.tolist()):
             if longest is not None and length > longest * rate:

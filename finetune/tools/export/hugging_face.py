@@ -11,12 +11,14 @@ from pathlib import Path
 import torch
 
 from finetune.errors import UserError
-from finetune.models.huggingface import is_hugging_face
-from finetune.models.huggingface_layout import RECOMPUTED, feature_settings
-from finetune.models.huggingface_write import NemoFile, check_expressible, check_texts, read_nemo, write_hugging_face
-from finetune.models.nemo import import_nemo, load_model, save_nemo
+from finetune.models.adapters import is_adapter
+from finetune.models.huggingface.layout import RECOMPUTED, feature_settings
+from finetune.models.huggingface.reading import is_hugging_face
+from finetune.models.huggingface.writing import check_expressible, check_texts, write_hugging_face
+from finetune.models.loading import load_model
+from finetune.models.nemo import import_nemo
+from finetune.models.nemo_archive import NemoFile, read_nemo, save_nemo
 from finetune.security.documents import read_settings
-from finetune.strategies.lora_adapters import is_adapter
 from finetune.tools.export import CLIPS, TOLERANCE
 from finetune.tools.export.equal_texts import (
     Agreement,

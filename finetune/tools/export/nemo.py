@@ -10,7 +10,8 @@ import torch
 
 from finetune.errors import UserError
 from finetune.evaluation.recognise import evaluation_mode, recognise_batch
-from finetune.models.nemo import load_model, save_nemo
+from finetune.models.loading import load_model
+from finetune.models.nemo_archive import save_nemo
 
 if TYPE_CHECKING:
     from finetune.models.protocols import Transducer

@@ -10,21 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.data.decode import BadClip, Unreachable
 from finetune.data.normalization import normalize_text
-from finetune.data.stream import group_sources
+from finetune.data.quarantine import BAD_FRACTION_JUDGED_AFTER, BadUtterance
+from finetune.data.reader import group_sources
+from finetune.data.retry import Unreachable
+from finetune.data.run_file import with_filters
 from finetune.data.survey import length_of, spread_rows
 from finetune.data.utterances import text_encoder
 from finetune.distributed import broadcast
 from finetune.errors import UserError
-from finetune.models.nemo import load_model, save_nemo
-from finetune.strategies.accelerate_config import engine_with
-from finetune.strategies.lora import merged_state_dict
+from finetune.models.adapters import merged_state_dict
+from finetune.models.loading import load_model
+from finetune.models.nemo_archive import save_nemo
 from finetune.strategies.optimizers import state_tensors, stored_tensors, unwrap_optimizer
+from finetune.strategies.strategy import engine_with
 from finetune.tools.preflight import trial
 from finetune.training import checkpoints
-from finetune.training.batches import BAD_FRACTION_JUDGED_AFTER
-from finetune.training.data import make_stream, with_filters
+from finetune.training.data import make_stream
 from finetune.training.out_of_memory import is_out_of_memory
 from finetune.training.trainer import Trainer
 
@@ -51,7 +53,7 @@ def tokenizer_coverage(attempts: "Attempts", settings: Any, model: Any, sources:
         UserError: more texts would be lost than data.max_bad_fraction.
     """
     d, accelerator = settings.data, attempts.accelerator
-    grouped = group_sources(with_filters(sources, settings), d.max_samples)
+    grouped = group_sources(with_filters(sources, d), d.max_samples)
     options = make_stream(accelerator, model, settings, sources, training=True).options
     encode = text_encoder(model.tokenizer)
     texts = characters = tokens = 0
@@ -78,7 +80,7 @@ def tokenizer_coverage(attempts: "Attempts", settings: Any, model: Any, sources:
         try:
             ids = encode(text)
             length = length_of(source, row)
-        except (BadClip, Unreachable):
+        except (BadUtterance, Unreachable):
             if not _writes(encode, text):
                 lost.append(text)
             continue
@@ -113,7 +115,7 @@ def tokenizer_coverage(attempts: "Attempts", settings: Any, model: Any, sources:
 def _writes(encode: Callable[[str], list[int]], text: str) -> bool:
     try:
         encode(text)
-    except BadClip:
+    except BadUtterance:
         return False
     return True
 
@@ -142,7 +144,7 @@ def decode_clips(attempts: "Attempts", settings: Any, model: Any, sources: list[
         quarantined += batch.quarantined
         for reason, n in batch.filtered.items():
             filtered[reason] = filtered.get(reason, 0) + n
-        if batch.audio_BS is not None:
+        if batch.ids:
             first = first or time.perf_counter() - started
             clips += len(batch.ids)
             audio_seconds += float(batch.audio_lengths_B.sum()) / stream.options.sample_rate
@@ -232,7 +234,7 @@ def worst_batch(attempts: "Attempts", trainer: Trainer) -> Found:
     said = ""
     for _ in range(2):
         for name, batch in worst.items():
-            said = f"{name}: {trial.say_batch(trial.describe_batch(trainer.model, batch))}"
+            said = f"{name}: {trial.say_batch(trial.batch_size(trainer.model, batch))}"
             step_batches = trial.worst_step(trainer, batch)
             try:
                 with meter.step(step_batches.batches):

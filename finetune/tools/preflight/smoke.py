@@ -11,9 +11,9 @@ from tqdm import tqdm
 
 from finetune.callbacks.defaults import add_step_callbacks
 from finetune.callbacks.memory_recovery import MemoryRecovery
-from finetune.data.stream import Batch
+from finetune.data.batch import Batch
 from finetune.errors import UserError
-from finetune.strategies.accelerate_config import engine_with
+from finetune.strategies.strategy import engine_with
 from finetune.tools.preflight import auto_batch, trial
 from finetune.training import run
 from finetune.training.out_of_memory import is_out_of_memory
@@ -66,7 +66,7 @@ def smoke(config: Any, strategy: Any, steps: int, observe: Callable[[Trainer], N
         if survey.rows is None or survey.looked < survey.rows:
             log.warning("longer clips may come: up to data.max_duration=%g s", settings.data.max_duration)
         for name, batch in worst.items():
-            log.info("%s: %s", name, trial.say_batch(trial.describe_batch(trainer.model, batch)))
+            log.info("%s: %s", name, trial.say_batch(trial.batch_size(trainer.model, batch)))
         result = {
             "steps": steps,
             "planned_steps": planned,

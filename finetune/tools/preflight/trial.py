@@ -13,9 +13,8 @@ from typing import Any
 
 import psutil
 import torch
-from omegaconf import OmegaConf
 
-from finetune.data.stream import Batch
+from finetune.data.batch import Batch, describe_batch
 from finetune.data.survey import Survey, batch_of, survey_lengths
 from finetune.distributed import broadcast
 from finetune.durable_files import write_json
@@ -31,11 +30,13 @@ LONGEST, COSTLIEST, FULLEST = "the longest clips", "the clips with the most latt
 
 def trial_config(config: Any, name: str) -> Any:
     """The configuration with a folder of its own below training.output_dir, where it neither continues a run nor meets one."""
-    trial = OmegaConf.create(config)
-    t = trial.training
-    t.output_dir = str(Path(t.output_dir) / name)
-    t.resume_from_checkpoint, t.overwrite_output_dir = False, True
-    return trial
+    return config.replaced(
+        {
+            "training.output_dir": str(Path(config.training.output_dir) / name),
+            "training.resume_from_checkpoint": False,
+            "training.overwrite_output_dir": True,
+        }
+    )
 
 
 @contextlib.contextmanager
@@ -116,22 +117,15 @@ def worst_step(trainer: Trainer, batch: Batch) -> StepBatches:
     return trainer.batcher.next_step(repeated)
 
 
-def describe_batch(model: Any, batch: Batch) -> dict[str, Any]:
-    """Size of a batch: clips, seconds of the longest one, seconds of all with padding, tokens, cells T x (U + 1)."""
-    rate = model.preprocessor._sample_rate
+def batch_size(model: Any, batch: Batch) -> dict[str, Any]:
+    """`describe_batch` with the frames of the model's encoder."""
     frames_B = encoder_lengths(model, batch.audio_lengths_B)
-    return {
-        "clips": len(batch.ids),
-        "longest_seconds": float(batch.audio_lengths_B.max()) / rate,
-        "padded_seconds": batch.audio_BS.numel() / rate,
-        "tokens": int(batch.token_lengths_B.sum()),
-        "cells": int((frames_B * (batch.token_lengths_B + 1)).sum()),
-    }
+    return describe_batch(batch, frames_B, model.preprocessor._sample_rate)
 
 
 def describe_step(model: Any, step_batches: StepBatches) -> dict[str, Any]:
     """The largest batch of this rank's step, as `describe_batch` tells it."""
-    sizes = [describe_batch(model, batch) for batch in step_batches.batches]
+    sizes = [batch_size(model, batch) for batch in step_batches.batches]
     return max(sizes, key=lambda size: size["padded_seconds"], default={})
 
 

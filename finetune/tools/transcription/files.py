@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.audio_blocks import read_blocks
-from finetune.data.decode import BadClip
+from finetune.data.quarantine import BadUtterance
 from finetune.errors import UserError
 from finetune.evaluation.long_audio import Chunk, Cutting, Pieces, Stitcher, chunks_of
 from finetune.evaluation.recognise import frame_seconds, recognise_chunks, text_of
@@ -80,7 +80,7 @@ def transcribe_files(
                 transcript.pending += 1
                 if len(batch) == batch_size:
                     recognise()
-        except BadClip as reason:
+        except BadUtterance as reason:
             transcript.error = str(reason)
         transcript.read = True
         while waiting and waiting[0].read and not waiting[0].pending:

@@ -1,0 +1,350 @@
+"""LoRA adapters: merged into their base weights, and as files in PEFT's format.
+
+A checkpoint keeps base weights and adapters apart, so that a run continues exactly. A .nemo file holds their sum under
+the original names, so that plain NeMo reads it. An adapter's directory holds what a run trained, without the weights
+of the base model: adapter_config.json and adapter_model.safetensors as PEFT's `save_pretrained` of the whole NeMo
+model would write them (prediction network and joint are its `modules_to_save`), and base_model.json with name and hash
+of the base model.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from finetune.errors import UserError
+from finetune.models.protocols import Transducer
+from finetune.security.documents import first_line, parse_json, read_text
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+    from finetune.config.schema import ModelConfig
+
+log = logging.getLogger(__name__)
+
+LORA_KEY = re.compile(r"^(.*)\.lora_([AB])\.\w+\.weight$")
+CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
+PREFIX = "base_model.model."
+TRAINED_WHOLE = ("decoder.", "joint.")
+
+
+def merge_saved_lora(state: dict[str, torch.Tensor], scaling: float) -> dict[str, torch.Tensor]:
+    """Return the state dict with the adapters added to their base weights, named as without adapters.
+
+    Args:
+        state: state dict of a model or checkpoint, with any prefix; not changed.
+        scaling: alpha / rank.
+
+    Returns:
+        A new dict; tensors without an adapter are those of `state`. Sums are made in float32 and kept in the base
+        weight's type.
+    """
+    adapters: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in state.items():
+        if found := LORA_KEY.match(key):
+            adapters.setdefault(found[1], {})[found[2]] = tensor
+    merged = type(state)()
+    for key, tensor in state.items():
+        if LORA_KEY.match(key):
+            continue
+        linear, _, name = key.rpartition(".base_layer.")
+        if linear in adapters and name == "weight":
+            update = scaling * (adapters[linear]["B"].float() @ adapters[linear]["A"].float())
+            tensor = (tensor.float() + update.to(tensor.device)).to(tensor.dtype)
+        merged[f"{linear}.{name}" if linear else key] = tensor
+    return merged
+
+
+def merged_state_dict(model: Transducer) -> dict[str, torch.Tensor]:
+    """Return the weights as a model without adapters has them; the model's own are not changed.
+
+    Args:
+        model: NeMo transducer, with adapters from `add_lora` or without.
+    """
+    state = model.state_dict()
+    return merge_saved_lora(state, model.lora_scaling) if hasattr(model, "lora_scaling") else state
+
+
+def load_merged_state_dict(model: Transducer, weights: dict[str, torch.Tensor]) -> None:
+    """Load weights without adapters into the model's base layers, in place; its adapters then add nothing.
+
+    Args:
+        model: NeMo transducer, with adapters from `add_lora` or without.
+        weights: what `merged_state_dict` returned.
+    """
+    full = {}
+    names = ((key.replace(".base_layer.", "."), tensor) for key, tensor in model.state_dict().items())
+    present = {tensor.data_ptr(): name for name, tensor in names if name in weights}
+    for key, tensor in model.state_dict().items():
+        found = LORA_KEY.match(key)
+        if found:
+            full[key] = torch.zeros_like(tensor) if found[2] == "B" else tensor
+        else:
+            name = key.replace(".base_layer.", ".")
+            # A file keeps a tensor that modules share under one of its names only.
+            full[key] = weights[name] if name in weights else weights[present[tensor.data_ptr()]]
+    unexpected = sorted(set(weights) - {key.replace(".base_layer.", ".") for key in full})
+    if unexpected:
+        raise KeyError(f"weights without a place in the model: {', '.join(unexpected[:8])}")
+    model.load_state_dict(full)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter read from its files."""
+
+    path: Path
+    rank: int
+    alpha: float
+    dropout: float
+    targets: list[str]
+    """Names of linear layers within a Conformer layer."""
+    train_decoder: bool
+    """Whether prediction network and joint are part of it."""
+    base: dict[str, Any]
+    """base_model.json: `name` and `sha256`."""
+    tensors: dict[str, torch.Tensor]
+    """By PEFT's names without their prefix: factors `encoder...lora_A.weight`, and weights under their own names."""
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / self.rank
+
+
+def is_adapter(path: Path) -> bool:
+    """Return whether it is the directory of a PEFT adapter."""
+    return (path / CONFIG).is_file()
+
+
+def base_hash(model: Transducer, train_decoder: bool) -> str:
+    """Hash what an adapter needs of its base model: names, shapes, types and values of the weights, and the tokens.
+
+    Args:
+        model: NeMo transducer, with LoRA layers or without; the same either way.
+        train_decoder: prediction network and joint come with the adapter, so they are left out.
+
+    Returns:
+        SHA-256 as hexadecimal digits.
+    """
+    digest = hashlib.sha256(json.dumps(list(model.joint.vocabulary)).encode())
+    state = {n.replace(".base_layer.", "."): t for n, t in model.state_dict().items() if not LORA_KEY.match(n)}
+    for name in sorted(state):
+        if train_decoder and name.startswith(TRAINED_WHOLE):
+            continue
+        tensor = state[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def name_base(model: Transducer, m: "ModelConfig", base: str, started_from: str | None, changed: bool) -> None:
+    """Set `model.lora_base`, by which an adapter names its base model; where it cannot, no adapter is written.
+
+    Args:
+        m: the run's `model:` section.
+        base: hash of the base model as it was loaded.
+        started_from: the same hash when a checkpoint's weights were loaded; None: no checkpoint.
+        changed: whether the vocabulary differs from the base model's.
+    """
+    why = ""
+    if str(m.name).endswith((".yaml", ".yml")):
+        why = "the base model is no file that can be loaded again"
+    elif changed:
+        why = (
+            "model.tokenizer changed the base model's vocabulary, so that the adapter does not fit its file; model.nemo is "
+            "whole"
+        )
+    elif started_from is not None and base_hash(model, m.lora_train_decoder) != started_from:
+        why = "the checkpoint's base weights are not those of model.name"
+    model.lora_base = None if why else {"name": str(m.name), "sha256": base}
+    if why:
+        log.warning("no adapter will be written beside model.nemo: %s", why)
+
+
+def write_adapter(model: Transducer, folder: Path) -> None:
+    """Write the adapter of a model with LoRA layers from `add_lora`, over an earlier one.
+
+    Args:
+        model: NeMo transducer with whole weights; its `lora_base` names the base model.
+    """
+    settings, state, tensors = model.lora_settings, model.state_dict(), {}
+    for name, tensor in state.items():
+        found = LORA_KEY.match(name)
+        if found:
+            name = f"{found[1]}.lora_{found[2]}.weight"
+        elif not (settings["train_decoder"] and name.startswith(TRAINED_WHOLE)):
+            continue
+        tensors[PREFIX + name] = tensor.detach().to("cpu", copy=True).contiguous()
+    aside = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    _config(model).save_pretrained(str(aside))
+    save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
+    os.chmod(aside / WEIGHTS, (aside / CONFIG).stat().st_mode)  # safetensors writes for the owner alone
+    (aside / BASE).write_text(json.dumps(model.lora_base, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(aside, folder)
+
+
+def _config(model: Transducer) -> "LoraConfig":
+    from peft import LoraConfig
+
+    s = model.lora_settings
+    saved = None
+    if s["train_decoder"]:
+        # The modules that hold parameters themselves: PEFT replaces them in place, so that NeMo's decoding, which
+        # holds the prediction network and the joint, computes with the trained ones.
+        saved = [
+            name
+            for name, module in model.named_modules()
+            if name.startswith(TRAINED_WHOLE) and next(module.parameters(recurse=False), None) is not None
+        ]
+    return LoraConfig(
+        r=s["rank"],
+        lora_alpha=int(s["alpha"]) if s["alpha"].is_integer() else s["alpha"],
+        lora_dropout=s["dropout"],
+        target_modules=rf"encoder\.layers\.\d+\.(.*\.)?({'|'.join(s['targets'])})",
+        modules_to_save=saved,
+        base_model_name_or_path=model.lora_base["name"],
+        inference_mode=True,
+    )
+
+
+def read_adapter(path: Path) -> Adapter:
+    """Read an adapter from a directory that `write_adapter` or PEFT has written.
+
+    Raises:
+        UserError: it is not whole, or not an adapter that this project makes.
+    """
+    try:
+        config, base = (parse_json(read_text(path / name)) for name in (CONFIG, BASE))
+        tensors = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(path / WEIGHTS).items()}
+        found = str(config["target_modules"])
+        targets = found[found.rindex("(") + 1 : found.rindex(")")].split("|")
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        dropout = float(config.get("lora_dropout") or 0.0)
+        whole = any(name.startswith(TRAINED_WHOLE) for name in tensors)
+        plain = not (config.get("use_dora") or config.get("use_rslora") or config.get("rank_pattern"))
+        if config.get("peft_type") != "LORA" or not plain or rank < 1:
+            raise ValueError("it is no plain LoRA adapter")
+        if not {"name", "sha256"} <= base.keys():
+            raise ValueError(f"{BASE} names no base model")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, SafetensorError) as error:
+        reason = first_line(error)
+        raise UserError(
+            f"{path} cannot be read as an adapter: {reason}. It needs {CONFIG}, {WEIGHTS} and {BASE}, as a LoRA run "
+            "leaves them in training.output_dir/adapter."
+        ) from error
+    return Adapter(path, rank, alpha, dropout, targets, whole, base, tensors)
+
+
+def check_base(adapter: Adapter, model: Transducer, name: str) -> None:
+    """Check that the base model is the one that the adapter was trained on.
+
+    Args:
+        model: the base model as it was loaded.
+        name: of the base model, for the message.
+
+    Raises:
+        UserError: weights or tokens differ.
+    """
+    found = base_hash(model, adapter.train_decoder)
+    if found != adapter.base["sha256"]:
+        raise UserError(
+            f"the adapter {adapter.path} was trained on another base model than {name}: weights or tokens differ "
+            f"(SHA-256 {adapter.base['sha256'][:12]}... in {BASE}, {found[:12]}... here). Give the base model that it "
+            f"was trained on: {adapter.base['name']}."
+        )
+
+
+def _check_names(adapter: Adapter, expected: set[str]) -> None:
+    if set(adapter.tensors) != expected:
+        odd = sorted(set(adapter.tensors) ^ expected)
+        raise UserError(
+            f"the adapter {adapter.path} does not fit this model: {len(odd)} tensors are in one of them only, such as "
+            f"{odd[0]}."
+        )
+
+
+@torch.no_grad()
+def merge_adapter(model: Transducer, adapter: Adapter) -> None:
+    """Add the updates to the base model's weights, in place, with the same sums as in a LoRA run's model.nemo.
+
+    Args:
+        model: the base model, checked by `check_base`, without LoRA layers.
+
+    Raises:
+        UserError: the adapter has no place in the model.
+    """
+    weights = model.state_dict()
+    factors = {n.removesuffix(".lora_A.weight") for n in adapter.tensors if n.endswith(".lora_A.weight")}
+    own = {n for n in weights if adapter.train_decoder and n.startswith(TRAINED_WHOLE)}
+    _check_names(adapter, {f"{n}.lora_{x}.weight" for n in factors for x in "AB"} | own)
+    added = 0.0
+    try:
+        for name in factors:
+            a, b = (adapter.tensors[f"{name}.lora_{x}.weight"].float() for x in "AB")
+            weight, update = weights[f"{name}.weight"], adapter.scaling * (b @ a)
+            weight.copy_((weight.float() + update).to(weight.dtype))
+            added = max(added, float(update.abs().max()))
+        for name in own:
+            weights[name].copy_(adapter.tensors[name])
+    except (KeyError, RuntimeError) as error:
+        raise UserError(
+            f"the adapter {adapter.path} does not fit this model: {str(error).splitlines()[0]}."
+        ) from error
+    if not added:
+        log.warning("the adapter %s changes no weight of the encoder: its second factors are zero", adapter.path)
+
+
+@torch.no_grad()
+def load_into_lora(model: Transducer, adapter: Adapter) -> None:
+    """Load the adapter into the LoRA layers of a model, in place, to continue its training.
+
+    Args:
+        model: base model with layers of `add_lora`.
+
+    Raises:
+        UserError: the layers have other settings than the adapter's.
+    """
+    ours = model.lora_settings
+    theirs = {
+        "rank": adapter.rank,
+        "alpha": adapter.alpha,
+        "targets": sorted(adapter.targets),
+        "train_decoder": adapter.train_decoder,
+    }
+    wrong = [
+        f"model.lora_{key}: {str(value).replace(chr(39), '').replace('True', 'true').replace('False', 'false')}"
+        for key, value in theirs.items()
+        if value != (sorted(ours[key]) if key == "targets" else ours[key])
+    ]
+    if wrong:
+        raise UserError(
+            f"model.adapter: {adapter.path} was trained with other settings than this run's. Write {', '.join(wrong)}."
+        )
+    state, places = model.state_dict(), {}
+    for name in state:
+        found = LORA_KEY.match(name)
+        if found:
+            places[f"{found[1]}.lora_{found[2]}.weight"] = name
+        elif adapter.train_decoder and name.startswith(TRAINED_WHOLE):
+            places[name] = name
+    _check_names(adapter, set(places))
+    for name, place in places.items():
+        if state[place].shape != adapter.tensors[name].shape:
+            raise UserError(
+                f"model.adapter: {adapter.path} does not fit this model: {name} is "
+                f"{tuple(adapter.tensors[name].shape)} there and {tuple(state[place].shape)} here."
+            )
+        state[place].copy_(adapter.tensors[name])

@@ -1,0 +1,1 @@
+"""NeMo transducers and transformers' ParakeetForTDT: the same network in two formats."""

@@ -1,0 +1,213 @@
+"""Load a transducer, or only its tokenizer, from whatever `model.name` may be."""
+
+import logging
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+
+from finetune.errors import UserError
+from finetune.models import nemo_archive
+from finetune.models.adapters import check_base, is_adapter, merge_adapter, read_adapter
+from finetune.models.huggingface.reading import fetch, is_hugging_face, load_hugging_face, nemo_config
+from finetune.models.huggingface.tokenizer import sentencepiece_of
+from finetune.models.nemo import check_head, import_nemo
+from finetune.models.protocols import Transducer
+from finetune.models.sentencepiece_model import FILE, SentencePieceModel, parse, tokenizer_of
+from finetune.security.archives import content_of, reading
+from finetune.security.documents import read_settings, resolved
+
+log = logging.getLogger(__name__)
+
+
+def load_model(name: str, tokenizer: str | None = None) -> Transducer:
+    """Load a NeMo transducer with a SentencePiece tokenizer (EncDecRNNTBPEModel, TDT or RNN-T head) on the CPU.
+
+    Args:
+        name: a .nemo file, a run's output directory (its model.nemo), the directory of an adapter (its base model with
+            the adapter merged), a Hugging Face directory (ParakeetForTDT), a hub name, or a NeMo model YAML (random
+            weights).
+        tokenizer: directory with `tokenizer.model`, for a YAML that names none.
+
+    Raises:
+        UserError: nothing is found under the name, or it is not a transducer that this project trains.
+    """
+    path = Path(name)
+    if path.is_dir():
+        if (path / "model.nemo").is_file():
+            return _restore(path / "model.nemo")
+        if is_adapter(path):
+            return _merge_into_base(path)
+        if is_hugging_face(path):
+            model = load_hugging_face(path)
+            check_head(model, name)
+            return model
+        raise UserError(
+            f"model.name: the directory {name} holds no model.nemo and no config.json. Give a .nemo file, a finished "
+            "run's directory or a Hugging Face directory."
+        )
+    if path.suffix in (".yaml", ".yml"):
+        return _build(path, tokenizer)
+    if path.suffix == ".nemo":
+        if not path.is_file():
+            raise UserError(f"model.name: there is no file {name} (looked in {Path.cwd()}).")
+        return _restore(path)
+    return _download(name)
+
+
+def _merge_into_base(path: Path) -> Transducer:
+    adapter = read_adapter(path)
+    base = adapter.base["name"]
+    try:
+        model = load_model(base)
+    except UserError as error:
+        raise UserError(
+            f"model.name: {path} is an adapter of the base model {base}, which cannot be loaded: {error} Put it "
+            "there, "
+            f"or write its present place as `name` into {path / 'base_model.json'}.",
+            exit_code=error.exit_code,
+        ) from error
+    check_base(adapter, model, base)
+    merge_adapter(model, adapter)
+    return model
+
+
+def _restore(path: Path) -> Transducer:
+    import_nemo()
+    try:
+        model = nemo_archive.restore(path)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"model.name: {path} cannot be read as a NeMo model: {type(error).__name__}: {error}"
+        ) from error
+    check_head(model, str(path))
+    return model
+
+
+def _download(name: str) -> Transducer:
+    if Path(name).exists():
+        raise UserError(
+            f"model.name: {name} is neither a .nemo file nor a NeMo model YAML (.yaml). Weights alone do not say what "
+            "the model looks like: give the .nemo file that they came with."
+        )
+    if name.count("/") != 1 or name.startswith((".", "/")):
+        raise UserError(
+            f"model.name: there is no file or directory {name}, and it is not a hub name like "
+            "nvidia/parakeet-tdt-0.6b-v3."
+        )
+    fetched = fetch(name)
+    if fetched is not None:
+        return load_model(str(fetched))
+    models = import_nemo()
+    try:
+        file = Path(models.ASRModel.from_pretrained(model_name=name, return_model_file=True))
+    except Exception as error:
+        raise UserError(
+            f"model.name: {name} is no local file, and loading it from the hub failed: {type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else ''}. Check the name and the network, or download the "
+            ".nemo file and give its path.",
+            exit_code=1,
+        ) from error
+    if not file.is_file():
+        raise UserError(
+            f"model.name: {name} has no .nemo file; an archive in one file, or transformers' format, is expected."
+        )
+    return _restore(file)
+
+
+def _build(path: Path, tokenizer: str | None) -> Transducer:
+    if not path.is_file():
+        raise UserError(f"model.name: there is no file {path} (looked in {Path.cwd()}).")
+    root = read_settings(path, "model.name")
+    layout = root.get("model")
+    if not isinstance(layout, dict):
+        raise UserError(f"{path}: no key `model:`; a NeMo model YAML has the layout of the network under `model:`.")
+    for key in nemo_archive.NOT_BUILT:
+        layout.pop(key, None)
+    if not isinstance(layout.setdefault("tokenizer", {}), dict):
+        raise UserError(f"{path}: model.tokenizer: a mapping is expected, found {layout['tokenizer']!r}.")
+    if tokenizer is not None:
+        layout["tokenizer"]["dir"] = tokenizer
+    layout = resolved({**root, "model": layout}, f"model.name: {path}")["model"]
+    nemo_archive.check_model_config(layout, f"model.name: {path}")
+    directory = layout["tokenizer"].get("dir")
+    if not isinstance(directory, str) or not directory or not (Path(directory) / FILE).is_file():
+        raise UserError(
+            f"model.tokenizer: {path} needs a SentencePiece tokenizer, and there is no tokenizer.model in "
+            f"{directory!r}. Set model.tokenizer to its directory (python -m finetune.tokenizer makes one)."
+        )
+    models = import_nemo()
+    try:
+        model = models.EncDecRNNTBPEModel(cfg=OmegaConf.create(layout))
+    except Exception as error:
+        raise UserError(f"{path}: NeMo cannot build this model: {type(error).__name__}: {error}") from error
+    check_head(model, str(path))
+    return model
+
+
+def move_to_device(model: Transducer, device: str) -> Transducer:
+    """Move the model to a device of this machine.
+
+    Raises:
+        UserError: there is no such device.
+    """
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(
+            f"--device: {device} cannot be used: {str(error).splitlines()[0]}. This machine has "
+            f"cpu{''.join(f', cuda:{i}' for i in range(torch.cuda.device_count()))}."
+        ) from error
+
+
+def is_tokenizer(value: object) -> bool:
+    """Return whether the value names a tokenizer's file or directory, and not a data set."""
+    return isinstance(value, str) and (value.endswith(".model") or (Path(value) / FILE).is_file())
+
+
+def read_tokenizer(name: str, key: str) -> SentencePieceModel:
+    """Read the tokenizer of a model, of a directory, or a .model file.
+
+    Args:
+        name: directory with tokenizer.model, a .model file, or whatever `load_model` takes; an adapter has its base
+            model's tokenizer.
+        key: the option that names it, for messages.
+
+    Raises:
+        UserError: there is none, or it is an aggregate of several.
+    """
+    path = Path(name)
+    if is_tokenizer(name):
+        file = path / FILE if path.is_dir() else path
+        if not file.is_file():
+            raise UserError(f"{key}: there is no file {file} (looked in {Path.cwd()}).")
+        return parse(file.read_bytes(), f"{key}: {file}")
+    archive = path / "model.nemo" if path.is_dir() else path
+    if archive.suffix == ".nemo" and archive.is_file():
+        return parse(_tokenizer_in(archive, key), f"{key}: the tokenizer of {archive}")
+    try:
+        if is_adapter(path):
+            return read_tokenizer(str(read_adapter(path).base["name"]), key)
+        if is_hugging_face(path):
+            content, _ = sentencepiece_of(path, int(nemo_config(path)["decoder"]["vocab_size"]))
+            return parse(content, f"{key}: the tokenizer of {path}")
+        if path.exists() and path.suffix not in (".yaml", ".yml"):
+            raise UserError(
+                f"{name} holds neither tokenizer.model, model.nemo nor a Hugging Face model, and is no .nemo file."
+            )
+        return tokenizer_of(load_model(name), key)
+    except UserError as error:
+        reason = str(error).removeprefix("model.name: ").removeprefix(f"{key}: ")
+        raise UserError(f"{key}: {reason}", error.exit_code) from error
+
+
+def _tokenizer_in(archive: Path, key: str) -> bytes:
+    with reading(archive, key) as (tar, found):
+        members = [m for m in found if m.isreg() and m.name.endswith(FILE)]
+        if len(members) > 1:
+            raise UserError(f"{key}: {archive} has an aggregate of {len(members)} tokenizers; one is expected.")
+        if not members:
+            raise UserError(f"{key}: {archive} holds no SentencePiece tokenizer.")
+        return content_of(tar, members[0])

@@ -1,0 +1,121 @@
+"""The module that is trained: from audio and tokens to one transducer loss per utterance, around NeMo's own modules.
+
+B batch, S samples, T encoder frames, U target tokens, H joint width.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Self
+
+import torch
+from torch import nn
+
+from finetune.data.decode import as_float
+from finetune.losses import fused_tdt_loss
+from finetune.losses.dropin import ACTIVATION_OF, in_forward_of
+from finetune.losses.operations import REAL, Operations
+from finetune.models.nemo import set_train_mode, tdt_durations
+from finetune.models.protocols import Transducer
+
+
+class TransducerLossModule(nn.Module):
+    """The module that Accelerate prepares: `forward` returns the losses, so DDP, ZeRO and FSDP see every parameter.
+
+    Args:
+        nemo_model: a NeMo EncDecRNNTBPEModel.
+        sigma, omega: settings of the TDT loss; None takes the model's own.
+        encoder_context: makes a context manager around the encoder's forward (activation offload).
+        joint_memory_budget: MiB for a block of joint outputs; None chooses by device.
+        length_bucket: seconds; features are padded to a multiple of it. 0: no padding.
+        operations: of the loss, as in `fused_tdt_loss`.
+    """
+
+    def __init__(
+        self,
+        nemo_model: Transducer,
+        *,
+        sigma: float | None = None,
+        omega: float | None = None,
+        fastemit_lambda: float = 0.0,
+        occupancy_threshold: float = 0.0,
+        joint_memory_budget: int | None = None,
+        encoder_context: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        length_bucket: float = 0.0,
+        operations: Operations = REAL,
+    ):
+        super().__init__()
+        self.nemo = nemo_model
+        self.encoder_context = encoder_context
+        self.bucket_frames = round(length_bucket / nemo_model.cfg.preprocessor.window_stride)
+        kwargs = (nemo_model.cfg.get("loss") or {}).get("tdt_kwargs") or {}
+        self.durations = tdt_durations(nemo_model)
+        sigma = float(sigma if sigma is not None else kwargs.get("sigma", 0.0)) if self.durations else 0.0
+        self.omega = float(omega if omega is not None else kwargs.get("omega", 0.0)) if self.durations else 0.0
+        self.loss: Callable[..., torch.Tensor] = functools.partial(
+            fused_tdt_loss,
+            durations=self.durations,
+            activation=ACTIVATION_OF[type(nemo_model.joint.joint_net[0])],
+            sigma=sigma,
+            omega=self.omega,
+            fastemit_lambda=fastemit_lambda,
+            occupancy_threshold=occupancy_threshold,
+            joint_memory_budget=None if joint_memory_budget is None else joint_memory_budget * 2**20,
+            reduction="none",
+            operations=operations,
+        )
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        if mode:
+            set_train_mode(self.nemo)
+        return self
+
+    def forward(
+        self,
+        audio_BS: torch.Tensor,
+        audio_lengths_B: torch.Tensor,
+        tokens_BU: torch.Tensor,
+        token_lengths_B: torch.Tensor,
+        rnnt_draw: bool = False,
+    ) -> torch.Tensor:
+        """Return one loss per utterance, (B,) fp32, in nats; inf where no alignment exists.
+
+        Args:
+            audio_BS: (B, S) waveforms at the model's sample rate, zero-padded; float32, or int16 in 1/32768.
+            audio_lengths_B: (B,) samples.
+            tokens_BU: (B, U) token ids, padded with anything.
+            token_lengths_B: (B,) tokens.
+            rnnt_draw: this batch's draw of omega; True trains it with the plain RNN-T loss.
+        """
+        nemo = self.nemo
+        with torch.autocast(audio_BS.device.type, enabled=False):
+            mel_BFT, mel_lengths_B = nemo.preprocessor(input_signal=as_float(audio_BS), length=audio_lengths_B)
+            if nemo.spec_augmentation is not None and self.training:
+                mel_BFT = nemo.spec_augmentation(input_spec=mel_BFT, length=mel_lengths_B)
+        if self.bucket_frames:
+            mel_BFT = nn.functional.pad(mel_BFT, (0, -mel_BFT.size(2) % self.bucket_frames))
+        weight_dtype = nemo.joint.enc.weight.dtype
+        with self.encoder_context():
+            enc_BHT, enc_lengths_B = nemo.encoder(audio_signal=mel_BFT.to(weight_dtype), length=mel_lengths_B)
+        pred_BHU, _, _ = nemo.decoder(targets=tokens_BU, target_length=token_lengths_B)
+        enc_BTH = nemo.joint.project_encoder(enc_BHT.transpose(1, 2))
+        pred_BUH = nemo.joint.project_prednet(pred_BHU.transpose(1, 2))
+        head = nemo.joint.joint_net[-1]
+        dropout = next((m.p for m in nemo.joint.joint_net if isinstance(m, nn.Dropout)), 0.0)
+
+        def loss(enc_BTH: torch.Tensor, pred_BUH: torch.Tensor) -> torch.Tensor:
+            return self.loss(
+                enc_BTH,
+                pred_BUH,
+                head.weight,
+                head.bias,
+                tokens_BU,
+                enc_lengths_B,
+                token_lengths_B,
+                dropout=dropout if self.training else 0.0,
+                rnnt_draw=rnnt_draw,
+            )
+
+        return in_forward_of(head, loss, enc_BTH, pred_BUH)

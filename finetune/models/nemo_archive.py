@@ -1,0 +1,361 @@
+"""Reading and writing .nemo archives.
+
+They may come from anywhere, so archive, configuration and weights are checked before NeMo sees any of them.
+"""
+
+import contextlib
+import functools
+import re
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf, open_dict
+
+from finetune.durable_files import put_in_place
+from finetune.errors import UserError
+from finetune.models.adapters import load_merged_state_dict, merged_state_dict
+from finetune.models.nemo import import_nemo
+from finetune.models.protocols import Transducer
+from finetune.models.sentencepiece_model import parse
+from finetune.security.archives import check_archive, content_of, named, reading, unpack
+from finetune.security.documents import leaves, parse_settings, resolved
+from finetune.security.pickles import load_tensors
+
+CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
+ASR, COMMON = "nemo.collections.asr", "nemo.collections.common"
+
+
+def _classes(package: str, module: str, *names: str) -> frozenset[str]:
+    """Return the classes under the package's name and under that of the module in it: NeMo writes both."""
+    return frozenset(f"{place}.{name}" for place in (package, f"{package}.{module}") for name in names)
+
+
+MODELS = _classes(f"{ASR}.models", "rnnt_bpe_models", "EncDecRNNTBPEModel") | _classes(
+    f"{ASR}.models", "hybrid_rnnt_ctc_bpe_models", "EncDecHybridRNNTCTCBPEModel"
+)
+"""What `target` may name: the models that this project trains."""
+PARTS = {
+    "preprocessor": _classes(f"{ASR}.modules", "audio_preprocessing", "AudioToMelSpectrogramPreprocessor"),
+    "spec_augment": _classes(
+        f"{ASR}.modules",
+        "audio_preprocessing",
+        "SpectrogramAugmentation",
+        "MaskedPatchAugmentation",
+        "CropOrPadSpectrogramAugmentation",
+    ),
+    "encoder": _classes(f"{ASR}.modules", "conformer_encoder", "ConformerEncoder", "ConformerEncoderAdapter"),
+    "decoder": _classes(f"{ASR}.modules", "rnnt", "RNNTDecoder", "StatelessTransducerDecoder"),
+    "joint": _classes(f"{ASR}.modules", "rnnt", "RNNTJoint", "SampledRNNTJoint"),
+    "aux_ctc.decoder": _classes(f"{ASR}.modules", "conv_asr", "ConvASRDecoder"),
+}
+"""The classes that a part may be of. NeMo has others, such as its AutoTokenizer, that run what they download."""
+ADAPTERS = (
+    _classes(f"{COMMON}.parts", "adapter_modules", "LinearAdapter")
+    | _classes(
+        f"{ASR}.parts.submodules.adapters",
+        "multi_head_attention_adapter_module",
+        "MultiHeadAttentionAdapter",
+        "RelPositionMultiHeadAttentionAdapter",
+        "PositionalEncodingAdapter",
+        "RelPositionalEncodingAdapter",
+        "MHAResidualAddAdapterStrategy",
+    )
+    | _classes(
+        "nemo.core.classes.mixins",
+        "adapter_mixin_strategies",
+        "ResidualAddAdapterStrategy",
+        "ReturnResultAdapterStrategy",
+    )
+)
+"""What may be named anywhere below `adapters`."""
+NAMES_A_CLASS = ("_target_", "target", "cls", "class_name", "classname")
+NOT_BUILT = ("train_ds", "validation_ds", "test_ds", "optim")
+"""Sections of a training, which nothing here builds anything of."""
+NOT_AT_THE_TOP = ("_target_", "cls", "params", "model")
+"""With one of these NeMo would build the sections above too, or take what is below it for the whole."""
+TOKENS = ("labels", "vocabulary")
+"""Lists of pieces, which may look like anything."""
+NOTES = ("vocabulary_changes",)
+"""Sections that only tell."""
+
+
+def check_model_config(config: dict[str, Any], name: str, folder: set[str] | None = None) -> None:
+    """Refuse a NeMo model configuration that would build or read anything but a speech model.
+
+    Args:
+        config: resolved, without `${...}`.
+        name: of the file, for messages.
+        folder: names of the files in the archive that the configuration comes from; None where the user's own paths
+            are meant.
+
+    Raises:
+        UserError: it names a class that no transducer is built of, code from a hub, or a file outside of its archive.
+    """
+    for key in NOT_AT_THE_TOP:
+        if key in config:
+            raise UserError(f"{name}: {key}: is refused: a model's configuration has no such key. Nothing was run.")
+    for key, value in leaves(config):
+        if isinstance(value, str) and "${" in value:
+            raise UserError(f"{name}: {key}: {value[:200]!r} is refused: a reference is left in it.")
+    if config.get("target") is not None:  # first: the parts of another kind of model are none of this one
+        _check_class(str(config["target"]), "", "target", name)
+    for key, value in _leaves({k: v for k, v in config.items() if k not in (*NOT_BUILT, *NOTES)}):
+        place, _, last = key.rpartition(".")
+        names_a_class = last in ("_target_", "target", "cls") or (last in NAMES_A_CLASS and "." in str(value))
+        if names_a_class and value is not None:
+            _check_class(str(value), place, key, name)
+        if last == "trust_remote_code" and value:
+            raise UserError(f"{name}: {key} is refused: no code from elsewhere is run. Take the key out.")
+        if folder is None or not isinstance(value, str):
+            continue
+        if value.startswith("nemo:") and value[5:] not in folder:
+            raise UserError(f"{name}: {key}: there is no {value[5:][:200]!r} in the archive.")
+        if last != "dir" and not value.startswith("nemo:") and _is_a_file_here(value):
+            raise UserError(
+                f"{name}: {key}: {value[:200]!r} is a file of this machine, which a model from elsewhere has no "
+                "business with. If it is yours, take the key out of the configuration in the archive."
+            )
+
+
+def _check_class(named: str, place: str, key: str, name: str) -> None:
+    if key == "target":
+        if named in MODELS:
+            return
+        if re.fullmatch(r"nemo\.collections(\.[a-z_0-9]+)*\.[A-Z]\w*", named):
+            raise UserError(
+                f"{name.removesuffix(f': {CONFIG}')} is a {named.rpartition('.')[2]}; this project trains transducers "
+                "with a SentencePiece tokenizer (EncDecRNNTBPEModel: Parakeet TDT or RNN-T)."
+            )
+        known = MODELS
+    else:
+        known = ADAPTERS if place.startswith("adapters.") else PARTS.get(place, frozenset())
+    if named not in known:
+        here = " or ".join(sorted({one.rpartition(".")[2] for one in known})) or "no class"
+        raise UserError(f"{name}: {key}: {named[:200]!r} is refused: NeMo's {here} may stand here. Nothing was run.")
+
+
+def _is_a_file_here(text: str) -> bool:
+    """Return whether a text is the path of a file here, or of a directory of several names (`/` may be a token)."""
+    try:
+        path = Path(text)
+        return path.exists() and (not path.is_dir() or len(path.parts) > 1)
+    except (OSError, ValueError):  # too long for a path, or with a zero in it
+        return False
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name not in TOKENS or not _is_plain(inner):
+                yield from _leaves(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            yield from _leaves(inner, f"{key}.{i}")
+    else:
+        yield key, value
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether it is a list of plain values only."""
+    return isinstance(value, list) and not any(isinstance(item, dict | list) for item in value)
+
+
+def check_size(config: dict[str, Any], weight_bytes: int, name: str) -> None:
+    """Refuse a configuration of far more parameters than there are weights for: building it would fill the memory.
+
+    Args:
+        config: resolved.
+        weight_bytes: of the weights' file.
+        name: for messages.
+
+    Raises:
+        UserError: with both sizes.
+    """
+
+    def number(*keys: str) -> int:
+        value: Any = config
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+
+    width = number("encoder", "d_model")
+    pred, joint = number("decoder", "prednet", "pred_hidden"), number("joint", "jointnet", "joint_hidden")
+    classes = max(number("decoder", "vocab_size"), number("joint", "num_classes"))
+    # A lower bound: attention alone has 4 d² a layer, an LSTM 8 d² a layer.
+    least = 4 * width * width * number("encoder", "n_layers") + 8 * pred * pred * number(
+        "decoder", "prednet", "pred_rnn_layers"
+    )
+    least += classes * (pred + joint) + width * number("encoder", "feat_in")
+    if least > max(weight_bytes, 2**20):
+        raise UserError(
+            f"{name} is refused: its configuration describes a model of more than {least:,} parameters, and it holds "
+            f"{weight_bytes:,} bytes of weights."
+        )
+
+
+def config_in(archive: tarfile.TarFile, members: list[tarfile.TarInfo], name: str) -> dict[str, Any]:
+    """Return the resolved configuration of an archive from `reading`, checked.
+
+    Raises:
+        UserError: there is none, or it is refused.
+    """
+    member = named(members, CONFIG)
+    if member is None:
+        raise UserError(f"{name} holds no {CONFIG}; it is no NeMo model.")
+    try:
+        text = content_of(archive, member).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}: {CONFIG} is no text: {error}.") from error
+    values = parse_settings(text, f"{name}: {CONFIG}")
+    apart = {section: values.pop(section) for section in NOT_BUILT if section in values}
+
+    def without_references(settings: dict[str, Any]) -> dict[str, Any]:
+        if "${model." in text:  # from a file that had the model's part under this key
+            return resolved({"model": settings}, f"{name}: {CONFIG}")["model"]
+        return resolved(settings, f"{name}: {CONFIG}")
+
+    config = without_references(values)
+    for section, settings in apart.items():
+        with contextlib.suppress(UserError):  # they refer to what was on another machine
+            config[section] = without_references({**values, section: settings})[section]
+    weights = named(members, WEIGHTS)
+    check_size(config, weights.size if weights is not None else 0, name)
+    check_model_config(config, f"{name}: {CONFIG}", {m.name.removeprefix("./") for m in members})
+    return config
+
+
+def weights_in(archive: tarfile.TarFile, members: list[tarfile.TarInfo], name: str) -> dict[str, torch.Tensor]:
+    """Return the weights of an archive from `reading`: tensors, read without running any code.
+
+    Raises:
+        UserError: there are none, or they are something else.
+    """
+    member = named(members, WEIGHTS)
+    if member is None:
+        raise UserError(f"{name} holds no {WEIGHTS}; it is no NeMo model.")
+    file = archive.extractfile(member)
+    weights = load_tensors(file, f"{name}: {WEIGHTS}", member.size)
+    if not isinstance(weights, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
+        raise UserError(f"{name}: {WEIGHTS} is refused: it is no mapping of names to tensors.")
+    return weights
+
+
+def read_config(path: Path, key: str = "model.name") -> dict[str, Any]:
+    """Read the resolved configuration of a .nemo file; nothing is unpacked.
+
+    Raises:
+        UserError: it is no NeMo model, or is refused.
+    """
+    with reading(path, key) as (archive, members):
+        return config_in(archive, members, f"{key}: {path}")
+
+
+@functools.cache
+def _connector() -> type:
+    """Return NeMo's connector with checked readers; a model keeps it for the files that it copies on saving."""
+    from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
+
+    class CheckedConnector(SaveRestoreConnector):
+        @staticmethod
+        def _filtered_tar_info(tar_path: str, filter_fn: Any = None) -> list[tarfile.TarInfo]:
+            members = check_archive(Path(tar_path), "model.name")
+            return [m for m in members if filter_fn is None or filter_fn(m.name)]
+
+        @staticmethod
+        def _unpack_nemo_file(path2file: str, out_folder: str, members: Any = None) -> str:
+            wanted = None if members is None else {getattr(m, "name", m) for m in members}
+            unpack(Path(path2file), Path(out_folder), "model.name", wanted)
+            return out_folder
+
+        @staticmethod
+        def _load_state_dict_from_disk(model_weights: str, map_location: Any = "cpu") -> Any:
+            return load_tensors(Path(model_weights), f"model.name: {WEIGHTS}")
+
+    return CheckedConnector
+
+
+def restore(path: Path) -> Transducer:
+    """Restore a model from a .nemo file on the CPU, as NeMo builds it.
+
+    Raises:
+        UserError: the file is refused; whatever NeMo raises where it cannot build it.
+    """
+    config = read_config(path)
+    models = import_nemo()
+    connector = _connector()()
+    return models.ASRModel.restore_from(
+        str(path), override_config_path=OmegaConf.create(config), map_location="cpu", save_restore_connector=connector
+    )
+
+
+@dataclass
+class NemoFile:
+    """What a .nemo file holds, read without NeMo."""
+
+    path: Path
+    config: dict[str, Any]
+    """The model's configuration, resolved."""
+    weights: dict[str, torch.Tensor]
+    sentencepiece: bytes | None
+    """The tokenizer's file; None where it has not exactly one."""
+
+    @property
+    def tokens(self) -> int:
+        """Pieces of the tokenizer, without the blank."""
+        if self.sentencepiece is not None:
+            return len(parse(self.sentencepiece, f"the tokenizer of {self.path}").pieces)
+        return len((self.config.get("joint") or {}).get("vocabulary") or [])
+
+
+def read_nemo(path: Path) -> NemoFile:
+    """Read a .nemo file without NeMo: the YAML, the weights (as tensors only), the SentencePiece file.
+
+    Raises:
+        UserError: it is none.
+    """
+    with reading(path, "--model") as (archive, members):
+        config = config_in(archive, members, f"--model: {path}")
+        for section in NOT_BUILT:
+            config.pop(section, None)
+        tokenizer = config.get("tokenizer") or {}
+        file = str(tokenizer.get("model_path") or "").removeprefix("nemo:")
+        sentencepiece = None
+        if tokenizer.get("type") == "bpe" and "custom_tokenizer" not in tokenizer and file:
+            member = named(members, Path(file).name)
+            if member is None:
+                raise UserError(f"--model: {path} holds no {file}; it is no NeMo model.")
+            sentencepiece = content_of(archive, member)
+        weights = weights_in(archive, members, f"--model: {path}")
+    return NemoFile(path, config, weights, sentencepiece)
+
+
+def save_nemo(model: Transducer, path: Path) -> None:
+    """Write a .nemo that plain NeMo restores, LoRA adapters merged; it is whole or absent."""
+    put_in_place(write_nemo(model, path), path)
+
+
+def write_nemo(model: Transducer, path: Path) -> Path:
+    """Write the .nemo for `path` under another name beside it, and return that name."""
+    if "validation_ds" not in model.cfg:
+        with open_dict(model.cfg):  # NeMo's own transcribe() reads this key
+            model.cfg.validation_ds = {"use_start_end_token": False}
+    aside = path.with_name(f".{path.name}.tmp.nemo")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    weights = merged_state_dict(model)
+    model.__dict__["state_dict"] = lambda: weights  # what NeMo's save_to asks for
+    try:
+        model.save_to(str(aside))
+    finally:
+        del model.__dict__["state_dict"]
+    return aside
+
+
+def load_weights(model: Transducer, path: Path) -> None:
+    """Load the weights of a .nemo into a model of the same layout, in place; LoRA adapters then add nothing."""
+    with reading(path, "model.nemo") as (archive, members):
+        weights = weights_in(archive, members, str(path))
+    load_merged_state_dict(model, weights)

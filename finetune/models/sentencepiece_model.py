@@ -1,0 +1,218 @@
+"""SentencePiece models as protobuf messages: reading, training, and writing the three files that NeMo wants."""
+
+import io
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, Self, overload
+
+import sentencepiece.sentencepiece_model_pb2 as messages
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+
+from finetune.errors import UserError
+from finetune.models.protocols import Transducer
+
+FILE = "tokenizer.model"
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # ModelProto.SentencePiece.Type
+UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType
+KINDS = {UNIGRAM: "unigram", BPE: "bpe"}
+SPACE = "\u2581"
+NOT_IN_VOCAB_TXT = ("<s>", "</s>", "<pad>", "<unk>")
+LONGEST_TEXT_BYTES = 2**16
+TEXTS_AT_ONCE = 4096
+
+
+class Piece(Protocol):
+    piece: str
+    score: float
+    type: int
+
+
+class Pieces(Protocol):
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Piece]: ...
+    @overload
+    def __getitem__(self, index: int, /) -> Piece: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> list[Piece]: ...
+    def add(self, **fields: Any) -> Piece: ...
+
+
+class SentencePieceModel(Protocol):
+    """A `ModelProto`: pieces by id, and the rules of training and normalising."""
+
+    @property
+    def pieces(self) -> Pieces: ...
+    @property
+    def trainer_spec(self) -> Any: ...
+    @property
+    def normalizer_spec(self) -> Any: ...
+    @classmethod
+    def FromString(cls, content: bytes, /) -> Self: ...
+    def CopyFrom(self, other: Any, /) -> None: ...
+    def SerializeToString(self) -> bytes: ...
+
+
+# protobuf makes the class at run time.
+ModelProto: type[SentencePieceModel] = vars(messages)["ModelProto"]
+
+
+def parse(content: bytes, name: str) -> SentencePieceModel:
+    """Read a tokenizer's message.
+
+    Raises:
+        UserError: it is no SentencePiece model, or neither BPE nor unigram.
+    """
+    try:
+        model = ModelProto.FromString(content)
+        kind = model.trainer_spec.model_type
+    except Exception as error:  # DecodeError; its class differs between protobuf's implementations
+        raise UserError(f"{name} is no SentencePiece model: {str(error) or type(error).__name__}.") from error
+    if not model.pieces or kind not in KINDS:
+        raise UserError(f"{name}: a SentencePiece model of type bpe or unigram is expected.")
+    return model
+
+
+def copy_of(model: SentencePieceModel) -> SentencePieceModel:
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    return copy
+
+
+def kind_of(model: SentencePieceModel) -> str:
+    """Return "bpe" or "unigram"."""
+    return KINDS[model.trainer_spec.model_type]
+
+
+def tokenizer_of(model: Transducer, key: str) -> SentencePieceModel:
+    """Return the tokenizer of a loaded NeMo model.
+
+    Raises:
+        UserError: it is an aggregate, or no SentencePiece tokenizer.
+    """
+    inner = getattr(model.tokenizer, "tokenizer", None)
+    if inner is None or not hasattr(inner, "serialized_model_proto"):
+        what = "an aggregate of tokenizers" if model.tokenizer_type == "agg" else f"a {type(model.tokenizer).__name__}"
+        raise UserError(
+            f"{key}: the model has {what}; only the vocabulary of a single SentencePiece tokenizer can be changed."
+        )
+    return parse(inner.serialized_model_proto(), key)
+
+
+def processor(model: SentencePieceModel, **changes: Any) -> SentencePieceProcessor:
+    """Return what encodes and decodes with a message.
+
+    Args:
+        model: the tokenizer.
+        changes: settings of its normaliser in this processor only, such as add_dummy_prefix=False.
+    """
+    if changes:
+        model = copy_of(model)
+        for name, value in changes.items():
+            setattr(model.normalizer_spec, name, value)
+    return SentencePieceProcessor(model_proto=model.SerializeToString())
+
+
+def encode_all(encoder: SentencePieceProcessor, texts: Iterable[str]) -> Iterator[list[str]]:
+    """Yield the pieces of each text; a few thousand texts are encoded at a time, so that memory does not grow."""
+    waiting = iter(texts)
+    while some := list(itertools.islice(waiting, TEXTS_AT_ONCE)):
+        yield from encoder.encode(some, out_type=str)
+
+
+def piece_encoder(model: SentencePieceModel) -> Callable[[str], list[str]]:
+    """Return a function that encodes the text of a single piece, with the space that it may begin with."""
+    encoder = processor(model, add_dummy_prefix=False, remove_extra_whitespaces=False)
+    return lambda piece: encoder.encode(piece.replace(SPACE, " "), out_type=str)
+
+
+def without_bytes(model: SentencePieceModel) -> SentencePieceModel:
+    """Return a copy that leaves characters without a piece as they are instead of spelling their bytes."""
+    model = copy_of(model)
+    model.trainer_spec.byte_fallback = False
+    for piece in model.pieces:
+        if piece.type == BYTE:
+            piece.type = UNUSED
+    return model
+
+
+def alphabet(model: SentencePieceModel) -> set[str]:
+    """Return the characters of the pieces that texts are encoded with."""
+    return {c for piece in model.pieces if piece.type in (NORMAL, USER_DEFINED) for c in piece.piece}
+
+
+def train_tokenizer(
+    texts: Iterable[str],
+    size: int,
+    *,
+    kind: str = "bpe",
+    byte_fallback: bool = False,
+    coverage: float = 0.9995,
+    key: str,
+) -> SentencePieceModel:
+    """Train a tokenizer as NeMo's script does: <unk> first, neither begin nor end of a sentence.
+
+    Args:
+        texts: normalised.
+        size: pieces, <unk> and bytes included.
+        kind: "bpe" (arXiv 1508.07909) or "unigram" (arXiv 1804.10959).
+        byte_fallback: spell characters without a piece as UTF-8 bytes, which takes 256 pieces.
+        coverage: share of the texts' characters that get a piece; the rarest go without.
+        key: the option that asks for it, for messages.
+
+    Raises:
+        UserError: the texts do not give so many pieces, or their characters do not fit into so few.
+    """
+    written = io.BytesIO()
+    try:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(texts),
+            model_writer=written,
+            vocab_size=size,
+            model_type=kind,
+            byte_fallback=byte_fallback,
+            character_coverage=coverage,
+            max_sentence_length=LONGEST_TEXT_BYTES,
+            bos_id=-1,
+            eos_id=-1,
+            unk_id=0,
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError) as error:
+        reason = str(error).split("] ")[-1].strip() or type(error).__name__
+        reason = reason.replace("vocab_size", "the size").replace(
+            "character_coverage with --character_coverage option", "the coverage"
+        )
+        raise UserError(f"{key}: SentencePiece cannot train {size} pieces on these texts: {reason}") from error
+    return parse(written.getvalue(), key)
+
+
+def write_tokenizer(model: SentencePieceModel, directory: Path) -> None:
+    """Write tokenizer.model, tokenizer.vocab and vocab.txt, which NeMo wants beside each other.
+
+    vocab.txt has WordPiece's spelling, without special tokens, as NeMo's `create_spt_model` writes it.
+    Nothing reads it.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / FILE).write_bytes(model.SerializeToString())
+    lines = (f"{p.piece}\t{p.score:.6g}\n" for p in model.pieces)
+    (directory / "tokenizer.vocab").write_text("".join(lines), encoding="utf-8")
+    pieces = [p.piece for p in model.pieces if p.piece not in NOT_IN_VOCAB_TXT]
+    words = (piece.removeprefix(SPACE) or SPACE if piece.startswith(SPACE) else f"##{piece}" for piece in pieces)
+    (directory / "vocab.txt").write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
+
+
+def append(model: SentencePieceModel, pieces: Iterable[tuple[str, float]]) -> SentencePieceModel:
+    """Return a copy with more pieces behind the old ones, each with its score."""
+    model = copy_of(model)
+    for piece, score in pieces:
+        model.pieces.add(piece=piece, score=score, type=NORMAL)
+    model.trainer_spec.vocab_size = len(model.pieces)
+    return model
+
+
+def lowest_score(model: SentencePieceModel) -> float:
+    """Return the least score of the pieces that texts are encoded with."""
+    scores = [p.score for p in model.pieces if p.type in (NORMAL, USER_DEFINED)]
+    return min(scores) if scores and math.isfinite(min(scores)) else 0.0
