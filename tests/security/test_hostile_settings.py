@@ -166,7 +166,7 @@ def test_other_findings_of_the_fuzzer(tmp_path):
 
 def test_records_of_a_run_that_were_tampered_with(tmp_path):
     """Found by scripts/faults/fuzz.py: a run's folder whose figures are texts, and counts in an archive of an unknown kind."""
-    from finetune.evaluation.clip_counts import ClipCounts
+    from finetune.evaluation.utterance_counts import UtteranceCounts
     from finetune.tools.report.page import write_run_page
     from finetune.tools.report.read import number, read_run
 
@@ -189,7 +189,7 @@ def test_records_of_a_run_that_were_tampered_with(tmp_path):
     counts[counts.index(b"PK\x01\x02") + 10] = 99  # a way to compress that nobody knows
     (tmp_path / "base-test.npz").write_bytes(counts)
     with pytest.raises(ValueError, match="does not hold counts of clips"):
-        ClipCounts.load(tmp_path / "base-test.npz")
+        UtteranceCounts.load(tmp_path / "base-test.npz")
 
 
 # ---- references of a run file, and secrets ----------------------------------------------------------------------------
