@@ -21,8 +21,8 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
 from finetune.config.schema import RunConfig
+from finetune.data.batch import Batch
 from finetune.data.decode import as_float
-from finetune.data.stream import Batch
 from finetune.distributed import gather
 from finetune.errors import UserError
 from finetune.models.nemo import learning_batchnorms
@@ -206,7 +206,8 @@ class StepFilter:
 
     def _statistics(self) -> list[torch.Tensor]:
         """Return BatchNorm's own, where it learns."""
-        return [b for m in self.norms for b in (m.running_mean, m.running_var, m.num_batches_tracked) if b is not None]
+        found = (b for m in self.norms for b in (m.running_mean, m.running_var, m.num_batches_tracked))
+        return [b for b in found if isinstance(b, torch.Tensor)]
 
     def _restore_statistics(self) -> None:
         if self.norms:

@@ -80,9 +80,7 @@ def work_on_data(data: list[str], split: str, model: str | None, tokenizer: str 
     sources = [replace(s, filters=parse_filters(s.source.filters, "--data", Filters())) for s in sources]
     options = StreamOptions(BatchLimits(clips=16), sample_rate=16_000, check_durations=True)
     work = Work(sources, options, len_of_characters, (model, tokenizer), 0.05, folder / "parts")
-    if model is not None:
-        _use_model(work)
-    return work
+    return work if model is None else _with_model(work, model, tokenizer)
 
 
 def work_on_run_file(file: Path, overrides: list[str], folder: Path) -> Work:
@@ -99,21 +97,21 @@ def work_on_run_file(file: Path, overrides: list[str], folder: Path) -> Work:
         check_durations=True,
     )
     sources = with_filters([replace(s, root=root) for s in sources], d)
-    model = (config.model.name, tokenizer_setting(config).dir)
-    work = Work(sources, options, len_of_characters, model, d.max_bad_fraction, folder / "parts")
-    _use_model(work, config)
-    return work
+    model, tokenizer = config.model.name, tokenizer_setting(config).dir
+    work = Work(sources, options, len_of_characters, (model, tokenizer), d.max_bad_fraction, folder / "parts")
+    return _with_model(work, model, tokenizer, config)
 
 
-def _use_model(work: Work, config: RunConfig | None = None) -> None:
-    """Tokenise as the model does, or as the run file changes its tokenizer, and judge by its frames."""
+def _with_model(work: Work, name: str, tokenizer: str | None, config: RunConfig | None = None) -> Work:
+    """Tokenise as the model does, or as the run file changes its tokenizer, and judge by its encoder's frames."""
     from finetune.models.loading import load_model
     from finetune.training.data import fits_of
     from finetune.training.vocabulary_change import tokenizer_of_run
 
-    model = load_model(*work.model)
-    work.encode = text_encoder(model.tokenizer if config is None else tokenizer_of_run(model, config))
-    work.options = replace(work.options, sample_rate=model.preprocessor._sample_rate, fits=fits_of(model))
+    model = load_model(name, tokenizer)
+    encode = text_encoder(model.tokenizer if config is None else tokenizer_of_run(model, config))
+    options = replace(work.options, sample_rate=model.preprocessor._sample_rate, fits=fits_of(model))
+    return replace(work, options=options, encode=encode)
 
 
 def len_of_characters(text: str) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from finetune.callbacks.memory_recovery import MemoryRecovery, describe_report, earlier_limits
-from finetune.data.stream import Batch
+from finetune.data.batch import Batch
 from finetune.distributed import broadcast
 from finetune.durable_files import write_json
 from finetune.errors import UserError
