@@ -245,6 +245,14 @@ def test_other_variables_and_keys_are_read(run_file, monkeypatch):
     )
 
 
+def test_what_a_variable_holds_is_no_reference(run_file, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "planted-secret")
+    monkeypatch.setenv("MY_DATA", "${oc.env:HF_TOKEN}")
+    path = run_file(data__train="${oc.env:MY_DATA}", data__test="${data.train}", data__validation="${data.test}")
+    config, _ = load_config(path, [], [])
+    assert (config.data.train, config.data.test, config.data.validation) == ("${oc.env:HF_TOKEN}",) * 3
+
+
 def test_config_yaml_holds_no_secret_and_is_else_as_it_was(run_file, tmp_path, caplog, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "wandb-planted-key")
     caplog.set_level(logging.WARNING, "finetune")
