@@ -302,8 +302,8 @@ class ProgressPanel(Callback):
         """Return the panel as it stands."""
         step, total = self.progress.step, self.expected_steps()
         bars = Table.grid(padding=(0, 1), expand=True)
-        for options in ({"no_wrap": True}, {"ratio": 1}, {"no_wrap": True}, {"no_wrap": True}):
-            bars.add_column(**options)
+        for ratio in (None, 1, None, None):
+            bars.add_column(ratio=ratio, no_wrap=ratio is None)
         bars.add_row(
             "train", ProgressBar(total, step), f"{step}/{total} steps", _left(self.eta.seconds_left(step, total))
         )

@@ -7,7 +7,7 @@ behind it (`finetune.data.position`).
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -122,7 +122,7 @@ class UtteranceStream:
         """Numbers of this rank's worker shards."""
         return range(self.rank, self.ranks * max(1, self.workers), self.ranks)
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Generator[Batch, None, None]:
         """Yield the rest of the present epoch. After each batch the stream's position lies behind it."""
         for number in list(self.positions):
             self.positions.take(number, self.positions.whole(number))  # workers report positions from here on

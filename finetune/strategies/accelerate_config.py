@@ -12,6 +12,7 @@ import psutil
 import torch
 import yaml
 
+from finetune.config.suggestions import did_you_mean
 from finetune.errors import UserError
 from finetune.logs import capture_prints
 from finetune.paths import ACCELERATE_CONFIGS, SHARE, strategy_names
@@ -77,7 +78,9 @@ def resolve_strategy(named: list[str], deepspeed_file: str | None = None) -> Str
             log.info("the launcher's own Accelerate file %s sets engine and precision", launched_with)
     for name in named:
         if name not in strategy_names():
-            raise UserError(f"--strategy: there is no strategy {name!r}. There are: {', '.join(strategy_names())}.")
+            raise UserError(
+                f"--strategy: there is no strategy {name!r}.{did_you_mean(name, strategy_names())} There are: {', '.join(strategy_names())}."
+            )
         if name not in strategy.names:
             strategy.names.append(name)
     for name in strategy.names:

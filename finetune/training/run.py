@@ -168,11 +168,11 @@ def build_model(accelerator: Accelerator, config: RunConfig, checkpoint: Path | 
     changed = set_vocabulary(accelerator, model, config, checkpoint)
     prepare_for_training(model, spec_augment=m.spec_augment, dropout=m.dropout, freeze_batchnorm=m.freeze_batchnorm)
     if m.sync_batchnorm and accelerator.num_processes > 1:
-        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # in place
     adapter = read_adapter(Path(m.adapter)) if m.adapter else None
     if adapter is not None:
         check_base(adapter, model, m.name)
-    base = base_hash(model, m.lora_train_decoder) if m.lora_rank else None
+    base = base_hash(model, m.lora_train_decoder) if m.lora_rank else ""
     apply_encoder_options(model, m)
     if adapter is not None:
         load_into_lora(model, adapter)

@@ -11,7 +11,8 @@ import yaml
 from conftest import ROOT, TOKENIZER, tiny_layout
 
 from finetune.config.load import load_config
-from finetune.config.schema import OPTIMIZERS, SCHEDULES
+from finetune.config.optimizers import OPTIMIZERS
+from finetune.config.schema import SCHEDULES
 from finetune.tools.nemo_import.run_file import as_yaml, import_config, left_over
 
 NEMO: dict[str, Any] = {
@@ -82,10 +83,7 @@ def converted(tmp_path: Path) -> Callable[..., Result]:
 
 
 def _flat(config: Any) -> dict[str, Any]:
-    from omegaconf import OmegaConf
-
-    sections = OmegaConf.to_container(config, resolve=True)
-    return {f"{top}.{name}": value for top, section in sections.items() for name, value in section.items()}
+    return {f"{top}.{name}": value for top, section in config.as_dict().items() for name, value in section.items()}
 
 
 def test_a_nemo_fine_tuning(converted):
@@ -239,7 +237,7 @@ def test_the_strategy_is_one_that_ships(converted, strategy, expected):
 def test_names_that_are_translated_to_exist():
     from finetune.tools.nemo_import.translation import OPTIMIZER_NAMES, SCHEDULE_NAMES
 
-    from finetune.config.load import schema_fields
+    from finetune.config.schema import schema_fields
     from finetune.tools.nemo_import.similar import SAME
 
     assert set(OPTIMIZER_NAMES.values()) <= set(OPTIMIZERS)

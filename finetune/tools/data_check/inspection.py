@@ -32,7 +32,7 @@ from finetune.data.options import StreamOptions
 from finetune.data.quarantine import BadUtterance
 from finetune.data.reader import rows_from
 from finetune.data.retry import Unreachable, UnreadableShard
-from finetune.data.run_file import plain, train_limits, with_filters
+from finetune.data.run_file import train_limits, with_filters
 from finetune.data.shards import Row, Shard
 from finetune.data.sources import OpenSource, Source, open_source, parse_sources
 from finetune.data.utterances import examine, read_samples, row_id, text_encoder
@@ -88,7 +88,7 @@ def work_on_run_file(file: Path, overrides: list[str], folder: Path) -> Work:
     """Inspect `data.train` of a run file with its filters, model and batches."""
     config, _ = load_config(file, [], overrides)
     d = config.data
-    sources = [open_source(s, "data.train") for s in parse_sources(plain(d.train), "data.train", "train")]
+    sources = [open_source(s, "data.train") for s in parse_sources(d.train, "data.train", "train")]
     root = check_root(d.root)
     options = StreamOptions(
         train_limits(config),

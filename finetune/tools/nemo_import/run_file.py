@@ -10,7 +10,8 @@ from pathlib import Path
 
 import yaml
 
-from finetune.config.load import REQUIRED, schema_fields
+from finetune.config.load import REQUIRED
+from finetune.config.schema import schema_fields
 from finetune.errors import UserError
 from finetune.tools.nemo_import import similar
 from finetune.tools.nemo_import import translation as nemo

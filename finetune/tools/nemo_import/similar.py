@@ -1,6 +1,7 @@
 """A config.yaml of another script, whose keys are nearly those of a run file."""
 
-from finetune.config.load import REQUIRED, schema_fields
+from finetune.config.load import REQUIRED
+from finetune.config.schema import schema_fields
 from finetune.tools.nemo_import.source import Import
 from finetune.tools.nemo_import.translation import OPTIMIZER_NAMES, take_precision
 

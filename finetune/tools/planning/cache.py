@@ -49,7 +49,7 @@ def _code() -> str:
 
 def key_of(layout: Layout, kind: Kind, lengths: list[float], tokens_a_second: float) -> str:
     """Says by what a result is determined."""
-    options = OmegaConf.to_container(kind.options) if OmegaConf.is_config(kind.options) else asdict(kind.options)
+    options = kind.options.model_dump()
     for name in (
         "name",
         "tokenizer",

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from finetune.callbacks.memory_recovery import MemoryRecovery, describe_report, earlier_limits
 from finetune.data.batch import Batch
@@ -141,8 +140,7 @@ def _planned(
             [],
             None,
         )
-    predictor.config = OmegaConf.create(config)
-    predictor.config.data.batch_bounds = bounds
+    predictor.config = config.replaced({"data.batch_bounds": bounds})
     return None, bounds, _as_plan(predictor, strategy, accelerator.num_processes, usable)
 
 
@@ -209,7 +207,7 @@ def _try_worst_batches(trainer: Trainer, recovery: MemoryRecovery) -> None:
 def state_bytes_of(trainer: Trainer) -> int:
     """Bytes of the optimizer's states on the device, which the first step makes."""
     t = trainer.config.training
-    args = OmegaConf.to_container(t.optimizer_args, resolve=True)
+    args = dict(t.optimizer_args)
     embeddings = {id(m.weight) for m in trainer.model.modules() if isinstance(m, torch.nn.Embedding)}
     return sum(
         state_bytes(t.optimizer, args, tuple(p.shape), p.dtype, id(p) in embeddings).device
