@@ -4,9 +4,8 @@ With `group_by_duration` the buffer is ordered by length and cut into bands of a
 random, its utterances are ordered by their number of tokens and cut into batches, and one of these is drawn. So a
 batch holds utterances of similar length and similar number of tokens, no bucket bounds have to be found beforehand,
 and every band is as likely as its share of the audio. The draws follow from (seed, epoch, worker, number of the draw)
-and not from
-the rank: at the same step all ranks draw the same part of their distributions of lengths, so that none waits long for
-another.
+and not from the rank: at the same step all ranks draw the same part of their distributions of lengths, so that none
+waits long for another.
 """
 
 import bisect

@@ -82,22 +82,20 @@ def fetch(group: Group, wanted: Iterable[tuple[int, int]], retries: int) -> dict
     Raises:
         UnreadableShard: as `rows_from`; also where a row is missing now.
     """
-    found = {}
-    numbers: dict[int, list[int]] = {}
-    for index, row in sorted(wanted):
-        numbers.setdefault(index, []).append(row)
-    for index, rows in numbers.items():
+    found: dict[tuple[int, int], Row] = {}
+    missing: dict[int, set[int]] = {}
+    for index, row in wanted:
+        missing.setdefault(index, set()).add(row)
+    for index, rows in sorted(missing.items()):
         source, shard = group[index]
-        waiting = iter(rows)
-        next_row = next(waiting)
-        for number, content in rows_from(shard, next_row, retries if source.remote else 0):
-            if number == next_row:
+        for number, content in rows_from(shard, min(rows), retries if source.remote else 0):
+            if number in rows:
                 found[index, number] = content
-                next_row = next(waiting, None)
-                if next_row is None:
-                    break
-        if next_row is not None:
-            raise UnreadableShard(f"{shard.place(next_row)} is not there any more")
+                rows.remove(number)
+            if not rows:
+                break
+        if rows:
+            raise UnreadableShard(f"{shard.place(min(rows))} is not there any more")
     return found
 
 

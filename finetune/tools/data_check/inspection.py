@@ -1,7 +1,8 @@
 """Inspection of a data set: shards are read and decoded in parallel, and their counts are put together.
 
-Each shard leaves a part (`parts/NNNNNN.json` and `.npy`), so that an interrupted inspection goes on where it was. S
-samples, C channels.
+Each shard leaves a part (`parts/NNNNNN.json` and `.npy`), so that an interrupted inspection resumes there.
+
+S samples, C channels.
 """
 
 import hashlib
