@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import numpy as np
 import soxr
@@ -16,7 +15,7 @@ BLOCK_SECONDS = 10.0
 FILTER_WIDTH, ROLLOFF = 6, 0.99
 
 
-def read_blocks(audio: Any, sample_rate: int, block_seconds: float = BLOCK_SECONDS) -> Iterator[np.ndarray]:
+def read_blocks(audio: object, sample_rate: int, block_seconds: float = BLOCK_SECONDS) -> Iterator[np.ndarray]:
     """Yield the samples that `decode_audio` gives for a file, in order, block by block.
 
     The file is read from its beginning to its end without a seek.

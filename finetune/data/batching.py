@@ -40,7 +40,7 @@ class Entry:
     place: str
     text: str
     language: str
-    audio: Any
+    audio: object
     """As `finetune.data.decode.decode_audio` takes it."""
     source: "OpenSource"
     offset: float | None

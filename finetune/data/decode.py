@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import soundfile
@@ -28,7 +27,7 @@ UNKNOWN_FRAMES = 2**53  # libsndfile reports more where a stream does not tell i
 
 
 def decode_audio(
-    audio: Any,
+    audio: object,
     sample_rate: int,
     folder: str | Path | None = None,
     offset: float | None = None,
@@ -92,7 +91,7 @@ def as_float(audio: torch.Tensor) -> torch.Tensor:
 
 
 def audio_seconds(
-    audio: Any, folder: str | Path | None = None, offset: float | None = None, retries: int = RETRIES
+    audio: object, folder: str | Path | None = None, offset: float | None = None, retries: int = RETRIES
 ) -> float:
     """Return the length of an utterance from the head of its audio; where that does not tell, from all of it.
 
@@ -119,7 +118,7 @@ def _resample(samples_S: np.ndarray, rate: int, sample_rate: int) -> np.ndarray:
 
 
 def read_audio(
-    audio: Any,
+    audio: object,
     folder: str | Path | None,
     offset: float | None,
     duration: float | None,
@@ -172,13 +171,12 @@ def check_samples(sound: soundfile.SoundFile, frames: int) -> None:
 
 
 @contextlib.contextmanager
-def open_audio(audio: Any, folder: str | Path | None, retries: int = RETRIES) -> Iterator[soundfile.SoundFile]:
+def open_audio(audio: object, folder: str | Path | None, retries: int = RETRIES) -> Iterator[soundfile.SoundFile]:
     """Open audio as a file; whatever fails while it is open becomes a BadUtterance."""
-    if isinstance(audio, str):
-        audio = {"path": audio}
-    if not isinstance(audio, dict):
+    if not isinstance(audio, str | dict):
         raise BadUtterance(f"no audio (found {type(audio).__name__})")
-    data, path = audio.get("bytes"), audio.get("path")
+    found: dict[str, Any] = {"path": audio} if isinstance(audio, str) else audio
+    data, path = found.get("bytes"), found.get("path")
     if data is None and not path:
         raise BadUtterance("no audio")
     if data is not None and len(data) == 0:

@@ -73,11 +73,10 @@ def _read(shard: Shard, start: int, lengths: bool) -> NumberedRows:
     """Read rows without their audio, where that is possible and `lengths` do not need it."""
     if shard.light is None:
         return shard.read(start)
-    if lengths:
-        first = next(shard.light(start), None)
-        if first is not None and row_duration(first[1]) is None:
-            return shard.read(start)
-    return shard.light(start)
+    rows = shard.light(start)
+    if lengths and (first := next(rows, None)) is not None:
+        return shard.read(start) if row_duration(first[1]) is None else itertools.chain([first], rows)
+    return rows
 
 
 @dataclass

@@ -202,7 +202,7 @@ def row_id(source: OpenSource, place: str, row: Row) -> str:
     return _name(path) if isinstance(path, str) and path else place
 
 
-def _name(value: Any) -> str:
+def _name(value: object) -> str:
     """Make a row's value fit for files and trackers: bounded, without lone surrogates or passwords in addresses."""
     text = str(value)[:LONGEST_NAME]
     text = clean_urls(text) if "://" in text else text
