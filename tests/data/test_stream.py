@@ -354,7 +354,7 @@ def test_a_source_of_a_mixture_is_shuffled_anew_in_each_pass(corpus: Path, long_
 
 
 @pytest.mark.timeout(900)
-def test_mixture_with_a_source_that_a_lane_has_no_rows_of(corpus: Path, long_manifest: Path, tmp_path: Path) -> None:
+def test_mixture_with_a_source_that_a_worker_shard_has_no_rows_of(corpus: Path, long_manifest: Path, tmp_path: Path) -> None:
     row = {"audio_filepath": str(corpus / "clip00.flac"), "id": "single", "text": "x"}
     single = write_manifest(tmp_path / "single.jsonl", [row])
     value = [{"path": str(long_manifest), "weight": 9}, {"path": str(single), "weight": 1}]
