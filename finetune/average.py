@@ -17,14 +17,14 @@ import torch
 from finetune.data.batching import BatchLimits
 from finetune.data.options import StreamOptions
 from finetune.data.sources import open_source, parse_sources
-from finetune.data.stream import ClipStream
+from finetune.data.stream import UtteranceStream
+from finetune.data.utterances import no_tokens
 from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.evaluation.recognise import score_stream
 from finetune.logs import print_error, set_up_logging
 from finetune.models.loading import load_model, move_to_device
 from finetune.models.nemo_archive import save_nemo
-from finetune.training.data import no_tokens
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -120,7 +120,7 @@ def judge_on(arguments: argparse.Namespace) -> Any:
             max_samples=arguments.max_samples,
             keep_empty_text=True,
         )
-        stream = ClipStream(sources, options, no_tokens, workers=1)
+        stream = UtteranceStream(sources, options, no_tokens, workers=1)
         model = move_to_device(model, arguments.device)
         board = score_stream(model, stream, normalization=arguments.normalization, description="evaluate")
         if not board.total.words:

@@ -20,7 +20,8 @@ import torch
 from finetune.data.normalization import SCORE_NORMALIZATIONS
 from finetune.data.options import StreamOptions
 from finetune.data.sources import open_source, parse_sources
-from finetune.data.stream import ClipStream
+from finetune.data.stream import UtteranceStream
+from finetune.data.utterances import no_tokens
 from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.evaluation.comparison import Utterance, compare_utterances, print_comparison, read_utterances
@@ -29,7 +30,6 @@ from finetune.evaluation.significance import FEW, RESAMPLES, block_names
 from finetune.logs import print_error, set_up_logging
 from finetune.models.loading import load_model, move_to_device
 from finetune.security.safe_text import one_line
-from finetune.training.data import no_tokens
 from finetune.training.outputs import LineFile
 
 
@@ -109,7 +109,7 @@ def evaluate(
         max_samples=arguments.max_samples,
         keep_empty_text=True,
     )
-    stream = ClipStream(sources, options, no_tokens, workers=arguments.workers)
+    stream = UtteranceStream(sources, options, no_tokens, workers=arguments.workers)
     normalization = arguments.normalization or "basic"
     blocks_of_clips: list[str] = []
     lines = LineFile(file) if file else None

@@ -1,23 +1,26 @@
 """Where this project's files lie."""
 
+import sys
 from pathlib import Path
 
 from finetune.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
-ACCELERATE_CONFIGS = ROOT / "accelerate_configs"
+# In a clone accelerate_configs/ and ds_configs/ stand beside the package; a wheel installs them below share/.
+SHARE = ROOT if (ROOT / "accelerate_configs").is_dir() else Path(sys.prefix) / "share" / "parakeet-finetune"
+ACCELERATE_CONFIGS = SHARE / "accelerate_configs"
 OVERLAYS = ROOT / "finetune" / "strategies"
 
 
 def strategy_names() -> list[str]:
-    """Names of all strategies that ship.
+    """Return the names of all strategies that ship.
 
     Raises:
-        UserError: the package was installed without the folders that lie beside it.
+        UserError: the package is installed without its accelerate_configs/.
     """
     if not ACCELERATE_CONFIGS.is_dir():
         raise UserError(
-            f"there is no folder {ACCELERATE_CONFIGS}: strategies need accelerate_configs/ and ds_configs/ beside the package. "
+            f"there is no folder {ACCELERATE_CONFIGS}: strategies need accelerate_configs/ and ds_configs/. "
             "Clone the repository and install it with pip install -e ."
         )
     return sorted(path.stem for path in ACCELERATE_CONFIGS.glob("*.yaml"))

@@ -22,7 +22,7 @@ from finetune.logs import print_error, set_up_logging
 from finetune.models.loading import is_tokenizer, read_tokenizer
 from finetune.models.sentencepiece_model import KINDS, kind_of, train_tokenizer, write_tokenizer
 from finetune.models.tokenizer_coverage import compare, table
-from finetune.models.tokenizer_growth import Growth, described, grow_from_tokenizer, grow_on_texts, said
+from finetune.models.tokenizer_growth import Growth, grow_from_tokenizer, grow_on_texts
 
 COVERAGE = 0.9995  # SentencePiece's own default
 
@@ -128,12 +128,12 @@ def main(argv: list[str] | None = None) -> int:
     if old is not None:
         report["against"] = {"tokenizer": against, "type": kind_of(old), "pieces": len(old.pieces)}
     if growth is not None:
-        report["growth"] = described(growth)
+        report["growth"] = growth.as_json()
     if texts:
         report |= compare(texts, model, old)
     print(f"{report['type']} tokenizer of {report['pieces']} pieces in {arguments.output}")
     if growth is not None:
-        print(said(growth))
+        print(growth)
     if texts:
         print(table(report))
         if report["not_written"]:

@@ -12,6 +12,8 @@ Exit codes: 0 done or verdict good, 1 failed or verdict bad, 2 bad arguments or 
 saved: start it again with training.resume_from_checkpoint=true.
 """
 
+from __future__ import annotations
+
 import argparse
 import atexit
 import errno
@@ -19,7 +21,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 # Under a launcher this file's folder comes first on sys.path, where our evaluate.py would shadow Hugging Face's package.
 _HERE = Path(__file__).resolve().parent
@@ -30,9 +32,15 @@ from omegaconf import OmegaConf  # noqa: E402
 from finetune import signals as stopping  # noqa: E402
 from finetune.config.load import load_config  # noqa: E402
 from finetune.errors import UserError  # noqa: E402
-from finetune.logs import print_error, set_up_logging  # noqa: E402
+from finetune.logs import add_verbose, print_error, set_up_logging  # noqa: E402
 from finetune.rank_monitor import client as ranks  # noqa: E402
 from finetune.strategies.strategy import check_num_gpus, engine_with, number_of_processes, resolve_strategy  # noqa: E402
+
+if TYPE_CHECKING:
+    from finetune.callbacks.eta import Place
+    from finetune.config.schema import RunConfig
+    from finetune.strategies.strategy import Strategy
+    from finetune.training.trainer import Trainer
 
 DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EFBIG)
 
@@ -61,6 +69,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--profile", type=int, metavar="N", help="record N steps with torch.profiler: a table by parts, and a trace"
     )
+    add_verbose(parser)
     parser.add_argument(
         "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
     )  # DeepSpeed's launcher adds it
@@ -85,25 +94,30 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def train(
-    config: Any,
-    strategy: Any,
-    observe: Callable[[Any], None] | None = None,
+    config: RunConfig,
+    strategy: Strategy,
+    observe: Callable[[Trainer], None] | None = None,
     last: bool = True,
-    place: Any = None,
+    place: Place | None = None,
     profile_steps: int | None = None,
 ) -> None:
     """One run, from its configuration to its summary.
 
     Args:
+        config: of the run.
+        strategy: how it fits in memory.
         observe: called with the Trainer before it begins.
         last: no other run follows in this process.
-        place: `finetune.callbacks.eta.Place` in the plan of stages, for the view.
+        place: in the plan of stages.
         profile_steps: steps to record with torch.profiler.
     """
-    from finetune.callbacks import trackers
-    from finetune.callbacks.profiler import profiling
+    from finetune.callbacks.defaults import add_run_callbacks, add_step_callbacks
+    from finetune.callbacks.eta import Place
+    from finetune.callbacks.profiler import check_steps_left
     from finetune.tools.preflight import auto_batch
+    from finetune.tools.report.page import write_report
     from finetune.training import run
+    from finetune.training.summary import write_summary
 
     accelerator = run.build_accelerator(config, strategy)
     with run.output_directory(accelerator, config):
@@ -113,27 +127,33 @@ def train(
         checkpoint = run.find_checkpoint(config)
         model = run.build_model(accelerator, config, checkpoint)
         trainer = run.build_trainer(accelerator, model, sources, config, total_steps)
+        recovery = add_step_callbacks(trainer)
+        panel = add_run_callbacks(trainer, write_report, place or Place(), profile_steps)
         if observe is not None:
             observe(trainer)
-        resumed = run.begin_run(accelerator, trainer, config, checkpoint)
-        run.describe(accelerator, trainer, config, strategy)
-        if not resumed:
+        trainer.begin(checkpoint)
+        run.describe(trainer, strategy)
+        if checkpoint is None:
             auto_batch.keep_prediction(trainer, strategy, prediction)
-            auto_batch.confirm(trainer)
-        with trainer.view.shown(place):
-            if not resumed:
-                run.evaluate_base(trainer, config)
-            with profiling(trainer, profile_steps):
-                trainer.run()
-            run.finish(accelerator, trainer, config, strategy)
+            auto_batch.confirm(trainer, recovery)
+        if profile_steps is not None:
+            check_steps_left(profile_steps, trainer.progress, trainer.total_steps, trainer.max_epochs)
+        with panel.shown():
+            if checkpoint is None:
+                trainer.evaluate_base()
+            trainer.train()
+            result = trainer.finish()
+            write_summary(trainer, strategy, result)
+            trainer.end()
     if last:
-        trackers.finish(accelerator)
         accelerator.end_training()
     else:
         run.end_stage(accelerator)
 
 
-def try_out(arguments: argparse.Namespace, config: Any, strategy: Any, observe: Callable[[Any], None] | None) -> int:
+def try_out(
+    arguments: argparse.Namespace, config: RunConfig, strategy: Strategy, observe: Callable[[Trainer], None] | None
+) -> int:
     """`--dry-run` or `--smoke` of a configuration, in place of the training; returns the exit code."""
     if arguments.dry_run:
         from finetune.tools.preflight.dry_run import dry_run
@@ -144,7 +164,7 @@ def try_out(arguments: argparse.Namespace, config: Any, strategy: Any, observe: 
     return smoke(config, strategy, arguments.smoke, observe)
 
 
-def main(argv: list[str] | None = None, observe: Callable[[Any], None] | None = None) -> int:
+def main(argv: list[str] | None = None, observe: Callable[[Trainer], None] | None = None) -> int:
     """Runs a training as its arguments say; returns the exit code.
 
     Args:
@@ -156,10 +176,11 @@ def main(argv: list[str] | None = None, observe: Callable[[Any], None] | None = 
         return _main(argv, observe)
 
 
-def _main(argv: list[str] | None, observe: Callable[[Any], None] | None) -> int:
+def _main(argv: list[str] | None, observe: Callable[[Trainer], None] | None) -> int:
     config = None
     try:
         arguments = parse_arguments(argv)
+        set_up_logging(arguments.verbose)
         strategy = resolve_strategy(arguments.strategy, arguments.deepspeed)
         config, _ = load_config(arguments.config, strategy.names, arguments.overrides)
         check_num_gpus(config.training.num_gpus)
@@ -246,7 +267,7 @@ def leave(code: int) -> None:
     In a process group it does not take the interpreter down first: a thread of gloo that asks for it then is killed, which aborts the
     process, and the launcher calls a run failed that is done.
     """
-    ranks.left(code)
+    ranks.report_exit(code)
     stopping.write_exit_code(code)
     code = stopping.code_for_launcher(code)
     if "RANK" in os.environ:

@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from finetune.data.audio_blocks import read_blocks
-from finetune.data.decode import BadClip
+from finetune.data.quarantine import BadUtterance
 from finetune.errors import UserError
 from finetune.evaluation.long_audio import CHUNK_SECONDS, OVERLAP_SECONDS, Chunk, Cutting, Pieces, Stitcher, chunks_of
 from finetune.evaluation.recognise import evaluation_mode, frame_seconds, recognise_chunks, text_of
@@ -153,7 +153,7 @@ def transcribe_files(
                 transcript.pending += 1
                 if len(batch) == batch_size:
                     recognise()
-        except BadClip as reason:
+        except BadUtterance as reason:
             transcript.error = str(reason)
         transcript.read = True
         while waiting and waiting[0].done:

@@ -2,9 +2,9 @@
 
     python scripts/import_nemo_config.py FILE [key=value ...] [--output RUN.yaml]
 
-Settings are given in the names of FILE, as on NeMo's command line: model.train_ds.manifest_filepath=train.json. Each value has a
-comment with where it came from; on stderr stand the keys that have no counterpart, with the reason, what has to be filled in, and
-the command that starts the training. Without --output the run file is printed.
+Settings are given in the names of FILE, as on NeMo's command line: model.train_ds.manifest_filepath=train.json. Each
+value has a comment with where it came from; on stderr stand the keys that have no counterpart, with the reason, what
+has to be filled in, and the command that starts the training. Without --output the run file is printed.
 
 Exit codes: 0 done, 1 the run file has to be filled in or mended first, 2 bad arguments or a FILE of another kind.
 """

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Set-up, then format, lint and tests. --slow runs the minutes-long ones instead; other arguments go to pytest.
+# Set-up, then format, lint, types, import contracts and tests. --slow runs the minutes-long tests instead; other
+# arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
@@ -12,4 +13,6 @@ fi
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 OMP_NUM_THREADS=1
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
+.venv/bin/basedpyright --level error
+.venv/bin/lint-imports --no-cache --no-logo
 .venv/bin/python -m pytest -q -n logical --maxprocesses 4 --maxschedchunk 1 --durations=15 "${select[@]}" "$@"

@@ -9,6 +9,7 @@ import logging
 import os
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,9 @@ def reset_process() -> None:
 
 
 def _trainings() -> Iterator[Callable[..., int]]:
-    """`run_train("--config", ...)` calls finetune.train.main in this process and returns its exit code; `observe` is main's.
+    """`run_train("--config", ...)` calls finetune.train.main in this process and returns its exit code.
+
+    `observe` is main's.
 
     Afterwards the process is as before: Accelerate's state, random states, environment, threads and logging.
     """
@@ -182,7 +185,7 @@ run_train_for_module = pytest.fixture(scope="module", name="run_train_for_module
 
 @pytest.fixture
 def tiny_run(tiny_model: Path, clips: Path, tmp_path: Path) -> Callable[..., list[str]]:
-    """`tiny_run(*key_values, model={...}, data={...}, training={...})` writes tmp_path/RUN.yaml and returns the arguments.
+    """`tiny_run(*key_values, model={...}, data={...}, training={...})` writes tmp_path/RUN.yaml and returns arguments.
 
     The tiny model learns the 24 clips in batches of 4 for two steps, into tmp_path/run; they are train,
     validation and test at once.
@@ -251,6 +254,25 @@ def plain_losses(train: Callable[..., Path]) -> list[float]:
         _plain_losses.extend(row["loss"] for row in read_lines(run / "metrics.jsonl"))
         assert _plain_losses[-1] < 0.9 * _plain_losses[0], "it has to learn something for the comparison to mean much"
     return _plain_losses
+
+
+@pytest.fixture
+def trainings(tiny_run: Callable[..., list[str]], tmp_path: Path) -> Callable[..., dict[str, list[dict[str, Any]]]]:
+    """`trainings(name=(processes, *arguments), ...)` runs them into tmp_path/NAME; returns what each rank tells."""
+    from engine_cases import run_trainings
+
+    return partial(run_trainings, tiny_run, tmp_path)
+
+
+@pytest.fixture
+def bare_zero3(tmp_path: Path) -> str:
+    """The strategy's DeepSpeed file with thresholds at which a small model too is taken apart."""
+    from engine_cases import NOTHING_STAYS
+
+    values = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
+    values["zero_optimization"].update(NOTHING_STAYS)
+    (tmp_path / "zero3.json").write_text(json.dumps(values))
+    return str(tmp_path / "zero3.json")
 
 
 @pytest.fixture
@@ -331,7 +353,7 @@ def problem(path: Path, *overrides: str, strategies: tuple[str, ...] = ()) -> st
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same 47 clips of noise, 0.05 s to 0.5 s, as parquet shards with splits, as a manifest, and as a spoiled manifest."""
+    """The same 47 clips of noise, 0.05 s to 0.5 s, as parquet shards with splits, a manifest and a spoiled one."""
     from stream_cases import HELD_OUT, RATE, ROWS, SHARDS, flac, write_parquet
 
     folder = tmp_path_factory.mktemp("corpus")
@@ -380,8 +402,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest tests first, so that no core idles at the end; those that need DeepSpeed's optimizer while one of them compiles it last."""
+    """Run the longest tests first, so that no core idles at the end.
 
+    Those that need DeepSpeed's optimizer come last, while one of them compiles it.
+    """
     long = ("test_launchers.py", "test_loss_sharded.py", "test_gpu_kernels.py")
 
     def turn(item: pytest.Item) -> int:

@@ -1,9 +1,11 @@
-"""Trainings in several processes each, one after another: python tests/engine_runs.py PLAN.json.
+"""Trainings in several processes each, one after another.
 
-Anything behind PLAN.json is a module to import beforehand. PLAN.json is a list of {"name", "processes", "arguments", "spoiled": [rank, call, how] or nothing,
-"exploded": [rank, step] or nothing, "expect": exit code}. NeMo is imported once, then each training's
-processes are forked, which saves its ten seconds for each of them; they find the environment that torchrun makes. Each rank writes what
-it holds of parameters, gradients and states to NAME-RANK.json beside the plan, its output goes to NAME-RANK.log.
+    python tests/engine_runs.py PLAN.json [MODULE to import beforehand]
+
+PLAN.json is a list of {"name", "processes", "arguments", "spoiled": [rank, call, how] or nothing, "exploded": [rank,
+step] or nothing, "expect": exit code}. NeMo is imported once, then each training's processes are forked, which saves
+its ten seconds for each of them; they find the environment that torchrun makes. Each rank writes what it holds of
+parameters, gradients and states to NAME-RANK.json beside the plan, and its output to NAME-RANK.log.
 """
 
 import hashlib
@@ -19,13 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from run_callbacks import held_tensors
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from finetune import train
 from finetune.models.loss_module import TransducerLossModule
 from finetune.models.nemo import import_nemo
 from finetune.strategies.optimizers import describe_optimizer, state_tensors, unwrap_optimizer
-from finetune.training import run
+from finetune.training.batches import StepBatches
+from finetune.training.callbacks import StepResult
+from finetune.training.evaluation import FinalResult
+from finetune.training.trainer import Trainer
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,9 +62,9 @@ def spoil(calls: Container[int], how: str = "nan") -> None:
     """Spoils the losses of these calls of the model, counted from 1.
 
     Args:
-        how: `nan`: they and their gradients are not numbers; `inf`: the losses alone are infinite; `gradient`: the gradients alone are not
-            numbers; `norm`: the gradients are so large that their norm alone is infinite; `spike`: losses and gradients are a thousand
-            times as large; `nan_first`: nan for the first clip only.
+        how: `nan`: losses and gradients are not numbers; `inf`: the losses alone are infinite; `gradient`: the
+            gradients alone are not numbers; `norm`: the gradients are so large that their norm alone is infinite;
+            `spike`: losses and gradients are a thousand times as large; `nan_first`: nan for the first clip only.
     """
     whole, seen = TransducerLossModule.forward, []
 
@@ -78,11 +84,11 @@ def spoil(calls: Container[int], how: str = "nan") -> None:
 
 
 def digest(trainer: Any) -> str:
-    """Of all that a skipped step must leave alone on this process: parameters, optimizer states, buffers, moving average, schedule."""
+    """Hash all that a skipped step must leave alone here: parameters, states, buffers, moving average, schedule."""
     held = [getattr(p, "ds_tensor", p) for p in trainer.model.parameters()]
     held += [p for group in unwrap_optimizer(trainer.optimizer).param_groups for p in group["params"]]
     held += [*state_tensors(trainer.optimizer), *trainer.model.buffers()]
-    held += [] if trainer.ema is None else trainer.ema.tensors()
+    held += held_tensors(trainer)
     found = hashlib.sha256(json.dumps(trainer.schedule.state_dict()).encode())
     for tensor in held:
         found.update(local(tensor.detach()).cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -93,9 +99,10 @@ def watch_digests(trainer: Any, found: dict[str, Any]) -> None:
     """Notes a digest behind each step, and before the first."""
     step, found["digests"] = trainer.train_on, [digest(trainer)]
 
-    def train_on(step_input: Any) -> None:
-        step(step_input)
+    def train_on(batches: StepBatches) -> StepResult:
+        result = step(batches)
         found["digests"].append(digest(trainer))
+        return result
 
     trainer.train_on = train_on
 
@@ -104,11 +111,12 @@ def explode(trainer: Any, step: int) -> None:
     """Makes one number of what this process holds of a weight infinite behind a step."""
     train_on = trainer.train_on
 
-    def spoiled(step_input: Any) -> None:
-        train_on(step_input)
+    def spoiled(batches: StepBatches) -> StepResult:
+        result = train_on(batches)
         if trainer.progress.step == step:
             weight = trainer.model.joint.joint_net[-1].weight
             local(getattr(weight, "ds_tensor", weight).detach()).reshape(-1)[0] = math.inf
+        return result
 
     trainer.train_on = spoiled
 
@@ -141,21 +149,26 @@ def in_rank(entry: dict[str, Any], rank: int, port: int, folder: Path) -> int:
     if entry.get("spoiled", [-1])[0] == rank:
         call, *how = entry["spoiled"][1:]
         spoil([call], *how)
-    finish = run.finish
 
-    def note_and_finish(accelerator: Any, trainer: Any, config: Any, strategy: Any) -> None:
-        found.update(describe(trainer), world=accelerator.num_processes, engine=strategy.engine)
-        finish(accelerator, trainer, config, strategy)
+    folders: list[Path] = []
 
-    run.finish = note_and_finish
+    def observe(trainer: Trainer) -> None:
+        finish = trainer.finish
 
-    def observe(trainer: Any) -> None:
+        def note_and_finish() -> FinalResult:
+            found.update(describe(trainer), world=trainer.accelerator.num_processes)
+            folders.append(trainer.output_dir)
+            return finish()
+
+        trainer.finish = note_and_finish
         watch_digests(trainer, found)
         if entry.get("exploded", [-1])[0] == rank:
             explode(trainer, entry["exploded"][1])
 
     code = train.main(entry["arguments"], observe)
     found["code"] = code
+    if folders and (folders[0] / "summary.json").is_file():
+        found["engine"] = json.loads((folders[0] / "summary.json").read_text())["engine"]
     (folder / f"{entry['name']}-{rank}.json").write_text(json.dumps(found))
     return code
 

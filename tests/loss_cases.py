@@ -20,12 +20,35 @@ def make_case(frames, tokens, durations=TDT, V=7, H=5, dtype=torch.float64, seed
     return [*tensors, targets, torch.tensor(frames), torch.tensor(tokens)]
 
 
+def learnt_case(frames, tokens, durations=TDT, V=50, sharp=8.0, dtype=torch.float64, seed=0):
+    """Joint inputs of a model that has learnt: the next token wins over blank at its frame, blank elsewhere."""
+    g = torch.Generator().manual_seed(seed)
+    B, T, U, D = len(frames), max(frames), max(max(tokens), 1), len(durations)
+    H = V + 1 + D + 2 * (T + 1)
+    enc, pred = torch.zeros(B, T, H), torch.zeros(B, U + 1, H)
+    targets = torch.randint(0, V, (B, U), generator=g)
+    for b, (t_end, u_end) in enumerate(zip(frames, tokens)):
+        spoken = sorted(torch.randperm(t_end, generator=g)[: min(u_end, t_end)].tolist())
+        spoken += [t_end - 1] * (u_end - len(spoken))
+        for u, t in enumerate(spoken):
+            enc[b, t, targets[b, u]] += 2.0  # "this token sounds here"
+            pred[b, u, targets[b, u]] += 1.0  # "this token is next"
+        enc[b, :, V] = 1.5
+        enc[b, :, V + 1 + min(1, D - 1)] = 2.0
+    weight = torch.zeros(V + 1 + D, H)
+    weight[: V + 1 + D, : V + 1 + D] = sharp * torch.eye(V + 1 + D)
+    weight += 0.1 * torch.randn(weight.shape, generator=g)
+    bias = 0.1 * torch.randn(V + 1 + D, generator=g)
+    tensors = [x.to(dtype).requires_grad_() for x in (enc, pred, weight, bias)]
+    return [*tensors, targets, torch.tensor(frames), torch.tensor(tokens)]
+
+
 def joint_logits(enc_BTH, pred_BUH, weight_OH, bias_O, activation=torch.relu):
     return activation(enc_BTH[:, :, None] + pred_BUH[:, None]) @ weight_OH.t() + bias_O
 
 
 def all_alignments_loss(logits_TUO, targets, durations, sigma, rnnt=False):
-    """-log of the summed probability of every alignment of one clip, by walking each of them (float64, autograd follows)."""
+    """-log of the summed probability of all alignments of one clip, by walking each (float64, autograd follows)."""
     T, U1, outputs = logits_TUO.shape
     V = outputs - 1 - len(durations)
     token_logp = torch.log_softmax(logits_TUO[..., : V + 1], -1) - (0.0 if rnnt else sigma)

@@ -1,7 +1,6 @@
 """Tiny models, runs and saved storages for the tests of memory strategies."""
 
 import contextlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,3 @@ def saved_bytes(model: Any, **inputs: torch.Tensor) -> int:
 
 def losses(run: Path) -> list[float]:
     return [row["loss"] for row in read_lines(run / "metrics.jsonl")]
-
-
-def summary(run: Path) -> dict[str, Any]:
-    return json.loads((run / "summary.json").read_text(encoding="utf-8"))

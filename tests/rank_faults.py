@@ -1,6 +1,6 @@
 """finetune/train.py with a fault on one rank: FAULT=rank:step:kind torchrun ... tests/rank_faults.py --config ...
 
-Kinds: kill, stop, exit (os._exit(3)), segfault, raise (RuntimeError), refuse (UserError). FAULT_ONCE names a file: the fault happens only
+Kinds: kill, stop, exit (os._exit(3)), segfault, raise (RuntimeError), refuse (UserError), hang. FAULT_ONCE names a file: the fault happens only
 while it does not exist, so that a restarted run gets through. STEP_SECONDS lets each step take at least so long. SLOW_DATA=rank:seconds:
 this rank's batches come so late.
 """
@@ -20,6 +20,8 @@ def fail(kind: str) -> None:
     """Ends or halts this process."""
     if kind == "exit":
         os._exit(3)
+    while kind == "hang":
+        time.sleep(1)
     if kind == "raise":
         raise RuntimeError("a fault of the test")
     if kind == "refuse":
@@ -33,14 +35,14 @@ def observe(trainer: Any) -> None:
     marker = os.environ.get("FAULT_ONCE")
     train_on = trainer.train_on
 
-    def slower(step_input: Any) -> None:
+    def slower(step_input: Any) -> Any:
         time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
         due = trainer.accelerator.process_index == int(rank) and trainer.progress.step + 1 >= int(step)
         if due and not (marker and Path(marker).exists()):
             if marker:
                 Path(marker).touch()
             fail(kind)
-        train_on(step_input)
+        return train_on(step_input)
 
     trainer.train_on = slower
     late, seconds = os.environ.get("SLOW_DATA", "-1:0").split(":")

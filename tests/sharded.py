@@ -1,6 +1,9 @@
-"""The loss with the joint's weight sharded over processes: torchrun --nproc_per_node 2 tests/sharded.py fsdp2 | zero3 | ddp.
+"""The loss with the joint's weight sharded over processes.
 
-Each process has clips of its own. The averaged gradients of the sharded model equal those of a whole one that has seen all clips.
+    torchrun --nproc_per_node 2 tests/sharded.py fsdp2 | zero3 | ddp
+
+Each process has clips of its own. The averaged gradients of the sharded model equal those of a whole one that has
+seen all clips.
 """
 
 import os
@@ -17,7 +20,7 @@ H, V, B, T, U = 16, 30, 3, 12, 4
 
 
 class Transducer(nn.Module):
-    """Encoder and prediction network in one layer each, and the joint's last layer, used outside of its own forward."""
+    """Encoder and prediction network in one layer each, and the joint's last layer, used outside its own forward."""
 
     def __init__(self) -> None:
         super().__init__()

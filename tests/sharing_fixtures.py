@@ -14,7 +14,10 @@ from upload_server import TOKEN, State, serve_uploads
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory, tiny_model, clips, run_train_for_module) -> Path:
-    """A real run of the tiny model in a folder with a telling name: train, validation, test and guard, one language with markup in its name."""
+    """A real run of the tiny model with train, validation, test and guard, in a folder with a telling name.
+
+    One language has markup in its name.
+    """
     folder = tmp_path_factory.mktemp("run") / PRIVATE_FOLDER
     folder.mkdir()
     rows = [

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import soundfile
 import torch
 
+from finetune.data.batch import Batch
 from finetune.data.batching import BatchLimits
 from finetune.data.filters import Filters, parse_filters
 from finetune.data.options import StreamOptions
@@ -23,7 +24,7 @@ from finetune.data.sources import (
     open_source,
     parse_sources,
 )
-from finetune.data.stream import Batch, ClipStream
+from finetune.data.stream import UtteranceStream
 
 RATE = 16_000
 ROWS = 47
@@ -54,7 +55,7 @@ def opened(value: str, folder: str) -> list[OpenSource]:
     return [open_source(source, "data.train") for source in parse_sources(json.loads(value), "data.train", "train")]
 
 
-def make_stream(value: Any, *, rank: int = 0, ranks: int = 1, workers: int = 0, **options: Any) -> ClipStream:
+def make_stream(value: Any, *, rank: int = 0, ranks: int = 1, workers: int = 0, **options: Any) -> UtteranceStream:
     """A stream over what a run file would name, in small windows so that there are several."""
     bounds = Filters(options.pop("min_duration", None), options.pop("max_duration", None))
     sources = [
@@ -63,12 +64,12 @@ def make_stream(value: Any, *, rank: int = 0, ranks: int = 1, workers: int = 0, 
     ]
     limits = BatchLimits(options.pop("batch_size", 4), options.pop("seconds", 0.0), options.pop("cells", 0))
     defaults = {"limits": limits, "sample_rate": RATE, "seed": 1, "shuffle_buffer_size": 9}
-    return ClipStream(
+    return UtteranceStream(
         sources, StreamOptions(**{**defaults, **options}), encode, rank=rank, ranks=ranks, workers=workers
     )
 
 
-def read_epoch(stream: ClipStream) -> list[Batch]:
+def read_epoch(stream: UtteranceStream) -> list[Batch]:
     batches = list(stream.batches())
     stream.next_epoch()
     return batches
@@ -87,7 +88,7 @@ def same_batches(first: list[Batch], second: list[Batch]) -> bool:
     if len(first) != len(second):
         return False
     for a, b in zip(first, second, strict=True):
-        if (a.ids, a.texts, a.languages, a.lane) != (b.ids, b.texts, b.languages, b.lane):
+        if (a.ids, a.texts, a.languages, a.worker_shard) != (b.ids, b.texts, b.languages, b.worker_shard):
             return False
         if (a.rows_read, a.quarantined, a.filtered, a.error) != (b.rows_read, b.quarantined, b.filtered, b.error):
             return False
@@ -98,7 +99,7 @@ def same_batches(first: list[Batch], second: list[Batch]) -> bool:
     return True
 
 
-def check_resume(make: Callable[[], ClipStream], epoch: int, cuts: list[int] | None) -> None:
+def check_resume(make: Callable[[], UtteranceStream], epoch: int, cuts: list[int] | None) -> None:
     """A stream that is stopped after some batches of an epoch and made anew goes on as if it had not been.
 
     Args:

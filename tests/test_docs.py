@@ -21,28 +21,100 @@ def test_the_configuration_page_is_up_to_date():
     assert done.returncode == 0, done.stderr
 
 
-def test_the_readme_lists_every_strategy_and_none_that_is_not_there():
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ROOMS = "callbacks|config|data|evaluation|losses|models|rank_monitor|security|strategies|tools|training"
+
+
+def page_name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_the_pages_list_every_strategy_and_none_that_is_not_there():
     from finetune.paths import strategy_names
 
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    table, measured = readme[readme.index("<!-- strategies:") :].split("<!-- end of strategies -->")
-    listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    assert sorted(listed) == strategy_names()
+    page = (ROOT / "docs" / "strategies.md").read_text(encoding="utf-8")
+    table = page[page.index("<!-- strategies:") : page.index("<!-- end of strategies -->")]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == strategy_names()
     # Each has a measured row, or is named as needing a GPU.
-    measured = measured[: measured.index("<!-- end of measured -->")]
+    page = (ROOT / "docs" / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    measured = page[page.index("<!-- measured:") : page.index("<!-- end of measured -->")]
     rows = re.findall(r"^\| `(\w+)` \|", measured, re.MULTILINE)
     lacking = re.findall(r"`(\w+)`", measured[measured.index("Need a GPU:") :])
     assert sorted(rows + lacking) == strategy_names()
 
 
-def test_files_that_the_readme_names_exist():
+def test_the_readme_is_short_and_names_strategies_that_there_are():
+    from finetune.paths import strategy_names
+
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    named = set(
-        re.findall(r"(?<![\w/])((?:finetune|scripts|accelerate_configs|ds_configs|docs|examples)/[\w./-]+\w)", readme)
-    )
-    missing = [path for path in named if not (ROOT / path).exists() and "NAME" not in path and "FILE" not in path]
-    assert len(named) > 10
-    assert not missing
+    assert len(readme.splitlines()) <= 200
+    table = readme[readme.index("## Strategies") : readme.index("## During and after")]
+    rows = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert len(rows) == 10
+    assert set(rows) <= {*strategy_names()}
+    assert f"has all {len(strategy_names())}:" in table
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_files_that_a_page_names_exist(page):
+    text = page.read_text(encoding="utf-8")
+    folders = "finetune|scripts|accelerate_configs|ds_configs|docs|examples"
+    named = set(re.findall(rf"(?<![\w/.-])((?:{folders})/[\w./-]+\w)", text))
+    made = ("NAME", "FILE")
+    assert not [path for path in named if not (ROOT / path).exists() and not any(word in path for word in made)]
+    assert page.name != "README.md" or page.parent != ROOT or len(named) > 10
+
+
+def test_files_that_the_architecture_names_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(rf"(?<![\w/.-])((?:{ROOMS})/\w[\w/]*(?:\.\w+)?)", text))
+    assert len(named) > 12
+    package = ROOT / "finetune"
+    assert not [path for path in named if not ((package / path).exists() or (package / f"{path}.py").exists())]
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives to the headings of a page."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_links_of_a_page_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if not link.startswith("http"):
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+def test_the_index_names_every_page_and_the_benchmarks_every_result():
+    linked = re.findall(r"\]\(([^)\s]+)\)", (ROOT / "docs" / "README.md").read_text(encoding="utf-8"))
+    assert sorted(linked) == sorted({*linked}), "a page stands twice"
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")} - {"README.md"}
+    assert {*linked} == {*pages, "../CONTRIBUTING.md"}
+    results = {path.name for path in (ROOT / "docs" / "benchmarks").glob("*.json")}
+    text = (ROOT / "docs" / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    assert results == set(re.findall(r"\[(\w+\.json)\]", text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_commands_of_a_page_and_their_options_exist(page):
+    """Each `parakeet-finetune NAME` and `python -m finetune.NAME`, in code blocks and in running text."""
+    from finetune.cli import COMMANDS, load
+
+    modules = {module: name for name, (module, _) in COMMANDS.items()}
+    text = page.read_text(encoding="utf-8")
+    for start, rest in re.findall(r"(parakeet-finetune [\w-]+|python -m finetune\.\w+)((?:[^\n`]|\\\n)*)", text):
+        word = start.split()[-1]
+        name = modules.get(word, word)
+        if name in ("COMMAND", "NAME", "completion", "finetune.NAME"):
+            continue
+        assert name in COMMANDS, start
+        known = set(re.findall(r"--[\w-]+", load(name).make_parser().format_help()))
+        used = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", rest.partition("#")[0].partition(" | ")[0]))
+        assert used <= known, f"{start}: {used - known}"
 
 
 # ---- strategies.md and full_dataset.md ------------------------------------------------------------------------------
@@ -183,7 +255,7 @@ def test_settings_and_examples_of_the_data_page(tmp_path):
         assert config.data.train
 
 
-# ---- plan.md ----------------------------------------------------------------------------------------------------------
+# ---- plan.md --------------------------------------------------------------------------------------------------------
 
 
 def test_commands_options_and_settings_of_the_plans_page(capsys):

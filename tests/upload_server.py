@@ -1,4 +1,7 @@
-"""A hub on loopback that takes uploads: what huggingface_hub asks when it makes a repository and commits to it, with failures on demand."""
+"""A hub on loopback that takes uploads, with failures on demand.
+
+It answers what huggingface_hub asks when it makes a repository and commits to it.
+"""
 
 import base64
 import contextlib

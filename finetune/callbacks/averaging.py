@@ -1,7 +1,7 @@
 """Averages of weights over a run: a moving one beside the training (EMA), and the mean of evaluated states at its end.
 
-Both average what training changes: the trained parameters, and the running means and variances of BatchNorm modules that learn. What is
-frozen is taken as it is, and so is BatchNorm's count of batches, which nothing reads here.
+Both average what training changes: the trained parameters, and the running means and variances of BatchNorm modules that learn. What
+is frozen stays as it is, and so does BatchNorm's count of batches, which nothing reads here.
 """
 
 import contextlib
@@ -14,19 +14,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from finetune.config.schema import RunConfig
+from finetune.distributed import broadcast
 from finetune.durable_files import put_in_place
+from finetune.errors import UserError
 from finetune.models.nemo import learning_batchnorms
+from finetune.models.protocols import Transducer
+from finetune.training.callbacks import Callback, Candidate, StepResult
+from finetune.training.checkpoints import CANNOT_WRITE
+from finetune.training.outputs import read_best
+from finetune.training.progress import Progress
 
 log = logging.getLogger(__name__)
 
 EMA_FILE = "ema.safetensors"
 
 
-def averaged_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """What training changes, by name: trained parameters, and running statistics of learning BatchNorm modules.
+def averaged_tensors(model: Transducer) -> dict[str, torch.Tensor]:
+    """Return what training changes, by name: trained parameters, and running statistics of learning BatchNorm modules.
 
     Args:
         model: NeMo transducer, whole or sharded.
@@ -44,33 +53,54 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-class Ema:
-    """An exponential moving average of the weights in float32 (Polyak and Juditsky 1992, by exponential weights): with update n, counted
-    from 1, average <- d average + (1 - d) weights, where d = min(decay, (1 + n) / (10 + n)) as in TensorFlow's
-    ExponentialMovingAverage, so that the first weights are forgotten soon. It begins as the weights are.
+class Ema(Callback):
+    """An exponential moving average of the weights in float32 (Polyak and Juditsky 1992, by exponential weights).
 
-    Sharded parameters (FSDP2) have their average sharded alike. Running statistics of BatchNorm are averaged with the same d.
+    With update n, counted from 1, average <- d average + (1 - d) weights, where d = min(decay, (1 + n) / (10 + n)) as in TensorFlow's
+    ExponentialMovingAverage, so that the first weights are forgotten soon. It begins as the weights are. Sharded parameters (FSDP2)
+    have their average sharded alike. Running statistics of BatchNorm are averaged with the same d.
 
     Args:
-        model: NeMo transducer as it is trained, prepared by its engine.
+        model: as it is trained, prepared by its engine.
         decay: from 0 to below 1.
         device: `same` as the weights, or `cpu`.
+        processes: of the run.
     """
 
-    def __init__(self, model: Any, decay: float, device: str = "same"):
-        self.model, self.decay, self.updates = model, decay, 0
+    def __init__(self, model: Transducer, decay: float, device: str = "same", processes: int = 1):
+        self.model, self.decay, self.processes, self.updates = model, decay, processes, 0
         self.average: dict[str, torch.Tensor] = {}
         for name, tensor in averaged_tensors(model).items():
             copy = tensor.detach().to(torch.float32, copy=True)
             self.average[name] = copy.cpu() if device == "cpu" else copy
 
-    def tensors(self) -> list[torch.Tensor]:
-        """The average's tensors on this process."""
-        return [_local(tensor) for tensor in self.average.values()]
+    def on_step_end(self, result: StepResult) -> None:
+        if result.skipped is None:
+            self.update()
+
+    def held_tensors(self) -> dict[str, torch.Tensor]:
+        return {f"moving average {i}": _local(tensor) for i, tensor in enumerate(self.average.values())}
+
+    def candidates(self, model: Transducer, final: bool) -> list[Candidate]:
+        if final:
+            return []
+        self.mean_over_processes()
+        return [Candidate("ema", self.inside(model))]
+
+    def before_save(self, is_main: bool) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
+        self.mean_over_processes()
+        return {"ema_updates": self.updates}, {EMA_FILE: self.whole_state(keep=is_main)}
+
+    def on_resume(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        if not self.load(checkpoint, state.get("ema_updates")):
+            log.warning(
+                "%s holds no moving average of what is trained now: it starts anew from the present weights",
+                checkpoint.name,
+            )
 
     @torch.no_grad()
     def update(self) -> None:
-        """Takes the present weights in; to be called after a step that counted."""
+        """Take the present weights in, after a step that counts."""
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         weights = averaged_tensors(self.model)
@@ -83,21 +113,21 @@ class Ema:
                 average.lerp_(weight.to(average), 1 - decay)  # one by one: a copy of all would double the memory
 
     @torch.no_grad()
-    def mean_over_processes(self, processes: int) -> None:
-        """Means of the running statistics, as each process has its own; all of them take part."""
-        if processes > 1:
+    def mean_over_processes(self) -> None:
+        """Average the running statistics over the ranks, as each has its own. All ranks enter."""
+        if self.processes > 1:
             parameters = dict(self.model.named_parameters())
             device = next(iter(parameters.values())).device
             for name, average in self.average.items():  # in one order on all of them
                 if name not in parameters:
                     statistics = average.to(device, copy=True)
                     torch.distributed.all_reduce(statistics)
-                    average.copy_(statistics / processes)
+                    average.copy_(statistics / self.processes)
 
     @contextlib.contextmanager
     @torch.no_grad()
-    def inside(self, model: Any) -> Iterator[None]:
-        """The average in place of a model's weights; afterwards they are as before.
+    def inside(self, model: Transducer) -> Iterator[None]:
+        """Put the average in place of a model's weights; on exit they are as before.
 
         Args:
             model: the one that is trained, or its whole replica under an engine that shards; all processes enter.
@@ -117,7 +147,7 @@ class Ema:
 
     @torch.no_grad()
     def whole_state(self, keep: bool) -> dict[str, torch.Tensor]:
-        """The average with whole tensors on the host, for a checkpoint; all processes take part.
+        """Return the average with whole tensors on the host, for a checkpoint. All ranks enter.
 
         Args:
             keep: whether this process writes it; the others return nothing.
@@ -131,7 +161,7 @@ class Ema:
 
     @torch.no_grad()
     def load(self, checkpoint: Path, updates: int | None) -> bool:
-        """Takes the average of a checkpoint; where it has none of these tensors, the average begins as the weights are.
+        """Take over the average of a checkpoint; where it has none of these tensors, begin as the weights are.
 
         Args:
             checkpoint: of any engine and number of processes.
@@ -214,11 +244,6 @@ def prune(output_dir: Path, number: int, by: str) -> None:
         state.path.unlink()
 
 
-def forget_kept(output_dir: Path) -> None:
-    """Removes all of them: they belong to another run."""
-    shutil.rmtree(kept_folder(output_dir), ignore_errors=True)
-
-
 def drop_foreign(output_dir: Path, step: int, shapes: dict[str, list[int]]) -> None:
     """On a resume: removes states behind the step, which belong to a course that is given up, and those of other tensors.
 
@@ -246,8 +271,95 @@ def mean_of(paths: list[Path]) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def put_in(model: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Copies tensors into the parameters and buffers of these names."""
+def put_in(model: Transducer, tensors: dict[str, torch.Tensor]) -> None:
+    """Copy tensors into the parameters and buffers of these names."""
     targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in tensors.items():
         targets[name].copy_(tensor)
+
+
+class CheckpointAverage(Callback):
+    """Keeps the weights of some evaluations, and offers their mean as the best model at the end.
+
+    Args:
+        accelerator, config, progress: of the run.
+        model: as it is trained.
+    """
+
+    def __init__(self, accelerator: Accelerator, config: RunConfig, progress: Progress, model: Transducer):
+        t = config.training
+        self.accelerator, self.progress, self.model = accelerator, progress, model
+        self.output_dir, self.number, self.by = Path(t.output_dir), t.average_checkpoints, t.average_by
+        self.earlier: dict[str, Any] | None = None
+        """What summary.json of this run says of the average already."""
+
+    def on_fresh_run(self) -> None:
+        shutil.rmtree(kept_folder(self.output_dir), ignore_errors=True)
+
+    def on_validated(self, model: Transducer, step: int, wer: float) -> None:
+        problem = None
+        if self.accelerator.is_main_process:
+            state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            try:
+                keep_state(self.output_dir, {n: state[n] for n in averaged_tensors(self.model)}, step, wer)
+            except CANNOT_WRITE as error:
+                problem = (
+                    f"the weights of step {step}, kept for training.average_checkpoints, cannot be written: {error}. Make room or "
+                    "mend the disk, then start the same command again with training.resume_from_checkpoint=true."
+                )
+            prune(self.output_dir, self.number, self.by)
+        problem = broadcast(problem)
+        if problem:
+            raise UserError(problem, exit_code=1)
+
+    def candidates(self, model: Transducer, final: bool) -> list[Candidate]:
+        if not final or self._already_judged():
+            return []
+        if self.accelerator.is_main_process:  # the settings may be others than when the states were kept
+            prune(self.output_dir, self.number, self.by)
+        states = broadcast([(s.step, s.path) for s in kept_states(self.output_dir)])
+        if len(states) < 2:
+            log.info(
+                "training.average_checkpoints: %d state(s) of the weights were kept, and a mean takes two", len(states)
+            )
+            return []
+        steps = [step for step, _ in states]
+        return [
+            Candidate(
+                "average",
+                self._averaged(model, [path for _, path in states]),
+                f"mean of the weights of steps {', '.join(map(str, steps))}",
+                {"steps": steps},
+            )
+        ]
+
+    @contextlib.contextmanager
+    def _averaged(self, model: Transducer, paths: list[Path]) -> Iterator[None]:
+        """Put the mean into the model, and leave it there: a copy of the weights would double the memory."""
+        put_in(model, mean_of(paths))
+        yield
+
+    def _already_judged(self) -> bool:
+        """Whether this is a finished run that was started again.
+
+        A run that died after the mean was taken is judged once more against the single model before it.
+        """
+        p = self.progress
+        if p.best_weights != "average" or p.best_step != p.step:
+            return False
+        finished = self.output_dir / "summary.json"
+        if finished.is_file():
+            self.earlier = json.loads(finished.read_text(encoding="utf-8")).get("average_checkpoints")
+            return True
+        single = (broadcast(read_best(self.output_dir)) or {}).get("previous") or {}
+        p.best_step, p.best_wer = single.get("step"), single.get("validation_wer")
+        p.best_weights = single.get("weights", "raw")
+        return False
+
+    def on_resume(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        if self.accelerator.is_main_process:
+            shapes = {n: list(t.shape) for n, t in averaged_tensors(self.model).items()}
+            drop_foreign(self.output_dir, self.progress.step, shapes)
+
+    def summary(self) -> dict[str, Any]:
+        return {} if self.earlier is None else {"average_checkpoints": self.earlier}

@@ -1,4 +1,4 @@
-"""Warnings when a run drifts: waiting for data, growing memory, losses that are not finite, a WER above the base model's, a slow rank."""
+"""Warnings of drift: waiting for data, growing memory, losses that are not finite, a WER above the base model's, a slow rank."""
 
 import itertools
 import logging
@@ -6,12 +6,14 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 
-from finetune.training.verdict import LOST_ON_GUARD
+from finetune.training.callbacks import LOST_ON_GUARD, Callback, EvaluationResult
+from finetune.training.progress import Progress
 
 log = logging.getLogger(__name__)
 
@@ -79,68 +81,69 @@ class ForwardClock:
         return pace
 
 
-def gather_paces(clock: ForwardClock | None, waited: float, accelerator: Any) -> tuple[list[float], list[float]]:
-    """Each rank's pace (`ForwardClock.take`) and its own wait for data, an exchange of two numbers; empty with one process. All ranks call it.
+class DriftMonitor(Callback):
+    """Warns once when something begins to drift, again only after many lines, and counts.
 
     Args:
-        waited: seconds in which this rank waited for batches since the last call, before it met the others.
-    """
-    if clock is None:
-        return [], []
-    own = torch.tensor([[clock.take(), waited]], dtype=torch.float64, device=accelerator.device)
-    table_R2 = accelerator.gather(own).cpu()
-    return table_R2[:, 0].tolist(), table_R2[:, 1].tolist()
-
-
-class Watch:
-    """Says once that something began to drift, again only after many lines, and counts.
-
-    Args:
-        counts: warnings by kind, which are added to (they stay with the run).
+        accelerator: of the run.
+        module: whose forward passes are timed, where there are several ranks.
+        progress: counts the warnings by kind.
         workers: training.dataloader_num_workers.
-        loss_scaling: whether fp16's loss scaling skips steps of its own accord.
-        allocated_gib: memory of the device that is in use now, GiB; None without a GPU.
     """
 
-    def __init__(
-        self,
-        counts: dict[str, int],
-        workers: int = 0,
-        loss_scaling: bool = False,
-        allocated_gib: Callable[[], float] | None = None,
-    ):
-        self.counts, self.workers = counts, workers
-        self.allowed_skips = SCALER_SKIPS if loss_scaling else 0
-        self.allocated_gib = allocated_gib
+    def __init__(self, accelerator: Accelerator, module: torch.nn.Module, progress: Progress, workers: int = 0):
+        self.accelerator, self.progress, self.workers = accelerator, progress, workers
+        self.clock = ForwardClock(module, accelerator.device) if accelerator.num_processes > 1 else None
+        self.allowed_skips = SCALER_SKIPS if accelerator.scaler is not None else 0
         self.lines = self.step = self.skipped = 0
-        self.said: dict[str, int] = {}
+        self.reported: dict[str, int] = {}
         self.waits: deque[tuple[int, float, float]] = deque()
         self.memory: dict[str, deque[tuple[int, float]]] = {}
         self.slow: dict[int, int] = {}
         self.late: dict[int, int] = {}
 
-    def begin(self, step: int, skipped: int) -> None:
-        """Training begins at this step, with so many steps skipped before."""
-        self.step, self.skipped = step, skipped
+    def on_train_begin(self) -> None:
+        self.step, self.skipped = self.progress.step, self._skipped_steps()
 
-    def _judge(self, kind: str, drifts: bool, text: str, *values: Any) -> None:
-        """Says a warning that begins, or that has lasted for many lines since it was said last."""
+    def on_log(self, row: dict[str, Any], own_wait_seconds: float) -> None:
+        paces, waits = self._gather_paces(own_wait_seconds)
+        if self.accelerator.is_main_process:
+            self.check_row(row, self._skipped_steps(), paces, waits)
+
+    def on_evaluation_end(self, result: EvaluationResult) -> None:
+        rate = result.wer.total.rates()["wer"]
+        if self.accelerator.is_main_process and result.in_training and result.step and rate is not None:
+            self.check_evaluation(result.step, result.split, rate, result.base_wer, result.change)
+
+    def _skipped_steps(self) -> int:
+        return self.progress.skipped_steps + self.progress.scale_skips
+
+    def _gather_paces(self, waited: float) -> tuple[list[float], list[float]]:
+        """Return each rank's pace (`ForwardClock.take`) and its own wait for data; empty with one process. All ranks enter."""
+        if self.clock is None:
+            return [], []
+        own = torch.tensor([[self.clock.take(), waited]], dtype=torch.float64, device=self.accelerator.device)
+        table_R2 = self.accelerator.gather(own).cpu()
+        return table_R2[:, 0].tolist(), table_R2[:, 1].tolist()
+
+    def _warn_if(self, kind: str, drifts: bool, text: str, *values: object) -> None:
+        """Log a warning that begins, or that has lasted for many lines since it was logged."""
         if not drifts:
-            self.said.pop(kind, None)
-        elif kind not in self.said or self.lines - self.said[kind] >= REPEAT_AFTER_LINES:
-            self.said[kind] = self.lines
+            self.reported.pop(kind, None)
+        elif kind not in self.reported or self.lines - self.reported[kind] >= REPEAT_AFTER_LINES:
+            self.reported[kind] = self.lines
             name = kind.split(":")[0]
-            self.counts[name] = self.counts.get(name, 0) + 1
+            self.progress.drift_warnings[name] = self.progress.drift_warnings.get(name, 0) + 1
             log.warning("drift: " + text, *values)
 
-    def logged(self, row: dict[str, Any], skipped: int, paces: list[float], waits: Sequence[float] = ()) -> None:
-        """Looks at a logged step.
+    def check_row(self, row: dict[str, Any], skipped: int, paces: list[float], waits: Sequence[float] = ()) -> None:
+        """Look at a logged step.
 
         Args:
             row: a line of metrics.jsonl.
             skipped: steps skipped so far because loss or gradient was not finite.
-            paces: from `gather_paces`.
-            waits: from `gather_paces`.
+            paces: of each rank.
+            waits: for its own data, of each rank, seconds.
         """
         self.lines += 1
         steps = row["step"] - self.step
@@ -149,14 +152,15 @@ class Watch:
         if self.lines > 1:  # the first line holds the start: workers, compilers, caches
             self._look_at_waiting(steps, steps * row["seconds_per_step"], row["data_wait_fraction"])
         self._look_at_memory("memory", "resident memory", row["step"], row["rss_gib"])
-        if self.allocated_gib is not None:
-            self._look_at_memory("gpu_memory", "memory in use on the GPU", row["step"], self.allocated_gib())
+        if self.accelerator.device.type == "cuda":
+            allocated = torch.cuda.memory_allocated(self.accelerator.device) / 2**30
+            self._look_at_memory("gpu_memory", "memory in use on the GPU", row["step"], allocated)
         self._look_at_ranks(paces)
         self._look_at_waits(waits, steps * row["seconds_per_step"])
 
     def _look_at_loss(self, step: int, skipped: int, steps: int) -> None:
         new, self.skipped = skipped - self.skipped, skipped
-        self._judge(
+        self._warn_if(
             "loss_not_finite",
             new > self.allowed_skips,
             "loss or gradient was not finite in %d of the %d steps before step %d, %d in all; they changed nothing. Lower "
@@ -175,9 +179,9 @@ class Watch:
         if len(self.waits) < WAIT_LINES or count < WAIT_STEPS:
             return
         waited = sum(s * w for _, s, w in self.waits) / max(sum(s for _, s, _ in self.waits), 1e-9)
-        self._judge(
+        self._warn_if(
             "data_wait",
-            waited > (WAIT_OVER if "data_wait" in self.said else WAIT_LIMIT),
+            waited > (WAIT_OVER if "data_wait" in self.reported else WAIT_LIMIT),
             "training waited for data in %.0f %% of the last %d steps' time. Raise training.dataloader_num_workers (now %d; this "
             "machine has %d cores), or bring the data nearer: local disk, larger shards, 16 kHz audio.",
             100 * waited,
@@ -192,7 +196,7 @@ class Watch:
         values = self.memory.setdefault(kind, deque(maxlen=MEMORY_LINES))
         values.append((step, 1024 * gib))
         slope = steady_growth(list(values)) if len(values) == MEMORY_LINES else None
-        self._judge(
+        self._warn_if(
             kind,
             slope is not None,
             "%s keeps growing by %.0f MiB per 1000 steps (%.2f GiB at step %d). If it goes on, the run ends out of memory: %s",
@@ -210,7 +214,7 @@ class Watch:
             others = statistics.median(p for r, p in enumerate(paces) if r != rank)
             ratio = pace / others if others > 0 else 1.0
             self.slow[rank] = self.slow.get(rank, 0) + 1 if ratio > SLOW_RANK else 0
-            self._judge(
+            self._warn_if(
                 f"slow_rank:{rank}",
                 self.slow[rank] >= SLOW_RANK_LINES,
                 "rank %d computes %.2f times as long as the others for the same audio, and all wait for it. Look at its device: other "
@@ -225,7 +229,7 @@ class Watch:
             others = statistics.median(w for r, w in enumerate(waits) if r != rank)
             share = (waited - others) / seconds if seconds > 0 else 0.0
             self.late[rank] = self.late.get(rank, 0) + 1 if self.lines > 1 and share > WAIT_LIMIT else 0
-            self._judge(
+            self._warn_if(
                 f"slow_data:{rank}",
                 self.late[rank] >= SLOW_RANK_LINES,
                 "rank %d waits for its data %.0f %% of the time longer than the others, and all wait for it. Look at its machine's disk, "
@@ -234,20 +238,20 @@ class Watch:
                 100 * share,
             )
 
-    def evaluated(
+    def check_evaluation(
         self, step: int, split: str, wer: float, base: float | None, change: dict[str, Any] | None = None
     ) -> None:
-        """Looks at an evaluation after step 0.
+        """Look at an evaluation after step 0.
 
         Args:
             base: WER of the base model on the same split; None where it was not measured.
-            change: of data.guard, as of `finetune.training.verdict.against_base`. The guard is only watched for being lost, and
-                looked at many times, so that a warning needs more than the usual level.
+            change: of data.guard, the paired comparison with the base model. It is tested many times in a run, so that a warning
+                needs more than the usual level.
         """
         if split == "guard":
             self._look_at_guard(step, change)
             return
-        self._judge(
+        self._warn_if(
             f"wer_above_base:{split}",
             base is not None and wer > base,
             "WER on %s is %.3f at step %d, above the base model's %.3f. Lower training.learning_rate or lengthen the warm-up; compare "
@@ -260,16 +264,16 @@ class Watch:
 
     def _look_at_guard(self, step: int, change: dict[str, Any] | None) -> None:
         lost = change is not None and change["difference"] > 0 and change["p_value"] < GUARD_LEVEL
-        told = change if lost else {"wer_b": 0.0, "wer_a": 0.0, "p_value": 1.0}
-        self._judge(
+        rates = change if change is not None and lost else {"wer_b": 0.0, "wer_a": 0.0, "p_value": 1.0}
+        self._warn_if(
             "guard_lost",
             lost,
             "WER on guard is %.3f at step %d, above the base model's %.3f by more than chance (p = %.2g): the model forgets its original "
             "domain. %s",
-            told["wer_b"],
+            rates["wer_b"],
             step,
-            told["wer_a"],
-            told["p_value"],
+            rates["wer_a"],
+            rates["p_value"],
             LOST_ON_GUARD,
         )
 

@@ -3,7 +3,6 @@
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
 STEPS_TO_AVERAGE = 200
 
@@ -24,25 +23,18 @@ class Place:
 
 
 def place_in_plan(number: int, max_steps: list[int]) -> Place:
-    """The place of stage `number`, from `training.max_steps` of every stage; below 1 where epochs decide."""
+    """Return the place of stage `number`, from `training.max_steps` of every stage; below 1 where epochs decide."""
     later = max_steps[number:]
     return Place(number, len(max_steps), sum(later) if all(steps > 0 for steps in later) else None)
 
 
-def splits_due(step: int, last: bool, eval_steps: int, guard_steps: int) -> tuple[str, ...]:
-    """Splits of an evaluation during the run: data.guard is in the first one after each `guard_steps`, in all where it is below 0, in
-    none where it is 0; and not in the last one, which the best model's follows at once."""
-    guarded = guard_steps < 0 or (guard_steps > 0 and step // guard_steps > (step - eval_steps) // guard_steps)
-    return ("validation", "guard") if guarded and not last else ("validation",)
-
-
-class Pace:
-    """Seconds a step, seconds of each split's evaluation, and what they make of the rest of the run.
+class Eta:
+    """Estimates the time left from the seconds of a step and of each split's evaluation.
 
     Args:
         eval_steps: steps between two evaluations of data.validation; 0: none in between.
         judged: the splits that are evaluated at the end.
-        guard_steps: of `splits_due`.
+        guard_steps: steps between two evaluations of data.guard (`training.guard_steps`).
     """
 
     def __init__(self, eval_steps: int, judged: tuple[str, ...], guard_steps: int = 0):
@@ -53,19 +45,19 @@ class Pace:
         self.begun = 0
 
     def begin(self, step: int) -> None:
-        """Training begins at this step."""
+        """Begin at this step."""
         self.marks.clear()
         self.marks.append((step, self._now()))
         self.begun = step
 
     def stepped(self, step: int) -> None:
-        """A step is done."""
+        """Count a step that is done."""
         if len(self.marks) == 2 and self.marks[0][0] == self.begun:
             self.marks.popleft()  # the first step warms up
         self.marks.append((step, self._now()))
 
     def evaluated(self, split: str, seconds: float) -> None:
-        """An evaluation has taken so long."""
+        """Count an evaluation."""
         self.evaluation_seconds[split] = seconds
         self.paused += seconds
 
@@ -73,14 +65,14 @@ class Pace:
         return time.perf_counter() - self.paused
 
     def seconds_per_step(self) -> float | None:
-        """Mean of the last steps with everything but evaluations; None before the first."""
+        """Return the mean of the last steps with everything but evaluations; None before the first."""
         if len(self.marks) < 2:
             return None
         (first, began), (last, ended) = self.marks[0], self.marks[-1]
         return (ended - began) / max(last - first, 1)
 
     def seconds_left(self, step: int, total: int) -> float | None:
-        """Of this run, its evaluations included as far as one has been timed; None before the first step."""
+        """Return the time left of this run, with its evaluations where one has been timed; None before the first step."""
         each = self.seconds_per_step()
         if each is None:
             return None
@@ -103,7 +95,7 @@ class Pace:
         )
 
     def plan_left(self, step: int, total: int, place: Place) -> float | None:
-        """Of this run and the later stages at the same pace; None where their steps are not known."""
+        """Return the time left of this run and the later stages at the same pace; None where their steps are not known."""
         left, each = self.seconds_left(step, total), self.seconds_per_step()
         if left is None or each is None or place.steps_after is None:
             return None
@@ -111,19 +103,8 @@ class Pace:
 
 
 def as_clock(seconds: float | None) -> str:
-    """h:mm:ss."""
+    """Format seconds as h:mm:ss."""
     if seconds is None:
         return "-"
     minutes, seconds = divmod(max(round(seconds), 0), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
-
-
-def expected_steps(trainer: Any) -> int:
-    """Steps of the whole run; where epochs end it, from the share of the rows that has been read."""
-    step, total = trainer.progress.step, trainer.total_steps
-    if trainer.max_epochs is None:
-        return total
-    share = trainer.share_done()
-    if share > 0.02:
-        total = round(step / share)
-    return max(step, total)

@@ -1,4 +1,4 @@
-"""When memory runs out in a step: the batch is named and kept, the bound for clips of that length is halved, and the step is made again.
+"""When memory runs out in a step: name and keep the batch, halve the bound for utterances of that length, and repeat the step.
 
 B batch, S samples, U target tokens.
 """
@@ -6,19 +6,25 @@ B batch, S samples, U target tokens.
 import gc
 import json
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 
-from finetune.data.stream import Batch
-from finetune.distributed import broadcast
+from finetune.config.schema import RunConfig
+from finetune.data.batch import Batch, cut, describe_batch
+from finetune.data.batching import bound_at, lower_bounds
+from finetune.distributed import broadcast, gather
 from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.models.nemo import encoder_lengths
+from finetune.models.protocols import Transducer
 from finetune.strategies.optimizers import RELEASES_GRADIENTS
+from finetune.training.callbacks import Callback, ComputeGradients
 from finetune.training.out_of_memory import is_out_of_memory, out_of_memory_message
+from finetune.training.progress import Progress
 
 log = logging.getLogger(__name__)
 
@@ -27,70 +33,81 @@ BATCHES_KEPT = 3
 REDUCED_AT_ONCE = 25 * 2**20  # bytes of gradients in one exchange
 
 
-def bound_of(bounds: list[list[float]], seconds: float) -> int:
-    """Clips of a batch whose longest has so many seconds.
-
-    Args:
-        bounds: pairs (seconds, clips), by seconds.
-        seconds: a length above all of them takes the last.
-    """
-    return int(next((clips for upto, clips in bounds if seconds <= upto + 1e-3), bounds[-1][1]))
-
-
-class MemoryGuard:
+class MemoryRecovery(Callback):
     """Bounds of batches that memory has shown to be too large, and what happens when it runs out.
 
-    The stream's own bounds stay as they are, so that the order of the clips does: a batch that is too large for the bounds here is
+    The stream's own bounds stay as they are, so that the order of the utterances does: a batch that is too large for the bounds here is
     cut into smaller ones, over which gradients add up to the same.
 
     Args:
-        trainer: of the run.
-        bounds: pairs (seconds, clips) that the stream makes batches by.
+        accelerator, config, progress: of the run.
+        module, optimizer: prepared; gradients are averaged over the module's parameters and dropped through the optimizer.
+        model: gives sample rate and encoder lengths.
+        resumed: whether the run goes on, with the bounds that its earlier part left.
     """
 
-    def __init__(self, trainer: Any, bounds: list[list[float]]):
-        self.trainer = trainer
-        self.file: Path = trainer.output_dir / LIMITS_FILE
-        self.bounds = [list(pair) for pair in bounds]
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        config: RunConfig,
+        progress: Progress,
+        module: torch.nn.Module,
+        optimizer: AcceleratedOptimizer,
+        model: Transducer,
+        resumed: bool = False,
+    ):
+        self.accelerator, self.config, self.progress = accelerator, config, progress
+        self.module, self.optimizer, self.model = module, optimizer, model
+        self.output_dir = Path(config.training.output_dir)
+        self.file = self.output_dir / LIMITS_FILE
+        earlier = earlier_limits(self.output_dir) if resumed else None
+        self.bounds = [list(pair) for pair in (earlier["now"] if earlier else config.data.batch_bounds)]
         self.batch: Batch | None = None
         """The batch at work."""
-        accelerator = trainer.accelerator
         self.distributed = accelerator.num_processes > 1
-        self.ddp = isinstance(trainer.module, torch.nn.parallel.DistributedDataParallel)
-        # Engines that exchange while they compute cannot take a step back, nor can weights that were stepped in backward.
+        self.ddp = isinstance(module, torch.nn.parallel.DistributedDataParallel)
+        # Engines that communicate while they compute cannot take a step back, nor can weights that were stepped in backward.
         alone = not self.distributed and accelerator.distributed_type == "NO"
-        engine_steps_back = alone or (self.ddp and not trainer.config.model.sync_batchnorm)
-        self.steps_back = engine_steps_back and trainer.config.training.optimizer not in RELEASES_GRADIENTS
-        self.sample_rate = trainer.model.preprocessor._sample_rate
+        engine_steps_back = alone or (self.ddp and not config.model.sync_batchnorm)
+        self.steps_back = engine_steps_back and config.training.optimizer not in RELEASES_GRADIENTS
+        self.sample_rate = model.preprocessor._sample_rate
 
-    def take(self, bounds: list[list[float]]) -> None:
-        """Bounds of an earlier part of the run."""
-        self.bounds = [list(pair) for pair in bounds]
+    def on_batch_begin(self, batch: Batch) -> None:
+        self.batch = batch
+
+    def wrap_gradients(self, compute: ComputeGradients) -> ComputeGradients:
+        def gradients(batches: list[Batch], micro_batches: int, exchange: bool = True) -> torch.Tensor:
+            return self.gradients(compute, batches, micro_batches)
+
+        return gradients
+
+    def summary(self) -> dict[str, Any]:
+        return {"batch_bounds": self.bounds}
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
-    def gradients(self, group: list[Batch], batches: int, *options: Any) -> torch.Tensor:
-        """Forward and backward over a step's batches, again with smaller ones where memory runs out; the sum of the losses.
+    def gradients(self, compute: ComputeGradients, batches: list[Batch], micro_batches: int) -> torch.Tensor:
+        """Compute a step's gradients, again with smaller batches where memory runs out; return the sum of the losses.
 
         Args:
-            group: of this rank.
-            batches: the most that any rank has.
-            options: for the trainer's `forward_and_backward`.
+            compute: forward and backward.
+            batches: of this rank.
+            micro_batches: the most that any rank has.
 
         Raises:
-            UserError: one clip alone does not fit, or the engine cannot take a step back.
+            UserError: one utterance alone does not fit, or the engine cannot take a step back.
         """
-        trainer = self.trainer
         while True:
-            cut = self.cut(group)
+            cut = self.cut(batches)
             failed, loss = None, torch.zeros(())
             try:
                 # DDP would wait for ranks that ran out of memory: gradients are exchanged when all have theirs.
-                most = self._most(max(len(cut), batches))
-                loss = trainer.forward_and_backward(cut, most, *options, exchange=not self.ddp)
+                most = self._most(max(len(cut), micro_batches))
+                loss = compute(cut, most, exchange=not self.ddp)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
+                assert self.batch is not None
                 failed = {**self.describe(self.batch), "reason": " ".join(str(error).split("\n")[0].split())}
                 if not self.steps_back:
                     self._give_up(failed, error)
@@ -103,30 +120,21 @@ class MemoryGuard:
             if failed:
                 self._keep_batch()
             self.batch = None
-            trainer.optimizer.zero_grad()
+            self.optimizer.zero_grad()
             gc.collect()
-            if trainer.accelerator.device.type == "cuda":
+            if self.accelerator.device.type == "cuda":
                 torch.cuda.empty_cache()
             self._halve(reports)
 
-    def cut(self, group: list[Batch]) -> list[Batch]:
-        """The batches, those above their bound in pieces."""
-        pieces = []
-        for batch in group:
-            size = bound_of(self.bounds, self._seconds(batch))
-            if len(batch.ids) <= size:
-                pieces.append(batch)
-            else:
-                count = -(-len(batch.ids) // size)
-                per_piece = -(-len(batch.ids) // count)
-                pieces += [part_of(batch, i, i + per_piece) for i in range(0, len(batch.ids), per_piece)]
-        return pieces
+    def cut(self, batches: list[Batch]) -> list[Batch]:
+        """Return the batches, those above their bound in pieces."""
+        return [part for batch in batches for part in cut(batch, bound_at(self.bounds, self._seconds(batch)))]
 
     def _most(self, batches: int) -> int:
         """The most batches of any rank, now that some may be cut."""
         if not self.distributed:
             return batches
-        count = torch.tensor([batches], device=self.trainer.accelerator.device)
+        count = torch.tensor([batches], device=self.accelerator.device)
         torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX)
         return int(count)
 
@@ -134,17 +142,13 @@ class MemoryGuard:
         """What ran out on any rank: one small exchange, and a larger one only where something did."""
         if not self.distributed:
             return [failed] if failed else []
-        flag = torch.tensor([1 if failed else 0], device=self.trainer.accelerator.device)
+        flag = torch.tensor([1 if failed else 0], device=self.accelerator.device)
         torch.distributed.all_reduce(flag)
-        if not int(flag):
-            return []
-        found: list[Any] = [None] * self.trainer.accelerator.num_processes
-        torch.distributed.all_gather_object(found, failed)
-        return [report for report in found if report]
+        return [report for report in gather(failed) if report] if int(flag) else []
 
     def _average_gradients(self) -> None:
         """What DDP does in its backward pass: means over the ranks, a piece at a time."""
-        ranks = self.trainer.accelerator.num_processes
+        ranks = self.accelerator.num_processes
         waiting: list[torch.Tensor] = []
 
         def exchange() -> None:
@@ -154,7 +158,7 @@ class MemoryGuard:
                 grad.copy_(mean.view_as(grad))
             waiting.clear()
 
-        for p in self.trainer.module.parameters():
+        for p in self.module.parameters():
             if p.requires_grad and p.grad is not None:
                 if waiting and (
                     waiting[0].dtype != p.grad.dtype
@@ -171,29 +175,24 @@ class MemoryGuard:
         return float(batch.audio_lengths_B.max()) / self.sample_rate
 
     def describe(self, batch: Batch) -> dict[str, Any]:
-        frames_B = encoder_lengths(self.trainer.model, batch.audio_lengths_B)
-        return {
-            "clips": len(batch.ids),
-            "seconds": self._seconds(batch),
-            "tokens": int(batch.token_lengths_B.sum()),
-            "cells": int((frames_B * (batch.token_lengths_B + 1)).sum()),
-            "ids": batch.ids[:16],
-        }
+        """Return `describe_batch` and some ids."""
+        frames_B = encoder_lengths(self.model, batch.audio_lengths_B)
+        return {**describe_batch(batch, frames_B, self.sample_rate), "ids": batch.ids[:16]}
 
     def _halve(self, reports: list[dict[str, Any]]) -> None:
         """Halves the bound of the batch that ran out, and of all longer clips that have a larger one; alike on all ranks."""
-        p, step = self.trainer.progress, self.trainer.progress.step + 1
+        p, step = self.progress, self.progress.step + 1
         p.out_of_memory += 1
         for report in reports:
             fewer = self._lower(report)
             log.warning(
-                "step %d: out of memory with %s; clips of up to %.1f s come %d at most from here on, and the step is made again",
+                "step %d: out of memory with %s; clips of up to %.1f s come %d at most from here on, and the step is repeated",
                 step,
-                say(report),
-                report["seconds"],
+                describe_report(report),
+                report["longest_seconds"],
                 fewer,
             )
-        if self.trainer.accelerator.is_main_process:
+        if self.accelerator.is_main_process:
             self.write()
 
     def _lower(self, report: dict[str, Any]) -> int:
@@ -205,22 +204,19 @@ class MemoryGuard:
         if report["clips"] == 1:
             raise self._hopeless(report)
         fewer = report["clips"] // 2
-        for pair in self.bounds:
-            if report["seconds"] <= pair[0] + 1e-3 or pair is self.bounds[-1]:
-                pair[1] = min(pair[1], fewer)
+        lower_bounds(self.bounds, report["longest_seconds"], fewer)
         return fewer
 
     def write(self) -> None:
         """Keeps the bounds for a run that goes on later."""
-        d = self.trainer.config.data
+        d = self.config.data
         write_json(self.file, {"bounds": [list(pair) for pair in d.batch_bounds], "now": self.bounds})
 
     def _hopeless(self, report: dict[str, Any]) -> UserError:
-        t = self.trainer
+        gpu = self.accelerator.device.type == "cuda"
         engine = "ddp" if self.ddp else "none"
-        gpu = t.accelerator.device.type == "cuda"
-        message = out_of_memory_message(MemoryError(report["reason"]), t.config, gpu, engine)
-        return UserError(f"{say(report)}: {message}", exit_code=1)
+        message = out_of_memory_message(MemoryError(report["reason"]), self.config, gpu, engine)
+        return UserError(f"{describe_report(report)}: {message}", exit_code=1)
 
     def _give_up(self, failed: dict[str, Any], error: BaseException) -> None:
         """Where a step cannot be taken back: the bound is halved for the next start."""
@@ -228,16 +224,16 @@ class MemoryGuard:
         fewer = self._lower(failed)
         self.write()  # whichever rank this is: the others wait for it and are ended by the launcher
         raise UserError(
-            f"out of memory with {say(failed)}: {failed['reason']}\nThis engine or optimizer cannot take a step back. Clips of that length come "
-            f"{fewer} at most in the next start: training.resume_from_checkpoint=true goes on from the last checkpoint.",
+            f"out of memory with {describe_report(failed)}: {failed['reason']}\nThis engine or optimizer cannot take a step back. Clips of "
+            f"that length come {fewer} at most in the next start: training.resume_from_checkpoint=true goes on from the last "
+            "checkpoint.",
             exit_code=1,
         ) from error
 
     def _keep_batch(self) -> None:
         """The batch as a file, of the first few."""
-        t = self.trainer
-        folder = t.output_dir / "out_of_memory"
-        file = folder / f"step-{t.progress.step + 1:08d}-rank-{t.accelerator.process_index}.pt"
+        folder = self.output_dir / "out_of_memory"
+        file = folder / f"step-{self.progress.step + 1:08d}-rank-{self.accelerator.process_index}.pt"
         try:
             folder.mkdir(exist_ok=True)
             if len(list(folder.glob("*.pt"))) < BATCHES_KEPT:
@@ -248,32 +244,12 @@ class MemoryGuard:
             log.warning("the batch cannot be kept: %s", error)
 
 
-def say(report: dict[str, Any]) -> str:
+def describe_report(report: dict[str, Any]) -> str:
     """A batch in words."""
     ids = ", ".join(report["ids"][:3]) + (", ..." if report["clips"] > 3 else "")
     return (
-        f"{report['clips']} clip{'s' if report['clips'] > 1 else ''} of up to {report['seconds']:.1f} s, {report['tokens']} tokens, "
+        f"{report['clips']} clip{'s' if report['clips'] > 1 else ''} of up to {report['longest_seconds']:.1f} s, {report['tokens']} tokens, "
         f"{report['cells']} cells ({ids})"
-    )
-
-
-def part_of(batch: Batch, start: int, end: int) -> Batch:
-    """Some clips of a batch, without the padding that only the others need. What was left out on the way stays with the whole."""
-    rows = slice(start, end)
-    audio_lengths_B, token_lengths_B = batch.audio_lengths_B[rows], batch.token_lengths_B[rows]
-    return replace(
-        batch,
-        ids=batch.ids[rows],
-        texts=batch.texts[rows],
-        languages=batch.languages[rows],
-        audio_BS=batch.audio_BS[rows, : int(audio_lengths_B.max())],
-        audio_lengths_B=audio_lengths_B,
-        tokens_BU=batch.tokens_BU[rows, : max(int(token_lengths_B.max()), 1)],
-        token_lengths_B=token_lengths_B,
-        feasible_B=None if batch.feasible_B is None else batch.feasible_B[rows],
-        quarantined=[],
-        filtered={},
-        rows_read=0,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a run shows while it runs: a panel on a terminal, and one line of fixed width a logged step everywhere."""
+"""The view of a run: a panel on a terminal, and one line of fixed width a logged step everywhere."""
 
 import contextlib
 import logging
@@ -8,10 +8,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch
+from accelerate import Accelerator
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.panel import Panel
@@ -21,8 +23,13 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune import logs
-from finetune.callbacks.eta import Pace, Place, as_clock, expected_steps
+from finetune.callbacks.eta import Eta, Place, as_clock
+from finetune.config.schema import RunConfig
+from finetune.data.stream import Batch
+from finetune.evaluation.scores import WerAccumulator
 from finetune.security.safe_text import one_line
+from finetune.training.callbacks import Callback, EvaluationResult, StepResult
+from finetune.training.progress import Progress
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +124,19 @@ def takes_a_panel(stream: Any) -> bool:
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
+@dataclass
+class Evaluation:
+    """An evaluation that is running."""
+
+    split: str
+    clips: int | None
+    """Of this process; None where unknown."""
+    started: float
+    logged: float
+    done: int = 0
+    wer: float | None = None
+
+
 class Drawn:
     """A picture of the panel: log lines are printed above it without drawing it anew."""
 
@@ -131,35 +151,48 @@ class Drawn:
             yield Segment.line()
 
 
-class View:
-    """Shows a run. Only the main process shows anything; nothing here exchanges anything between processes.
+class ProgressPanel(Callback):
+    """Shows a run on the main process; nothing here communicates.
 
     Args:
-        trainer: whose progress is shown.
+        accelerator, config, progress: of the run.
+        judged: the split that is evaluated at the end, beside data.guard.
+        expected_steps: returns the steps of the whole run, as far as is known.
+        place: in a plan of stages.
     """
 
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
-        self.main = trainer.accelerator.is_main_process
-        t = trainer.config.training
-        judged = ("test" if "test" in trainer.sources else "validation", "guard")
-        self.pace = Pace(t.eval_steps, judged, t.guard_steps)
-        self.place = Place()
-        self.memory_gib = memory_of(trainer.accelerator.device)
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        config: RunConfig,
+        progress: Progress,
+        judged: str,
+        expected_steps: Callable[[], int],
+        place: Place,
+    ):
+        t = config.training
+        self.is_main, self.progress, self.expected_steps, self.place = (
+            accelerator.is_main_process,
+            progress,
+            expected_steps,
+            place,
+        )
+        self.title = t.output_dir
+        self.eta = Eta(t.eval_steps, (judged, "guard"), t.guard_steps)
+        self.memory_gib = memory_of(accelerator.device)
         self.lines = 0
         self.row: dict[str, Any] | None = None
         self.losses: deque[float] = deque(maxlen=LOSSES_TO_DRAW)
         self.wers: dict[str, float] = {}
         self.samples: tuple[str, list[dict[str, str]]] = ("", [])
-        self.evaluation: tuple[str, int, int | None, float | None] | None = None
+        self.evaluation: Evaluation | None = None
         self.live: Live | None = None
         self.drawn, self.cost = -math.inf, 0.0
 
     @contextlib.contextmanager
-    def shown(self, place: Place | None = None) -> Iterator[None]:
-        """The panel, where the errors go to a terminal; it goes away at the end, whatever ends it."""
-        self.place = place or Place()
-        if not (self.main and takes_a_panel(sys.stderr)):
+    def shown(self) -> Iterator[None]:
+        """Show the panel where stderr is a terminal; take it away on exit, however that comes."""
+        if not (self.is_main and takes_a_panel(sys.stderr)):
             yield
             return
         console = Console(file=sys.stderr)
@@ -175,7 +208,7 @@ class View:
             live.start()
             console.show_cursor(True)  # so that a process that is killed leaves the terminal as it was
         except OSError as error:
-            logs.let_go(error)
+            logs.silence_lost_terminal(error)
         else:
             self.live = live
         with logs.above(console):
@@ -186,10 +219,10 @@ class View:
                 try:
                     live.stop()
                 except OSError as error:
-                    logs.let_go(error)
+                    logs.silence_lost_terminal(error)
 
     def draw(self, now: bool = False) -> None:
-        """Draws the panel anew, at most four times a second and never for more than its share of the time."""
+        """Draw the panel anew, at most four times a second and never for more than its share of the time."""
         if self.live is None:
             return
         started = time.perf_counter()
@@ -197,99 +230,95 @@ class View:
             try:
                 self.live.update(Drawn(self.live.console, self.panel()), refresh=True)
             except OSError as error:  # the terminal was closed, and the run goes on
-                logs.let_go(error)
+                logs.silence_lost_terminal(error)
                 self.live = None
             self.drawn = time.perf_counter()
             self.cost = self.drawn - started
 
-    # ---- what happens ------------------------------------------------------------------------------------------------
+    # ---- moments of the run ------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Training begins."""
-        self.pace.begin(self.trainer.progress.step)
+    def on_train_begin(self) -> None:
+        self.eta.begin(self.progress.step)
         self.draw(now=True)
 
-    def stepped(self) -> None:
-        """A step is done."""
-        self.pace.stepped(self.trainer.progress.step)
+    def on_step_end(self, result: StepResult) -> None:
+        self.eta.stepped(result.step)
         self.draw()
 
-    def logged(self, row: dict[str, Any]) -> None:
-        """A line of metrics.jsonl has been written."""
-        if not self.main:
+    def on_pause(self, seconds: float) -> None:
+        self.eta.paused += seconds
+
+    def on_log(self, row: dict[str, Any], own_wait_seconds: float) -> None:
+        if not self.is_main:
             return
         self.row = row
         self.losses.append(math.nan if row["loss"] is None else row["loss"])
-        step, total = row["step"], expected_steps(self.trainer)
-        left = as_clock(self.pace.seconds_left(step, total))
-        plan = as_clock(self.pace.plan_left(step, total, self.place)) if self.place.stages > 1 else None
-        best = self.trainer.progress.best_wer
-        cells = line_cells(row, total, self.memory_gib, best, left, plan)
+        step, total = row["step"], self.expected_steps()
+        left = as_clock(self.eta.seconds_left(step, total))
+        plan = as_clock(self.eta.plan_left(step, total, self.place)) if self.place.stages > 1 else None
+        cells = line_cells(row, total, self.memory_gib, self.progress.best_wer, left, plan)
         if self.lines % LINES_BETWEEN_HEADERS == 0:
             log.info(" ".join(name for name, _ in cells), extra=logs.ONE_LINE)
         log.info(" ".join(value for _, value in cells), extra=logs.ONE_LINE)
         self.lines += 1
 
-    @contextlib.contextmanager
-    def evaluating(self, split: str, clips: int | None) -> Iterator[Callable[[int, float | None], None]]:
-        """An evaluation; what is given is to be called with the clips done and the WER so far.
-
-        Args:
-            clips: of this process; None where unknown.
-        """
-        started = said = time.perf_counter()
-
-        def advance(done: int, wer: float | None) -> None:
-            nonlocal said
-            self.evaluation = (split, done, clips, wer)
-            self.draw()
-            now = time.perf_counter()
-            if self.main and self.live is None and now - said >= SECONDS_BETWEEN_EVALUATION_LINES:
-                said = now
-                left = as_clock((now - started) / done * (clips - done)) if clips else "-"
-                rate = "-" if wer is None else f"{wer:.3f}"
-                log.info("evaluate %s: %d of %s clips, WER so far %s, %s left", split, done, clips or "?", rate, left)
-
-        self.evaluation = (split, 0, clips, None)
+    def on_evaluation_begin(self, split: str, clips: int | None) -> None:
+        now = time.perf_counter()
+        self.evaluation = Evaluation(split, clips, started=now, logged=now)
         self.draw(now=True)
-        try:
-            yield advance
-        finally:
+
+    def on_evaluation_batch(self, split: str, batch: Batch, hypotheses: list[str], wer: WerAccumulator) -> None:
+        e, now = self.evaluation, time.perf_counter()
+        assert e is not None
+        e.done, e.wer = wer.total.clips, wer.total.rates()["wer"]
+        self.draw()
+        if self.is_main and self.live is None and now - e.logged >= SECONDS_BETWEEN_EVALUATION_LINES:
+            e.logged = now
+            left = as_clock((now - e.started) / e.done * (e.clips - e.done)) if e.clips else "-"
+            rate = "-" if e.wer is None else f"{e.wer:.3f}"
+            log.info("evaluate %s: %d of %s clips, WER so far %s, %s left", split, e.done, e.clips or "?", rate, left)
+
+    def on_evaluation_cancelled(self, split: str) -> None:
+        self._end_evaluation()
+
+    def on_evaluation_end(self, result: EvaluationResult) -> None:
+        self._end_evaluation()
+        name = result.split if result.weights == "raw" or result.is_best else f"{result.split} ({result.weights})"
+        rate = result.wer.total.rates()["wer"]
+        if rate is not None:
+            self.wers[name] = rate
+        if result.split != "guard" and result.wer.pairs:
+            self.samples = (f"{name}, step {result.step}", result.wer.pairs[:SAMPLES_TO_SHOW])
+        self.draw(now=True)
+
+    def _end_evaluation(self) -> None:
+        if self.evaluation is not None:
+            self.eta.evaluated(self.evaluation.split, time.perf_counter() - self.evaluation.started)
             self.evaluation = None
-            self.pace.evaluated(split, time.perf_counter() - started)
-
-    def evaluated(self, step: int, split: str, board: Any) -> None:
-        """An evaluation is done."""
-        wer = board.total.rates()["wer"]
-        if wer is not None:
-            self.wers[split] = wer
-        if split != "guard" and board.pairs:
-            self.samples = (f"{split}, step {step}", board.pairs[:SAMPLES_TO_SHOW])
-        self.draw(now=True)
 
     # ---- the panel ---------------------------------------------------------------------------------------------------
 
     def panel(self) -> Panel:
-        """The panel as it stands."""
-        step, total = self.trainer.progress.step, expected_steps(self.trainer)
+        """Return the panel as it stands."""
+        step, total = self.progress.step, self.expected_steps()
         bars = Table.grid(padding=(0, 1), expand=True)
         for options in ({"no_wrap": True}, {"ratio": 1}, {"no_wrap": True}, {"no_wrap": True}):
             bars.add_column(**options)
         bars.add_row(
-            "train", ProgressBar(total, step), f"{step}/{total} steps", _left(self.pace.seconds_left(step, total))
+            "train", ProgressBar(total, step), f"{step}/{total} steps", _left(self.eta.seconds_left(step, total))
         )
         if self.place.stages > 1:
             done = self.place.number - 1 + step / max(total, 1)
-            plan = _left(self.pace.plan_left(step, total, self.place))
+            plan = _left(self.eta.plan_left(step, total, self.place))
             place = f"stage {self.place.number} of {self.place.stages}"
             bars.add_row("plan", ProgressBar(self.place.stages, done), place, plan)
         if self.evaluation is not None:
-            split, clips, of, wer = self.evaluation
-            bar = ProgressBar(of or 1, clips, pulse=of is None)
-            rate = "" if wer is None else f"WER {wer:.3f}"
-            bars.add_row(f"evaluate {split}", bar, f"{clips}/{of or '?'} clips", rate)
+            e = self.evaluation
+            bar = ProgressBar(e.clips or 1, e.done, pulse=e.clips is None)
+            rate = "" if e.wer is None else f"WER {e.wer:.3f}"
+            bars.add_row(f"evaluate {e.split}", bar, f"{e.done}/{e.clips or '?'} clips", rate)
         parts: list[Any] = [bars, Text(), self._figures(), *self._notes(), *self._samples()]
-        return Panel(Group(*parts), title=Text(one_line(self.trainer.output_dir)), title_align="left")
+        return Panel(Group(*parts), title=Text(one_line(self.title)), title_align="left")
 
     def _figures(self) -> Table:
         grid = Table.grid(padding=(0, 2), expand=True)
@@ -315,8 +344,8 @@ class View:
         return grid
 
     def _notes(self) -> list[Text]:
-        """WER by split, and what drifted."""
-        p, notes = self.trainer.progress, []
+        """Return WER by split, and what drifted."""
+        p, notes = self.progress, []
         base = p.base_wer
         for split, wer in self.wers.items():
             before = f", base model {base[split]:.3f}" if split in base else ""

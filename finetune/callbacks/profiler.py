@@ -5,23 +5,27 @@ it is a clock of the GPU's own (CUDA events). In the backward pass the boundarie
 prediction network.
 """
 
-import contextlib
 import gzip
 import itertools
 import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from finetune.config.schema import RunConfig
 from finetune.durable_files import write_json
 from finetune.errors import UserError
+from finetune.models.protocols import Transducer
 from finetune.security.safe_text import Block
+from finetune.training.callbacks import Callback, StepResult
+from finetune.training.progress import Progress
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +48,16 @@ PARTS = {
 }
 BETWEEN_STEPS = ("evaluation", "saving")
 """Parts that are no part of a step; they stand in the trace only."""
+
+
+def check_steps_left(steps: int, progress: Progress, total_steps: int, max_epochs: int | None) -> None:
+    """Raise UserError where the run has too few steps left to record."""
+    left = total_steps - progress.step
+    if left < steps + WARM_UP_STEPS and max_epochs is None:
+        raise UserError(
+            f"--profile {steps}: {WARM_UP_STEPS} steps for warming up and {steps} to record are more than the {max(left, 0)} that the "
+            f"run has left. Set training.max_steps to {progress.step + steps + WARM_UP_STEPS} or more, or a smaller N."
+        )
 
 
 class PartClock:
@@ -95,145 +109,52 @@ class PartClock:
         return sums
 
 
-def _around(clock: PartClock, part: str, function: Callable[..., Any], after: str = "other") -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        clock.begin(part)
-        with record_function(part):
-            try:
-                return function(*args, **kwargs)
-            finally:
-                clock.begin(after)
+class Profiler(Callback):
+    """Records some steps, after two for warming up, and writes profile/table.txt, table.json and trace.json.gz on the main process.
 
-    return call
+    The Trainer announces where a part of a step begins (`on_part`); boundaries inside forward and backward are hooks on the modules.
 
-
-class Hooks:
-    """Boundaries between the parts, put on a Trainer and taken off again."""
-
-    def __init__(self, trainer: Any, clock: PartClock):
-        self.undo: list[Callable[[], None]] = []
-        core, accelerator, engine = trainer.core, trainer.accelerator, trainer.module
-        self._wrap(trainer, "_next_step", _around(clock, "data", trainer._next_step))
-        self._wrap(trainer, "_to_device", _around(clock, "data", trainer._to_device))
-        self._wrap(trainer, "_clip", _around(clock, "clipping", trainer._clip))
-        self._wrap(trainer.optimizer, "step", _around(clock, "optimizer", trainer.optimizer.step))
-        self._wrap(trainer, "evaluate", _around(clock, "evaluation", trainer.evaluate))
-        self._wrap(trainer, "save", _around(clock, "saving", trainer.save))
-        if accelerator.distributed_type == "DEEPSPEED":  # its step is part of accelerator.backward
-            self._wrap(engine, "step", _around(clock, "optimizer", engine.step))
-        self._wrap_backward(accelerator, clock)
-        if accelerator.num_processes > 1:
-            over_ranks = _around(clock, "communication", trainer.intake._over_ranks, after="data")
-            self._wrap(trainer.intake, "_over_ranks", over_ranks)
-            for parameter in core.parameters():
-                if parameter.requires_grad:
-                    self._keep(parameter.register_post_accumulate_grad_hook(clock.gradient))
-        self._on_forward(core, clock, "features", "other")
-        self._on_forward(core.nemo.encoder, clock, "encoder_forward", "joint_loss_forward", "encoder_backward")
-        self._on_forward(core.nemo.decoder, clock, "prediction_forward", "joint_loss_forward", "prediction_backward")
-
-    def _keep(self, handle: Any) -> None:
-        self.undo.append(handle.remove)
-
-    def _wrap(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-        before = owner.__dict__.get(name)
-        object.__setattr__(owner, name, replacement)
-
-        def put_back() -> None:
-            object.__delattr__(owner, name)
-            if before is not None:
-                object.__setattr__(owner, name, before)
-
-        self.undo.append(put_back)
-
-    def _wrap_backward(self, accelerator: Any, clock: PartClock) -> None:
-        backward = accelerator.backward
-
-        def call(*args: Any, **kwargs: Any) -> None:
-            clock.begin("joint_loss_backward")
-            with record_function("backward"):
-                backward(*args, **kwargs)
-            clock.end_backward()
-
-        self._wrap(accelerator, "backward", call)
-
-    def _on_forward(
-        self, module: torch.nn.Module, clock: PartClock, part: str, after: str, backward: str | None = None
-    ) -> None:
-        """Marks the module's forward pass, and the moment when the gradient of its first output is there."""
-
-        def before_forward(*_: Any) -> None:
-            if torch.is_grad_enabled():
-                clock.begin(part)
-
-        def after_forward(_module: Any, _inputs: Any, output: Any) -> None:
-            if not torch.is_grad_enabled():
-                return
-            clock.begin(after)
-            first = output[0] if isinstance(output, tuple) else output
-            if backward is not None and isinstance(first, torch.Tensor) and first.requires_grad:
-                first.register_hook(lambda gradient: clock.begin(backward))
-
-        self._keep(module.register_forward_pre_hook(before_forward, with_kwargs=False))
-        self._keep(module.register_forward_hook(after_forward))
-
-    def remove(self) -> None:
-        """Everything is as before."""
-        while self.undo:
-            self.undo.pop()()
-
-
-@contextlib.contextmanager
-def profiling(trainer: Any, steps: int | None) -> Iterator[None]:
-    """Records `steps` steps of the training inside, after two for warming up; None records nothing.
-
-    The main process writes profile/table.txt, profile/table.json and profile/trace.json.gz into training.output_dir.
-
-    Raises:
-        UserError: the run has too few steps left.
+    Args:
+        accelerator, config, progress: of the run.
+        model: its encoder and prediction network are told apart.
+        loss_module: the module around it.
+        total_steps: of the run.
+        steps: to record.
+        on_pause: called with seconds that are no part of the training.
     """
-    if steps is None:
-        yield
-        return
-    p = trainer.progress
-    left = trainer.total_steps - p.step
-    if left < steps + WARM_UP_STEPS and trainer.max_epochs is None:
-        raise UserError(
-            f"--profile {steps}: {WARM_UP_STEPS} steps for warming up and {steps} to record are more than the {max(left, 0)} that the "
-            f"run has left. Set training.max_steps to {p.step + steps + WARM_UP_STEPS} or more, or a smaller N."
-        )
-    if not trainer.accelerator.is_main_process:
-        yield
-        return
-    recorder = _Recorder(trainer, steps)
-    around_step = trainer.around_step
 
-    @contextlib.contextmanager
-    def around() -> Iterator[None]:
-        with around_step():
-            yield
-        recorder.stepped()
-
-    trainer.around_step = around
-    try:
-        yield
-    except BaseException:
-        recorder.stop()
-        raise
-    finally:
-        trainer.around_step = around_step
-    recorder.finish()
-
-
-class _Recorder:
-    def __init__(self, trainer: Any, steps: int):
-        self.trainer, self.steps = trainer, steps
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        config: RunConfig,
+        progress: Progress,
+        model: Transducer,
+        loss_module: torch.nn.Module,
+        total_steps: int,
+        steps: int,
+        on_pause: Callable[[float], None],
+    ):
+        self.accelerator, self.config, self.progress = accelerator, config, progress
+        self.model, self.loss_module, self.total_steps, self.steps = model, loss_module, total_steps, steps
+        self.on_pause_of_run = on_pause
         self.done = self.recorded = 0
-        self.clock = PartClock(trainer.accelerator.device)
-        self.hooks: Hooks | None = None
-        self.profiler: Any = None
+        self.clock = PartClock(accelerator.device)
+        self.hooks: list[Any] = []
+        self.profiler: profile | None = None
+        self.finished = not accelerator.is_main_process
+        self.began = self.wall = 0.0
 
-    def stepped(self) -> None:
+    # ---- moments of the run ------------------------------------------------------------------------------------------
+
+    def on_part(self, part: str) -> None:
+        if part == "after_backward":
+            self.clock.end_backward()
+        else:
+            self.clock.begin(part)
+
+    def on_step_end(self, result: StepResult) -> None:
+        if self.finished:
+            return
         self.done += 1
         if self.profiler is not None:
             self.recorded += 1
@@ -242,10 +163,23 @@ class _Recorder:
         elif self.done >= WARM_UP_STEPS and self._may_start():
             self._start()
 
+    def on_steps_end(self, failed: bool) -> None:
+        if self.finished:
+            return
+        if failed and self.profiler is not None:
+            self.finished = True
+            self._stop()
+        elif self.profiler is None and not failed:
+            log.warning("--profile: the data ended before a step was recorded")
+        else:
+            self.finish()
+
+    # ---- recording ---------------------------------------------------------------------------------------------------
+
     def _may_start(self) -> bool:
-        """Whether no evaluation and no checkpoint falls into the steps ahead, or cannot be kept out of them by waiting."""
-        t, step = self.trainer.config.training, self.trainer.progress.step
-        last = self.trainer.total_steps - self.steps
+        """Return whether no evaluation and no checkpoint falls into the steps ahead, or waiting would not keep them out."""
+        t, step = self.config.training, self.progress.step
+        last = self.total_steps - self.steps
 
         def undisturbed(begin: int) -> bool:
             end = begin + self.steps - 1
@@ -260,35 +194,60 @@ class _Recorder:
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.clock.on_gpu else [])
         self.profiler = profile(activities=activities, acc_events=True)
         self.profiler.start()
-        self.hooks = Hooks(self.trainer, self.clock)
+        self._add_hooks()
         self.clock.running = True
         if self.clock.on_gpu:
             torch.cuda.synchronize()
-        self._pause(began)
+        self.on_pause_of_run(time.perf_counter() - began)
         self.began = time.perf_counter()
         self.clock.begin("other")
 
-    def stop(self) -> None:
-        """Takes everything off; whether something had been recorded."""
-        if self.hooks is not None:
-            self.clock.begin("other")
-            self.clock.running = False
-            self.hooks.remove()
-            self.hooks = None
-            if self.clock.on_gpu:
-                torch.cuda.synchronize()
-            self.wall = time.perf_counter() - self.began
+    def _add_hooks(self) -> None:
+        if self.accelerator.num_processes > 1:
+            for parameter in self.loss_module.parameters():
+                if parameter.requires_grad:
+                    self.hooks.append(parameter.register_post_accumulate_grad_hook(self.clock.gradient))
+        self._mark_forward(self.loss_module, "features", "other")
+        self._mark_forward(self.model.encoder, "encoder_forward", "joint_loss_forward", "encoder_backward")
+        self._mark_forward(self.model.decoder, "prediction_forward", "joint_loss_forward", "prediction_backward")
+
+    def _mark_forward(self, module: torch.nn.Module, part: str, after: str, backward: str | None = None) -> None:
+        """Mark the module's forward pass, and the moment when the gradient of its first output arrives."""
+
+        def before_forward(_module: torch.nn.Module, _inputs: tuple[object, ...]) -> None:
+            if torch.is_grad_enabled():
+                self.clock.begin(part)
+
+        def after_forward(_module: torch.nn.Module, _inputs: object, output: object) -> None:
+            if not torch.is_grad_enabled():
+                return
+            self.clock.begin(after)
+            first = output[0] if isinstance(output, tuple) else output
+            if backward is not None and isinstance(first, torch.Tensor) and first.requires_grad:
+                first.register_hook(lambda gradient: self.clock.begin(backward))
+
+        self.hooks.append(module.register_forward_pre_hook(before_forward))
+        self.hooks.append(module.register_forward_hook(after_forward))
+
+    def _stop(self) -> None:
+        self.clock.begin("other")
+        self.clock.running = False
+        for hook in self.hooks:
+            hook.remove()
+        if self.clock.on_gpu:
+            torch.cuda.synchronize()
+        self.wall = time.perf_counter() - self.began
+        if self.profiler is not None:
             self.profiler.stop()
 
     def finish(self) -> None:
-        """Writes the results, once."""
-        if self.hooks is None:
-            if self.profiler is None:
-                log.warning("--profile: the data ended before a step was recorded")
+        """Write the results, once."""
+        if self.profiler is None:
             return
+        self.finished = True
         began = time.perf_counter()
-        self.stop()
-        folder = self.trainer.output_dir / "profile"
+        self._stop()
+        folder = Path(self.config.training.output_dir) / "profile"
         folder.mkdir(exist_ok=True)
         table = part_table(self.clock.seconds(), self.wall, self.recorded, self.clock.on_gpu)
         events = self.profiler.key_averages()
@@ -299,19 +258,14 @@ class _Recorder:
         text = table_text(table)
         operations = events.table(sort_by=order, row_limit=OPERATIONS_TO_LIST, max_name_column_width=60)
         (folder / "table.txt").write_text(f"{text}\n\n{operations}\n", encoding="utf-8")
-        self._write_trace(folder / "trace.json.gz")
+        self._write_trace(self.profiler, folder / "trace.json.gz")
         log.info("profile of %d steps, in %s:\n%s", self.recorded, folder, Block(text))
-        self._pause(began)
+        self.on_pause_of_run(time.perf_counter() - began)
 
-    def _pause(self, began: float) -> None:
-        """The time since then is no part of the training."""
-        seconds = time.perf_counter() - began
-        self.trainer.window.started += seconds
-        self.trainer.view.pace.paused += seconds
-
-    def _write_trace(self, path: Path) -> None:
+    @staticmethod
+    def _write_trace(profiler: profile, path: Path) -> None:
         plain = path.with_suffix("")
-        self.profiler.export_chrome_trace(str(plain))
+        profiler.export_chrome_trace(str(plain))
         with plain.open("rb") as source, gzip.open(path, "wb", compresslevel=6) as target:
             shutil.copyfileobj(source, target)
         plain.unlink()

@@ -1,48 +1,27 @@
-"""What Accelerate's trackers are told: numbers under the names of metrics.jsonl and evaluations.jsonl, and samples to read and hear."""
+"""Logging to Accelerate's trackers: numbers under the names of metrics.jsonl and evaluations.jsonl, and samples to read and hear."""
 
 import importlib
 import logging
-import weakref
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
 
+from finetune.data.batch import Batch
 from finetune.data.decode import as_float
-from finetune.data.stream import Batch
 from finetune.evaluation.scores import WerAccumulator
 from finetune.security.safe_text import escape_markdown, one_line
+from finetune.training.callbacks import Callback, EvaluationResult
 
 log = logging.getLogger(__name__)
 
 SAMPLES_TO_HEAR = 3
 LONGEST_TAG = 120
 COLUMNS = ["id", "language", "reference", "hypothesis"]
-
-
-# What each tracker has failed to take, by kind.
-_refused: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-
-
-def _attempt(tracker: Any, kind: str, call: Callable[..., None], *values: Any, **options: Any) -> None:
-    """Calls a tracker. An error ends no run: it is said once, and this tracker gets no more of that kind."""
-    refused = _refused.setdefault(tracker, set())
-    if kind in refused:
-        return
-    try:
-        call(*values, **options)
-    except Exception as error:  # whatever a tracker's library, disk or server comes up with
-        refused.add(kind)
-        reason = " ".join(str(error).split()) or "no message"
-        log.warning(
-            "%s took no %s and gets no more of them in this run; the output directory has all: %s: %s",
-            tracker.name,
-            kind,
-            type(error).__name__,
-            reason[:500],
-        )
 
 
 @dataclass(frozen=True)
@@ -72,56 +51,94 @@ def keep_clips(kept: list[HeardClip], batch: Batch, hypotheses: list[str], numbe
     return clips
 
 
-def log_row(accelerator: Any, row: dict[str, Any]) -> None:
-    """A line of metrics.jsonl as train/NAME; what is a mapping becomes train/NAME/KEY."""
-    values = {}
-    for name, value in row.items():
-        for key, number in value.items() if isinstance(value, dict) else [("", value)]:
-            if isinstance(number, float | int) and name != "step":
-                values[f"train/{name}/{key}" if key else f"train/{name}"] = number
-    _log_numbers(accelerator, values, row["step"])
-
-
-def _log_numbers(accelerator: Any, values: dict[str, float], step: int) -> None:
-    for tracker in accelerator.trackers:
-        _attempt(tracker, "numbers", tracker.log, values, step=step)
-
-
-def finish(accelerator: Any) -> None:
-    """Lets the trackers write what they still have and lets go of them."""
-    for tracker in accelerator.trackers:
-        _attempt(tracker, "last lines", tracker.finish)
-    accelerator.trackers = []
-
-
-def log_evaluation(
-    accelerator: Any,
-    step: int,
-    split: str,
-    board: WerAccumulator,
-    heard: list[HeardClip],
-    sample_rate: int,
-    with_audio: bool,
-) -> None:
-    """An evaluation: SPLIT/wer and SPLIT/cer, the same by language, sample transcripts as text, and clips to listen to.
+class TrackerLogger(Callback):
+    """Sends a run's numbers and samples to Accelerate's trackers. On the main process; the others have no trackers.
 
     Args:
-        sample_rate: of the clips, Hz.
-        with_audio: send the audio too; it is the same each time.
+        accelerator: its trackers are read when something is sent.
+        sample_rate: of the audio, Hz.
+        samples: utterances of each evaluation to listen to, at most.
     """
-    rates = {f"{split}/{name}": board.total.rates()[name] for name in ("wer", "cer")}
-    for language, counts in sorted(board.by_language.items()):
-        rates |= {f"{split}/{name}/{_tag(language)}": counts.rates()[name] for name in ("wer", "cer")}
-    _log_numbers(accelerator, {name: rate for name, rate in rates.items() if rate is not None}, step)
-    rows = [[pair[column] for column in COLUMNS] for pair in board.pairs]
-    rows += [[c.id, c.language, c.reference, c.hypothesis] for c in heard if c.id not in {row[0] for row in rows}]
-    clips = heard if with_audio else []
-    for tracker in accelerator.trackers:
-        send = {"tensorboard": _to_tensorboard, "wandb": _to_wandb, "trackio": _to_trackio}.get(tracker.name)
-        if send is not None and rows:
-            _attempt(tracker, "sample texts", send, tracker, step, split, rows, [], sample_rate)
-        if send is not None and clips:
-            _attempt(tracker, "sample audio", send, tracker, step, split, [], clips, sample_rate)
+
+    def __init__(self, accelerator: Accelerator, sample_rate: int, samples: int):
+        self.accelerator, self.sample_rate, self.samples = accelerator, sample_rate, min(samples, SAMPLES_TO_HEAR)
+        self.heard: list[HeardClip] = []
+        """Of the present evaluation."""
+        self.sent_audio: set[str] = set()
+        """Splits whose audio was sent; it is the same each time."""
+        self.refused: set[tuple[str, str]] = set()
+        """(tracker, kind) that failed once."""
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        return self.accelerator.trackers if self.accelerator.is_main_process else []
+
+    def on_log(self, row: dict[str, Any], own_wait_seconds: float) -> None:
+        """Send a line of metrics.jsonl as train/NAME; a mapping becomes train/NAME/KEY."""
+        values = {}
+        for name, value in row.items():
+            for key, number in value.items() if isinstance(value, dict) else [("", value)]:
+                if isinstance(number, float | int) and name != "step":
+                    values[f"train/{name}/{key}" if key else f"train/{name}"] = number
+        self._log_numbers(values, row["step"])
+
+    def on_evaluation_begin(self, split: str, clips: int | None) -> None:
+        self.heard = []
+
+    def on_evaluation_batch(self, split: str, batch: Batch, hypotheses: list[str], wer: WerAccumulator) -> None:
+        if self.trackers and self.samples:
+            self.heard = keep_clips(self.heard, batch, hypotheses, self.samples)
+
+    def on_evaluation_end(self, result: EvaluationResult) -> None:
+        """Send SPLIT/wer and SPLIT/cer, the same by language, sample transcripts as text, and utterances to listen to."""
+        wer = result.wer
+        whose = "best" if result.is_best else "" if result.weights == "raw" else result.weights
+        split = f"{whose}/{result.split}" if whose else result.split
+        rates = {f"{split}/{name}": wer.total.rates()[name] for name in ("wer", "cer")}
+        for language, counts in sorted(wer.by_language.items()):
+            rates |= {f"{split}/{name}/{_tag(language)}": counts.rates()[name] for name in ("wer", "cer")}
+        self._log_numbers({name: rate for name, rate in rates.items() if rate is not None}, result.step)
+        rows = [[pair[column] for column in COLUMNS] for pair in wer.pairs]
+        rows += [
+            [c.id, c.language, c.reference, c.hypothesis] for c in self.heard if c.id not in {row[0] for row in rows}
+        ]
+        clips = [] if result.split in self.sent_audio else self.heard
+        self.sent_audio.add(result.split)
+        for tracker in self.trackers:
+            send = {"tensorboard": _to_tensorboard, "wandb": _to_wandb, "trackio": _to_trackio}.get(tracker.name)
+            if send is not None and rows:
+                self._attempt(tracker, "sample texts", send, tracker, result.step, split, rows, [], self.sample_rate)
+            if send is not None and clips:
+                self._attempt(tracker, "sample audio", send, tracker, result.step, split, [], clips, self.sample_rate)
+
+    def on_train_end(self) -> None:
+        """Let the trackers write what they still have, and let go of them."""
+        for tracker in self.accelerator.trackers:
+            self._attempt(tracker, "last lines", tracker.finish)
+        self.accelerator.trackers = []
+
+    def _log_numbers(self, values: dict[str, float], step: int) -> None:
+        for tracker in self.trackers:
+            self._attempt(tracker, "numbers", tracker.log, values, step=step)
+
+    def _attempt(
+        self, tracker: GeneralTracker, kind: str, call: Callable[..., None], *values: object, **options: object
+    ) -> None:
+        """Call a tracker. An error ends no run: it is logged once, and this tracker gets no more of that kind."""
+        if (tracker.name, kind) in self.refused:
+            return
+        try:
+            call(*values, **options)
+        except Exception as error:  # whatever a tracker's library, disk or server comes up with
+            self.refused.add((tracker.name, kind))
+            reason = " ".join(str(error).split()) or "no message"
+            log.warning(
+                "%s took no %s and gets no more of them in this run; the output directory has all: %s: %s",
+                tracker.name,
+                kind,
+                type(error).__name__,
+                reason[:500],
+            )
 
 
 def _caption(clip: HeardClip) -> str:

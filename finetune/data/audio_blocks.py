@@ -30,7 +30,7 @@ def read_blocks(audio: Any, sample_rate: int, block_seconds: float = BLOCK_SECON
         (S,) float32 in [-1, 1], channels averaged.
 
     Raises:
-        BadClip: missing, unreadable, empty, or not finite; blocks before the fault have been given by then.
+        BadUtterance: missing, unreadable, empty, or not finite; blocks before the fault have been given by then.
     """
     with open_audio(audio, None) as sound:
         rate, frames = sound.samplerate, max(1, int(block_seconds * sound.samplerate))

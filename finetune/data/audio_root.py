@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from finetune.data.decode import BadClip
+from finetune.data.quarantine import BadUtterance
 from finetune.errors import UserError
 from finetune.security.secrets import clean_urls
 
@@ -58,7 +58,7 @@ def check_place(audio: Any, folder: str | Path | None, root: str | None) -> None
         root: from `check_root`; None lets every local path pass.
 
     Raises:
-        BadClip: it names a storage of an odd kind, or lies outside of `root`.
+        BadUtterance: it names a storage of an odd kind, or lies outside of `root`.
     """
     if isinstance(audio, dict):
         if audio.get("bytes") is not None or audio.get("array") is not None:
@@ -67,11 +67,11 @@ def check_place(audio: Any, folder: str | Path | None, root: str | None) -> None
     if not isinstance(audio, str) or not audio:
         return
     if "\0" in audio:
-        raise BadClip("the path of the audio holds a zero")
+        raise BadUtterance("the path of the audio holds a zero")
     if "::" in audio and "://" in audio:
-        raise BadClip(f"{clean_urls(audio)} is a chain of storages; a plain address is expected")
+        raise BadUtterance(f"{clean_urls(audio)} is a chain of storages; a plain address is expected")
     if "://" in audio and audio.split("://")[0].lower() not in STORAGE:
-        raise BadClip(
+        raise BadUtterance(
             f"{clean_urls(audio)}: a row may name a path, or an address of {', '.join(STORAGE[:9])}; a file here is written as its path"
         )
     if root is None:
@@ -83,7 +83,7 @@ def check_place(audio: Any, folder: str | Path | None, root: str | None) -> None
     else:
         inside = "://" not in root and Path(os.path.realpath(place)).is_relative_to(root)
     if not inside:
-        raise BadClip(f"the audio lies outside of data.root: {clean_urls(audio)}")
+        raise BadUtterance(f"the audio lies outside of data.root: {clean_urls(audio)}")
 
 
 def _as_servers_read(address: str) -> str:

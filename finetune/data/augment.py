@@ -14,7 +14,8 @@ import numpy as np
 import torch
 import torchaudio
 
-from finetune.data.decode import BadClip, audio_seconds, decode_audio
+from finetune.data.decode import audio_seconds, decode_audio
+from finetune.data.quarantine import BadUtterance
 from finetune.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ def _in_room(audio_S: np.ndarray, sample_rate: int, settings: Augmentation, rand
     file = files[int(random.integers(len(files)))]
     try:
         response_S = _response(file, sample_rate)
-    except BadClip as error:
+    except BadUtterance as error:
         _warn_of(file, str(error))
         return audio_S
     wet_S = torchaudio.functional.fftconvolve(torch.from_numpy(audio_S), response_S)[: len(audio_S)].numpy()
@@ -160,7 +161,7 @@ def _with_noise(
         # A stretch of the file; the whole, again and again, where it is shorter than the clip.
         offset = float(random.uniform(0.0, max(there - wanted, 0.0)))
         noise_S = decode_audio(file, sample_rate, None, offset, wanted)
-    except BadClip as error:  # the clip itself is good
+    except BadUtterance as error:  # the clip itself is good
         _warn_of(file, str(error))
         return audio_S
     if not noise_S.any():

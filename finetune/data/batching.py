@@ -1,31 +1,36 @@
-"""Which of the clips that wait in a lane's buffer make the next batch.
+"""Batching by duration: which of the utterances in a worker shard's buffer make the next batch.
 
-With `group_by_duration` the clips are ordered by length and cut into bands that hold a few batches each, or one where the buffer
-holds few; a band is drawn at random, its clips are ordered by their tokens and cut into batches, and one of these is drawn. So a batch holds clips of like
-length and like number of tokens, there are no bounds of buckets to be found beforehand, and every band is as likely as its share
+With `group_by_duration` the buffer is ordered by length and cut into bands of a few batches each; a band is drawn at random, its
+utterances are ordered by their number of tokens and cut into batches, and one of these is drawn. So a batch holds utterances of
+similar length and similar number of tokens, no bucket bounds have to be found beforehand, and every band is as likely as its share
 of the audio. The draws follow from (seed, epoch, worker, number of the draw) and not from the rank: at the same step all ranks
 draw the same part of their distributions of lengths, so that none waits long for another.
 """
 
 import bisect
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from finetune.data.sources import OpenSource
+
+Ref = tuple[int, int, int, int]
+"""Group of sources, pass over it, shard of the group, row of the shard."""
 REF = struct.Struct("4q")
 BATCHES_A_BAND = 3
 BANDS = 16  # at least, before a band holds more than one batch: wider ones would pad more audio than they save tokens
+TOLERANCE = 1e-3  # seconds, of the lengths in bounds
 
 
 @dataclass(slots=True)
 class Entry:
-    """A clip before its audio is decoded."""
+    """An utterance that was examined and waits for its batch, not decoded yet."""
 
-    ref: tuple[int, int, int, int]
-    """Group, pass over it, shard and row."""
+    ref: Ref
     seconds: float
     tokens: list[int]
     cells: int
@@ -36,48 +41,69 @@ class Entry:
     language: str
     audio: Any
     """As `finetune.data.decode.decode_audio` takes it."""
-    source: Any
+    source: "OpenSource"
     offset: float | None
     has_offset: bool
-    """Whether the row names an offset: it is a part of a file then."""
+    """Whether the row names an offset, which makes it a part of a file."""
     duration: float | None
-    bytes: int
-    """What it holds in memory while it waits."""
+    held_bytes: int
+    """Memory that it takes while it waits."""
     packed_ref: bytes = b""
 
     def __post_init__(self) -> None:
         self.packed_ref = REF.pack(*self.ref)
 
 
+def bound_at(bounds: Iterable[Sequence[float]], seconds: float) -> int:
+    """Return the utterances that a batch may hold whose longest has so many seconds.
+
+    Args:
+        bounds: pairs (seconds, utterances) by seconds; the last one also holds for longer utterances.
+        seconds: length of the longest.
+    """
+    most = 0
+    for upto, utterances in bounds:
+        most = int(utterances)
+        if seconds <= upto + TOLERANCE:
+            break
+    return most
+
+
+def lower_bounds(bounds: list[list[float]], seconds: float, utterances: int) -> None:
+    """Let batches whose longest has at least so many seconds hold at most so many utterances, in place."""
+    for pair in bounds:
+        if seconds <= pair[0] + TOLERANCE or pair is bounds[-1]:
+            pair[1] = min(pair[1], utterances)
+
+
 @dataclass(frozen=True)
 class BatchLimits:
-    """What a batch may hold. The first limit that is met ends it; one clip is always a batch."""
+    """What a batch may hold. The first limit that is met ends it; one utterance is always a batch."""
 
     clips: int = 0
-    """0: no limit."""
+    """Utterances. 0: no limit."""
     seconds: float = 0.0
-    """Audio with padding: number of clips times the longest. 0: no limit."""
+    """Audio with padding: number of utterances times the longest. 0: no limit."""
     cells: int = 0
-    """Cells of all clips' alignment lattices, which the loss computes with. 0: no limit."""
+    """Lattice cells of all utterances, which the loss computes with. 0: no limit."""
     bounds: tuple[tuple[float, int], ...] = ()
-    """(seconds, clips): at most so many clips where the longest has at most these seconds. The last also holds for longer ones."""
+    """As in `bound_at`."""
 
     def clips_of_length(self, seconds: float) -> int:
-        """How many clips of a length make a batch."""
+        """Return how many utterances of a length make a batch."""
         by_seconds = int(self.seconds / max(seconds, 1e-3)) if self.seconds else 2**31
         if self.bounds:
-            bound = next((clips for upto, clips in self.bounds if seconds <= upto + 1e-3), self.bounds[-1][1])
-            by_seconds = min(by_seconds, bound)
+            by_seconds = min(by_seconds, bound_at(self.bounds, seconds))
         return max(1, min(self.clips or 2**31, by_seconds))
 
 
 class Buffer:
-    """Clips that wait.
+    """Utterances that wait for a batch.
 
     Args:
         limits: of a batch.
-        shuffle: draw at random; else batches come in the order of the clips.
-        group: like lengths together; no effect without `shuffle`.
+        shuffle: draw batches at random; else they come in the order of the utterances.
+        group: put similar lengths together; no effect without `shuffle`.
     """
 
     def __init__(self, limits: BatchLimits, shuffle: bool, group: bool):
@@ -89,30 +115,30 @@ class Buffer:
         return (-entry.seconds, len(entry.tokens), entry.ref) if self.group else entry.ref
 
     def add(self, entry: Entry) -> None:
-        """Keeps the clips in an order that does not tell when they came, so that it is the same after a resume."""
+        """Insert an utterance at a place that does not depend on when it came, so that it is the same after a resume."""
         if self.shuffle:
             bisect.insort(self.entries, entry, key=self._key)
         else:
             self.entries.append(entry)
-        self.bytes += entry.bytes
+        self.bytes += entry.held_bytes
 
     def refs(self) -> np.ndarray:
-        """(n, 4) groups, passes, shards and rows of the clips that wait, in their order."""
+        """Return the (n, 4) refs of the waiting utterances, in their order."""
         return np.frombuffer(b"".join([entry.packed_ref for entry in self.entries]), dtype=np.int64).reshape(-1, 4)
 
     def holds_a_batch(self) -> bool:
-        """Whether reading on would not change the next batch; only where nothing is drawn."""
+        """Return whether reading on would not change the next batch; never where batches are drawn at random."""
         if self.shuffle:
             return False
         taken = self._head(range(len(self.entries)))
         return len(taken) < len(self.entries) or 0 < self.limits.clips == len(taken)
 
     def draw(self, seed: tuple[int, ...], last: bool) -> list[Entry]:
-        """Takes the next batch out of the buffer, which holds some clip.
+        """Take the next batch out of the buffer, which is not empty.
 
         Args:
             seed: of this draw.
-            last: nothing comes after what is in the buffer, so that smaller batches have to be taken too.
+            last: whether nothing comes after what is in the buffer, so that smaller batches are taken too.
         """
         places: Sequence[int] = range(len(self.entries))
         if self.shuffle:
@@ -122,11 +148,11 @@ class Buffer:
         batch = [self.entries[place] for place in places]
         for place in sorted(places, reverse=True):
             del self.entries[place]
-        self.bytes -= sum(entry.bytes for entry in batch)
+        self.bytes -= sum(entry.held_bytes for entry in batch)
         return batch
 
     def _head(self, places: Sequence[int]) -> Sequence[int]:
-        """As many of the first clips as make a batch."""
+        """Return the first places, as many as make a batch."""
         longest, cells = 0.0, 0
         for n, place in enumerate(places):
             entry = self.entries[place]
@@ -136,6 +162,7 @@ class Buffer:
         return places[: self.limits.clips or None]
 
     def _alike(self, random: np.random.Generator, last: bool) -> list[int]:
+        """Draw a batch of similar utterances."""
         bands = self._bands(last)
         start, stop = bands[int(random.random() * len(bands))]
         size = self.limits.clips_of_length(self.entries[start].seconds)
@@ -154,7 +181,7 @@ class Buffer:
         return batches[int(random.random() * len(batches))]
 
     def _bands(self, last: bool) -> list[tuple[int, int]]:
-        """Stretches of the ordered clips that hold up to BATCHES_A_BAND batches each; the last, the shortest, may hold fewer."""
+        """Cut the ordered utterances into bands of up to BATCHES_A_BAND batches; the last, the shortest, may hold fewer."""
         bands, start, n, size = [], 0, len(self.entries), 0
         while start < n:
             before, size = size, self.limits.clips_of_length(self.entries[start].seconds)

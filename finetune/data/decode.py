@@ -1,4 +1,4 @@
-"""Audio bytes or files to 16 kHz mono waveforms, with a reason for everything that cannot be used."""
+"""Decoding: audio bytes or files to mono waveforms at one rate, with a reason for everything that cannot be used."""
 
 import contextlib
 import io
@@ -8,31 +8,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import soundfile
 import soxr
 import torch
 import torchaudio
 
-from finetune.data.filters import FilteredClip
-from finetune.data.retry import wait_before
+from finetune.data.filters import FilteredUtterance
+from finetune.data.quarantine import BadUtterance
+from finetune.data.retry import RETRIES, Unreachable, wait_before
+from finetune.data.storage import open_binary
 from finetune.security.secrets import clean_urls
 
 LOWEST_RATE, HIGHEST_RATE = 2_000, 768_000  # Hz
 LONGEST_RATIO = 1_000
-download_retries = 5  # `data.read_retries` of the process that reads
-LARGEST_FILE = 2**30  # bytes of one elsewhere
-MOST_SAMPLES = 2**29  # of a clip, all channels: 9 hours at 16 kHz, 2 GiB
-UNKNOWN_FRAMES = 2**53  # libsndfile says more where a stream does not tell its length
-
-
-class Unreachable(Exception):
-    """Storage that does not answer; the text says where."""
-
-
-class BadClip(Exception):
-    """A clip that cannot be used; the text is the reason that goes into quarantine.jsonl."""
+LARGEST_FILE = 2**30  # bytes of a remote one
+MOST_SAMPLES = 2**29  # of an utterance, all channels: 9 hours at 16 kHz, 2 GiB
+UNKNOWN_FRAMES = 2**53  # libsndfile reports more where a stream does not tell its length
 
 
 def decode_audio(
@@ -42,41 +34,41 @@ def decode_audio(
     offset: float | None = None,
     duration: float | None = None,
 ) -> np.ndarray:
-    """Decodes one clip.
+    """Decode one utterance.
 
     Args:
         audio: a path, or a mapping with "bytes" or "path" (the form of `datasets.Audio(decode=False)`), or one with
             "array" and "sampling_rate".
         sample_rate: Hz of the result.
         folder: where relative paths start.
-        offset: seconds into the file at which the clip begins; None takes the whole file.
-        duration: seconds of the clip, from `offset` on; None takes the rest. No effect without `offset`.
+        offset: seconds into the file at which the utterance begins; None takes the whole file.
+        duration: seconds of the utterance, from `offset` on; None takes the rest. No effect without `offset`.
 
     Returns:
         (S,) float32 in [-1, 1], channels averaged.
 
     Raises:
-        BadClip: missing, unreadable, empty, or not finite.
+        BadUtterance: missing, unreadable, empty, or not finite.
     """
     return mono_at(*read_audio(audio, folder, offset, duration), sample_rate)
 
 
 def mono_at(samples_SC: np.ndarray, rate: int, sample_rate: int) -> np.ndarray:
-    """Samples as they are in a file as one channel at another rate.
+    """Convert samples of a file to one channel at another rate.
 
     Args:
         samples_SC: (S,) or (S, C) float32, or int16 in 1/32768.
-        rate: Hz that it has.
+        rate: their sample rate, Hz.
         sample_rate: Hz of the result.
 
     Returns:
         (S,) float32; int16 where nothing had to be computed.
 
     Raises:
-        BadClip: empty, not finite, or of a rate that no speech has.
+        BadUtterance: empty, not finite, or of a rate that no speech has.
     """
     if samples_SC.shape[0] == 0:
-        raise BadClip("the audio is empty")
+        raise BadUtterance("the audio is empty")
     if samples_SC.ndim == 2 and samples_SC.shape[1] == 1:
         samples_SC = samples_SC[:, 0]
     if samples_SC.dtype == np.int16:
@@ -86,40 +78,41 @@ def mono_at(samples_SC: np.ndarray, rate: int, sample_rate: int) -> np.ndarray:
     if samples_SC.ndim == 2:
         samples_SC = samples_SC.mean(axis=1)
     if not np.isfinite(samples_SC).all():
-        raise BadClip("the audio holds samples that are not finite")
+        raise BadUtterance("the audio holds samples that are not finite")
     if not LOWEST_RATE <= rate <= HIGHEST_RATE:
-        raise BadClip(f"the sample rate is {rate} Hz; speech lies between {LOWEST_RATE} and {HIGHEST_RATE} Hz")
+        raise BadUtterance(f"the sample rate is {rate} Hz; speech lies between {LOWEST_RATE} and {HIGHEST_RATE} Hz")
     if rate != sample_rate:
         samples_SC = _resample(samples_SC, rate, sample_rate)
     return np.ascontiguousarray(samples_SC, dtype=np.float32)
 
 
 def as_float(audio: torch.Tensor) -> torch.Tensor:
-    """Samples of any shape as float32 in [-1, 1]; int16 ones are in 1/32768, and nothing is lost."""
+    """Convert samples of any shape to float32 in [-1, 1]; int16 is in 1/32768, and nothing is lost."""
     return audio.float() / 32768 if audio.dtype == torch.int16 else audio.float()
 
 
-def audio_seconds(audio: Any, folder: str | Path | None = None, offset: float | None = None) -> float:
-    """Length of a clip from the head of its audio; where that does not tell, from all of it.
+def audio_seconds(
+    audio: Any, folder: str | Path | None = None, offset: float | None = None, retries: int = RETRIES
+) -> float:
+    """Return the length of an utterance from the head of its audio; where that does not tell, from all of it.
 
     Args:
         audio, folder, offset: as in `decode_audio`.
+        retries: after a failed download.
 
     Raises:
-        BadClip: missing, unreadable or empty.
+        BadUtterance: missing, unreadable or empty.
     """
-    if isinstance(audio, dict) and audio.get("array") is not None:
-        samples, rate = read_audio(audio, folder, offset, None)
-        return len(samples) / rate
-    with open_audio(audio, folder) as sound:
-        if 0 <= sound.frames < UNKNOWN_FRAMES:
-            return max(sound.frames / sound.samplerate - (offset or 0.0), 0.0)
-    samples, rate = read_audio(audio, folder, offset, None)
+    if not (isinstance(audio, dict) and audio.get("array") is not None):
+        with open_audio(audio, folder, retries) as sound:
+            if 0 <= sound.frames < UNKNOWN_FRAMES:
+                return max(sound.frames / sound.samplerate - (offset or 0.0), 0.0)
+    samples, rate = read_audio(audio, folder, offset, None, retries=retries)
     return len(samples) / rate
 
 
 def _resample(samples_S: np.ndarray, rate: int, sample_rate: int) -> np.ndarray:
-    """torchaudio's resampler, but for ratios such as 22254 : 16000, whose polyphase filter would take gigabytes: soxr's."""
+    """Resample with torchaudio, or with soxr at ratios such as 22254 : 16000, whose polyphase filter would take gigabytes."""
     if max(rate, sample_rate) // math.gcd(rate, sample_rate) > LONGEST_RATIO:
         return soxr.resample(samples_S, rate, sample_rate)
     return torchaudio.functional.resample(torch.from_numpy(samples_S), rate, sample_rate).numpy()
@@ -132,22 +125,24 @@ def read_audio(
     duration: float | None,
     check: Callable[[float], None] | None = None,
     compact: bool = False,
+    retries: int = RETRIES,
 ) -> tuple[np.ndarray, int]:
-    """Samples (S,) or (S, C) as they are in a file, and their rate.
+    """Return the samples (S,) or (S, C) as they are in a file, and their rate.
 
     Args:
         audio, folder, offset, duration: as in `decode_audio`.
-        check: called with the seconds that the head of the file tells, before it is read.
-        compact: gives int16 instead of float32 for files of 16 bit: the same samples, in 1/32768.
+        check: called with the seconds that the head of the file tells, before the rest is read.
+        compact: return int16 instead of float32 for 16-bit files: the same samples, in 1/32768.
+        retries: after a failed download.
     """
     if isinstance(audio, dict) and audio.get("array") is not None:
         if not audio.get("sampling_rate"):
-            raise BadClip("the audio is an array without sampling_rate")
+            raise BadUtterance("the audio is an array without sampling_rate")
         try:
             return np.asarray(audio["array"], dtype=np.float32), int(audio["sampling_rate"])
         except (ValueError, TypeError, OverflowError) as error:
-            raise BadClip(f"the audio is no array of samples with a rate: {error}") from error
-    with open_audio(audio, folder) as sound:
+            raise BadUtterance(f"the audio is no array of samples with a rate: {error}") from error
+    with open_audio(audio, folder, retries) as sound:
         if check is not None and 0 <= sound.frames < UNKNOWN_FRAMES:
             check(sound.frames / sound.samplerate)
         dtype = "int16" if compact and sound.subtype == "PCM_16" else "float32"
@@ -156,7 +151,9 @@ def read_audio(
             return sound.read(MOST_SAMPLES // sound.channels, dtype=dtype), sound.samplerate
         first = round(offset * sound.samplerate)
         if first >= sound.frames > 0:
-            raise BadClip(f"offset {offset} s lies behind the end of the audio ({sound.frames / sound.samplerate} s)")
+            raise BadUtterance(
+                f"offset {offset} s lies behind the end of the audio ({sound.frames / sound.samplerate} s)"
+            )
         if first:
             sound.seek(first)
         frames = MOST_SAMPLES // sound.channels if duration is None else round(duration * sound.samplerate)
@@ -165,70 +162,72 @@ def read_audio(
 
 
 def check_samples(sound: soundfile.SoundFile, frames: int) -> None:
-    """Raises BadClip for a clip that would fill the memory: a few megabytes of compressed silence may be days."""
+    """Raise BadUtterance for audio that would fill the memory: a few megabytes of compressed silence may be days."""
     if frames < UNKNOWN_FRAMES and frames * sound.channels > MOST_SAMPLES:
         hours = frames / sound.samplerate / 3600
-        raise BadClip(
+        raise BadUtterance(
             f"the clip is {hours:,.1f} h long with {sound.channels} channel(s); that does not go into the memory at once"
         )
 
 
 @contextlib.contextmanager
-def open_audio(audio: Any, folder: Any) -> Iterator[soundfile.SoundFile]:
-    """The audio as an open file; what goes wrong in it becomes a BadClip."""
+def open_audio(audio: Any, folder: str | Path | None, retries: int = RETRIES) -> Iterator[soundfile.SoundFile]:
+    """Open audio as a file; whatever fails while it is open becomes a BadUtterance."""
     if isinstance(audio, str):
         audio = {"path": audio}
     if not isinstance(audio, dict):
-        raise BadClip(f"no audio (found {type(audio).__name__})")
+        raise BadUtterance(f"no audio (found {type(audio).__name__})")
     data, path = audio.get("bytes"), audio.get("path")
     if data is None and not path:
-        raise BadClip("no audio")
+        raise BadUtterance("no audio")
     if data is not None and len(data) == 0:
-        raise BadClip("the audio is empty (0 bytes)")
+        raise BadUtterance("the audio is empty (0 bytes)")
     try:
-        with soundfile.SoundFile(io.BytesIO(data) if data is not None else _file_of(str(path), folder)) as sound:
+        with soundfile.SoundFile(
+            io.BytesIO(data) if data is not None else _file_of(str(path), folder, retries)
+        ) as sound:
             yield sound
-    except (BadClip, FilteredClip, Unreachable):
+    except (BadUtterance, FilteredUtterance, Unreachable):
         raise
     except Exception as error:
-        raise BadClip(f"the audio cannot be decoded: {str(error).strip() or type(error).__name__}") from error
+        raise BadUtterance(f"the audio cannot be decoded: {str(error).strip() or type(error).__name__}") from error
 
 
-def _download(url: str) -> bytes:
-    """A file elsewhere, in several attempts.
+def _download(url: str, retries: int) -> bytes:
+    """Read a remote file, with retries.
 
     Raises:
-        BadClip: there is none; Unreachable: the storage does not answer, which says nothing of the clip.
+        BadUtterance: there is none, or it is too large; Unreachable: the storage does not answer.
     """
     for attempt in itertools.count(1):
         try:
-            with fsspec.open(url, "rb") as remote:
+            with open_binary(url) as remote:
                 content = remote.read(LARGEST_FILE + 1)
             if len(content) > LARGEST_FILE:
-                raise BadClip(f"{clean_urls(url)} has more than {LARGEST_FILE:,} bytes")
+                raise BadUtterance(f"{clean_urls(url)} has more than {LARGEST_FILE:,} bytes")
             return content
-        except BadClip:
+        except BadUtterance:
             raise
         except FileNotFoundError as error:
-            raise BadClip(f"there is no file {clean_urls(url)}") from error
+            raise BadUtterance(f"there is no file {clean_urls(url)}") from error
         except Exception as error:
-            if attempt > download_retries:
+            if attempt > retries:
                 raise Unreachable(clean_urls(f"{url} cannot be read: {type(error).__name__}: {error}")) from error
             wait_before(attempt + 1)
     raise AssertionError  # an attempt returned or raised
 
 
-def _file_of(path: str, folder: Any) -> Any:
-    """A local file's name, or the content of one elsewhere."""
+def _file_of(path: str, folder: str | Path | None, retries: int) -> str | io.BytesIO:
+    """Return a local file's name, or the content of a remote one."""
     if "://" in path or (folder is not None and "://" in str(folder)):
         url = path if "://" in path else f"{str(folder).rstrip('/')}/{path}"
-        content = _download(url)
+        content = _download(url, retries)
         if not content:
-            raise BadClip("the audio is empty (0 bytes)")
+            raise BadUtterance("the audio is empty (0 bytes)")
         return io.BytesIO(content)
     file = Path(path) if folder is None or Path(path).is_absolute() else Path(folder) / path
     if not file.is_file():
-        raise BadClip(f"there is no file {file}")
+        raise BadUtterance(f"there is no file {file}")
     if file.stat().st_size == 0:
-        raise BadClip("the audio is empty (0 bytes)")
+        raise BadUtterance("the audio is empty (0 bytes)")
     return str(file)

@@ -10,7 +10,7 @@ from finetune.errors import UserError
 FULL_SCALE = 0.999
 
 
-class FilteredClip(Exception):
+class FilteredUtterance(Exception):
     """A clip left out by a filter: counted, not an error. The text is the filter's name."""
 
 
@@ -38,26 +38,26 @@ class Filters:
     """Of the file."""
 
     def check_duration(self, seconds: float) -> None:
-        """Raises FilteredClip for a clip that is too short or too long."""
+        """Raises FilteredUtterance for a clip that is too short or too long."""
         if self.min_duration is not None and seconds < self.min_duration:
-            raise FilteredClip("shorter_than_min_duration")
+            raise FilteredUtterance("shorter_than_min_duration")
         if self.max_duration is not None and seconds > self.max_duration:
-            raise FilteredClip("longer_than_max_duration")
+            raise FilteredUtterance("longer_than_max_duration")
 
     def check_text(self, text: str, tokens: int) -> None:
-        """Raises FilteredClip for a normalised text that has other characters, or too many tokens."""
+        """Raises FilteredUtterance for a normalised text that has other characters, or too many tokens."""
         if self.alphabet is not None and not set(text) <= {*self.alphabet, " "}:
-            raise FilteredClip("outside_alphabet")
+            raise FilteredUtterance("outside_alphabet")
         if self.max_tokens is not None and tokens > self.max_tokens:
-            raise FilteredClip("more_than_max_tokens")
+            raise FilteredUtterance("more_than_max_tokens")
 
     def check_pace(self, characters: int, seconds: float) -> None:
-        """Raises FilteredClip where a text is too short or too long for its audio."""
+        """Raises FilteredUtterance where a text is too short or too long for its audio."""
         pace = characters / max(seconds, 1e-3)
         if self.min_characters_per_second is not None and pace < self.min_characters_per_second:
-            raise FilteredClip("fewer_than_min_characters_per_second")
+            raise FilteredUtterance("fewer_than_min_characters_per_second")
         if self.max_characters_per_second is not None and pace > self.max_characters_per_second:
-            raise FilteredClip("more_than_max_characters_per_second")
+            raise FilteredUtterance("more_than_max_characters_per_second")
 
     @property
     def on_samples(self) -> bool:
@@ -65,20 +65,20 @@ class Filters:
         return self.min_level is not None or self.max_clipped is not None
 
     def check_samples(self, samples_SC: np.ndarray, rate: int) -> None:
-        """Raises FilteredClip for audio of too low a rate, too many channels, silence or clipping.
+        """Raises FilteredUtterance for audio of too low a rate, too many channels, silence or clipping.
 
         Args:
             samples_SC: (S,) or (S, C), as in the file; float32 where `on_samples`.
             rate: Hz.
         """
         if self.min_sample_rate is not None and rate < self.min_sample_rate:
-            raise FilteredClip("below_min_sample_rate")
+            raise FilteredUtterance("below_min_sample_rate")
         if self.max_channels is not None and samples_SC.ndim == 2 and samples_SC.shape[1] > self.max_channels:
-            raise FilteredClip("more_than_max_channels")
+            raise FilteredUtterance("more_than_max_channels")
         if self.min_level is not None and level(samples_SC) < self.min_level:
-            raise FilteredClip("below_min_level")
+            raise FilteredUtterance("below_min_level")
         if self.max_clipped is not None and float(np.mean(np.abs(samples_SC) >= FULL_SCALE)) > self.max_clipped:
-            raise FilteredClip("more_than_max_clipped")
+            raise FilteredUtterance("more_than_max_clipped")
 
 
 def level(samples_SC: np.ndarray) -> float:

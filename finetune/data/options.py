@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from finetune.data.augment import Augmentation
 from finetune.data.batching import BatchLimits
 from finetune.data.leave_out import LeaveOut
+from finetune.data.retry import RETRIES
 
 
 @dataclass
@@ -17,9 +18,9 @@ class StreamOptions:
     seed: int = 0
     shuffle: bool = True
     interleave: bool = False
-    """Give neighbouring rows to different lanes, so that without `shuffle` a step sees the same clips with any number of ranks."""
+    """Give neighbouring rows to different worker shards: without `shuffle` a step sees the same utterances on any number of ranks."""
     shuffle_buffer_size: int = 2048
-    """Clips that wait in the buffer of a lane."""
+    """Utterances that wait in the buffer of a worker shard."""
     shuffle_buffer_bytes: int = 2**28
     """Audio that waits there, as it lies in the files."""
     group_by_duration: bool = False
@@ -28,12 +29,12 @@ class StreamOptions:
     text_normalization: str = "none"
     keep_empty_text: bool = False
     check_durations: bool = False
-    """Put clips in quarantine whose audio is not as long as their row says."""
+    """Put utterances in quarantine whose audio is not as long as their row says."""
     frame_rate: float = 12.5
     """Encoder frames a second, for the cells of the alignment lattice."""
     augmentation: Augmentation = Augmentation()
     leave_out: LeaveOut | None = None
     fits: Callable[[list[int], list[int]], list[bool]] | None = None
-    """(samples, tokens) of several clips -> whether an alignment exists of each; clips without one are left out."""
-    read_retries: int = 5
+    """(samples, tokens) of several utterances -> whether an alignment of each exists; the others are left out."""
+    read_retries: int = RETRIES
     """Attempts after a failed read of what is not local."""

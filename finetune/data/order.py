@@ -1,9 +1,9 @@
-"""Which lane reads which rows, in which order, and what is left of an epoch when it goes on with another number of lanes.
+"""Order: which worker shard reads which rows of an epoch, and in which order.
 
-A *lane* is one DataLoader worker of one rank (or the rank itself without workers). An epoch is a list of *pieces*, stretches of
-rows of shards, in an order that follows from the seed and the epoch alone. Lanes get equal numbers of rows, each a run of
-neighbouring pieces; where a source does not say how many rows it has, lanes get whole shards, and share the rest row by row.
-So every row belongs to one lane, and a lane's position is a piece and a row.
+A *worker shard* is the part of one DataLoader worker of one rank (or of the rank itself without workers). An epoch is a list of
+*pieces*, stretches of rows of shards, in an order that follows from the seed and the epoch alone. Worker shards get equal numbers of
+rows, each a run of neighbouring pieces; where a source does not tell its number of rows, they get whole shards and share the rest row
+by row. So every row belongs to one worker shard, whose position is a piece and a row.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-SHARDS_A_LANE = 5  # with as many, a lane with one shard more than another works at most a fifth longer
+SHARDS_A_WORKER = 5  # with as many, a worker with one shard more than another works at most a fifth longer
 
 
 class Piece(NamedTuple):
@@ -27,73 +27,83 @@ class Piece(NamedTuple):
     """1 where these rows have been counted as read already: they waited in a buffer."""
 
     def rows(self) -> int | None:
-        """How many rows it has."""
+        """Return its number of rows."""
         return None if self.stop is None else max(0, -(-(self.stop - self.start) // self.stride))
 
 
 def chosen_pieces(shard_rows: list[int | None], limit: int, seed: int | None, skip: int = 0) -> list[Piece]:
-    """The rows that take part: all, or a fixed subset of `limit` rows, each of which lies within every larger subset.
+    """Choose the rows that take part: all, or a fixed subset of `limit` rows, which lies within every larger one.
 
-    The subset takes whole shards in a random order until it is full (with a seed; in their own order without), so that a small
-    subset reads few shards.
+    The subset takes whole shards in a random order (their own without a seed) until it is full, so that it reads few of them.
 
     Args:
         shard_rows: rows of each shard, or None.
-        limit: rows to take; -1 takes all. Cannot be kept where rows are not known: then all shards come, in that order, and the
-            reader counts.
+        limit: rows to take; -1 takes all. With an unknown number of rows all shards are returned, in that order, and the reader
+            counts.
         seed: of the order.
-        skip: rows of the smaller subset of so many, which are left out. Needs known rows.
+        skip: leave out the smaller subset of so many rows. Needs known numbers of rows.
     """
     pieces = [Piece(i, 0, rows) for i, rows in enumerate(shard_rows)]
     if limit < 0 and not skip:
         return pieces
     if seed is not None:
         pieces = [pieces[i] for i in np.random.default_rng((seed, 11)).permutation(len(pieces))]
-    if any(rows is None for rows in shard_rows):
+    sizes = _known_sizes(pieces)
+    if sizes is None:
         return pieces
-    return _stretch(pieces, rows_of_pieces(pieces), skip, limit if limit >= 0 else sum(shard_rows))
+    return _stretch(pieces, sizes, skip, limit if limit >= 0 else sum(sizes))
 
 
-def rows_of_pieces(pieces: list[Piece]) -> list[int]:
-    """Rows of each piece."""
-    return [piece.rows() for piece in pieces]
+def _known_sizes(pieces: list[Piece]) -> list[int] | None:
+    """Return the rows of each piece; None where one does not tell."""
+    sizes = [rows for piece in pieces if (rows := piece.rows()) is not None]
+    return sizes if len(sizes) == len(pieces) else None
 
 
 def shuffled(pieces: list[Piece], seed: tuple[int, ...]) -> list[Piece]:
-    """The pieces in a random order."""
+    """Return the pieces in a random order."""
     return [pieces[i] for i in np.random.default_rng(seed).permutation(len(pieces))]
 
 
-def deal(pieces: list[Piece], lane: int, lanes: int) -> list[Piece]:
-    """The part of one lane; over all lanes each row once.
+def deal(pieces: list[Piece], worker_shard: int, worker_shards: int) -> list[Piece]:
+    """Return the part of one worker shard; over all of them each row comes once.
 
     Where all numbers of rows are known the parts differ by at most one row.
     """
-    sizes = rows_of_pieces(pieces)
-    if None not in sizes:
+    sizes = _known_sizes(pieces)
+    if sizes is not None:
         total = sum(sizes)
-        return _stretch(pieces, sizes, lane * total // lanes, (lane + 1) * total // lanes)
-    # Sharing makes every lane read these shards, so with many shards a lane it is cheaper to be uneven.
-    whole = len(pieces) if len(pieces) >= SHARDS_A_LANE * lanes else len(pieces) // lanes * lanes
-    shared = [p._replace(start=p.start + lane * p.stride, stride=p.stride * lanes) for p in pieces[whole:]]
-    return pieces[:whole][lane::lanes] + [p for p in shared if p.stop is None or p.start < p.stop]
+        return _stretch(
+            pieces, sizes, worker_shard * total // worker_shards, (worker_shard + 1) * total // worker_shards
+        )
+    # Sharing makes every worker read these shards, so with many shards a worker it is cheaper to be uneven.
+    whole = (
+        len(pieces) if len(pieces) >= SHARDS_A_WORKER * worker_shards else len(pieces) // worker_shards * worker_shards
+    )
+    shared = [
+        p._replace(start=p.start + worker_shard * p.stride, stride=p.stride * worker_shards) for p in pieces[whole:]
+    ]
+    return pieces[:whole][worker_shard::worker_shards] + [p for p in shared if p.stop is None or p.start < p.stop]
 
 
-def interleave(pieces: list[Piece], lane: int, lanes: int) -> list[Piece]:
-    """Each `lanes`-th row, over all pieces laid behind each other: together the lanes read in the order of the data.
+def interleave(pieces: list[Piece], worker_shard: int, worker_shards: int) -> list[Piece]:
+    """Return every `worker_shards`-th row over all pieces in a line: together the worker shards read in the order of the data.
 
-    Every lane reads every shard. Where a shard does not tell its rows, each shard begins with the first lane.
+    Every worker shard reads every shard. Where a shard does not tell its rows, each shard begins with the first worker shard.
     """
     part, first = [], 0
     for piece in pieces:
-        own = piece._replace(start=piece.start + (lane - first) % lanes * piece.stride, stride=piece.stride * lanes)
+        own = piece._replace(
+            start=piece.start + (worker_shard - first) % worker_shards * piece.stride,
+            stride=piece.stride * worker_shards,
+        )
         part += [own] if own.stop is None or own.start < own.stop else []
         first += piece.rows() or 0
     return part
 
 
 def _stretch(pieces: list[Piece], sizes: list[int], begin: int, end: int) -> list[Piece]:
-    """Rows begin to end of the pieces laid behind each other."""
+    """Return rows begin to end of the pieces in a line."""
     part, first = [], 0
     for piece, size in zip(pieces, sizes, strict=True):
         a, b = max(begin - first, 0), min(end - first, size)
@@ -107,7 +117,7 @@ def _stretch(pieces: list[Piece], sizes: list[int], begin: int, end: int) -> lis
 
 
 def as_pieces(rows: Iterable[tuple[int, int]]) -> list[Piece]:
-    """Single rows (shard, row) that have been read before, neighbours put together."""
+    """Return pieces of rows (shard, row) that were read before, neighbours joined."""
     pieces: list[Piece] = []
     for shard, row in sorted(rows):
         if pieces and pieces[-1].shard == shard and pieces[-1].stop == row:

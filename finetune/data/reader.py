@@ -1,34 +1,62 @@
-"""Reading the rows of one lane: piece after piece, from any position on, past failures that may pass."""
+"""Reading the rows of a worker shard: piece after piece, from any position on, retrying reads over a network."""
 
+import hashlib
+import itertools
+import json
 import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from finetune.data.options import StreamOptions
 from finetune.data.order import Piece, chosen_pieces, deal, from_json, interleave, shuffled
-from finetune.data.retry import wait_before
+from finetune.data.retry import UnreadableShard, wait_before
 from finetune.data.shards import NumberedRows, Row, Shard
+from finetune.data.sources import OpenSource
 from finetune.security.secrets import clean_urls
 
 log = logging.getLogger(__name__)
 
-Group = list[tuple[Any, Shard]]
-"""Shards that are read as one, each with its `finetune.data.sources.OpenSource`."""
+Group = list[tuple[OpenSource, Shard]]
+"""Shards that are read as one."""
 
 
-class UnreadableShard(Exception):
-    """A shard that cannot be read on; the text names it and the row."""
+@dataclass
+class Sources:
+    """What a stream reads: groups of shards, and the weights of a mixture."""
+
+    groups: list[Group]
+    weights: list[float] | None
+    """Chances of the groups; None for a single one."""
+    limits: list[int]
+    """Rows of each group that take part; -1 for all."""
+
+    def digest(self) -> str:
+        """Return a hash that tells these shards from others."""
+        shards = [[shard.file, shard.first, shard.rows] for group in self.groups for _, shard in group]
+        return hashlib.sha256(json.dumps([shards, self.weights]).encode()).hexdigest()
+
+
+def group_sources(sources: list[OpenSource], max_samples: int) -> Sources:
+    """Make one group of sources without weights, or one of each with a weight, with its share of `max_samples`."""
+    weighted = [s.source.weight for s in sources if s.source.weight is not None]
+    if not weighted:
+        return Sources([[(s, shard) for s in sources for shard in s.shards]], None, [max_samples])
+    weights = [w / sum(weighted) for w in weighted]
+    limits = [-1 if max_samples < 0 else max(1, round(max_samples * w)) for w in weights]
+    return Sources([[(s, shard) for shard in s.shards] for s in sources], weights, limits)
 
 
 def rows_from(shard: Shard, first: int, retries: int) -> NumberedRows:
-    """Rows from one on. A read that fails is tried again from its row on, after a delay that doubles and is jittered.
+    """Read a shard from a row on. A failed read is retried from its row on, after `finetune.data.retry.delay_before`.
 
     Args:
         shard: what is read.
         first: row of the shard.
-        retries: attempts after a failure without one row in between; 0 where a failure cannot pass, as with local files.
+        retries: attempts after a failure without one row in between; 0 for local files.
 
     Raises:
-        UnreadableShard: it cannot be read, with the row.
+        UnreadableShard: it still cannot be read.
     """
     row, failures = first, 0
     while True:
@@ -48,10 +76,10 @@ def rows_from(shard: Shard, first: int, retries: int) -> NumberedRows:
 
 
 def fetch(group: Group, wanted: Iterable[tuple[int, int]], retries: int) -> dict[tuple[int, int], Row]:
-    """Single rows by (shard, row), such as those that waited in a buffer.
+    """Read single rows by (shard, row), such as those that waited in a buffer.
 
     Raises:
-        UnreadableShard: as `rows_from`; also where a row is not there any more.
+        UnreadableShard: as `rows_from`; also where a row is missing now.
     """
     found = {}
     numbers: dict[int, list[int]] = {}
@@ -73,41 +101,26 @@ def fetch(group: Group, wanted: Iterable[tuple[int, int]], retries: int) -> dict
 
 
 class GroupReader:
-    """The rows of one lane of a group of sources that are read as one.
+    """The rows of one worker shard of a group, from the beginning of the epoch or from `set_position` on.
 
     Args:
         group: the shards.
         limit: rows of the group that take part; -1 for all.
-        skip: of these, rows that are left out: those that a smaller limit would take.
-        shuffle: whether pieces come in another order in each pass.
-        interleaved: whether neighbouring rows go to different lanes.
-        seed, epoch, lane, lanes: what the order follows from.
-        retries: as in `rows_from`, for sources that are not local.
+        options: subset, order and retries.
+        epoch, worker_shard, worker_shards: what the order follows from, besides the seed.
     """
 
     def __init__(
-        self,
-        group: Group,
-        *,
-        limit: int,
-        skip: int,
-        shuffle: bool,
-        interleaved: bool,
-        seed: int,
-        epoch: int,
-        lane: int,
-        lanes: int,
-        retries: int,
+        self, group: Group, limit: int, options: StreamOptions, epoch: int, worker_shard: int, worker_shards: int
     ):
-        self.group, self.limit, self.skip, self.seed = group, limit, skip, seed
-        self.shuffle, self.interleaved = shuffle, interleaved
-        self.epoch, self.lane, self.lanes, self.retries = epoch, lane, lanes, retries
-        # Where a source does not tell its rows, a limit on them is kept by counting, and all lanes read all shards.
+        self.group, self.limit, self.options = group, limit, options
+        self.epoch, self.worker_shard, self.worker_shards = epoch, worker_shard, worker_shards
+        # Where a source does not tell its rows, a limit on them is kept by counting, and all worker shards read all shards.
         self.counts = limit >= 0 and any(shard.rows is None for _, shard in group)
         self.set_position({"passes": 0})
 
     def set_position(self, position: dict[str, Any]) -> None:
-        """Goes to where `position` was taken; {"passes": n} is the beginning of a pass."""
+        """Go to where `position` was taken; {"passes": n} is the beginning of a pass."""
         self.passes = position["passes"]
         own = position.get("pieces")
         self.pieces = self._pieces_of_pass() if own is None else from_json(own)
@@ -117,52 +130,46 @@ class GroupReader:
         self.rows: Iterator[tuple[int, Row]] | None = None
 
     def position(self) -> dict[str, Any]:
-        """Where the next row is, as JSON-able numbers."""
+        """Return where the next row is, as JSON-able numbers."""
         done = self.at if self.changed else 0
-        return {
-            "passes": self.passes,
-            "at": self.at - done,
-            "row": self.row,
-            # Those that the stream gave it are known there: it sends them only where they have changed.
-            **(
-                {"pieces": [list(p) for p in self.pieces[done:]]}
-                if self.changed
-                else {"given": True}
-                if self.own
-                else {}
-            ),
-            **({"seen": self.seen} if self.counts else {}),
-            **({"failed": sorted(self.failed)} if self.failed else {}),
-        }
+        position: dict[str, Any] = {"passes": self.passes, "at": self.at - done, "row": self.row}
+        if self.changed:
+            position["pieces"] = [list(p) for p in self.pieces[done:]]
+        elif self.own:
+            position["given"] = True  # the stream knows the pieces that it gave (finetune.data.position.Positions)
+        if self.counts:
+            position["seen"] = self.seen
+        if self.failed:
+            position["failed"] = sorted(self.failed)
+        return position
 
     def restart(self) -> None:
-        """Goes to the beginning of another pass, in an order of its own."""
+        """Go to the beginning of another pass, in an order of its own."""
         self.set_position({"passes": self.passes + 1})
 
     def _pieces_of_pass(self) -> list[Piece]:
-        rows = [shard.rows for _, shard in self.group]
-        chosen = chosen_pieces(rows, self.limit, self.seed if self.shuffle else None, self.skip)
+        o, rows = self.options, [shard.rows for _, shard in self.group]
+        chosen = chosen_pieces(rows, self.limit, o.seed if o.shuffle else None, o.skip_samples)
         if self.counts:
             return chosen
-        if self.shuffle:
-            chosen = shuffled(chosen, (self.seed, self.epoch, 1))
-        own = (interleave if self.interleaved else deal)(chosen, self.lane, self.lanes)
-        # Further passes over a source of a mixture: the lane's own rows again, in another order.
-        return (
-            shuffled(own, (self.seed, self.epoch, self.lane, self.passes, 3)) if self.shuffle and self.passes else own
-        )
+        if o.shuffle:
+            chosen = shuffled(chosen, (o.seed, self.epoch, 1))
+        own = (interleave if o.interleave else deal)(chosen, self.worker_shard, self.worker_shards)
+        if o.shuffle and self.passes:  # of a mixture's further sources: the worker shard's own rows in another order
+            own = shuffled(own, (o.seed, self.epoch, self.worker_shard, self.passes, 3))
+        return own
 
     def rest(self) -> list[Piece]:
-        """What has not been read of this pass."""
+        """Return what has not been read of this pass."""
         pieces = self.pieces[self.at :]
         if pieces and self.row is not None:
             pieces[0] = pieces[0]._replace(start=self.row)
         return [p for p in pieces if p.stop is None or p.start < p.stop]
 
     def next_row(self) -> tuple[int, int, Row, bool] | None:
-        """The next row as (shard, row, content, whether it is read for the first time), or None at the end of the pass.
+        """Return (shard, row, content, whether it is read for the first time), or None at the end of the pass.
 
-        A shard that cannot be read is put last and tried again there.
+        A shard that cannot be read is put last and retried there.
 
         Raises:
             UnreadableShard: a shard failed in both attempts.
@@ -175,18 +182,18 @@ class GroupReader:
                 return None
             if self.rows is None:
                 source, shard = self.group[piece.shard]
-                self.rows = rows_from(shard, self.row, self.retries if source.remote else 0)
+                self.rows = rows_from(shard, self.row, self.options.read_retries if source.remote else 0)
             try:
                 number, content = next(self.rows, (None, None))
             except UnreadableShard as error:
                 self._put_last(piece, error)
                 continue
-            if number is None or (piece.stop is not None and number >= piece.stop):
+            if number is None or content is None or (piece.stop is not None and number >= piece.stop):
                 self._next_piece(number, content)
                 continue
             if self.counts:
                 self.row, self.seen = number + 1, self.seen + 1
-                if (self.seen - 1) % self.lanes == self.lane:
+                if (self.seen - 1) % self.worker_shards == self.worker_shard:
                     return piece.shard, number, content, True
             elif (number - piece.start) % piece.stride == 0:
                 self.row = number + piece.stride
@@ -194,17 +201,19 @@ class GroupReader:
         return None
 
     def _next_piece(self, number: int | None, content: Row | None) -> None:
-        """Goes on to the next piece; where it lies ahead in the same shard, without opening that anew."""
+        """Go on to the next piece, without opening its shard anew where it lies ahead in the same one."""
         before = self.pieces[self.at]
         self.at, self.row = self.at + 1, None
         after = self.pieces[self.at] if self.at < len(self.pieces) else None
-        if number is not None and after is not None and after.shard == before.shard and after.start >= number:
-            self.rows = _from(self.rows, number, content, after.start)
-        else:
-            self.rows = None
+        rows, self.rows = self.rows, None
+        if rows is None or number is None or content is None or after is None:
+            return
+        if after.shard == before.shard and after.start >= number:
+            following = itertools.chain([(number, content)], rows)
+            self.rows = itertools.dropwhile(lambda row: row[0] < after.start, following)
 
     def _put_last(self, piece: Piece, error: UnreadableShard) -> None:
-        """All that is left of the shard, once. Where rows are shared by counting, all lanes have to see the same order."""
+        """Move what is left of a shard to the end, once; not where rows are counted, which needs one order everywhere."""
         if piece.shard in self.failed or self.counts:
             raise error
         self.failed.add(piece.shard)
@@ -215,10 +224,11 @@ class GroupReader:
         self.at, self.row, self.rows = 0, None, None
 
 
-def _from(rows: Iterator[tuple[int, Row]], number: int, content: Row, start: int) -> NumberedRows:
-    """The rows with the one that has been taken off already, from `start` on."""
-    if number >= start:
-        yield number, content
-    for following in rows:
-        if following[0] >= start:
-            yield following
+def make_readers(
+    sources: Sources, options: StreamOptions, epoch: int, worker_shard: int, worker_shards: int
+) -> list[GroupReader]:
+    """Make a reader for each group, at the beginning of the epoch."""
+    return [
+        GroupReader(group, limit, options, epoch, worker_shard, worker_shards)
+        for group, limit in zip(sources.groups, sources.limits, strict=True)
+    ]

@@ -1,17 +1,26 @@
-"""Waiting before another attempt at what failed over a network."""
+"""Retries of reads over a network: when a source is opened, a shard is read (`finetune.data.reader`) or a file is downloaded."""
 
 import random
 import time
 
+RETRIES = 5  # after a failed read, where `data.read_retries` does not say
 FIRST_DELAY, LONGEST_DELAY = 1.0, 30.0  # seconds
 
 
+class Unreachable(Exception):
+    """Storage that does not answer, which says nothing about the utterance; the text names the address."""
+
+
+class UnreadableShard(Exception):
+    """A shard that cannot be read on; the text names it and the row."""
+
+
 def delay_before(attempt: int) -> float:
-    """Seconds before attempt 2, 3, ...: they double, and are jittered so that many readers do not come back at once."""
+    """Return the seconds to wait before attempt 2, 3, ...: doubling, with jitter so that readers do not return all at once."""
     # A generator of its own: the global ones decide what a run does.
     return min(FIRST_DELAY * 2 ** (attempt - 2), LONGEST_DELAY) * random.Random().uniform(0.5, 1.5)
 
 
 def wait_before(attempt: int) -> None:
-    """Waits so long."""
+    """Sleep for `delay_before` seconds."""
     time.sleep(delay_before(attempt))

@@ -1,6 +1,5 @@
-"""Shards: parts of a source that are read from any row on, without reading what lies before them where the format allows it."""
+"""Shards: parts of a source that can be read from any row on, without what lies before where the format allows it."""
 
-import glob
 import io
 import json
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from typing import Any
 import fsspec
 import numpy as np
 
+from finetune.data.storage import open_binary
 from finetune.security.secrets import clean_urls
 
 MANIFEST_CHUNK_BYTES = 2**18  # some thousand lines: a limit on the samples takes whole chunks in random order
@@ -31,26 +31,23 @@ NumberedRows = Iterator[tuple[int, Row]]
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a source.
-
-    Attributes:
-        file: what it is a part of.
-        unit: "line", counted from 1, or "row", counted from 0.
-        first: number of its first row in the file.
-        rows: how many rows it has, blank lines included; None where only reading tells.
-        read: from a row's number within the shard to the rows from there on, each with its number.
-        light: the same without the audio, where that spares reading it.
-    """
+    """A part of a source."""
 
     file: str
+    """What it is a part of."""
     unit: str
+    """"line", counted from 1, or "row", counted from 0."""
     first: int
+    """Number of its first row in the file."""
     rows: int | None
+    """Number of rows, blank lines included; None where only reading tells."""
     read: Callable[[int], NumberedRows]
+    """The rows from a number within the shard on, each with its number."""
     light: Callable[[int], NumberedRows] | None = None
+    """The same without the audio, where that spares reading it."""
 
     def place(self, row: int) -> str:
-        """Where a row stands, for people."""
+        """Name a row for people."""
         file = clean_urls(self.file) if "://" in self.file else self.file
         return f"{file} {self.unit} {self.first + row}"
 
@@ -59,7 +56,7 @@ class Shard:
 
 
 def manifest_shards(path: str, chunk_bytes: int | None = None) -> tuple[list[Shard], int]:
-    """Chunks of a NeMo manifest that begin and end at line breaks, and the number of lines that are not blank.
+    """Cut a NeMo manifest into chunks at line breaks; also return the number of lines that are not blank.
 
     The file is read once for its line breaks, a gigabyte in a few seconds.
 
@@ -80,9 +77,9 @@ def manifest_shards(path: str, chunk_bytes: int | None = None) -> tuple[list[Sha
 
 
 def line_breaks(path: str) -> tuple[np.ndarray, int, int]:
-    """Offsets of a file's line breaks (one is added behind a last line without), its bytes, and the number of blank lines."""
+    """Return the offsets of a file's line breaks (one is added to a last line without), its bytes, and its blank lines."""
     found, offset, last = [], 0, b""
-    with fsspec.open(path, "rb") as file:
+    with open_binary(path) as file:
         while block := file.read(SCAN_BYTES):
             found.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == 10) + offset)
             offset += len(block)
@@ -90,11 +87,11 @@ def line_breaks(path: str) -> tuple[np.ndarray, int, int]:
     if last not in (b"", b"\n"):
         found.append(np.array([offset]))
     breaks = np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
-    # Lines of no character, or of a carriage return; lines of white space only are told when they are read.
+    # Lines of no character, or of a carriage return; longer ones of white space are found when they are read.
     short = np.flatnonzero(np.diff(breaks, prepend=-1) <= 2)
     blank = 0
     if len(short):
-        with fsspec.open(path, "rb") as file:
+        with open_binary(path) as file:
             for i in short:
                 start = int(breaks[i - 1]) + 1 if i else 0
                 file.seek(start)
@@ -103,7 +100,7 @@ def line_breaks(path: str) -> tuple[np.ndarray, int, int]:
 
 
 def read_manifest_chunk(path: str, start: int, end: int, first: int = 0) -> NumberedRows:
-    """Rows of a part of a manifest, from a line of it on. Blank lines have a number and are no rows."""
+    """Read a part of a manifest from a line of it on. Blank lines have a number and are no rows."""
     if "://" in path:  # in one request; a remote file's readline fetches and searches a block of megabytes
         system, inner = fsspec.core.url_to_fs(path)
         content = system.cat_file(inner, start=start, end=end)
@@ -117,9 +114,9 @@ def read_manifest_chunk(path: str, start: int, end: int, first: int = 0) -> Numb
 
 
 def lines_of(path: str) -> Iterator[bytes]:
-    """Lines of a file here or elsewhere, with their ends."""
+    """Yield the lines of a file with their ends."""
     rest = b""
-    with fsspec.open(path, "rb") as file:
+    with open_binary(path) as file:
         while block := file.read(SCAN_BYTES):
             *lines, rest = (rest + block).split(b"\n")
             yield from (line + b"\n" for line in lines)
@@ -128,7 +125,7 @@ def lines_of(path: str) -> Iterator[bytes]:
 
 
 def parse_line(line: bytes) -> Row:
-    """The row of a manifest's line; for a line that cannot be read, a row whose BAD_LINE says why."""
+    """Parse a manifest's line; a bad one becomes a row whose BAD_LINE tells why."""
     if len(line) > LONGEST_LINE:
         return {BAD_LINE: f"the line has {len(line):,} bytes; {LONGEST_LINE:,} at most are expected"}
     try:
@@ -142,15 +139,15 @@ def parse_line(line: bytes) -> Row:
 
 
 def parquet_shards(files: list[str], columns: list[str], audio: str | None = None) -> list[Shard]:
-    """One shard a row group, so that reading can begin in the middle of a file; row groups without rows are left out.
+    """Make one shard a row group, so that reading can begin in the middle of a file; empty row groups are left out.
 
     Args:
         files: paths, or URLs that fsspec reads.
         columns: those that are read.
-        audio: that of them which `Shard.light` leaves out.
+        audio: the one that `Shard.light` leaves out.
 
     Raises:
-        OSError, pyarrow.ArrowInvalid: a file that is not there, or no parquet file.
+        OSError, pyarrow.ArrowInvalid: a file is missing, or no parquet file.
     """
     with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
         counts = list(pool.map(row_groups_of, files))
@@ -166,20 +163,20 @@ def parquet_shards(files: list[str], columns: list[str], audio: str | None = Non
 
 
 def row_groups_of(file: str) -> list[int]:
-    """Rows of each row group of a parquet file."""
+    """Return the rows of each row group of a parquet file."""
     import pyarrow.parquet as pq
 
-    with fsspec.open(file, "rb") as opened:
+    with open_binary(file) as opened:
         footer = pq.read_metadata(opened)
     return [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
 
 
 def read_row_group(file: str, group: int, columns: list[str], first: int = 0) -> NumberedRows:
-    """Rows of a row group from one on."""
+    """Read a row group from a row on."""
     import pyarrow.parquet as pq
 
-    with fsspec.open(file, "rb") as opened:
-        # With a buffer pyarrow reads pages as it goes along; without one it would read the whole column of the group at once.
+    with open_binary(file) as opened:
+        # With a buffer pyarrow reads page by page; without one, the group's whole column at once.
         parquet = pq.ParquetFile(opened, buffer_size=PARQUET_BUFFER_BYTES)
         present = [name for name in columns if name in parquet.schema_arrow.names]
         number = 0
@@ -194,13 +191,13 @@ def read_row_group(file: str, group: int, columns: list[str], first: int = 0) ->
 
 
 def dataset_shards(dataset: Any, names: list[str]) -> list[Shard]:
-    """The shards of a `datasets.IterableDataset`, whose numbers of rows are not known."""
+    """Return the shards of a `datasets.IterableDataset`, whose numbers of rows are unknown."""
     count = dataset.num_shards
     return [Shard(names[i], "row", 0, None, partial(read_dataset_shard, dataset, count, i)) for i in range(count)]
 
 
 def read_dataset_shard(dataset: Any, count: int, index: int, first: int = 0) -> NumberedRows:
-    """Rows of a shard from one on; those before it are read and let go.
+    """Read a shard from a row on; those before it are read and dropped.
 
     `IterableDataset.__iter__` would give rows to the first DataLoader worker only; `iter` leaves the sharding to the caller.
     """
@@ -213,7 +210,7 @@ def read_dataset_shard(dataset: Any, count: int, index: int, first: int = 0) -> 
 
 
 def arrow_shards(dataset: Any, name: str, rows: int = 1000) -> list[Shard]:
-    """Stretches of a `datasets.Dataset` on the disk."""
+    """Cut a `datasets.Dataset` on the disk into shards."""
     starts = range(0, len(dataset), rows)
     return [
         Shard(name, "row", start, min(rows, len(dataset) - start), partial(read_stretch, dataset, start, rows))
@@ -222,14 +219,6 @@ def arrow_shards(dataset: Any, name: str, rows: int = 1000) -> list[Shard]:
 
 
 def read_stretch(dataset: Any, start: int, rows: int, first: int = 0) -> NumberedRows:
-    """Rows of a stretch from one on."""
+    """Read one of `arrow_shards` from a row on."""
     for number in range(first, min(rows, len(dataset) - start)):
         yield number, dataset[start + number]
-
-
-def expand(path: str) -> list[str]:
-    """Files that a path or URL with wildcards names, sorted."""
-    if "://" not in path:
-        return sorted(glob.glob(path, recursive=True))
-    system, inner = fsspec.core.url_to_fs(path)
-    return sorted(system.unstrip_protocol(name) for name in system.glob(inner))

@@ -14,7 +14,8 @@ import fsspec
 from finetune.data.filters import Filters, parse_filters
 from finetune.data.normalization import NORMALIZATIONS
 from finetune.data.retry import wait_before
-from finetune.data.shards import Shard, arrow_shards, dataset_shards, expand, manifest_shards, parquet_shards
+from finetune.data.shards import Shard, arrow_shards, dataset_shards, manifest_shards, parquet_shards
+from finetune.data.storage import expand
 from finetune.data.tarred import tarred_shards
 from finetune.errors import UserError
 from finetune.security.archives import bound_headers
@@ -31,8 +32,11 @@ ID_COLUMNS = ("id", "__key__", "utt_id", "file_name")
 
 @dataclass
 class StoredAudio(datasets.Audio):
-    """Audio as it lies in the file. `Audio(decode=False)` asks for torchcodec where a builder gives rows instead of tables
-    (tar shards, audio folders), although it encodes nothing."""
+    """Audio as it is in the file.
+
+    `Audio(decode=False)` asks for torchcodec where a builder gives rows instead of tables (tar shards, audio folders), although it
+    encodes nothing.
+    """
 
     decode: bool = False
 
@@ -55,9 +59,9 @@ class Source:
     revision: str | None = None
     """Revision of a hub data set."""
     language: str | None = None
-    """Language of the clips where no column says it."""
+    """Language of the utterances where no column says it."""
     weight: float | None = None
-    """Share in a mixture. With weights, an epoch is one pass over the first source; the others start again as needed."""
+    """Share in a mixture. With weights, an epoch is one pass over the first source; the others restart as needed."""
     audio_column: str | None = None
     text_column: str | None = None
     language_column: str | None = None
@@ -65,14 +69,14 @@ class Source:
     tarred_audio: str | None = None
     """Tar files of a NeMo manifest's audio, such as `audio__OP_0..127_CL_.tar`."""
     text_normalization: str | None = None
-    """In place of `data.text_normalization`."""
+    """Overrides `data.text_normalization`."""
     filters: dict[str, Any] | None = None
-    """Filters of this source; their bounds go before those of `data.filters`."""
+    """Filters of this source; their bounds override those of `data.filters`."""
 
 
 @dataclass
 class OpenSource:
-    """An opened source: `shards` can be read one by one, each from any row on."""
+    """An opened source, whose `shards` can be read one by one, each from any row on."""
 
     source: Source
     shards: list[Shard]
@@ -83,22 +87,22 @@ class OpenSource:
     columns: dict[str, str] = field(default_factory=dict)
     """Columns of audio, text, language and id."""
     is_manifest: bool = False
-    """A NeMo manifest: rows are lines of JSON, and `offset` and `duration` cut a clip out of its file."""
+    """A NeMo manifest: rows are lines of JSON, and `offset` and `duration` cut an utterance out of its file."""
     filters: Filters = Filters()
-    """What leaves a clip out; none for evaluations."""
+    """What leaves an utterance out; none for evaluations."""
     root: str | None = None
-    """`data.root`, links resolved: audio that a row names lies below it; None: anywhere."""
+    """`data.root`, links resolved: audio that a row names is below it; None: anywhere."""
     remote: bool = False
-    """Read over a network, where a failure may pass."""
+    """Read over a network, where failures may pass."""
 
 
 def parse_sources(value: Any, key: str, split: str) -> list[Source]:
-    """The sources that a key of the run file names.
+    """Parse the sources that a key of the run file names.
 
     Args:
         value: a string, a mapping, or a list of these.
-        key: the key, for messages, such as "data.train".
-        split: the split that is meant where none is given.
+        key: such as "data.train", for messages.
+        split: default split.
 
     Raises:
         UserError: unknown keys, missing paths, or weights on only some sources.
@@ -114,7 +118,8 @@ def parse_sources(value: Any, key: str, split: str) -> list[Source]:
         unknown = sorted(set(entry) - set(known))
         if unknown:
             raise UserError(f"{key}: unknown keys {unknown} in a source; known are {known}.")
-        sources.append(Source(**{"split": split, **entry}))
+        settings: dict[str, Any] = {"split": split, **entry}
+        sources.append(Source(**settings))
         parse_filters(sources[-1].filters, f"{key}.filters")
         if sources[-1].text_normalization not in (None, *NORMALIZATIONS):
             raise UserError(f"{key}.text_normalization: one of {', '.join(NORMALIZATIONS)} is expected.")
@@ -128,10 +133,10 @@ def parse_sources(value: Any, key: str, split: str) -> list[Source]:
 
 
 def open_source(source: Source, key: str) -> OpenSource:
-    """Opens a source without reading its clips, in several attempts where a network may be at fault.
+    """Open a source without reading its utterances, with retries where a network may be at fault.
 
     Raises:
-        UserError: it is not there, is empty, or lacks a column of audio or text.
+        UserError: it is missing or empty, or lacks a column of audio or text.
     """
     for attempt in itertools.count(2):
         try:
@@ -147,7 +152,7 @@ def open_source(source: Source, key: str) -> OpenSource:
 
 
 def _open_source(source: Source, key: str) -> OpenSource:
-    path = source.path
+    path, split = source.path, f"{source.path} (split {source.split})"
     for url in (path, source.tarred_audio or ""):
         if "://" in url:
             _check_protocol(url, key)
@@ -156,9 +161,7 @@ def _open_source(source: Source, key: str) -> OpenSource:
     bound_headers()  # of the tar shards that `datasets` reads
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
-    if os.path.isfile(os.path.join(path, "dataset_info.json")) or os.path.isfile(
-        os.path.join(path, "dataset_dict.json")
-    ):
+    if any(os.path.isfile(os.path.join(path, name)) for name in ("dataset_info.json", "dataset_dict.json")):
         return _open_arrow(source, key)
     arguments, options = _how_to_load(source, key)
     try:
@@ -166,9 +169,7 @@ def _open_source(source: Source, key: str) -> OpenSource:
     except Exception as error:
         local = os.path.exists(path) or "data_files" in options
         hint = "" if local else " It is no local path either; check the name and the network."
-        raise UserError(
-            f"{key}: {path} (split {source.split}) cannot be opened: {type(error).__name__}: {_first_line(error)}{hint}"
-        ) from error
+        raise UserError(f"{key}: {split} cannot be opened: {_in_words(error)}{hint}") from error
     columns = _find_columns(source, list(dataset.features or _first_row(dataset, key, path)), key)
     remote = "://" in path or (not os.path.exists(path) and "data_files" not in options)
     folder = path if os.path.isdir(path) else str(Path(path).parent) if os.path.isfile(path) else None
@@ -177,19 +178,17 @@ def _open_source(source: Source, key: str) -> OpenSource:
         try:
             shards = parquet_shards(files, [*columns.values(), "duration"], columns["audio"])
         except (OSError, ValueError) as error:
-            raise UserError(
-                f"{key}: {path} (split {source.split}) cannot be opened: {type(error).__name__}: {_first_line(error)}"
-            ) from error
+            raise UserError(f"{key}: {split} cannot be opened: {_in_words(error)}") from error
         if not shards:
-            raise UserError(f"{key}: {path} (split {source.split}) is empty: it holds no clips.")
-        clips = sum(shard.rows for shard in shards)
+            raise UserError(f"{key}: {split} is empty: it holds no clips.")
+        clips = sum(shard.rows or 0 for shard in shards)
         return OpenSource(source, shards, folder, clips, columns, remote=remote)
     if dataset.features and isinstance(dataset.features.get(columns["audio"]), datasets.Audio):
         dataset = dataset.cast_column(columns["audio"], StoredAudio())
     count = dataset.num_shards
     names = [f"{path}[{source.split}] shard {i + 1} of {count}" for i in range(count)]
-    splits = dataset.info.splits or {}
-    clips = splits[source.split].num_examples if source.split in splits else None
+    info = (dataset.info.splits or {}).get(source.split)
+    clips = None if info is None else info.num_examples
     return OpenSource(source, dataset_shards(dataset, names), folder, clips or None, columns, remote=remote)
 
 
@@ -206,7 +205,7 @@ def _check_protocol(url: str, key: str) -> None:
 
 
 def _how_to_load(source: Source, key: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of `datasets.load_dataset`."""
+    """Return the arguments of `datasets.load_dataset`."""
     path = source.path
     options: dict[str, Any] = {"split": source.split, "streaming": True}
     if source.name:
@@ -228,14 +227,14 @@ def _how_to_load(source: Source, key: str) -> tuple[tuple[Any, ...], dict[str, A
 
 
 def _parquet_files(dataset: Any) -> list[str]:
-    """The parquet files that a streamed data set consists of; none for other formats."""
+    """Return the parquet files of a streamed data set; none for other formats."""
     arguments = getattr(dataset._ex_iterable, "kwargs", {})
     files = [str(file) for file in arguments.get("files", ())] if "row_groups_list" in arguments else []
     return files if all(file.split("?")[0].endswith(".parquet") for file in files) else []
 
 
 def _open_arrow(source: Source, key: str) -> OpenSource:
-    """A data set that `save_to_disk` wrote."""
+    """Open a data set that `save_to_disk` wrote."""
     dataset = datasets.load_from_disk(source.path)
     if isinstance(dataset, dict):
         if source.split not in dataset:
@@ -252,6 +251,10 @@ def _open_arrow(source: Source, key: str) -> OpenSource:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0]
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {_first_line(error)}"
 
 
 def _builder_for(file: str, key: str) -> str:
@@ -300,18 +303,14 @@ def _open_manifest(source: Source, key: str) -> OpenSource:
         try:
             shards, clips = manifest_shards(path)
         except OSError as error:
-            raise UserError(
-                f"{key}: the manifest {path} cannot be read: {type(error).__name__}: {_first_line(error)}"
-            ) from error
+            raise UserError(f"{key}: the manifest {path} cannot be read: {_in_words(error)}") from error
     if not shards:
         raise UserError(f"{key}: the manifest {path} is empty.")
-    columns = {"audio": "audio_filepath", "text": "text", "language": "lang", "id": "id"}
-    for role, named in (
-        ("audio", source.audio_column),
-        ("text", source.text_column),
-        ("language", source.language_column),
-        ("id", source.id_column),
-    ):
-        columns[role] = named or columns[role]
+    columns = {
+        "audio": source.audio_column or "audio_filepath",
+        "text": source.text_column or "text",
+        "language": source.language_column or "lang",
+        "id": source.id_column or "id",
+    }
     folder = path.rsplit("/", 1)[0] if remote else str(Path(path).parent)
     return OpenSource(source, shards, folder, clips, columns, is_manifest=True, remote=remote)

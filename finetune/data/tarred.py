@@ -1,4 +1,4 @@
-"""NeMo's tarred data sets: audio in tar files, and their rows in manifests, one for each tar or one for all.
+"""NeMo's tarred data sets: audio in tar files, and their rows in manifests, one for each tar file or one for all.
 
 Paths may hold ranges, as NeMo writes them (`audio__OP_0..127_CL_.tar`) or in braces (`audio_{0..127}.tar`).
 """
@@ -6,13 +6,14 @@ Paths may hold ranges, as NeMo writes them (`audio__OP_0..127_CL_.tar`) or in br
 import re
 import tarfile
 from array import array
+from collections.abc import Callable
 from functools import partial
 from pathlib import PurePosixPath
 
-import fsspec
 import numpy as np
 
-from finetune.data.shards import BAD_LINE, NumberedRows, Row, Shard, expand, lines_of, parse_line
+from finetune.data.shards import BAD_LINE, NumberedRows, Row, Shard, lines_of, parse_line
+from finetune.data.storage import expand, open_binary
 from finetune.errors import UserError
 from finetune.security.archives import CheckedHeader
 
@@ -22,7 +23,7 @@ REPEATED = re.compile(r"-sub\d+(?=\.[^.]*$|$)")
 
 
 def expand_ranges(path: str) -> list[str]:
-    """The paths that ranges and wildcards stand for, in their order."""
+    """Return the paths that ranges and wildcards stand for, in their order."""
     path = path.replace("_OP_", "{").replace("_CL_", "}")
     found = re.search(r"\{(\d+)\.\.(\d+)\}", path)
     if not found:
@@ -37,7 +38,7 @@ def expand_ranges(path: str) -> list[str]:
 
 
 def tarred_shards(manifest: str, tars: str, key: str) -> tuple[list[Shard], int]:
-    """One shard a tar file, and the number of rows.
+    """Make one shard a tar file; also return the number of rows.
 
     Args:
         manifest: path of one manifest with `shard_id` in its rows, or of one a tar file, with ranges.
@@ -45,18 +46,28 @@ def tarred_shards(manifest: str, tars: str, key: str) -> tuple[list[Shard], int]
         key: for messages.
 
     Raises:
-        UserError: numbers of files that do not fit, files that are not there, or rows without `shard_id`.
+        UserError: the numbers of files do not match, files are missing, or rows have no `shard_id`.
     """
     manifests, files = expand_ranges(manifest), expand_ranges(tars)
     if len(manifests) not in (1, len(files)):
         raise UserError(
             f"{key}: {len(manifests)} manifests do not fit {len(files)} tar files; one for all, or one each."
         )
+
+    def by_shard_id(number: int, line: bytes) -> int:
+        row = parse_line(line)
+        shard = 0 if BAD_LINE in row else row.get("shard_id")
+        if not isinstance(shard, int) or not 0 <= shard < len(files):
+            raise UserError(
+                f"{key}: {manifest} line {number} has shard_id {shard!r}; there are tar files 0 to {len(files) - 1}."
+            )
+        return shard
+
     try:
         if len(manifests) == len(files):
-            lines = [manifest_lines(name) for name in manifests]
+            lines = [by_shard(name, 1, lambda number, line: 0)[0] for name in manifests]
         else:
-            lines = by_shard(manifests[0], len(files), key)
+            lines = by_shard(manifests[0], len(files), by_shard_id)
     except OSError as error:
         raise UserError(f"{key}: a manifest cannot be read: {type(error).__name__}: {error}") from error
     shards = [
@@ -66,41 +77,31 @@ def tarred_shards(manifest: str, tars: str, key: str) -> tuple[list[Shard], int]
     return shards, sum(map(len, lines))
 
 
-def manifest_lines(path: str) -> np.ndarray:
-    """(n, 2) offset and length of each line that is not blank."""
-    found, offset = array("q"), 0
-    for line in lines_of(path):
-        if line.strip():
-            found.extend((offset, len(line)))
-        offset += len(line)
-    return np.array(found).reshape(-1, 2)
+def by_shard(path: str, count: int, shard_of: Callable[[int, bytes], int]) -> list[np.ndarray]:
+    """Return the (n, 2) offsets and lengths of a manifest's lines that are not blank, by shard.
 
-
-def by_shard(path: str, count: int, key: str) -> list[np.ndarray]:
-    """Lines of a common manifest by their `shard_id`, as `manifest_lines`; those that cannot be read go with the first shard."""
+    Args:
+        path: of the manifest.
+        count: shards.
+        shard_of: the shard of a line by its number, from 1 on, and content.
+    """
     lines = [array("q") for _ in range(count)]
     offset = 0
     for number, line in enumerate(lines_of(path), 1):
         if line.strip():
-            row = parse_line(line)
-            shard = 0 if BAD_LINE in row else row.get("shard_id")
-            if not isinstance(shard, int) or not 0 <= shard < count:
-                raise UserError(
-                    f"{key}: {path} line {number} has shard_id {shard!r}; there are tar files 0 to {count - 1}."
-                )
-            lines[shard].extend((offset, len(line)))
+            lines[shard_of(number, line)].extend((offset, len(line)))
         offset += len(line)
     return [np.array(own).reshape(-1, 2) for own in lines]
 
 
 def read_tar(tar: str, manifest: str, lines: np.ndarray, first: int = 0) -> NumberedRows:
-    """Rows with their audio in the order of the tar file, then the rows whose audio it does not hold.
+    """Read the rows with their audio in the order of the tar file, then the rows whose audio it does not hold.
 
     Audio takes the place of `audio_filepath`, as {"bytes", "path"}.
     """
     waiting: dict[str, list[Row]] = {}
     strays: list[Row] = []
-    with fsspec.open(manifest, "rb") as file:
+    with open_binary(manifest) as file:
         for offset, length in lines.tolist():
             file.seek(offset)
             row = parse_line(file.read(length))
@@ -110,10 +111,9 @@ def read_tar(tar: str, manifest: str, lines: np.ndarray, first: int = 0) -> Numb
             else:
                 waiting.setdefault(_member(name), []).append(row)
     number = 0
-    with fsspec.open(tar, "rb") as opened:
-        seekable = "://" not in tar
-        mode = "r:*" if seekable else "r|*"
-        with tarfile.open(fileobj=opened, mode=mode, tarinfo=CheckedHeader) as archive:
+    with open_binary(tar) as opened:
+        open_tar = partial(tarfile.open, fileobj=opened, tarinfo=CheckedHeader)
+        with open_tar(mode="r|*") if "://" in tar else open_tar(mode="r:*") as archive:  # remote files do not seek
             for member in archive:
                 rows = waiting.pop(_member(member.name), []) if member.isfile() else []
                 if not rows or number + len(rows) <= first:
@@ -123,7 +123,8 @@ def read_tar(tar: str, manifest: str, lines: np.ndarray, first: int = 0) -> Numb
                     why = f"{member.name} in {tar} has {member.size:,} bytes; {LARGEST_MEMBER:,} at most are expected"
                     strays += [{**row, BAD_LINE: why} for row in rows]
                     continue
-                content = archive.extractfile(member).read()
+                audio = archive.extractfile(member)
+                content = audio.read() if audio is not None else b""
                 for row in rows:
                     if number >= first:
                         yield number, {**row, "audio_filepath": {"bytes": content, "path": row["audio_filepath"]}}
@@ -137,5 +138,5 @@ def read_tar(tar: str, manifest: str, lines: np.ndarray, first: int = 0) -> Numb
 
 
 def _member(name: str) -> str:
-    """Names of tar members and of rows alike: without folders, and without the mark of a repeated file."""
+    """Return a name as tar members and rows have it in common: without folders and the mark of a repeated file."""
     return REPEATED.sub("", PurePosixPath(name).name)

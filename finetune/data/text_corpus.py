@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.data.batching import BatchLimits
 from finetune.data.normalization import normalize_text
 from finetune.data.options import StreamOptions
+from finetune.data.reader import Sources
 from finetune.data.sources import OpenSource, open_source, parse_sources
 from finetune.data.survey import spread_rows
 from finetune.data.utterances import row_duration
-from finetune.data.worker_shards import Sources
 from finetune.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ class Text:
     language: str
     """Empty where nothing says it."""
     seconds: float | None
-    """Length of its clip; None where the row does not tell it."""
+    """Length of its audio; None where the row does not tell it."""
 
 
 def read_texts(
@@ -39,15 +40,14 @@ def read_texts(
     rows: int = ROWS_AT_MOST,
     seconds: float = SECONDS_AT_MOST,
 ) -> list[Text]:
-    """Transcripts of data sets, from all their parts, or the lines of text files.
+    """Read transcripts of data sets, from all their parts, or the lines of text files.
 
     Args:
         value: as `data.train`; a path that ends with .txt is a text file, one transcript a line.
         key: its name, for messages.
         normalization: as `data.text_normalization`; a source's own goes before it.
         split: of a data set that names none.
-        rows: rows of data sets that are looked at, at most.
-        seconds: after this time no more of them are.
+        rows, seconds: bounds of the search in data sets.
 
     Raises:
         UserError: a source cannot be opened, or there is no text.
@@ -77,7 +77,7 @@ def _lines(file: str, key: str, normalization: str) -> Iterator[Text]:
 
 def _rows(sources: list[OpenSource], key: str, normalization: str, rows: int, seconds: float) -> list[Text]:
     group = [(source, shard) for source in sources for shard in source.shards]
-    options = StreamOptions(limits=None, sample_rate=16_000)
+    options = StreamOptions(limits=BatchLimits(), sample_rate=16_000)
     found, looked, unusable = [], 0, 0
     for (_, _, shard, _), row in spread_rows(Sources([group], None, [-1]), options, rows, seconds, lengths=False):
         source = group[shard][0]
@@ -90,8 +90,8 @@ def _rows(sources: list[OpenSource], key: str, normalization: str, rows: int, se
         if text:
             language = str(row.get(source.columns.get("language", "")) or source.source.language or "")
             found.append(Text(text, language, row_duration(row)))
-    counts = [source.clips for source in sources]
-    total = None if None in counts else sum(counts)
+    counts = [source.clips for source in sources if source.clips is not None]
+    total = sum(counts) if len(counts) == len(sources) else None
     if total is None or looked < total:
         log.info("%s: %d%s rows looked at", key, looked, "" if total is None else f" of {total}")
     if unusable:

@@ -1,71 +1,31 @@
-"""One lane's batches before decoding: rows are read into a buffer and drawn from it, from any position on."""
+"""The batches of one worker shard before decoding: rows are read into a buffer and drawn from it, from any position on."""
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from finetune.data.batching import Buffer, Entry
-from finetune.data.decode import BadClip, Unreachable
-from finetune.data.filters import FilteredClip
+from finetune.data.batching import Buffer, Entry, Ref
+from finetune.data.filters import FilteredUtterance
 from finetune.data.options import StreamOptions
-from finetune.data.reader import Group, GroupReader, UnreadableShard, fetch
+from finetune.data.position import FINISHED, Position
+from finetune.data.quarantine import REPORT_AFTER_ROWS, BadUtterance, Report
+from finetune.data.reader import Sources, fetch, make_readers
+from finetune.data.retry import Unreachable, UnreadableShard
+from finetune.data.shards import Row
 from finetune.data.utterances import examine, row_id
 
-REPORT_AFTER_ROWS = 200
 CHOICES_AT_ONCE = 1024
-Position = dict[str, Any]
-FINISHED: Position = {"finished": True}
 
 
-@dataclass
-class Report:
-    """What was read and left out since the batch before."""
-
-    rows_read: int = 0
-    quarantined: list[dict[str, str]] = field(default_factory=list)
-    filtered: dict[str, int] = field(default_factory=dict)
-    error: str | None = None
-
-    def filter(self, reason: str) -> None:
-        self.filtered[reason] = self.filtered.get(reason, 0) + 1
-
-    def quarantine(self, clip_id: str, place: str, reason: str) -> None:
-        self.quarantined.append({"id": clip_id, "source": place, "reason": reason})
-
-
-@dataclass
-class Sources:
-    """What is read: groups of shards, and the weights of a mixture.
-
-    Attributes:
-        groups: each is read as one.
-        weights: chances of the groups; None for a single one.
-        limits: rows of each group that take part; -1 for all.
-    """
-
-    groups: list[Group]
-    weights: list[float] | None
-    limits: list[int]
-
-    def digest(self) -> str:
-        """Tells these shards from others."""
-        shards = [[shard.file, shard.first, shard.rows] for group in self.groups for _, shard in group]
-        return hashlib.sha256(json.dumps([shards, self.weights]).encode()).hexdigest()
-
-
-class Lane:
-    """The batches of one lane of an epoch.
+class WorkerShard:
+    """The part of an epoch that one DataLoader worker of one rank reads.
 
     Args:
         sources: what is read.
         options: how rows become batches.
-        encode: text to token ids; raises BadClip.
+        encode: text to token ids; raises BadUtterance.
         epoch: number of the epoch.
-        lane, lanes: which one of how many.
+        number, count: which worker shard of how many.
         worker: number of the DataLoader worker, the same on all ranks; the draws follow from it.
         position: where to go on; None begins.
     """
@@ -77,37 +37,37 @@ class Lane:
         encode: Callable[[str], list[int]],
         *,
         epoch: int,
-        lane: int,
-        lanes: int,
+        number: int,
+        count: int,
         worker: int,
         position: Position | None,
     ):
         self.sources, self.options, self.encode = sources, options, encode
-        self.epoch, self.lane, self.worker = epoch, lane, worker
-        self.readers = make_readers(sources, options, epoch, lane, lanes)
+        self.epoch, self.number, self.worker = epoch, number, worker
+        self.readers = make_readers(sources, options, epoch, number, count)
         self.buffer = Buffer(options.limits, options.shuffle, options.group_by_duration)
         self.report = Report()
         self.draws = self.drawn = 0
         self.exhausted = False
-        self.waiting: Position | None = position
+        self.start = position
         self.choices: tuple[int, np.ndarray] | None = None
 
     def _restore(self, position: Position) -> None:
-        """Goes to where a position was taken; clips that waited are read again."""
+        """Go to where a position was taken, and read the rows again that waited in the buffer."""
         for reader, start in zip(self.readers, position["readers"], strict=True):
             reader.set_position(start)
         self.draws, self.drawn, self.exhausted = position["draws"], position["drawn"], position["exhausted"]
-        refs = [tuple(ref) for ref in np.asarray(position["buffer"]).reshape(-1, 4).tolist()]
-        rows = {}
+        refs: list[Ref] = [tuple(ref) for ref in np.asarray(position["buffer"]).reshape(-1, 4).tolist()]
+        rows: dict[tuple[int, int, int], Row] = {}
         for index, group in enumerate(self.sources.groups):
             wanted = {(shard, row) for g, _, shard, row in refs if g == index}
             found = fetch(group, wanted, self.options.read_retries)
             rows |= {(index, *place): row for place, row in found.items()}
         for ref in refs:
-            self._take_in(ref, rows[ref[0], ref[2], ref[3]])
+            self._examine(ref, rows[ref[0], ref[2], ref[3]])
 
     def position(self) -> Position:
-        """Behind the last batch."""
+        """Return the position behind the last batch."""
         if self.exhausted and not self.buffer.entries:
             return FINISHED
         return {
@@ -119,17 +79,17 @@ class Lane:
         }
 
     def batches(self) -> Iterator[tuple[list[Entry], Report, Position]]:
-        """Clips of each batch, what was left out before it, and the position behind it; no clips where there is only a report."""
+        """Yield each batch's entries, what was left out before it, and the position behind it; no entries with a mere report."""
         try:
-            if self.waiting is not None:
-                self._restore(self.waiting)
+            if self.start is not None:
+                self._restore(self.start)
             while True:
                 for _ in self._fill():
                     yield [], self._take_report(), self.position()
                 if not self.buffer.entries:
                     break
-                # Like lengths at the same step on all ranks; other draws need nothing in common.
-                who = self.worker if self.buffer.group else self.lane
+                # Similar lengths at the same step on all ranks; other draws need nothing in common.
+                who = self.worker if self.buffer.group else self.number
                 entries = self.buffer.draw((self.options.seed, self.epoch, who, self.draws, 7), self.exhausted)
                 self.draws += 1
                 position = self.position()
@@ -145,7 +105,7 @@ class Lane:
         return report
 
     def _fill(self) -> Iterator[None]:
-        """Reads until the buffer is full; stops in between where nothing usable has come for long."""
+        """Read until the buffer is full; yields in between where nothing usable has come for long."""
         options, buffer = self.options, self.buffer
         size = max(options.shuffle_buffer_size, options.limits.clips)
         while not self.exhausted:
@@ -156,22 +116,23 @@ class Lane:
             if row is None:
                 self.exhausted = True
                 return
-            self._take_in(*row)
+            self._examine(*row)
             if not buffer.entries and self.report.rows_read >= REPORT_AFTER_ROWS:
                 yield
 
-    def _take_in(self, ref: tuple[int, int, int, int], row: dict[str, Any]) -> None:
+    def _examine(self, ref: Ref, row: Row) -> None:
+        """Add a row to the buffer, or to the report."""
         source, shard = self.sources.groups[ref[0]][ref[2]]
         place = shard.place(ref[3])
         try:
             self.buffer.add(examine(source, place, ref, row, self.options, self.encode))
-        except FilteredClip as reason:
-            self.report.filter(str(reason))
-        except BadClip as reason:
+        except FilteredUtterance as reason:
+            self.report.count_filtered(str(reason))
+        except BadUtterance as reason:
             self.report.quarantine(row_id(source, place, row), place, str(reason))
 
-    def _next_row(self) -> tuple[tuple[int, int, int, int], dict[str, Any]] | None:
-        """The next row with its reference, or None at the end of the epoch, which is where the first group ends."""
+    def _next_row(self) -> tuple[Ref, Row] | None:
+        """Return the next row and its ref, or None at the end of the epoch, which is where the first group ends."""
         while True:
             chosen = self._choose()
             reader = self.readers[chosen]
@@ -179,7 +140,7 @@ class Lane:
             if found is None and chosen > 0:
                 reader.restart()
                 found = reader.next_row()
-                if found is None:  # this lane has no rows of that source
+                if found is None:  # this worker shard has no rows of that source
                     continue
             if found is None:
                 return None
@@ -188,31 +149,12 @@ class Lane:
             return (chosen, reader.passes, shard, row), content
 
     def _choose(self) -> int:
-        """The group that the next row comes from."""
+        """Draw the group that the next row comes from."""
         if self.sources.weights is None:
             return 0
         block, place = divmod(self.drawn, CHOICES_AT_ONCE)
         if self.choices is None or self.choices[0] != block:
-            random = np.random.default_rng((self.options.seed, self.epoch, self.lane, block, 2))
+            random = np.random.default_rng((self.options.seed, self.epoch, self.number, block, 2))
             self.choices = block, random.choice(len(self.readers), size=CHOICES_AT_ONCE, p=self.sources.weights)
         self.drawn += 1
         return int(self.choices[1][place])
-
-
-def make_readers(sources: Sources, options: StreamOptions, epoch: int, lane: int, lanes: int) -> list[GroupReader]:
-    """A reader for each group, at the beginning of the epoch."""
-    return [
-        GroupReader(
-            group,
-            limit=limit,
-            skip=options.skip_samples,
-            shuffle=options.shuffle,
-            interleaved=options.interleave,
-            seed=options.seed,
-            epoch=epoch,
-            lane=lane,
-            lanes=lanes,
-            retries=options.read_retries,
-        )
-        for group, limit in zip(sources.groups, sources.limits, strict=True)
-    ]

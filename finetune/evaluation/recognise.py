@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from finetune.data.batch import Batch
 from finetune.data.batching import BatchLimits
 from finetune.data.decode import as_float
-from finetune.data.stream import Batch, ClipStream
+from finetune.data.stream import UtteranceStream
 from finetune.errors import UserError
 from finetune.evaluation.long_audio import Chunk, Cutting, Pieces, Stitcher, Token, chunks_of
 from finetune.evaluation.mistakes import Mistakes
@@ -149,7 +150,7 @@ def recognise_texts(model: Any, audio_BS: torch.Tensor, lengths_B: torch.Tensor,
 
 def score_stream(
     model: Any,
-    stream: ClipStream,
+    stream: UtteranceStream,
     *,
     normalization: str,
     description: str,
@@ -192,7 +193,7 @@ def score_stream(
                 board.filtered[reason] = board.filtered.get(reason, 0) + n
             if batch.error:
                 raise UserError(f"{description}: {batch.error}", exit_code=1)
-            if batch.audio_BS is None:
+            if not batch.ids:
                 continue
             began = time.perf_counter()
             texts = recognise_texts(model, batch.audio_BS, batch.audio_lengths_B, longest)

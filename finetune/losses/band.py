@@ -1,28 +1,30 @@
 """Which cells a clip's alignments pass through, found without the log-sum-exp of every cell and certified.
 
-A model that has learnt puts nearly all of a clip's alignments into a narrow band of its lattice, but the band is known only
-after the joint's V + 1 token outputs have been summed for every cell. They need not be: the arcs out of a cell need the outputs of
-blank and next token (two rows of V + 1) and their log-sum-exp, and a sum over some of the outputs is a lower bound of the sum over all.
-Taken over the clip's own tokens and blank, at U + 2 rows instead of V + 1, it makes every arc at least as probable as it is, so
-forward-backward over such arcs bounds from above what passes through each cell. The cells where that is not negligible get their true
-log-sum-exp; then the bounds are taken anew from true numbers inside the band and upper ones outside, and the band grows until what
-may pass outside is below the tolerance. With Z the sum over all alignments, Z_band that over those inside the band, and Z_mixed >= Z
-the sum with the upper arcs outside,
-    Z - Z_band <= Z_mixed - Z_band <= sum over the cells outside of what passes through them in the mixed lattice <= tolerance Z_mixed
-so the loss is at most -log(1 - tolerance) too large. The alignments inside, weighed anew, differ from all of them by at most the tolerance
-in total variation, so every posterior does, and each cell outside has an occupancy of at most the tolerance.
+A model that has learnt puts nearly all of a clip's alignments into a narrow band of its lattice, but the band is known
+only after the joint's V + 1 token outputs have been summed for every cell. They need not be: the arcs out of a cell
+need the outputs of blank and next token (two rows of V + 1) and their log-sum-exp, and a sum over some of the outputs
+is a lower bound of the sum over all. Taken over the clip's own tokens and blank, at U + 2 rows instead of V + 1, it
+makes every arc at least as probable as it is, so forward-backward over such arcs bounds from above what passes through
+each cell. The cells where that is not negligible get their true log-sum-exp; then the bounds are taken anew from true
+numbers inside the band and upper ones outside, and the band grows until what may pass outside is below the tolerance.
+With Z the sum over all alignments, Z_band that over those inside the band, and Z_mixed >= Z the sum with the upper
+arcs outside,
+    Z - Z_band <= Z_mixed - Z_band
+               <= sum over the cells outside of what passes through them in the mixed lattice
+               <= tolerance Z_mixed
+so the loss is at most -log(1 - tolerance) too large. The alignments inside, weighed anew, differ from all of them by
+at most the tolerance in total variation, so every posterior does, and each cell outside has an occupancy of at most
+the tolerance.
 
-Shape suffixes: B batch, T encoder frames, U target tokens, V vocabulary, D durations, H hidden, S rows of the partial sum, N cells.
+Shape suffixes: B batch, T encoder frames, U target tokens, V vocabulary, D durations, H hidden, S rows of the partial
+sum, N cells.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from finetune.losses import joint as joints
-from finetune.losses import lattice as lattices
 from finetune.losses import rows
 from finetune.losses.joint import Joint, Plan
 from finetune.losses.lattice import LatticeResult
@@ -33,7 +35,7 @@ ROUNDS = 6
 
 
 class ArcScores(NamedTuple):
-    """Outputs of all N cells that cost little: blank and next token, the durations' log-probabilities, the partial log-sum-exp."""
+    """The cheap outputs of all N cells: blank and next token, log-probabilities of durations, partial log-sum-exp."""
 
     blank_N: torch.Tensor
     label_N: torch.Tensor
@@ -44,21 +46,21 @@ class ArcScores(NamedTuple):
 def arc_scores(joint: Joint) -> ArcScores:
     """One matrix product of U + 2 + D rows over all cells, clip by clip and block by block."""
     plan = joint.plan
-    device, D, dtype = joint.enc.device, len(plan.durations), plan.sum_dtype
+    operations, device, D, dtype = plan.operations, joint.enc.device, len(plan.durations), plan.sum_dtype
     blank_N, label_N, partial_N = torch.empty(3, plan.cells, dtype=dtype, device=device)
     duration_ND = torch.zeros(plan.cells, D or 2, dtype=dtype, device=device)
     targets_BU = joint.next_token.view(-1, joint.U1).cpu()
     last_rows = torch.arange(plan.V, plan.outputs)
     end = 0
-    for clip, T, U in clips_of(plan):
+    for clip, T, U in operations.lattices(plan.frames, plan.tokens):
         start, end = end, end + T * (U + 1)
-        tokens_S, column_U = distinct_tokens(targets_BU[clip, :U])
+        tokens_S, column_U = operations.distinct_tokens(targets_BU[clip, :U])
         rows_S = torch.cat([tokens_S, last_rows]).to(device, non_blocking=True)
         column_U = nn.functional.pad(column_U, (0, 1), value=0).to(device, non_blocking=True)
         weight_SH, bias_S = joint.weight[rows_S], None if joint.bias is None else joint.bias[rows_S]
         S = len(tokens_S)
         step = plan.block_cells(joint.enc.shape[1], outputs=S + 1 + D)
-        for block in (slice(*bounds) for bounds in joints.blocks(start, end, step)):
+        for block in (slice(*bounds) for bounds in operations.blocks(start, end, step)):
             cells = joint.cells(torch.arange(block.start, block.stop, device=device))
             hidden_NH = joint.dropped(joint.hidden(cells), joint.kept(cells))
             scores_NS = nn.functional.linear(hidden_NH, weight_SH, bias_S).to(dtype)
@@ -70,17 +72,6 @@ def arc_scores(joint: Joint) -> ArcScores:
             partial_N[block] = torch.logsumexp(scores_NS[:, : S + 1], 1)
             del cells, hidden_NH, scores_NS, position_N  # before the next block's are made
     return ArcScores(blank_N, label_N, duration_ND, partial_N)
-
-
-def clips_of(plan: Plan) -> Iterator[tuple[int, int, int]]:
-    """(number, frames, tokens) of each clip."""
-    for clip, (T, U) in enumerate(zip(plan.frames, plan.tokens)):
-        yield clip, T, U
-
-
-def distinct_tokens(targets_U: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(S,) each token once, since a row counted twice would no longer be a bound from below, and (U,) where each target's is."""
-    return torch.unique(targets_U, return_inverse=True)
 
 
 def band_lattice(joint: Joint, tolerance: float) -> tuple[torch.Tensor, LatticeResult]:
@@ -104,8 +95,9 @@ def band_lattice(joint: Joint, tolerance: float) -> tuple[torch.Tensor, LatticeR
     inside = 0
     for _ in range(ROUNDS):
         bounds = _lattice(plan, scores, lse_N, None, posteriors=True)
-        more_N = ~inside_N & ~(bounds.label_N + bounds.blank_N < share_N)  # "not below" takes in what is no number
-        fresh = joints.cells_where(more_N)
+        label_N, blank_N, _ = bounds.posteriors()
+        more_N = ~inside_N & ~(label_N + blank_N < share_N)  # "not below" includes NaN
+        fresh = plan.operations.cells_where(more_N)
         if len(fresh) == 0:
             return lse_N, _lattice(plan, scores, lse_N, inside_N, plan.needs_gradient)
         if inside + len(fresh) > WIDEST_BAND * plan.cells:
@@ -113,7 +105,7 @@ def band_lattice(joint: Joint, tolerance: float) -> tuple[torch.Tensor, LatticeR
         inside += len(fresh)
         lse_N[fresh] = log_sum_exp(joint, fresh)
         inside_N |= more_N
-    fresh = joints.cells_where(~inside_N)
+    fresh = plan.operations.cells_where(~inside_N)
     lse_N[fresh] = log_sum_exp(joint, fresh)
     return lse_N, _lattice(plan, scores, lse_N, None, plan.needs_gradient)
 
@@ -129,7 +121,7 @@ def log_sum_exp(joint: Joint, number_N: torch.Tensor) -> torch.Tensor:
         dropped_NH = joint.dropped(joint.hidden(cells), joint.kept(cells))
         return rows.log_sum_exp(joint.token_logits(dropped_NH), plan.sum_dtype)
 
-    for start, end in joints.blocks(0, len(number_N), step):
+    for start, end in plan.operations.blocks(0, len(number_N), step):
         lse_N[start:end] = of_block(number_N[start:end])
     return lse_N
 
@@ -142,7 +134,7 @@ def _lattice(
     blank_N, label_N = scores.blank_N - norm_N, scores.label_N - norm_N
     if inside_N is not None:
         blank_N, label_N = (x.masked_fill(~inside_N, float("-inf")) for x in (blank_N, label_N))
-    return lattices.forward_backward(
+    return plan.operations.forward_backward(
         blank_N,
         label_N,
         scores.duration_ND,

@@ -4,7 +4,6 @@ Shape suffixes: B batch, T encoder frames, U target tokens, V vocabulary, D dura
 """
 
 import math
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ ACTIVATION_NAMES = ("relu", "tanh", "sigmoid")
 def check_shapes(enc_BTH, pred_BUH, weight_OH, bias_O, targets_BU, enc_lengths_B, target_lengths_B, D: int) -> int:
     """V, or a ValueError that names the argument of the wrong shape or type."""
 
-    def expect(ok: bool, name: str, expected: str, tensor: Any) -> None:
+    def expect(ok: bool, name: str, expected: str, tensor: object) -> None:
         if not ok:
             got = (
                 f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
@@ -87,7 +86,8 @@ def check_values(enc_BTH, targets_BU, enc_lengths_B, target_lengths_B, V: int) -
     if any(wrong):
         clip = wrong.index(1)
         raise ValueError(
-            f"targets_BU: expected token ids from 0 to V - 1 = {V - 1}, got {targets_BU[clip, : tokens[clip]].tolist()} in row {clip}"
+            f"targets_BU: expected token ids from 0 to V - 1 = {V - 1}, got "
+            f"{targets_BU[clip, : tokens[clip]].tolist()} in row {clip}"
         )
     return frames, tokens
 

@@ -9,13 +9,18 @@ Shape suffixes: B batch, T encoder frames, U target tokens, H hidden (the joint'
 
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from finetune.losses.tdt import fused_tdt_loss
 
+if TYPE_CHECKING:
+    from nemo.collections.asr.losses.rnnt import RNNTLoss
+    from nemo.collections.asr.modules import RNNTJoint
+
+Model = TypeVar("Model", bound=nn.Module)
 ACTIVATION_OF = {nn.ReLU: "relu", nn.Tanh: "tanh", nn.Sigmoid: "sigmoid"}
 
 
@@ -27,20 +32,21 @@ class JointInputs(NamedTuple):
 
 
 def in_forward_of(module: nn.Module, function: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
-    """Calls `function` as the module's forward, so that hooks which gather its weights (ZeRO-3, FSDP) take part.
+    """Call `function` as the module's forward, so that hooks which gather its weights (ZeRO-3, FSDP) run.
 
     Args:
         module: whose weights the function uses.
         function: takes `inputs`, returns what needs a gradient.
 
     Raises:
-        ValueError: somebody else has replaced the module's forward.
+        ValueError: the module's forward has been replaced by someone else.
     """
     # Accelerate's hooks (offloading) put a forward of their own on the module, which calls this one.
     name = "_old_forward" if "_hf_hook" in module.__dict__ else "forward"
     if name == "forward" and name in module.__dict__:
         raise ValueError(
-            f"{type(module).__name__}: its forward has been replaced by {module.forward!r}; the fused loss cannot take part"
+            f"{type(module).__name__}: its forward has been replaced by {module.forward!r}; the fused loss cannot "
+            "take part"
         )
     before = module.__dict__.get(name)
     setattr(module, name, function)
@@ -54,12 +60,14 @@ def in_forward_of(module: nn.Module, function: Callable[..., torch.Tensor], *inp
 
 
 class NeMoFusedLoss(nn.Module):
-    """Stands in for a NeMo model's `loss`: joint inputs go the fused way, joint outputs to the loss that was there."""
+    """In place of a NeMo model's `loss`: computes joint inputs and leaves joint outputs to the loss it replaces."""
 
-    def __init__(self, plain: nn.Module, joint: nn.Module, options: dict[str, Any]):
+    plain: "RNNTLoss"
+
+    def __init__(self, plain: "RNNTLoss", joint: "RNNTJoint", options: dict[str, Any]):
         super().__init__()
         self.plain, self.options = plain, options
-        self.joint = [joint]  # in a list: the model owns it already
+        self.joint = [joint]  # in a list: not a submodule, the model has it already
 
     @property
     def reduction(self) -> str | None:
@@ -67,19 +75,27 @@ class NeMoFusedLoss(nn.Module):
 
     @reduction.setter
     def reduction(self, value: str | None) -> None:
-        self.plain.reduction = value
+        self.plain.reduction = value  # pyright: ignore[reportAttributeAccessIssue]  # NeMo's loss takes None too
 
-    def reduce(self, losses: Any, target_lengths: Any) -> torch.Tensor:
+    def reduce(self, losses: torch.Tensor, target_lengths: torch.Tensor) -> torch.Tensor:
         return self.plain.reduce(losses, target_lengths)
 
-    def forward(self, *, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any) -> torch.Tensor:
+    def forward(
+        self,
+        *,
+        log_probs: JointInputs | torch.Tensor,
+        targets: torch.Tensor,
+        input_lengths: torch.Tensor,
+        target_lengths: torch.Tensor,
+    ) -> torch.Tensor:
         if not isinstance(log_probs, JointInputs):
             return self.plain(
                 log_probs=log_probs, targets=targets, input_lengths=input_lengths, target_lengths=target_lengths
             )
         joint = self.joint[0]
-        head, layers = joint.joint_net[-1], list(joint.joint_net)
-        dropout = next((m.p for m in layers if isinstance(m, nn.Dropout)), 0.0)
+        layers = list(joint.joint_net)
+        head, dropout = layers[-1], next((m.p for m in layers if isinstance(m, nn.Dropout)), 0.0)
+        assert isinstance(head, nn.Linear)
         enc_BTH, pred_BUH = joint.project_encoder(log_probs.enc_BTD), joint.project_prednet(log_probs.pred_BUD)
 
         def loss(enc_BTH: torch.Tensor, pred_BUH: torch.Tensor) -> torch.Tensor:
@@ -101,10 +117,10 @@ class NeMoFusedLoss(nn.Module):
 
 
 def use_in_nemo(model: Any, *, occupancy_threshold: float = 0.0, joint_memory_budget: int | None = None) -> Any:
-    """Puts the fused loss into a loaded NeMo transducer, in place; validation and decoding stay as they are.
+    """Put the fused loss into a loaded NeMo transducer, in place; validation and decoding stay as they are.
 
-    Works with and without `fuse_loss_wer`. Durations, sigma, omega, FastEmit and clamp are those of the model's own loss. Call it
-    after `change_vocabulary`, which makes a new joint and a new loss.
+    Works with and without `fuse_loss_wer`. Durations, sigma, omega, FastEmit and clamp are those of the model's own
+    loss. Call it after `change_vocabulary`, which makes a new joint and a new loss.
 
     Args:
         model: EncDecRNNTBPEModel or a relative with `joint` and `loss`, TDT or RNN-T head.
@@ -123,7 +139,8 @@ def use_in_nemo(model: Any, *, occupancy_threshold: float = 0.0, joint_memory_bu
         raise ValueError(f"loss.loss_name: expected a TDT or RNN-T loss, got {name!r}")
     if type(joint).__name__ != "RNNTJoint" or type(joint.joint_net[0]) not in ACTIVATION_OF:
         raise ValueError(
-            f"joint: expected NeMo's RNNTJoint with relu, tanh or sigmoid, got {type(joint).__name__} with {joint.joint_net[0]}"
+            f"joint: expected NeMo's RNNTJoint with relu, tanh or sigmoid, got {type(joint).__name__} with "
+            f"{joint.joint_net[0]}"
         )
     head = joint.joint_net[-1]
     if type(head) is not nn.Linear:
@@ -132,14 +149,16 @@ def use_in_nemo(model: Any, *, occupancy_threshold: float = 0.0, joint_memory_bu
         )
     if getattr(joint, "masking_prob", 0) > 0:
         raise ValueError(
-            f"joint.masking_prob: expected 0, got {joint.masking_prob}: the fused loss does not mask predictions (HAINAN)"
+            f"joint.masking_prob: expected 0, got {joint.masking_prob}: the fused loss does not mask predictions "
+            "(HAINAN)"
         )
     if joint.is_adapter_available():
         raise ValueError("joint: expected no adapters, which the fused loss would leave out")
     durations = tuple(kwargs.get("durations") or ()) if joint.num_extra_outputs else ()
     if len(durations) != joint.num_extra_outputs:
         raise ValueError(
-            f"loss.tdt_kwargs.durations: expected {joint.num_extra_outputs} durations, as the joint has, got {list(durations)}"
+            f"loss.tdt_kwargs.durations: expected {joint.num_extra_outputs} durations, as the joint has, got "
+            f"{list(durations)}"
         )
     options = {
         "durations": durations,
@@ -195,16 +214,17 @@ def use_in_nemo(model: Any, *, occupancy_threshold: float = 0.0, joint_memory_bu
 
 
 def use_in_transformers(
-    model: Any,
+    model: Model,
     *,
     reduction: str | None = None,
     sigma: float = 0.0,
     occupancy_threshold: float = 0.0,
     joint_memory_budget: int | None = None,
-) -> Any:
-    """Puts the fused loss into a ParakeetForTDT, in place: in training, `model(..., labels=...)` returns it without `logits` (None).
+) -> Model:
+    """Put the fused loss into a ParakeetForTDT, in place.
 
-    In eval mode and without labels everything is as before.
+    In training, `model(..., labels=...)` returns it with `logits` None. In eval mode and without labels nothing
+    changes.
 
     Args:
         model: transformers' ParakeetForTDT or ParakeetForRNNT.
@@ -218,8 +238,9 @@ def use_in_transformers(
         ValueError: it is another model, or its joint is of a kind that the fused loss does not compute.
     """
     from transformers import ParakeetForRNNT, ParakeetForTDT
-    from transformers.models.parakeet.modeling_parakeet import ParakeetRNNTDecoderCache, ParakeetRNNTOutput
-    from transformers.utils import can_return_tuple
+    from transformers.models.parakeet.generation_parakeet import ParakeetRNNTDecoderCache
+    from transformers.models.parakeet.modeling_parakeet import ParakeetRNNTOutput
+    from transformers.utils.generic import can_return_tuple
 
     if not isinstance(model, ParakeetForTDT | ParakeetForRNNT):
         raise ValueError(f"model: expected ParakeetForTDT or ParakeetForRNNT, got {type(model).__name__}")

@@ -2,8 +2,9 @@
 
 Shape suffixes: N lattice cells, H hidden.
 
-The mask of an element is a hash of (seed, cell number, hidden unit), so neither the block size nor the cells that backward leaves out
-change it. The hash is lowbias32 (Chris Wellons, public domain), two rounds of xor-shift and multiply on 32-bit numbers.
+The mask of an element is a hash of (seed, cell number, hidden unit), so neither the block size nor the cells that
+backward leaves out change it. The hash is lowbias32 (Chris Wellons, public domain), two rounds of xor-shift and
+multiply on 32-bit numbers.
 """
 
 import functools
@@ -11,6 +12,11 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+
+
+def draw_seed() -> int:
+    """Draw the seed of one call's masks from torch's global CPU generator."""
+    return int(torch.randint(2**31 - 1, ()))
 
 
 def dropout_mask(cell_N: torch.Tensor, H: int, probability: float, seed: int) -> torch.Tensor:

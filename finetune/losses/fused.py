@@ -7,7 +7,6 @@ O joint outputs (V + 1 + D: tokens, blank, durations), N lattice cells (all of t
 import torch
 from torch.autograd.function import once_differentiable
 
-from finetune.losses import joint as joints
 from finetune.losses import rows
 from finetune.losses.band import band_lattice
 from finetune.losses.joint import Joint, Plan
@@ -23,7 +22,7 @@ class FusedTransducer(torch.autograd.Function):
             lse_N, lattice = band_lattice(joint, max(plan.occupancy_threshold, torch.finfo(plan.sum_dtype).eps ** 2))
         ctx.plan = plan
         if plan.needs_gradient:
-            posteriors = (x.to(plan.sum_dtype) for x in (lattice.label_N, lattice.blank_N, lattice.duration_ND))
+            posteriors = (x.to(plan.sum_dtype) for x in lattice.posteriors())
             ctx.save_for_backward(enc_BTH, pred_BUH, weight_OH, bias_O, targets_BU, lse_N, *posteriors)
         return (lattice.losses_B * (1 + plan.fastemit_lambda)).to(plan.sum_dtype)
 
@@ -32,7 +31,7 @@ class FusedTransducer(torch.autograd.Function):
     def backward(ctx, grad_B):
         plan: Plan = ctx.plan
         enc_BTH, pred_BUH, weight_OH, bias_O, targets_BU, lse_N, label_N, blank_N, duration_ND = ctx.saved_tensors
-        need_enc, need_pred, need_weight, need_bias = ctx.needs_input_grad[:4]
+        need_enc, need_pred, need_weight, need_bias = ctx.needs_input_grad[:4]  # no bias: False
         device, dtype = enc_BTH.device, plan.sum_dtype
         joint = Joint(plan, enc_BTH, pred_BUH, weight_OH, bias_O, targets_BU)
         H = enc_BTH.shape[2]
@@ -45,10 +44,11 @@ class FusedTransducer(torch.autograd.Function):
         scale_B = torch.where(has_cells_B, grad_B.to(dtype), 0.0)
         largest = scale_B.abs().amax() if scale_B.numel() else scale_B.sum()
         scale_B = torch.where(largest == 0, 0.0, scale_B / largest)
-        # Rows below eps^2 vanish in any sum with the others, and on a CPU their subnormal numbers cost more than all the rest.
+        # Rows below eps^2 vanish in any sum with the others, and on a CPU their subnormal numbers cost more than all
+        # the rest.
         least = max(plan.occupancy_threshold, torch.finfo(dtype).eps ** 2)
         # "not below" keeps cells that are no number, so that a broken forward shows in the gradient.
-        kept_N = joints.cells_where(~(label_N + blank_N < least))
+        kept_N = plan.operations.cells_where(~(label_N + blank_N < least))
         N, step = kept_N.shape[0], plan.block_cells(H)
 
         def add_block(which: torch.Tensor) -> None:
@@ -70,23 +70,24 @@ class FusedTransducer(torch.autograd.Function):
                 clamp=plan.clamp,
             )
             own_NO = grad_NO[:, : plan.outputs]
-            if need_bias:
+            if grad_bias is not None:
                 grad_bias[: plan.outputs] += own_NO.sum(0, dtype=dtype)
-            if need_weight and dtype == plan.compute_dtype:
-                grad_weight[: plan.outputs].addmm_(own_NO.t(), dropped_NH)
-            elif need_weight:
-                grad_weight[: plan.outputs] += (grad_NO.t() @ dropped_NH)[: plan.outputs]
-            if need_enc or need_pred:
+            if grad_weight is not None:
+                if dtype == plan.compute_dtype:
+                    grad_weight[: plan.outputs].addmm_(own_NO.t(), dropped_NH)
+                else:
+                    grad_weight[: plan.outputs] += (grad_NO.t() @ dropped_NH)[: plan.outputs]
+            if grad_enc is not None or grad_pred is not None:
                 grad_NH = (grad_NO @ joint.weight).to(dtype)
                 grad_NH = joint.hidden_gradient(grad_NH, hidden_NH, kept_NH)
-                if need_enc:
+                if grad_enc is not None:
                     grad_enc.index_add_(0, cells.frame, grad_NH)
-                if need_pred:
+                if grad_pred is not None:
                     grad_pred.index_add_(0, cells.position, grad_NH)
 
         # A function call a block: its tensors are gone before the next one's are made.
         with torch.autocast(device.type, enabled=False):
-            for start, end in joints.blocks(0, N, step):
+            for start, end in plan.operations.blocks(0, N, step):
                 add_block(kept_N[start:end])
 
         def finish(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:

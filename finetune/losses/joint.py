@@ -4,13 +4,13 @@ Shape suffixes: B batch, T encoder frames, U target tokens, V vocabulary, D dura
 O joint outputs (V + 1 + D: tokens, blank, durations), N lattice cells (all of the batch, or those of one block).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from finetune.losses.dropout import dropout_mask
+from finetune.losses.operations import Operations
 
 # activation(x) in place, and the gradient in place given activation(x)
 ACTIVATIONS: dict[str, tuple[Callable, Callable]] = {
@@ -21,7 +21,8 @@ ACTIVATIONS: dict[str, tuple[Callable, Callable]] = {
 # Measured: 16 to 128 MiB are equally fast, for 1,024 and 8,192 tokens.
 CPU_BLOCK_BYTES = 32 * 2**20
 GPU_BLOCK_BYTES = 512 * 2**20
-# A GPU's matrix products in half precision are quick when rows begin at such multiples of elements; outputs of zeros fill the gap.
+# A GPU's matrix products in half precision are quick when rows begin at such multiples of elements; outputs of zeros
+# fill the gap.
 ALIGNED = 8
 # Kernels count with 32-bit numbers in places.
 MOST_ELEMENTS = 2**31 - 1
@@ -45,6 +46,7 @@ class Plan:
     budget: int
     compute_dtype: torch.dtype
     needs_gradient: bool
+    operations: Operations
 
     @property
     def outputs(self) -> int:
@@ -68,7 +70,8 @@ class Plan:
         outputs = outputs or self.aligned(self.outputs)
         wide = self.sum_dtype.itemsize
         narrow = self.compute_dtype.itemsize if self.compute_dtype != self.sum_dtype else 0
-        # Logits and their copy in the other precision; enc, pred, activation, its gradient and a temporary; cell indices and D + 4 numbers.
+        # Logits and their copy in the other precision; enc, pred, activation, its gradient and a temporary; cell
+        # indices and D + 4 numbers.
         a_cell = outputs * (wide + narrow) + H * (5 * wide + narrow) + 8 * (8 + len(self.durations))
         if self.dropout:
             a_cell += H * (wide + 24)  # the mask is hashed in 64-bit numbers on a GPU
@@ -77,7 +80,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Cells:
-    """The cells of a block: number in the batch, clip, row of enc (b, t), row of pred (b, u), next token (0 where u = U)."""
+    """The cells of a block: number in the batch, clip, rows of enc (b, t) and pred (b, u), next token (0 at u = U)."""
 
     number: torch.Tensor
     clip: torch.Tensor
@@ -89,7 +92,15 @@ class Cells:
 class Joint:
     """The joint network on chosen cells, with its tensors cast and laid out once."""
 
-    def __init__(self, plan: Plan, enc_BTH, pred_BUH, weight_OH, bias_O, targets_BU):
+    def __init__(
+        self,
+        plan: Plan,
+        enc_BTH: torch.Tensor,
+        pred_BUH: torch.Tensor,
+        weight_OH: torch.Tensor,
+        bias_O: torch.Tensor | None,
+        targets_BU: torch.Tensor,
+    ):
         self.plan = plan
         self.T, self.U1 = enc_BTH.shape[1], pred_BUH.shape[1]
         self.enc = enc_BTH.reshape(-1, enc_BTH.shape[2])
@@ -99,9 +110,10 @@ class Joint:
         spare = plan.aligned(plan.outputs) - plan.outputs
         if spare:
             self.weight = nn.functional.pad(self.weight, (0, 0, 0, spare))
-            self.bias = None if bias_O is None else nn.functional.pad(self.bias, (0, spare))
+            self.bias = None if self.bias is None else nn.functional.pad(self.bias, (0, spare))
         device = enc_BTH.device
-        # The token after position u, one column longer than the targets so that u = U has an (unused) entry too; padding may hold anything.
+        # The token after position u, one column longer than the targets so that u = U has an (unused) entry too;
+        # padding may hold anything.
         next_token = torch.zeros(pred_BUH.shape[:2], dtype=torch.int64, device=device)
         next_token[:, : targets_BU.shape[1]] = targets_BU
         lengths = torch.tensor([plan.frames, plan.tokens], dtype=torch.int64).to(device, non_blocking=True)
@@ -127,7 +139,9 @@ class Joint:
     def kept(self, cells: Cells) -> torch.Tensor | None:
         """(N, H) bool, False where dropout zeroes; None without dropout."""
         plan = self.plan
-        return dropout_mask(cells.number, self.enc.shape[1], plan.dropout, plan.seed) if plan.dropout else None
+        if not plan.dropout:
+            return None
+        return plan.operations.dropout_mask(cells.number, self.enc.shape[1], plan.dropout, plan.seed)
 
     def dropped(self, hidden_NH: torch.Tensor, kept_NH: torch.Tensor | None) -> torch.Tensor:
         return hidden_NH if kept_NH is None else (hidden_NH * kept_NH).mul_(1 / (1 - self.plan.dropout))
@@ -152,22 +166,11 @@ class Joint:
         return activation_gradient(grad_NH, hidden_NH)
 
 
-def blocks(start: int, end: int, step: int) -> Iterator[tuple[int, int]]:
-    """Bounds of the blocks that cells are computed in. (planning/follow.py looks at the first block only.)"""
-    for first in range(start, end, step):
-        yield first, min(first + step, end)
-
-
-def cells_where(mask_N: torch.Tensor) -> torch.Tensor:
-    """(n,) numbers of the cells where the mask is set."""
-    return torch.nonzero(mask_N)[:, 0]
-
-
-def compute_dtype_of(device: torch.device, inputs: Sequence[torch.Tensor | None]) -> torch.dtype:
-    """The dtype of the matrix products: autocast's where it is on (it leaves float64 alone), else that of the inputs together."""
+def compute_dtype_of(device: torch.device, inputs: Sequence[torch.Tensor]) -> torch.dtype:
+    """The dtype of the matrix products: autocast's where it is on (but for float64), else that of all inputs."""
     dtype = inputs[0].dtype
     for x in inputs[1:]:
-        dtype = dtype if x is None else torch.promote_types(dtype, x.dtype)
+        dtype = torch.promote_types(dtype, x.dtype)
     if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
         return torch.get_autocast_dtype(device.type)
     return dtype

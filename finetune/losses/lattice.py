@@ -2,13 +2,14 @@
 
 Shape suffixes: B batch, T encoder frames, U target tokens, D durations, N lattice cells, K diagonals.
 
-A clip with T frames and U tokens has the cells (t, u), 0 <= t < T, 0 <= u <= U; cell (t, u) stands for "u tokens emitted, the
-next decision is made at frame t". With the durations d of TDT (arXiv 2304.06795) the arcs out of a cell are
+A clip with T frames and U tokens has the cells (t, u), 0 <= t < T, 0 <= u <= U; cell (t, u) stands for "u tokens
+emitted, the next decision is made at frame t". With the durations d of TDT (arXiv 2304.06795) the arcs out of a cell
+are
     label  (t, u) -> (t + d, u + 1)   for t + d < T,                 log-probability label(t, u) + duration_d(t, u)
     blank  (t, u) -> (t + d, u)       for d > 0 and t + d < T,       log-probability blank(t, u) + duration_d(t, u)
     end    (t, U) -> (T, U)           for d > 0 and t + d = T,       as a blank
-so an alignment ends with a blank that lands exactly on T. RNN-T (arXiv 1211.3711) is the same lattice with labels of duration 0
-and blanks of duration 1. Cells are listed clip by clip, t before u: cell = first_cell + t * (U + 1) + u.
+so an alignment ends with a blank that lands exactly on T. RNN-T (arXiv 1211.3711) is the same lattice with labels of
+duration 0 and blanks of duration 1. Cells are listed clip by clip, t before u: cell = first_cell + t * (U + 1) + u.
 """
 
 import functools
@@ -38,6 +39,12 @@ class LatticeResult(NamedTuple):
     blank_N: torch.Tensor | None
     duration_ND: torch.Tensor | None
 
+    def posteriors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Those of labels, blanks and durations, where they were asked for."""
+        if self.label_N is None or self.blank_N is None or self.duration_ND is None:
+            raise ValueError("forward_backward was called with posteriors=False")
+        return self.label_N, self.blank_N, self.duration_ND
+
 
 def check_durations(durations: Sequence[int]) -> tuple[int, ...]:
     """`durations` as a tuple of ints, () for plain RNN-T; raises ValueError when no blank could advance."""
@@ -50,7 +57,8 @@ def check_durations(durations: Sequence[int]) -> tuple[int, ...]:
         not distinct or min(checked) < 0 or max(checked) == 0 or any(a != b for a, b in zip(checked, durations))
     ):
         raise ValueError(
-            f"durations: expected distinct whole numbers >= 0 with at least one above 0 (or () for RNN-T), got {durations!r}"
+            "durations: expected distinct whole numbers >= 0 with at least one above 0 (or () for RNN-T), got "
+            f"{durations!r}"
         )
     return checked
 
@@ -60,8 +68,8 @@ def feasible_clips(
 ) -> torch.Tensor:
     """Which clips have at least one alignment.
 
-    A clip is feasible when its T frames are a sum of U durations (its labels, in any order) and of one or more durations above 0
-    (its blanks, the last of which ends the clip).
+    A clip is feasible when its T frames are a sum of U durations (its labels, in any order) and of one or more
+    durations above 0 (its blanks, the last of which ends the clip).
 
     Args:
         enc_lengths_B: (B,) encoder frames of each clip, whole numbers >= 0.
@@ -82,13 +90,19 @@ def feasible_clips(
         )
     if not durations or {0, 1} <= set(durations):
         return enc_lengths_B > 0
-    frames, tokens = enc_lengths_B.long().tolist(), target_lengths_B.long().tolist()
-    if not frames:
-        return torch.zeros_like(enc_lengths_B, dtype=torch.bool)
-    if min(frames + tokens) < 0:
+    feasible = feasible_lengths(enc_lengths_B.long().tolist(), target_lengths_B.long().tolist(), durations)
+    return torch.tensor(feasible, dtype=torch.bool, device=enc_lengths_B.device)
+
+
+def feasible_lengths(frames: list[int], tokens: list[int], durations: tuple[int, ...]) -> list[bool]:
+    """`feasible_clips` of lengths on the host, with durations that have been checked."""
+    if not durations or {0, 1} <= set(durations):
+        return [t > 0 for t in frames]
+    if min(frames + tokens, default=0) < 0:
         raise ValueError(f"enc_lengths_B and target_lengths_B: expected lengths >= 0, got {frames} and {tokens}")
-    # Bit t of a Python int says that t frames can be reached; shifting by d adds an arc of duration d. First by blanks alone.
-    within = (1 << (max(frames) + 1)) - 1
+    # Bit t of a Python int says that t frames can be reached; shifting by d adds an arc of duration d. First by blanks
+    # alone.
+    within = (1 << (max(frames, default=0) + 1)) - 1
     reached, grown = 0, 1
     while grown != reached:
         reached = grown
@@ -99,13 +113,12 @@ def feasible_clips(
         if d > 0:
             reachable |= (reached << d) & within
     reachable_by_tokens = [reachable]
-    for _ in range(max(tokens)):
+    for _ in range(max(tokens, default=0)):
         step = 0
         for d in durations:
             step |= (reachable_by_tokens[-1] << d) & within
         reachable_by_tokens.append(step)
-    answers = [bool(reachable_by_tokens[u] >> t & 1) for t, u in zip(frames, tokens)]
-    return torch.tensor(answers, dtype=torch.bool, device=enc_lengths_B.device)
+    return [bool(reachable_by_tokens[u] >> t & 1) for t, u in zip(frames, tokens)]
 
 
 def forward_backward(
@@ -129,11 +142,12 @@ def forward_backward(
         labels_stay: labels take the first duration only (RNN-T: durations (0, 1), labels_stay).
         posteriors: also compute the posteriors that the gradient needs.
     """
-    solve = _solve_torch
     if blank_N.device.type == "cpu" and _numba_kernel() is not None:
         solve = _solve_numba
-    elif blank_N.is_cuda and _triton_solve() is not None:
-        solve = _triton_solve()
+    elif blank_N.is_cuda and triton_works():
+        solve = _solve_triton
+    else:
+        solve = _solve_torch
     return solve(
         blank_N.double(),
         label_N.double(),
@@ -146,7 +160,7 @@ def forward_backward(
     )
 
 
-# ---------------------------------------------------------------------------------------------------------- numba, on the CPU
+# --------------------------------------------------------------------------------------------------- numba, on the CPU
 
 
 def _solve_clips(
@@ -256,7 +270,7 @@ def _solve_clips(
 
 @functools.cache
 def _numba_kernel() -> Callable[..., None] | None:
-    """The compiled `_solve_clips`, or None where numba is missing. Compiled at the first call of a machine, then read from a cache."""
+    """The compiled `_solve_clips` (compiled once on a machine, then cached), or None where numba is missing."""
     try:
         import numba
     except ImportError:
@@ -279,14 +293,19 @@ def _solve_numba(
     label_post, blank_post = torch.zeros(2, size, dtype=torch.float64)
     duration_post = torch.zeros(size, D, dtype=torch.float64)
 
+    kernel = _numba_kernel()
+    assert kernel is not None  # the caller has asked
+
     def solve(first_clip: int, last_clip: int) -> None:
-        _numba_kernel()(
-            first_clip, last_clip, first_cell, frames, tokens, np.asarray(durations, dtype=np.int64), label_durations, posteriors,
+        kernel(
+            first_clip, last_clip, first_cell, frames, tokens, np.asarray(durations, dtype=np.int64),
+            label_durations, posteriors,
             blank_N.contiguous().numpy(), label_N.contiguous().numpy(), duration_ND.contiguous().numpy(),
             losses.numpy(), label_post.numpy(), blank_post.numpy(), duration_post.numpy(),
         )  # fmt: skip
 
-    # Plain threads over released-GIL code, not numba's own: those abort when two Python threads enter them or after a fork.
+    # Plain threads over released-GIL code, not numba's own: those abort when two Python threads enter them or after a
+    # fork.
     threads = min(torch.get_num_threads(), B, N // CELLS_WORTH_A_THREAD)
     if threads > 1:
         solve(0, 0)  # compile or load once, before the threads race for it
@@ -301,20 +320,18 @@ def _solve_numba(
     return LatticeResult(losses, label_post, blank_post, duration_post)
 
 
-# ------------------------------------------------------------------------------------------------------------ Triton, on a GPU
+# ---------------------------------------------------------------------------------------------------- Triton, on a GPU
 
 
-def _triton_solve() -> Callable[..., LatticeResult] | None:
-    if not triton_works():
-        return None
+def _solve_triton(*arguments) -> LatticeResult:
     from finetune.losses.lattice_triton import solve
 
-    return lambda *arguments: LatticeResult(*solve(*arguments))
+    return LatticeResult(*solve(*arguments))
 
 
 @functools.cache
 def triton_works() -> bool:
-    """Whether Triton is there and can compile for the GPU (it needs a C compiler); says so once where it cannot."""
+    """Whether Triton is there and can compile for the GPU (it needs a C compiler); warns once where it cannot."""
     try:
         from finetune.losses.lattice_triton import solve
 
@@ -322,20 +339,21 @@ def triton_works() -> bool:
         solve(one, one, one[:, None], [1], [0], (1,), 1, False)
     except Exception as error:
         warnings.warn(
-            f"the fused loss runs without its GPU kernels, several times slower: Triton fails with {type(error).__name__}: {error}",
+            "the fused loss runs without its GPU kernels, several times slower: Triton fails with "
+            f"{type(error).__name__}: {error}",
             stacklevel=2,
         )
         return False
     return True
 
 
-# ------------------------------------------------------------------------------------------------------- PyTorch, on any device
+# ---------------------------------------------------------------------------------------------- PyTorch, on any device
 
 
 def _solve_torch(
     blank_N, label_N, duration_ND, frames_B, tokens_B, durations, label_durations, posteriors
 ) -> LatticeResult:
-    """The same along the diagonals k = t + u, whose cells do not depend on each other; a few launches a diagonal, no sync."""
+    """The same along the diagonals k = t + u, whose cells are independent; a few launches a diagonal, no sync."""
     device = blank_N.device
     B, D, minus_inf = len(frames_B), len(durations), float("-inf")
     lengths = torch.tensor([list(frames_B), list(tokens_B)], dtype=torch.int64).to(device, non_blocking=True)

@@ -1,8 +1,9 @@
 """Forward-backward over a batch of lattices on a GPU: two launches, whatever the number of clips.
 
-The first gives two programs to each clip, one that walks the diagonals k = t + u upwards (alpha) and one that walks them downwards
-(beta); the cells of a diagonal do not depend on each other and fill the program's lanes. The second launch takes the posteriors of all
-cells at once. Lattice and names are those of lattice.py. With TRITON_INTERPRET=1 in the environment everything runs on the CPU.
+The first gives two programs to each clip, one that walks the diagonals k = t + u upwards (alpha) and one that walks
+them downwards (beta); the cells of a diagonal do not depend on each other and fill the program's lanes. The second
+launch takes the posteriors of all cells at once. Lattice and names are those of lattice.py. With TRITON_INTERPRET=1 in
+the environment everything runs on the CPU.
 
 Shape suffixes: B batch, N lattice cells, D durations.
 """
@@ -208,11 +209,12 @@ def solve(
     if N == 0:
         empty_N, empty_ND = blank_N.new_zeros(0), blank_N.new_zeros(0, D)
         return (-log_z_B, empty_N, empty_N, empty_ND) if posteriors else (-log_z_B, None, None, None)
-    lanes = max(triton.next_power_of_2(max(tokens_B) + 1), triton.next_power_of_2(D), 32)
+    lanes = max(int(triton.next_power_of_2(max(max(tokens_B) + 1, D))), 32)
     with torch.cuda.device_of(blank_N):  # Triton launches on the current device
         _walk[(B, 2 if posteriors else 1)](
             blank_N, label_N, duration_ND, alpha_N, beta_N, log_z_B, lengths[2], lengths[0], lengths[1], durations_D,
-            D=D, LABEL_D=label_durations, LANES=lanes, num_warps=warps_for(lanes),
+            D=D, LABEL_D=label_durations, LANES=lanes,
+            num_warps=warps_for(lanes),  # pyright: ignore[reportCallIssue]  # an option of the launch
         )  # fmt: skip
     if not posteriors:
         return -log_z_B, None, None, None
@@ -221,7 +223,9 @@ def solve(
     duration_post_ND = torch.empty(N, D, dtype=torch.float64, device=device)
     with torch.cuda.device_of(blank_N):
         _posteriors[(triton.cdiv(N, CELLS_A_PROGRAM),)](
-            blank_N, label_N, duration_ND, alpha_N, beta_N, log_z_B, clip_N, lengths[2], lengths[0], lengths[1], durations_D,
-            label_post_N, blank_post_N, duration_post_ND, N, D=D, LABEL_D=label_durations, LANES=CELLS_A_PROGRAM, num_warps=4,
+            blank_N, label_N, duration_ND, alpha_N, beta_N, log_z_B, clip_N,
+            lengths[2], lengths[0], lengths[1], durations_D, label_post_N, blank_post_N, duration_post_ND, N,
+            D=D, LABEL_D=label_durations, LANES=CELLS_A_PROGRAM,
+            num_warps=4,  # pyright: ignore[reportCallIssue]  # an option of the launch
         )  # fmt: skip
     return -log_z_B, label_post_N, blank_post_N, duration_post_ND

@@ -1,4 +1,4 @@
-"""Rows of joint outputs to log-sum-exps and to gradient rows on a GPU: each reads the outputs once, in the dtype that they have.
+"""Rows of joint outputs to log-sum-exps and to gradient rows on a GPU; each reads the outputs once, in their dtype.
 
 With TRITON_INTERPRET=1 in the environment everything runs on the CPU.
 
@@ -86,7 +86,10 @@ def log_sum_exp(logits_NV: torch.Tensor) -> torch.Tensor:
     if N:
         columns = min(COLUMNS, triton.next_power_of_2(V1))
         with torch.cuda.device_of(logits_NV):  # Triton launches on the current device
-            _log_sum_exp[(N,)](logits_NV, lse_N, logits_NV.stride(0), V1, COLUMNS=columns, num_warps=4)
+            _log_sum_exp[(N,)](
+                logits_NV, lse_N, logits_NV.stride(0), V1, COLUMNS=columns,
+                num_warps=4,  # pyright: ignore[reportCallIssue]  # an option of the launch
+            )  # fmt: skip
     return lse_N
 
 
@@ -110,6 +113,7 @@ def gradient_(
         with torch.cuda.device_of(logits_NO):
             _gradient[(len(logits_NO),)](
                 logits_NO, lse_N, label_N, blank_N, duration_ND, next_token_N, scale_N, logits_NO.stride(0), V,
-                fastemit_lambda, clamp, D=D, LANES_D=triton.next_power_of_2(max(D, 1)), COLUMNS=columns, num_warps=4,
+                fastemit_lambda, clamp, D=D, LANES_D=triton.next_power_of_2(max(D, 1)), COLUMNS=columns,
+                num_warps=4,  # pyright: ignore[reportCallIssue]  # an option of the launch
             )  # fmt: skip
     return logits_NO

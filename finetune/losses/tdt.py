@@ -5,29 +5,39 @@ O joint outputs (V + 1 + D: tokens, blank, durations), N lattice cells (all of t
 
 The joint network says for each lattice cell n = (b, t, u)
     z_n = weight dropout(activation(enc[b, t] + pred[b, u])) + bias          log p_n = log_softmax of each head of z_n
-and the lattice (lattice.py) needs of z_n only the log-probabilities of blank, of the next target token and of the D durations. Blank, next
-token and durations are made for all cells, the log-sum-exp over all tokens only for the cells that alignments can pass through
-(band.py): for a block of them at a time the logits are made, reduced and dropped. Backward makes them again, for the cells that alignments
-do pass through: with the posterior probabilities label_n, blank_n, duration_n that an alignment leaves cell n by such an arc and its
-occupancy gamma_n = label_n + blank_n, the gradient row is
-    d loss / d z_n[v] = gamma_n softmax(z_n)[v] - label_n [v = next token] - blank_n [v = blank]        tokens and blank
+and the lattice (lattice.py) needs of z_n only the log-probabilities of blank, of the next target token and of the D
+durations. Blank, next token and durations are made for all cells, the log-sum-exp over all tokens only for the cells
+that alignments can pass through (band.py): for a block of them at a time the logits are made, reduced and dropped.
+Backward makes them again, for the cells that alignments do pass through: with the posterior probabilities label_n,
+blank_n, duration_n that an alignment leaves cell n by such an arc and its occupancy gamma_n = label_n + blank_n, the
+gradient row is
+    d loss / d z_n[v] = gamma_n softmax(z_n)[v] - label_n [v = next token] - blank_n [v = blank]        tokens, blank
     d loss / d z_n[d] = gamma_n softmax(z_n)[d] - duration_n[d]                                         durations
 whose absolute values sum to at most 4 gamma_n: softmax and arcs weigh gamma_n each, in either head.
 TDT: arXiv 2304.06795. RNN-T: arXiv 1211.3711. FastEmit: arXiv 2010.11148.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-from finetune.losses.checks import check_options, check_shapes, check_values
+from finetune.losses.checks import check_options, check_shapes
 from finetune.losses.fused import FusedTransducer
 from finetune.losses.joint import CPU_BLOCK_BYTES, GPU_BLOCK_BYTES, Plan, compute_dtype_of
-from finetune.losses.lattice import check_durations, feasible_clips
+from finetune.losses.lattice import check_durations, feasible_lengths
+from finetune.losses.operations import REAL, Operations
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-@torch.compiler.disable  # a compiled caller gains nothing in here and would compile anew for each shape
+def _not_compiled(function: Function) -> Function:
+    """Keep `function` out of compiled callers: they gain nothing in it and would compile anew for each shape."""
+    return cast("Function", torch.compiler.disable(function))
+
+
+@_not_compiled
 def fused_tdt_loss(
     enc_BTH: torch.Tensor,
     pred_BUH: torch.Tensor,
@@ -49,50 +59,58 @@ def fused_tdt_loss(
     fastemit_lambda: float = 0.0,
     clamp: float = 0.0,
     joint_memory_budget: int | None = None,
+    operations: Operations = REAL,
 ) -> torch.Tensor:
     """TDT loss (or RNN-T loss, with `durations=()`) without the (B, T, U + 1, O) tensor of joint outputs.
 
-    Matrix products run in autocast's dtype where autocast is on, else in the inputs' own; log-sum-exp in float32 and the lattice in
-    float64 (float64 inputs: all in float64). An empty or all-infeasible batch gives 0 with zero gradients (inf under "none").
+    Matrix products run in autocast's dtype where autocast is on, else in the inputs' own; log-sum-exp in float32 and
+    the lattice in float64 (float64 inputs: all in float64). An empty or all-infeasible batch gives 0 with zero
+    gradients (inf under "none").
 
     Args:
         enc_BTH: (B, T, H) encoder outputs, already projected to the joint's width.
-        pred_BUH: (B, U + 1, H) prediction network outputs for start of sequence and each target, projected to the joint's width.
-        weight_OH: (O, H) weight of the joint's last linear layer, O = V + 1 + len(durations); the blank is row V, durations come last.
+        pred_BUH: (B, U + 1, H) prediction network outputs for start of sequence and each target, projected to the
+            joint's width.
+        weight_OH: (O, H) weight of the joint's last linear layer, O = V + 1 + len(durations); the blank is row V,
+            durations come last.
         bias_O: (O,) its bias, or None.
         targets_BU: (B, U) token ids in [0, V), padded with anything; int32 or int64.
         enc_lengths_B: (B,) frames of each clip, 0 <= length <= T.
         target_lengths_B: (B,) tokens of each clip, 0 <= length <= U.
         durations: what each duration output stands for, in encoder frames; () for plain RNN-T.
         activation: "relu", "tanh" or "sigmoid", between the sum of `enc` and `pred` and the linear layer.
-        dropout: probability with which an activation is zeroed (the others are scaled up), before the linear layer. The masks come
-            from a seed drawn from torch's global CPU generator, so torch.manual_seed reproduces them on any device and for any
-            block size.
-        sigma: logit under-normalisation: subtracted from the log-probability of each token and blank, not of durations. No effect
-            on the RNN-T loss, as in NeMo.
-        omega: probability with which the whole batch gets the RNN-T loss on the token outputs in place of the TDT loss. No effect with
-            `durations=()` or when `rnnt_draw` is given.
-        rnnt_draw: the outcome of that draw, where the caller makes it (several processes, or accumulated batches): True RNN-T, False TDT.
+        dropout: probability with which an activation is zeroed (the others are scaled up), before the linear layer.
+            The masks come from a seed drawn from torch's global CPU generator, so torch.manual_seed reproduces them on
+            any device and for any block size.
+        sigma: logit under-normalisation: subtracted from the log-probability of each token and blank, not of
+            durations. No effect on the RNN-T loss, as in NeMo.
+        omega: probability with which the whole batch gets the RNN-T loss on the token outputs in place of the TDT
+            loss. No effect with `durations=()` or when `rnnt_draw` is given.
+        rnnt_draw: the outcome of that draw, where the caller makes it (several processes, or accumulated batches):
+            True RNN-T, False TDT.
         generator: CPU generator for the draw; None draws from torch's global CPU generator.
-        reduction: "none": (B,) losses; "sum"; "mean_batch": sum / clips; "mean": mean over clips of loss / tokens; "mean_volume": sum /
-            tokens of all clips. As NeMo's, except that infeasible clips take no part in sums, counts and token counts, and that a
-            number of tokens (of a clip in "mean", of the batch in "mean_volume") counts as at least 1, where NeMo divides by 0.
-        occupancy_threshold: cells whose occupancy (posterior probability that an alignment passes through it) is below this are left out:
-            of forward together, so that at most this share of a clip's alignments is lost (certified: band.py), and of backward one by
-            one. The loss is then at most -(1 + fastemit_lambda) log(1 - threshold) above the exact one. Every posterior is off by at
-            most the threshold, since the alignments that are left differ from all of them by no more in total variation; a cell left
-            out of backward has an occupancy below 2 thresholds; so the gradient with respect to a cell's outputs, whose absolute
-            values sum to at most 4 occupancies, is off by at most 8 (1 + fastemit_lambda) thresholds. All
-            this up to the rounding of the logits. 0 is exact: only what stays below the square of the dtype's eps (1e-14 in float32)
-            is left out, which no sum could tell. 1e-8 is exact to float32's rounding; 1e-4 suits training.
-        fastemit_lambda: FastEmit regularisation as in NeMo: label arcs weigh 1 + lambda in the gradient of the token outputs, and the
-            loss is multiplied by 1 + lambda.
+        reduction: "none": (B,) losses; "sum"; "mean_batch": sum / clips; "mean": mean over clips of loss / tokens;
+            "mean_volume": sum / tokens of all clips. As NeMo's, except that infeasible clips take no part in sums,
+            counts and token counts, and that a number of tokens (of a clip in "mean", of the batch in "mean_volume")
+            counts as at least 1, where NeMo divides by 0.
+        occupancy_threshold: cells whose occupancy (posterior probability that an alignment passes through it) is below
+            this are left out: of forward together, so that at most this share of a clip's alignments is lost
+            (certified: band.py), and of backward one by one. The loss is then at most -(1 + fastemit_lambda) log(1 -
+            threshold) above the exact one. Every posterior is off by at most the threshold, since the alignments that
+            are left differ from all of them by no more in total variation; a cell left out of backward has an
+            occupancy below 2 thresholds; so the gradient with respect to a cell's outputs, whose absolute values sum
+            to at most 4 occupancies, is off by at most 8 (1 + fastemit_lambda) thresholds. All this up to the rounding
+            of the logits. 0 is exact: only what stays below the square of the dtype's eps (1e-14 in float32) is left
+            out, which no sum could tell. 1e-8 is exact to float32's rounding; 1e-4 suits training.
+        fastemit_lambda: FastEmit regularisation as in NeMo: label arcs weigh 1 + lambda in the gradient of the token
+            outputs, and the loss is multiplied by 1 + lambda.
         clamp: above 0, each clip's gradient of the token outputs of a cell is clamped to [-clamp, clamp], as in NeMo.
         joint_memory_budget: bytes for the tensors of a block of cells. None: 32 MiB on the CPU, 512 MiB elsewhere.
+        operations: for callers whose tensors have no values (fake tensors): stand-ins for what reads them.
 
     Returns:
-        A scalar, or (B,) under "none": losses in nats, float32 (float64 for float64 inputs). A clip without any alignment
-        (`feasible_clips`) is inf under "none", with zero gradient, and left out otherwise.
+        A scalar, or (B,) under "none": losses in nats, float32 (float64 for float64 inputs). A clip without any
+        alignment (`feasible_clips`) is inf under "none", with zero gradient, and left out otherwise.
 
     Raises:
         ValueError: an argument has the wrong shape, type or range; names the argument and what was expected.
@@ -102,49 +120,42 @@ def fused_tdt_loss(
     check_options(
         activation, dropout, sigma, omega, reduction, occupancy_threshold, fastemit_lambda, clamp, joint_memory_budget
     )
-    frames, tokens = check_values(enc_BTH, targets_BU, enc_lengths_B, target_lengths_B, V)
+    frames, tokens = operations.check_values(enc_BTH, targets_BU, enc_lengths_B, target_lengths_B, V)
 
     plain_rnnt = not durations
     if durations and rnnt_draw is None and omega > 0:
         rnnt_draw = bool(torch.rand((), generator=generator) < omega)
     if plain_rnnt or rnnt_draw:
         durations, plain_rnnt = (), True
-    feasible = feasible_clips(torch.tensor(frames), torch.tensor(tokens), durations)
+    feasible = feasible_lengths(frames, tokens, durations)
     device = enc_BTH.device
-    if device.type == "cpu":
-        budget = joint_memory_budget or CPU_BLOCK_BYTES
-    else:
-        budget = joint_memory_budget or GPU_BLOCK_BYTES
-    inputs = (enc_BTH, pred_BUH, weight_OH, bias_O)
+    inputs = [x for x in (enc_BTH, pred_BUH, weight_OH, bias_O) if x is not None]
     plan = Plan(
-        frames=[t if ok else 0 for t, ok in zip(frames, feasible.tolist())],
-        tokens=[u if ok else 0 for u, ok in zip(tokens, feasible.tolist())],
+        frames=[t if ok else 0 for t, ok in zip(frames, feasible)],
+        tokens=[u if ok else 0 for u, ok in zip(tokens, feasible)],
         V=V,
         durations=durations,
         activation=activation,
         dropout=float(dropout),
-        seed=draw_seed() if dropout > 0 else 0,
+        seed=operations.draw_seed() if dropout > 0 else 0,
         sigma=0.0 if plain_rnnt else float(sigma),
         occupancy_threshold=float(occupancy_threshold),
         fastemit_lambda=float(fastemit_lambda),
         clamp=float(clamp),
-        budget=budget,
+        budget=joint_memory_budget or (CPU_BLOCK_BYTES if device.type == "cpu" else GPU_BLOCK_BYTES),
         compute_dtype=compute_dtype_of(device, inputs),
-        needs_gradient=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs),
+        needs_gradient=torch.is_grad_enabled() and any(x.requires_grad for x in inputs),
+        operations=operations,
     )
     losses_B = FusedTransducer.apply(enc_BTH, pred_BUH, weight_OH, bias_O, targets_BU, plan)
     return _reduce(losses_B, feasible, tokens, reduction)
 
 
-def draw_seed() -> int:
-    """Seed of the dropout masks of one call."""
-    return int(torch.randint(2**31 - 1, ()))
-
-
 class FusedTDTLoss(nn.Module):
-    """`fused_tdt_loss` with its options held; the arguments are those of the function.
+    """`fused_tdt_loss` with its options; the arguments are those of the function.
 
-    In eval mode neither dropout nor the draw of omega takes place (unless `rnnt_draw` is passed), so validation losses can be compared.
+    In eval mode there is no dropout and no draw of omega (unless `rnnt_draw` is passed), so validation losses can be
+    compared.
     """
 
     def __init__(
@@ -213,16 +224,16 @@ class FusedTDTLoss(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return ", ".join(
-            f"{k}={v!r}" for k, v in {"dropout": self.dropout, "omega": self.omega, **self.options}.items()
-        )
+        options = {"dropout": self.dropout, "omega": self.omega, **self.options}
+        return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
-def _reduce(losses_B: torch.Tensor, feasible_B: torch.Tensor, tokens: list[int], reduction: str) -> torch.Tensor:
+def _reduce(losses_B: torch.Tensor, feasible: list[bool], tokens: list[int], reduction: str) -> torch.Tensor:
     if reduction == "none":
         return losses_B
-    kept_B = torch.where(feasible_B.to(losses_B.device, non_blocking=True), losses_B, 0.0)
-    clips = max(int(feasible_B.sum()), 1)
+    feasible_B = torch.tensor(feasible, dtype=torch.bool).to(losses_B.device, non_blocking=True)
+    kept_B = torch.where(feasible_B, losses_B, 0.0)
+    clips = max(sum(feasible), 1)
     if reduction == "sum":
         return kept_B.sum()
     if reduction == "mean_batch":
@@ -230,4 +241,4 @@ def _reduce(losses_B: torch.Tensor, feasible_B: torch.Tensor, tokens: list[int],
     if reduction == "mean":
         tokens_B = torch.tensor(tokens).clamp(min=1).to(losses_B.device, non_blocking=True)
         return (kept_B / tokens_B).sum() / clips
-    return kept_B.sum() / max(sum(u for u, ok in zip(tokens, feasible_B.tolist()) if ok), 1)
+    return kept_B.sum() / max(sum(u for u, ok in zip(tokens, feasible) if ok), 1)

@@ -22,9 +22,7 @@ def import_nemo() -> Any:
     for noisy in ("nv_one_logger", "numexpr", "lhotse", "matplotlib", "lightning", "lightning.pytorch"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     from nemo.collections.asr import models
-    from nemo.utils import logging as nemo_logging
 
-    nemo_logging.setLevel(nemo_logging.ERROR)
     return models
 
 

@@ -1,7 +1,7 @@
-"""A run of several ranks in which one dies: the others end with one message, and a launcher's restart goes on from the checkpoint.
+"""The rank's side of its rank monitor: start it, report how the rank ends, and end when told to.
 
-The collectives of a training wait for every rank, for half an hour where one is gone. So each rank has a witness beside it
-(finetune.rank_monitor.monitor), and this is the rank's side of it: starting it, telling it how the rank ends, and ending when it says so.
+The collectives of a training wait for every rank, for half an hour where one is gone. With a monitor beside each rank
+(finetune/rank_monitor/monitor.py) the others end at once, with one message.
 """
 
 import contextlib
@@ -14,150 +14,150 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from finetune import signals as stopping
+from finetune import signals
+from finetune.distributed import broadcast
 
 log = logging.getLogger(__name__)
 
-WITNESS = Path(__file__).with_name("monitor.py")
+MONITOR = Path(__file__).with_name("monitor.py")
 SHOW_CURSOR = b"\x1b[?25h"
 
-_watch: "Watch | None" = None
+_monitor: "MonitorProcess | None" = None
 
 
-class Watch:
-    """The witness of this rank.
+class MonitorProcess:
+    """The rank monitor of this rank.
 
     Args:
-        settings: of `finetune.rank_monitor.monitor.Settings`.
+        settings: fields of `finetune.rank_monitor.monitor.Settings`.
     """
 
     def __init__(self, settings: dict[str, Any]):
         self.timeout, self.cause = settings["timeout"], ""
-        # A session of its own: a launcher ends the rank's whole process group, and the witness has to outlive it.
+        # A session of its own: a launcher kills the rank's whole process group, and the monitor has to outlive it.
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(WITNESS)],
+            [sys.executable, "-I", "-S", str(MONITOR)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd="/",
             start_new_session=True,
         )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._stdin, self._stdout = self.process.stdin, self.process.stdout
         self._send(settings)
 
     def _send(self, values: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # gone: the launcher has to tell how this rank ends
-            os.write(self.process.stdin.fileno(), json.dumps(values).encode() + b"\n")  # type: ignore[union-attr]
+        with contextlib.suppress(OSError):  # gone: the launcher has to report how this rank ends
+            os.write(self._stdin.fileno(), json.dumps(values).encode() + b"\n")
 
     def port(self) -> int | None:
-        """Where rank 0's witness listens; None where it could not start (a system without pidfd_open)."""
-        line = self.process.stdout.readline()  # type: ignore[union-attr]
+        """Return the port of rank 0's monitor; None where it could not start (a system without pidfd_open)."""
+        line = self._stdout.readline()
         return int(json.loads(line)["port"]) if line else None
 
     def listen(self) -> None:
-        """From here on the witness can end this process."""
-        threading.Thread(target=self._listen, name="witness", daemon=True).start()
+        """Let the monitor end this process from here on."""
+        threading.Thread(target=self._listen, name="rank monitor", daemon=True).start()
 
     def _listen(self) -> None:
-        for line in self.process.stdout:  # type: ignore[union-attr]
-            word = json.loads(line)
-            if "unwatched" in word:
+        for line in self._stdout:
+            message = json.loads(line)
+            if "unwatched" in message:
                 log.error(
-                    "the other ranks would not be told of this one's death: the witness of rank 0, %s",
-                    word["unwatched"],
+                    "the other ranks will not learn of this one's death: rank 0's monitor, %s", message["unwatched"]
                 )
-            if "end" in word:
+            if "end" in message:
                 if sys.stderr.isatty():
                     os.write(2, SHOW_CURSOR)  # a panel may have hidden it
-                stopping.write_exit_code(word["code"])
-                os._exit(
-                    stopping.code_for_launcher(word["code"])
-                )  # the main thread waits for a rank that will not come
+                signals.write_exit_code(message["code"])
+                # Not sys.exit: the main thread waits for a rank that will not come.
+                os._exit(signals.code_for_launcher(message["code"]))
         if self.process.wait() != 0:
-            log.error("the witness of this rank has ended: the other ranks will not be told how this one does")
+            log.error("the rank monitor of this rank has ended: the other ranks will not learn how this one ends")
 
-    def left(self, code: int) -> None:
-        """This rank is about to end by itself."""
+    def report_exit(self, code: int) -> None:
         self._send({"left": code, "cause": self.cause or f"exit code {code}"})
 
 
-def watch(accelerator: Any, timeout: float) -> None:
-    """Starts this rank's witness, once a process. All ranks call it.
+def watch(timeout: float) -> None:
+    """Start this rank's monitor, once a process. All ranks call it.
 
     Args:
-        accelerator: Accelerate's Accelerator.
-        timeout: `training.rank_timeout`, seconds; 0: no witness.
+        timeout: `training.rank_timeout`, seconds; 0: no monitor.
     """
-    global _watch
-    if _watch is not None or accelerator.num_processes == 1 or timeout <= 0:
+    global _monitor
+    if _monitor is not None or timeout <= 0 or not torch.distributed.is_initialized():
         return
-    from accelerate.utils import broadcast_object_list
-
-    rank = accelerator.process_index
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if world == 1:
+        return
     settings = {
         "rank": rank,
-        "world": accelerator.num_processes,
+        "world": world,
         "pid": os.getpid(),
-        "token": secrets.token_hex(16),
         "timeout": timeout,
-        "hub": None,
-        "hub_host": socket.gethostname(),
-        "speaks": os.environ.get("LOCAL_RANK", "0") == "0",
+        "reports": os.environ.get("LOCAL_RANK", "0") == "0",
+        "token": secrets.token_hex(16),
+        "coordinator": None,
+        "coordinator_host": socket.gethostname(),
     }
-    hub: list[Any] = [None]
+    shared: dict[str, Any] | None = None
     if rank == 0:
-        _watch = Watch(settings)
-        port = _watch.port()
+        _monitor = MonitorProcess(settings)
+        port = _monitor.port()
         if port is None:
-            log.warning("nobody watches whether a rank dies: the witness of rank 0 could not start")
-            _watch = None
+            log.warning("nothing watches whether a rank dies: the rank monitor of rank 0 could not start")
+            _monitor = None
         else:
-            hub = [{"hub": [own_address(), port], "token": settings["token"], "hub_host": settings["hub_host"]}]
-    hub = broadcast_object_list(hub)
-    if hub[0] is None:
+            shared = {**settings, "coordinator": [own_address(), port]}
+    shared = broadcast(shared)
+    if shared is None:
         return
     if rank > 0:
-        _watch = Watch({**settings, **hub[0]})
-    _watch.listen()
-    sys.excepthook = _end_by_exception
+        common = {name: shared[name] for name in ("token", "coordinator", "coordinator_host")}
+        _monitor = MonitorProcess({**settings, **common})
+    assert _monitor is not None
+    _monitor.listen()
+    _set_excepthook(_monitor)
 
 
 def own_address() -> str:
-    """Where the other ranks reach this one: on the interface that leads to the address at which all of them have met."""
-    meeting = os.environ.get("MASTER_ADDR", "localhost")
+    """Return the address at which other ranks reach this one: that of the interface that leads to MASTER_ADDR."""
+    master = os.environ.get("MASTER_ADDR", "localhost")
+    port = int(os.environ.get("MASTER_PORT", "1"))
     try:
-        family, kind, _, _, place = socket.getaddrinfo(
-            meeting, int(os.environ.get("MASTER_PORT", "1")), type=socket.SOCK_DGRAM
-        )[0]
+        family, kind, _, _, address = socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(place)  # sends nothing
+            probe.connect(address)  # sends nothing
             found = probe.getsockname()[0]
     except OSError:
-        return meeting
+        return master
     # A host's own name often leads it to its loopback, and the others to its address.
-    return meeting if found.startswith("127.") or found == "::1" else found
+    return master if found.startswith("127.") or found == "::1" else found
 
 
 def failed(error: BaseException | str) -> None:
-    """Takes down the reason for which this rank is going to end, for the message that the other ranks' user reads."""
-    if _watch is not None:
+    """Record why this rank is about to end, for the message that the other ranks' user reads."""
+    if _monitor is not None:
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        _watch.cause = text.strip()
+        _monitor.cause = text.strip()
 
 
-def left(code: int) -> None:
-    """This process ends with an exit code."""
-    if _watch is not None:
-        _watch.left(code)
+def report_exit(code: int) -> None:
+    """Report that this process ends with an exit code."""
+    if _monitor is not None:
+        _monitor.report_exit(code)
 
 
 def is_of_another_rank(error: BaseException) -> bool:
-    """Whether an exception says no more than that another rank, or the way to it, is gone."""
+    """Return whether an exception only means that another rank, or the connection to it, is gone."""
     if isinstance(error, torch.distributed.DistError):
         return True
     text = str(error).lower()
@@ -166,17 +166,21 @@ def is_of_another_rank(error: BaseException) -> bool:
     )
 
 
-def _end_by_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """sys.excepthook of a rank: where another rank is the reason, its witness tells, and not the traceback of a broken connection."""
-    assert _watch is not None
-    if is_of_another_rank(error):
-        deadline = time.monotonic() + _watch.timeout + 10
-        while time.monotonic() < deadline and _watch.process.poll() is None:
-            time.sleep(0.1)  # until `_listen` ends the process
-    traceback.print_exception(kind, error, trace)
-    failed(error)
-    left(1)
-    stopping.write_exit_code(1)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)  # taking the interpreter down may wait for ranks that are gone
+def _set_excepthook(monitor: MonitorProcess) -> None:
+    """Show no traceback of a broken connection where another rank is the cause, which its monitor reports."""
+    print_traceback = sys.excepthook
+
+    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if is_of_another_rank(error):
+            deadline = time.monotonic() + monitor.timeout + 10
+            while time.monotonic() < deadline and monitor.process.poll() is None:
+                time.sleep(0.1)  # until `_listen` ends the process
+        print_traceback(kind, error, trace)
+        failed(error)
+        report_exit(1)
+        signals.write_exit_code(1)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # shutting the interpreter down may wait for ranks that are gone
+
+    sys.excepthook = end

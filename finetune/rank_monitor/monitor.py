@@ -1,11 +1,13 @@
-"""A small process beside each rank that knows how the rank ends, and tells the other ranks: started by finetune.rank_monitor.client.
+"""Rank monitor: a small process beside each rank that tells the other ranks how it ends. Started by client.py.
 
-It is a process, for a rank that is killed or stopped can say nothing any more; and it needs nothing but the standard library, so that
-it starts at once and holds 10 MB. The witness of rank 0 is the hub: those of the other ranks connect to it, beat once a second, and
-report the end of their ranks. The hub judges, and sends all ranks one message with which they end.
+It is a process of its own because a rank that is killed or stopped can report nothing, and it uses the standard
+library only, so that it starts at once and takes 10 MB. The monitor of rank 0 coordinates: the others connect to it,
+send a heartbeat every second, and report the end of their ranks. It decides which rank is lost and sends all ranks one
+message to end with.
 
-Its first line on stdin are its settings (`Settings`, JSON). Later lines come from the rank: {"left": exit code, "cause": text}. Lines
-on stdout go to the rank: {"port": N} from the hub, {"unwatched": reason}, and {"end": message}.
+The first line on stdin holds the settings (`Settings`, JSON). Later lines come from the rank: {"left": exit code,
+"cause": text}. Lines on stdout go to the rank: {"port": N} and {"joined": number of ranks} from the coordinator,
+{"unwatched": reason}, and {"end": message, "code": exit code}.
 """
 
 import contextlib
@@ -17,60 +19,51 @@ import selectors
 import signal
 import socket
 import struct
-import sys
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-if __name__ == "__main__":
-    # As the last one: no file of this project can pass for a part of the standard library.
-    sys.path.append(str(Path(__file__).parents[2]))
-
-from finetune.rank_monitor.membership import (
-    BEAT,
-    ENDED_WELL,
-    LEAVING_TOGETHER,
-    LINE_LIMIT,
-    SILENT,
-    STOPPED,
-    Lines,
-    Member,
-    message,
-    verdict,
-)
-
+HEARTBEAT = 1.0
+SIGTERM_WAIT = 0.5
+"""Seconds to wait for another cause where SIGTERM ended a rank: launchers end the remaining ranks with it."""
+LEAVING_TOGETHER = 5.0
+"""Seconds in which ranks that all fail for a reason of their own, such as a bad setting, may report it themselves."""
 KILL_AFTER = 10.0
-"""Seconds that a rank has to end of its own accord once it is told to."""
+"""Seconds a rank has to end by itself once it is told to."""
 LINGER = 5.0
 PAUSED = 5.0
-"""A gap in the witness's own running (a suspended machine or job) from which on all silence is counted anew."""
-STRANGERS, STRANGER_SECONDS, STRANGER_BYTES = 64, 5.0, 1 << 10
-"""What is granted to those that connect and have not said the token: how many beyond the number of ranks, how long, how long a line."""
-GONE = "its process and the witness beside it are gone"
+"""Seconds between two turns of this process that mean it was suspended itself; all silence is then counted anew."""
+LINE_LIMIT = 1 << 16
+MAX_UNAUTHENTICATED, UNAUTHENTICATED_SECONDS, UNAUTHENTICATED_BYTES = 64, 5.0, 1 << 10
+"""Limits for peers that have not sent the token: connections beyond the number of ranks, seconds, bytes of a line."""
 
-PIDFD_GET_INFO, PIDFD_INFO_EXIT, PIDFD_INFO_SIZE = 0xC040FF0B, 1 << 3, 64  # linux/pidfd.h, from Linux 6.15 on
-
+STOPPED = 75
+"""Exit code of a run that was asked to stop, as `finetune.signals.EXIT_CODE`."""
+ENDED_WELL = (0, STOPPED)
+SILENT = "not heard of for {:.0f} s: the machine or the network to it is down"
+GONE = "its process and the rank monitor beside it are gone"
+RESUME = "training.resume_from_checkpoint=true continues from the last checkpoint."
 HINTS = {
     signal.SIGKILL: "; the kernel sends it where memory runs out (dmesg), a scheduler at the end of the time",
     signal.SIGBUS: "; it comes where shared memory (/dev/shm) or a disk is full",
     signal.SIGSEGV: "; a library crashed",
 }
+PIDFD_GET_INFO, PIDFD_INFO_EXIT, PIDFD_INFO_SIZE = 0xC040FF0B, 1 << 3, 64  # linux/pidfd.h, from Linux 6.15 on
 
 
 @dataclass
 class Settings:
-    """What a witness is started with.
+    """What a rank monitor is started with.
 
     Attributes:
-        rank: that it stands beside.
+        rank: the rank it watches.
         world: number of ranks.
-        pid: of the rank's process.
-        token: that ranks of this run know.
-        timeout: seconds of silence after which a rank counts as lost.
-        hub: address and port of rank 0's witness; None for itself.
-        hub_host: its host's name.
-        speaks: where rank 0 is lost, this witness says so in the log of its host.
+        pid: process of the rank.
+        token: secret shared by the ranks of this run.
+        timeout: seconds of silence after which a rank is lost.
+        coordinator: address and port of rank 0's monitor; None for rank 0.
+        coordinator_host: host name of rank 0.
+        reports: write the loss of rank 0 to this host's log.
     """
 
     rank: int
@@ -78,26 +71,159 @@ class Settings:
     pid: int
     token: str
     timeout: float
-    hub: tuple[str, int] | None = None
-    hub_host: str = ""
-    speaks: bool = True
+    coordinator: tuple[str, int] | None = None
+    coordinator_host: str = ""
+    reports: bool = True
 
 
 @dataclass
-class Rank:
-    """The process that a witness stands beside."""
+class Ending:
+    """How a rank ended.
 
+    Attributes:
+        code: exit code as a shell gives it; None where unknown.
+        cause: in words.
+        reported: the rank reported the cause itself and ended by itself.
+    """
+
+    code: int | None
+    cause: str
+    reported: bool = False
+
+
+@dataclass
+class Member:
+    """What the coordinator knows of a rank; times in seconds of one monotonic clock.
+
+    Attributes:
+        heard: last heartbeat of its monitor.
+        lines: connection to its monitor.
+        stopped: since when its process has been stopped (SIGSTOP) while others ran.
+        leaving: exit code with which it is about to end well; it waits for no other rank.
+        ended: when it ended; None while it runs.
+        ending: how it ended.
+    """
+
+    rank: int
+    host: str
     pid: int
-    handle: int = field(init=False)
+    heard: float
+    lines: "JsonLines | None" = None
+    stopped: float | None = None
+    leaving: int | None = None
+    ended: float | None = None
+    ending: Ending | None = None
 
-    def __post_init__(self) -> None:
-        self.handle = os.pidfd_open(self.pid)
+    def update(
+        self, now: float, stopped: bool = False, leaving: int | None = None, ended: dict[str, Any] | None = None
+    ) -> None:
+        """Record a report of its monitor."""
+        self.heard, self.leaving = now, leaving
+        self.stopped = None if not stopped else self.stopped or now
+        if ended is not None:
+            self.ended, self.ending = now, Ending(**ended)
+
+    @property
+    def code(self) -> int | None:
+        return self.ending.code if self.ending else None
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} on host {self.host} (process {self.pid})"
+
+
+def find_lost(members: list[Member], timeout: float, now: float) -> tuple[list[Member], str] | None:
+    """Return the ranks that are lost and the cause, or None where none is lost or all ended by themselves.
+
+    Args:
+        members: all ranks that have joined.
+        timeout: seconds of silence or of standing still.
+        now: of the members' clock.
+    """
+    running = [m for m in members if m.ended is None]
+    ended = sorted(((m.ended, m.ending, m) for m in members if m.ended is not None and m.ending), key=lambda e: e[0])
+    failed = [e for e in ended if e[1].code not in ENDED_WELL]
+    if failed:
+        # A launcher ends the remaining ranks with SIGTERM, which is not the cause where there is another.
+        _, first, member = next((e for e in failed if e[1].code != 128 + signal.SIGTERM), failed[0])
+        wait = LEAVING_TOGETHER if first.reported and running else 0.0
+        if first.code == 128 + signal.SIGTERM:
+            wait = max(wait, SIGTERM_WAIT)
+        all_reported = not running and all(e.reported or e.code in ENDED_WELL for _, e, _ in ended)
+        return ([member], first.cause) if now - failed[0][0] >= wait and not all_reported else None
+    asked = [(since, m) for since, ending, m in ended if ending.code == STOPPED]
+    if asked and now - asked[0][0] > LEAVING_TOGETHER and any(m.leaving is None for m in running):
+        return [m for _, m in asked], "asked to stop by a signal while no step was being made"
+    if any(now - m.heard > timeout for m in running):
+        return [m for m in running if now - m.heard > timeout - 3 * HEARTBEAT], SILENT.format(timeout)
+    stopped = [m for m in running if m.stopped is not None and now - m.stopped > timeout]
+    if stopped and any(m.stopped is None for m in running):
+        return stopped, f"stopped (SIGSTOP) for {timeout:.0f} s while others ran"
+    return None
+
+
+def loss_message(lost: list[Member], cause: str) -> str:
+    """Return what the user reads about lost ranks."""
+    names = ", ".join(m.name for m in sorted(lost, key=lambda m: m.rank))
+    if all(m.code == STOPPED for m in lost):
+        return f"stopped: {names}: {cause}. The other ranks end with it; the last checkpoint counts."
+    return f"error: {names}: {cause}. The other ranks end with it. {RESUME}"
+
+
+class JsonLines:
+    """JSON lines over file descriptors that never block.
+
+    Args:
+        reader: file descriptor.
+        writer: file descriptor; may be the same.
+        limit: bytes of the longest line that is accepted.
+    """
+
+    def __init__(self, reader: int, writer: int, limit: int = LINE_LIMIT):
+        self.reader, self.writer, self.limit, self.rest, self.open = reader, writer, limit, b"", True
+        os.set_blocking(reader, False)
+        os.set_blocking(writer, False)
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the lines that have come. At the end of the file or a bad line, set `open` to False."""
+        try:
+            data = os.read(self.reader, self.limit)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        self.open = bool(data)
+        *whole, self.rest = (self.rest + data).split(b"\n")
+        found: list[dict[str, Any]] = []
+        for line in whole:
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError):
+                value = None
+            if not isinstance(value, dict):
+                self.open = False
+                break
+            found.append(value)
+        self.open = self.open and len(self.rest) <= self.limit
+        return found
+
+    def send(self, **values: Any) -> None:
+        """Send one line, or drop it where nobody reads."""
+        with contextlib.suppress(OSError):
+            os.write(self.writer, json.dumps(values).encode() + b"\n")
+
+
+class RankProcess:
+    """The process of the rank, held by a pidfd."""
+
+    def __init__(self, pid: int):
+        self.pid, self.handle = pid, os.pidfd_open(pid)
 
     def is_gone(self) -> bool:
         return bool(select.select([self.handle], [], [], 0)[0])
 
     def is_stopped(self) -> bool:
-        """By SIGSTOP or a terminal; not by a debugger."""
+        """Return whether SIGSTOP or a terminal stopped it; a debugger does not count."""
         return self._stat()[0] == "T"
 
     def _stat(self) -> list[str]:
@@ -108,7 +234,7 @@ class Rank:
             return [""]
 
     def wait_status(self) -> int | None:
-        """As of wait(2): while nobody has collected it from /proc, afterwards from the kernel where it keeps it (Linux 6.15)."""
+        """Return the status of wait(2), from /proc until it is reaped, then from the kernel (Linux 6.15)."""
         fields = self._stat()
         if fields[0] == "Z":
             return int(fields[-1])
@@ -119,31 +245,38 @@ class Rank:
                 return struct.unpack_from("i", info, PIDFD_INFO_SIZE - 4)[0]
         return None
 
+    def ending(self) -> Ending:
+        """Return how it ended, from its wait status."""
+        status = self.wait_status()
+        if status is None:
+            return Ending(None, "ended without a report; the lines of its launcher say how")
+        if os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status)
+            known = next((s for s in signal.Signals if s == number), None)
+            name, hint = (known.name, HINTS.get(known, "")) if known else ("a real-time signal", "")
+            return Ending(128 + number, f"killed by signal {number} ({name}){hint}")
+        code = os.waitstatus_to_exitcode(status)
+        return Ending(code, f"exit code {code}, without a report")
+
     def kill(self) -> None:
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(self.handle, signal.SIGKILL)
 
 
-def cause_of(status: int | None) -> tuple[int | None, str]:
-    """Exit code (as a shell's) and words for a wait status."""
-    if status is None:
-        return None, "ended without a word; the lines of its launcher say how"
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        name = signal.Signals(number).name if number in list(signal.Signals) else "a real-time signal"
-        return 128 + number, f"killed by signal {number} ({name}){HINTS.get(number, '')}"
-    code = os.waitstatus_to_exitcode(status)
-    return code, f"exit code {code}, without a word"
+def write_log(text: str) -> None:
+    """Write a line to the run's log: stderr, which the rank shares with its monitor."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())
 
 
-class Witness:
-    """What all witnesses do: look at the rank, take its words, end it."""
+class RankMonitor:
+    """What all rank monitors do: watch the rank, take its reports, end it."""
 
     def __init__(self, settings: Settings):
-        self.settings, self.rank, self.host = settings, Rank(settings.pid), socket.gethostname()
-        self.words = Lines(0, 1)
-        self.left: dict[str, Any] | None = None
-        self.beat_at = 0.0
+        self.settings, self.rank, self.host = settings, RankProcess(settings.pid), socket.gethostname()
+        self.to_rank = JsonLines(0, 1)
+        self.report: Ending | None = None
+        self.heartbeat_at = 0.0
         self.kill_at = self.over_at = float("inf")
         self.turned = time.monotonic()
         self.selector = selectors.DefaultSelector()
@@ -151,8 +284,8 @@ class Witness:
             self.selector.register(source, selectors.EVENT_READ)
 
     def turn(self) -> tuple[float, bool]:
-        """Waits until there is something to do, half a beat at most; the time, and whether this process itself stood still."""
-        for key, _ in self.selector.select(BEAT / 2):
+        """Wait for an event, half a heartbeat at most. Return the time, and whether this process was suspended."""
+        for key, _ in self.selector.select(HEARTBEAT / 2):
             if key.data is not None:
                 key.data()
         before, self.turned = self.turned, time.monotonic()
@@ -160,269 +293,254 @@ class Witness:
             self.rank.kill()
         return self.turned, self.turned - before > PAUSED
 
-    def forget(self, source: Any) -> None:
-        """Waits for a source no more."""
+    def unregister(self, source: Any) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(source)
 
-    def look(self) -> dict[str, Any] | None:
-        """How the rank ended; None while it runs, or is about to end well."""
-        for word in self.words.read():
-            self.left = {"code": word["left"], "cause": word["cause"], "said": True}
-            self.beat_at = 0.0  # the hub is to know it now
-        if not self.words.open:
-            self.forget(0)
+    def ending(self) -> dict[str, Any] | None:
+        """Return how the rank ended (fields of `Ending`); None while it runs or is about to end well."""
+        for line in self.to_rank.read():
+            self.report = Ending(line["left"], line["cause"], reported=True)
+            self.heartbeat_at = 0.0  # the coordinator has to know now
+        if not self.to_rank.open:
+            self.unregister(0)
         gone = self.rank.is_gone()
         if gone:
-            self.forget(self.rank.handle)
-        if self.left is not None and (gone or self.left["code"] not in ENDED_WELL):
-            return self.left
-        if not gone:
-            return None
-        code, cause = cause_of(self.rank.wait_status())
-        return {"code": code, "cause": cause, "said": False}
+            self.unregister(self.rank.handle)
+        if self.report is not None and (gone or self.report.code not in ENDED_WELL):
+            return vars(self.report)
+        return vars(self.rank.ending()) if gone else None
 
     @property
     def leaving(self) -> int | None:
-        """Exit code with which the rank is about to end well; None as long as it has not said so."""
-        return self.left["code"] if self.left is not None and self.left["code"] in ENDED_WELL else None
+        """Exit code with which the rank is about to end well; None until it has reported one."""
+        return self.report.code if self.report is not None and self.report.code in ENDED_WELL else None
 
     def end_rank(self, text: str, code: int = 1) -> None:
-        """Has the rank end itself with an exit code, and kills it where it does not."""
-        self.words.send(end=text, code=code)
+        """Tell the rank to end with an exit code, and kill it where it does not."""
+        self.to_rank.send(end=text, code=code)
         self.kill_at = time.monotonic() + (0.0 if self.rank.is_stopped() else KILL_AFTER)
         self.over_at = time.monotonic() + KILL_AFTER + LINGER
 
 
-def say(text: str) -> None:
-    """To the run's own log, which the rank shares with its witness."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"{text}\n".encode())
-
-
-class Hub(Witness):
-    """The witness of rank 0."""
+class Coordinator(RankMonitor):
+    """The monitor of rank 0, which keeps the membership of all ranks."""
 
     def __init__(self, settings: Settings):
         super().__init__(settings)
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
-        self.server = socket.create_server(
-            ("", 0), family=family, dualstack_ipv6=dual, backlog=settings.world + STRANGERS
-        )
+        backlog = settings.world + MAX_UNAUTHENTICATED
+        self.server = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=backlog)
         self.server.setblocking(False)
         self.selector.register(self.server, selectors.EVENT_READ, self.accept)
         self.own = Member(settings.rank, self.host, settings.pid, time.monotonic())
         self.members = {settings.rank: self.own}
-        self.strangers: dict[socket.socket, float] = {}
-        self.judged = False
-        self.words.send(port=self.server.getsockname()[1])
+        self.unauthenticated: dict[socket.socket, float] = {}
+        self.loss_sent = False
+        self.to_rank.send(port=self.server.getsockname()[1])
 
     def run(self) -> None:
-        """Until the run is over, or all that could be told are told."""
+        """Run until all ranks have ended, or all that can be told of a loss are told."""
         while self.turned < self.over_at and not self.is_done():
             now, paused = self.turn()
             if paused:
                 for member in self.members.values():
                     member.heard, member.stopped = now, None
-                self.strangers = dict.fromkeys(self.strangers, now)
-            self.look_at_own(now)
-            self.send_strangers_away(now)
-            if now >= self.beat_at:
-                self.beat_at = now + BEAT
+                self.unauthenticated = dict.fromkeys(self.unauthenticated, now)
+            self.watch_own_rank(now)
+            self.drop_unauthenticated(now)
+            if now >= self.heartbeat_at:
+                self.heartbeat_at = now + HEARTBEAT
                 self.send_all(beat=1)
-            if not self.judged:
-                self.judge(now)
+            running = [m for m in self.members.values() if m.ended is None]
+            if all(m.stopped is not None for m in running):
+                # All ranks are suspended together, and are not continued in the same instant: the clocks wait.
+                for member in running:
+                    member.stopped = now
+            if not self.loss_sent:
+                self.end_all_if_lost(now)
 
     def send_all(self, **values: Any) -> None:
-        """One line to each of the other witnesses."""
+        """Send one line to each of the other monitors."""
         for member in self.members.values():
             if member.lines is not None:
                 member.lines.send(**values)
 
-    def look_at_own(self, now: float) -> None:
-        """The own rank, as the other witnesses look at theirs."""
+    def watch_own_rank(self, now: float) -> None:
+        """Record rank 0 as the other monitors report theirs."""
         self.own.heard = now
-        end = self.look() if self.own.ended is None else None
-        if end is not None:
-            self.own.note(now, ended=end)
-            if self.judged:  # before it ended, for it was about to
-                self.over_at = min(self.over_at, now + KILL_AFTER + LINGER)
-        elif self.own.ended is None:
-            self.own.note(now, stopped=self.rank.is_stopped(), leaving=self.leaving)
+        if self.own.ended is not None:
+            return
+        ending = self.ending()
+        if ending is None:
+            self.own.update(now, stopped=self.rank.is_stopped(), leaving=self.leaving)
+            return
+        self.own.update(now, ended=ending)
+        if self.loss_sent:  # before it ended, for it was about to
+            self.over_at = min(self.over_at, now + KILL_AFTER + LINGER)
 
     def accept(self) -> None:
-        """Whoever connects has to know the token; nobody else is heard."""
+        """Accept a connection; the peer has to send the token before anything else is read."""
         with contextlib.suppress(OSError):
             connection, _ = self.server.accept()
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            lines = Lines(connection.fileno(), connection.fileno(), STRANGER_BYTES)
-            known: list[Member] = []
-            self.strangers[connection] = time.monotonic()
-            self.selector.register(connection, selectors.EVENT_READ, lambda: self.hear(connection, lines, known))
+            lines = JsonLines(connection.fileno(), connection.fileno(), UNAUTHENTICATED_BYTES)
+            member: list[Member] = []
+            self.unauthenticated[connection] = time.monotonic()
+            self.selector.register(connection, selectors.EVENT_READ, lambda: self.receive(connection, lines, member))
 
-    def send_strangers_away(self, now: float) -> None:
-        """Those who have not said the token in time, and the oldest where there are too many."""
-        too_many = len(self.strangers) - self.settings.world - STRANGERS
-        for number, (connection, since) in enumerate(list(self.strangers.items())):
-            if number < too_many or now - since > STRANGER_SECONDS:
-                self.hang_up(connection)
+    def drop_unauthenticated(self, now: float) -> None:
+        """Disconnect peers that have not sent the token in time, and the oldest where there are too many."""
+        too_many = len(self.unauthenticated) - self.settings.world - MAX_UNAUTHENTICATED
+        for number, (connection, since) in enumerate(list(self.unauthenticated.items())):
+            if number < too_many or now - since > UNAUTHENTICATED_SECONDS:
+                self.disconnect(connection)
 
-    def hang_up(self, connection: socket.socket) -> None:
-        """Ends a connection."""
-        self.strangers.pop(connection, None)
-        self.forget(connection)
+    def disconnect(self, connection: socket.socket) -> None:
+        self.unauthenticated.pop(connection, None)
+        self.unregister(connection)
         connection.close()
 
-    def hear(self, connection: socket.socket, lines: Lines, known: list[Member]) -> None:
-        """Lines of the witness behind a connection; `known` holds its rank once it has said who it is."""
+    def receive(self, connection: socket.socket, lines: JsonLines, member: list[Member]) -> None:
+        """Read a peer's lines; `member` holds its rank once it has authenticated."""
         now = time.monotonic()
         for line in lines.read():
-            if known:
-                known[0].note(now, **line)
+            if member:
+                member[0].update(now, **line)
             elif line.get("token") == self.settings.token:
-                known.append(Member(line["rank"], line["host"], line["pid"], now, lines))
-                self.members[line["rank"]] = known[0]
+                member.append(Member(line["rank"], line["host"], line["pid"], now, lines))
+                self.members[line["rank"]] = member[0]
                 lines.limit = LINE_LIMIT
-                del self.strangers[connection]
+                del self.unauthenticated[connection]
+                self.to_rank.send(joined=len(self.members))
             else:
                 lines.open = False
                 break
         if not lines.open:
-            if known:
-                known[0].lines = None
-                if known[0].ended is None:
-                    known[0].note(now, ended={"code": known[0].leaving, "cause": GONE, "said": False})
-            self.hang_up(connection)
+            if member:
+                member[0].lines = None
+                if member[0].ended is None:
+                    member[0].update(now, ended=vars(Ending(member[0].leaving, GONE)))
+            self.disconnect(connection)
 
-    def judge(self, now: float) -> None:
-        """Where a rank is lost, ends all others but those about to end well, with one message in the log of each host."""
+    def end_all_if_lost(self, now: float) -> None:
+        """Where a rank is lost, end all others but those about to end well, with one message in each host's log."""
         members = sorted(self.members.values(), key=lambda m: -m.rank)
-        found = verdict(members, self.settings.timeout, now)
-        if found is None:
+        lost = find_lost(members, self.settings.timeout, now)
+        if lost is None:
             return
-        self.judged, text = True, message(*found)
-        code = STOPPED if all(m.code == STOPPED for m in found[0]) else 1
-        say(text)
-        speakers = {
-            m.host: m.rank for m in members if m.lines is not None and m.leaving is None
-        }  # the lowest of each host
-        for member in members:
-            if member.lines is not None and member.leaving is None:
-                member.lines.send(
-                    end=text, code=code, say=member.host != self.host and speakers[member.host] == member.rank
-                )
+        self.loss_sent, text = True, loss_message(*lost)
+        code = STOPPED if all(m.code == STOPPED for m in lost[0]) else 1
+        write_log(text)
+        waiting = [m for m in members if m.lines is not None and m.leaving is None]
+        reporters = {m.host: m.rank for m in waiting if m.host != self.host}  # the lowest rank of each other host
+        for member in waiting:
+            if member.lines is not None:
+                member.lines.send(end=text, code=code, report=reporters.get(member.host) == member.rank)
         if self.own.leaving is None:
             self.end_rank(text, code)
 
     def is_done(self) -> bool:
-        """Whether there is nothing left to tell."""
+        """Return whether nothing is left to report to anyone."""
         members = self.members.values()
         if self.own.ended is None:
             return False
-        if not self.judged and self.own.code in ENDED_WELL:
-            if self.own.code == STOPPED and any(m.ended is None for m in members):
-                return False  # `judge` looks after those that wait for a rank that was stopped
-            self.send_all(over=1)
-            return True
-        if not self.judged:
-            return all(m.ended is not None and (m.said or m.code in ENDED_WELL) for m in members)
-        return all(m.lines is None for m in members)
+        if self.loss_sent:
+            return all(m.lines is None for m in members)
+        if self.own.code not in ENDED_WELL:
+            return all(m.ending is not None and (m.ending.reported or m.code in ENDED_WELL) for m in members)
+        if self.own.code == STOPPED and any(m.ended is None for m in members):
+            return False  # `end_all_if_lost` ends those that wait for a rank that was stopped
+        self.send_all(over=1)
+        return True
 
 
-class Client(Witness):
-    """The witness of any other rank."""
+class Peer(RankMonitor):
+    """The monitor of any other rank."""
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: Settings, coordinator: tuple[str, int]):
         super().__init__(settings)
-        connection = self.connect()
-        self.hub = Lines(connection.fileno(), connection.fileno())
-        self.selector.register(connection, selectors.EVENT_READ)
-        self.connection = connection
-        self.hub.send(token=settings.token, rank=settings.rank, host=self.host, pid=settings.pid)
+        self.connection = self.connect(coordinator)
+        self.coordinator = JsonLines(self.connection.fileno(), self.connection.fileno())
+        self.selector.register(self.connection, selectors.EVENT_READ)
+        self.coordinator.send(token=settings.token, rank=settings.rank, host=self.host, pid=settings.pid)
         self.turned = time.monotonic()
 
-    def connect(self) -> socket.socket:
-        """Tries for as long as a rank may be silent."""
-        assert self.settings.hub is not None
+    def connect(self, coordinator: tuple[str, int]) -> socket.socket:
+        """Connect to the coordinator; retry for as long as a rank may be silent."""
         deadline = time.monotonic() + self.settings.timeout
         while True:
             try:
-                connection = socket.create_connection(self.settings.hub, timeout=5.0)
+                connection = socket.create_connection(coordinator, timeout=5.0)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 return connection
             except OSError as error:
                 if time.monotonic() > deadline or self.rank.is_gone():
-                    address, port = self.settings.hub
-                    self.words.send(unwatched=f"{address}, port {port} cannot be reached: {error}")
+                    address, port = coordinator
+                    self.to_rank.send(unwatched=f"{address}, port {port} cannot be reached: {error}")
                     raise SystemExit(0) from error
-            time.sleep(BEAT / 2)
+            time.sleep(HEARTBEAT / 2)
 
     def run(self) -> None:
-        """Until the own rank has ended and the hub knows, or the hub has nothing more to say."""
+        """Run until the rank has ended and the coordinator knows, or the coordinator has nothing more to report."""
         heard, ended, over = time.monotonic(), False, False
         while self.turned < self.over_at and not over:
             now, paused = self.turn()
-            end = None if ended else self.look()
-            if end is not None:
+            ending = None if ended else self.ending()
+            if ending is not None:
                 ended = True
-                self.hub.send(ended=end)
-                # After a loss the hub may still have a word for the log of this host.
-                self.over_at = now if end["code"] in ENDED_WELL else min(self.over_at, now + LEAVING_TOGETHER + LINGER)
-            elif now >= self.beat_at and not ended:
-                self.beat_at = now + BEAT
-                self.hub.send(stopped=self.rank.is_stopped(), leaving=self.leaving)
-            for line in self.hub.read():
+                self.coordinator.send(ended=ending)
+                # After a loss the coordinator may still have a message for the log of this host.
+                well = ending["code"] in ENDED_WELL
+                self.over_at = now if well else min(self.over_at, now + LEAVING_TOGETHER + LINGER)
+            elif now >= self.heartbeat_at and not ended:
+                self.heartbeat_at = now + HEARTBEAT
+                self.coordinator.send(stopped=self.rank.is_stopped(), leaving=self.leaving)
+            for line in self.coordinator.read():
                 heard = now
                 over = over or "over" in line
                 if "end" in line:
-                    if line["say"]:
-                        say(line["end"])
+                    if line["report"]:
+                        write_log(line["end"])
                     self.end_rank(line["end"], line["code"])
             heard = now if paused else heard
-            if not self.hub.open:
-                self.forget(self.connection)
-            if ended and self.kill_at < now + KILL_AFTER:
+            if not self.coordinator.open:
+                self.unregister(self.connection)
+            told_to_end = self.kill_at < float("inf")
+            if ended and told_to_end:
                 over = over or self.rank.is_gone()
-            elif (
-                not over
-                and self.kill_at == float("inf")
-                and (not self.hub.open or now - heard > self.settings.timeout)
-            ):
+            elif not told_to_end and (not self.coordinator.open or now - heard > self.settings.timeout):
                 if ended:
                     return
-                if self.leaving is None:
-                    self.end_without_hub()
+                if not over and self.leaving is None:
+                    self.end_without_coordinator()
 
-    def end_without_hub(self) -> None:
-        """Rank 0, and with it the one that would have judged, is lost."""
-        s = self.settings
-        why = SILENT.format(s.timeout) if self.hub.open else GONE
-        text = (
-            f"error: rank 0 on host {s.hub_host}: {why}. The ranks on host {self.host} end with it. "
-            "training.resume_from_checkpoint=true continues from the last checkpoint."
-        )
-        if s.speaks:
-            say(text)
+    def end_without_coordinator(self) -> None:
+        """End the rank because rank 0, and with it the coordinator, is lost."""
+        settings = self.settings
+        cause = SILENT.format(settings.timeout) if self.coordinator.open else GONE
+        where = f"rank 0 on host {settings.coordinator_host}"
+        text = f"error: {where}: {cause}. The ranks on host {self.host} end with it. {RESUME}"
+        if settings.reports:
+            write_log(text)
         self.end_rank(text)
 
 
+IGNORED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGPIPE")
+
+
 def main() -> None:
-    """Stands beside a rank until it has ended and the others know."""
-    for number in (
-        signal.SIGTERM,
-        signal.SIGINT,
-        signal.SIGHUP,
-        signal.SIGQUIT,
-        signal.SIGUSR1,
-        signal.SIGUSR2,
-        signal.SIGPIPE,
-    ):
-        signal.signal(number, signal.SIG_IGN)
-    values = json.loads(sys.stdin.buffer.raw.readline())  # type: ignore[attr-defined]
-    settings = Settings(**{**values, "hub": tuple(values["hub"]) if values["hub"] else None})
+    """Watch a rank until it has ended and the others know."""
+    for name in IGNORED:
+        signal.signal(signal.Signals[name], signal.SIG_IGN)
+    with open(0, "rb", buffering=0, closefd=False) as stdin:  # unbuffered: later lines are for `JsonLines`
+        settings = Settings(**json.loads(stdin.readline()))
     with contextlib.suppress(ProcessLookupError):
-        (Client if settings.hub else Hub)(settings).run()
+        if settings.coordinator is None:
+            Coordinator(settings).run()
+        else:
+            Peer(settings, (settings.coordinator[0], settings.coordinator[1])).run()
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What comes from outside, and may have been made to do harm: archives, pickles, YAML, JSON, texts. docs/security.md tells the whole."""
+"""Files and texts from outside, which may be made to do harm: archives, pickles, YAML, JSON. See docs/security.md."""

@@ -1,6 +1,8 @@
-"""Tar archives that others made: looked through from the first header to the last before anything is taken out of them.
+"""Tar archives that others made: looked through from the first header to the last before anything is taken out of
+them.
 
-Python's tarfile reads headers whose sizes nobody checked: a negative one keeps it going in circles, one of gigabytes fills the memory.
+Python's tarfile reads headers whose sizes nobody checked: a negative one keeps it going in circles, one of gigabytes
+fills the memory.
 """
 
 import errno
@@ -70,7 +72,9 @@ class CheckedHeader(tarfile.TarInfo):
 
 
 def bound_headers() -> None:
-    """Lets everything in this process that opens a tar archive read its headers so, libraries that read shards by themselves too."""
+    """Lets everything in this process that opens a tar archive read its headers so, libraries that read shards by
+    themselves too.
+    """
     tarfile.TarFile.tarinfo = CheckedHeader
 
 

@@ -1,6 +1,7 @@
 """YAML and JSON that others may have written: read with bounds, and refused with one message.
 
-No tag makes an object, references to one part many times cannot fill the memory, and neither depth nor digits end the process.
+No tag makes an object, references to one part many times cannot fill the memory, and neither depth nor digits end the
+process.
 """
 
 import functools
@@ -192,7 +193,8 @@ def parse_settings(text: str, name: str) -> dict[str, Any]:
 def resolved(values: dict[str, Any], name: str) -> dict[str, Any]:
     """Settings whose `${key}` are replaced by what stands under the key; a key of the same file, and nothing else.
 
-    OmegaConf's own resolution has no bounds, and calls functions: `${oc.env:HF_TOKEN}` reads what the file has no business with.
+    OmegaConf's own resolution has no bounds, and calls functions: `${oc.env:HF_TOKEN}` reads what the file has no
+    business with.
 
     Args:
         values: a plain mapping.
@@ -271,7 +273,8 @@ class _References:
             return self.follow(whole[1], at, through)
         text = REFERENCE.sub(lambda found: str(self.follow(found[1], at, through)), value)
         self.spend(len(text), key)
-        # In what was put together too: a `$` and a `{...}` from two places make a reference that OmegaConf would follow.
+        # In what was put together too: a `$` and a `{...}` from two places make a reference that OmegaConf would
+        # follow.
         if "${" in REFERENCE.sub("", value) or "${" in text:
             raise ValueError(
                 f"{key}: {value[:200]!r} is refused: a reference is ${{key}}, with nothing computed in it"

@@ -6,8 +6,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-# C0 and C1 controls; line and paragraph separators; marks, overrides and isolates of the writing direction; the byte order mark and
-# other characters without a width that hide text; halves of characters. What joins letters (U+200C, U+200D) belongs to languages.
+# C0 and C1 controls; line and paragraph separators; marks, overrides and isolates of the writing direction; the byte
+# order mark and other characters without a width that hide text; halves of characters. What joins letters (U+200C,
+# U+200D) belongs to languages.
 ACTS = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
 )
@@ -15,8 +16,8 @@ NAMED = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\x1b": "\\x1b"}
 
 
 def one_line(value: Any) -> str:
-    """A text that a terminal or a log shows as it is: control characters, line breaks and changes of direction are written as `\\x1b`,
-    `\\n`, `\\u202e`.
+    """A text that a terminal or a log shows as it is: control characters, line breaks and changes of direction are
+    written as `\\x1b`, `\\n`, `\\u202e`.
     """
     return ACTS.sub(_written, str(value))
 
@@ -27,7 +28,8 @@ def lines(value: Any) -> str:
 
 
 def json_line(row: Any, default: Callable[[Any], Any] | None = None) -> str:
-    """A value as one line of JSON, with what acts on a terminal, or is a line break to some readers, as JSON's own escapes.
+    """A value as one line of JSON, with what acts on a terminal, or is a line break to some readers, as JSON's own
+    escapes.
 
     Args:
         default: as of `json.dumps`.
@@ -41,7 +43,9 @@ ADDRESS = re.compile(r"(?i)(https?|ftp)://|\bwww\.")
 
 
 def escape_markdown(text: str) -> str:
-    """Escape one line of text so that Markdown shows it as it is: no markup, no image, no link that a renderer would make of an address."""
+    """Escape one line of text so that Markdown shows it as it is: no markup, no image, no link that a renderer would
+    make of an address.
+    """
     escaped = MARKDOWN.sub(r"\\\1", html.escape(text, quote=False))
     return ADDRESS.sub(lambda found: found[0][:-1] + "&#8203;" + found[0][-1], escaped)
 

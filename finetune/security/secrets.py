@@ -1,4 +1,6 @@
-"""Takes out of texts and configurations what nobody else should read: tokens, passwords, signatures, names of users and hosts."""
+"""Takes out of texts and configurations what nobody else should read: tokens, passwords, signatures, names of users
+and hosts.
+"""
 
 import contextlib
 import functools
@@ -43,7 +45,8 @@ TOKENS = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
 )
 BEARER = re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{6,}", re.IGNORECASE)
-# Up to the last @ before a slash, or, behind a colon that begins a password and no port, up to the last one: a password may hold both.
+# Up to the last @ before a slash, or, behind a colon that begins a password and no port, up to the last one: a
+# password may hold both.
 USER_INFO = re.compile(
     r"(?<=://)(?:(?!(?:localhost|[\w-]+\.[\w.-]+|\[[\da-f:]+\]):\d{2,5}(?:/|$))[^/\s\"'?#:@]*:(?:(?!://)[^\s\"'])*@|[^/\s\"'?#]*@)"
 )
@@ -76,7 +79,9 @@ def _personal() -> list[tuple[re.Pattern[str], str]]:
 
 
 def known_secrets(*structures: Any, environment: Mapping[str, str] | None = None) -> set[str]:
-    """Values of secret names in these structures and in the environment, and the hub's token: they are replaced wherever they stand."""
+    """Values of secret names in these structures and in the environment, and the hub's token: they are replaced
+    wherever they stand.
+    """
     found = {
         value for name, value in (os.environ if environment is None else environment).items() if is_secret_name(name)
     }
@@ -179,7 +184,9 @@ def _counts(name: str, value: Any) -> bool:
 
 
 def clean(value: Any, secrets: set[str] | frozenset[str] = frozenset(), personal: bool = True) -> Any:
-    """A structure of JSON or YAML without secrets: all that stands under a secret name, and what `clean_text` finds in texts."""
+    """A structure of JSON or YAML without secrets: all that stands under a secret name, and what `clean_text` finds in
+    texts.
+    """
     if isinstance(value, dict):
         return {
             clean_text(str(key), secrets, personal): REMOVED

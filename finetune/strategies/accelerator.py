@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.errors import UserError
+from finetune.logs import capture_prints
 from finetune.strategies import fsdp
 from finetune.strategies.strategy import Strategy, number_of_processes
 
@@ -64,18 +65,21 @@ def make_accelerator(
     try:
         if strategy.engine.startswith("fsdp") and not torch.cuda.is_available():
             fsdp.join_on_cpu(timeout)
-        accelerator = Accelerator(
-            # DeepSpeed's bf16 mode casts parameters but not BatchNorm's buffers, so autocast does it under DeepSpeed
-            # too.
-            mixed_precision="no" if deepspeed else precision,
-            log_with=[*log_with] or None,
-            project_config=ProjectConfiguration(project_dir=str(project_dir), logging_dir=str(project_dir / "logs")),
-            kwargs_handlers=[
-                DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-                InitProcessGroupKwargs(backend=backend, timeout=timedelta(seconds=timeout)),
-            ],
-            **options,
-        )
+        with capture_prints():  # of DeepSpeed, which may compile its communication
+            accelerator = Accelerator(
+                # DeepSpeed's bf16 mode casts parameters but not BatchNorm's buffers, so autocast does it under DeepSpeed
+                # too.
+                mixed_precision="no" if deepspeed else precision,
+                log_with=[*log_with] or None,
+                project_config=ProjectConfiguration(
+                    project_dir=str(project_dir), logging_dir=str(project_dir / "logs")
+                ),
+                kwargs_handlers=[
+                    DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+                    InitProcessGroupKwargs(backend=backend, timeout=timedelta(seconds=timeout)),
+                ],
+                **options,
+            )
     except torch.distributed.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise

@@ -11,7 +11,7 @@ import psutil
 import yaml
 
 from finetune.errors import UserError
-from finetune.paths import ACCELERATE_CONFIGS, ROOT, strategy_names
+from finetune.paths import ACCELERATE_CONFIGS, SHARE, strategy_names
 from finetune.security.documents import first_line, parse_json, read_text
 from finetune.strategies import fsdp
 
@@ -136,7 +136,7 @@ def _fsdp_engine(settings: Mapping[str, str]) -> str:
 def _take_engine(strategy: Strategy, values: dict[str, Any], origin: str) -> None:
     kind = str(values.get("distributed_type", "NO")).upper()
     if kind == "DEEPSPEED":
-        path = ROOT / values["deepspeed_config"]["deepspeed_config_file"]
+        path = SHARE / values["deepspeed_config"]["deepspeed_config_file"]
         if strategy.deepspeed_config not in (None, path):
             raise UserError(
                 f"{strategy.engine_from} and {origin} are two DeepSpeed files; a run has one. Leave one out."

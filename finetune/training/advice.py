@@ -1,12 +1,12 @@
 """Warnings for settings that are known to make a good model worse."""
 
-from typing import Any
-
+from finetune.config.schema import RunConfig
 from finetune.strategies.optimizers import ROUNDS_SAFELY
+from finetune.training.schedule import warmup_steps
 
 
 def warnings_for(
-    config: Any, *, pretrained: bool, parameters: int, clips_per_step: int, total_steps: int
+    config: RunConfig, *, pretrained: bool, parameters: int, clips_per_step: int, total_steps: int
 ) -> list[str]:
     """One sentence for each risky setting.
 
@@ -30,8 +30,11 @@ def warnings_for(
         )
     elif pretrained and max(rates) > 2e-3:
         found.append(f"learning rate {max(rates):g} is high for a trained model; 1e-3 is a lot even for a small one.")
-    warmup = t.warmup_steps or int(t.warmup_ratio * total_steps)
-    if warmup == 0 and t.lr_scheduler_type not in ("constant", "inverse_sqrt") and total_steps > 20:
+    if (
+        warmup_steps(t, total_steps) == 0
+        and t.lr_scheduler_type not in ("constant", "inverse_sqrt")
+        and total_steps > 20
+    ):
         found.append(
             "no warm-up: the first steps at full learning rate can wreck a trained model. Set training.warmup_ratio=0.1."
         )

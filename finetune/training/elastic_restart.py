@@ -1,11 +1,12 @@
-"""A launcher that starts a run anew after a rank died (torchrun --max-restarts, or a node that left or came): it goes on by itself.
+"""Restarts by the launcher: a run whose ranks torchrun starts again (--max-restarts, a node that left or came)
+continues by itself.
 
-Such a start is told from a new one by the launcher's agent, the process that starts the ranks of a node: it stays while ranks come and
-go. Each start leaves the agents of all its ranks in the run's directory; where one of them is an agent of the present start as well, it
-is the same launch.
+A restart is told from a new launch by the launcher's agent, the process that starts the ranks of a node and outlives
+them. Each start records the agents of all its ranks in the run's directory; a start that shares an agent with the
+record is of the same launch.
 
-torchrun keeps one store for the meeting of the ranks through all restarts, and with it the addresses of the ranks that are gone, which
-new ones may read (github.com/pytorch/pytorch/issues/135712). `meet_afresh` has the ranks meet at a store of their own.
+torchrun keeps one rendezvous store through all restarts, and with it the addresses of dead ranks, which new ranks may
+read (github.com/pytorch/pytorch/issues/135712). `rendezvous` has the ranks meet at a fresh store of their own.
 """
 
 import json
@@ -16,10 +17,11 @@ import socket
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from finetune.config.schema import TrainingConfig
+from finetune.distributed import gather
 from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.rank_monitor.client import own_address
@@ -31,7 +33,9 @@ LAUNCH_FILE = ".launch.json"
 
 
 def own_agent() -> str | None:
-    """The launcher's process that would restart this one, told from every other of its host; None under launchers that restart nothing."""
+    """Return an identifier of the launcher process that would restart this one; None under launchers that restart
+    nothing.
+    """
     if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
         return None
     parent = os.getppid()
@@ -43,18 +47,13 @@ def own_agent() -> str | None:
     return f"{socket.gethostname()} {boot} {parent} {started}"
 
 
-def agents(accelerator: Any) -> list[str]:
-    """Those of all ranks. All ranks call it."""
-    own = [own_agent()]
-    if accelerator.num_processes > 1:
-        from accelerate.utils import gather_object
-
-        own = gather_object(own)
-    return sorted({agent for agent in own if agent is not None})
+def agents() -> list[str]:
+    """Return the agents of all ranks. All ranks call it."""
+    return sorted({agent for agent in gather(own_agent()) if agent is not None})
 
 
-def began_here(output_dir: Path, present: list[str]) -> bool:
-    """Whether the run that lies in a directory was begun by the launch that started this one.
+def is_same_launch(output_dir: Path, present: list[str]) -> bool:
+    """Return whether the run in a directory was begun by the launch that started this process.
 
     Args:
         present: from `agents`.
@@ -66,16 +65,18 @@ def began_here(output_dir: Path, present: list[str]) -> bool:
     return isinstance(earlier, list) and not set(present).isdisjoint(earlier)
 
 
-def keep(output_dir: Path, present: list[str]) -> None:
-    """Leaves the agents of this start for the next one."""
+def record_launch(output_dir: Path, present: list[str]) -> None:
+    """Record the agents of this start for the next one."""
     if present:
         write_json(output_dir / LAUNCH_FILE, present)
 
 
-def meet_afresh(timeout: float) -> None:
-    """Sets MASTER_ADDR and MASTER_PORT to a place at rank 0 where no earlier rank has ever been. All ranks call it before they meet.
+def rendezvous(timeout: float) -> None:
+    """Set MASTER_ADDR and MASTER_PORT to an address at rank 0 that no earlier rank has used. All ranks call it before
+    they meet.
 
-    Each rank leaves a word of its own in the launcher's store and takes only an answer to it; rank 0 answers until all have agreed.
+    Each rank leaves a key of its own in the launcher's store and accepts only the answer to it; rank 0 answers until
+    all have accepted.
 
     Args:
         timeout: seconds to wait for the other ranks.
@@ -87,58 +88,56 @@ def meet_afresh(timeout: float) -> None:
     if world == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or torch.distributed.is_initialized():
         return
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = torch.distributed.TCPStore(address, port, None, False, timedelta(seconds=timeout))
+    patience = timedelta(seconds=timeout)
+    # pyright does not see that torch exports it
+    store = torch.distributed.TCPStore(address, port, None, False, patience)  # pyright: ignore[reportPrivateImportUsage]
     deadline = time.monotonic() + timeout
     if rank == 0:
-        place = f"{own_address()} {_free_port()}"
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            place = f"{own_address()} {probe.getsockname()[1]}"
         token = secrets.token_hex(8)
         answered: dict[int, bytes] = {}
-        coming = set(range(1, world))
-        while coming:
-            for other in sorted(coming):
+        missing = set(range(1, world))
+        while missing:
+            for other in sorted(missing):
                 if store.check([f"finetune/here/{other}"]):
-                    word = store.get(f"finetune/here/{other}")
-                    if answered.get(other) != word:
-                        store.set(f"finetune/answer/{word.decode()}", f"{place} {token}")
-                        answered[other] = word
-                if store.check([f"finetune/agreed/{token}/{other}"]):
-                    coming.remove(other)
-            _wait_for(deadline, f"rank {', '.join(map(str, sorted(coming)))}")
+                    key = store.get(f"finetune/here/{other}")
+                    if answered.get(other) != key:
+                        store.set(f"finetune/answer/{key.decode()}", f"{place} {token}")
+                        answered[other] = key
+                if store.check([f"finetune/accepted/{token}/{other}"]):
+                    missing.remove(other)
+            _poll(deadline, f"rank {', '.join(map(str, sorted(missing)))}")
     else:
-        word = secrets.token_hex(8)
-        store.set(f"finetune/here/{rank}", word)
-        while not store.check([f"finetune/answer/{word}"]):
-            _wait_for(deadline, "rank 0")
-        place, token = store.get(f"finetune/answer/{word}").decode().rsplit(" ", 1)
-        store.set(f"finetune/agreed/{token}/{rank}", "1")
+        key = secrets.token_hex(8)
+        store.set(f"finetune/here/{rank}", key)
+        while not store.check([f"finetune/answer/{key}"]):
+            _poll(deadline, "rank 0")
+        place, token = store.get(f"finetune/answer/{key}").decode().rsplit(" ", 1)
+        store.set(f"finetune/accepted/{token}/{rank}", "1")
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = place.split(" ")
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
 
-def _wait_for(deadline: float, whom: str) -> None:
+def _poll(deadline: float, missing: str) -> None:
     if time.monotonic() > deadline:
-        raise UserError(f"{whom} did not come to the meeting of the ranks within training.ddp_timeout.", exit_code=1)
+        raise UserError(f"{missing} did not come to the rendezvous within training.ddp_timeout.", exit_code=1)
     time.sleep(0.02)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
-
-
-def go_on(training: Any) -> None:
-    """Has a restarted run continue where it was, in place: from its newest checkpoint, or from the start where it has none.
+def continue_run(training: TrainingConfig) -> None:
+    """Have a restarted run continue from its newest checkpoint, or from the start where it has none; sets the
+    configuration in place.
 
     Args:
-        training: the configuration's section; `resume_from_checkpoint` may name a checkpoint that the first start began with.
+        training: `resume_from_checkpoint` may name a checkpoint that the first start began with.
     """
-    training.overwrite_output_dir = False  # it was overwritten already
+    training.overwrite_output_dir = False  # the first start has overwritten it
     named = training.resume_from_checkpoint
     newest = checkpoints_of(Path(training.output_dir))[-1:]
     if isinstance(named, bool) or (newest and newest[0].name > Path(str(named)).name):
         training.resume_from_checkpoint = True
     log.info(
-        "restarted by the launcher: the run goes on from %s",
-        newest[0].name if newest else "step 0, for it had saved nothing",
+        "restarted by the launcher: the run goes on from %s", newest[0].name if newest else "step 0, nothing was saved"
     )

@@ -1,113 +1,282 @@
-"""Evaluations during a run: all ranks decode their share, the counts are merged."""
+"""Evaluations during a run, and the best model by WER on validation.
+
+All ranks decode their share and merge their counts. Candidates for the best model are the weights in training (raw), those that
+callbacks add beside them (ema), and at the end the mean of some evaluated states (average).
+"""
 
 import contextlib
 import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 
-from finetune import signals as stopping
-from finetune.callbacks.trackers import SAMPLES_TO_HEAR, HeardClip, keep_clips
+from finetune.config.schema import RunConfig
+from finetune.data.sources import OpenSource
 from finetune.data.stream import Batch
-from finetune.durable_files import write_json
+from finetune.distributed import broadcast, gather
+from finetune.durable_files import put_in_place, sha256_of, write_json
+from finetune.errors import UserError
+from finetune.evaluation.clip_counts import ClipCounts, compare_evaluations
 from finetune.evaluation.mistakes import Mistakes
 from finetune.evaluation.recognise import batched_decoding_differs, score_stream
 from finetune.evaluation.scores import WerAccumulator
+from finetune.models.adapters import write_adapter
 from finetune.models.nemo import learning_batchnorms
+from finetune.models.nemo_archive import load_weights, write_nemo
+from finetune.models.protocols import Transducer
+from finetune.signals import CutShort, requested
+from finetune.training.batches import Quarantine
+from finetune.training.callbacks import Callback, Candidate, EvaluationResult
+from finetune.training.checkpoints import CANNOT_WRITE
 from finetune.training.data import make_stream
+from finetune.training.outputs import LineFile, check_best, read_best
+from finetune.training.progress import Progress
 
 log = logging.getLogger(__name__)
 
 
-def evaluate_split(
-    accelerator: Any, model: Any, config: Any, sources: list[Any], split: str, view: Any
-) -> tuple[WerAccumulator, list[HeardClip]]:
-    """WER of a split over all ranks, the merged result on each of them; and a few clips of this rank to listen to.
+@dataclass
+class FinalResult:
+    """What the end of a run evaluates."""
+
+    wer: dict[str, WerAccumulator] = field(default_factory=dict)
+    """Of the best model, by split."""
+    candidates: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of final candidates by the name of their weights: validation_wer, best_single_validation_wer, taken."""
+
+
+class Evaluator:
+    """Evaluates a run's model and keeps the best one.
 
     Args:
-        view: `finetune.callbacks.panel.View`, which shows how far it is.
-
-    Raises:
-        CutShort: on all ranks, where one of them was asked to stop.
+        accelerator, config: of the run.
+        sources: opened sources by key.
+        progress: takes the best step and its WER.
+        quarantine: takes unusable utterances.
+        callbacks: of the run.
+        require_finite: raises UserError where a model's weights are not finite.
     """
-    stream = make_stream(accelerator, model, config, sources, training=False)
-    clips = [s.clips for s in sources]
-    limit = config.data.max_eval_samples
-    total = sum(clips) if all(clips) else None
-    if total is not None and limit >= 0:
-        total = min(total, limit)
-    heard: list[HeardClip] = []
-    wanted = SAMPLES_TO_HEAR if accelerator.is_main_process and accelerator.trackers else 0
-    wanted = min(wanted, config.training.sample_predictions)
 
-    def on_batch(batch: Batch, hypotheses: list[str], board: WerAccumulator) -> None:
-        if stopping.requested():
-            raise stopping.CutShort
-        if wanted:
-            heard[:] = keep_clips(heard, batch, hypotheses, wanted)
-        advance(board.total.clips, board.total.rates()["wer"])
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        config: RunConfig,
+        sources: dict[str, list[OpenSource]],
+        progress: Progress,
+        quarantine: Quarantine,
+        callbacks: list[Callback],
+        require_finite: Callable[[Transducer | None], None],
+    ):
+        self.accelerator, self.config, self.sources, self.progress = accelerator, config, sources, progress
+        self.quarantine, self.callbacks, self.require_finite = quarantine, callbacks, require_finite
+        self.output_dir = Path(config.training.output_dir)
+        self.file = LineFile(self.output_dir / "evaluations.jsonl")
+        self.keeps_models = True
+        """False measures a run without writing model.nemo."""
+        self.replaced = False
+        """Whether a final candidate has left other weights in the model."""
 
-    board = None
-    share = None if total is None else -(-total // accelerator.num_processes)
-    with contextlib.suppress(stopping.CutShort), view.evaluating(split, share) as advance:
-        board = score_stream(
-            model,
-            stream,
-            normalization=config.data.wer_normalization,
-            description=f"evaluate {split}",
-            keep_pairs=config.training.sample_predictions,
-            keep_worst=config.training.report_clips,
-            show_progress=False,
-            on_batch=on_batch,
-        )
-    parts = [board]
-    if accelerator.num_processes > 1:
-        from accelerate.utils import gather_object
+    # ---- one split -----------------------------------------------------------------------------------------------------
 
-        parts = gather_object(parts)
-    if any(part is None for part in parts):
-        raise stopping.CutShort("a signal came in an evaluation; the last checkpoint counts")
-    if len(parts) > 1:
-        merged = WerAccumulator(board.normalization, board.keep_pairs)
-        if board.mistakes is not None:
-            merged.mistakes = Mistakes(board.mistakes.keep_clips, board.mistakes.sample_rate)
+    def evaluate_split(self, model: Transducer, split: str, max_clips: int | None = None) -> WerAccumulator:
+        """Count the errors on a split over all ranks; every rank gets the merged counts.
+
+        Args:
+            model: whole, on the device.
+            split: a key of the sources.
+            max_clips: instead of data.max_eval_samples.
+
+        Raises:
+            CutShort: on all ranks, where one of them was asked to stop.
+        """
+        config, sources = self.config, self.sources[split]
+        limit = config.data.max_eval_samples if max_clips is None else max_clips
+        stream = make_stream(self.accelerator, model, config, sources, training=False, max_clips=limit)
+        clips = [s.clips for s in sources]
+        share = None
+        if all(clips):
+            total = sum(c for c in clips if c is not None)
+            share = -(-(min(total, limit) if limit >= 0 else total) // self.accelerator.num_processes)
+
+        def on_batch(batch: Batch, hypotheses: list[str], wer: WerAccumulator) -> None:
+            if requested():
+                raise CutShort
+            for callback in self.callbacks:
+                callback.on_evaluation_batch(split, batch, hypotheses, wer)
+
+        for callback in self.callbacks:
+            callback.on_evaluation_begin(split, share)
+        own = None
+        with contextlib.suppress(CutShort):
+            own = score_stream(
+                model,
+                stream,
+                normalization=config.data.wer_normalization,
+                description=f"evaluate {split}",
+                keep_pairs=config.training.sample_predictions,
+                keep_worst=config.training.report_clips,
+                show_progress=False,
+                on_batch=on_batch,
+            )
+        parts = [part for part in gather(own) if part is not None]
+        if own is None or len(parts) < self.accelerator.num_processes:
+            for callback in self.callbacks:
+                callback.on_evaluation_cancelled(split)
+            raise CutShort("a signal came in an evaluation; the last checkpoint counts")
+        if len(parts) == 1:
+            return own
+        merged = WerAccumulator(own.normalization, own.keep_pairs)
+        if own.mistakes is not None:
+            merged.mistakes = Mistakes(own.mistakes.keep_clips, own.mistakes.sample_rate)
         for part in parts:
             merged.merge(part)
-        board = merged
-    return board, heard
+        return merged
 
+    def _evaluate_splits(
+        self, model: Transducer, splits: tuple[str, ...], step: int, weights: str = "raw", is_best: bool = False
+    ) -> dict[str, WerAccumulator]:
+        """Evaluate those splits that the run file names, write their lines, and tell the callbacks."""
+        found: dict[str, WerAccumulator] = {}
+        marks = ({"model": "best"} if is_best else {}) | ({} if weights == "raw" else {"weights": weights})
+        for split in (s for s in splits if s in self.sources):
+            found[split] = wer = self.evaluate_split(model, split)
+            self.quarantine.add(wer.quarantined)
+            self._warn_of_bad_clips(split, wer)
+            log_evaluation(step, split if weights == "raw" else f"{split} ({weights})", wer)
+            result = self._result(split, wer, weights, is_best)
+            if self.accelerator.is_main_process:
+                self.file.append(*({**row, **marks} for row in evaluation_rows(step, split, wer)))
+                if weights == "raw" or is_best:  # the page shows mistakes of the model in training, then of the best
+                    write_mistakes(self.output_dir, step, split, wer, marks)
+            for callback in self.callbacks:
+                callback.on_evaluation_end(result)
+        return found
 
-def judge_split(
-    accelerator: Any, model: Any, config: Any, sources: dict[str, list[Any]], split: str, intake: Any, view: Any
-) -> tuple[WerAccumulator, list[HeardClip]]:
-    """Counts of a split, with its bad clips in quarantine and said; and a few clips of this rank to listen to."""
-    board, heard = evaluate_split(accelerator, model, config, sources[split], split, view)
-    intake.write_quarantine(board.quarantined)
-    bad, limit = len(board.quarantined), config.data.max_bad_fraction
-    if bad > limit * (bad + board.total.clips):
-        log.warning(
-            "%d of %d clips of %s cannot be used, more than data.max_bad_fraction=%g: its WER speaks for the others only",
-            bad,
-            bad + board.total.clips,
-            split,
-            limit,
-        )
-    return board, heard
+    def _result(self, split: str, wer: WerAccumulator, weights: str, is_best: bool) -> EvaluationResult:
+        """Keep what step 0 found as the base model's, and compare later evaluations of data.guard with it."""
+        p, rate = self.progress, wer.total.rates()["wer"]
+        change = None
+        if weights == "raw" and not is_best and rate is not None:
+            if p.step == 0:
+                p.base_wer[split] = rate
+                if self.accelerator.is_main_process:
+                    keep_base(self.output_dir, split, wer)
+            elif split == "guard" and self.accelerator.is_main_process:
+                change = compare_with_base(self.output_dir, split, wer)
+        return EvaluationResult(p.step, split, wer, weights, is_best, p.base_wer.get(split), change)
 
+    def _warn_of_bad_clips(self, split: str, wer: WerAccumulator) -> None:
+        bad, limit = len(wer.quarantined), self.config.data.max_bad_fraction
+        if bad > limit * (bad + wer.total.clips):
+            log.warning(
+                "%d of %d clips of %s cannot be used, more than data.max_bad_fraction=%g: its WER speaks for the others only",
+                bad,
+                bad + wer.total.clips,
+                split,
+                limit,
+            )
 
-def check_decoding(accelerator: Any, model: Any, config: Any, sources: dict[str, list[Any]]) -> None:
-    """Compares batched with single decoding on a few clips; a difference makes every WER doubtful."""
-    split = next((s for s in ("validation", "test") if s in sources), None)
-    if split is None or not accelerator.is_main_process:
-        return
-    stream = make_stream(accelerator, model, config, sources[split], training=False)
-    stream.workers = 0
-    batch = next((b for b in stream.batches() if b.audio_BS is not None), None)
-    if batch is None:
-        return
-    differing = batched_decoding_differs(model, batch)
-    if differing:
+    # ---- during the run ------------------------------------------------------------------------------------------------
+
+    def evaluate(self, model: Transducer, splits: tuple[str, ...]) -> dict[str, WerAccumulator]:
+        """Evaluate the splits, and the callbacks' candidates on validation; keep the best model by validation WER."""
+        p = self.progress
+        found = self._evaluate_splits(model, splits, p.step)
+        if "validation" in found:
+            p.last_evaluated = p.step
+            self._offer(model, found["validation"], "raw")
+            if p.step and found["validation"].total.words:
+                for callback in self.callbacks:
+                    callback.on_validated(model, p.step, found["validation"].total.rates()["wer"])
+            if p.step:
+                for candidate in self._candidates(model, final=False):
+                    self._evaluate_candidate(model, candidate)
+        for callback in self.callbacks:
+            callback.on_evaluations_done()
+        return found
+
+    def _candidates(self, model: Transducer, final: bool) -> list[Candidate]:
+        return [c for callback in self.callbacks for c in callback.candidates(model, final)]
+
+    def _evaluate_candidate(self, model: Transducer, candidate: Candidate) -> tuple[float | None, bool]:
+        """Return the candidate's WER on validation, and whether it is the best model now."""
+        with candidate.inside:
+            found = self._evaluate_splits(model, ("validation",), self.progress.step, candidate.weights)["validation"]
+            taken = self._offer(model, found, candidate.weights)
+        return found.total.rates()["wer"], taken
+
+    def _offer(self, model: Transducer, wer: WerAccumulator, weights: str) -> bool:
+        """Keep the model where its validation WER is the best so far; return whether it is."""
+        p = self.progress
+        if not wer.total.words:
+            return False
+        rate = wer.total.rates()["wer"]
+        if p.best_wer is not None and rate >= p.best_wer:
+            return False
+        p.best_wer, p.best_step, p.best_weights = rate, p.step, weights
+        self.keep_model(model)
+        return True
+
+    def keep_model(self, model: Transducer) -> None:
+        """Write the present weights as model.nemo, and the adapter beside it where there is one.
+
+        Raises:
+            UserError: they are not finite, or the disk does not take them.
+        """
+        if not self.keeps_models:
+            return
+        p, folder, problem = self.progress, self.output_dir, None
+        self.require_finite(model)
+        if self.accelerator.is_main_process:
+            try:
+                (folder / "checkpoints").mkdir(exist_ok=True)
+                aside = write_nemo(model, folder / "model.nemo")
+                best = {"step": p.best_step, "validation_wer": p.best_wer, "weights": p.best_weights}
+                best |= {"bytes": aside.stat().st_size, "sha256": sha256_of(aside)}
+                # Of the one before, too: it is the one that lies there if the process dies before the next line but one.
+                before = read_best(folder)
+                earlier = before.pop("previous", None) if before is not None else None
+                same = before is not None and (before["step"], before["weights"]) == (p.best_step, p.best_weights)
+                best["previous"] = earlier if same else before
+                write_json(folder / "checkpoints" / "best.json", best)
+                put_in_place(aside, folder / "model.nemo")
+                if getattr(model, "lora_base", None) is not None:
+                    write_adapter(model, folder / "adapter")
+                else:  # an earlier one would not be that of this model
+                    shutil.rmtree(folder / "adapter", ignore_errors=True)
+            except torch.OutOfMemoryError:
+                raise
+            except CANNOT_WRITE as error:
+                problem = (
+                    f"{folder / 'model.nemo'}, the best model so far (step {p.best_step}), cannot be written: {error}. Make "
+                    "room or mend the disk, then start the same command again with training.resume_from_checkpoint=true: the "
+                    "evaluation is made again."
+                )
+                for remains in folder.glob(".model.nemo.tmp*"):
+                    remains.unlink(missing_ok=True)
+        problem = broadcast(problem)
+        if problem:
+            raise UserError(problem, exit_code=1)
+
+    def check_decoding(self, model: Transducer) -> None:
+        """Compare batched with single decoding on a few utterances; a difference makes every WER doubtful."""
+        split = next((s for s in ("validation", "test") if s in self.sources), None)
+        if split is None or not self.accelerator.is_main_process:
+            return
+        stream = make_stream(self.accelerator, model, self.config, self.sources[split], training=False)
+        stream.workers = 0
+        batch = next((b for b in stream.batches() if b.ids), None)
+        if batch is None:
+            return
+        differing = batched_decoding_differs(model, batch)
+        if not differing:
+            log.info("batched and single decoding agree")
+            return
         clip_id, alone, batched = differing[0]
         log.warning(
             "batched decoding differs from single decoding on %d of 4 clips, such as %s: %r alone, %r in a batch",
@@ -116,45 +285,126 @@ def check_decoding(accelerator: Any, model: Any, config: Any, sources: dict[str,
             alone,
             batched,
         )
-    else:
-        log.info("batched and single decoding agree")
+
+    # ---- the end of the run --------------------------------------------------------------------------------------------
+
+    def finish(self, model: Transducer) -> FinalResult:
+        """Settle which weights are the best model, and evaluate them on the test set (else validation) and data.guard."""
+        p, result = self.progress, FinalResult()
+        if p.best_step is None:  # nothing to choose by
+            self.keep_model(model)
+        for candidate in self._candidates(model, final=True):
+            before, before_weights = p.best_wer, p.best_weights
+            rate, taken = self._evaluate_candidate(model, candidate)
+            self.replaced = True
+            log.info(
+                "%s: WER %s on validation, the best single model's (%s) %s: the %s is model.nemo",
+                candidate.description,
+                _four_digits(rate),
+                before_weights,
+                _four_digits(before),
+                candidate.weights if taken else "single model",
+            )
+            found = {"validation_wer": rate, "best_single_validation_wer": before, "taken": taken}
+            result.candidates[candidate.weights] = {**candidate.details, **found}
+        if p.best_step == 0:
+            log.info(
+                "no evaluation was better than the base model's WER %.3f: model.nemo is the base model", p.best_wer
+            )
+        present = p.best_step == p.step and p.best_weights == "raw" and not self.replaced
+        if not present and (p.best_step is not None or self.replaced):
+            if broadcast(self.accelerator.is_main_process and check_best(self.output_dir)[1]):
+                raise UserError(
+                    f"{self.output_dir / 'model.nemo'} is damaged: it is not as it was written at step {p.best_step} (its "
+                    "checksum differs). Start the same command again with training.resume_from_checkpoint=true: the best model "
+                    "is chosen anew.",
+                    exit_code=1,
+                )
+            load_weights(model, self.output_dir / "model.nemo")
+        step = p.step if p.best_step is None else p.best_step
+        splits = ("test" if "test" in self.sources else "validation", "guard")
+        result.wer = self._evaluate_splits(model, splits, step, p.best_weights, is_best=True)
+        return result
+
+    # ---- resuming ------------------------------------------------------------------------------------------------------
+
+    def cut_lines_after_resume(self) -> None:
+        """Drop the lines behind the resumed step, and those of an evaluation that will be made again as a whole."""
+        p = self.progress
+        # It was cut short, or the checkpoint does not know of it.
+        again = p.last_evaluated != p.step if "validation" in self.sources else p.evaluation_due
+        self.file.cut_after_step(p.step - 1 if again else p.step)
+
+    def check_best_after_resume(self) -> None:
+        """Make the progress agree with model.nemo, which may be newer than the checkpoint, damaged, or of another run."""
+        p, main = self.progress, self.accelerator.is_main_process
+        kept, damaged = broadcast(check_best(self.output_dir) if main else (None, False))
+        if kept is not None and main and kept != read_best(self.output_dir):
+            write_json(self.output_dir / "checkpoints" / "best.json", kept)  # of the one that really lies there
+        if p.best_step is None:
+            return
+        known = (p.best_step, p.best_wer, p.best_weights)
+        if kept is None:
+            what = "model.nemo is damaged (its checksum differs)" if damaged else "there is no model.nemo"
+            log.warning("%s in %s: the best model is chosen anew", what, self.output_dir)
+            p.best_step, p.best_wer, p.best_weights = None, None, "raw"
+        elif known != (kept["step"], kept["validation_wer"], kept["weights"]):
+            p.best_step, p.best_wer, p.best_weights = kept["step"], kept["validation_wer"], kept["weights"]
 
 
-def average_batchnorm(accelerator: Any, model: Any, config: Any) -> None:
-    """Under DDP each rank has its own running statistics; what is judged and saved are their means."""
+def _four_digits(wer: float | None) -> str:
+    return "unknown" if wer is None else f"{wer:.4f}"
+
+
+def splits_due(step: int, last: bool, eval_steps: int, guard_steps: int) -> tuple[str, ...]:
+    """Return the splits of an evaluation during the run.
+
+    data.guard is in the first one after each `guard_steps`, in all where that is below 0, in none where it is 0; and not in the
+    last one, which the best model's follows at once.
+    """
+    guarded = guard_steps < 0 or (guard_steps > 0 and step // guard_steps > (step - eval_steps) // guard_steps)
+    return ("validation", "guard") if guarded and not last else ("validation",)
+
+
+def average_batchnorm(accelerator: Accelerator, model: Transducer) -> None:
+    """Average BatchNorm's running statistics over the ranks: under DDP each rank has its own, and the means are evaluated and saved."""
     if accelerator.num_processes > 1:
         for module in learning_batchnorms(model):
             for statistics in (module.running_mean, module.running_var):
-                torch.distributed.all_reduce(statistics)
-                statistics /= accelerator.num_processes
+                if statistics is not None:
+                    torch.distributed.all_reduce(statistics)
+                    statistics /= accelerator.num_processes
 
 
-def evaluation_rows(step: int, split: str, board: WerAccumulator) -> list[dict[str, Any]]:
-    """Lines of evaluations.jsonl: the whole split (language null), then each language."""
-    rows = [{"step": step, "split": split, "language": None, **board.total.rates()}]
-    rows += [{"step": step, "split": split, "language": n, **c.rates()} for n, c in sorted(board.by_language.items())]
+# ---- what an evaluation leaves ---------------------------------------------------------------------------------------
+
+
+def evaluation_rows(step: int, split: str, wer: WerAccumulator) -> list[dict[str, Any]]:
+    """Return lines of evaluations.jsonl: the whole split (language null), then each language."""
+    rows = [{"step": step, "split": split, "language": None, **wer.total.rates()}]
+    rows += [{"step": step, "split": split, "language": n, **c.rates()} for n, c in sorted(wer.by_language.items())]
     return rows
 
 
-def write_mistakes(folder: Path, step: int, split: str, board: WerAccumulator, mark: dict[str, str]) -> None:
-    """Writes errors-SPLIT.json, over that of the evaluation before: confused words and the worst clips with their audio."""
-    if board.mistakes is None:
+def write_mistakes(folder: Path, step: int, split: str, wer: WerAccumulator, marks: dict[str, str]) -> None:
+    """Write errors-SPLIT.json, over that of the evaluation before: confused words and the worst utterances with their audio."""
+    if wer.mistakes is None:
         return
     path = folder / f"errors-{split}.json"
     try:
-        write_json(path, {"step": step, "split": split, **mark, **board.mistakes.result()})
-    except OSError as error:  # the page lacks these clips; no training ends for that
+        write_json(path, {"step": step, "split": split, **marks, **wer.mistakes.result()})
+    except OSError as error:  # the page lacks these utterances; no training ends for that
         log.warning("%s cannot be written: %s", path, error)
 
 
-def log_board(step: int, split: str, board: WerAccumulator) -> None:
-    """One line of rates, then the sample pairs."""
-    rates = board.total.rates()
+def log_evaluation(step: int, split: str, wer: WerAccumulator) -> None:
+    """Log one line of rates, and what was left out."""
+    rates = wer.total.rates()
     if rates["wer"] is None:
         log.warning("evaluation of %s: no clip with words in it", split)
         return
     by_language = " ".join(
-        f"{name} {counts.rates()['wer']:.3f}" for name, counts in sorted(board.by_language.items()) if counts.words
+        f"{name} {counts.rates()['wer']:.3f}" for name, counts in sorted(wer.by_language.items()) if counts.words
     )
     log.info(
         "step %d %s: WER %.3f CER %.3f (%s) on %d clips",
@@ -165,7 +415,41 @@ def log_board(step: int, split: str, board: WerAccumulator) -> None:
         by_language,
         rates["clips"],
     )
-    if board.left_out:
-        log.info("  %d clips of %s have no reference after normalisation and are left out", board.left_out, split)
-    if board.normalization == "open_asr" and "unknown" in board.by_language:
-        log.info("  %d clips of %s name no language: taken for English", board.by_language["unknown"].clips, split)
+    if wer.left_out:
+        log.info("  %d clips of %s have no reference after normalisation and are left out", wer.left_out, split)
+    if wer.normalization == "open_asr" and "unknown" in wer.by_language:
+        log.info("  %d clips of %s name no language: taken for English", wer.by_language["unknown"].clips, split)
+
+
+# ---- the base model --------------------------------------------------------------------------------------------------
+
+
+def _base_file(folder: Path, split: str) -> Path:
+    return folder / f"base-{split}.npz"
+
+
+def keep_base(folder: Path, split: str, wer: WerAccumulator) -> None:
+    """Keep the base model's counts by utterance in the run's folder, where a resumed run finds them."""
+    wer.clip_counts.save(_base_file(folder, split))
+
+
+def forget_base(folder: Path) -> None:
+    """Remove what another run kept."""
+    for path in folder.glob("base-*.npz"):
+        path.unlink()
+
+
+def compare_with_base(folder: Path, split: str, wer: WerAccumulator) -> dict[str, Any] | None:
+    """Compare the base model (a) with an evaluation of the same split (b): `clip_counts.compare_evaluations`.
+
+    None where the base model was not measured, or no utterance with words is in both.
+    """
+    try:
+        base = ClipCounts.load(_base_file(folder, split))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        log.warning("the base model's counts cannot be read, so that %s is not compared with it: %s", split, error)
+        return None
+    result = compare_evaluations(base, wer.clip_counts)
+    return result if result["words"] else None

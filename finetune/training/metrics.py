@@ -4,9 +4,12 @@ import math
 import time
 from typing import Any
 
+import torch
+
 from finetune.data.stream import Batch
-from finetune.training.batches import StepInput
+from finetune.training.batches import StepBatches
 from finetune.training.outputs import peak_memory_gib, peak_rss_gib, rss_gib
+from finetune.training.progress import Progress
 
 
 class MetricsWindow:
@@ -48,15 +51,15 @@ class MetricsWindow:
                 setattr(self, name, value)
         self.earlier_seconds = state["seconds"]
 
-    def add(self, loss: float, grad_norm: float | None, step_input: StepInput, counted: bool = True) -> None:
+    def add(self, loss: float, grad_norm: float | None, batches: StepBatches, counted: bool = True) -> None:
         self.steps += 1
         if counted and math.isfinite(loss + (grad_norm or 0.0)):  # a skipped step has no place in the means
             self.finite_steps += 1
             self.loss += loss
             self.grad_norm += grad_norm or 0.0
-        self.audio_seconds += step_input.audio_seconds
-        self.padded_seconds += step_input.padded_seconds
-        for batch in step_input.group:
+        self.audio_seconds += batches.audio_seconds
+        self.padded_seconds += batches.padded_seconds
+        for batch in batches.batches:
             self._count_lengths(batch)
 
     def _count_lengths(self, batch: Batch) -> None:
@@ -67,7 +70,7 @@ class MetricsWindow:
         for i, n in enumerate((1, clips, audio / self.sample_rate, clips * samples / self.sample_rate)):
             sums[i] = round(sums[i] + n, 3)
 
-    def row(self, progress: Any, rates: dict[str, float]) -> dict[str, Any]:
+    def row(self, progress: Progress, rates: dict[str, float]) -> dict[str, Any]:
         """One line of metrics.jsonl: means over the steps since the line before.
 
         Args:
@@ -98,7 +101,7 @@ class MetricsWindow:
         }
 
 
-def rates_by_part(optimizer: Any, rates: list[float]) -> dict[str, float]:
+def rates_by_part(optimizer: torch.optim.Optimizer, rates: list[float]) -> dict[str, float]:
     """The largest learning rate of each part of the model (encoder, decoder, joint), from one a parameter group."""
     parts: dict[str, float] = {}
     for group, rate in zip(optimizer.param_groups, rates, strict=True):

@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import resource
+import shutil
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -57,6 +58,28 @@ def check_best(output_dir: Path) -> tuple[dict[str, Any] | None, bool]:
     before = best.get("previous")
     match = next((entry for entry in (best, before) if entry is not None and entry.get("sha256") == found), None)
     return match, match is None
+
+
+def remove_run(path: Path) -> None:
+    """Remove what a run leaves, and nothing else that may lie in its directory."""
+    for name in ("checkpoints", "adapter", "logs", "profile", "out_of_memory", "tokenizer"):
+        shutil.rmtree(path / name, ignore_errors=True)
+    for name in (
+        "config.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "evaluations.jsonl",
+        "quarantine.jsonl",
+        "clips.jsonl",
+        "skipped_steps.jsonl",
+        "model.nemo",
+        "summary.json",
+        "report.html",
+        "batch_limits.json",
+        "plan.json",
+        *(f"errors-{split}.json" for split in ("validation", "test", "guard")),
+    ):
+        (path / name).unlink(missing_ok=True)
 
 
 class LineFile:

@@ -1,12 +1,15 @@
 """The counters of a run."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 
 @dataclass
 class Progress:
-    """Everything about a run that a checkpoint keeps besides weights, optimizer and random states."""
+    """Everything about a run that a checkpoint keeps besides weights, optimizer and random states.
+
+    The Trainer owns the one object of a run. Others hold a reference to it: it is restored in place and never replaced.
+    """
 
     step: int = 0
     epoch: int = 0
@@ -36,3 +39,18 @@ class Progress:
     saving_seconds: float = 0.0
     failed_checkpoints: int = 0
     omega_state: str = ""
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return a copy of all counters as plain values."""
+        return asdict(self)
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Take over the counters of a snapshot, in place; what it lacks gets its default."""
+        restored = Progress(**values)
+        for f in fields(self):
+            own, value = getattr(self, f.name), getattr(restored, f.name)
+            if isinstance(own, dict) and isinstance(value, dict):  # others hold these dictionaries
+                own.clear()
+                own.update(value)
+            else:
+                setattr(self, f.name, value)

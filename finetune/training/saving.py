@@ -1,7 +1,7 @@
-"""Writing checkpoints beside the training: a copy of the state in host memory, which a thread writes while the next steps run.
+"""Writing checkpoints beside the training: a thread writes a copy of the state in host memory while the next steps run.
 
-Where an engine shards its state (FSDP, DeepSpeed) all processes write their parts at once, and the thread does what is left: checksums,
-pushing to the disk, the name, and the removal of old checkpoints. Either way the files are those of Accelerate's `save_state`.
+Where an engine shards its state (FSDP, DeepSpeed) all processes write their parts at once, and the thread does the rest: checksums,
+fsync, the name, and the removal of old checkpoints. Either way the files are those of Accelerate's `save_state`.
 """
 
 import contextlib
@@ -16,34 +16,36 @@ from typing import Any
 
 import psutil
 import torch
+from accelerate import Accelerator
 from safetensors.torch import save_file
 
-from finetune.callbacks.averaging import EMA_FILE
+from finetune.distributed import gather
 from finetune.durable_files import write_json
 from finetune.errors import UserError
+from finetune.models.protocols import Transducer
 from finetune.strategies.sharded import write_whole_weights
 from finetune.training import checkpoints
 
 log = logging.getLogger(__name__)
 
 
-class Saver:
+class CheckpointWriter:
     """Writes the checkpoints of a run, one at a time.
 
     Args:
         accelerator: holds model, optimizer, scaler and random states.
         output_dir: of the run.
         keep: newest checkpoints that stay; 0: all.
-        beside: write in a thread, which costs a copy of weights and optimizer state in host memory. False: all at once.
+        in_thread: write in a thread, which costs a copy of weights and optimizer state in host memory. False: all at once.
     """
 
-    def __init__(self, accelerator: Any, output_dir: Path, keep: int, beside: bool):
-        self.accelerator, self.output_dir, self.keep, self.beside = accelerator, output_dir, keep, beside
+    def __init__(self, accelerator: Accelerator, output_dir: Path, keep: int, in_thread: bool):
+        self.accelerator, self.output_dir, self.keep, self.in_thread = accelerator, output_dir, keep, in_thread
         engine = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
         self.sharded = engine in ("DEEPSPEED", "FSDP")
         self.thread: threading.Thread | None = None
         self.step = -1
-        self.error: BaseException | None = None
+        self.error: BaseException | str | None = None
         self.failed = 0
         """Checkpoints that could not be written."""
         self.blocked_seconds = 0.0
@@ -55,17 +57,17 @@ class Saver:
         step: int,
         state: dict[str, Any],
         rank_state: dict[str, Any],
-        replica: Any | None = None,
-        ema: dict[str, torch.Tensor] | None = None,
+        replica: Transducer | None = None,
+        tensors: dict[str, dict[str, torch.Tensor]] | None = None,
     ) -> None:
-        """Writes a checkpoint, or begins to; `wait` tells when it is there and whether it could be written. All ranks call it.
+        """Write a checkpoint, or begin to; `wait` returns when it is there and whether it could be written. All ranks call it.
 
         Args:
             step: of the run.
             state: what is the same on all ranks (JSON).
             rank_state: what each rank has of its own (JSON).
             replica: the present model with whole weights, written too where the engine's own files hold them in shards.
-            ema: the moving average of the weights, on the main process.
+            tensors: further safetensors files by name, on the main process.
         """
         self.wait()
         began = time.perf_counter()
@@ -87,19 +89,19 @@ class Saver:
             self._fail(errors[0])
         elif main:
             best = state["progress"]["best_step"]
-            work = (aside, whole, ema or {}, state, best)
-            if self.beside:
+            work = (aside, whole, tensors or {}, state, best)
+            if self.in_thread:
                 self.thread = threading.Thread(
                     target=self._write, args=work, name=f"checkpoint of step {step}", daemon=True
                 )
                 self.thread.start()
             else:
                 self._write(*work)
-                self._judge()
+                self._check_outcome()
         self.blocked_seconds += time.perf_counter() - began
 
     def _attempt(self, write: Callable[[], Any]) -> list[str]:
-        """Writes; returns the reasons of the ranks that could not, on all of them, when all are done."""
+        """Call `write`; return the reasons of the ranks that could not, on all of them, when all are done."""
         error = None
         try:
             write()
@@ -110,7 +112,7 @@ class Saver:
         return self._over_ranks(error)
 
     def wait(self) -> bool:
-        """Waits until nothing is being written, says what went wrong, and returns whether the last checkpoint is there.
+        """Wait until nothing is being written, and return whether the last checkpoint is there.
 
         Only the main process knows; the others go on.
         """
@@ -119,17 +121,17 @@ class Saver:
             self.thread.join()
             self.thread = None
             self.blocked_seconds += time.perf_counter() - began
-            self._judge()
+            self._check_outcome()
         return self.error is None
 
     def poll(self) -> None:
-        """Says what became of the last checkpoint as soon as that is known, without waiting."""
+        """Report what became of the last checkpoint if that is known, without waiting."""
         if self.thread is not None and not self.thread.is_alive():
             self.wait()
 
     @contextlib.contextmanager
     def finishing(self) -> Iterator[None]:
-        """At the end, whatever brings it about, what is being written is written to its end; but an impatient user is let go."""
+        """Finish what is being written when the block is left, however it ends; a second Ctrl-C does not wait."""
         try:
             yield
         except KeyboardInterrupt:
@@ -140,18 +142,18 @@ class Saver:
         self.wait()
 
     def failed_anywhere(self) -> bool:
-        """Waits for the last checkpoint; whether it could not be written, on all ranks alike."""
+        """Wait for the last checkpoint; return, on all ranks alike, whether it could not be written."""
         self.wait()
         return bool(self._over_ranks(self.error))
 
-    def settled(self) -> None:
-        """Waits for the last checkpoint on all ranks.
+    def settle(self) -> None:
+        """Wait for the last checkpoint on all ranks.
 
         Raises:
             UserError: it could not be written.
         """
         self.wait()
-        errors = self._over_ranks(self.error)  # which the others wait in, too, until the main process has written
+        errors = self._over_ranks(self.error)  # the others wait here until the main process has written
         if errors:
             raise UserError(
                 f"the checkpoint of step {self.step} could not be written: {_reason(errors[0])}. Make room or mend the disk of "
@@ -161,7 +163,7 @@ class Saver:
             )
 
     def _write_parts(self, aside: Path, rank_state: dict[str, Any]) -> dict[str, Any]:
-        """Writes what each rank has of its own; returns what the main process has to write for all."""
+        """Write what each rank has of its own; return what the main process has to write for all."""
         accelerator, rank = self.accelerator, self.accelerator.process_index
         whole: dict[str, Any] = {}
         if self.sharded:
@@ -177,23 +179,23 @@ class Saver:
         return whole
 
     def _snapshot(self) -> dict[str, Any]:
-        """Copies in host memory of weights and optimizer state, by the names of Accelerate's files."""
+        """Return copies in host memory of weights and optimizer state, by the names of Accelerate's files."""
         from accelerate.utils import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, clean_state_dict_for_safetensors
 
         (module,), (optimizer,) = self.accelerator._models, self.accelerator._optimizers
         weights = clean_state_dict_for_safetensors(dict(self.accelerator.get_state_dict(module, unwrap=False)))
         state = {SAFE_WEIGHTS_NAME: weights, f"{OPTIMIZER_NAME}.bin": optimizer.state_dict()}
-        if not self.beside:
+        if not self.in_thread:
             return state
         needed = sum(t.numel() * t.element_size() for t in _tensors(state))
         ready = sum(t.numel() * t.element_size() for t in self.pinned.values())
         if needed - ready > 0.9 * psutil.virtual_memory().available:
             log.warning(
-                "training.async_save: a copy of the state (%.1f GB) does not fit into the free host memory: checkpoints are written at "
-                "once from here on",
+                "training.async_save: a copy of the state (%.1f GB) does not fit into the free host memory; from here on training "
+                "waits while a checkpoint is written",
                 needed / 1e9,
             )
-            self.beside, self.pinned = False, {}
+            self.in_thread, self.pinned = False, {}
             return state
         copies = self._copied(state, {})
         if any(t.is_cuda for t in _tensors(state)):
@@ -201,7 +203,7 @@ class Saver:
         return copies
 
     def _copied(self, value: Any, copies: dict[tuple[Any, ...], torch.Tensor]) -> Any:
-        """The same structure with tensors copied into host memory; those of a GPU into pinned memory, which is used again.
+        """Return the same structure with tensors copied into host memory; those of a GPU into pinned memory, which is reused.
 
         Args:
             copies: made so far: what several parameters share, as bitsandbytes' tables, stays one tensor.
@@ -227,17 +229,22 @@ class Saver:
         return copies[key]
 
     def _write(
-        self, aside: Path, whole: dict[str, Any], ema: dict[str, Any], state: dict[str, Any], best: Any
+        self,
+        aside: Path,
+        whole: dict[str, Any],
+        tensors: dict[str, dict[str, torch.Tensor]],
+        state: dict[str, Any],
+        best: int | None,
     ) -> None:
-        """What the main process writes, in the thread."""
+        """Write what the main process writes for all, in the thread."""
         try:
             for name, content in whole.items():
                 if name.endswith(".safetensors"):
                     save_file({k: t.contiguous() for k, t in content.items()}, aside / name, metadata={"format": "pt"})
                 else:
                     torch.save(content, aside / name)
-            if ema:
-                save_file(ema, aside / EMA_FILE)
+            for name, content in tensors.items():
+                save_file(content, aside / name)
             write_json(aside / checkpoints.STATE_FILE, state)
             checkpoints.seal(self.output_dir, state["progress"]["step"])
             self.error = None
@@ -245,18 +252,18 @@ class Saver:
                 checkpoints.remove_old_checkpoints(self.output_dir, self.keep, best)
             except OSError as error:
                 log.warning("old checkpoints in %s cannot be removed: %s", self.output_dir, error)
-        except BaseException as error:  # of a thread: told by whoever waits for it
+        except BaseException as error:  # of a thread: raised by whoever waits for it
             self.error = error
 
-    def _judge(self) -> None:
-        """Says what became of the last checkpoint."""
+    def _check_outcome(self) -> None:
+        """Log a checkpoint that could not be written; raise what is no trouble of the disk."""
         if isinstance(self.error, checkpoints.CANNOT_WRITE) and not isinstance(self.error, torch.OutOfMemoryError):
             self._fail(self.error)
-        elif self.error is not None:
+        elif isinstance(self.error, BaseException):
             raise self.error
 
-    def _fail(self, error: Any) -> None:
-        """Training goes on without this checkpoint; the next one may find room."""
+    def _fail(self, error: BaseException | str) -> None:
+        """Go on without this checkpoint; the next one may find room."""
         self.error = error
         self.failed += 1
         if not self.accelerator.is_main_process:
@@ -265,7 +272,7 @@ class Saver:
         try:
             free = f"{shutil.disk_usage(self.output_dir).free / 1e9:.2f} GB are"
         except OSError:
-            free = "nothing can be said of what is"
+            free = "an unknown amount is"
         log.warning(
             "the checkpoint of step %d could not be written: %s (%s free in %s). Training goes on; a run that ended now would "
             "continue from %s",
@@ -280,17 +287,12 @@ class Saver:
         found = checkpoints.checkpoints_of(self.output_dir)
         return found[-1].name if found else "step 0"
 
-    def _over_ranks(self, error: Any) -> list[str]:
-        """The reasons of the ranks that failed, on all of them."""
-        reasons = [] if error is None else [_reason(error)]
-        if self.accelerator.num_processes > 1:
-            from accelerate.utils import gather_object
-
-            reasons = gather_object(reasons)
-        return reasons
+    def _over_ranks(self, error: BaseException | str | None) -> list[str]:
+        """Return the reasons of the ranks that failed, on all of them."""
+        return [reason for reason in gather(None if error is None else _reason(error)) if reason is not None]
 
 
-def _reason(error: Any) -> str:
+def _reason(error: BaseException | str) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 

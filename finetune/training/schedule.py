@@ -9,6 +9,13 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import OneCycleLR
 
+from finetune.config.schema import TrainingConfig
+
+
+def warmup_steps(config: TrainingConfig, total_steps: int) -> int:
+    """Return the steps in which the learning rate rises."""
+    return config.warmup_steps or int(config.warmup_ratio * total_steps)
+
 
 class Schedule:
     """Learning rates over `num_training_steps` optimizer steps.
@@ -46,7 +53,7 @@ class Schedule:
         """The learning rates of the coming step, one a group."""
         return [float(group["lr"]) for group in self.stand_in.param_groups]
 
-    def apply(self, optimizer: Any) -> None:
+    def apply(self, optimizer: torch.optim.Optimizer) -> None:
         """Writes the rates into the optimizer's groups; a rate that is a tensor keeps its identity."""
         for group, rate in zip(optimizer.param_groups, self.rates(), strict=True):
             if isinstance(group["lr"], torch.Tensor):
@@ -60,8 +67,8 @@ class Schedule:
         if self.steps <= self.limit:
             self.scheduler.step()
 
-    def walk_to(self, share: float) -> None:
-        """Goes on to this share of the run, where epochs and not a number of steps end it."""
+    def step_to(self, share: float) -> None:
+        """Step to this share of the run, where epochs and not a number of steps end it."""
         while self.steps < int(share * self.limit):
             self.step()
 
@@ -69,6 +76,6 @@ class Schedule:
         return {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Walks a fresh schedule to the saved step, so that a longer run than planned gets its own curve."""
+        """Step a fresh schedule to the saved step, so that a longer run than planned gets its own curve."""
         for _ in range(state["steps"]):
             self.step()

@@ -12,7 +12,7 @@ import torch
 
 from finetune.distributed import broadcast
 from finetune.errors import UserError
-from finetune.training.elastic_restart import began_here, own_agent
+from finetune.training.elastic_restart import is_same_launch, own_agent
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def run_stages(
 def was_restarted(stages: list[Stage]) -> bool:
     """Whether the launcher that started this process has begun one of the stages already."""
     own = own_agent()
-    return own is not None and any(began_here(stage.folder, [own]) for stage in stages)
+    return own is not None and any(is_same_launch(stage.folder, [own]) for stage in stages)
 
 
 def stage_numbered(stages: list[Stage], number: int) -> Stage:

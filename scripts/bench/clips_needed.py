@@ -2,8 +2,8 @@
 
     python scripts/bench/clips_needed.py [--words 10] [--shared 0.5] [--check]
 
-Simulated: clips of some words on average, some harder than others (the error rate of a clip varies with a standard deviation of 70 % of
-its mean); of each model's errors a share are made by both.
+Simulated: clips of some words on average, some harder than others (the error rate of a clip varies with a standard
+deviation of 70 % of its mean); of each model's errors a share are made by both.
 """
 
 import argparse
@@ -28,9 +28,11 @@ def simulate(
     both = shared * min(wers)
     both_N = generator.binomial(words_N, np.minimum(both * hardness_N, 1))
     own = [
-        generator.binomial(words_N - both_N, np.clip((wer - both) * hardness_N / np.maximum(1 - both * hardness_N, 0.05), 0, 1))
+        generator.binomial(
+            words_N - both_N, np.clip((wer - both) * hardness_N / np.maximum(1 - both * hardness_N, 0.05), 0, 1)
+        )
         for wer in wers
-    ]  # fmt: skip
+    ]
     return np.stack([both_N + own[0], both_N + own[1], words_N], axis=1)
 
 

@@ -1,23 +1,24 @@
 """Runs each memory strategy for a few steps from the same weights on the same clips, and says what it needs and costs.
 
-    python scripts/bench/compare_strategies.py --config RUN.yaml [--strategies adamw,adamw_8bit,adamw_8bit+gradient_checkpointing]
-    python scripts/bench/compare_strategies.py --config RUN.yaml --strategies adamw_8bit --matrix precision,compile,offload
-    python scripts/bench/compare_strategies.py --config RUN.yaml --own-batches          # recommended* with batches of their own
+    python scripts/bench/compare_strategies.py --config RUN.yaml [--strategies adamw,adamw_8bit+gradient_checkpointing]
+    python scripts/bench/compare_strategies.py --config RUN.yaml --strategies adamw_8bit --matrix precision,compile
+    python scripts/bench/compare_strategies.py --config RUN.yaml --own-batches    # recommended* with their own batches
 
-Each strategy runs in fresh processes of its own. Memory is the CUDA allocator's peak on a GPU, and on the CPU the account of the
-process's tensors (finetune/tools/planning/accounting.py) in one step after the optimizer's states exist; of several processes that of the
-first. Seconds a step are the median without the first three steps and the accounted one. An interrupted comparison goes on where
-it was: rows lie in --output-dir. Writes table.md, results.json and strategies.png there.
+Each strategy runs in fresh processes of its own. Memory is the CUDA allocator's peak on a GPU, and on the CPU the
+account of the process's tensors (finetune/tools/planning/accounting.py) in one step after the optimizer's states
+exist; of several processes that of the first. Seconds a step are the median without the first three steps and the
+accounted one. An interrupted comparison goes on where it was: rows lie in --output-dir. Writes table.md, results.json
+and strategies.png there.
 
-All rows see the same clips in each step: the clips of the run's first steps are written to --output-dir/clips once, and come in that
-order to whatever number of processes. The yardstick runs again in the middle and at the end: ratios of time are to the median of
-its runs, and the table says how far these lie apart, which is what a difference in time has to exceed.
+All rows see the same clips in each step: the clips of the run's first steps are written to --output-dir/clips once,
+and come in that order to whatever number of processes. The yardstick runs again in the middle and at the end: ratios
+of time are to the median of its runs, and the table says how far these lie apart, which is what a difference in time
+has to exceed.
 
 Exit codes: 0 done, 1 a strategy that must run on this machine did not, 2 bad arguments.
 """
 
 import argparse
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -49,8 +50,8 @@ from finetune.paths import ACCELERATE_CONFIGS, OVERLAYS, strategy_names
 # Only these may say that they cannot run on a machine without a GPU.
 NEEDS_A_GPU = ("cpu_offload_ao", "cpu_offload_gradients_ao", "flash_adamw", "flash_adamw_gradient_release")
 SKIPPED_STEPS = 3
-# Nothing random, and clips in the order of the data. A limit on the samples, here one beyond all data, makes processes share the
-# data out by rows; with one worker a process no order lies between.
+# Nothing random, and clips in the order of the data. A limit on the samples, here one beyond all data, makes processes
+# share the data out by rows; with one worker a process nothing reorders them.
 SAME_BATCHES = (
     "training.dataloader_num_workers=1",
     "data.max_samples=1000000000",
@@ -92,70 +93,16 @@ AXES = {
 # ---- one strategy, in a process of its own -------------------------------------------------------------------------
 
 
-class Probe:
-    """Times the steps of a run and takes the account of one of them."""
-
-    def __init__(self, file: Path):
-        self.file, self.seconds, self.memory = file, [], {}
-
-    def watch(self, trainer: Any) -> None:
-        """Begins to watch a Trainer, which draws no random features and leaves nothing but figures."""
-        self.trainer = trainer
-        trainer.model.preprocessor.featurizer.dither = 0.0
-        trainer.save = trainer.keep_model = lambda: None
-        trainer._keep = lambda model: None
-        trainer.around_step = self.step
-        self.held: list[Any] = []
-        if type(trainer.module).__name__ == "DistributedDataParallel":
-            clip = trainer._clip
-
-            def clip_and_remember() -> Any:
-                # Views of DDP's buckets, which stay where they are when the gradients are set to none.
-                self.held = [p.grad.detach() for p in trainer.module.parameters() if p.grad is not None]
-                return clip()
-
-            trainer._clip = clip_and_remember
-
-    @contextlib.contextmanager
-    def step(self) -> Any:
-        import torch
-
-        from finetune.tools.planning.accounting import StepAccount
-
-        on_gpu = self.trainer.accelerator.device.type == "cuda"
-        accounted = self.trainer.progress.step == SKIPPED_STEPS
-        if on_gpu:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        started = time.perf_counter()
-        if accounted:
-            follow = StepAccount(self.trainer.module, self.trainer.optimizer, "cuda" if on_gpu else None, self.held)
-            with follow as account:
-                yield
-            self.memory = {"account_peak_bytes": account.peak, "parts_bytes": account.parts_at_peak}
-        else:
-            yield
-            if on_gpu:
-                torch.cuda.synchronize()
-                seen = self.memory.get("allocator_peak_bytes", 0)
-                self.memory["allocator_peak_bytes"] = max(seen, torch.cuda.max_memory_allocated())
-            if self.trainer.progress.step > SKIPPED_STEPS:
-                self.seconds.append(time.perf_counter() - started)
-
-    def write(self) -> None:
-        """Writes what was seen, by the first process."""
-        if self.trainer.accelerator.is_main_process:
-            self.file.write_text(json.dumps({"seconds": self.seconds, **self.memory}), encoding="utf-8")
-
-
 def measure(file: Path, arguments: list[str]) -> int:
-    """Runs a training under a probe; returns its exit code."""
+    """Run a training under a probe; return its exit code."""
+    from step_probe import StepProbe
+
     from finetune import train
 
-    probe = Probe(file)
-    code = train.main(arguments, observe=probe.watch)
+    probes: list[StepProbe] = []
+    code = train.main(arguments, observe=lambda trainer: probes.append(StepProbe(trainer, SKIPPED_STEPS)))
     if code == 0:
-        probe.write()
+        probes[0].write(file)
     return code
 
 
@@ -164,7 +111,7 @@ class Prepared(Exception):
 
 
 def prepare(folder: Path, steps: int, arguments: list[str]) -> int:
-    """Writes the usable clips of a run's first steps as a manifest, in the order in which they come; returns an exit code."""
+    """Write the usable clips of a run's first steps as a manifest, in their order; return an exit code."""
     import soundfile
 
     from finetune import train
@@ -184,7 +131,7 @@ def prepare(folder: Path, steps: int, arguments: list[str]) -> int:
                 if len(lines) >= wanted:
                     break
             if not lines:
-                raise trainer.intake.nothing_left()
+                raise trainer.batcher.nothing_left()
             trainer.stream.next_epoch()
         (folder / "clips.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         raise Prepared
@@ -223,7 +170,7 @@ def rows_to_run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def processes_of(strategies: list[str], gpus: int) -> int:
-    """Processes for strategies that share work out: the GPUs that there are, on a CPU two, or as many as a mesh has places."""
+    """Return the processes of a strategy that shares work out: all GPUs, on a CPU two, or the places of a mesh."""
     files = [yaml.safe_load((ACCELERATE_CONFIGS / f"{name}.yaml").read_text()) for name in strategies]
     meshes = [file["parallelism_config"] for file in files if "parallelism_config" in file]
     if meshes:
@@ -254,9 +201,10 @@ def run_row(row: dict[str, Any], arguments: argparse.Namespace, gpus: int) -> di
     command = [
         *launch, str(Path(__file__).resolve()), "--measure", str(probed), "--config", str(arguments.config),
         *(f"--strategy={name}" for name in row["strategies"]),
-        f"training.output_dir={run_dir}", f"training.max_steps={arguments.steps}", f"training.warmup_steps={arguments.warmup_steps}",
-        "training.eval_on_start=false", "training.eval_steps=0", "training.save_steps=0", "training.logging_steps=1", "data.test=null",
-        "data.guard=null", "training.report_to=none", f"data.max_eval_samples={arguments.eval_clips}",
+        f"training.output_dir={run_dir}", f"training.max_steps={arguments.steps}",
+        f"training.warmup_steps={arguments.warmup_steps}", "training.eval_on_start=false", "training.eval_steps=0",
+        "training.save_steps=0", "training.logging_steps=1", "data.test=null", "data.guard=null",
+        "training.report_to=none", f"data.max_eval_samples={arguments.eval_clips}",
         *arguments.overrides, f"data.train={arguments.clips / 'clips.jsonl'}", *SAME_BATCHES, *same, *row["settings"],
     ]  # fmt: skip
     started = time.perf_counter()
@@ -350,7 +298,8 @@ def prepared_clips(arguments: argparse.Namespace) -> Path:
         run_dir = arguments.output_dir / "run"
         shutil.rmtree(run_dir, ignore_errors=True)
         command = [
-            sys.executable, str(Path(__file__).resolve()), "--prepare", str(folder), str(arguments.steps), "--config", str(arguments.config),
+            sys.executable, str(Path(__file__).resolve()), "--prepare", str(folder), str(arguments.steps),
+            "--config", str(arguments.config),
             f"training.output_dir={run_dir}", "training.report_to=none", "training.bf16=false", "training.max_steps=1",
             *arguments.overrides, *arguments.batches, "data.validation=null", "data.test=null", "data.guard=null",
         ]  # fmt: skip
@@ -364,7 +313,7 @@ def prepared_clips(arguments: argparse.Namespace) -> Path:
 
 
 def settings_key(row: dict[str, Any], arguments: argparse.Namespace, where: dict[str, Any]) -> str:
-    """Tells a row that is already measured from one with other settings, code, files, model, versions or another machine."""
+    """Return a hash of what a measured row depends on: settings, code, files, model, versions and machine."""
     files = [arguments.config]
     for name in row["strategies"]:
         files += [ACCELERATE_CONFIGS / f"{name}.yaml", OVERLAYS / f"{name}.yaml", ROOT / "ds_configs" / f"{name}.json"]

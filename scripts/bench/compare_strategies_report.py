@@ -1,4 +1,4 @@
-"""What scripts/bench/compare_strategies.py makes of its rows: one row for the yardstick's runs, the table, and the picture."""
+"""One row for the yardstick's runs, the table and the picture of scripts/bench/compare_strategies.py."""
 
 import statistics
 import sys
@@ -35,10 +35,12 @@ def table(rows: list[dict[str, Any]], where: dict[str, Any], steps: int) -> str:
     scale, unit = (2**30, "GiB") if base.get("peak_bytes", 0) > 2**31 else (2**20, "MiB")
     kind = "CUDA allocator" if where["gpu"] else "account of the process's tensors"
     lines = [
-        f"Measured on {where['gpu'] or where['cpu']} ({where['threads']} threads), torch {where['torch']}, {' and '.join(sorted({r['date'] for r in rows}))}; {steps} "
+        f"Measured on {where['gpu'] or where['cpu']} ({where['threads']} threads), torch {where['torch']}, "
+        f"{' and '.join(sorted({r['date'] for r in rows}))}; {steps} "
         f"steps on the same clips; peak memory: {kind}, of one process. {spread(base)}",
         "",
-        f"| strategy | optimizer | processes | peak {unit} | of that parameters / gradients / optimizer / activations | optimizer bytes a trained "
+        f"| strategy | optimizer | processes | peak {unit} | of that parameters / gradients / optimizer / activations "
+        f"| optimizer bytes a trained "
         f"parameter | time a step against {base['name']} | loss | against {base['name']} | WER |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -54,7 +56,8 @@ def table(rows: list[dict[str, Any]], where: dict[str, Any], steps: int) -> str:
         change = f"{100 * (r['loss'] / base['loss'] - 1):+.2f} %" if "loss" in base else ""
         wer = "" if r["wer"] is None else f"{r['wer']:.3f}"
         lines.append(
-            f"| {r['name']} | {r['optimizer']} | {r['processes']} | {r['peak_bytes'] / scale:.1f} | {parts} | {r['optimizer_bytes_per_parameter']:.2f} | "
+            f"| {r['name']} | {r['optimizer']} | {r['processes']} | {r['peak_bytes'] / scale:.1f} | {parts} | "
+            f"{r['optimizer_bytes_per_parameter']:.2f} | "
             f"{ratio} | {r['loss']:.3f} | {change} | {wer} |"
         )
     return "\n".join(lines) + "\n"

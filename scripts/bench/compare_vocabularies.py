@@ -1,9 +1,9 @@
-"""French prompts with capitals and punctuation, which the small base model cannot write: four ways to give it a vocabulary that can.
+"""Compare four vocabularies for French prompts with capitals and punctuation, which the base model cannot write.
 
-python scripts/bench/compare_vocabularies.py --output-dir runs/vocabulary --steps 150 --json docs/benchmarks/vocabulary_cpu.json
+    python scripts/bench/compare_vocabularies.py --output-dir runs/vocabulary --steps 150 --json FILE
 
-`nemo` is what NeMo's own change_vocabulary leaves, prediction network and joint with random weights, but trained with the TDT loss.
-Runs that are finished in the output directory are not made again.
+`nemo` is what NeMo's own change_vocabulary leaves, prediction network and joint with random weights, but trained with
+the TDT loss. Runs that are finished in the output directory are not made again.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def write_manifests(folder: Path) -> dict[str, str]:
 
 
 def as_nemo_does(folder: Path, tokenizer: Path) -> str:
-    """The base model after NeMo's change_vocabulary. Its configuration still names the TDT loss, so a restored model has it."""
+    """Return the base model after NeMo's change_vocabulary; its configuration still names the TDT loss."""
     from finetune.models.loading import load_model
     from finetune.models.nemo_archive import save_nemo
 

@@ -2,10 +2,12 @@
 
     python scripts/bench/data.py [--json FILE] [--cases decode,padding,manifest,train,soak] [--lines 5200000]
 
-decode    clips a second of one worker, against soundfile.read of the same bytes in a bare loop; and of two workers against one
-padding   share of padding on log-normal lengths of 0.5 to 30 s: by duration, at random, and lhotse's DynamicBucketingSampler
-manifest  5.2 M lines: time to the first batch, memory and its growth, and resume at line 4,000,000. Audio is not read here: decoding is
-          replaced by 0.1 s of silence.
+decode    clips a second of one worker, against soundfile.read of the same bytes in a bare loop; and of two workers
+          against one
+padding   share of padding on log-normal lengths of 0.5 to 30 s: by duration, at random, and lhotse's
+          DynamicBucketingSampler
+manifest  5.2 M lines: time to the first batch, memory and its growth, and resume at line 4,000,000. Audio is not read
+          here: decoding is replaced by 0.1 s of silence.
 soak      memory and open files of two workers over a million clips that are decoded
 train     audio seconds a second of training the sample base model, with batches by duration against random ones
 
@@ -39,8 +41,8 @@ from finetune.data import stream as stream_module
 from finetune.data.batching import BatchLimits
 from finetune.data.options import StreamOptions
 from finetune.data.sources import open_source, parse_sources
-from finetune.data.stream import ClipStream
-from finetune.data.utterances import Clip
+from finetune.data.stream import UtteranceStream
+from finetune.data.utterances import DecodedUtterance
 
 RATE = 16_000
 ROUNDS = 5
@@ -65,11 +67,11 @@ def encode(text: str) -> list[int]:
     return [1] * (2 * (text.count(" ") + 1))
 
 
-def make_stream(path: str, *, workers: int = 0, **options: Any) -> ClipStream:
+def make_stream(path: str, *, workers: int = 0, **options: Any) -> UtteranceStream:
     sources = [open_source(source, "data") for source in parse_sources(path, "data", "train")]
     limits = options.pop("limits", BatchLimits(clips=16))
     settings = {"sample_rate": RATE, "seed": 1, "group_by_duration": True, **options}
-    return ClipStream(sources, StreamOptions(limits=limits, **settings), encode, workers=workers)
+    return UtteranceStream(sources, StreamOptions(limits=limits, **settings), encode, workers=workers)
 
 
 # ---- decoding ------------------------------------------------------------------------------------------------------
@@ -120,7 +122,7 @@ def decode_one_format(folder: Path, kind: str, clips: int) -> dict[str, Any]:
             soundfile.read(io.BytesIO(content), dtype="float32")
 
     def streamed(workers: int) -> float:
-        """Clips a second from the first batch to the last: workers start, a buffer of 64 fills and workers end once a run."""
+        """Return clips a second from first to last batch; workers start, fill a buffer of 64 and end once a run."""
         stream = make_stream(f"{folder}/train-*.parquet", workers=workers, shuffle_buffer_size=64)
         first, last, count = None, 0.0, 0
         for batch in stream.batches():
@@ -149,9 +151,11 @@ def decode_one_format(folder: Path, kind: str, clips: int) -> dict[str, Any]:
 # ---- padding -------------------------------------------------------------------------------------------------------
 
 
-def silence(entries: list[Any], options: Any, epoch: int, report: Any) -> list[Clip]:
+def silence(entries: list[Any], options: Any, epoch: int, report: Any) -> list[DecodedUtterance]:
     """In place of decoding: 0.1 s of silence a clip."""
-    return [Clip(e.id, e.text, e.language, np.zeros(RATE // 10, dtype=np.float32), e.tokens) for e in entries]
+    return [
+        DecodedUtterance(e.id, e.text, e.language, np.zeros(RATE // 10, dtype=np.float32), e.tokens) for e in entries
+    ]
 
 
 def write_manifest(path: Path, count: int, at_once: int = 100_000) -> None:
@@ -232,7 +236,7 @@ def bench_padding(folder: Path, clips: int) -> dict[str, Any]:
 
 
 def bench_train(folder: Path, steps: int = 60, rounds: int = 2) -> dict[str, Any]:
-    """Audio seconds a second of training the sample base model, with batches by duration and at random, in alternating runs."""
+    """Return audio seconds a second of training the base model, by duration and at random, in alternating runs."""
     sides = {
         "16 clips, at random": ["data.group_by_duration=false"],
         "16 clips, by duration": ["data.group_by_duration=true"],
@@ -244,9 +248,11 @@ def bench_train(folder: Path, steps: int = 60, rounds: int = 2) -> dict[str, Any
         for name, settings in tqdm(sides.items(), desc=f"train, round {number + 1} of {rounds}", unit="run"):
             run = folder / f"run-{number}"
             command = [
-                sys.executable, str(ROOT / "finetune" / "train.py"), "--config", str(ROOT / "finetune" / "configs" / "quickstart.yaml"),
-                f"training.output_dir={run}", "training.overwrite_output_dir=true", f"training.max_steps={steps}", "training.eval_on_start=false",
-                "training.eval_steps=0", "training.save_steps=0", "training.report_to=none", "data.validation=null", "data.test=null", *settings,
+                sys.executable, str(ROOT / "finetune" / "train.py"),
+                "--config", str(ROOT / "finetune" / "configs" / "quickstart.yaml"),
+                f"training.output_dir={run}", "training.overwrite_output_dir=true", f"training.max_steps={steps}",
+                "training.eval_on_start=false", "training.eval_steps=0", "training.save_steps=0",
+                "training.report_to=none", "data.validation=null", "data.test=null", *settings,
             ]  # fmt: skip
             subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
             lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][2:]

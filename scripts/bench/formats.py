@@ -1,10 +1,11 @@
-"""Takes a model from NeMo to Hugging Face and back, and asks whether every way of recognising with each of them gives the same texts.
+"""Take a model from NeMo to Hugging Face and back, and compare the texts of every way of recognising with each.
 
     python scripts/bench/formats.py --model M --data D [--split test] [--json FILE]
 
-Three models: the .nemo that M has, the Hugging Face directory made of it, and the .nemo made of that. Three ways: NeMo's own transcribe()
-(of a .nemo, or of the model that this project loads from the directory), transformers' pipeline("automatic-speech-recognition") in batches
-(of a directory; a .nemo goes through the directory made of it), and this project's transcribe. Ends with 1 if one text or one weight differs.
+Three models: the .nemo that M has, the Hugging Face directory made of it, and the .nemo made of that. Three ways:
+NeMo's own transcribe() (of a .nemo, or of the model that this project loads from the directory), transformers'
+pipeline("automatic-speech-recognition") in batches (of a directory; a .nemo goes through the directory made of it),
+and this project's transcribe. Ends with 1 if one text or one weight differs.
 """
 
 import argparse
@@ -137,7 +138,8 @@ def print_table(result: dict[str, Any]) -> None:
             print(f"  {row['model']}, {row['way']}, {pair['id']}: {pair['this']!r} instead of {pair['first']!r}")
     same = result["weights"] - len(result["different_weights"])
     print(
-        f"{same} of {result['weights']} tensors bit for bit equal after the way there and back; {result['words']} words"
+        f"{same} of {result['weights']} tensors bit for bit equal after the way there and back; "
+        f"{result['words']} words"
     )
 
 

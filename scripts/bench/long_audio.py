@@ -2,9 +2,9 @@
 
     python scripts/bench/long_audio.py --model M [--minutes 60] [--json docs/benchmarks/long_audio_cpu.json]
 
-Held-out prompts of examples/voice_prompts, in a new random order in each round, make recordings with known text: one with
-pauses between the prompts, and one without any, which gives no cut an easy place. Each way of decoding hears the same
-samples in this one process. Memory is that of a process of its own for each length.
+Held-out prompts of examples/voice_prompts, in a new random order in each round, make recordings with known text: one
+with pauses between the prompts, and one without any, which gives no cut an easy place. Each way of decoding hears the
+same samples in this one process. Memory is that of a process of its own for each length.
 
 The reference of everything is each prompt decoded by itself, which no long recording can be expected to better.
 """
@@ -118,7 +118,7 @@ def alone(model: Any, clips: list[np.ndarray]) -> list[tuple[str, list[dict[str,
 
 
 def judge(reference: str, words: list[dict[str, Any]], by_itself: list[tuple[str, float]]) -> dict[str, Any]:
-    """WER, and how far the starts of words lie from those that the prompts have by themselves, where both heard the same word."""
+    """Return WER, and the distance of word starts from those in the single prompts, where both heard the same word."""
     ours = [normalize_text(w["word"], "basic") for w in words]
     counts = jiwer.process_words(reference, " ".join(ours))
     result: dict[str, Any] = {

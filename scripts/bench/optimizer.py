@@ -1,20 +1,23 @@
 #!/usr/bin/env python3
-"""Time of everything around an optimizer step on the parameter shapes of Parakeet-TDT-0.6B-v3, side by side in one process.
+"""Time everything around an optimizer step on the shapes of Parakeet-TDT-0.6B-v3, side by side in one process.
 
-    python scripts/bench/optimizer.py [--layers 2 | --full] [--only SECTION ...] [--sides NAME ...] [--repeats 7] [--json FILE]
+    python scripts/bench/optimizer.py [--layers 2 | --full] [--only SECTION ...] [--sides NAME ...] [--json FILE]
 
-Sections: `step` (optimizers, and one flat tensor a group), `clipping`, `schedules`, `rates` (learning rates as floats or tensors in a
-compiled step). The shapes are those of NeMo's own modules with --layers Conformer layers (of 24); ratios hardly depend on it, since tensors
-and bytes grow together. All sides step the same weights with the same gradients, in turns; figures are medians. Each float32 side
-works on the same two states, which saves memory. The floor of a step is what it has to read and write (weights, gradients, states),
-at the rate at which this machine copied or scaled a large tensor in the same turns, whichever is more. The first step is separate: it compiles,
-from an empty cache.
+Sections: `step` (optimizers, and one flat tensor a group), `clipping`, `schedules`, `rates` (learning rates as floats
+or tensors in a compiled step). The shapes are those of NeMo's own modules with --layers Conformer layers (of 24);
+ratios hardly depend on it, since tensors and bytes grow together. All sides step the same weights with the same
+gradients, in turns; figures are medians. Each float32 side works on the same two states, which saves memory. The floor
+of a step is what it has to read and write (weights, gradients, states), at the rate at which this machine copied or
+scaled a large tensor in the same turns, whichever is more. The first step is separate: it compiles, from an empty
+cache.
 
 Verdicts follow from the figures:
-  step       keep: at least 5 % less time or at least 5 % fewer bytes of state than adamw (fused, the default), and no side with the same
-             bytes (within 10 %; fewer bits are another mathematics) takes 5 % less time. adamw itself: the latter alone.
+  step       keep: at least 5 % less time or at least 5 % fewer bytes of state than adamw (fused, the default), and no
+             side with the same bytes (within 10 %; fewer bits are another mathematics) takes 5 % less time. adamw
+             itself: the latter alone.
   clipping   keep: within 5 % of the fastest.
-  schedules  keep: at most 1 % of a fused step. Rates by hand, keep: they save more than 1 % of a fused step over the dearest schedule.
+  schedules  keep: at most 1 % of a fused step. Rates by hand, keep: they save more than 1 % of a fused step over the
+             dearest schedule.
   rates      keep: no more compilations than the other; where as many, a later step takes at most 5 % longer.
 A claim is reached when a gain is at least the claimed range's lower end, or a cost at most its upper end.
 """
@@ -81,16 +84,16 @@ def real_layout(layers: int) -> torch.nn.Module:
 
 
 def own_storage(view: torch.Tensor) -> torch.Tensor:
-    """The same memory as a storage of its own: compiled code would check at each call whether tensors of one storage overlap."""
+    """Return the same memory as a storage of its own; compiled code checks tensors of one storage for overlaps."""
     return torch.from_dlpack(view)
 
 
 def make_work(layers: int, device: str) -> SimpleNamespace:
-    """Weights, gradients and two states as one flat tensor a group, and in the same memory as tensors of the real shapes.
+    """Make weights, gradients and two states as one flat tensor a group, and as real shapes in the same memory.
 
     Returns:
-        groups: parameter groups of the real shapes; flat_groups: the same with one flat parameter each; states: parameter -> its (exp_avg,
-        exp_avg_sq), for both; parameters, flat_parameters; elements: of the real shapes.
+        groups: parameter groups of the real shapes; flat_groups: the same with one flat parameter each; states:
+        parameter -> its (exp_avg, exp_avg_sq), for both; parameters, flat_parameters; elements: of the real shapes.
     """
     from finetune.strategies.optimizers import parameter_groups
 
@@ -302,8 +305,8 @@ def bench_schedules(work: SimpleNamespace, repeats: int, fused_seconds: float | 
 def bench_rates(device: str, repeats: int) -> dict[str, Any]:
     """A compiled step whose learning rate changes each time, held as floats and as tensors.
 
-    Compilations are counted one side after the other, from a fresh start: what one side showed the compiler would spare the other
-    some. The seconds of a step are then taken in turns.
+    Compilations are counted one side after the other, from a fresh start: what one side showed the compiler would
+    spare the other some. The seconds of a step are then taken in turns.
     """
     from torch._dynamo.utils import counters
 
@@ -377,12 +380,17 @@ def print_tables(found: dict[str, Any]) -> None:
         sides = found["step"]["sides"]
         slowest, default = sides.get("adamw_loop"), sides.get("adamw")
         print(f"\nstep ({rates})")
-        print(f"{'side':16} {'tensors':>7} {'ms':>9} {'x loop':>7} {'x fused':>7} {'MB moved':>9} {'floor ms':>9} {'x floor':>8} {'state MB':>9} {'first s':>8}")  # fmt: skip
+        print(
+            f"{'side':16} {'tensors':>7} {'ms':>9} {'x loop':>7} {'x fused':>7} {'MB moved':>9} {'floor ms':>9} "
+            f"{'x floor':>8} {'state MB':>9} {'first s':>8}"
+        )
         for name, r in sides.items():
             over = [f"{side['seconds'] / r['seconds']:.2f}" if side else "-" for side in (slowest, default)]
             print(
-                f"{name:16} {r['tensors']:7d} {1e3 * r['seconds']:9.2f} {over[0]:>7} {over[1]:>7} {r['bytes_moved'] / 1e6:9.0f} "
-                f"{1e3 * r['floor_seconds']:9.2f} {r['seconds'] / r['floor_seconds']:8.2f} {r['state_bytes'] / 1e6:9.1f} {r['first_seconds']:8.1f}"
+                f"{name:16} {r['tensors']:7d} {1e3 * r['seconds']:9.2f} {over[0]:>7} {over[1]:>7} "
+                f"{r['bytes_moved'] / 1e6:9.0f} "
+                f"{1e3 * r['floor_seconds']:9.2f} {r['seconds'] / r['floor_seconds']:8.2f} "
+                f"{r['state_bytes'] / 1e6:9.1f} {r['first_seconds']:8.1f}"
             )
     if "clipping" in found:
         sides = found["clipping"]["sides"]
@@ -391,7 +399,8 @@ def print_tables(found: dict[str, Any]) -> None:
             print(f"{name:16} {1e3 * r['seconds']:9.2f} {sides['loop']['seconds'] / r['seconds']:7.2f}")
     if "schedules" in found:
         print(
-            f"\nschedules, {found['schedules']['groups']} groups; fused step {1e3 * found['schedules']['fused_seconds']:.2f} ms"
+            f"\nschedules, {found['schedules']['groups']} groups; fused step "
+            f"{1e3 * found['schedules']['fused_seconds']:.2f} ms"
         )
         print(f"{'schedule':24} {'us/step':>9} {'of a fused step':>16}")
         for name, r in found["schedules"]["sides"].items():
@@ -402,7 +411,10 @@ def print_tables(found: dict[str, Any]) -> None:
         )
         print(f"{'held as':16} {'compiled':>8} {'first s':>8} {'later s':>8} {'all s':>8}")
         for name, r in found["rates"]["sides"].items():
-            print(f"{name:16} {r['compilations']:8d} {r['first_seconds']:8.2f} {r['later_seconds_median']:8.3f} {r['total_seconds']:8.2f}")  # fmt: skip
+            print(
+                f"{name:16} {r['compilations']:8d} {r['first_seconds']:8.2f} {r['later_seconds_median']:8.3f} "
+                f"{r['total_seconds']:8.2f}"
+            )
 
 
 def measure(
@@ -453,8 +465,9 @@ def main() -> None:
     about["wall_seconds"] = round(time.perf_counter() - started, 1)
     layout = found["layout"]
     print(
-        f"\n{about['gpu'] if device == 'cuda' else about['cpu']}, {about['threads']} threads, torch {about['torch']}: {layout['layers']} of {LAYERS} "
-        f"layers, {layout['tensors']} tensors, {layout['parameters'] / 1e6:.1f} M parameters; {about['wall_seconds']:.0f} s"
+        f"\n{about['gpu'] if device == 'cuda' else about['cpu']}, {about['threads']} threads, torch {about['torch']}: "
+        f"{layout['layers']} of {LAYERS} layers, {layout['tensors']} tensors, "
+        f"{layout['parameters'] / 1e6:.1f} M parameters; {about['wall_seconds']:.0f} s"
     )
     print_tables(found)
     print_verdicts(found["verdicts"])

@@ -1,4 +1,4 @@
-"""What bench_optimizer.py's figures say about each technique, by the rules at its top, and beside what was claimed for it."""
+"""What scripts/bench/optimizer.py's figures say of each technique, by the rules at its top and beside the claims."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ GAIN, COST = "x", "us"
 
 
 def verdicts(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row a technique and claim: section, technique, claim, claimed (low, high) or None, measured, unit, reached, verdict, because."""
+    """Return one row a technique and claim.
+
+    Keys: section, technique, claim, claimed ((low, high) or None), measured, unit, reached, verdict, because.
+    """
     rows = []
     if "step" in found:
         rows += _of_steps(found["step"]["sides"])
@@ -27,7 +30,15 @@ def verdicts(found: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(section: str, technique: str, claim: str, claimed: tuple[float, float] | None, measured: float, unit: str, verdict: tuple[bool, str]) -> dict[str, Any]:  # fmt: skip
+def _row(
+    section: str,
+    technique: str,
+    claim: str,
+    claimed: tuple[float, float] | None,
+    measured: float,
+    unit: str,
+    verdict: tuple[bool, str],
+) -> dict[str, Any]:
     reached = None if claimed is None else measured >= claimed[0] if unit == GAIN else measured <= claimed[1]
     return {
         "section": section,
@@ -77,10 +88,18 @@ def _of_steps(sides: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         ("adamw_4bit_ao", "adamw", "seconds", "none in the sources; its step", None),
     ]
     return [
-        _row("step", f"{name} against {other}, {key.replace('_', ' ')}", claim, claimed, sides[other][key] / sides[name][key], GAIN, _keep_step(name, sides))
+        _row(
+            "step",
+            f"{name} against {other}, {key.replace('_', ' ')}",
+            claim,
+            claimed,
+            sides[other][key] / sides[name][key],
+            GAIN,
+            _keep_step(name, sides),
+        )
         for name, other, key, claim, claimed in claims
         if name in sides and other in sides
-    ]  # fmt: skip
+    ]
 
 
 def _of_clipping(sides: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -91,7 +110,17 @@ def _of_clipping(sides: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         claim, claimed = claims.get(name, ("none in the sources", None))
         over = r["seconds"] / sides[fastest]["seconds"]
         verdict = (over <= 1 + MARGIN, f"{over:.2f} times the time of {fastest}, the fastest")
-        rows.append(_row("clipping", f"{name} against loop", claim, claimed, sides["loop"]["seconds"] / r["seconds"], GAIN, verdict))  # fmt: skip
+        rows.append(
+            _row(
+                "clipping",
+                f"{name} against loop",
+                claim,
+                claimed,
+                sides["loop"]["seconds"] / r["seconds"],
+                GAIN,
+                verdict,
+            )
+        )
     return rows
 
 
@@ -120,7 +149,8 @@ def _of_rates(sides: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         over = own["later_seconds_median"] / its["later_seconds_median"]
         more = own["compilations"] - its["compilations"]
         because = (
-            f"{own['compilations']} compilations against {its['compilations']}; all steps {own['total_seconds']:.1f} s against "
+            f"{own['compilations']} compilations against {its['compilations']}; all steps "
+            f"{own['total_seconds']:.1f} s against "
             f"{its['total_seconds']:.1f} s, a later one {over:.2f} of its time"
         )
         verdict = (more < 0 or (more == 0 and over <= 1 + MARGIN), because)

@@ -1,10 +1,11 @@
 """Memory and time of strategies on the layout of parakeet-tdt-0.6b-v3: random weights, noise for speech, 8,192 pieces.
 
     python scripts/bench/real_size.py                              # on a GPU: bf16, 16 clips of 20 s a step
-    python scripts/bench/real_size.py --strategies adamw_8bit+gradient_checkpointing --clips 1 --seconds 5 --precision fp32   # on a CPU
+    python scripts/bench/real_size.py --strategies adamw_8bit --clips 1 --seconds 5 --precision fp32   # on a CPU
 
-Makes a tokenizer of random words and a data set of noise in --output-dir, and hands them to scripts/bench/compare_strategies.py, whose
-figures it prints, with what finetune.plan predicts beside them. Nothing is learnt; needed memory and time depend on lengths and sizes only.
+Makes a tokenizer of random words and a data set of noise in --output-dir, and hands them to
+scripts/bench/compare_strategies.py, whose figures it prints, with what finetune.plan predicts beside them. Nothing is
+learnt; needed memory and time depend on lengths and sizes only.
 """
 
 import argparse
@@ -70,7 +71,8 @@ def add_predictions(rows: list[dict[str, Any]], run_file: Path, clips: int, seco
     """Puts what finetune.plan predicts beside what was measured, and prints the ratios.
 
     Args:
-        rows: of scripts/bench/compare_strategies.py; those that ran get predicted_peak_bytes and predicted_over_measured.
+        rows: of scripts/bench/compare_strategies.py; those that ran get predicted_peak_bytes and
+            predicted_over_measured.
         run_file: that they ran with.
         clips, seconds: of a step.
     """
@@ -88,7 +90,8 @@ def add_predictions(rows: list[dict[str, Any]], run_file: Path, clips: int, seco
         row["predicted_peak_bytes"] = predicted.peak_memory_gib * GIB
         row["predicted_over_measured"] = row["predicted_peak_bytes"] / row["peak_bytes"]
         print(
-            f"{row['name']}: predicted {row['predicted_peak_bytes'] / 1e9:.2f} GB, measured {row['peak_bytes'] / 1e9:.2f} GB, "
+            f"{row['name']}: predicted {row['predicted_peak_bytes'] / 1e9:.2f} GB, measured "
+            f"{row['peak_bytes'] / 1e9:.2f} GB, "
             f"ratio {row['predicted_over_measured']:.3f}"
         )
 
@@ -126,7 +129,8 @@ def main() -> int:
     file = arguments.output_dir / "RUN.yaml"
     file.write_text(yaml.safe_dump(run), encoding="utf-8")
     command = [
-        sys.executable, str(ROOT / "scripts" / "bench" / "compare_strategies.py"), "--config", str(file), "--strategies", arguments.strategies,
+        sys.executable, str(ROOT / "scripts" / "bench" / "compare_strategies.py"), "--config", str(file),
+        "--strategies", arguments.strategies,
         "--steps", str(arguments.steps), "--output-dir", str(arguments.output_dir), "--yardstick", arguments.yardstick,
     ]  # fmt: skip
     results = arguments.json or arguments.output_dir / "results.json"

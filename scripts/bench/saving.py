@@ -3,8 +3,9 @@
     python scripts/bench/saving.py --config finetune/configs/quickstart.yaml --steps 60 --every 10
     python scripts/bench/saving.py --config RUN.yaml --steps 12 --every 4 training.optimizer=adamw_8bit
 
-All three train in this process, one after the other and `--rounds` times over, from the same run file. Printed for each way: seconds of
-the training, seconds that it stood still for its checkpoints, and their share at the default interval of training.save_steps.
+All three train in this process, one after the other and `--rounds` times over, from the same run file. Printed for
+each way: seconds of the training, seconds that it stood still for its checkpoints, and their share at the default
+interval of training.save_steps.
 """
 
 import argparse
@@ -13,7 +14,6 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -24,6 +24,8 @@ from finetune.config.schema import TrainingConfig
 from finetune.logs import set_up_logging
 from finetune.strategies.strategy import resolve_strategy
 from finetune.train import train
+from finetune.training.callbacks import Callback
+from finetune.training.trainer import Trainer
 
 WAYS = {
     "none": ["training.save_steps=0"],
@@ -33,7 +35,7 @@ WAYS = {
 
 
 def measure(arguments: argparse.Namespace, way: str) -> dict[str, float]:
-    """Trains once; seconds of the training, seconds that it stood still, and bytes of a checkpoint."""
+    """Train once; return seconds of the training, seconds that it stood still, and bytes of a checkpoint."""
     folder = arguments.output_dir / way.replace(" ", "_")
     settings = [
         *arguments.settings,
@@ -52,18 +54,20 @@ def measure(arguments: argparse.Namespace, way: str) -> dict[str, float]:
     config, _ = load_config(arguments.config, strategy.names, settings)
     found: dict[str, float] = {}
 
-    def observe(trainer: Any) -> None:
-        run = trainer.run
+    class Timer(Callback):
+        def __init__(self, trainer: Trainer):
+            self.trainer, self.began = trainer, 0.0
+            trainer.add_callback(self)
 
-        def timed() -> None:
-            began = time.perf_counter()
-            run()
-            found["seconds"] = time.perf_counter() - began
-            found["blocked"] = trainer.saver.blocked_seconds
+        def on_train_begin(self) -> None:
+            self.began = time.perf_counter()
 
-        trainer.run = timed
+        def on_steps_end(self, failed: bool) -> None:
+            self.trainer.writer.wait()  # for the last checkpoint
+            found["seconds"] = time.perf_counter() - self.began
+            found["blocked"] = self.trainer.writer.blocked_seconds
 
-    train(config, strategy, observe, last=False)
+    train(config, strategy, Timer, last=False)
     newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
     found["bytes"] = sum(file.stat().st_size for file in newest.iterdir() if file.is_file())
     return found
@@ -89,9 +93,8 @@ def main() -> int:
             measured[way].append(measure(arguments, way))
     rows, default = [], TrainingConfig.save_steps
     step = min(m["seconds"] - m["blocked"] for m in measured["none"]) / arguments.steps
-    print(
-        f"\n{'checkpoints':12s} {'training s':>11s} {'of none':>8s} {'stood still s':>14s} {'each s':>7s} {'at ' + str(default):>8s}"
-    )
+    heads = f"{'checkpoints':12s} {'training s':>11s} {'of none':>8s} {'stood still s':>14s} {'each s':>7s}"
+    print(f"\n{heads} {'at ' + str(default):>8s}")
     for way, found in measured.items():
         checkpoints = arguments.steps // arguments.every if way != "none" else 0
         seconds, blocked = (statistics.median(m[key] for m in found) for key in ("seconds", "blocked"))
@@ -114,8 +117,9 @@ def main() -> int:
         told = ("", "") if each is None else (f"{each:.3f}", f"{share:.2%}")
         print(f"{way:12s} {seconds:11.2f} {rows[-1]['of_none']:8.3f} {blocked:14.3f} {told[0]:>7s} {told[1]:>8s}")
     print(
-        f"\none step {step:.3f} s, a checkpoint {rows[-1]['checkpoint_bytes'] / 1e6:.1f} MB; last column: time for a checkpoint each "
-        f"{default} steps (the default), as a share of these steps: the longer of standing still and of what the training took in addition"
+        f"\none step {step:.3f} s, a checkpoint {rows[-1]['checkpoint_bytes'] / 1e6:.1f} MB; last column: time for a "
+        f"checkpoint each {default} steps (the default), as a share of these steps: the longer of standing still and "
+        "of what the training took in addition"
     )
     if arguments.json:
         result = {"machine": machine(), "command": "python " + " ".join(sys.argv), "step_seconds": step, "rows": rows}

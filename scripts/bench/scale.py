@@ -1,17 +1,20 @@
 #!/usr/bin/env python3
-"""What grows with data, with ranks and with steps: measured slopes of the real code on small data and the small base model.
+"""Measure what grows with data, ranks and steps: slopes of the real code on small data and the small base model.
 
-    python scripts/bench/scale.py [--json FILE] [--cases data,check,ranks,steps] [--rows 1000,10000,100000,1000000] [--ranks 1,2,4,8]
+    python scripts/bench/scale.py [--json FILE] [--cases data,check,ranks,steps] [--rows 1000,10000] [--ranks 1,2,4,8]
 
-data   of manifests and parquet files of so many rows: seconds and memory to open them, what is sent to a DataLoader worker, the stream's
-       state in a checkpoint (for 1 and for 8 ranks); the quarantine's file and its set in memory. Decoding is replaced by 0.1 s of silence.
+data   of manifests and parquet files of so many rows: seconds and memory to open them, what is sent to a DataLoader
+       worker, the stream's state in a checkpoint (for 1 and for 8 ranks); the quarantine's file and its set in memory.
+       Decoding is replaced by 0.1 s of silence.
 check  finetune.check: reading short files of 0.2 s, and putting together what was found in all shards.
-ranks  processes over gloo on this machine that train examples/base: seconds to the first step, of the exchange of a step's counts, and of
-       a checkpoint; its bytes, and those of each rank's part. NeMo is imported once and the processes are forked from there.
-steps  bytes of a line of metrics.jsonl and of TensorBoard's file, from real runs; size, seconds and memory of report.html at 1,000, 10,000 and
-       100,000 lines (every tenth step) with an evaluation each 500 steps.
+ranks  processes over gloo on this machine that train examples/base: seconds to the first step, of the exchange of a
+       step's counts, and of a checkpoint; its bytes, and those of each rank's part. NeMo is imported once and the
+       processes are forked from there.
+steps  bytes of a line of metrics.jsonl and of TensorBoard's file, from real runs; size, seconds and memory of
+       report.html at 1,000, 10,000 and 100,000 lines (every tenth step) with an evaluation each 500 steps.
 
-Seconds of `data`, `check` and `steps` are CPU time of one process; those of `ranks` are wall time. Slopes are least squares over the sizes.
+Seconds of `data`, `check` and `steps` are CPU time of one process; those of `ranks` are wall time. Slopes are least
+squares over the sizes.
 """
 
 import argparse
@@ -44,8 +47,9 @@ import yaml
 
 from finetune.data import stream as stream_module
 from finetune.data.batching import BatchLimits
+from finetune.data.options import StreamOptions
 from finetune.data.sources import open_source, parse_sources
-from finetune.data.stream import ClipStream, StreamOptions
+from finetune.data.stream import UtteranceStream
 from finetune.training.outputs import LineFile
 
 ROW_GROUP, ROWS_A_FILE = 1000, 50_000
@@ -104,10 +108,10 @@ def write_parquet(folder: Path, rows: int) -> str:
     return str(folder / "*.parquet")
 
 
-def stream_of(path: str, ranks: int) -> ClipStream:
+def stream_of(path: str, ranks: int) -> UtteranceStream:
     sources = [open_source(source, "data") for source in parse_sources(path, "data", "train")]
     options = StreamOptions(limits=BatchLimits(clips=64), sample_rate=16_000, seed=1, group_by_duration=True)
-    return ClipStream(sources, options, bench_data.encode, rank=0, ranks=ranks)
+    return UtteranceStream(sources, options, bench_data.encode, rank=0, ranks=ranks)
 
 
 def measure_source(path: str, rows: int) -> dict[str, float]:
@@ -135,7 +139,7 @@ def measure_source(path: str, rows: int) -> dict[str, float]:
 
 def measure_quarantine(path: Path, rows: int) -> dict[str, float]:
     """A quarantine of so many lines: written, and read back into the set that a continued run keeps."""
-    from finetune.tools.report.read import _reasons
+    from finetune.tools.report.read import quarantine_reasons
 
     file = LineFile(path)
     for first in range(0, rows, 1000):  # few at once: memory that was let go would be taken for the set's
@@ -155,14 +159,14 @@ def measure_quarantine(path: Path, rows: int) -> dict[str, float]:
     seconds, memory = time.process_time() - began, resident() - before
     assert len(found) == rows
     began = time.process_time()
-    _reasons(path)
+    quarantine_reasons(path)
     told = {"rows": rows, "file_bytes": path.stat().st_size, "set_memory_bytes": memory, "set_cpu_seconds": seconds}
     return {**told, "report_cpu_seconds": time.process_time() - began}
 
 
 def measure_check(folder: Path, rows: int) -> dict[str, float]:
     """finetune.check of a manifest whose rows name a hundred short files in turn."""
-    from finetune.tools.data_check import check
+    from finetune import check
 
     for i in range(100):
         soundfile.write(folder / f"{i}.flac", 0.1 * np.random.default_rng(i).standard_normal(3200), 16_000)
@@ -188,8 +192,8 @@ def measure_check(folder: Path, rows: int) -> dict[str, float]:
 
 
 def measure_gather(folder: Path, rows: int) -> dict[str, float]:
-    """What the check does at its end with the parts of all shards: those of one real shard, again and again, with ids of their own."""
-    from finetune.tools.data_check import check
+    """Gather the parts of so many shards as the check does: those of one real shard, each time with new ids."""
+    from finetune.tools.data_check import inspection
 
     measure_check(folder, ROW_GROUP)
     parts = sorted((folder / "check" / "parts").glob("*.json"))
@@ -197,7 +201,7 @@ def measure_gather(folder: Path, rows: int) -> dict[str, float]:
         [json.loads(file.read_text()) for file in parts],
         [np.load(file.with_suffix(".npy")) for file in parts],
     )
-    sample = [pair for part in whole for pair in part["sample"]][: check.SAMPLED_A_SHARD]
+    sample = [pair for part in whole for pair in part["sample"]][: inspection.SAMPLED_A_SHARD]
     files, random = [], np.random.default_rng(0)
     for i in range(rows // ROW_GROUP):
         files.append(folder / f"part-{i}.json")
@@ -206,7 +210,7 @@ def measure_gather(folder: Path, rows: int) -> dict[str, float]:
         named[:, 0] = random.integers(0, np.iinfo(named.dtype).max, len(named), dtype=named.dtype)
         np.save(files[-1].with_suffix(".npy"), named)
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    check.gather(files)
+    inspection.gather(files)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return {"rows": rows, "memory_bytes": used * 1024, "cpu_seconds": time.process_time() - began}
 
@@ -273,10 +277,12 @@ def run_file(folder: Path, **training: Any) -> Path:
 
 
 def train_as(rank: int, ranks: int, port: int, engine: str, folder: Path) -> None:
-    """One rank of a training, which notes its times in RANK.json."""
+    """Run one rank of a training, which writes its times to RANK.json."""
     from finetune import train
+    from finetune.training.callbacks import Callback, StepResult
+    from finetune.training.trainer import Trainer
 
-    began, told = time.perf_counter(), SimpleNamespace(first=0.0, exchange=[], save=0.0)
+    began, times = time.perf_counter(), SimpleNamespace(first=0.0, exchange=[], save=0.0)
     out = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -286,33 +292,30 @@ def train_as(rank: int, ranks: int, port: int, engine: str, folder: Path) -> Non
             {name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
         )
 
-    def observe(trainer: Any) -> None:
-        step, save = trainer.train_on, trainer.save
+    class Timer(Callback):
+        def __init__(self, trainer: Trainer):
+            self.trainer = trainer
+            trainer.add_callback(self)
 
-        def train_on(step_input: Any) -> None:
-            if not told.first:
-                told.first = time.perf_counter() - began
-            step(step_input)
-            if trainer.progress.step == TRAINED_STEPS - 1:
-                trainer.accelerator.wait_for_everyone()
+        def on_step_begin(self, step: int) -> None:
+            times.first = times.first or time.perf_counter() - began
+
+        def on_step_end(self, result: StepResult) -> None:
+            if result.step == TRAINED_STEPS - 1:
+                self.trainer.accelerator.wait_for_everyone()
                 for _ in range(EXCHANGES):
                     started = time.perf_counter()
-                    trainer.intake._over_ranks([0.0] * 8, 1)
-                    told.exchange.append(time.perf_counter() - started)
-
-        def timed_save(*arguments: Any, **options: Any) -> Any:
-            trainer.accelerator.wait_for_everyone()
-            started, before = time.perf_counter(), trainer.last_saved
-            result = save(*arguments, **options)
-            if trainer.last_saved != before:
-                told.save = told.save or time.perf_counter() - started
-            return result
-
-        trainer.train_on, trainer.save = train_on, timed_save
+                    self.trainer.batcher._over_ranks([0.0] * 8, 1)
+                    times.exchange.append(time.perf_counter() - started)
+            if result.step == TRAINED_STEPS:
+                self.trainer.accelerator.wait_for_everyone()
+                started = time.perf_counter()
+                self.trainer.save()
+                times.save = time.perf_counter() - started
 
     strategy = ["--strategy", engine] if engine != "none" else []
-    code = train.main(["--config", str(folder / "RUN.yaml"), *strategy], observe)
-    (folder / f"{rank}.json").write_text(json.dumps({**vars(told), "code": code}))
+    code = train.main(["--config", str(folder / "RUN.yaml"), *strategy], Timer)
+    (folder / f"{rank}.json").write_text(json.dumps({**vars(times), "code": code}))
 
 
 def measure_ranks(ranks: int, engine: str) -> dict[str, Any]:
@@ -337,7 +340,8 @@ def measure_ranks(ranks: int, engine: str) -> dict[str, Any]:
         missing = [rank for rank in range(ranks) if not (folder / f"{rank}.json").is_file()]
         if missing:
             raise SystemExit(
-                f"{ranks} ranks under {engine}: rank {missing[0]} failed\n{(folder / f'{missing[0]}.log').read_text()[-2000:]}"
+                f"{ranks} ranks under {engine}: rank {missing[0]} failed\n"
+                f"{(folder / f'{missing[0]}.log').read_text()[-2000:]}"
             )
         told = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
         checkpoint = folder / "run" / "checkpoints" / f"step-{TRAINED_STEPS:08d}"
@@ -400,7 +404,7 @@ def run_of(steps: int, folder: Path) -> dict[str, Any]:
 
 def measure_report(folder: Path, told: dict[str, Any], lines: int) -> dict[str, float]:
     """The page of a run with so many lines of metrics.jsonl, each of ten steps."""
-    from finetune.tools.report.page import write_report
+    from finetune.tools.report.page import write_run_page
 
     rows = [json.loads(line) for line in told["metrics"]]
     judged = [json.loads(line) for line in told["evaluations"] if '"model"' not in line]
@@ -409,7 +413,7 @@ def measure_report(folder: Path, told: dict[str, Any], lines: int) -> dict[str, 
     metrics.append(*({**rows[i % len(rows)], "step": 10 * i + 10} for i in range(lines)))
     evaluations.append(*({**row, "step": step} for step in range(0, 10 * lines + 1, 500) for row in judged))
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    page = write_report(folder)
+    page = write_run_page(folder)
     seconds = time.process_time() - began
     used = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     sizes = {f"{file.path.stem}_bytes": file.path.stat().st_size for file in (metrics, evaluations)}

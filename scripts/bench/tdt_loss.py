@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
-"""Time and memory of the fused TDT loss against transformers' and, on a GPU, NeMo's; each side in a fresh process, in turns.
+"""Time and memory of the fused TDT loss against transformers' and, on a GPU, NeMo's, in fresh processes and in turns.
 
     python scripts/bench/tdt_loss.py [--cases NAME ...] [--repeats 3] [--json FILE]
 
-CPU cases need no GPU; the others say "not measured" without one. Times are the best of the repeats, forward and backward. Memory is what a
-call adds at its peak to what was there before it (resident memory on the CPU, the CUDA allocator's on a GPU). The floor is the four
-matrix products (forward, recomputation, gradients of weight and activations) over the valid cells, at the rate of this machine.
-The gradient of cells that alignments hardly pass through is made of subnormal numbers, on which a CPU is slow: transformers' loss is
-timed as it comes and "flushed", with torch.set_flush_denormal(True), which no side of ours has.
+CPU cases need no GPU; the others say "not measured" without one. Times are the best of the repeats, forward and
+backward. Memory is what a call adds at its peak to what was there before it (resident memory on the CPU, the CUDA
+allocator's on a GPU). The floor is the four matrix products (forward, recomputation, gradients of weight and
+activations) over the valid cells, at the rate of this machine. The gradient of cells that alignments hardly pass
+through is made of subnormal numbers, on which a CPU is slow: transformers' loss is timed as it comes and "flushed",
+with torch.set_flush_denormal(True), which no side of ours has.
 
-"learnt" inputs come from examples/base/fastconformer_tdt_3m.nemo on sentences of examples/voice_prompts, joined to clips of up to 10 s. Its
-joint is lifted to the width and vocabulary of the case: the further hidden units get random inputs that no output listens to, and
-each of its 128 tokens gets V / 128 - 1 near copies (its row with a tenth of noise) that together weigh a tenth of it.
+"learnt" inputs come from examples/base/fastconformer_tdt_3m.nemo on sentences of examples/voice_prompts, joined to
+clips of up to 10 s. Its joint is lifted to the width and vocabulary of the case: the further hidden units get random
+inputs that no output listens to, and each of its 128 tokens gets V / 128 - 1 near copies (its row with a tenth of
+noise) that together weigh a tenth of it.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ SIDES: dict[str, dict[str, float | None]] = {
     "cpu_v1024": {"transformers": None, FLUSHED: None, "fused": 0.0, "fused 1e-4": 1e-4, "floor": None},
     "cpu_step_v8192": {"transformers": None, FLUSHED: None, "fused": 0.0, "fused 1e-4": 1e-4},
     "gpu_v8192": {
-        "transformers": None, "nemo plain": None, "nemo fused batch": None, "fused": 0.0, "fused 1e-4": 1e-4, "floor": None,
+        "transformers": None, "nemo plain": None, "nemo fused batch": None, "fused": 0.0, "fused 1e-4": 1e-4,
+        "floor": None,
     },
     "gpu_24gb": {"transformers": None, "nemo plain": None, "nemo fused batch": None, "fused": 0.0},
 }  # fmt: skip
@@ -86,7 +89,7 @@ def random_inputs(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def learnt_inputs(case: dict[str, Any]) -> dict[str, Any]:
-    """Joint inputs of the base model on real sentences, lifted to the case's width and vocabulary (see the top of this file)."""
+    """Return joint inputs of the base model on real sentences, lifted to the case's width and vocabulary."""
     import io
 
     import pyarrow.parquet as pq
@@ -192,7 +195,8 @@ def loss_call(case: dict[str, Any], side: str, threshold: float | None) -> tuple
         with precision():
             logits = joint()
         loss = tdt_loss(
-            logits[..., : V + 1], logits[..., V + 1 :], given["targets"], frames, tokens, V, [0, 1, 2, 3, 4], reduction="mean_batch"
+            logits[..., : V + 1], logits[..., V + 1 :], given["targets"], frames, tokens, V, [0, 1, 2, 3, 4],
+            reduction="mean_batch"
         )  # fmt: skip
         return finish(loss)
 
@@ -209,7 +213,8 @@ def loss_call(case: dict[str, Any], side: str, threshold: float | None) -> tuple
                 logits = torch.nn.functional.linear(hidden, leaves[2], leaves[3])
             parts.append(
                 loss_of(
-                    log_probs=logits, targets=given["targets"][part, :U], input_lengths=frames[part], target_lengths=tokens[part]
+                    log_probs=logits, targets=given["targets"][part, :U], input_lengths=frames[part],
+                    target_lengths=tokens[part]
                 )
             )  # fmt: skip
         return finish(torch.stack(parts).sum() / len(frames))
@@ -248,7 +253,8 @@ def step_call(case: dict[str, Any], side: str, threshold: float | None) -> tuple
     torch.manual_seed(0)
     V = case["V"]
     encoder = ParakeetEncoderConfig(
-        hidden_size=144, num_hidden_layers=4, num_attention_heads=4, intermediate_size=576, num_mel_bins=80, layerdrop=0.0,
+        hidden_size=144, num_hidden_layers=4, num_attention_heads=4, intermediate_size=576, num_mel_bins=80,
+        layerdrop=0.0,
         subsampling_conv_channels=64, scale_input=False,
     )  # fmt: skip
     config = ParakeetTDTConfig(
@@ -372,7 +378,8 @@ def print_table(name: str, results: dict[str, dict[str, Any]]) -> None:
     first = next(iter(results.values()))
     print(f"\n{name}: {first.get('cells', '-')} cells; loss, time and memory of one forward and backward")
     print(
-        f"{'side':20} {'loss':>10} {'s':>8} {'x faster':>9} {'x flushed':>9} {'x floor':>8} {'MB':>8} {'x less':>7} {'process MB':>11}"
+        f"{'side':20} {'loss':>10} {'s':>8} {'x faster':>9} {'x flushed':>9} {'x floor':>8} {'MB':>8} {'x less':>7} "
+        f"{'process MB':>11}"
     )
     for side, r in results.items():
         faster = f"{against['seconds'] / r['seconds']:.2f}" if against else "-"
@@ -380,7 +387,8 @@ def print_table(name: str, results: dict[str, dict[str, Any]]) -> None:
         less = f"{against['memory_bytes'] / max(r['memory_bytes'], 1):.1f}" if against else "-"
         over = f"{r['seconds'] / floor:.2f}" if floor else "-"
         print(
-            f"{side:20} {r['loss']:10.4f} {r['seconds']:8.3f} {faster:>9} {faster_flushed:>9} {over:>8} {r['memory_bytes'] / 1e6:8.1f} {less:>7} "
+            f"{side:20} {r['loss']:10.4f} {r['seconds']:8.3f} {faster:>9} {faster_flushed:>9} {over:>8} "
+            f"{r['memory_bytes'] / 1e6:8.1f} {less:>7} "
             f"{r['process_peak_bytes'] / 1e6:11.0f}"
         )
 
@@ -420,7 +428,8 @@ def main() -> None:
         found["cases"][name] = results
         if "gigabytes" in CASES[name]:
             print(
-                f"\n{name}: most clips of 20 s in {CASES[name]['gigabytes']} GB, forward and backward of joint and loss"
+                f"\n{name}: most clips of 20 s in {CASES[name]['gigabytes']} GB, forward and backward of joint "
+                "and loss"
             )
             for side, r in results.items():
                 print(f"{side:18} {r['largest_batch']:6d}")

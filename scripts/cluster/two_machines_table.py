@@ -1,8 +1,9 @@
-"""The table of scripts/cluster/two_machines.sh: each run's losses against those of one machine with two processes, and how the cut ended.
+"""The table of scripts/cluster/two_machines.sh: losses against one machine's, and how the cut network ended.
 
     python scripts/cluster/two_machines_table.py WORK
 
-Ends with 1 where a loss is further off than rounding, or a rank did not end as it should. RESULTS names a file for the table as JSON.
+Ends with 1 where a loss is further off than rounding, or a rank did not end as it should. RESULTS names a file for the
+table as JSON.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""Writes docs/configuration.md from the run file's schema, and the README's tables of strategies. --check only compares."""
+"""Write docs/configuration.md from the run file's schema, and the tables of strategies in docs/.
+
+--check only compares.
+"""
 
 import json
 import sys
@@ -18,15 +21,17 @@ sys.path.insert(0, str(ROOT / "scripts" / "bench"))
 from compare_strategies_report import spread
 
 PAGE = ROOT / "docs" / "configuration.md"
-README = ROOT / "README.md"
+STRATEGIES = ROOT / "docs" / "strategies.md"
+BENCHMARKS = ROOT / "docs" / "benchmarks" / "README.md"
 MEASURED = ROOT / "docs" / "benchmarks" / "strategies_cpu.json"
 INTRODUCTION = """# The run file
 
 Written by `python scripts/docs/write_configuration_docs.py` from `finetune/config/schema.py`; do not edit.
 
-A run file is YAML with the sections `model`, `data` and `training`. Strategies (`--strategy NAME`) are laid over it, then
-`key=value` arguments such as `training.max_steps=100`. A source under `data` is a path or name, or a mapping with `path`,
-`split`, `name`, `revision`, `language`, `weight`, `audio_column`, `text_column`, `language_column` and `id_column`.
+A run file is YAML with the sections `model`, `data` and `training`. Strategies (`--strategy NAME`) are laid over it,
+then `key=value` arguments such as `training.max_steps=100`. A source under `data` is a path or name, or a mapping with
+`path`, `split`, `name`, `revision`, `language`, `weight`, `audio_column`, `text_column`, `language_column` and
+`id_column`.
 """
 
 
@@ -81,11 +86,12 @@ def measured_table() -> str:
     where, rows = found["machine"], found["rows"]
     base = rows[0]
     lines = [
-        f"Measured on {where['gpu'] or where['cpu']}, {where['threads']} threads, torch {where['torch']}, {where['date']}: "
-        f"`{found['command']}`. Memory is the account of one process's tensors in a step. {spread(base)} "
-        "Smaller differences in time mean nothing.",
+        f"Measured on {where['gpu'] or where['cpu']}, {where['threads']} threads, torch {where['torch']}, "
+        f"{where['date']}: `{found['command']}`. Memory is the account of one process's tensors in a step. "
+        f"{spread(base)} Smaller differences in time mean nothing.",
         "",
-        "| strategy | processes | peak MiB | of that activations | bytes of state a parameter | time a step | loss | WER |",
+        "| strategy | processes | peak MiB | of that activations "
+        "| bytes of state a parameter | time a step | loss | WER |",
         "|---|---|---|---|---|---|---|---|",
     ]
     lacking = []
@@ -94,33 +100,32 @@ def measured_table() -> str:
             lacking.append(f"`{row['name']}`")
             continue
         wer = "" if row["wer"] is None else f"{row['wer']:.3f}"
+        peak, activations = row["peak_bytes"] / 2**20, row["parts_bytes"]["activations"] / 2**20
+        time, loss = row["seconds_per_step"] / base["seconds_per_step"], 100 * (row["loss"] / base["loss"] - 1)
         lines.append(
-            f"| `{row['name']}` | {row['processes']} | {row['peak_bytes'] / 2**20:.0f} | {row['parts_bytes']['activations'] / 2**20:.0f} | "
-            f"{row['optimizer_bytes_per_parameter']:.2f} | {row['seconds_per_step'] / base['seconds_per_step']:.2f} | "
-            f"{100 * (row['loss'] / base['loss'] - 1):+.2f} % | {wer} |"
+            f"| `{row['name']}` | {row['processes']} | {peak:.0f} | {activations:.0f} | "
+            f"{row['optimizer_bytes_per_parameter']:.2f} | {time:.2f} | {loss:+.2f} % | {wer} |"
         )
     if lacking:
         lines += ["", f"Need a GPU: {', '.join(lacking)}."]
     return "\n".join(lines) + "\n"
 
 
-def readme() -> str:
-    """The README with its tables written anew between their marks."""
-    text = README.read_text(encoding="utf-8")
-    tables = {"strategies": strategy_table(), "measured": measured_table(), "compatibility": compatibility_table()}
-    for mark, table in tables.items():
-        begin, end = (
-            f"<!-- {mark}: written by scripts/docs/write_configuration_docs.py -->\n",
-            f"<!-- end of {mark} -->\n",
-        )
-        before, rest = text.split(begin)
-        text = before + begin + table + end + rest.split(end)[1]
-    return text
+def with_table(path: Path, mark: str, table: str) -> str:
+    """Return a document with the table between its marks written anew."""
+    begin = f"<!-- {mark}: written by scripts/docs/write_configuration_docs.py -->\n"
+    end = f"<!-- end of {mark} -->\n"
+    before, rest = path.read_text(encoding="utf-8").split(begin)
+    return before + begin + table + end + rest.split(end)[1]
 
 
 def main() -> int:
     """Command line."""
-    made = {PAGE: page(), README: readme()}
+    made = {
+        PAGE: page(),
+        STRATEGIES: with_table(STRATEGIES, "strategies", strategy_table()),
+        BENCHMARKS: with_table(BENCHMARKS, "measured", measured_table()),
+    }
     if "--check" in sys.argv:
         old = [str(path) for path, text in made.items() if path.read_text(encoding="utf-8") != text]
         if old:

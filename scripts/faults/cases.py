@@ -1,6 +1,9 @@
-"""The faults, in groups: SIGKILL, signals, power cuts, full and read-only disks, damaged files, clocks, a second process, two ranks.
+"""The faults, in groups: SIGKILL, signals, power cuts, clocks, a second process.
 
-Each case does its fault to a run of its own, starts the same command until the run is done, and compares it with the unbroken one.
+Disks, damaged files and ranks: damage_cases.py.
+
+Each case does its fault to a run of its own, starts the same command until the run is done, and compares it with the
+unbroken one.
 """
 
 import os
@@ -116,7 +119,7 @@ def go_on(
     return attempt
 
 
-# ---- SIGKILL -----------------------------------------------------------------------------------------------------------
+# ---- SIGKILL --------------------------------------------------------------------------------------------------------
 
 KILL_PLACES = {
     # place: (events, share of the tries in percent)
@@ -185,7 +188,7 @@ def _killed(moment: Moment) -> Callable[[Laboratory, Path], Trial]:
 
 
 def _killed_command(share: float) -> Callable[[Laboratory, Path], Trial]:
-    """The real command as a process of its own, killed by a timer; where it was done sooner, once more with a shorter one."""
+    """Kill the real command by a timer; where it was done sooner, once more with a shorter one."""
 
     def run(laboratory: Laboratory, folder: Path) -> Trial:
         trial, said = Trial(), folder.with_suffix(".txt")
@@ -279,7 +282,7 @@ def differing_files(one: Path, other: Path, only_present: bool = False) -> list[
     return found
 
 
-# ---- SIGTERM, SIGINT, SIGUSR1 --------------------------------------------------------------------------------------------
+# ---- SIGTERM, SIGINT, SIGUSR1 ---------------------------------------------------------------------------------------
 
 SIGNAL_PLACES = {
     "forward": "forward",
@@ -361,7 +364,7 @@ def _interrupted_twice(moment: Moment) -> Callable[[Laboratory, Path], Trial]:
     return run
 
 
-# ---- power cuts ----------------------------------------------------------------------------------------------------------
+# ---- power cuts -----------------------------------------------------------------------------------------------------
 
 POWER_PLACES = {
     "a step": "step:before",
@@ -407,7 +410,7 @@ def _cut(moment: Moment, loss: str) -> Callable[[Laboratory, Path], Trial]:
     return run
 
 
-# ---- clocks and a second process -------------------------------------------------------------------------------------------
+# ---- clocks and a second process ------------------------------------------------------------------------------------
 
 HOUR, YEAR = 3600.0, 365 * 86400.0
 

@@ -1,4 +1,7 @@
-"""Disks that are small, full or read-only, and files that are damaged. Mounts are made in a mount namespace of this process and end with it."""
+"""Disks that are small, full or read-only, and files that are damaged.
+
+Mounts are made in a mount namespace of this process and end with it.
+"""
 
 import contextlib
 import ctypes
@@ -48,7 +51,7 @@ def small_disk(folder: Path, mebibytes: int) -> Iterator[Path]:
 
 
 def make_read_only(folder: Path) -> None:
-    """Who opens a file of the folder from now on cannot write; files that are open stay so, as after an error of a disk."""
+    """Make the folder read-only for files opened from now on; open ones stay writable, as after a disk error."""
     _mount(str(folder), folder, "", MS_BIND)
     _mount("none", folder, "", MS_REMOUNT | MS_BIND | MS_RDONLY)
 

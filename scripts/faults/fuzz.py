@@ -1,12 +1,13 @@
-"""Feeds every reader of the product with broken and hostile inputs: none may end without a message, hang, or eat the memory.
+"""Feed every reader with broken and hostile inputs: none may end without a message, hang, or eat the memory.
 
     python scripts/faults/fuzz.py --inputs 1000000 --output runs/fuzz [--seed 0] [--readers NAME ...] [--json FILE]
     python scripts/faults/fuzz.py --one READER NUMBER [--seed 0]          # one input again
 
-Whole inputs (scripts/faults/fuzz_readers.py) are mutated: bits, bytes, pieces cut out, doubled, mixed with others', and values of a list of extremes.
-Input N of a reader follows from seed, reader and N, so that a run goes on where it was stopped, and an input can be had again. A failure is
-an exception that is none of the reader's refusals, more than --seconds for an input, or more than --memory GiB: its bytes stay in
-OUTPUT/failures. Exit codes: 0 no failure, 1 failures, 2 bad arguments.
+Whole inputs (scripts/faults/fuzz_readers.py) are mutated: bits, bytes, pieces cut out, doubled, mixed with others',
+and values of a list of extremes. Input N of a reader follows from seed, reader and N, so that a run goes on where it
+was stopped, and an input can be had again. A failure is an exception that is none of the reader's refusals, more than
+--seconds for an input, or more than --memory GiB: its bytes stay in OUTPUT/failures. Exit codes: 0 no failure, 1
+failures, 2 bad arguments.
 """
 
 import argparse
@@ -44,10 +45,14 @@ from finetune.durable_files import write_json
 AT_ONCE = 200  # inputs of a reader before the next one's turn
 LONGEST = 150_000  # bytes of an input
 VALUES: list[Any] = [
-    None, True, False, 0, -1, 1.5, 2**63, -(2**70), 10**400, 1e308, float("nan"), float("inf"), "", "x", "\0", "\ud800", "\n\r\u2028", "\x1b]0;x\x07",
-    "\u202eabc", "../../../etc/passwd", "/etc/passwd", "/dev/zero", "file:///etc/passwd", "reference://x::http://127.0.0.1/y", "s3://a:b@c/d", "é" * 500,
-    "x " * 60_000, [], {}, [[]], {"a": {}}, [None], {"path": "/etc/passwd"}, {"bytes": None, "path": None}, {"array": [1, "a"], "sampling_rate": "x"},
-    {"array": [[0.5]] * 4, "sampling_rate": 10**12}, {"bytes": "text"}, "<script>alert(1)</script>", "${oc.env:HOME}", "1e999", "0x10", "true",
+    None, True, False, 0, -1, 1.5, 2**63, -(2**70), 10**400, 1e308, float("nan"), float("inf"), "", "x", "\0",
+    "\ud800", "\n\r\u2028", "\x1b]0;x\x07",
+    "\u202eabc", "../../../etc/passwd", "/etc/passwd", "/dev/zero", "file:///etc/passwd",
+    "reference://x::http://127.0.0.1/y", "s3://a:b@c/d", "é" * 500,
+    "x " * 60_000, [], {}, [[]], {"a": {}}, [None], {"path": "/etc/passwd"}, {"bytes": None, "path": None},
+    {"array": [1, "a"], "sampling_rate": "x"},
+    {"array": [[0.5]] * 4, "sampling_rate": 10**12}, {"bytes": "text"}, "<script>alert(1)</script>", "${oc.env:HOME}",
+    "1e999", "0x10", "true",
 ]  # fmt: skip
 PACKAGES = (
     "torch",
@@ -148,8 +153,9 @@ def input_of(reader: Reader, seeds: list[bytes], number: int, seed: int) -> byte
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises Hang where Python code computes longer, whatever else runs on the machine; what waits, or hangs in a library's own code, ends
-    the process with a traceback after a minute for each of these seconds.
+    """Raise Hang where Python code computes longer, whatever else runs on the machine.
+
+    What waits, or hangs in a library's own code, ends the process with a traceback after a minute for each second.
     """
 
     def ring(*_: Any) -> None:
@@ -186,7 +192,7 @@ def try_input(reader: Reader, data: bytes, folder: Path, seconds: float) -> tupl
 def run(
     readers: list[Reader], inputs: int, output: Path, seed: int = 0, seconds: float = 5.0, memory_gib: float = 4.0
 ) -> dict[str, Any]:
-    """Feeds the readers in turn until `inputs` are done in all, those of earlier calls with the same output and seed included.
+    """Feed the readers in turn until `inputs` are done, earlier calls with the same output and seed included.
 
     Returns:
         By reader: inputs, accepted, refused, failed, seconds; the largest memory; the places of failures.
@@ -310,7 +316,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def _quiet_libraries() -> Iterator[None]:
-    """Warnings, logs, and what decoders written in C print about each broken file go nowhere; a traceback of a hang goes to where errors went."""
+    """Silence warnings, logs and what decoders written in C print; a hang's traceback goes to where errors went."""
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     traces = os.fdopen(kept, "w")

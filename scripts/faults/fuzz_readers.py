@@ -1,10 +1,11 @@
-"""What scripts/faults/fuzz.py feeds: each reader of the product through its public function, with whole inputs to begin from."""
+"""What scripts/faults/fuzz.py feeds: each reader through its public function, with whole inputs to begin from."""
 
 import io
 import json
 import pickle
 import struct
 import tarfile
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,15 +16,18 @@ from typing import Any
 import numpy as np
 import soundfile
 import torch
+import torch.distributed.checkpoint
 import yaml
 
 from finetune.config.load import load_config, parse_overrides
 from finetune.data.batching import BatchLimits
-from finetune.data.decode import BadClip, decode_audio
-from finetune.data.filters import FilteredClip, Filters
+from finetune.data.decode import decode_audio
+from finetune.data.filters import FilteredUtterance, Filters
 from finetune.data.leave_out import LeaveOut
 from finetune.data.options import StreamOptions
-from finetune.data.reader import UnreadableShard, rows_from
+from finetune.data.quarantine import BadUtterance
+from finetune.data.reader import rows_from
+from finetune.data.retry import UnreadableShard
 from finetune.data.shards import manifest_shards, parquet_shards, parse_line
 from finetune.data.sources import OpenSource, Source, parse_sources
 from finetune.data.tarred import tarred_shards
@@ -37,13 +41,13 @@ from finetune.models.sentencepiece_model import parse as parse_tokenizer
 from finetune.paths import ROOT
 from finetune.security.archives import reading
 from finetune.security.documents import parse_settings, parse_yaml, resolved
-from finetune.security.pickles import calls_of, check_checkpoint, load_tensors
+from finetune.security.pickles import check_checkpoint, load_tensors
 from finetune.strategies.strategy import resolve_strategy
 from finetune.tools.nemo_import.source import read_source
 from finetune.tools.report.read import read_run
 from finetune.training.checkpoints import read_checkpoint_state
 
-REFUSALS = (UserError, BadClip, FilteredClip, UnreadableShard)
+REFUSALS = (UserError, BadUtterance, FilteredUtterance, UnreadableShard)
 COLUMNS = {"audio": "audio_filepath", "text": "text", "language": "lang", "id": "id"}
 
 
@@ -53,7 +57,8 @@ class Reader:
 
     Attributes:
         name: in the table.
-        read: takes the bytes, and a folder of its own that it may write into. Whatever it raises but `refusals` is a failure.
+        read: takes the bytes, and a folder of its own that it may write into. Whatever it raises but `refusals` is a
+            failure.
         seeds: makes the whole inputs that mutation begins from.
         share: how many inputs it gets beside the others'; slow readers get few.
         refusals: what it says no with: the product's own errors, and the ValueError of functions that document it.
@@ -73,7 +78,7 @@ def put(folder: Path, name: str, data: bytes) -> Path:
     return path
 
 
-# ---- data -------------------------------------------------------------------------------------------------------------
+# ---- data -----------------------------------------------------------------------------------------------------------
 
 ROWS: list[dict[str, Any]] = [
     {"audio_filepath": "a.wav", "text": "un deux", "duration": 1.25, "lang": "fr", "id": "a/1"},
@@ -195,7 +200,7 @@ def read_sources(data: bytes, folder: Path) -> None:
     parse_sources(value, "data.train", "train")
 
 
-# ---- configuration ----------------------------------------------------------------------------------------------------
+# ---- configuration --------------------------------------------------------------------------------------------------
 
 RUN = b"""model:
   name: m.nemo
@@ -217,7 +222,8 @@ YAML_SEEDS = [
     RUN,
     BOMB,
     b"a: !!python/object/apply:os.system [id]\nb: !!binary aGFsbG8=\n",
-    b"a: ${b}\nb: ${oc.env:HOME}\nc: [${a}, 0x1F, 1_000, .inf, ~, yes, 2001-01-01, 12:30:45]\n? [k]\n: v\n<<: {d: 1}\n",
+    b"a: ${b}\nb: ${oc.env:HOME}\nc: [${a}, 0x1F, 1_000, .inf, ~, yes, 2001-01-01, 12:30:45]\n? [k]\n: v\n"
+    b"<<: {d: 1}\n",
     b"model:\n  sample_rate: 16000\n  pre: {rate: '${model.sample_rate}', x: '${.rate}${..sample_rate}'}\n",
 ]
 
@@ -246,11 +252,12 @@ def nemo_yaml_seeds() -> list[bytes]:
     layout = (ROOT / "finetune/configs/models/fastconformer_tdt_3m.yaml").read_bytes()
     return [
         layout,
-        b"model: {train_ds: {manifest_filepath: ???, batch_size: 4}, optim: {name: adamw, lr: 1e-4}}\ntrainer: {devices: -1}",
+        b"model: {train_ds: {manifest_filepath: ???, batch_size: 4}, optim: {name: adamw, lr: 1e-4}}\ntrainer: "
+        b"{devices: -1}",
     ]
 
 
-# ---- models -----------------------------------------------------------------------------------------------------------
+# ---- models ---------------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -309,7 +316,10 @@ def read_model_config(data: bytes, folder: Path) -> None:
 
 def pickle_seeds() -> list[bytes]:
     values = [{"a": [1, 2.5, "x", b"y", None, (1,)]}, [torch.Size([1]), {1, 2}], print, complex(1, 2)]
-    return [pickle.dumps(value, protocol) for value in values for protocol in (0, 2, 4)]
+    with tempfile.TemporaryDirectory() as folder:
+        torch.distributed.checkpoint.save({"a": torch.ones(2), "b": 0.5}, checkpoint_id=folder, no_dist=True)
+        table = Path(folder, ".metadata").read_bytes()
+    return [table] + [pickle.dumps(value, protocol) for value in values for protocol in (0, 2, 4)]
 
 
 def read_weights(data: bytes, folder: Path) -> None:
@@ -366,9 +376,11 @@ def read_lora_weights(data: bytes, folder: Path) -> None:
 
 def hugging_face_seeds() -> list[bytes]:
     config = {
-        "model_type": "parakeet_tdt", "vocab_size": 129, "blank_token_id": 128, "durations": [0, 1, 2], "decoder_hidden_size": 16,
+        "model_type": "parakeet_tdt", "vocab_size": 129, "blank_token_id": 128, "durations": [0, 1, 2],
+        "decoder_hidden_size": 16,
         "num_decoder_layers": 1, "hidden_act": "relu", "max_symbols_per_step": 10,
-        "encoder_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "num_mel_bins": 80},
+        "encoder_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "intermediate_size": 64, "num_mel_bins": 80},
         "auto_map": {"AutoModel": "evil.Model"},
     }  # fmt: skip
     return [json.dumps(config).encode()]
@@ -422,7 +434,8 @@ RECORDS = (
 def run_seeds() -> list[bytes]:
     return [
         b"training: {output_dir: x, max_grad_norm: 1}\ndata: {train: a}\n",
-        b'{"step": 1, "loss": 2.5, "split": "test", "wer": 0.5, "language": "en"}\n{"step": 2, "split": "validation", "language": null}\n',
+        b'{"step": 1, "loss": 2.5, "split": "test", "wer": 0.5, "language": "en"}\n{"step": 2, "split": "validation", '
+        b'"language": null}\n',
         b'{"id": "a", "source": "m line 1", "reason": "there is no file /a/b"}\n',
         b'{"steps": 2, "best_step": 1, "wer_by_language": {"en": {"before": 1, "after": null}}}',
     ]
@@ -455,28 +468,32 @@ def read_state(data: bytes, folder: Path) -> None:
     read_checkpoint_state(folder)
 
 
-def scan_pickle(data: bytes, folder: Path) -> None:
-    calls_of(data)
+def read_distributed_metadata(data: bytes, folder: Path) -> None:
+    put(folder, ".metadata", data)
+    check_checkpoint(folder)
 
 
 VALUE = (*REFUSALS, ValueError)
 READERS = [
     Reader("manifest line", examine_line, lambda: [json.dumps(row).encode() for row in ROWS], 5000),
     Reader("manifest file", read_manifest, manifest_seeds, 250),
-    Reader("tarred audio", read_tar_shard, lambda: [tar_of([("a.wav", b"RIFF"), ("b.wav", b"x" * 600)]), *nemo_seeds()[:2]], 100),
+    Reader("tarred audio", read_tar_shard, lambda: [tar_of([("a.wav", b"RIFF"), ("b.wav", b"x" * 600)]),
+                                                    *nemo_seeds()[:2]], 100),
     Reader("parquet shard", read_parquet, parquet_seeds, 30),
     Reader("audio", lambda data, folder: decode_audio({"bytes": data}, 16_000), audio_seeds, 200),
     Reader("sources of a run file", read_sources, sources_seeds, 700),
     Reader("YAML", read_any_yaml, lambda: YAML_SEEDS, 350, VALUE),
     Reader("run file", read_run_file, lambda: YAML_SEEDS[:2], 4),
-    Reader("key=value", read_overrides, lambda: [b"training.max_steps=10\ndata.train=[a, {b: c}]", b"a.b=1\na=2"], 250),
-    Reader("DeepSpeed JSON", read_strategy, lambda: [b'{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}'], 250),
+    Reader("key=value", read_overrides, lambda: [b"training.max_steps=10\ndata.train=[a, {b: c}]", b"a.b=1\na=2"],
+    250),
+    Reader("DeepSpeed JSON", read_strategy, lambda: [b'{"zero_optimization": {"stage": 2, "offload_optimizer": '
+                                                     b'{"device": "cpu"}}}'], 250),
     Reader("NeMo configuration to import", import_nemo_yaml, nemo_yaml_seeds, 8),
     Reader("configuration of a .nemo", read_model_config, lambda: [small_config(), *YAML_SEEDS[3:]], 40),
     Reader(".nemo archive", read_nemo_archive, nemo_seeds, 90),
     Reader("weights in a .nemo", read_nemo_weights, nemo_seeds, 100),
     Reader("torch file", read_weights, torch_seeds, 250),
-    Reader("pickle", scan_pickle, pickle_seeds, 1100, VALUE),
+    Reader("table of contents of a checkpoint", read_distributed_metadata, pickle_seeds, 1100),
     Reader("checkpoint folder", read_checkpoint, torch_seeds, 150),
     Reader("state of a checkpoint", read_state, state_seeds, 200),
     Reader("SentencePiece model", lambda data, folder: parse_tokenizer(data, "t"), tokenizer_seeds, 600),
@@ -490,10 +507,15 @@ READERS = [
 ]  # fmt: skip
 
 EXTREMES = [
-    b"0", b"-1", b"9" * 40, b"1e999", b"NaN", b"-Infinity", b"null", b"true", b"{}", b"[]", b'""', b"[" * 200, b"{" * 200, b'{"a":' * 80,
-    b"\\ud800", b"\\u0000", b"\xff\xfe", b"\x00", b"\xe2\x80\xae", b"\x1b[2J", b"../" * 8, b"/etc/passwd", b"file:///etc/passwd", b"${a}",
-    b"${oc.env:HOME}", b"${${a}}", b"!!python/name:os.system", b"&a ", b"*a", b"<<: ", b"---\n", b"...", b"\t", b"\r", b"\n", b": ", b"- ",
-    b"? ", b"0x" + b"f" * 30, b"_target_: os.system\n", b"nemo:../x", b"cos\nsystem\n", b"\x93", b"\x81", b"R.", b"PK\x01\x02", b"PK\x05\x06",
-    b"\x80\x04", struct.pack("<Q", 2**63), struct.pack("<I", 2**32 - 1), struct.pack(">i", -2), b"0000000", b"7777777777\0", b"\x80" + b"\xff" * 11,
+    b"0", b"-1", b"9" * 40, b"1e999", b"NaN", b"-Infinity", b"null", b"true", b"{}", b"[]", b'""', b"[" * 200,
+    b"{" * 200, b'{"a":' * 80,
+    b"\\ud800", b"\\u0000", b"\xff\xfe", b"\x00", b"\xe2\x80\xae", b"\x1b[2J", b"../" * 8, b"/etc/passwd",
+    b"file:///etc/passwd", b"${a}",
+    b"${oc.env:HOME}", b"${${a}}", b"!!python/name:os.system", b"&a ", b"*a", b"<<: ", b"---\n", b"...", b"\t", b"\r",
+    b"\n", b": ", b"- ",
+    b"? ", b"0x" + b"f" * 30, b"_target_: os.system\n", b"nemo:../x", b"cos\nsystem\n", b"\x93", b"\x81", b"R.",
+    b"PK\x01\x02", b"PK\x05\x06",
+    b"\x80\x04", struct.pack("<Q", 2**63), struct.pack("<I", 2**32 - 1), struct.pack(">i", -2), b"0000000",
+    b"7777777777\0", b"\x80" + b"\xff" * 11,
     b"ustar\x00", b"x\0" * 3, b"GNU.sparse.size=1", b"30 size=-1000\n", b"path=", "é".encode(), "日本".encode(), b"/",
 ]  # fmt: skip

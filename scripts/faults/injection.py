@@ -1,9 +1,9 @@
 """What a training does, told as events from inside its process, and faults that happen at one of them.
 
-Events: `forward`, `backward`, `step:before`, `step:after` and `evaluation` of the model, and what happens to files of the output
-directory (NAME relative to it): `open:NAME` for writing, `written:NAME` by a library, `rename:NAME` and `renamed:NAME` (before and after;
-NAME is the new one), `fsync:NAME` and `fsynced:NAME`, `remove:NAME`, `mkdir:NAME`, `truncate:NAME`. Each is one line of a log that
-outlasts SIGKILL: seconds, step, event.
+Events: `forward`, `backward`, `step:before`, `step:after` and `evaluation` of the model, and what happens to files of
+the output directory (NAME relative to it): `open:NAME` for writing, `written:NAME` by a library, `rename:NAME` and
+`renamed:NAME` (before and after; NAME is the new one), `fsync:NAME` and `fsynced:NAME`, `remove:NAME`, `mkdir:NAME`,
+`truncate:NAME`. Each is one line of a log that outlasts SIGKILL: seconds, step, event.
 """
 
 import datetime
@@ -90,7 +90,7 @@ class Events:
         threading.Thread(target=later, daemon=True).start()
 
     def watch_files(self) -> None:
-        """Tells of the output directory's files from here on. Libraries that write without Python are told around their calls."""
+        """Log events of the output directory's files; around the calls of libraries that write without Python."""
         sys.addaudithook(self._audit)
         os.replace = self._around(os.replace, "renamed", 1)
         os.rename = self._around(os.rename, "renamed", 1)

@@ -1,12 +1,14 @@
-"""Breaks a small training in every way that a machine can break it, lets it go on, and compares it with the unbroken one.
+"""Break a small training in every way that a machine can, let it continue, and compare it with the unbroken one.
 
     python scripts/faults/matrix.py [--groups kill signals ...] [--kills 50] [--seed 0] [--json FILE] [--folder DIR]
 
-The training is real, with all that is random switched on: dropout, SpecAugment, shuffling, the draw between TDT and RNN-T, two data
-workers, evaluations, a moving average, asynchronous saving. Each fault hits a run of its own, which the same command continues; weights,
-clips, losses, evaluations, summary and model.nemo have to be bit-equal to the unbroken run's at the end (two ranks: within rounding).
-Goal: no step lost that a checkpoint held, no damaged file taken for good. Ends with 1 where anything is not as promised. Full and
-read-only disks need root for mounts, which only this process sees; without it they are left out, and the table says so.
+The training is real, with all that is random switched on: dropout, SpecAugment, shuffling, the draw between TDT and
+RNN-T, two data workers, evaluations, a moving average, asynchronous saving. Each fault hits a run of its own, which
+the same command continues; weights, clips, losses, evaluations, summary and model.nemo have to be bit-equal to the
+unbroken run's at the end (two ranks: within rounding).
+Goal: no step lost that a checkpoint held, no damaged file taken for good. Ends with 1 where anything is not as
+promised. Full and read-only disks need root for mounts, which only this process sees; without it they are left out,
+and the table says so.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What a power cut leaves of a directory: contents and names as they were last synced, the rest as file systems are known to leave it."""
+"""What a power cut leaves of a directory: what was synced, and the rest as file systems are known to leave it."""
 
 import json
 import os
@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 LOSSES = ("unsynced names and contents", "unsynced contents, empty files", "unsynced contents, zeros")
-"""What is lost beside the contents: also names (new files, renames); or names reach the disk before contents, which are then
-empty (ext4's delayed allocation) or zeros (XFS)."""
+"""What is lost beside the contents: also names (new files, renames); or names reach the disk before contents, which
+are then empty (ext4's delayed allocation) or zeros (XFS)."""
 
 
 class SyncedState:
@@ -70,7 +70,7 @@ class SyncedState:
 
 
 def cut_power(root: Path, store: Path, loss: str) -> list[str]:
-    """Puts a directory into the state that the disk has after a power cut; returns the names that were lost or changed.
+    """Put a directory into the state that the disk has after a power cut; return the names lost or changed.
 
     Args:
         root: as the processes left it.

@@ -1,4 +1,4 @@
-"""The training that faults are tried on, its attempts as processes of their own, and the comparison of two finished runs."""
+"""The training that faults are tried on, its attempts in processes of their own, and the comparison of two runs."""
 
 import atexit
 import contextlib
@@ -37,18 +37,18 @@ ROWS = ("step", "samples", "epoch", "loss", "grad_norm", "learning_rate")
 """What has to be equal of a line of metrics.jsonl; the rest are times and memory."""
 FIGURES = (
     "steps", "total_steps", "samples", "epochs", "audio_hours", "wer_before", "wer_after", "cer_before", "cer_after",
-    "wer_by_language", "best_step", "best_validation_wer", "best_weights", "padding_fraction", "quarantined", "filtered",
-    "infeasible", "skipped_steps", "final_loss", "wer_before_interval", "wer_after_interval", "wer_p_value", "significance",
+    "wer_by_language", "best_step", "best_validation_wer", "best_weights", "padding_fraction", "quarantined",
+    "filtered", "infeasible", "skipped_steps", "final_loss", "wer_before_interval", "wer_after_interval",
+    "wer_p_value", "significance",
 )  # fmt: skip
 """What has to be equal of summary.json."""
 
 
-# ---- the training ------------------------------------------------------------------------------------------------------
+# ---- the training ---------------------------------------------------------------------------------------------------
 
 
 def write_data(folder: Path) -> None:
-    """manifest.jsonl of 24 short clips of the sample data and one whose file is missing, so that there is a quarantine; held_out.jsonl
-    of six of them."""
+    """Write manifest.jsonl of 24 short clips and one whose file is missing (a quarantine); held_out.jsonl of six."""
     import pyarrow.parquet as pq
     import soundfile
 
@@ -156,7 +156,7 @@ class Laboratory:
         return ["--config", str(self.run_file), f"training.output_dir={output_dir}", *overrides]
 
 
-# ---- attempts ----------------------------------------------------------------------------------------------------------
+# ---- attempts -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -350,7 +350,7 @@ def steps_reached(log: Path) -> int:
     return max((step for _, step, _ in events), default=-1)
 
 
-# ---- comparison --------------------------------------------------------------------------------------------------------
+# ---- comparison -----------------------------------------------------------------------------------------------------
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -1,18 +1,20 @@
-"""An hour of training that is broken at random about once a minute and started again by the same command, beside the same training left alone.
+"""Break a training at random once a minute for an hour, restart it by the same command, and leave a twin alone.
 
     python scripts/faults/soak.py [--minutes 60] [--steps N] [--seed 0] [--folder DIR] [--json FILE]
 
-The faults come from outside, to `python finetune/train.py` with the base model of examples/base: SIGKILL, SIGTERM, SIGUSR1, SIGINT,
-SIGSTOP and SIGCONT, a flipped bit in the newest checkpoint, a disk that is full for a while (a small one in memory, where mounts are
-allowed). Where the broken run is done before the time is over, another one begins. At the end of each, weights, clips, losses,
-evaluations, summary and model.nemo are compared bit by bit. Memory and open files of the process and its data workers are sampled every
-few seconds. Everything done is a line of DIR/soak.log; the runs are removed only where all is well. Ends with 1 where anything is not.
-Every attempt imports the program anew, so its files must not change meanwhile; that is checked.
+The faults come from outside, to `python finetune/train.py` with the base model of examples/base: SIGKILL, SIGTERM,
+SIGUSR1, SIGINT, SIGSTOP and SIGCONT, a flipped bit in the newest checkpoint, a disk that is full for a while (a small
+one in memory, where mounts are allowed). Where the broken run is done before the time is over, another one begins. At
+the end of each, weights, clips, losses, evaluations, summary and model.nemo are compared bit by bit. Memory and open
+files of the process and its data workers are sampled every few seconds. Everything done is a line of DIR/soak.log; the
+runs are removed only where all is well. Ends with 1 where anything is not. Every attempt imports the program anew, so
+its files must not change meanwhile; that is checked.
 
-Flat means here: over the second half of the longest attempt, which is the training left alone, the straight line through the resident
-memory of the process rises by less than 3 % of its mean, and so for each data worker; the median of its open files is in the last quarter no more
-than in the quarter before. (In the first hundreds of steps the C allocator's arenas still grow with the lengths that come.) Over the attempts
-that were broken: the memory after the same number of steps, as medians of their first and last third, differs by less than 5 %.
+Flat means here: over the second half of the longest attempt, which is the training left alone, the straight line
+through the resident memory of the process rises by less than 3 % of its mean, and so for each data worker; the median
+of its open files is in the last quarter no more than in the quarter before. (In the first hundreds of steps the C
+allocator's arenas still grow with the lengths that come.) Over the attempts that were broken: the memory after the
+same number of steps, as medians of their first and last third, differs by less than 5 %.
 """
 
 import argparse
@@ -54,7 +56,7 @@ KINDS = {
 
 SAMPLE_SECONDS = 5.0
 USEFUL = 0.45
-"""Share of the time in which a training that is broken once a minute gets on: the rest is starting and steps made again."""
+"""Share of the time in which a training broken once a minute advances; the rest is starting and repeated steps."""
 CALIBRATION_STEPS = 40
 DISK_MEBIBYTES = 600
 LONGEST_GRACE = 120.0
@@ -258,7 +260,7 @@ class Soak:
         return False
 
     def break_it(self, training: Training) -> list[str]:
-        """Lets a training go on for a while and does it a fault, and another one where that did not end it; returns which."""
+        """Let a training run for a while, break it, and again where that did not end it; return how."""
         if self.wait(self.draw.uniform(20, 100), training):
             return []
         kinds = [k for k in KINDS if self.disk is not None or not k.startswith("disk")]
@@ -334,7 +336,8 @@ class Soak:
             }
         )
         self.log(
-            f"attempt {training.number} ended with {code}: steps {resumed} to {last_step(self.output_dir)}, checkpoint {newest}"
+            f"attempt {training.number} ended with {code}: steps {resumed} to {last_step(self.output_dir)}, "
+            f"checkpoint {newest}"
         )
         self.problems += [f"attempt {training.number} ({', '.join(faults) or 'none'}): {p}" for p in problems]
         if self.flipped and "flipped" not in fault and training.trains():
@@ -347,7 +350,7 @@ class Soak:
 
 
 def steps_that_fill(minutes: float, folder: Path) -> int:
-    """Steps of a training that takes some minutes while it is broken beside another one, by the pace of two short ones side by side."""
+    """Return the steps of a training of some minutes, broken beside another one, from two short ones side by side."""
     run_file = write_run_file(folder, CALIBRATION_STEPS)
     both = [Training("pace", i, run_file, folder / f"pace-{i}", folder) for i in (0, 1)]
     for training in both:
@@ -368,7 +371,7 @@ def hash_of_program() -> str:
     return digest.hexdigest()
 
 
-# ---- memory and open files -------------------------------------------------------------------------------------------------
+# ---- memory and open files ------------------------------------------------------------------------------------------
 
 
 def slope(points: list[tuple[float, float]]) -> float:

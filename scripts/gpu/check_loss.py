@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares the fused loss on a GPU with the one on the CPU: lattices, values, gradients, dropout, long clips. Ends with 0 when all agree."""
+"""Compare the fused loss on GPU and CPU: lattices, values, gradients, dropout, long clips. Exit code 0: all agree."""
 
 import sys
 from pathlib import Path
@@ -65,12 +65,13 @@ def compare_losses() -> None:
                     V,
                 )
             print(
-                f"loss and gradients, {dtype}, autocast {autocast}, V {V}, threshold {threshold}, dropout {dropout}: equal"
+                f"loss and gradients, {dtype}, autocast {autocast}, V {V}, threshold {threshold}, dropout {dropout}: "
+                "equal"
             )
 
 
 def compare_options() -> None:
-    """RNN-T, omega's draw, sigma, FastEmit, clamp, infeasible clips, half precision; flat lattices and such as a learnt model has."""
+    """RNN-T, omega's draw, sigma, FastEmit, clamp, infeasible clips, half precision; flat and learnt lattices."""
     for learnt in (False, True):
         for half in (None, torch.bfloat16, torch.float16):
             for options in (

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""What only a GPU can show of the optimizers: times of the steps, low-bit states on the real shapes, offload to the host, flashoptim.
+"""What only a GPU shows of the optimizers: step times, low-bit states on real shapes, offload, flashoptim.
 
     python scripts/gpu/check_optimizers.py [--json FILE]
 
-Ends with 0 when every check holds, with 1 when one does not or there is no GPU. The checks of states take the tensors of at least
-2^20 elements around and in one Conformer layer of the 0.6B layout, 97 % of its bytes: torchao compiles each shape for seconds.
+Ends with 0 when every check holds, with 1 when one does not or there is no GPU. The checks of states take the tensors
+of at least 2^20 elements around and in one Conformer layer of the 0.6B layout, 97 % of its bytes: torchao compiles
+each shape for seconds.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def learn(optimizer: Any, parameters: list[torch.Tensor], device: str) -> dict[s
 
 
 def expected_bytes(name: str, groups: list[dict[str, Any]]) -> int:
-    """Bytes of state: embeddings stay in float32 under bitsandbytes, and so does what no whole blocks fill under torchao."""
+    """Return bytes of state; float32 remains for embeddings (bitsandbytes) and for partial blocks (torchao)."""
     bits, block, states = LOW_BIT[name]
     total = 0.0
     for group in groups:
@@ -147,7 +148,7 @@ def train(net: Any, optimizer: Any, steps: range, device: str) -> list[tuple[flo
 
 
 def check_offload(offload_gradients: bool, device: str, make: Callable[..., Any] = offloaded_adamw) -> dict[str, Any]:
-    """Step, clipping, place of the states, and a checkpoint, against torch's AdamW on the GPU and an uninterrupted run."""
+    """Compare step, clipping, place of the states and a checkpoint with torch's AdamW and an uninterrupted run."""
     options = {"betas": BETAS, "eps": EPS}
     plain, offloaded = make_net(device), make_net(device)
     expected = train(plain, torch.optim.AdamW(groups_of(plain), **options), range(10), device)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Puts the parts of scripts/gpu_check.sh into one JSON file and judges the goals of the 0.6B layout.
+"""Put the parts of scripts/gpu_check.sh into one JSON file and judge the goals of the 0.6B layout.
 
     python scripts/gpu/report.py FOLDER_OF_PARTS REPORT.json
 
-A part is NAME.exit (its exit code) with NAME.json (its figures) where it wrote some. Ends with 0 when every part ended well and
-every goal is met, else with 1.
+A part is NAME.exit (its exit code) with NAME.json (its figures) where it wrote some. The goals are judged once the
+part `strategies` is there. Ends with 0 when every part ended well and every goal is met, else with 1.
 """
 
 import json
@@ -19,7 +19,7 @@ PREDICTION_GOAL = 0.10  # of finetune.plan's memory, either way
 
 
 def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each goal with what was found and whether it is met; a row that did not run misses its goals.
+    """Return each goal with what was found and whether it is met; a row that did not run misses its goals.
 
     Args:
         rows: of scripts/bench/compare_strategies.py; the yardstick is called adamw.
@@ -46,7 +46,7 @@ def judge(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def gather(parts: Path) -> dict[str, Any]:
-    """The figures and exit codes of all parts, and the goals."""
+    """Return the figures and exit codes of all parts, and the goals."""
     report: dict[str, Any] = {}
     for ended in sorted(parts.glob("*.exit")):
         figures = ended.with_suffix(".json")
@@ -56,7 +56,7 @@ def gather(parts: Path) -> dict[str, Any]:
     seconds = parts / "seconds"
     if seconds.is_file():
         report["wall"] = {"exit_code": 0, "seconds": int(seconds.read_text())}
-    return report | {"goals": judge(report.get("strategies", {}).get("rows", []))}
+    return report | {"goals": judge(report["strategies"].get("rows", [])) if "strategies" in report else []}
 
 
 def main() -> int:

@@ -9,11 +9,15 @@ import pytest
 import torch
 import yaml
 from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, read_lines
-from test_launchers import start
+from launching import start
+from run_callbacks import callback_of
 
-from finetune.callbacks.memory_recovery import bound_of, part_of
-from finetune.data.batching import BatchLimits
+from finetune.callbacks.memory_recovery import MemoryRecovery
+from finetune.data.batch import part_of
+from finetune.data.batching import BatchLimits, bound_at
 from finetune.tools.planning.accounting import StepAccount
+from finetune.training.batches import StepBatches
+from finetune.training.callbacks import StepResult
 
 MIB = 2**20
 
@@ -31,21 +35,21 @@ def summary_of(folder: Path) -> dict[str, Any]:
 
 def limited(trainer: Any, most_seconds: float, rank: int | None = None) -> None:
     """A card whose memory ends at so many padded seconds of a batch."""
-    forward = trainer.core.forward
+    forward = trainer.loss_module.forward
 
     def guarded(audio_BS: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if audio_BS.numel() > most_seconds * 16_000 and rank in (None, trainer.accelerator.process_index):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return forward(audio_BS, *args, **kwargs)
 
-    trainer.core.forward = guarded
+    trainer.loss_module.forward = guarded
 
 
 def test_bounds_by_length() -> None:
     limits = BatchLimits(bounds=((1.0, 8), (3.0, 2)))
     assert [limits.clips_of_length(s) for s in (0.2, 1.0, 1.5, 3.0, 9.0)] == [8, 8, 2, 2, 2]
     assert BatchLimits(seconds=6.0, bounds=((1.0, 8), (3.0, 2))).clips_of_length(1.0) == 6
-    assert [bound_of([[1.0, 8], [3.0, 2]], s) for s in (0.2, 1.5, 9.0)] == [8, 2, 2]
+    assert [bound_at([[1.0, 8], [3.0, 2]], s) for s in (0.2, 1.5, 9.0)] == [8, 2, 2]
 
 
 def test_batches_stay_within_the_memory_that_they_were_planned_for(run_train, tiny_run, tmp_path: Path) -> None:
@@ -58,12 +62,13 @@ def test_batches_stay_within_the_memory_that_they_were_planned_for(run_train, ti
     def measure(trainer: Any) -> None:
         step = trainer.train_on
 
-        def accounted(step_input: Any) -> None:
-            clips.extend(len(batch.ids) for batch in step_input.group)
-            samples.extend(int(batch.audio_lengths_B.sum()) for batch in step_input.group)
+        def accounted(batches: StepBatches) -> StepResult:
+            clips.extend(len(batch.ids) for batch in batches.batches)
+            samples.extend(int(batch.audio_lengths_B.sum()) for batch in batches.batches)
             with StepAccount(trainer.module, trainer.optimizer) as account:
-                step(step_input)
+                result = step(batches)
             peaks.append(account.peak)
+            return result
 
         trainer.train_on = accounted
 
@@ -131,10 +136,10 @@ def test_memory_that_runs_out_later_is_named_kept_and_counted(run_train, tiny_ru
     def later(trainer: Any) -> None:
         step = trainer.train_on
 
-        def from_step_3(step_input: Any) -> None:
+        def from_step_3(batches: StepBatches) -> StepResult:
             if trainer.progress.step == 2:
                 limited(trainer, 6.0)
-            step(step_input)
+            return step(batches)
 
         trainer.train_on = from_step_3
 
@@ -170,7 +175,7 @@ def test_weights_that_were_stepped_in_backward_are_not_stepped_again(run_train, 
 
     def cannot(trainer: Any) -> None:
         limited(trainer, 12.0)
-        trainer.guard.steps_back = False
+        callback_of(trainer, MemoryRecovery).steps_back = False
 
     run = tiny_run(data={"max_duration": 3.0, "batch_duration": 24.0}, training={**BOUNDS, "save_steps": 1})
     assert run_train(*run, observe=cannot) == 1
@@ -186,12 +191,12 @@ sys.path[:0] = [{root!r}]
 from finetune import train
 
 def observe(trainer):
-    forward = trainer.core.forward
+    forward = trainer.loss_module.forward
     def guarded(audio_BS, *args, **kwargs):
         if audio_BS.numel() > {most} * 16_000 and trainer.accelerator.process_index == 1 and trainer.progress.step == 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return forward(audio_BS, *args, **kwargs)
-    trainer.core.forward = guarded
+    trainer.loss_module.forward = guarded
 
 train.leave(train.main(sys.argv[1:], observe))
 """
@@ -229,9 +234,9 @@ def test_parts_of_a_batch(tiny_run, run_train, tmp_path) -> None:
     def look(trainer: Any) -> None:
         step = trainer.train_on
 
-        def keep(step_input: Any) -> None:
-            seen.extend(step_input.group)
-            step(step_input)
+        def keep(batches: StepBatches) -> StepResult:
+            seen.extend(batches.batches)
+            return step(batches)
 
         trainer.train_on = keep
 

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import problem, read_lines, tiny_layout
-from memory_cases import summary
+from engine_cases import evaluated, reference
+from launching import summary
 from safetensors.torch import load_file
-from test_engines import evaluated, reference, trainings  # noqa: F401
 
 from finetune.callbacks.averaging import averaged_tensors
+from finetune.training.batches import StepBatches
+from finetune.training.callbacks import StepResult
 
 DECAY = 0.8
 EMA = {"ema_decay": DECAY, "max_steps": 8, "save_steps": 4, "eval_steps": 4, "save_total_limit": 0}
@@ -50,11 +52,11 @@ def test_ema_equals_a_computation_by_hand(run_train, tiny_run, tmp_path, monkeyp
         def copy() -> dict[str, torch.Tensor]:
             return {n: t.detach().double() for n, t in averaged_tensors(trainer.model).items()}
 
-        def train_on(step_input: Any) -> None:
-            skipped = trainer.progress.skipped_steps
-            step(step_input)
-            if trainer.progress.skipped_steps == skipped:
+        def train_on(batches: StepBatches) -> StepResult:
+            result = step(batches)
+            if result.skipped is None:
                 seen.append(copy())
+            return result
 
         seen.append(copy())
         step, trainer.train_on = trainer.train_on, train_on
@@ -94,9 +96,10 @@ def test_running_statistics_are_means_over_processes(tiny, monkeypatch):
         tensor += 3.0  # the other process's part
 
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    ema.mean_over_processes(1)
+    ema.mean_over_processes()
     assert not shapes
-    ema.mean_over_processes(2)
+    ema.processes = 2
+    ema.mean_over_processes()
     assert len(statistics) == 4
     assert shapes == [before[name].shape for name in statistics]
     for name, tensor in before.items():
@@ -161,7 +164,7 @@ def test_a_checkpoint_without_an_average(run_train, tiny_run, tmp_path, capfd):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "zero2", "fsdp2"])
-def test_two_processes_have_the_average_of_one(trainings, clips, tmp_path, engine):  # noqa: F811
+def test_two_processes_have_the_average_of_one(trainings, clips, tmp_path, engine):
     steps = 6 if engine == "ddp" else 12
     common = [f"training.ema_decay={DECAY}", f"training.max_steps={steps}", "training.average_checkpoints=2"]
     common += [f"training.save_steps={steps // 2}", f"training.eval_steps={steps // 2}"]
@@ -203,19 +206,19 @@ def test_two_processes_have_the_average_of_one(trainings, clips, tmp_path, engin
 def judged(monkeypatch) -> dict[str, list[float]]:
     """WERs on validation that the evaluations of the next run find, in their order."""
     from finetune.evaluation.scores import Counts, WerAccumulator
-    from finetune.training import best
+    from finetune.training.evaluation import Evaluator
 
     planned: dict[str, list[float]] = {"wers": []}
-    whole = best.judge_split
+    whole = Evaluator.evaluate_split
 
-    def judge_split(accelerator: Any, model: Any, config: Any, sources: Any, split: str, *more: Any) -> Any:
-        board, heard = whole(accelerator, model, config, sources, split, *more)
+    def evaluate_split(self: Evaluator, model: Any, split: str, max_clips: int | None = None) -> WerAccumulator:
+        counted = whole(self, model, split, max_clips)
         wer = planned["wers"].pop(0) if planned["wers"] else 0.99
-        found = WerAccumulator(board.normalization)
+        found = WerAccumulator(counted.normalization)
         found.total = Counts(clips=1, words=1000, word_errors=round(1000 * wer), characters=1, character_errors=1)
-        return found, heard
+        return found
 
-    monkeypatch.setattr(best, "judge_split", judge_split)
+    monkeypatch.setattr(Evaluator, "evaluate_split", evaluate_split)
     return planned
 
 

@@ -12,7 +12,8 @@ import pytest
 import soundfile
 from conftest import read_lines, write_manifest
 
-from finetune.data.decode import BadClip, decode_audio
+from finetune.data.decode import decode_audio
+from finetune.data.quarantine import BadUtterance
 
 RATE = 16_000
 NOTHING_TO_JUDGE_BY: dict[str, Any] = {"validation": None, "test": None}
@@ -71,11 +72,11 @@ def test_channels_are_averaged(tmp_path: Path) -> None:
 def test_unusable_file(tmp_path: Path, make: Callable[[Path], Any], reason: str) -> None:
     path = tmp_path / "a.wav"
     make(path)
-    with pytest.raises(BadClip) as caught:
+    with pytest.raises(BadUtterance) as caught:
         decode_audio(str(path), RATE)
     assert str(caught.value).startswith(reason)
     if path.is_file():
-        with pytest.raises(BadClip):
+        with pytest.raises(BadUtterance):
             decode_audio({"bytes": path.read_bytes(), "path": None}, RATE)
     else:
         assert str(path) in str(caught.value)

@@ -14,12 +14,13 @@ import soundfile
 from conftest import read_lines, write_manifest
 from stream_cases import RATE, all_ids, ids, make_stream, read_epoch
 
+from finetune.check import main as check
 from finetune.data import reader, retry
 from finetune.data.decode import as_float
-from finetune.data.reader import UnreadableShard, fetch, rows_from
+from finetune.data.reader import fetch, rows_from
+from finetune.data.retry import UnreadableShard
 from finetune.data.shards import Shard
 from finetune.errors import UserError
-from finetune.tools.data_check.check import main as check
 from finetune.training.outputs import LineFile
 
 

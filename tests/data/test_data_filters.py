@@ -12,7 +12,7 @@ from stream_cases import RATE, make_stream, read_epoch
 
 from finetune.data.augment import augment, parse_augmentation
 from finetune.data.decode import as_float
-from finetune.data.filters import FilteredClip, Filters, parse_filters
+from finetune.data.filters import FilteredUtterance, Filters, parse_filters
 from finetune.errors import UserError
 
 
@@ -68,7 +68,7 @@ def test_bounds_of_a_source_go_before_the_common_ones() -> None:
     own = parse_filters({"max_tokens": None, "max_duration": 10}, "filters", common)
     assert own == Filters(min_duration=0.1, max_duration=10, min_level=-50)
     own.check_text("abcdefgh", 8)
-    with pytest.raises(FilteredClip, match="longer_than_max_duration"):
+    with pytest.raises(FilteredUtterance, match="longer_than_max_duration"):
         own.check_duration(11.0)
 
 

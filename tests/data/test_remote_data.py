@@ -19,7 +19,7 @@ from stream_cases import ROWS, all_ids, check_resume, ids, make_stream, read_epo
 
 from finetune.data import sources
 from finetune.data.shards import manifest_shards
-from finetune.data.stream import ClipStream
+from finetune.data.stream import UtteranceStream
 from finetune.data.tarred import expand_ranges
 from finetune.errors import UserError
 
@@ -229,7 +229,7 @@ def test_webdataset_shards_go_on(
                 add(tar, f"{row['id']}.flac", (corpus / row["audio_filepath"]).read_bytes())
                 add(tar, f"{row['id']}.txt", row["text"].encode())
 
-    def streams(ranks: int, workers: int) -> list[ClipStream]:
+    def streams(ranks: int, workers: int) -> list[UtteranceStream]:
         path = str(tmp_path / "s-*.tar")
         return [make_stream(path, rank=r, ranks=ranks, workers=workers) for r in range(ranks)]
 

@@ -21,7 +21,7 @@ from finetune.data.order import Piece, chosen_pieces, deal, interleave
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_each_clip_once_an_epoch(corpus: Path, ranks: int, workers: int) -> None:
-    # Five shards: some lanes read whole ones, and all share the rows of others.
+    # Five shards: some worker_shards read whole ones, and all share the rows of others.
     streams = [
         make_stream(str(corpus / "shards"), rank=rank, ranks=ranks, workers=workers, group_by_duration=workers == 2)
         for rank in range(ranks)
@@ -37,10 +37,13 @@ def test_each_clip_once_an_epoch(corpus: Path, ranks: int, workers: int) -> None
     assert orders[0] != orders[1]
 
 
-@pytest.mark.parametrize("lanes", [2, 3, 6, 50])
+@pytest.mark.parametrize("worker_shards", [2, 3, 6, 50])
 @pytest.mark.parametrize("path", ["shards", "manifest.jsonl"])
-def test_few_shards_keep_every_lane_busy(corpus: Path, lanes: int, path: str) -> None:
-    parts = [ids(read_epoch(make_stream(str(corpus / path), rank=rank, ranks=lanes))) for rank in range(lanes)]
+def test_few_shards_keep_every_lane_busy(corpus: Path, worker_shards: int, path: str) -> None:
+    parts = [
+        ids(read_epoch(make_stream(str(corpus / path), rank=rank, ranks=worker_shards)))
+        for rank in range(worker_shards)
+    ]
     assert Counter(clip for part in parts for clip in part) == Counter(all_ids())
     sizes = [len(part) for part in parts]
     assert max(sizes) - min(sizes) <= 1
@@ -60,14 +63,14 @@ def rows_of(pieces: list[Piece], sizes: list[int]) -> list[tuple[int, int]]:
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     sizes=shards,
-    lanes=st.integers(1, 9),
+    worker_shards=st.integers(1, 9),
     again=st.integers(1, 5),
     known=st.booleans(),
     how=st.sampled_from([deal, interleave]),
 )
-def test_every_row_in_one_lane(sizes: list[int], lanes: int, again: int, known: bool, how: Any) -> None:
+def test_every_row_in_one_lane(sizes: list[int], worker_shards: int, again: int, known: bool, how: Any) -> None:
     whole = chosen_pieces(sizes if known else [None] * len(sizes), -1, None)
-    parts = [how(whole, lane, lanes) for lane in range(lanes)]
+    parts = [how(whole, worker_shard, worker_shards) for worker_shard in range(worker_shards)]
     rows = [rows_of(part, sizes) for part in parts]
     everything = [(shard, row) for shard, size in enumerate(sizes) for row in range(size)]
     assert sorted(row for part in rows for row in part) == everything
@@ -75,11 +78,11 @@ def test_every_row_in_one_lane(sizes: list[int], lanes: int, again: int, known: 
         assert max(map(len, rows)) - min(map(len, rows)) <= 1
         assert [sum(p.rows() for p in part) for part in parts] == [len(part) for part in rows]
         if how is interleave:
-            turns = [rows[i % lanes][i // lanes] for i in range(len(everything))]
+            turns = [rows[i % worker_shards][i // worker_shards] for i in range(len(everything))]
             assert turns == everything
     # Dealt out a second time, as after a change of the number of ranks.
     rest = [piece for part in parts for piece in part]
-    dealt = [row for lane in range(again) for row in rows_of(deal(rest, lane, again), sizes)]
+    dealt = [row for worker_shard in range(again) for row in rows_of(deal(rest, worker_shard, again), sizes)]
     assert sorted(dealt) == everything
 
 
@@ -92,12 +95,22 @@ def test_a_smaller_subset_lies_within_a_larger_one(sizes: list[int], limits: lis
 
 
 def test_many_shards_of_unknown_length_are_not_shared() -> None:
-    for count, lanes, whole in ((200, 64, 3), (1000, 64, None), (64, 64, 1), (5, 2, 2), (3, 8, 0), (41, 8, None)):
-        parts = [deal(chosen_pieces([None] * count, -1, None), lane, lanes) for lane in range(lanes)]
+    for count, worker_shards, whole in (
+        (200, 64, 3),
+        (1000, 64, None),
+        (64, 64, 1),
+        (5, 2, 2),
+        (3, 8, 0),
+        (41, 8, None),
+    ):
+        parts = [
+            deal(chosen_pieces([None] * count, -1, None), worker_shard, worker_shards)
+            for worker_shard in range(worker_shards)
+        ]
         shared = [[p.shard for p in part if p.stride > 1] for part in parts]
         own = [len(part) - len(s) for part, s in zip(parts, shared, strict=True)]
         assert all(s == shared[0] for s in shared)
-        assert len(shared[0]) == (0 if whole is None else count - whole * lanes)
+        assert len(shared[0]) == (0 if whole is None else count - whole * worker_shards)
         assert max(own) - min(own) <= (whole is None)
 
 
@@ -115,12 +128,12 @@ def test_ranks_and_workers_make_the_same_lanes(corpus: Path, ranks: int, workers
         read_epoch(make_stream(str(corpus / "shards"), rank=rank, ranks=ranks, workers=workers, **options))
         for rank in range(ranks)
     ]
-    for lane in range(4):
-        part = [batch for batch in several[lane % ranks] if batch.lane == lane]
-        assert same_batches(part, [batch for batch in one if batch.lane == lane])
+    for worker_shard in range(4):
+        part = [batch for batch in several[worker_shard % ranks] if batch.worker_shard == worker_shard]
+        assert same_batches(part, [batch for batch in one if batch.worker_shard == worker_shard])
         assert len(part) > 1
-    # While no lane has ended, one step of all ranks is the same stretch of the one rank's stream.
-    steps = min(sum(batch.lane == lane for batch in one) for lane in range(4)) * 4 // ranks
+    # While no worker_shard has ended, one step of all ranks is the same stretch of the one rank's stream.
+    steps = min(sum(batch.worker_shard == worker_shard for batch in one) for worker_shard in range(4)) * 4 // ranks
     merged = [several[rank][step] for step in range(steps) for rank in range(ranks)]
     assert same_batches(merged, one[: len(merged)])
 
@@ -340,7 +353,7 @@ def test_a_source_of_a_mixture_is_shuffled_anew_in_each_pass(corpus: Path, long_
     assert len({tuple(order) for order in passes}) > 1
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(900)
 def test_mixture_with_a_source_that_a_lane_has_no_rows_of(corpus: Path, long_manifest: Path, tmp_path: Path) -> None:
     row = {"audio_filepath": str(corpus / "clip00.flac"), "id": "single", "text": "x"}
     single = write_manifest(tmp_path / "single.jsonl", [row])

@@ -10,7 +10,7 @@ import pytest
 from conftest import write_manifest
 from stream_cases import all_ids, check_resume, ids, make_stream, read_epoch, same_batches
 
-from finetune.data.stream import ClipStream
+from finetune.data.stream import UtteranceStream
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_resume(
 ) -> None:
     monkeypatch.chdir(corpus)
 
-    def make() -> ClipStream:
+    def make() -> UtteranceStream:
         return make_stream(value, group_by_duration=group_by_duration, max_duration=40.0)
 
     check_resume(make, epoch, None if (value, epoch) == ("spoiled.jsonl", 1) else [5, -2, -1])
@@ -45,7 +45,7 @@ def test_resume(
 def test_batches_by_length_alone_hold_all_clips_and_resume(
     corpus: Path, shuffle: bool, limits: dict[str, Any]
 ) -> None:
-    def stream() -> ClipStream:
+    def stream() -> UtteranceStream:
         return make_stream(
             str(corpus / "manifest.jsonl"), shuffle=shuffle, group_by_duration=True, batch_size=0, **limits
         )
@@ -104,7 +104,7 @@ def test_resume_without_shuffling(corpus: Path) -> None:
 def test_resume_with_two_workers(
     corpus: Path, path: str, rank: int, ranks: int, group_by_duration: bool, epoch: int
 ) -> None:
-    def make() -> ClipStream:
+    def make() -> UtteranceStream:
         return make_stream(
             str(corpus / path),
             rank=rank,

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from subtitle_cases import read_cues
 
 from finetune.data.audio_blocks import read_blocks
-from finetune.data.decode import BadClip, decode_audio
+from finetune.data.decode import decode_audio
+from finetune.data.quarantine import BadUtterance
 from finetune.evaluation.long_audio import Chunk, Cutting, Stitcher, Token, agreeing, chunks_of, splice
 
 BASE = ROOT / "examples" / "base" / "fastconformer_tdt_3m.nemo"
@@ -91,7 +92,7 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
         ("text", "cannot be decoded"),
         ("nan", "not finite"),
     ):
-        with pytest.raises(BadClip, match=reason):
+        with pytest.raises(BadUtterance, match=reason):
             list(read_blocks(str(tmp_path / f"{name}.wav"), RATE, 1.0))
 
 

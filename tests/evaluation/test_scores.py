@@ -338,7 +338,7 @@ def test_it_equals_other_programs_with_the_same_rules(text: str) -> None:
 
 
 def test_clips_without_a_reference_are_left_out_as_on_the_leaderboard(messages: list[str]) -> None:
-    from finetune.training.evaluation import log_board
+    from finetune.training.evaluation import log_evaluation
 
     board, kept = WerAccumulator("open_asr"), WerAccumulator("basic")
     made = [
@@ -355,7 +355,7 @@ def test_clips_without_a_reference_are_left_out_as_on_the_leaderboard(messages: 
     assert (board.total.words, board.total.word_errors) == (3 + 4, 1)
     assert (kept.left_out, kept.total.clips) == (0, 5)
     board.add("f", "", "okay", "okay")
-    log_board(3, "test", board)
+    log_evaluation(3, "test", board)
     assert any("3 clips of test have no reference" in m for m in messages)
     assert any("1 clips of test name no language" in m for m in messages)
     merged = WerAccumulator("open_asr")

@@ -316,7 +316,8 @@ def test_evaluations_without_a_common_clip():
 
 def test_a_loss_on_the_guard_set_within_chance_is_no_warning(tmp_path, messages):
     """The closing lines of a run: five clips of thirty became worse and three better."""
-    from finetune.training.verdict import keep_base, say_result, significance
+    from finetune.training.evaluation import keep_base
+    from finetune.training.summary import log_result, significance
 
     def heard(wrong: set[int]) -> WerAccumulator:
         rows = rows_of(30, 0)
@@ -335,7 +336,7 @@ def test_a_loss_on_the_guard_set_within_chance_is_no_warning(tmp_path, messages)
             "guard_wer_after": after.total.rates()["wer"],
             **significance(tmp_path, {"guard": after}, "test"),
         }
-        say_result(summary, None, None, tmp_path)
+        log_result(summary, None, None, tmp_path)
         return "\n".join(messages)
 
     before = heard({0, 1, 2})

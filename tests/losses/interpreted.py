@@ -5,7 +5,9 @@ In processes of their own, since Triton reads TRITON_INTERPRET when it is import
 
 import os
 import sys
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # loss_cases
 if sys.argv[1] == "run":
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -57,8 +59,7 @@ def whole_loss() -> None:
     """The loss as on a GPU, all kernels in place, against the one on the CPU."""
     from unittest import mock
 
-    from loss_cases import gradients, make_case
-    from test_tdt_band import learnt_case
+    from loss_cases import gradients, learnt_case, make_case
 
     from finetune.losses import fused_tdt_loss
 

@@ -19,7 +19,7 @@ def test_two_processes_equal_one(how):
         [Path(sys.executable).parent / "torchrun", "--standalone", "--nproc_per_node", "2", ROOT / "tests/sharded.py", how],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=1500,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

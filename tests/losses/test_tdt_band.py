@@ -7,34 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loss_cases import TDT, learnt_case
 
 from finetune.losses import band, fused_tdt_loss, rows
 from finetune.losses.joint import Joint
-
-TDT = (0, 1, 2, 3, 4)
-
-
-def learnt_case(frames, tokens, durations=TDT, V=50, sharp=8.0, dtype=torch.float64, seed=0):
-    """Joint inputs that know where each token is spoken: at its frame the next token wins over the blank, elsewhere the blank."""
-    g = torch.Generator().manual_seed(seed)
-    B, T, U, D = len(frames), max(frames), max(max(tokens), 1), len(durations)
-    H = V + 1 + D + 2 * (T + 1)
-    enc, pred = torch.zeros(B, T, H), torch.zeros(B, U + 1, H)
-    targets = torch.randint(0, V, (B, U), generator=g)
-    for b, (t_end, u_end) in enumerate(zip(frames, tokens)):
-        spoken = sorted(torch.randperm(t_end, generator=g)[: min(u_end, t_end)].tolist())
-        spoken += [t_end - 1] * (u_end - len(spoken))
-        for u, t in enumerate(spoken):
-            enc[b, t, targets[b, u]] += 2.0  # "this token sounds here"
-            pred[b, u, targets[b, u]] += 1.0  # "this token is next"
-        enc[b, :, V] = 1.5
-        enc[b, :, V + 1 + min(1, D - 1)] = 2.0
-    weight = torch.zeros(V + 1 + D, H)
-    weight[: V + 1 + D, : V + 1 + D] = sharp * torch.eye(V + 1 + D)
-    weight += 0.1 * torch.randn(weight.shape, generator=g)
-    bias = 0.1 * torch.randn(V + 1 + D, generator=g)
-    tensors = [x.to(dtype).requires_grad_() for x in (enc, pred, weight, bias)]
-    return [*tensors, targets, torch.tensor(frames), torch.tensor(tokens)]
 
 
 def random_case(frames, tokens, durations=TDT, V=20, H=6, scale=1.0, dtype=torch.float64, seed=0):

@@ -396,7 +396,7 @@ def test_the_check_of_all_formats_finds_a_text_that_differs(speech, tmp_path, mo
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_a_grown_model_goes_there_and_back(kind, speech, tmp_path):
     """A vocabulary that was extended; the unigram one takes the place of the model's own before."""
-    from test_tokenizer_command import TURKISH
+    from turkish import TURKISH
 
     from finetune.export import main
     from finetune.models.loading import load_model

@@ -56,7 +56,7 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
                 cwd=ROOT,
                 capture_output=True,
                 text=True,
-                timeout=300,
+                timeout=1500,
             )
         return done, list(handler.asked)
 

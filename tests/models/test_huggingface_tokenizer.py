@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 import sentencepiece
 from conftest import TOKENIZER, VOICE_PROMPTS
-from test_tokenizer_command import TURKISH
 from tokenizers import normalizers
+from turkish import TURKISH
 
 from finetune.data.normalization import normalize_text
 from finetune.errors import UserError

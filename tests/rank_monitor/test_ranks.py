@@ -15,90 +15,95 @@ from typing import Any
 
 import pytest
 from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, read_lines
-from test_launchers import BIN, TRAIN, curve, start, summary
+from launching import BIN, TRAIN, curve, start, summary
 
-from finetune.rank_monitor.client import WITNESS
-from finetune.rank_monitor.membership import ENDED_WELL, LEAVING_TOGETHER, Member, verdict
-from finetune.rank_monitor.monitor import STRANGER_SECONDS, STRANGERS
+from finetune.rank_monitor.client import MONITOR
+from finetune.rank_monitor.monitor import ENDED_WELL, LEAVING_TOGETHER, MAX_UNAUTHENTICATED, Ending, Member, find_lost
 
 FAULTY = str(ROOT / "tests" / "rank_faults.py")
 
-# ---- witnesses, beside processes that stand for ranks ------------------------------------------------------------------
+HANG = 300.0
+"""Seconds after which a test gives up on what has to come; on a busy machine it comes late."""
+NEVER = 10 * HANG
+"""A `rank_timeout` that no test reaches, so that silence is not the cause."""
+
+# ---- rank monitors, beside processes that stand for ranks --------------------------------------------------------------
 
 RANK = "import sys, time; sys.stdin.readline()"
 """A rank that does nothing until it is told to end."""
 
 
 class Ranks:
-    """Processes with a witness each, as finetune.rank_monitor.client starts them."""
+    """Processes with a rank monitor each, as finetune.rank_monitor.client starts them."""
 
     def __init__(self, count: int, timeout: float):
         self.processes = [subprocess.Popen([sys.executable, "-c", RANK], stdin=subprocess.PIPE) for _ in range(count)]
-        self.witnesses: list[subprocess.Popen[bytes]] = []
-        self.timeout, hub = timeout, None
+        self.monitors: list[subprocess.Popen[bytes]] = []
+        self.timeout, coordinator = timeout, None
         for rank in range(count):
-            self.witnesses.append(self.witness(rank, hub))
+            self.monitors.append(self.start_monitor(rank, coordinator))
             if rank == 0:
-                self.port = json.loads(self.witnesses[0].stdout.readline())["port"]
-                hub = ["127.0.0.1", self.port]
-        time.sleep(1.5)  # until all have met
+                self.port = json.loads(self.monitors[0].stdout.readline())["port"]
+                coordinator = ["127.0.0.1", self.port]
+        joined = 1
+        while joined < count:
+            joined = json.loads(self.monitors[0].stdout.readline())["joined"]
 
-    def witness(self, rank: int, hub: list[Any] | None) -> subprocess.Popen[bytes]:
-        """Started and told who it is."""
+    def start_monitor(self, rank: int, coordinator: list[Any] | None) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(WITNESS)],
+            [sys.executable, "-I", "-S", str(MONITOR)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
         settings = {"rank": rank, "world": len(self.processes), "pid": self.processes[rank].pid, "token": "t"}
-        settings |= {"timeout": self.timeout, "hub": hub, "hub_host": "first"}
+        settings |= {"timeout": self.timeout, "coordinator": coordinator, "coordinator_host": "first"}
         process.stdin.write(json.dumps(settings).encode() + b"\n")
         process.stdin.flush()
         return process
 
-    def say_leaving(self, rank: int, code: int, cause: str) -> None:
-        """The rank says with which code it will end."""
-        with contextlib.suppress(BrokenPipeError):  # behind a rank 0 that has ended well nobody watches any more
-            os.write(self.witnesses[rank].stdin.fileno(), json.dumps({"left": code, "cause": cause}).encode() + b"\n")
+    def report_exit(self, rank: int, code: int, cause: str) -> None:
+        """The rank reports the code with which it will end."""
+        with contextlib.suppress(BrokenPipeError):  # behind a rank 0 that has ended well nothing watches any more
+            os.write(self.monitors[rank].stdin.fileno(), json.dumps({"left": code, "cause": cause}).encode() + b"\n")
 
     def leave(self, rank: int, code: int, cause: str) -> None:
-        """The rank says so, and ends."""
-        self.say_leaving(rank, code, cause)
+        """The rank reports it, and ends."""
+        self.report_exit(rank, code, cause)
         self.processes[rank].stdin.close()
         self.processes[rank].wait()
 
-    def told_to_end(self, rank: int, within: float) -> str | None:
-        """What its witness tells a rank to end with."""
-        os.set_blocking(self.witnesses[rank].stdout.fileno(), False)
+    def told_to_end(self, rank: int, within: float = HANG) -> str | None:
+        """What its monitor tells a rank to end with."""
+        os.set_blocking(self.monitors[rank].stdout.fileno(), False)
         deadline = time.monotonic() + within
         while time.monotonic() < deadline:
-            line = self.witnesses[rank].stdout.readline()
+            line = self.monitors[rank].stdout.readline()
             if line:
                 return json.loads(line)["end"]
             time.sleep(0.05)
         return None
 
     def end(self) -> list[str]:
-        """Ends all that is left; what each witness wrote into the log."""
+        """Ends all that is left; what each monitor wrote into the log."""
         for process in self.processes:
             process.kill()
             process.wait()
-        return [w.communicate(timeout=30)[1].decode() for w in self.witnesses]
+        return [m.communicate(timeout=HANG)[1].decode() for m in self.monitors]
 
 
 @pytest.fixture
 def ranks() -> Iterator[Callable[..., Ranks]]:
-    """`ranks(3, timeout=4)`."""
+    """`ranks(3)`."""
     made: list[Ranks] = []
 
-    def make(count: int, timeout: float) -> Ranks:
+    def make(count: int, timeout: float = NEVER) -> Ranks:
         made.append(Ranks(count, timeout))
         return made[-1]
 
     yield make
     for one in made:
-        for process in (*one.processes, *one.witnesses):
+        for process in (*one.processes, *one.monitors):
             process.kill()
             process.wait()
             for pipe in (process.stdin, process.stdout, process.stderr):
@@ -108,11 +113,11 @@ def ranks() -> Iterator[Callable[..., Ranks]]:
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_killed_rank_ends_the_others_with_one_message(ranks, lost):
-    three = ranks(3, timeout=30)
+    three = ranks(3)
     three.processes[lost].kill()
     others = [r for r in range(3) if r != lost]
     for rank in others:
-        text = three.told_to_end(rank, within=3)
+        text = three.told_to_end(rank)
         assert text is not None, f"rank {rank} was told nothing"
         assert f"error: rank {lost} on host" in text
         assert "killed by signal 9 (SIGKILL)" in text
@@ -120,64 +125,65 @@ def test_a_killed_rank_ends_the_others_with_one_message(ranks, lost):
 
 
 def test_a_stopped_rank_is_lost_and_killed_but_not_where_all_are_stopped(ranks):
-    three = ranks(3, timeout=3)
+    three = ranks(3, timeout=5)
     for process in three.processes:
         process.send_signal(signal.SIGSTOP)
-    assert three.told_to_end(0, within=5) is None, "someone who stops all ranks wants to go on with them"
+    assert three.told_to_end(0, within=7) is None, "someone who stops all ranks wants to go on with them"
     for process in (three.processes[0], three.processes[2]):
         process.send_signal(signal.SIGCONT)
-    text = three.told_to_end(2, within=8)
+    text = three.told_to_end(2)
     assert text is not None
-    assert "rank 1 on host" in text
+    assert "error: rank 1 on host" in text
+    assert "rank 0 on host" not in text
+    assert "rank 2 on host" not in text
     assert "stopped (SIGSTOP)" in text
-    assert three.processes[1].wait(timeout=5) == -signal.SIGKILL
+    assert three.processes[1].wait(timeout=HANG) == -signal.SIGKILL
 
 
 def test_a_rank_that_is_not_heard_of_ends_the_others_and_itself(ranks):
-    """Both sides of a network that is down: the witnesses are stopped, so that none hears the other."""
+    """As where a network is down: the monitor of rank 1 is stopped and sends nothing."""
     two = ranks(2, timeout=2)
-    two.witnesses[1].send_signal(signal.SIGSTOP)
-    text = two.told_to_end(0, within=6)
+    two.monitors[1].send_signal(signal.SIGSTOP)
+    text = two.told_to_end(0)
     assert text is not None
     assert "rank 1 on host" in text
     assert "not heard of for 2 s" in text
 
 
-def test_a_rank_that_goes_with_its_witness_is_known_at_once(ranks):
+def test_a_rank_that_goes_with_its_monitor_is_known_at_once(ranks):
     """As where a container is killed."""
-    two = ranks(2, timeout=30)
-    two.witnesses[1].kill()
+    two = ranks(2)
+    two.monitors[1].kill()
     two.processes[1].kill()
-    text = two.told_to_end(0, within=3)
+    text = two.told_to_end(0)
     assert text is not None
     assert "rank 1 on host" in text
-    assert "its process and the witness beside it are gone" in text
+    assert "its process and the rank monitor beside it are gone" in text
 
 
-def test_without_rank_0_and_its_witness_the_others_end(ranks):
-    two = ranks(2, timeout=30)
-    two.witnesses[0].kill()
+def test_without_rank_0_and_its_monitor_the_others_end(ranks):
+    two = ranks(2)
+    two.monitors[0].kill()
     two.processes[0].kill()
-    text = two.told_to_end(1, within=5)
+    text = two.told_to_end(1)
     assert text is not None
     assert "rank 0 on host first" in text
 
 
 @pytest.mark.parametrize("code", ENDED_WELL)
 def test_ranks_that_end_well_end_nobody(ranks, code):
-    three = ranks(3, timeout=3)
+    three = ranks(3)
     for rank in (2, 0, 1):
         three.leave(rank, code, "")
-        time.sleep(0.5)
     assert three.end() == ["", "", ""]
-    assert all(w.returncode == 0 for w in three.witnesses)
+    assert all(w.returncode == 0 for w in three.monitors)
 
 
 @pytest.mark.parametrize("asked", [0, 1])
 def test_a_rank_that_was_asked_to_stop_takes_those_along_that_wait_for_it(ranks, asked):
-    two = ranks(2, timeout=30)
+    two = ranks(2)
     two.leave(asked, 75, "")
-    text = two.told_to_end(1 - asked, within=10)
+    text = two.told_to_end(1 - asked)
     assert text is not None
     assert f"stopped: rank {asked} on host" in text
     assert [said.count("stopped: ") for said in two.end()] == [1, 0]
@@ -186,10 +192,10 @@ def test_a_rank_that_was_asked_to_stop_takes_those_along_that_wait_for_it(ranks,
 @pytest.mark.parametrize("closing", [0, 1])
 def test_a_rank_that_still_closes_what_it_has_open_is_left_to_it(ranks, closing):
     """As where rank 0 uploads its last figures; the third one waits in an exchange and is taken along."""
-    three = ranks(3, timeout=30)
-    three.say_leaving(closing, 75, "")
+    three = ranks(3)
+    three.report_exit(closing, 75, "")
     three.leave(1 - closing, 75, "")
-    text = three.told_to_end(2, within=10)
+    text = three.told_to_end(2)
     assert text is not None
     assert f"stopped: rank {1 - closing} on host" in text
     three.processes[2].kill()
@@ -197,21 +203,23 @@ def test_a_rank_that_still_closes_what_it_has_open_is_left_to_it(ranks, closing)
     assert three.told_to_end(closing, within=0.5) is None
     assert three.processes[closing].poll() is None
     three.processes[closing].stdin.close()
-    assert three.processes[closing].wait(timeout=5) == 0
-    assert all(w.wait(timeout=20) == 0 for w in three.witnesses)
+    assert three.processes[closing].wait(timeout=HANG) == 0
+    assert all(w.wait(timeout=HANG) == 0 for w in three.monitors)
 
 
-def test_ranks_that_all_refuse_the_same_say_it_themselves(ranks):
-    two = ranks(2, timeout=3)
+def test_ranks_that_all_refuse_the_same_report_it_themselves(ranks):
+    two = ranks(2)
+    for rank in range(2):
+        two.report_exit(rank, 2, "a bad setting")
     two.leave(0, 2, "a bad setting")
     two.leave(1, 2, "a bad setting")
     assert two.end() == ["", ""]
 
 
 def test_the_cause_of_a_rank_that_fails_alone_reaches_the_others(ranks):
-    two = ranks(2, timeout=30)
+    two = ranks(2)
     two.leave(1, 1, "ValueError: a file of this node")
-    text = two.told_to_end(0, within=10)
+    text = two.told_to_end(0)
     assert text is not None
     assert "rank 1 on host" in text
     assert "ValueError: a file of this node" in text
@@ -226,41 +234,41 @@ FOREIGN_LINES = {
 }
 
 
-def hung_up(stranger: socket.socket) -> bool:
+def disconnected(peer: socket.socket) -> bool:
     """Whether the other side has ended the connection without an answer."""
     try:
-        return stranger.recv(100) == b""
+        return peer.recv(100) == b""
     except ConnectionResetError:
         return True
 
 
-def test_a_witness_hears_nobody_without_the_token_and_outlives_them(ranks):
-    two = ranks(2, timeout=30)
+def test_the_monitor_ignores_unauthenticated_peers_and_outlives_them(ranks):
+    two = ranks(2)
     crowd = []
     for data in FOREIGN_LINES.values():
-        crowd.append(socket.create_connection(("127.0.0.1", two.port), timeout=STRANGER_SECONDS + 3))
+        crowd.append(socket.create_connection(("127.0.0.1", two.port), timeout=HANG))
         crowd[-1].sendall(data)
-    for name, stranger in zip(FOREIGN_LINES, crowd, strict=True):
-        with stranger:
-            assert hung_up(stranger), name
-    assert all(w.poll() is None for w in two.witnesses)
+    for name, peer in zip(FOREIGN_LINES, crowd, strict=True):
+        with peer:
+            assert disconnected(peer), name
+    assert all(w.poll() is None for w in two.monitors)
     two.processes[1].kill()
-    text = two.told_to_end(0, within=3)
+    text = two.told_to_end(0)
     assert text is not None, "and it still does its work"
     assert "rank 1 on host" in text
 
 
-def test_a_crowd_of_strangers_keeps_no_witness_out(ranks):
-    two = ranks(2, timeout=30)
+def test_a_crowd_of_unauthenticated_peers_keeps_no_monitor_out(ranks):
+    two = ranks(2)
     with contextlib.ExitStack() as stack:
         crowd = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", two.port), timeout=3))
-            for _ in range(STRANGERS + 20)
+            stack.enter_context(socket.create_connection(("127.0.0.1", two.port), timeout=HANG))
+            for _ in range(MAX_UNAUTHENTICATED + 20)
         ]
-        assert all(hung_up(stranger) for stranger in crowd[:10]), "the oldest have to go"
-        assert len(list(Path(f"/proc/{two.witnesses[0].pid}/fd").iterdir())) < STRANGERS + 20
+        assert all(disconnected(peer) for peer in crowd[:10]), "the oldest have to go"
+        assert len(list(Path(f"/proc/{two.monitors[0].pid}/fd").iterdir())) < MAX_UNAUTHENTICATED + 20
         two.processes[1].kill()
-        text = two.told_to_end(0, within=3)
+        text = two.told_to_end(0)
     assert text is not None
     assert "rank 1 on host" in text
 
@@ -270,55 +278,55 @@ def member(rank: int, **values: Any) -> Member:
 
 
 def test_only_ranks_that_wait_for_the_one_asked_to_stop_are_taken_along():
-    asked = member(1, ended=100.0, code=75)
-    assert verdict([member(0, heard=106.0, leaving=75), asked], 30, 106.0) is None
-    found = verdict([member(0, heard=106.0), asked], 30, 106.0)
+    asked = member(1, ended=100.0, ending=Ending(75, ""))
+    assert find_lost([member(0, heard=106.0, leaving=75), asked], 30, 106.0) is None
+    found = find_lost([member(0, heard=106.0), asked], 30, 106.0)
     assert found is not None
     assert found[0] == [asked]
 
 
 def test_a_launchers_sigterm_is_not_taken_for_the_cause():
-    killed = member(1, ended=100.1, code=137, cause="killed")
-    ended = member(0, ended=100.0, code=128 + signal.SIGTERM, cause="ended by the launcher")
-    assert verdict([ended, killed], 30, 100.2) == ([killed], "killed")
-    assert verdict([ended, member(1)], 30, 100.2) is None, "the real cause may still come"
-    assert verdict([ended, member(1)], 30, 101.0) == ([ended], "ended by the launcher")
+    killed = member(1, ended=100.1, ending=Ending(137, "killed"))
+    ended = member(0, ended=100.0, ending=Ending(128 + signal.SIGTERM, "ended by the launcher"))
+    assert find_lost([ended, killed], 30, 100.2) == ([killed], "killed")
+    assert find_lost([ended, member(1)], 30, 100.2) is None, "the real cause may still come"
+    assert find_lost([ended, member(1)], 30, 101.0) == ([ended], "ended by the launcher")
 
 
-# ---- the meeting of restarted ranks -------------------------------------------------------------------------------------
+# ---- rendezvous of restarted ranks --------------------------------------------------------------------------------------
 
-MEET = """
-import os, sys, time
-from finetune.training.elastic_restart import meet_afresh
-time.sleep(float(sys.argv[1]))
-meet_afresh(60)
+RENDEZVOUS = """
+import os
+from finetune.training.elastic_restart import rendezvous
+rendezvous(600)
 print(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.environ["TORCHELASTIC_USE_AGENT_STORE"])
 """
 
 
-def test_restarted_ranks_do_not_meet_at_the_place_of_those_before():
-    """Rank 1 comes first, and finds in the launcher's store what earlier ranks have left there."""
+def test_restarted_ranks_do_not_meet_at_the_address_of_those_before():
+    """The second time rank 1 comes first, and finds in the launcher's store what earlier ranks have left there."""
     import torch
 
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    places = []
-    for attempt in range(2):
-        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
-        environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "PYTHONPATH": str(ROOT)}
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", MEET, str(wait)],
-                env={**os.environ, **environment, "RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank, wait in ((0, 2 * attempt), (1, 0))
-        ]
-        said = [p.communicate(timeout=100)[0] for p in processes]
-        assert said[0] == said[1]
-        assert said[0].endswith(" False\n")
-        places.append(said[0])
-    assert places[0] != places[1]
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "PYTHONPATH": str(ROOT)}
+
+    def start_rank(rank: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", RENDEZVOUS]
+        env = {**os.environ, **environment, "RANK": str(rank)}
+        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+
+    first = [p.communicate(timeout=2 * HANG)[0] for p in [start_rank(0), start_rank(1)]]
+    earlier = store.get("finetune/here/1")
+    rank_1 = start_rank(1)
+    while store.get("finetune/here/1") == earlier:
+        assert rank_1.poll() is None, "it ended alone"
+        time.sleep(0.05)
+    second = [p.communicate(timeout=2 * HANG)[0] for p in [start_rank(0), rank_1]]
+    for places in (first, second):
+        assert places[0] == places[1]
+        assert places[0].endswith(" False\n")
+    assert first[0] != second[0]
 
 
 # ---- trainings ------------------------------------------------------------------------------------------------------------
@@ -342,7 +350,7 @@ def fault_of(
     environment = {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment["FAULT"] = fault
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=400, cwd="/", env={**os.environ, **environment}
+        command, capture_output=True, text=True, timeout=1500, cwd="/", env={**os.environ, **environment}
     )
     assert done.returncode != 0
     return done, time.time() - metrics.stat().st_mtime
@@ -369,7 +377,7 @@ def test_one_rank_dies_and_the_user_reads_its_name_and_cause(tiny_run, tmp_path,
     assert len(said) == 1, said
     assert f"error: rank {fault[0]} on host {os.uname().nodename}" in said[0]
     assert cause in said[0]
-    assert seconds < 60
+    assert seconds < 600, "the exchange's own time-out of 1800 s is not waited for"
     if "raise" not in fault:
         assert "onnection closed by peer" not in done.stderr, "the others' broken connections are no news"
 
@@ -492,7 +500,7 @@ def test_two_machines_as_network_namespaces(tiny_run, tmp_path):
         ["bash", str(ROOT / "scripts" / "cluster" / "two_machines.sh"), *arguments, "--strategy", "ddp"],
         capture_output=True,
         text=True,
-        timeout=1800,
+        timeout=3600,
         env={**os.environ, **environment},
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -15,11 +15,12 @@ from finetune.config.load import load_config, parse_overrides, read_yaml
 from finetune.config.redaction import without_secrets, write_config
 from finetune.config.schema import RunConfig
 from finetune.data.audio_root import check_place, check_root
-from finetune.data.decode import MOST_SAMPLES, BadClip, decode_audio
+from finetune.data.decode import MOST_SAMPLES, decode_audio
 from finetune.data.leave_out import LeaveOut
+from finetune.data.quarantine import BadUtterance
 from finetune.data.shards import BAD_LINE, parse_line
 from finetune.data.sources import open_source, parse_sources
-from finetune.data.stream import ClipStream
+from finetune.data.stream import UtteranceStream
 from finetune.data.utterances import examine
 from finetune.errors import UserError
 from finetune.evaluation.comparison import read_utterances
@@ -166,7 +167,7 @@ def test_other_findings_of_the_fuzzer(tmp_path):
 def test_records_of_a_run_that_were_tampered_with(tmp_path):
     """Found by scripts/faults/fuzz.py: a run's folder whose figures are texts, and counts in an archive of an unknown kind."""
     from finetune.evaluation.clip_counts import ClipCounts
-    from finetune.tools.report.page import write_report
+    from finetune.tools.report.page import write_run_page
     from finetune.tools.report.read import number, read_run
 
     (tmp_path / "config.yaml").write_text("training: {output_dir: x}")
@@ -183,7 +184,7 @@ def test_records_of_a_run_that_were_tampered_with(tmp_path):
         3,
         -0.5,
     ]
-    write_report(tmp_path)
+    write_run_page(tmp_path)
     counts = bytearray(COUNTS)
     counts[counts.index(b"PK\x01\x02") + 10] = 99  # a way to compress that nobody knows
     (tmp_path / "base-test.npz").write_bytes(counts)
@@ -316,7 +317,7 @@ def test_data_root(clips, tmp_path):
             replace(open_source(s, "k"), root=check_root(limit)) for s in parse_sources(str(manifest), "k", "train")
         ]
         options = StreamOptions(limits=BatchLimits(clips=4), sample_rate=16_000, shuffle=False, read_retries=0)
-        batches = list(ClipStream(opened, options, encode).batches())
+        batches = list(UtteranceStream(opened, options, encode).batches())
         return [i for b in batches for i in b.ids], {q["id"]: q["reason"] for b in batches for q in b.quarantined}
 
     ids, quarantined = read(root)
@@ -336,7 +337,7 @@ def test_data_root(clips, tmp_path):
         ".\t./x",
         ".%0a./x",
     ):
-        with pytest.raises(BadClip, match=r"outside of data\.root"):
+        with pytest.raises(BadUtterance, match=r"outside of data\.root"):
             check_place(bad, "s3://bucket/a", "s3://bucket/a")
     for good in ("x.flac", "100%25..%20un.flac", "a/..x/%41.flac"):
         check_place(good, "s3://bucket/a", check_root("s3://bucket/a/"))
@@ -348,9 +349,9 @@ def test_data_root(clips, tmp_path):
     "url", ["file:///etc/passwd", "FILE:///etc/passwd", "ssh://h/x", "reference://x", "local://x", "github://o:r@/x"]
 )
 def test_addresses_of_odd_storage_are_refused_in_rows(url):
-    with pytest.raises(BadClip, match="a row may name a path, or an address of s3"):
+    with pytest.raises(BadUtterance, match="a row may name a path, or an address of s3"):
         check_place(url, "/data", None)
-    with pytest.raises(BadClip, match="is a chain of storages"):
+    with pytest.raises(BadUtterance, match="is a chain of storages"):
         check_place(f"simplecache::{url}", "/data", None)
 
 
@@ -378,7 +379,7 @@ def test_compressed_silence_that_would_fill_the_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("finetune.data.decode.MOST_SAMPLES", 2**16)
     soundfile.write(tmp_path / "long.flac", np.zeros(2**18, np.float32), 16_000)
     for part in ({}, {"offset": 0.0}, {"offset": 1.0, "duration": 1e9}):
-        with pytest.raises(BadClip, match=r"h long with 1 channel\(s\); that does not go into the memory"):
+        with pytest.raises(BadUtterance, match=r"h long with 1 channel\(s\); that does not go into the memory"):
             decode_audio(str(tmp_path / "long.flac"), 16_000, **part)
     assert len(decode_audio(str(tmp_path / "long.flac"), 16_000, offset=1.0, duration=2.0)) == 32_000
     assert MOST_SAMPLES > 16_000 * 3600 * 8
@@ -388,7 +389,8 @@ def test_tars_of_clips_with_a_size_below_zero_end(tmp_path):
     """Python's own tarfile goes in circles on them, `datasets` with it."""
     import tarfile
 
-    from finetune.data.reader import UnreadableShard, rows_from
+    from finetune.data.reader import rows_from
+    from finetune.data.retry import UnreadableShard
 
     head = bytearray(tarfile.TarInfo("a.wav").tobuf(tarfile.GNU_FORMAT))
     head[124:136] = b"\xff" * 11 + b"\x00"

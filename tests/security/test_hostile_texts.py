@@ -21,7 +21,7 @@ from finetune.evaluate import print_table
 from finetune.logs import set_up_logging
 from finetune.security.safe_text import ACTS, json_line, lines, one_line
 from finetune.security.secrets import clean_text
-from finetune.tools.report.markup import escape
+from finetune.tools.report.page import environment
 from finetune.tools.report.plots import Curve, curves_plot
 
 EVIL_TEXT = "<img src=x onerror=alert(1)> \x1b[2J\x1b]0;owned\x07 \u202eredrum ![a](http://evil.example/x.png) | </script><script>alert(2)</script> \x9b31m"
@@ -174,7 +174,8 @@ def test_texts_that_act_are_written_out():
     row = {"text": "\x1b[2J\x9b \u202e \u2028 é", "n": [1, "\x00"]}
     assert ACTS.search(json_line(row)) is None
     assert json.loads(json_line(row)) == row
-    assert escape("<b>'\"\u202e\x1b\n") == "&lt;b&gt;&#x27;&quot;\\u202e\\x1b\n"
+    page = environment().from_string("{{ text }}")
+    assert page.render(text="<b>'\"\u202e\x1b\n") == "&lt;b&gt;&#39;&#34;\\u202e\\x1b\n"
 
 
 def test_plots_and_trackers_take_names_as_text():

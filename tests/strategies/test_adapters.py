@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import DETERMINISTIC, ROOT
-from memory_cases import batch, losses, summary
+from launching import summary
+from memory_cases import batch, losses
 from safetensors.torch import load_file
 
 LORA = ("--strategy", "lora", "model.lora_rank=4")

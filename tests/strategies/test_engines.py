@@ -6,8 +6,6 @@ Each test starts tests/engine_runs.py once, which runs several small trainings i
 import json
 import math
 import os
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,65 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from conftest import ROOT, read_lines
-from test_launchers import BIN, DETERMINISTIC, TRAIN, start, summary
+from conftest import DETERMINISTIC, ROOT, read_lines
+from engine_cases import NOTHING_STAYS, SAVED, STEPS, UNSHUFFLED, evaluated, reference
+from launching import BIN, TRAIN, start, summary
 
 from finetune.errors import UserError
 from finetune.strategies.fsdp import check_mesh, fsdp_environment
 from finetune.strategies.sharded import read_whole_weights
 from finetune.strategies.strategy import resolve_strategy
-
-UNSHUFFLED = {"test": None, "shuffle": False, "group_by_duration": False}
-STEPS, SAVED = 20, 10
-# ZeRO keeps small parameters whole, and does not free what fits; these test models are smaller than its thresholds.
-NOTHING_STAYS = {
-    "stage3_param_persistence_threshold": 0,
-    "stage3_max_live_parameters": 0,
-    "stage3_max_reuse_distance": 0,
-}
-
-
-@pytest.fixture
-def trainings(tiny_run: Callable[..., list[str]], tmp_path: Path) -> Callable[..., dict[str, list[dict[str, Any]]]]:
-    """`trainings(name=(processes, *arguments), ...)` runs them into tmp_path/NAME; returns what each rank tells.
-
-    Arguments that are a dictionary are keys of the plan's entry.
-    """
-
-    def run(first_import: str = "torch", **wanted: tuple[Any, ...]) -> dict[str, list[dict[str, Any]]]:
-        training = {
-            "max_steps": STEPS,
-            "save_steps": 0,
-            "eval_steps": 0,
-            "eval_on_start": False,
-            "save_total_limit": 0,
-        }
-        # A shorter run goes the same way as the first steps of a longer one.
-        training |= {"dataloader_num_workers": 1, "lr_scheduler_type": "constant", "warmup_ratio": 0.0}
-        common = tiny_run(model=DETERMINISTIC, data=UNSHUFFLED | {"validation": None}, training=training)
-        plan = []
-        for name, (processes, *arguments) in wanted.items():
-            own = [a for a in arguments if isinstance(a, str)]
-            extra = {k: v for a in arguments if isinstance(a, dict) for k, v in a.items()}
-            options = [a for a in own if "=" not in a]
-            values = [f"training.output_dir={tmp_path / name}", *(a for a in own if "=" in a)]
-            plan.append({"name": name, "processes": processes, "arguments": [*common, *options, *values], **extra})
-        (tmp_path / "plan.json").write_text(json.dumps(plan))
-        done = start(
-            [sys.executable, str(ROOT / "tests" / "engine_runs.py"), str(tmp_path / "plan.json"), first_import],
-            PYTHONPATH=str(ROOT),
-        )
-        found = {}
-        for entry in plan:
-            files = [tmp_path / f"{entry['name']}-{rank}" for rank in range(entry["processes"])]
-            logs = "\n".join(f.with_name(f.name + ".log").read_text()[-3000:] for f in files)
-            assert f"{entry['name']} {[entry.get('expect', 0)] * entry['processes']}" in done.stdout, logs
-            found[entry["name"]] = [json.loads(f.with_name(f.name + ".json").read_text()) for f in files]
-            assert [rank["rank"] for rank in found[entry["name"]]] == list(range(entry["processes"]))
-            assert all(rank.get("world", entry["processes"]) == entry["processes"] for rank in found[entry["name"]])
-        return found
-
-    return run
 
 
 @pytest.fixture
@@ -99,16 +46,6 @@ def same(ours: list[Any], theirs: list[Any], rel: float) -> None:
     assert len(ours) == len(theirs)
     for a, b in zip(ours, theirs, strict=True):
         assert a == pytest.approx(b, rel=rel, nan_ok=True)
-
-
-def reference() -> tuple[Any, ...]:
-    """One process that sees in two batches what two processes see in one each."""
-    return (1, "training.gradient_accumulation_steps=2", "training.dataloader_num_workers=2")
-
-
-def evaluated(manifest: Path) -> list[str]:
-    """17 clips: the ranks decode different numbers of batches, so a collective in there would hang."""
-    return [f"data.validation={manifest}", "data.max_eval_samples=17", "training.per_device_eval_batch_size=4"]
 
 
 def check_model_file(run: Path) -> None:
@@ -173,15 +110,6 @@ def check_rough(folder: Path, name: str, rel: float, compared: str) -> None:
     assert any(key.endswith("running_var") for key in keys)
     for key in keys:
         torch.testing.assert_close(ours[key], theirs[key], rtol=1e-3, atol=1e-6, msg=lambda m, k=key: f"{k}: {m}")
-
-
-@pytest.fixture
-def bare_zero3(tmp_path: Path) -> str:
-    """The strategy's DeepSpeed file with thresholds at which a small model too is taken apart."""
-    values = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
-    values["zero_optimization"].update(NOTHING_STAYS)
-    (tmp_path / "zero3.json").write_text(json.dumps(values))
-    return str(tmp_path / "zero3.json")
 
 
 def test_zero(trainings, clips, bare_zero3, tmp_path):

@@ -8,7 +8,8 @@ import pytest
 import torch
 import yaml
 from conftest import DETERMINISTIC, ONLY_TRAIN, tiny_layout
-from memory_cases import batch, forward_and_backward, losses, saved_bytes, summary
+from launching import summary
+from memory_cases import batch, forward_and_backward, losses, saved_bytes
 from safetensors.torch import load_file
 
 from finetune.errors import UserError

@@ -143,11 +143,9 @@ def test_a_run_that_began_from_an_adapter_or_went_on_with_one_has_the_base_of_th
 
 def uploaded_adapter(run: Path, config: dict) -> tuple[dict, Any]:
     """The files that an upload of a run's adapter would have, and what is known of the run."""
-    from finetune.push_to_hub import gather, parse_arguments
-    from finetune.tools.publishing.uploads import Upload
+    from finetune.push_to_hub import make_parser
+    from finetune.tools.publishing.share import gather
 
     (run / "config.yaml").write_text(yaml.safe_dump(config))
-    upload = Upload()
-    arguments = parse_arguments(["--model", str(run), "--repo", REPO, "--format", "adapter"])
-    facts, _, _ = gather(arguments, upload, run)
-    return {n: c if isinstance(c, bytes) else c.read_bytes() for n, c in upload.files.items()}, facts
+    found = gather(make_parser().parse_args(["--model", str(run), "--repo", REPO, "--format", "adapter"]), run)
+    return {n: c if isinstance(c, bytes) else c.read_bytes() for n, c in found.upload.files.items()}, found.facts

@@ -14,13 +14,14 @@ import soundfile
 from conftest import read_lines, write_manifest
 from stream_cases import RATE, ids, make_stream, read_epoch
 
+from finetune.check import main
 from finetune.config.load import load_config
 from finetune.data.batching import BatchLimits
 from finetune.data.leave_out import LeaveOut
+from finetune.data.run_file import open_sources
 from finetune.errors import UserError
-from finetune.tools.data_check import check as check_module
-from finetune.tools.data_check.check import estimate_padding, main
-from finetune.training.data import open_sources
+from finetune.tools.data_check import inspection
+from finetune.tools.data_check.inspection import estimate_padding
 
 
 @pytest.fixture
@@ -110,11 +111,11 @@ def test_a_check_that_was_finished_reads_everything_again(spoiled: Path, tmp_pat
     assert "there is no file" not in json.loads((tmp_path / "check" / "check.json").read_text())["problems"]
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(900)
 def test_a_process_that_is_killed_ends_the_check(
     spoiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(check_module, "read_clip", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(inspection, "read_samples", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     assert main(["--data", str(spoiled), "--output-dir", str(tmp_path / "check"), "--workers", "2"]) == 1
     assert re.search(rf"a process was killed.*at {spoiled} line \d+.*fewer --workers", capsys.readouterr().err)
 
@@ -151,13 +152,13 @@ def test_a_check_goes_on_where_it_was_and_begins_anew_for_other_data(
     out = tmp_path / "check"
     arguments = ["--data", str(spoiled), "--output-dir", str(out), "--workers", "1"]
     began = []
-    read_all = check_module.read_all
+    read_all = inspection.read_all
 
     def read(*given: Any) -> list[Path]:
         began.append((out / "parts" / "of.txt").read_text())
         return read_all(*given)
 
-    monkeypatch.setattr(check_module, "read_all", read)
+    monkeypatch.setattr(inspection, "read_all", read)
     main(arguments)
     parts = sorted((out / "parts").glob("*.json"))
     (out / "parts" / "of.txt").write_text(began[0])  # as if it had been interrupted before its end

@@ -46,7 +46,7 @@ def test_without_nemo(tmp_path, clips):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1500,
     )
     assert done.returncode == 0, done.stderr
     assert "NeMo cannot be imported here" in done.stderr

@@ -237,14 +237,15 @@ def test_the_strategy_is_one_that_ships(converted, strategy, expected):
 
 
 def test_names_that_are_translated_to_exist():
+    from finetune.tools.nemo_import.translation import OPTIMIZER_NAMES, SCHEDULE_NAMES
+
     from finetune.config.load import schema_fields
     from finetune.tools.nemo_import.similar import SAME
-    from finetune.tools.nemo_import.translation import OPTIMIZER_NAMES, SCHEDULE_NAMES
 
     assert set(OPTIMIZER_NAMES.values()) <= set(OPTIMIZERS)
     assert set(SCHEDULE_NAMES.values()) <= set(SCHEDULES)
     assert set(SAME.values()) <= schema_fields().keys()
-    reasons = (ROOT / "finetune" / "importing" / "reasons.py").read_text(encoding="utf-8")
+    reasons = (ROOT / "finetune" / "tools" / "nemo_import" / "reasons.py").read_text(encoding="utf-8")
     named = set(re.findall(r"(?<![\w.])((?:data|training)\.[a-z]\w+)", reasons))
     assert not {n for n in named if n not in schema_fields() and n not in ("training.deepspeed", "data.md")}
 

@@ -315,15 +315,15 @@ def test_intervals_and_tests_of_significance_are_shown_where_a_run_has_them(fini
         wer_after_interval=[0.75, 1.25],
         significance={
             "test": {**test, "by_language": {"en": test}},
-            "guard": {**test, "significant": True, "p_value": 0.001},
+            "guard": {**test, "significant": True, "p_value": 1e-12},
         },
     )
     text = card_in(push("--model", run, "--repo", REPO, "--base-licence", "mit")[1])
     assert "(250.00 to 412.50)" in text
     assert "(75.00 to 125.00)" in text
     assert "(80.00 to 85.00)" in text
-    assert "The change of WER on the test set is not significant (p = 0.25)." in text
-    assert "The change of WER on the guard set is significant (p = 0.001)." in text
+    assert "WER on the test set is not significantly different from before (p = 0.25)." in text
+    assert "WER on the guard set is significantly better than before (p < 1e-12)." in text
 
 
 def test_an_unfinished_run_and_one_that_kept_the_base_say_so(finished_run, push, tmp_path):

@@ -117,7 +117,7 @@ def test_nothing_fits(planned, capsys):
 
 
 def test_data_as_the_check_found_them(planned, clips, tmp_path):
-    from finetune.tools.data_check import check
+    from finetune import check
 
     assert check.main(["--data", str(clips / "manifest.jsonl"), "--output-dir", str(tmp_path), "--workers", "1"]) == 0
     found = planned("--gpu", "h100-80gb", "--check", str(tmp_path), "--strategies", "adamw")

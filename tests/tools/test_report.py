@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from conftest import read_lines, write_manifest
+from run_callbacks import around_steps
 
 HOSTILE = "<img src=x onerror=\"document.title='taken over'\">"
 PARTS = {"parameters": 1.0, "gradients": 1.0, "optimizer": 2.0, "activations": 3.5, "joint": 0.5, "temporary": 0.25}
@@ -37,7 +38,10 @@ def run_file(tiny_model: Path, clips: Path, tmp_path_factory: pytest.TempPathFac
     manifest = str(write_manifest(folder / "manifest.jsonl", [*rows, *bad]))
     run = {
         "model": {"name": str(tiny_model)},
-        "data": {"train": manifest, "validation": manifest, "test": manifest, "text_normalization": "basic", "max_bad_fraction": 0.5},
+        "data": {
+            **dict.fromkeys(("train", "validation", "test", "guard"), manifest),
+            "text_normalization": "basic", "max_bad_fraction": 0.5,
+        },
         "training": {
             "output_dir": str(folder / "done"),
             "max_steps": 6,
@@ -83,7 +87,7 @@ def died(run_file: Path, run_train_for_module: Callable[..., int]) -> Path:
                 raise Died
             yield
 
-        trainer.around_step = step
+        around_steps(trainer, step)
 
     with pytest.raises(Died):
         run_train_for_module("--config", run_file, f"training.output_dir={folder}", observe=observe)
@@ -122,6 +126,33 @@ def test_the_page_tells_what_the_files_tell(done):
     rates = read_lines(done / "metrics.jsonl")[0]["learning_rates"]
     assert set(rates) == {"encoder", "decoder", "joint"}
     assert rates["encoder"] < rates["joint"] == rates["decoder"]
+
+
+def test_the_guard_curve_reaches_the_chosen_model(done):
+    """The closing evaluation is a point of the curve where the model in training was not measured at its step."""
+    from finetune.tools.report.plots import wer_plot
+    from finetune.tools.report.read import read_run
+
+    run, summary = read_run(done), json.loads((done / "summary.json").read_text())
+    plot = wer_plot(run, "guard")
+    assert plot is not None
+    everything = plot.traces[0]
+    assert dict(zip(everything["x"], everything["y"]))[summary["best_step"]] == 100 * summary["guard_wer_after"]
+    assert everything["x"] == sorted(set(everything["x"]))
+
+
+def test_new_pieces_of_the_vocabulary_are_named(tmp_path):
+    (tmp_path / "config.yaml").write_text("training: {output_dir: x}")
+    (tmp_path / "tokenizer").mkdir()
+    growth = {"pieces_before": 1024, "pieces_added": 3, "new_characters": ["ő", "ű"]}
+    for grown, says in (
+        (growth, "extended by 3 pieces to 1,027; new characters: ő ű"),
+        (None, "replaced: 1,027 pieces"),
+    ):
+        found = {"pieces": 1027, **({"growth": grown} if grown else {})}
+        (tmp_path / "tokenizer" / "report.json").write_text(json.dumps(found))
+        assert report(tmp_path) == 0
+        assert f"Vocabulary {says} Strategy" in texts(tmp_path / "report.html")
 
 
 def test_lengths_of_the_batches_add_up_to_the_audio_of_the_run(done):
@@ -192,6 +223,7 @@ def test_runs_side_by_side(done, run_file, tmp_path, capsys):
     config = yaml.safe_load((other / "config.yaml").read_text())
     config["training"]["learning_rate"] = 0.125
     config["data"]["train"] = {"path": "s3://me:hunter2@bucket/x", "access_token": "hunter3"}
+    config["data"]["test"] = "s3://me:hunter2@bucket/other.jsonl"
     (other / "config.yaml").write_text(yaml.safe_dump(config))
     page = tmp_path / "compare.html"
     assert report(done, tmp_path / "stages", "--output", page) == 0  # a plan's folder stands for its stages
@@ -199,6 +231,12 @@ def test_runs_side_by_side(done, run_file, tmp_path, capsys):
     assert "2 runs side by side" in said
     assert "training.learning_rate 0.001 0.125" in said
     assert "training.max_steps" not in said  # the same in both
+    assert re.search(
+        r"These runs were judged on different data: .*other\.jsonl, 24 clips.*error rates do not compare", said
+    )
+    assert "The guard sets differ" not in said
+    guard = json.loads((done / "summary.json").read_text())["guard_wer_after"]
+    assert re.search(rf"WER on guard \(change\) {100 * guard:.2f} % \(\S+ %\) {100 * guard:.2f} % ", said)
     environment = json.loads((other / "environment.json").read_text())
     source = "data.train={path: 'https://bucket/x?sig=hunter4&se=1', secret: hunter5}"
     environment["command"] = ["train.py", source, "--hf-token", "hunter6", "data.max_duration=20"]
@@ -253,15 +291,15 @@ def test_a_page_that_takes_long_is_written_less_often(tmp_path, monkeypatch):
 
     (tmp_path / "report.html").touch()
     monkeypatch.setattr(page.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(page, "write_report", write)
+    monkeypatch.setattr(page, "write_run_page", write)
     for took, pages in ((0.5, 21), (5.0, 5)):
         monkeypatch.setattr(page, "_written", {})
         takes[0] = took
         written.clear()
         for _ in range(20):
             clock[0] += 100
-            page.keep_report(tmp_path)
-        page.keep_report(tmp_path, say=True)
+            page.write_report(tmp_path)
+        page.write_report(tmp_path, announce=True)
         assert len(written) == pages
 
 
@@ -333,7 +371,7 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
         page.on("request", lambda r: None if r.url.startswith(("file:", "data:")) else complaints.append(r.url[:200]))
         page.goto(path.as_uri())
         if options.get("java_script_enabled", True):
-            page.locator("html[data-plots]").wait_for(state="attached", timeout=60_000)
+            page.locator("html[data-plots]").wait_for(state="attached", timeout=900_000)
         return page
 
     yield open_page
@@ -347,7 +385,7 @@ DRAWN = """() => Object.fromEntries([...document.querySelectorAll('.plot')].map(
     [...plot.querySelectorAll('.scatterlayer .trace, .barlayer .trace')].filter(t => t.querySelector('path')).length,
     plot.getBoundingClientRect().height > 100 && plot.querySelector('svg').getBoundingClientRect().width > 200,
 ]]))"""
-PLOTS = {"loss", "wer", "rates", "throughput", "memory", "gradient", "waiting", "memory-bar", "lengths"}
+PLOTS = {"loss", "wer", "wer-guard", "rates", "throughput", "memory", "gradient", "waiting", "memory-bar", "lengths"}
 
 
 def test_every_plot_is_drawn_in_light_and_dark(done, opened):

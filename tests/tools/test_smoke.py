@@ -51,8 +51,9 @@ def test_a_leak(smoked, monkeypatch):
     step, kept = Trainer._optimizer_step, []
 
     def leaky(self, step_input):
-        step(self, step_input)
+        result = step(self, step_input)
         kept.append(torch.zeros(LEAKED_BYTES // 4))
+        return result
 
     monkeypatch.setattr(Trainer, "_optimizer_step", leaky)
     said, found = smoked(1, 12)
@@ -98,14 +99,14 @@ def test_one_step_alone(smoked):
 def test_halved_bounds_are_said(run_train, tiny_run, tmp_path, monkeypatch, capsys):
     def limit(trainer):
         """Memory that ends at 6 padded seconds of a batch, which the plan does not know."""
-        forward = trainer.core.forward
+        forward = trainer.loss_module.forward
 
         def limited(audio_BS, *rest, **options):
             if audio_BS.numel() > 6 * 16_000:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
             return forward(audio_BS, *rest, **options)
 
-        trainer.core.forward = limited
+        trainer.loss_module.forward = limited
 
     monkeypatch.setenv("PARAKEET_FINETUNE_CACHE", str(tmp_path / "cache"))
     settings = {"auto_batch": True, "memory_limit_gib": 1.0}
@@ -172,8 +173,9 @@ def test_the_survey_finds_the_longest_clips_of_any_source(corpus, tiny, run_file
     from types import SimpleNamespace
 
     from finetune.config.load import load_config
+    from finetune.data.run_file import open_sources
     from finetune.data.survey import batch_of
-    from finetune.training.data import make_stream, open_sources
+    from finetune.training.data import make_stream
 
     def look(path):
         config, _ = load_config(

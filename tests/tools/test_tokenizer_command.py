@@ -13,6 +13,7 @@ from conftest import ROOT, TOKENIZER, write_manifest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor
+from turkish import TURKISH
 
 from finetune import tokenizer as command
 from finetune.data.normalization import normalize_text
@@ -23,17 +24,6 @@ from finetune.models.tokenizer_coverage import compare
 from finetune.models.tokenizer_growth import LEAST_COUNT, grow_from_tokenizer, grow_on_texts
 
 PROMPTS = ROOT / "examples" / "voice_prompts"
-# Real Turkish: six letters that English and French do not have, and words that share pieces with both.
-TURKISH = """Günaydın, bugün hava çok güzel ve güneşli.
-Lütfen bekleyin, şimdi sizi ilgili kişiye bağlıyoruz.
-Şifrenizi girin ve ardından kare tuşuna basın.
-Aradığınız kişiye şu anda ulaşılamıyor, lütfen daha sonra tekrar deneyin.
-Mesajınızı bip sesinden sonra bırakabilirsiniz.
-Yeni bir mesajınız var, dinlemek için bire basın.
-Konferansa katılan kişi sayısı yediden fazla olamaz.
-İstanbul ve Ağrı arasında uçuşlar öğleden sonra başlıyor.
-Görüşmeyi sonlandırmak için sıfıra basın.
-Bu görüşme kalite amacıyla kayıt altına alınıyor."""
 
 
 def call(*arguments: Any) -> int:

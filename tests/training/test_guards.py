@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from conftest import LAYOUT, read_lines, tiny_layout, write_manifest
+from run_callbacks import around_steps
 from safetensors.torch import load_file
 
 DETERMINISTIC = {"spec_augment": False, "dropout": 0.0, "freeze_batchnorm": True}
@@ -158,7 +159,7 @@ def test_a_continued_run_is_still_compared_with_the_base_model(run_train, tiny_r
                 raise Died
             return contextlib.nullcontext()
 
-        trainer.around_step = step
+        around_steps(trainer, step)
 
     with pytest.raises(Died):
         run_train(*arguments, observe=observe)
@@ -177,7 +178,7 @@ def test_a_base_model_that_was_not_measured_or_whose_counts_are_spoiled(run_trai
             (tmp_path / "run" / "base-test.npz").write_bytes(b"not counts")
             return contextlib.nullcontext()
 
-        trainer.around_step = step
+        around_steps(trainer, step)
 
     assert run_train(*tiny_run("training.eval_on_start=false")) == 0
     told = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -196,10 +197,10 @@ def test_evaluation_keeps_no_tensors(tiny_model, clips, tmp_path):
     from finetune.data.batching import BatchLimits
     from finetune.data.options import StreamOptions
     from finetune.data.sources import open_source, parse_sources
-    from finetune.data.stream import ClipStream
+    from finetune.data.stream import UtteranceStream
+    from finetune.data.utterances import no_tokens
     from finetune.evaluation.recognise import score_stream
     from finetune.models.loading import load_model
-    from finetune.training.data import no_tokens
 
     rows = [{**r, "audio_filepath": str(clips / r["audio_filepath"])} for r in read_lines(clips / "manifest.jsonl")]
     source = parse_sources(str(write_manifest(tmp_path / "long.jsonl", rows * 6)), "--data", "test")[0]
@@ -215,7 +216,7 @@ def test_evaluation_keeps_no_tensors(tiny_model, clips, tmp_path):
         else:
             alive.append(alive[-1])
 
-    stream = ClipStream([open_source(source, "--data")], options, no_tokens)
+    stream = UtteranceStream([open_source(source, "--data")], options, no_tokens)
     board = score_stream(model, stream, normalization="basic", description="test", on_clip=on_clip)
     assert board.total.clips == 144
     assert alive[-1] <= alive[24] + 1000

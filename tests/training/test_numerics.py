@@ -10,9 +10,8 @@ import pytest
 import torch
 from conftest import DETERMINISTIC, ONLY_TRAIN, read_lines
 from engine_runs import digest, explode, spoil, watch_digests
+from launching import summary
 from safetensors.torch import load_file
-from test_engines import bare_zero3, trainings  # noqa: F401
-from test_launchers import summary
 
 LEARNING = {**DETERMINISTIC, "freeze_batchnorm": False}  # BatchNorm's statistics move
 NO_EVALUATION = {"eval_on_start": False, "eval_steps": 0}
@@ -88,12 +87,12 @@ def test_the_diagnosis_names_bad_audio(run_train, tiny_run, clips, spoiled, capf
     def observe(trainer: Any) -> None:
         train_on = trainer.train_on
 
-        def broken(step_input: Any) -> None:
+        def broken(batches: Any) -> Any:
             if trainer.progress.step >= 2:
-                batch = step_input.group[0]
+                batch = batches.batches[0]
                 batch.audio_BS = as_float(batch.audio_BS).clone()
                 batch.audio_BS[1, 1000] = math.nan
-            train_on(step_input)
+            return train_on(batches)
 
         trainer.train_on = broken
 
@@ -201,11 +200,12 @@ def scales(trainer: Any, found: list[Any]) -> None:
     """Notes scale and growth behind each step, and what a skipped step must leave alone."""
     train_on = trainer.train_on
 
-    def noted(step_input: Any) -> None:
+    def noted(batches: Any) -> Any:
         before = digest(trainer)
-        train_on(step_input)
+        result = train_on(batches)
         scaler = trainer.accelerator.scaler
         found.append((scaler.get_scale(), scaler._get_growth_tracker(), digest(trainer) == before))
+        return result
 
     trainer.train_on = noted
 
@@ -277,7 +277,7 @@ def test_where_the_optimizer_steps_in_backward_a_bad_loss_never_gets_there(run_t
 
         for p in trainer.model.parameters():
             p.register_post_accumulate_grad_hook(step_now)
-        trainer.step_guard.releases = True
+        trainer.step_filter.releases = True
         watch_digests(trainer, found)
 
     training = {**NO_EVALUATION, "max_steps": 4, "save_steps": 0}
@@ -305,7 +305,7 @@ HOW = {"nan": "loss", "inf": "loss", "gradient": "gradient", "spike": "spike"}
 @pytest.mark.slow
 @pytest.mark.parametrize("hows", [("nan", "inf"), ("gradient", "spike", "accumulated")], ids="-".join)
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero1", "zero2", "zero2_offload", "zero3"])
-def test_a_spoiled_batch_on_one_rank_changes_nothing_on_any(trainings, bare_zero3, clips, tmp_path, engine, hows):  # noqa: F811
+def test_a_spoiled_batch_on_one_rank_changes_nothing_on_any(trainings, bare_zero3, clips, tmp_path, engine, hows):
     strategy = ["--deepspeed", bare_zero3] if engine == "zero3" else ["--strategy", engine]
     learning = [
         "model.freeze_batchnorm=false",
@@ -340,7 +340,7 @@ def test_a_spoiled_batch_on_one_rank_changes_nothing_on_any(trainings, bare_zero
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
-def test_weights_that_exploded_on_one_rank_are_not_saved_by_any(trainings, bare_zero3, tmp_path, engine):  # noqa: F811
+def test_weights_that_exploded_on_one_rank_are_not_saved_by_any(trainings, bare_zero3, tmp_path, engine):
     strategy = ["--deepspeed", bare_zero3] if engine == "zero3" else ["--strategy", engine]
     few = ["training.max_steps=6", "training.save_steps=2", {"exploded": [1, 4], "expect": 1}]
     trainings("deepspeed" if engine == "zero3" else "torch", run=(2, *strategy, *few))

@@ -129,11 +129,11 @@ def test_optimizer_settings_of_the_run_file_count_on_resume(
     stepped_with: list[tuple[float, Any]] = []
     step = Trainer._optimizer_step
 
-    def spy(self: Trainer, step_input: Any) -> None:
+    def spy(self: Trainer, step_input: Any) -> Any:
         stepped_with.append(
             (max(g["weight_decay"] for g in self.optimizer.param_groups), self.optimizer.param_groups[0]["betas"])
         )
-        step(self, step_input)
+        return step(self, step_input)
 
     monkeypatch.setattr(Trainer, "_optimizer_step", spy)
     changed = ("training.max_steps=3", "training.weight_decay=0.25", "training.optimizer_args={betas: [0.8, 0.9]}")
@@ -257,13 +257,13 @@ def holder(
         if child:
             forked.value = child
             arrived.set()
-        time.sleep(600)
+        time.sleep(3600)
 
     monkeypatch.setattr("finetune.training.run.build_model", build)
     arguments = tiny_run()
     process = multiprocessing.get_context("fork").Process(target=train.main, args=(arguments,), daemon=True)
     process.start()
-    assert arrived.wait(60)
+    assert arrived.wait(900)
     yield process
     process.kill()
     if forked.value > 0:

@@ -47,27 +47,25 @@ def compare(unbroken: Path, resumed: Path) -> None:
 
 
 def kill_behind_step(arguments: list[str], run: Path, step: int) -> None:
-    """Starts the training as a user would and sends SIGKILL once `step` is logged."""
+    """Starts the training as a user would, and sends SIGKILL once `step` is done and the checkpoint before it is there."""
     said = run.with_name("said.txt")
+    last = step - step % TRAINING["save_steps"]
+    awaited = run / "checkpoints" / f"step-{last - TRAINING['save_steps'] * (last == step):08d}"
     with said.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, str(ROOT / "finetune" / "train.py"), *arguments],
+            [sys.executable, str(ROOT / "tests" / "rank_faults.py"), *arguments],
             stdout=output,
             stderr=output,
             start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            # It waits before the next step for as long as it takes to see the checkpoint; a later one may be half written.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "FAULT": f"0:{step + 1}:hang"},
         )
-    metrics = run / "metrics.jsonl"
-    deadline = time.monotonic() + 200
-    while process.poll() is None and time.monotonic() < deadline:
-        if metrics.is_file():
-            lines = metrics.read_text(encoding="utf-8").splitlines()
-            if lines and json.loads(lines[-1])["step"] >= step:
-                break
+    deadline = time.monotonic() + 900
+    while not awaited.is_dir():
+        shown = said.read_text(encoding="utf-8", errors="replace")
+        assert process.poll() is None, f"the run ended before it could be killed: {shown}"
+        assert time.monotonic() < deadline, shown
         time.sleep(0.005)
-    assert process.poll() is None, (
-        f"the run ended before it could be killed: {said.read_text(encoding='utf-8', errors='replace')}"
-    )
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
@@ -89,7 +87,7 @@ def test_killed_twice_and_equal_to_unbroken(unbroken, run_train, tiny_run, tmp_p
     seeded = random.Random(7)
     kill_behind_step(arguments, resumed, seeded.randint(3, 5))
     assert (resumed / "checkpoints").is_dir()
-    kill_behind_step(arguments, resumed, seeded.randint(8, 13))
+    kill_behind_step(arguments, resumed, seeded.randint(10, 13))
     assert run_train(*arguments) == 0
     told = json.loads((resumed / "summary.json").read_text())
     assert told["resumed_from"] >= 8

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, read_lines
+from run_callbacks import around_steps
 from safetensors.torch import load_file
 
 DATA = {"validation": None, "test": None}
@@ -40,14 +41,14 @@ def full_in_steps(first: int, last: int, size: int) -> Any:
 
         def around() -> Any:
             if trainer.progress.step == first - 1:
-                trainer.saver.wait()  # what was begun before finds room
+                trainer.writer.wait()  # what was begun before finds room
                 limit.enter_context(largest_file(size))
             if trainer.progress.step == last:
-                trainer.saver.wait()
+                trainer.writer.wait()
                 limit.close()
             return contextlib.nullcontext()
 
-        trainer.around_step = around
+        around_steps(trainer, around)
 
     return observe
 
@@ -215,21 +216,22 @@ def test_a_full_disk_on_one_of_two_ranks(tiny_run, tmp_path):
     program = tmp_path / "limited.py"
     program.write_text(
         "import os, resource, sys\n"
-        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        f"sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
+        "from run_callbacks import around_steps\n"
         "from finetune.train import leave, main\n"
         "def observe(trainer):\n"
         "    import contextlib\n"
         "    def around():\n"
         "        if trainer.progress.step == 4 and os.environ['RANK'] == '0':\n"
-        "            trainer.saver.wait()\n"
+        "            trainer.writer.wait()\n"
         "            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))\n"
         "        return contextlib.nullcontext()\n"
-        "    trainer.around_step = around\n"
+        "    around_steps(trainer, around)\n"
         "leave(main(observe=observe))\n"
     )
     arguments = [*tiny_run(data=DATA), "--strategy", "ddp", *settings]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(program)]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 1
     assert "error: the checkpoint of step 6 could not be written: " in done.stderr
     assert "it continues from step-00000004" in done.stderr

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, read_lines
+from run_callbacks import around_steps, before_evaluations
 from safetensors.torch import load_file
 
 MODEL = {"omega": 0.3}
@@ -31,7 +32,7 @@ def signal_in_step(step: int, number: int) -> Callable[[Any], None]:
                 os.kill(os.getpid(), number)
             return contextlib.nullcontext()
 
-        trainer.around_step = around
+        around_steps(trainer, around)
 
     return observe
 
@@ -40,14 +41,11 @@ def signal_in_evaluation(step: int, split: str) -> Callable[[Any], None]:
     """`observe` that sends this process SIGTERM while it evaluates a split at a step."""
 
     def observe(trainer: Any) -> None:
-        evaluating = trainer.view.evaluating
-
-        def and_signal(name: str, total: Any) -> Any:
+        def and_signal(name: str) -> None:
             if (trainer.progress.step, name) == (step, split):
                 os.kill(os.getpid(), signal.SIGTERM)
-            return evaluating(name, total)
 
-        trainer.view.evaluating = and_signal
+        before_evaluations(trainer, and_signal)
 
     return observe
 
@@ -130,7 +128,7 @@ def test_a_second_interrupt_does_not_wait(run_train, tiny_run, tmp_path, capfd):
                 os.kill(os.getpid(), signal.SIGINT)
             return contextlib.nullcontext()
 
-        trainer.around_step = around
+        around_steps(trainer, around)
 
     before = signal.getsignal(signal.SIGINT)
     assert run_train(*tiny_run(training=TRAINING), observe=observe) == 1
@@ -142,7 +140,7 @@ def test_a_second_interrupt_does_not_wait(run_train, tiny_run, tmp_path, capfd):
 def test_a_signal_to_the_whole_process_group_and_the_exit_code_file(tiny_run, tmp_path):
     """As Slurm and terminals send it: the workers that read data get it, too."""
     code = tmp_path / "code"
-    training = {**TRAINING, "max_steps": 400, "dataloader_num_workers": 2, "eval_steps": 0, "eval_on_start": False}
+    training = {**TRAINING, "max_steps": 100_000, "dataloader_num_workers": 2, "eval_steps": 0, "eval_on_start": False}
     with (tmp_path / "said.txt").open("wb") as output:
         process = subprocess.Popen(
             [
@@ -155,14 +153,13 @@ def test_a_signal_to_the_whole_process_group_and_the_exit_code_file(tiny_run, tm
             start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "FINETUNE_EXIT_CODE_FILE": str(code)},
         )
-    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
-    while (
-        process.poll() is None and time.monotonic() < deadline and not (metrics.is_file() and metrics.stat().st_size)
-    ):
+    said, metrics, deadline = tmp_path / "said.txt", tmp_path / "run" / "metrics.jsonl", time.monotonic() + 900
+    while not (metrics.is_file() and metrics.stat().st_size):
+        assert process.poll() is None, said.read_text()
+        assert time.monotonic() < deadline, said.read_text()
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGTERM)
-    said = tmp_path / "said.txt"
-    assert process.wait(timeout=60) == 75, said.read_text()
+    assert process.wait(timeout=900) == 75, said.read_text()
     assert code.read_text() == "75\n"
     assert "Traceback" not in said.read_text()
     steps = [int(p.name.removeprefix("step-")) for p in (tmp_path / "run" / "checkpoints").glob("step-*")]
@@ -186,10 +183,10 @@ def test_a_signal_while_the_last_checkpoint_is_written(run_train, tiny_run, tmp_
     def observe(trainer: Any) -> None:
         save = trainer.save
 
-        def and_signal(settle: bool = False) -> None:
-            if trainer.progress.step == 2 and not settle:
+        def and_signal(wait: bool = False) -> None:
+            if trainer.progress.step == 2 and not wait:
                 os.kill(os.getpid(), signal.SIGTERM)
-            save(settle)
+            save(wait)
 
         trainer.save = and_signal
 

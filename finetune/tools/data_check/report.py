@@ -1,71 +1,61 @@
 """The page that `python -m finetune.check` leaves: tables, and histograms as pictures inside of it."""
 
 import base64
-import html
 import io
 from pathlib import Path
 from typing import Any
 
-STYLE = """
+PAGE = """\
+{%- macro table(heads, rows) %}
+{% if rows %}<table><tr>{% for head in heads %}<th>{{ head }}</th>{% endfor %}</tr>
+{% for row in rows -%}
+<tr>{% for value in row %}<td{{ "" if loop.first else " class=number" }}>{{ value }}</td>{% endfor %}</tr>
+{% endfor %}</table>{% else %}<p>none</p>{% endif %}
+{%- endmacro -%}
+<!doctype html><html lang="en"><meta charset="utf-8"><title>Check</title><style>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
 table { border-collapse: collapse; margin: 0.5rem 0 1.5rem; }
 th, td { border-bottom: 1px solid #ddd; padding: 0.25rem 0.9rem 0.25rem 0; text-align: left; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; }
 img { max-width: 100%; }
+</style>
+<h1>Check of a data set</h1>
+<p>{{ rows }} rows; {{ clips }} clips to train on, {{ "%.2f" % hours }} hours. {{ bad }} bad clips
+({{ "%.2f" % (100 * bad_fraction) }} %; at most {{ "%g" % (100 * max_bad_fraction) }} % are borne),
+{{ filtered.values() | sum }} left out by filters, {{ duplicate_ids }} ids that had come before.</p>
+{% for error in errors %}<p><b>{{ error }}</b></p>{% endfor %}
+<h2>Hours by language</h2>{{ table(("language", "clips", "hours"), languages) }}
+<h2>What would be left out</h2>{{ table(("filter", "clips"), left_out) }}
+<h2>What cannot be used</h2>{{ table(("reason", "clips"), problems.items()) }}
+<p>Each clip stands in problems.jsonl, which `data.leave_out` takes.</p>
+<h2>Files</h2>{{ table(("sample rate, Hz", "clips"), sample_rates.items()) }}
+{{ table(("channels", "clips"), channels.items()) }}
+<h2>Padding of training batches, estimated</h2>{{ table(("batches", "share of the audio"), shares) }}
+<h2>Lengths and levels</h2>
+<img alt="histograms" src="data:image/png;base64,{{ picture }}">
+</html>
 """
 
 
 def write_report(found: dict[str, Any], path: Path) -> None:
-    """Writes the page.
+    """Write the page, which needs nothing else; `found` is what `finetune.tools.data_check.inspection.inspect` returns."""
+    import jinja2
 
-    Args:
-        found: the figures of `finetune.tools.data_check.check.check`.
-        path: of the page, which needs nothing else.
-    """
-    languages = [
-        (name, found["clips_by_language"][name], f"{seconds / 3600:.2f}")
-        for name, seconds in sorted(found["seconds_by_language"].items(), key=lambda item: -item[1])
-    ]
-    left_out = [
-        (name.replace("_", " "), n) for name, n in sorted(found["filtered"].items(), key=lambda item: -item[1])
-    ]
-    padding = [(name, f"{100 * share:.1f} %") for name, share in found["padding"].items()]
-    parts = [
-        "<h1>Check of a data set</h1>",
-        f"<p>{found['rows']} rows; {found['clips']} clips to train on, {found['hours']:.2f} hours. {found['bad']} bad clips "
-        f"({100 * found['bad_fraction']:.2f} %; at most {100 * found['max_bad_fraction']:g} % are borne), "
-        f"{sum(found['filtered'].values())} left out by filters, {found['duplicate_ids']} ids that had come before.</p>",
-        *[f"<p><b>{html.escape(error)}</b></p>" for error in found["errors"]],
-        "<h2>Hours by language</h2>" + _table(("language", "clips", "hours"), languages),
-        "<h2>What would be left out</h2>" + _table(("filter", "clips"), left_out),
-        "<h2>What cannot be used</h2>" + _table(("reason", "clips"), list(found["problems"].items())),
-        "<p>Each clip stands in problems.jsonl, which `data.leave_out` takes.</p>",
-        "<h2>Files</h2>"
-        + _table(("sample rate, Hz", "clips"), list(found["sample_rates"].items()))
-        + _table(("channels", "clips"), list(found["channels"].items())),
-        "<h2>Padding of training batches, estimated</h2>" + _table(("batches", "share of the audio"), padding),
-        "<h2>Lengths and levels</h2>",
-        f'<img alt="histograms" src="data:image/png;base64,{_histograms(found["histograms"])}">',
-    ]
-    page = f"<!doctype html><html lang='en'><meta charset='utf-8'><title>Check</title><style>{STYLE}</style>{''.join(parts)}</html>"
-    path.write_text(page, encoding="utf-8")
-
-
-def _table(heads: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
-    if not rows:
-        return "<p>none</p>"
-    head = "".join(f"<th>{html.escape(h)}</th>" for h in heads)
-    lines = [
-        "<tr>"
-        + "".join(f"<td{' class=number' if i else ''}>{html.escape(str(v))}</td>" for i, v in enumerate(row))
-        + "</tr>"
-        for row in rows
-    ]
-    return f"<table><tr>{head}</tr>{''.join(lines)}</table>"
+    seconds = sorted(found["seconds_by_language"].items(), key=lambda item: -item[1])
+    filtered = sorted(found["filtered"].items(), key=lambda item: -item[1])
+    page = jinja2.Environment(autoescape=True).from_string(PAGE)
+    text = page.render(
+        **found,
+        languages=[(name, found["clips_by_language"][name], f"{total / 3600:.2f}") for name, total in seconds],
+        left_out=[(name.replace("_", " "), n) for name, n in filtered],
+        shares=[(name, f"{100 * share:.1f} %") for name, share in found["padding"].items()],
+        picture=_histograms(found["histograms"]),
+    )
+    path.write_text(text, encoding="utf-8")
 
 
 def _histograms(histograms: dict[str, dict[str, Any]]) -> str:
-    """PNG of all histograms, as base64."""
+    """Draw all histograms as a PNG in base64."""
     import matplotlib as mpl
 
     mpl.use("Agg")

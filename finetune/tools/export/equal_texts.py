@@ -16,7 +16,7 @@ from finetune.data.batching import BatchLimits
 from finetune.data.decode import as_float
 from finetune.data.options import StreamOptions
 from finetune.data.sources import open_source, parse_sources
-from finetune.data.stream import ClipStream
+from finetune.data.stream import UtteranceStream
 from finetune.errors import UserError
 from finetune.evaluation.recognise import evaluation_mode, recognise_batch
 
@@ -80,10 +80,10 @@ def read_samples(
         keep_empty_text=True,
     )
     ids, audio, texts, too_long = [], [], [], 0
-    for batch in ClipStream(sources, options, lambda text: [], workers=0).batches():
+    for batch in UtteranceStream(sources, options, lambda text: [], workers=0).batches():
         if batch.error:
             raise UserError(f"{key}: {batch.error}", exit_code=1)
-        if batch.audio_BS is None:
+        if not batch.ids:
             continue
         for i, length in enumerate(batch.audio_lengths_B.tolist()):
             if longest is not None and length > longest * rate:

@@ -1,6 +1,5 @@
 """Batch bounds from the plan (training.auto_batch), confirmed by trying the worst batches before the run begins."""
 
-import copy
 import logging
 import math
 from dataclasses import replace
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from finetune.callbacks.memory_recovery import earlier_limits, say
+from finetune.callbacks.memory_recovery import MemoryRecovery, describe_report, earlier_limits
 from finetune.data.stream import Batch
 from finetune.distributed import broadcast
 from finetune.durable_files import write_json
@@ -33,6 +32,7 @@ from finetune.tools.planning.prediction import (
 )
 from finetune.tools.planning.vocabulary_size import layout_of
 from finetune.tools.preflight import trial
+from finetune.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ def _as_plan(predictor: Predictor, strategy: Any, processes: int, usable: float)
     return as_json([row], predictor.card, processes, predictor.data, None, "the run's own prediction")
 
 
-def keep_prediction(trainer: Any, strategy: Any, plan: dict[str, Any] | None) -> None:
+def keep_prediction(trainer: Trainer, strategy: Any, plan: dict[str, Any] | None) -> None:
     """Writes plan.json: the prediction that bounds were made by, else one that was followed before; else there is none."""
     if not trainer.accelerator.is_main_process:
         return
@@ -167,25 +167,28 @@ def keep_prediction(trainer: Any, strategy: Any, plan: dict[str, Any] | None) ->
         log.debug("no prediction: %s", error)
 
 
-def confirm(trainer: Any) -> None:
-    """Forward and backward of the worst batches that the bounds allow; where memory runs out the bounds are halved.
+def confirm(trainer: Trainer, recovery: MemoryRecovery | None) -> None:
+    """Run forward and backward of the worst batches that the bounds allow; where memory runs out the bounds are halved.
 
     Nothing is learnt: gradients are dropped; random states, counters and BatchNorm's statistics stay. As much memory as the optimizer's
     states will need is taken meanwhile.
+
+    Args:
+        trainer: of the run, before its first step.
+        recovery: its callback that halves bounds; None where the run has none.
     """
-    guard = trainer.guard
-    if guard is None:
+    if recovery is None:
         return
-    if guard.steps_back:
-        _try_worst_batches(trainer)
+    if recovery.steps_back:
+        _try_worst_batches(trainer, recovery)
     if trainer.accelerator.is_main_process:
-        guard.write()
+        recovery.write()
 
 
-def _try_worst_batches(trainer: Any) -> None:
+def _try_worst_batches(trainer: Trainer, recovery: MemoryRecovery) -> None:
     worst, survey = trial.worst_batches(trainer)
     device = trainer.accelerator.device
-    counters = copy.deepcopy(vars(trainer.progress))
+    progress = trainer.progress.snapshot()
     norms = [(m.training, m) for m in learning_batchnorms(trainer.model)]
     trainer.module.train()
     states = torch.empty(state_bytes_of(trainer), dtype=torch.uint8, device=device)
@@ -193,22 +196,17 @@ def _try_worst_batches(trainer: Any) -> None:
         set_batchnorm_mode(trainer.model, training=False)
         try:
             for name, batch in worst.items():
-                _try_batch(trainer, name, batch)
+                _try_batch(trainer, recovery, name, batch)
         finally:
             del states
             for training, module in norms:
                 module.training = training
             trainer.optimizer.zero_grad()
-    for name, value in counters.items():
-        if isinstance(value, dict) and isinstance(getattr(trainer.progress, name), dict):
-            getattr(trainer.progress, name).clear()
-            getattr(trainer.progress, name).update(value)
-        else:
-            setattr(trainer.progress, name, value)
+    trainer.progress.restore(progress)
     log.info("auto batch: the worst batches fit (%d clips looked at)", survey.looked)
 
 
-def state_bytes_of(trainer: Any) -> int:
+def state_bytes_of(trainer: Trainer) -> int:
     """Bytes of the optimizer's states on the device, which the first step makes."""
     t = trainer.config.training
     args = OmegaConf.to_container(t.optimizer_args, resolve=True)
@@ -220,10 +218,9 @@ def state_bytes_of(trainer: Any) -> int:
     )
 
 
-def _try_batch(trainer: Any, name: str, batch: Batch) -> None:
-    step_input = trial.worst_step(trainer, batch)
-    before = [list(pair) for pair in trainer.guard.bounds]
-    trainer.guard.gradients(step_input.group, step_input.batches, max(step_input.clips, 1.0), False)
+def _try_batch(trainer: Trainer, recovery: MemoryRecovery, name: str, batch: Batch) -> None:
+    before = [list(pair) for pair in recovery.bounds]
+    trainer.compute_gradients(trial.worst_step(trainer, batch))
     trainer.optimizer.zero_grad()
-    changed = "" if before == trainer.guard.bounds else ", in smaller pieces"
-    log.info("auto batch: %s fit%s: %s", name, changed, say(trainer.guard.describe(batch)))
+    changed = "" if before == recovery.bounds else ", in smaller pieces"
+    log.info("auto batch: %s fit%s: %s", name, changed, describe_report(recovery.describe(batch)))

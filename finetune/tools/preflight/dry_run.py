@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from finetune.callbacks.defaults import add_step_callbacks
 from finetune.errors import UserError
 from finetune.strategies.optimizers import unwrap_optimizer
 from finetune.strategies.strategy import engine_with
@@ -146,7 +147,8 @@ def dry_run(config: Any, strategy: Any, observe: Callable[[Trainer], None] | Non
                 kept["trainer"] = run.build_trainer(
                     attempts.accelerator, kept["model"], kept["sources"], settings, kept["steps"]
                 )
-                run.begin_run(attempts.accelerator, kept["trainer"], settings, None)
+                add_step_callbacks(kept["trainer"])
+                kept["trainer"].begin(None)
                 if observe is not None:
                     observe(kept["trainer"])
                 name = type(unwrap_optimizer(kept["trainer"].optimizer)).__name__

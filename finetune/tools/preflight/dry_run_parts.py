@@ -9,11 +9,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
-from omegaconf import OmegaConf
 
-from finetune.data.decode import BadClip, Unreachable
 from finetune.data.normalization import normalize_text
-from finetune.data.stream import group_sources
+from finetune.data.quarantine import BAD_FRACTION_JUDGED_AFTER, BadUtterance
+from finetune.data.reader import group_sources
+from finetune.data.retry import Unreachable
+from finetune.data.run_file import with_filters
 from finetune.data.survey import length_of, spread_rows
 from finetune.data.utterances import text_encoder
 from finetune.distributed import broadcast
@@ -25,11 +26,8 @@ from finetune.strategies.optimizers import state_tensors, stored_tensors, unwrap
 from finetune.strategies.strategy import engine_with
 from finetune.tools.preflight import trial
 from finetune.training import checkpoints
-from finetune.training.batches import BAD_FRACTION_JUDGED_AFTER
-from finetune.training.data import make_stream, with_filters
-from finetune.training.evaluation import evaluate_split
+from finetune.training.data import make_stream
 from finetune.training.out_of_memory import is_out_of_memory
-from finetune.training.resume import resume
 from finetune.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -55,7 +53,7 @@ def tokenizer_coverage(attempts: "Attempts", settings: Any, model: Any, sources:
         UserError: more texts would be lost than data.max_bad_fraction.
     """
     d, accelerator = settings.data, attempts.accelerator
-    grouped = group_sources(with_filters(sources, settings), d.max_samples)
+    grouped = group_sources(with_filters(sources, d), d.max_samples)
     options = make_stream(accelerator, model, settings, sources, training=True).options
     encode = text_encoder(model.tokenizer)
     texts = characters = tokens = 0
@@ -82,7 +80,7 @@ def tokenizer_coverage(attempts: "Attempts", settings: Any, model: Any, sources:
         try:
             ids = encode(text)
             length = length_of(source, row)
-        except (BadClip, Unreachable):
+        except (BadUtterance, Unreachable):
             if not _writes(encode, text):
                 lost.append(text)
             continue
@@ -117,7 +115,7 @@ def tokenizer_coverage(attempts: "Attempts", settings: Any, model: Any, sources:
 def _writes(encode: Callable[[str], list[int]], text: str) -> bool:
     try:
         encode(text)
-    except BadClip:
+    except BadUtterance:
         return False
     return True
 
@@ -146,7 +144,7 @@ def decode_clips(attempts: "Attempts", settings: Any, model: Any, sources: list[
         quarantined += batch.quarantined
         for reason, n in batch.filtered.items():
             filtered[reason] = filtered.get(reason, 0) + n
-        if batch.audio_BS is not None:
+        if batch.ids:
             first = first or time.perf_counter() - started
             clips += len(batch.ids)
             audio_seconds += float(batch.audio_lengths_B.sum()) / stream.options.sample_rate
@@ -191,15 +189,14 @@ def evaluate_some(attempts: "Attempts", trainer: Trainer) -> Found:
     Raises:
         UserError: a split cannot be read, or has no words.
     """
-    few = OmegaConf.create(trainer.config)
     limit = trainer.config.data.max_eval_samples
-    few.data.max_eval_samples = min(EVALUATED, limit) if limit >= 0 else EVALUATED
+    few = min(EVALUATED, limit) if limit >= 0 else EVALUATED
     said, wer = [], {}
     clips = seconds = 0.0
     with trainer.whole_model() as model:
         for split in (s for s in ("validation", "test", "guard") if s in trainer.sources):
             started = time.perf_counter()
-            board, _ = evaluate_split(trainer.accelerator, model, few, trainer.sources[split], split, trainer.view)
+            board = trainer.evaluator.evaluate_split(model, split, max_clips=few)
             seconds, clips = seconds + time.perf_counter() - started, clips + board.total.clips
             if not board.total.words:
                 raise UserError(
@@ -237,18 +234,17 @@ def worst_batch(attempts: "Attempts", trainer: Trainer) -> Found:
     said = ""
     for _ in range(2):
         for name, batch in worst.items():
-            said = f"{name}: {trial.say_batch(trial.describe_batch(trainer.model, batch))}"
-            step_input = trial.worst_step(trainer, batch)
-            trainer.window.reset()
+            said = f"{name}: {trial.say_batch(trial.batch_size(trainer.model, batch))}"
+            step_batches = trial.worst_step(trainer, batch)
             try:
-                with meter.step(step_input.group):
-                    trainer.train_on(step_input)
+                with meter.step(step_batches.batches):
+                    result = trainer.train_on(step_batches)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 engine = engine_with(attempts.strategy.engine, accelerator.num_processes)
-                raise UserError(f"{name}: {trial.say_out_of_memory(error, trainer, engine, step_input)}") from error
-            if not trainer.window.finite_steps and accelerator.scaler is None:
+                raise UserError(f"{name}: {trial.say_out_of_memory(error, trainer, engine, step_batches)}") from error
+            if result.skipped is not None and accelerator.scaler is None:
                 raise UserError(f"{said}: loss or gradient is not finite. Lower training.learning_rate.", exit_code=1)
             memory = meter.read()
             peaks.append((memory["peak_tensors"] or memory["peak_resident"], said))
@@ -272,7 +268,7 @@ def save_and_read(trainer: Trainer) -> Found:
     """
     t = trainer.config.training
     started = time.perf_counter()
-    trainer.save(settle=True)
+    trainer.save(wait=True)
     written = time.perf_counter() - started
     path = checkpoints.checkpoint_path(trainer.output_dir, trainer.progress.step)
     before = {name: checksums(tensors) for name, tensors in held(trainer).items()}
@@ -282,9 +278,9 @@ def save_and_read(trainer: Trainer) -> Found:
     for tensors in held(trainer).values():
         for tensor in tensors:
             tensor.zero_()
-    trainer.restore_progress({})
+    trainer.progress.restore({})
     started = time.perf_counter()
-    resume(trainer, path)
+    trainer.begin(path)
     read = time.perf_counter() - started
     after = {name: checksums(tensors) for name, tensors in held(trainer).items()}
     different = [name for name in before if before[name] != after[name]]
@@ -312,7 +308,7 @@ def held(trainer: Trainer) -> dict[str, list[torch.Tensor]]:
     """The plain tensors of this process that a checkpoint has to bring back."""
     engine = [p for group in unwrap_optimizer(trainer.optimizer).param_groups for p in group["params"]]
     parts = [p.ds_tensor for p in trainer.module.parameters() if hasattr(p, "ds_tensor")]
-    outer = [*trainer.core.state_dict().values(), *engine, *parts]
+    outer = [*trainer.loss_module.state_dict().values(), *engine, *parts]
     weights = {id(t): t for o in outer if isinstance(o, torch.Tensor) for t in stored_tensors(o.detach())}
     return {"weights": list(weights.values()), "optimizer state": state_tensors(trainer.optimizer)}
 
@@ -361,16 +357,16 @@ def time_steps(trainer: Trainer, costs: dict[str, Any]) -> Found:
     """
     t = trainer.config.training
     trainer.module.train()
-    steps = trial.step_inputs(trainer)
+    steps = trial.ordinary_steps(trainer)
     trainer.train_on(next(steps))  # workers start, buffers fill
     audio, times = 0.0, []
     begun = time.perf_counter()
     while len(times) < TIMED_STEPS:
         started = time.perf_counter()
-        step_input = next(steps)
-        trainer.train_on(step_input)
+        step_batches = next(steps)
+        trainer.train_on(step_batches)
         times.append(time.perf_counter() - started)
-        audio += step_input.audio_seconds
+        audio += step_batches.audio_seconds
         # Ranks stop together, or some would wait for others in a step that these do not take.
         if broadcast(time.perf_counter() - begun > TIMED_SECONDS):
             break

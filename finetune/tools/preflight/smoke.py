@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from finetune.callbacks.defaults import add_step_callbacks
+from finetune.callbacks.memory_recovery import MemoryRecovery
 from finetune.data.stream import Batch
 from finetune.errors import UserError
 from finetune.strategies.strategy import engine_with
@@ -54,16 +56,17 @@ def smoke(config: Any, strategy: Any, steps: int, observe: Callable[[Trainer], N
         trainer = run.build_trainer(accelerator, model, sources, settings, planned)
         # The schedule is that of the whole run.
         trainer.total_steps, trainer.max_epochs = steps, None
-        run.begin_run(accelerator, trainer, settings, None)
+        recovery = add_step_callbacks(trainer)
+        trainer.begin(None)
         if observe is not None:
             observe(trainer)
-        run.describe(accelerator, trainer, settings, strategy)
+        run.describe(trainer, strategy)
         worst, survey = trial.worst_batches(trainer)
         log.info("%s", survey)
         if survey.rows is None or survey.looked < survey.rows:
             log.warning("longer clips may come: up to data.max_duration=%g s", settings.data.max_duration)
         for name, batch in worst.items():
-            log.info("%s: %s", name, trial.say_batch(trial.describe_batch(trainer.model, batch)))
+            log.info("%s: %s", name, trial.say_batch(trial.batch_size(trainer.model, batch)))
         result = {
             "steps": steps,
             "planned_steps": planned,
@@ -73,7 +76,7 @@ def smoke(config: Any, strategy: Any, steps: int, observe: Callable[[Trainer], N
             "longest_clip_seconds": survey.longest,
         }
         taken, stopped = take_steps(trainer, worst, steps, engine_with(strategy.engine, accelerator.num_processes))
-        result |= halved(trainer)
+        result |= halved(trainer, recovery)
         if stopped is not None:
             # Others may wait for this rank: it says so itself, and the launcher ends them.
             verdict = {"verdict": "bad", "problems": [stopped]}
@@ -106,32 +109,31 @@ def take_steps(
         Bytes, batch and loss of each step of this rank; and why it could not go on.
     """
     first = [(name, trial.worst_step(trainer, batch)) for _ in range(2) for name, batch in worst.items()]
-    ordinary = (("ordinary clips", step_input) for step_input in trial.step_inputs(trainer))
+    ordinary = (("ordinary clips", step_batches) for step_batches in trial.ordinary_steps(trainer))
     taken: list[dict[str, Any]] = []
     trainer.module.train()
     bar = tqdm(total=steps, desc="smoke", unit="step", disable=not trainer.accelerator.is_main_process)
     meter = trial.MemoryMeter(trainer)
     with bar:
-        for number, (kind, step_input) in enumerate(itertools.islice(itertools.chain(first, ordinary), steps), 1):
-            trainer.window.reset()
+        for number, (kind, step_batches) in enumerate(itertools.islice(itertools.chain(first, ordinary), steps), 1):
             try:
-                with meter.step(step_input.group):
-                    trainer.train_on(step_input)
+                with meter.step(step_batches.batches):
+                    done = trainer.train_on(step_batches)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                said = trial.say_out_of_memory(error, trainer, engine, step_input)
+                said = trial.say_out_of_memory(error, trainer, engine, step_batches)
                 return taken, f"step {number} does not fit, with {kind}: {said}"
             except UserError as error:  # too many steps that are not finite
                 return taken, f"step {number}: {error}"
             memory = meter.read()
-            finite = trainer.window.finite_steps == 1
+            finite = done.skipped is None
             taken.append(
                 {
                     "step": number,
                     "clips": kind,
-                    "loss": trainer.window.loss if finite else None,
-                    "batch": trial.describe_step(trainer.model, step_input),
+                    "loss": done.loss if finite else None,
+                    "batch": trial.describe_step(trainer.model, step_batches),
                     **memory,
                 }
             )
@@ -140,12 +142,11 @@ def take_steps(
     return taken, None
 
 
-def halved(trainer: Trainer) -> dict[str, Any]:
+def halved(trainer: Trainer, recovery: MemoryRecovery | None) -> dict[str, Any]:
     """With training.auto_batch: how often memory ran out and batches came in smaller pieces, and the bounds that are left; said too."""
-    guard, times = trainer.guard, trainer.progress.out_of_memory
-    if guard is None:
+    if recovery is None:
         return {}
-    planned, left = trainer.config.data.batch_bounds, guard.bounds
+    times, planned, left = trainer.progress.out_of_memory, trainer.config.data.batch_bounds, recovery.bounds
     if times:
         smaller = [
             f"{now:g} in place of {was:g} up to {seconds:g} s"

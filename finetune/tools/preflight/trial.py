@@ -15,14 +15,14 @@ import psutil
 import torch
 from omegaconf import OmegaConf
 
-from finetune.data.stream import Batch
+from finetune.data.batch import Batch, describe_batch
 from finetune.data.survey import Survey, batch_of, survey_lengths
 from finetune.distributed import broadcast
 from finetune.durable_files import write_json
 from finetune.models.nemo import encoder_lengths
 from finetune.tools.planning.accounting import StepAccount
 from finetune.training import run
-from finetune.training.batches import StepInput
+from finetune.training.batches import StepBatches
 from finetune.training.out_of_memory import out_of_memory_message
 from finetune.training.trainer import Trainer
 
@@ -73,7 +73,7 @@ def write_result(config: Any, name: str, result: dict[str, Any]) -> Path:
     return path
 
 
-def step_inputs(trainer: Trainer) -> Iterator[StepInput]:
+def ordinary_steps(trainer: Trainer) -> Iterator[StepBatches]:
     """Ordinary steps, epoch after epoch.
 
     Raises:
@@ -83,12 +83,12 @@ def step_inputs(trainer: Trainer) -> Iterator[StepInput]:
         before = trainer.progress.samples
         iterator = trainer.stream.batches()
         try:
-            while (step_input := trainer.intake.next_step(iterator)).batches:
-                yield step_input
+            while (step_batches := trainer.batcher.next_step(iterator)).micro_batches:
+                yield step_batches
         finally:
             iterator.close()
         if trainer.progress.samples == before:
-            raise trainer.intake.nothing_left()
+            raise trainer.batcher.nothing_left()
         trainer.stream.next_epoch()
 
 
@@ -106,32 +106,25 @@ def worst_batches(trainer: Trainer) -> tuple[dict[str, Batch], Survey]:
     if fullest is not None and all(fullest.audio_BS.numel() > b.audio_BS.numel() for b in found.values()):
         found[FULLEST] = fullest
     if not found:
-        raise trainer.intake.nothing_left()
+        raise trainer.batcher.nothing_left()
     return found, survey
 
 
-def worst_step(trainer: Trainer, batch: Batch) -> StepInput:
+def worst_step(trainer: Trainer, batch: Batch) -> StepBatches:
     """An optimizer step that holds a batch as often as the run accumulates."""
     repeated = iter([batch] * trainer.config.training.gradient_accumulation_steps)
-    return trainer.intake.next_step(repeated)
+    return trainer.batcher.next_step(repeated)
 
 
-def describe_batch(model: Any, batch: Batch) -> dict[str, Any]:
-    """Size of a batch: clips, seconds of the longest one, seconds of all with padding, tokens, cells T x (U + 1)."""
-    rate = model.preprocessor._sample_rate
+def batch_size(model: Any, batch: Batch) -> dict[str, Any]:
+    """`describe_batch` with the frames of the model's encoder."""
     frames_B = encoder_lengths(model, batch.audio_lengths_B)
-    return {
-        "clips": len(batch.ids),
-        "longest_seconds": float(batch.audio_lengths_B.max()) / rate,
-        "padded_seconds": batch.audio_BS.numel() / rate,
-        "tokens": int(batch.token_lengths_B.sum()),
-        "cells": int((frames_B * (batch.token_lengths_B + 1)).sum()),
-    }
+    return describe_batch(batch, frames_B, model.preprocessor._sample_rate)
 
 
-def describe_step(model: Any, step_input: StepInput) -> dict[str, Any]:
+def describe_step(model: Any, step_batches: StepBatches) -> dict[str, Any]:
     """The largest batch of this rank's step, as `describe_batch` tells it."""
-    sizes = [describe_batch(model, batch) for batch in step_input.group]
+    sizes = [batch_size(model, batch) for batch in step_batches.batches]
     return max(sizes, key=lambda size: size["padded_seconds"], default={})
 
 
@@ -150,10 +143,10 @@ def say_bytes(n: float) -> str:
     return f"{n / 2**30:.2f} GiB" if n >= 2**29 else f"{n / 2**20:.1f} MiB"
 
 
-def say_out_of_memory(error: BaseException, trainer: Trainer, engine: str, step_input: StepInput) -> str:
+def say_out_of_memory(error: BaseException, trainer: Trainer, engine: str, step_batches: StepBatches) -> str:
     """The message for a step that did not fit, with its batch and what would help."""
     gpu = trainer.accelerator.device.type == "cuda"
-    batch = say_batch(describe_step(trainer.model, step_input))
+    batch = say_batch(describe_step(trainer.model, step_batches))
     return f"{batch}: {out_of_memory_message(error, trainer.config, gpu, engine)}"
 
 
@@ -171,7 +164,7 @@ class MemoryMeter:
         self.device = trainer.accelerator.device
         self.gpu = self.device.type == "cuda"
         followed = not self.gpu and not trainer.config.model.compile
-        averages = trainer.ema.tensors() if trainer.ema is not None else []
+        averages = [t for callback in trainer.callbacks for t in callback.held_tensors().values()]
         self.follow = StepAccount(trainer.module, trainer.optimizer, averages=averages) if followed else None
         if self.follow:
             self.follow.account.parts["inputs"] = 0

@@ -6,30 +6,44 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import UserError
+from finetune.evaluation.significance import as_text
 from finetune.security.secrets import REMOVED, known_secrets
 from finetune.tools.publishing.base import (
     Base,
     find_base,
     front_matter,
-    is_hub_form,
-    read_sections,
+    is_hub_data_form,
     run_folders,
     run_of_named_adapter,
 )
 from finetune.tools.publishing.private import last_part, publishable
-from finetune.tools.report.read import Run, is_run, number, read_run, stage_folders
+from finetune.tools.report.read import Run, is_run, number, read_mapping, read_run, stage_folders
 
+SPLITS = ("train", "validation", "test", "guard")
+HARDWARE = (
+    "python",
+    "processor",
+    "cpus",
+    "gpus",
+    "versions",
+    "git_revision",
+    "seed",
+    "strategy",
+    "processes",
+    "total_steps",
+)
+"""What is told of the machine: neither its command line nor its kernel."""
 LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[A-Za-z0-9]{2,8})*")
 HUB_URL = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+?)(?:@[^/]*)?(?:/.*)?")
 
 
 @dataclass
 class Data:
-    """One source of a split, as readers see it."""
+    """A source of a split, as readers see it."""
 
     name: str
     hub: str | None = None
-    """Its name on the hub."""
+    """Its name on the Hub."""
     config: str | None = None
     split: str | None = None
     language: str | None = None
@@ -40,7 +54,7 @@ class Data:
 
 @dataclass
 class Row:
-    """Word and character error rates of one language before and after, as fractions; None: not measured."""
+    """Error rates of one language before and after, as fractions; None: not measured."""
 
     language: str | None
     """None is all of them together."""
@@ -53,8 +67,19 @@ class Row:
     interval_before: tuple[float, float] | None = None
     interval_after: tuple[float, float] | None = None
     """95 % confidence interval of the WER."""
-    change: str | None = None
-    """Whether the change is more than chance, where that was tested."""
+    p_value: float | None = None
+    """Of the change, where it was tested."""
+    significant: bool | None = None
+
+    @property
+    def change(self) -> str | None:
+        """The change of WER in words, where it was tested."""
+        if self.p_value is None or self.significant is None or self.wer_before is None or self.wer_after is None:
+            return None
+        chance = f"p = {as_text(self.p_value)}".replace("= <", "< ")
+        if not self.significant:
+            return f"not significantly different from before ({chance})"
+        return f"significantly {'better' if self.wer_after < self.wer_before else 'worse'} than before ({chance})"
 
 
 @dataclass
@@ -87,7 +112,7 @@ class Facts:
 
 
 def run_of(model: Path) -> Path | None:
-    """The run's folder that a name means: the folder itself, or the one that its model.nemo lies in.
+    """Return the run's folder that a name means: the folder itself, or the one that its model.nemo lies in.
 
     Raises:
         UserError: the folder holds a plan of stages.
@@ -95,11 +120,8 @@ def run_of(model: Path) -> Path | None:
     folder = model.parent if model.name == "model.nemo" and model.is_file() else model
     if not folder.is_dir():
         return None
-    if (
-        not (folder / "model.nemo").is_file()
-        and not (folder / "adapter").is_dir()
-        and (stages := stage_folders(folder))
-    ):
+    is_model = (folder / "model.nemo").is_file() or (folder / "adapter").is_dir()
+    if not is_model and (stages := stage_folders(folder)):
         raise UserError(f"--model: {model} holds a plan of stages. Name one of them, such as {stages[-1]}.")
     return folder if is_run(folder) else None
 
@@ -110,70 +132,50 @@ def facts_without_run() -> Facts:
 
 
 def facts_of_run(folder: Path) -> Facts:
-    """What a run left, without what is private.
+    """Return what a run left, without what is private.
 
     Raises:
         UserError: the folder is not that of a run.
     """
-    run = read_run(folder)
-    folders = run_folders(folder)
+    run, folders = read_run(folder), run_folders(folder)
     # What read_run gives has lost its secrets; they are searched for in everything else.
-    raw = read_sections(folder / "config.yaml"), run.summary.get("effective_settings")
-    secrets = known_secrets(*raw) - {REMOVED}
+    secrets = known_secrets(read_mapping(folder / "config.yaml"), run.summary.get("effective_settings")) - {REMOVED}
     unsure: list[str] = []
-    data = {
-        split: _sources(run.setting("data", split), folders, secrets, unsure)
-        for split in ("train", "validation", "test", "guard")
-    }
+    data = {split: _sources(run.setting("data", split), folders, secrets, unsure) for split in SPLITS}
     base = replace(
         find_base(run.setting("model", "name"), folders),
         went_on=run_of_named_adapter(run.setting("model", "adapter"), folders),
     )
-    keep = {source.hub for sources in data.values() for source in sources if source.hub} | ({base.hub} - {None})
+    keep = {source.hub for sources in data.values() for source in sources if source.hub}
     if base.hub:
+        keep.add(base.hub)
         unsure.append(
-            f"the base model {base.hub} is taken for a name on the hub; if it is a local file, give --base-model OWNER/NAME"
+            f"the base model {base.hub} is taken for a name on the hub; if it is a local file, "
+            "give --base-model OWNER/NAME"
         )
-    found = Facts(
+    environment = {key: run.environment[key] for key in HARDWARE if key in run.environment}
+    if isinstance(system := run.environment.get("system"), str):
+        environment["system"] = system.partition("-")[0]
+    rows = _rows(run, run.judged_on)
+    measured = [row.language for row in rows if row.language]
+    trained = [source.language for source in data["train"] if source.language]
+    return Facts(
         base=base,
         config=publishable(run.config, keep, secrets),
         summary=publishable({k: v for k, v in run.summary.items() if k != "effective_settings"}, keep, secrets),
-        environment=publishable(_hardware(run.environment), keep, secrets),
+        environment=publishable(environment, keep, secrets),
         data=data,
         judged_on=run.judged_on if run.best(run.judged_on) else None,
+        rows=rows,
+        guard=_rows(run, "guard"),
+        languages=[name for name in dict.fromkeys([*measured, *trained]) if LANGUAGE.fullmatch(name)],
         secrets=secrets,
         unsure=unsure,
     )
-    found.rows = _rows(run, run.judged_on)
-    found.guard = _rows(run, "guard")
-    measured = [row.language for row in found.rows if row.language]
-    trained = [source.language for source in data["train"] if source.language]
-    found.languages = [name for name in dict.fromkeys([*measured, *trained]) if LANGUAGE.fullmatch(name)]
-    return found
-
-
-def _hardware(environment: dict[str, Any]) -> dict[str, Any]:
-    """What may be told of the machine: neither its command line nor its kernel."""
-    kept = (
-        "python",
-        "processor",
-        "cpus",
-        "gpus",
-        "versions",
-        "git_revision",
-        "seed",
-        "strategy",
-        "processes",
-        "total_steps",
-    )
-    found = {key: environment[key] for key in kept if key in environment}
-    if isinstance(environment.get("system"), str):
-        found["system"] = environment["system"].partition("-")[0]
-    return found
 
 
 def _sources(value: Any, folders: list[Path], secrets: set[str], unsure: list[str]) -> list[Data]:
-    """The sources that a key of the configuration names."""
+    """Return the sources that a key of the configuration names; what was taken for granted goes to `unsure`."""
     entries = value if isinstance(value, list) else [] if value is None else [value]
     found = []
     for entry in entries:
@@ -186,7 +188,7 @@ def _sources(value: Any, folders: list[Path], secrets: set[str], unsure: list[st
         hub = url[1] if url else path if local is None and is_hub_data_form(path) else None
         if hub and not url:
             unsure.append(f"{hub} is taken for a data set on the hub; if it is a local folder, give --data-name")
-        licence = front_matter(local / "README.md").get("license") if local is not None and local.is_dir() else None
+        licence = front_matter(local / "README.md").get("license") if local is not None else None
         found.append(
             Data(
                 name=hub or publishable(last_part(path), secrets=secrets),
@@ -201,63 +203,52 @@ def _sources(value: Any, folders: list[Path], secrets: set[str], unsure: list[st
     return found
 
 
-def is_hub_data_form(path: str) -> bool:
-    """Whether a source's path looks like OWNER/NAME of a data set on the hub."""
-    return is_hub_form(path) and not path.endswith((".json", ".jsonl", ".ndjson", ".parquet", ".tar", ".arrow"))
-
-
 def _rows(run: Run, split: str) -> list[Row]:
-    """Error rates by language, all of them together first; those of summary.json where evaluations.jsonl does not have them."""
-    summary = run.summary if split == run.judged_on else {}
+    """Return error rates by language, all of them first.
+
+    Those of summary.json count where evaluations.jsonl does not have them.
+    """
     base, best = run.base(split), run.best(split)
+    summary = run.summary if split == run.judged_on else {}
+    if split == "guard" and split != run.judged_on:
+        summary = {f"wer_{when}": run.summary.get(f"guard_wer_{when}") for when in ("before", "after")}
     by_language = _mapping(summary.get("wer_by_language"))
     tested = _mapping(_mapping(run.summary.get("significance")).get(split))
-    languages: list[str | None] = [None, *sorted({*base, *best, *by_language} - {None})]
+    tested_languages = _mapping(tested.get("by_language"))
     rows = []
-    for name in languages:
+    for name in [None, *sorted(name for name in {*base, *best, *by_language} if name is not None)]:
         before, after = base.get(name, {}), best.get(name, {})
-        known = _mapping(by_language.get(name)) if name else {k: summary.get(f"wer_{k}") for k in ("before", "after")}
-        test = _mapping(_mapping(tested.get("by_language")).get(name)) if name else tested
-        intervals = [
-            _interval(row.get("wer_interval"))
-            or _interval(known.get(f"{when}_interval") if name else summary.get(f"wer_{when}_interval"))
-            or _interval(test.get(side))
-            for when, side, row in (("before", "interval_a", before), ("after", "interval_b", after))
-        ]
-        rows.append(
-            Row(
-                language=name,
-                clips=after.get("clips", before.get("clips")),
-                words=after.get("words", before.get("words")),
-                wer_before=number(before.get("wer", known.get("before"))),
-                wer_after=number(after.get("wer", known.get("after"))),
-                cer_before=number(before.get("cer", None if name else summary.get("cer_before"))),
-                cer_after=number(after.get("cer", None if name else summary.get("cer_after"))),
-                interval_before=intervals[0],
-                interval_after=intervals[1],
-                change=_change(test),
-            )
+        if name is None:
+            known, test = {key.removeprefix("wer_"): value for key, value in summary.items()}, tested
+        else:
+            known, test = _mapping(by_language.get(name)), _mapping(tested_languages.get(name))
+        row = Row(
+            language=name,
+            clips=after.get("clips", before.get("clips")),
+            words=after.get("words", before.get("words")),
+            wer_before=number(before.get("wer", known.get("before"))),
+            wer_after=number(after.get("wer", known.get("after"))),
+            cer_before=number(before.get("cer", known.get("cer_before"))),
+            cer_after=number(after.get("cer", known.get("cer_after"))),
+            interval_before=_interval(
+                before.get("wer_interval"), known.get("before_interval"), test.get("interval_a")
+            ),
+            interval_after=_interval(after.get("wer_interval"), known.get("after_interval"), test.get("interval_b")),
+            p_value=number(test.get("p_value_holm", test.get("p_value"))),
+            significant=test["significant"] if isinstance(test.get("significant"), bool) else None,
         )
-    if split == "guard" and len(rows) == 1 and rows[0].wer_after is None:
-        keys = ("guard_wer_before", "guard_wer_after")
-        rows[0].wer_before, rows[0].wer_after = (number(run.summary.get(key)) for key in keys)
-    return [row for row in rows if row.wer_before is not None or row.wer_after is not None]
+        if row.wer_before is not None or row.wer_after is not None:
+            rows.append(row)
+    return rows
 
 
 def _mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _change(test: dict[str, Any]) -> str | None:
-    """Whether a change is more than chance, from a significance test of the run."""
-    p_value = number(test.get("p_value_holm", test.get("p_value")))
-    if p_value is None or not isinstance(test.get("significant"), bool):
-        return None
-    return f"{'significant' if test['significant'] else 'not significant'} (p = {p_value:.2g})"
-
-
-def _interval(value: Any) -> tuple[float, float] | None:
-    """Two numbers."""
-    if isinstance(value, list | tuple) and len(value) == 2 and all(number(v) is not None for v in value):
-        return float(value[0]), float(value[1])
+def _interval(*values: Any) -> tuple[float, float] | None:
+    """Return the first of some values that is an interval."""
+    for value in values:
+        if isinstance(value, list | tuple) and len(value) == 2 and all(number(v) is not None for v in value):
+            return float(value[0]), float(value[1])
     return None

@@ -1,10 +1,10 @@
-"""The upload itself: one commit, so that it is there as a whole or not at all; every failure in one message, without the token."""
+"""The upload itself: one commit, there as a whole or not at all; every failure in one message, without the token."""
 
 import os
 import warnings
 from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from finetune.errors import UserError
 from finetune.security.secrets import clean_text
@@ -13,6 +13,13 @@ from finetune.tools.publishing.uploads import Upload
 
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 NOTHING = "Nothing was uploaded."
+REFUSALS = {
+    401: "the Hub does not accept the token (401). Log in again with `hf auth login`, or set HF_TOKEN to a valid one.",
+    403: "the token may not do that (403). Use one that may write to this owner's repositories, "
+    "or name another --repo.",
+    404: "the Hub finds no such owner, repository or branch, or does not show it to this token (404).",
+    429: "the Hub was asked too often (429). Try again later.",
+}
 
 
 @dataclass(frozen=True)
@@ -22,12 +29,10 @@ class Pushed:
     address: str
     commit: str
     private: bool
-    created: bool
-    """Whether the repository was made by this upload."""
 
 
 def need_token() -> None:
-    """Sees to it that there is a token, from HF_TOKEN or a login; huggingface_hub reads it by itself.
+    """Check that there is a token, from HF_TOKEN or a login; huggingface_hub reads it by itself.
 
     Raises:
         UserError: there is none, or the Hub is switched off.
@@ -43,31 +48,27 @@ def need_token() -> None:
         )
 
 
-def licence_from_hub(base: Base, secrets: Set[str]) -> Base:
-    """The base model with the licence that its card on the Hub names.
+def licence_from_hub(base: Base, hub: str, secrets: Set[str]) -> Base:
+    """Return the base model with the licence that its card on the Hub names.
 
     Raises:
         UserError: the Hub does not answer, or has no such model.
     """
     from huggingface_hub import HfApi
 
-    info = _asked(
-        lambda: HfApi().model_info(base.hub),
-        f"reading the licence of the base model {base.hub}",
-        f"{NOTHING} Give the licence with --base-licence, or the right name with --base-model.",
-        secrets,
-    )
-    card = info.card_data.to_dict() if info.card_data else {}
-    return licence_in(card, base, f"the card of {base.hub} on the Hub")
+    remedy = f"{NOTHING} Give the licence with --base-licence, or the right name with --base-model."
+    with explained(f"reading the licence of the base model {hub}", remedy, secrets):
+        info = HfApi().model_info(hub)
+    return licence_in(info.card_data.to_dict() if info.card_data else {}, base, f"the card of {hub} on the Hub")
 
 
 def push(upload: Upload, repo: str, *, private: bool, revision: str | None, message: str, secrets: Set[str]) -> Pushed:
-    """Creates the repository where there is none, and uploads all files in one commit.
+    """Create the repository where there is none, and upload all files in one commit.
 
     Args:
-        upload: the files, of which no copy has to be made any more.
+        upload: the files; `upload.finish` was called.
         repo: OWNER/NAME.
-        private: how a new repository is made. One that is there and public is refused where this is set.
+        private: how a new repository is made. An existing public one is refused where this is set.
         revision: branch, which is made where it is not there; None: main.
         message: of the commit.
         secrets: values that must not be in a message.
@@ -78,108 +79,87 @@ def push(upload: Upload, repo: str, *, private: bool, revision: str | None, mess
     from huggingface_hub import CommitOperationAdd, HfApi, constants
     from huggingface_hub.errors import RepositoryNotFoundError
 
-    api = HfApi()
-
-    def state() -> Any:
+    api, page, before = HfApi(), f"{constants.ENDPOINT}/{repo}", None
+    with explained(f"looking for {repo}", NOTHING, secrets):
         try:
-            return api.model_info(repo)
+            before = api.model_info(repo)
         except RepositoryNotFoundError as error:
-            if error.response.status_code == 404:
-                return None
-            raise
-
-    before = _asked(state, f"looking for {repo}", NOTHING, secrets)
+            if error.response.status_code != 404:
+                raise
     if before is not None and private and not before.private:
         raise UserError(
             f"{repo} is there and public. {NOTHING} Add --public to upload to it, or name another repository."
         )
     if before is None:
-        _asked(lambda: api.create_repo(repo, private=private, exist_ok=True), f"creating {repo}", NOTHING, secrets)
+        with explained(f"creating {repo}", NOTHING, secrets):
+            api.create_repo(repo, private=private, exist_ok=True)
     as_it_is = f"{repo} was made and is empty." if before is None else f"{repo} is as it was."
     if revision is not None:
-        _asked(
-            lambda: api.create_branch(repo, branch=revision, exist_ok=True),
-            f"creating the branch {revision}",
-            as_it_is,
-            secrets,
-        )
-
-    def newest() -> str | None:
-        return api.model_info(repo, revision=revision).sha
-
-    start = _asked(newest, f"looking at {repo}", as_it_is, secrets)
+        with explained(f"creating the branch {revision}", as_it_is, secrets):
+            api.create_branch(repo, branch=revision, exist_ok=True)
+    with explained(f"looking at {repo}", as_it_is, secrets):
+        start = api.model_info(repo, revision=revision).sha
     operations = [
         CommitOperationAdd(path_in_repo=name, path_or_fileobj=content if isinstance(content, bytes) else str(content))
         for name, content in upload.files.items()
     ]
 
-    def commit() -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # what the Hub would like the card to have besides
-            return api.create_commit(repo, operations, commit_message=message, revision=revision)
-
     def after_failure() -> str:
         try:
-            arrived = newest() != start
+            arrived = api.model_info(repo, revision=revision).sha != start
         except Exception:  # whatever broke the upload may still be broken
-            return f"Whether the commit arrived is not known: look at {constants.ENDPOINT}/{repo}. It is there as a whole or not at all."
+            return f"Whether the commit arrived is not known: look at {page}. It is there as a whole or not at all."
         if arrived:
-            return f"But {repo} has a new commit: look at {constants.ENDPOINT}/{repo}."
+            return f"But {repo} has a new commit: look at {page}."
         return f"No part of it can be seen: {as_it_is} The same command tries again."
 
-    done = _asked(commit, f"uploading to {repo}", after_failure, secrets)
-    address = f"{constants.ENDPOINT}/{repo}" + (f"/tree/{revision}" if revision else "")
+    with explained(f"uploading to {repo}", after_failure, secrets), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # what the Hub would like the card to have besides
+        done = api.create_commit(repo, operations, commit_message=message, revision=revision)
     return Pushed(
-        address=clean_text(address, personal=False),
+        address=clean_text(page + (f"/tree/{revision}" if revision else ""), personal=False),
         commit=done.oid,
         private=private if before is None else bool(before.private),
-        created=before is None,
     )
 
 
-def _asked(call: Callable[[], Any], what: str, after: str | Callable[[], str], secrets: Set[str]) -> Any:
-    """What a request gives; a failure as one message.
+@contextmanager
+def explained(what: str, after: str | Callable[[], str], secrets: Set[str]) -> Iterator[None]:
+    """Turn the failure of a request into one message.
 
     Args:
-        call: the request.
-        what: what is being done, for the message.
-        after: how things are after the failure.
+        what: is being done.
+        after: how things are after a failure.
         secrets: values that must not be in the message.
+
+    Raises:
+        UserError: the request failed or was interrupted.
     """
     try:
-        return call()
+        yield
     except KeyboardInterrupt:
-        raise UserError(
-            f"{what} was interrupted. {after if isinstance(after, str) else after()}", exit_code=1
-        ) from None
+        text = f"{what} was interrupted."
     except Exception as error:
-        text = f"{what} failed: {_reason(error)} {after if isinstance(after, str) else after()}"
-        # No chain: the causes may show headers.
-        raise UserError(clean_text(text, secrets, personal=False), exit_code=1) from None
+        text = f"{what} failed: {_reason(error)}"
+    else:
+        return
+    text = f"{text} {after if isinstance(after, str) else after()}"
+    # No chain: the causes may show headers.
+    raise UserError(clean_text(text, frozenset(secrets), personal=False), exit_code=1) from None
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong and what to do about it, in a sentence or two."""
+    """Return what went wrong and what to do about it, in a sentence or two."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     chain = list(_chain(error))
-    status = next(
-        (e.response.status_code for e in chain if isinstance(e, HfHubHTTPError) and e.response is not None), None
-    )
-    if status == 401:
-        return "the Hub does not accept the token (401). Log in again with `hf auth login`, or set HF_TOKEN to a valid one."
-    if status == 403:
-        return "the token may not do that (403). Use one that may write to this owner's repositories, or name another --repo."
-    if status == 404:
-        return "the Hub finds no such owner, repository or branch, or does not show it to this token (404)."
-    if status is not None and status >= 500:
-        return f"the Hub has a fault of its own (status {status}). Try again later."
-    if status == 429:
-        return "the Hub was asked too often (429). Try again later."
-    if status is not None:
-        said = next(e.server_message for e in chain if isinstance(e, HfHubHTTPError))
-        return f"the Hub refuses it (status {status}){': ' + ' '.join(said.split()) if said else ''}."
+    answered = next((e for e in chain if isinstance(e, HfHubHTTPError) and e.response is not None), None)
+    if answered is not None:
+        status, said = answered.response.status_code, " ".join((answered.server_message or "").split())
+        if status >= 500:
+            return f"the Hub has a fault of its own (status {status}). Try again later."
+        return REFUSALS.get(status) or f"the Hub refuses it (status {status}){': ' + said if said else ''}."
     if any(isinstance(e, OfflineModeIsEnabled) for e in chain):
         return "the Hub is switched off by HF_HUB_OFFLINE."
     if isinstance(error, HFValidationError | ValueError):
@@ -191,7 +171,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and its causes, the first cause last."""
+    """Yield the error and its causes, the first cause last."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

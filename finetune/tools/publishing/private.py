@@ -1,4 +1,4 @@
-"""Takes out of a run's records and of a .nemo what is private to the machine that trained: paths, names of users, secrets."""
+"""Take out of a run's records and of a .nemo what is private to the machine: paths, names of users, secrets."""
 
 import io
 import json
@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
+from tqdm.utils import CallbackIOWrapper
 from yaml import YAMLError
 
 from finetune.errors import UserError
@@ -52,20 +53,20 @@ CONFIG = "model_config.yaml"
 
 
 def last_part(path: str) -> str:
-    """The name at the end of a path or URL, without what stands behind a question mark."""
+    """Return the name at the end of a path or URL, without what stands behind a question mark."""
     parts = [part for part in re.split(r"[/\\]", path.partition("?")[0]) if part not in ("", ".", "..", "~")]
     return parts[-1] if parts else REMOVED
 
 
 def without_paths(text: str) -> str:
-    """A text in which paths are reduced to the name at their end."""
+    """Return a text with its paths reduced to the names at their ends."""
     if WHOLE_PATH.fullmatch(text):
         return last_part(text)
     return INSIDE.sub(lambda found: last_part(found[0]), text)
 
 
 def publishable(value: Any, keep: Set[str] = frozenset(), secrets: Set[str] = frozenset()) -> Any:
-    """A structure of JSON or YAML without secrets, with paths reduced to names, without home, user and host.
+    """Return a structure of JSON or YAML without secrets, home, user and host, and with paths reduced to names.
 
     Args:
         keep: texts that stay, such as names on the hub, which look like paths.
@@ -85,17 +86,17 @@ def publishable(value: Any, keep: Set[str] = frozenset(), secrets: Set[str] = fr
     return reduce(clean(value, frozenset(secrets), personal=False))
 
 
-# ---- a .nemo ----------------------------------------------------------------------------------------------------------
+# ---- a .nemo -------------------------------------------------------------------------------------------------------
 
 
 def private_parts(source: Path, secrets: Set[str] = frozenset()) -> list[str]:
-    """What of a .nemo tells of the machine that it was made on; nothing of the weights is read.
+    """Return what of a .nemo tells of the machine that made it; none of the weights is read.
 
     Raises:
         UserError: it is no archive with a NeMo configuration.
     """
     found: list[str] = []
-    with _opened(source) as (archive, members):
+    with _opened(source) as (archive, members, _):
         if any(member.uname not in ("", "root") or member.gname not in ("", "root") for member in members):
             found.append("owner of the files in the archive")
         for member in members:
@@ -106,59 +107,48 @@ def private_parts(source: Path, secrets: Set[str] = frozenset()) -> list[str]:
 
 
 def write_cleaned_nemo(source: Path, target: Path, secrets: Set[str] = frozenset()) -> None:
-    """Writes a copy of a .nemo without what `private_parts` finds; weights and tokens stay byte for byte.
+    """Write a copy of a .nemo without what `private_parts` finds; weights and tokens stay byte for byte.
 
     Raises:
         UserError: it is no archive with a NeMo configuration, or there is no room for the copy.
     """
     try:
         with (
-            _opened(source) as (archive, members),
+            _opened(source) as (archive, members, _),
             tarfile.open(target, "w:") as copy,
             tqdm(total=source.stat().st_size, unit="B", unit_scale=True, desc="copy without paths", delay=2) as bar,
         ):
             for member in members:
-                clean_member = tarfile.TarInfo(member.name)
-                clean_member.type, clean_member.mode = member.type, member.mode
+                clean = tarfile.TarInfo(member.name)
+                clean.type, clean.mode = member.type, member.mode
                 if member.isfile():
                     changed = _changed(archive, member, secrets)
                     file = io.BytesIO(changed[0]) if changed else archive.extractfile(member)
-                    clean_member.size = len(changed[0]) if changed else member.size
-                    copy.addfile(clean_member, _Followed(file, bar))
+                    clean.size = len(changed[0]) if changed else member.size
+                    # tqdm makes the attribute `read` at run time.
+                    copy.addfile(clean, CallbackIOWrapper(bar.update, file, "read"))  # type: ignore[arg-type]
                 elif member.isdir():
-                    copy.addfile(clean_member)
+                    copy.addfile(clean)
     except OSError as error:
         raise UserError(
-            f"a copy of {source.name} without local paths cannot be written to {target.parent}: {error.strerror or error}. "
-            "Set TMPDIR to a folder with room for it.",
+            f"a copy of {source.name} without local paths cannot be written to {target.parent}: "
+            f"{error.strerror or error}. Set TMPDIR to a folder with room for it.",
             exit_code=1,
         ) from error
 
 
-class _Followed:
-    """A file whose reading moves a progress bar."""
-
-    def __init__(self, file: Any, bar: Any):
-        self.file, self.bar = file, bar
-
-    def read(self, size: int = -1) -> bytes:
-        content = self.file.read(size)
-        self.bar.update(len(content))
-        return content
-
-
 def read_nemo_config(source: Path) -> dict[str, Any]:
-    """The model's configuration in a .nemo, with its interpolations as they stand.
+    """Return the model's configuration in a .nemo, with its interpolations as they stand.
 
     Raises:
         UserError: it is no archive with a NeMo configuration.
     """
-    with _opened(source) as (archive, members):
-        return _parse(content_of(archive, named(members, CONFIG)))
+    with _opened(source) as (archive, _, config):
+        return _parse(content_of(archive, config))
 
 
 def read_nemo_yaml(path: Path) -> dict[str, Any]:
-    """The NeMo configuration beside a Hugging Face model; empty where there is none.
+    """Return the NeMo configuration beside a Hugging Face model; empty where there is none.
 
     Raises:
         UserError: it cannot be read.
@@ -170,12 +160,13 @@ def read_nemo_yaml(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _opened(source: Path) -> Iterator[tuple[tarfile.TarFile, list[tarfile.TarInfo]]]:
-    """A .nemo as an archive, and its members; an archive of another kind is refused."""
+def _opened(source: Path) -> Iterator[tuple[tarfile.TarFile, list[tarfile.TarInfo], tarfile.TarInfo]]:
+    """Open a .nemo: the archive, its members, and its configuration. An archive of another kind is refused."""
     with reading(source, "--model") as (archive, members):
-        if named(members, CONFIG) is None:
+        config = named(members, CONFIG)
+        if config is None:
             raise UserError(f"--model: {source} cannot be read as a .nemo: it holds no {CONFIG}")
-        yield archive, members
+        yield archive, members, config
 
 
 def _parse(content: bytes) -> dict[str, Any]:
@@ -186,7 +177,7 @@ def _parse(content: bytes) -> dict[str, Any]:
 
 
 def _changed(archive: tarfile.TarFile, member: tarfile.TarInfo, secrets: Set[str]) -> tuple[bytes, list[str]] | None:
-    """The cleaned content of a member and what was changed in it; None where it stays as it is."""
+    """Return the cleaned content of a member and what was changed in it; None where it stays as it is."""
     name = Path(member.name).name
     if name == CONFIG:
         return clean_nemo_yaml(content_of(archive, member), secrets)
@@ -196,15 +187,19 @@ def _changed(archive: tarfile.TarFile, member: tarfile.TarInfo, secrets: Set[str
 
 
 def clean_nemo_yaml(content: bytes, secrets: Set[str]) -> tuple[bytes, list[str]] | None:
-    """A NeMo configuration without paths and tokens, and the keys that were changed; None where it stays as it is."""
+    """Return a NeMo configuration without paths and tokens, and the changed keys; None where it stays as it is."""
     found: list[str] = []
     cleaned = _clean_nemo_config(_parse(content), secrets, "", found)
     return (OmegaConf.to_yaml(OmegaConf.create(cleaned)).encode(), found) if found else None
 
 
 def _clean_nemo_config(value: Any, secrets: Set[str], at: str, found: list[str]) -> Any:
-    """Paths, tokens and the names of what a vocabulary was made from go; all else stays, since NeMo builds the model from it. `found` takes
-    the keys that were changed."""
+    """Take out paths, tokens and the names of what a vocabulary was made from; NeMo builds the model from all else.
+
+    Args:
+        at: the value's key.
+        found: takes the keys that were changed.
+    """
     key = at.rpartition(".")[2]
     if key in ORIGINS and at.startswith(f"{VOCABULARY_CHANGES}.") and value not in (None, REMOVED):
         found.append(at)
@@ -226,12 +221,11 @@ def _clean_nemo_config(value: Any, secrets: Set[str], at: str, found: list[str])
 
 
 def clean_sentencepiece(content: bytes) -> tuple[bytes, list[str]] | None:
-    """A SentencePiece model without the paths that its trainer was given, and what was changed; its pieces stay. None where it stays as
-    it is."""
+    """Return a SentencePiece model without the paths of its training, and what was changed; None if that is nothing."""
     from google.protobuf.message import DecodeError
-    from sentencepiece import sentencepiece_model_pb2
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]  # made on import
 
-    model = sentencepiece_model_pb2.ModelProto()
+    model = ModelProto()
     try:
         model.ParseFromString(content)
     except DecodeError:
@@ -250,7 +244,7 @@ def clean_sentencepiece(content: bytes) -> tuple[bytes, list[str]] | None:
     return (model.SerializeToString(), found) if found else None
 
 
-# ---- files of a Hugging Face or PEFT directory ------------------------------------------------------------------------
+# ---- files of a Hugging Face or PEFT directory ---------------------------------------------------------------------
 
 BASE_OF_ADAPTER = "base_model.json"
 """Beside an adapter: name and hash of its base model."""
@@ -258,11 +252,11 @@ NAMES_OF_MODELS = ("_name_or_path", "name_or_path", "base_model_name_or_path", "
 
 
 def clean_in_folder(path: Path, base: str | None, secrets: Set[str]) -> tuple[bytes, list[str]] | None:
-    """The content of a file of a Hugging Face or PEFT directory without local names and paths, and what was changed in it.
+    """Return a file of a Hugging Face or PEFT directory without local names and paths, and what was changed in it.
 
     Args:
         path: the file.
-        base: the base model's name on the hub, for the keys that name it; None: the name at the path's end.
+        base: the base model's name on the Hub, for the keys that name it; None: the name at the path's end.
         secrets: values that go wherever they stand.
 
     Returns:
@@ -301,7 +295,7 @@ def _clean_json(value: Any, file: str, base: str | None) -> tuple[bytes, list[st
 
 
 def _keys(value: Any, wanted: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where a structure has one of these keys."""
+    """Yield where a structure has one of these keys."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if key in wanted:

@@ -13,6 +13,7 @@ from finetune.errors import UserError
 from finetune.security.secrets import TOKENS
 from finetune.tools.publishing.facts import Facts
 from finetune.tools.publishing.private import clean_in_folder, private_parts, publishable, write_cleaned_nemo
+from finetune.tools.report.read import json_lines
 
 NOT_UPLOADED = {"README.md", ".gitattributes", ".gitignore", "training_args.bin"}
 TEXTS = {"pairs", "reference", "hypothesis", "text", "samples_shown", "transcript"}
@@ -29,16 +30,16 @@ class Upload:
 
     files: dict[str, Path | bytes] = field(default_factory=dict)
     to_clean: dict[str, Path] = field(default_factory=dict)
-    """.nemo files of which a cleaned copy is uploaded; the copy is made by `finish`."""
+    """.nemo files of which a cleaned copy is uploaded; `finish` makes the copy."""
     notes: list[str] = field(default_factory=list)
 
     def size(self, name: str) -> int:
-        """Bytes."""
+        """Return a file's bytes."""
         content = self.files[name]
         return len(content) if isinstance(content, bytes) else content.stat().st_size
 
     def finish(self, folder: Path, secrets: Set[str]) -> None:
-        """Makes the copies that are uploaded in place of files with private parts."""
+        """Make the copies that are uploaded in place of files with private parts."""
         for name, source in self.to_clean.items():
             copy = folder / name
             write_cleaned_nemo(source, copy, secrets)
@@ -47,7 +48,7 @@ class Upload:
 
 
 def add_nemo(upload: Upload, source: Path, name: str, secrets: Set[str]) -> None:
-    """The .nemo, under the name by which NeMo's from_pretrained looks for it."""
+    """Add the .nemo, under the name by which NeMo's from_pretrained looks for it."""
     upload.files[f"{name}.nemo"] = source
     found = private_parts(source, secrets)
     if found:
@@ -58,12 +59,12 @@ def add_nemo(upload: Upload, source: Path, name: str, secrets: Set[str]) -> None
 
 
 def add_folder(upload: Upload, folder: Path, what: str, needed: str, base: str | None, secrets: Set[str]) -> None:
-    """The files of a Hugging Face or PEFT directory.
+    """Add the files of a Hugging Face or PEFT directory.
 
     Args:
         what: for messages.
         needed: the file without which it is no such directory.
-        base: hub name of the base model, for the keys that name it.
+        base: name of the base model on the Hub, for the keys that name it.
         secrets: values that go wherever they stand.
 
     Raises:
@@ -72,15 +73,10 @@ def add_folder(upload: Upload, folder: Path, what: str, needed: str, base: str |
     if not (folder / needed).is_file():
         raise UserError(f"{what}: {folder} holds no {needed}.")
     left_out = []
-    for path in sorted(folder.rglob("*")):
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
-        if not path.is_file():
-            continue
-        if (
-            path.name in NOT_UPLOADED
-            or path.suffix == ".nemo"
-            or any(part.startswith(".") for part in name.split("/"))
-        ):
+        is_hidden = any(part.startswith(".") for part in name.split("/"))
+        if path.name in NOT_UPLOADED or path.suffix == ".nemo" or is_hidden:
             left_out.append(name)
             continue
         if name in upload.files:
@@ -94,34 +90,21 @@ def add_folder(upload: Upload, folder: Path, what: str, needed: str, base: str |
 
 
 def add_records(upload: Upload, folder: Path, facts: Facts) -> None:
-    """The run's configuration, summary, environment and evaluations, without private parts and without texts of clips."""
-    records: dict[str, Any] = {
-        "config.yaml": facts.config,
-        "summary.json": facts.summary,
-        "environment.json": facts.environment,
+    """Add the run's configuration, summary, environment and evaluations, without private parts and texts of clips."""
+    rows = (publishable(row, secrets=facts.secrets) for row in json_lines(folder / "evaluations.jsonl"))
+    texts = {
+        "config.yaml": yaml.safe_dump(_without_texts(facts.config), sort_keys=False, allow_unicode=True)
+        if facts.config
+        else "",
+        "summary.json": _json(facts.summary, indent=2) if facts.summary else "",
+        "environment.json": _json(facts.environment, indent=2) if facts.environment else "",
+        "evaluations.jsonl": "".join(map(_json, rows)),
     }
-    for name, value in records.items():
-        if value:
-            value = _without_texts(value)
-            text = (
-                yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
-                if name.endswith(".yaml")
-                else json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
-            )
-            upload.files[f"{RECORDS}/{name}"] = text.encode()
-    rows = []
-    evaluations = folder / "evaluations.jsonl"
-    for line in (
-        evaluations.read_text(encoding="utf-8", errors="replace").splitlines() if evaluations.is_file() else ()
-    ):
-        try:
-            rows.append(publishable(_without_texts(json.loads(line)), secrets=facts.secrets))
-        except ValueError:  # cut off when the run died
-            continue
-    if rows:
-        upload.files[f"{RECORDS}/evaluations.jsonl"] = "".join(
-            json.dumps(row, ensure_ascii=False) + "\n" for row in rows
-        ).encode()
+    upload.files |= {f"{RECORDS}/{name}": text.encode() for name, text in texts.items() if text}
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(_without_texts(value), indent=indent, ensure_ascii=False, default=str) + "\n"
 
 
 def _without_texts(value: Any) -> Any:
@@ -131,7 +114,7 @@ def _without_texts(value: Any) -> Any:
 
 
 def check_texts(upload: Upload, secrets: Set[str]) -> None:
-    """A last look into every text: a token, a known secret or the path of this machine's home or working directory stops the upload.
+    """Look into every text for the last time: a token, a known secret, or this machine's home or working directory.
 
     Raises:
         UserError: one of these is in a file.
@@ -151,5 +134,5 @@ def check_texts(upload: Upload, secrets: Set[str]) -> None:
 
 
 def holds_token(text: str) -> bool:
-    """Whether a token of a well-known form is in a text."""
+    """Return whether a token of a well-known form is in a text."""
     return TOKENS.search(text) is not None

@@ -7,31 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from finetune.tools.report import plots
-from finetune.tools.report.markup import duration, escape, figure, section, table, text_of
+from finetune.tools.report.formats import change, duration, gib, hours, millions, percent, text_of
 from finetune.tools.report.page import write_page
 from finetune.tools.report.plots import Plot, curve, curves_plot
 from finetune.tools.report.read import Run, number, read_run
-from finetune.tools.report.sections import (
-    gib,
-    hours,
-    measured_memory,
-    memory_kind,
-    millions,
-    percent,
-    status,
-    throughput,
-    training_seconds,
-)
+from finetune.tools.report.run_page import source_text, status
 
 NO_DIFFERENCE = {
     ("training", "output_dir"),
     ("training", "resume_from_checkpoint"),
     ("training", "overwrite_output_dir"),
 }
+NAVIGATION = [("results", "Results"), ("languages", "Languages"), ("curves", "Curves"), ("settings", "Settings")]
 
 
 def write_comparison(folders: list[Path], path: Path) -> Path:
-    """Writes the page.
+    """Write the page.
 
     Args:
         folders: of the runs.
@@ -40,8 +31,7 @@ def write_comparison(folders: list[Path], path: Path) -> Path:
     Raises:
         UserError: a folder is not that of a run, or the page cannot be written.
     """
-    runs = [read_run(folder) for folder in folders]
-    names = short_names(folders)
+    runs, names = [read_run(folder) for folder in folders], short_names(folders)
     curves = [
         over_steps("loss", "Training loss", "loss", runs, names, "loss"),
         wer_curves(runs, names),
@@ -49,19 +39,23 @@ def write_comparison(folders: list[Path], path: Path) -> Path:
         over_steps("throughput", "Throughput", "audio s / s", runs, names, "audio_seconds_per_second"),
         over_steps("memory", "Peak memory", "GiB", runs, names, "peak_memory_gib"),
     ]
-    drawn = "".join(map(figure, curves)) or "<p>No step has been logged yet.</p>"
-    sections = [
-        ("results", "Results", results_section(runs, names)),
-        ("languages", "Languages", languages_section(runs, names)),
-        ("curves", "Curves", section("curves", "Curves", f"<div class='plots'>{drawn}</div>")),
-        ("settings", "Settings", settings_section(runs, names)),
-    ]
-    intro = f"<p>{escape(', '.join(names))}</p>"
-    return write_page(path, f"{len(runs)} runs side by side", intro, sections, curves)
+    values = {
+        "navigation": NAVIGATION,
+        "intro": ", ".join(names),
+        "names": names,
+        "warnings": warnings_of(runs, names),
+        "results": results(runs),
+        "unfinished": [(name, status(run)) for name, run in zip(names, runs, strict=True) if not run.finished],
+        "language_heads": ["language", *(f"{name}, %" for name in names)],
+        "languages": languages(runs),
+        "settings": settings_that_differ(runs),
+        "curve_plots": curves,
+    }
+    return write_page("comparison.html", path, f"{len(runs)} runs side by side", curves, **values)
 
 
 def short_names(folders: list[Path]) -> list[str]:
-    """The folders without what all of them have in front; numbered where that leaves two alike."""
+    """Return the folders without what they have in common in front; numbered where that leaves two alike."""
     paths = [str(folder.resolve()) for folder in folders]
     common = os.path.commonpath(paths) if len(set(paths)) > 1 else str(Path(paths[0]).parent)
     names = [os.path.relpath(path, common) for path in paths]
@@ -72,7 +66,7 @@ def short_names(folders: list[Path]) -> list[str]:
 def over_steps(
     name: str, title: str, unit: str, runs: list[Run], names: list[str], key: str, **axis: Any
 ) -> Plot | None:
-    """One line a run; noisy figures are smoothed."""
+    """Return a plot with one line for each run; noisy figures are smoothed."""
     curves = [curve(label, run.metrics, key) for run, label in zip(runs, names, strict=True)]
     noisy = key in ("loss", "audio_seconds_per_second")
     if noisy:
@@ -81,29 +75,53 @@ def over_steps(
 
 
 def wer_curves(runs: list[Run], names: list[str]) -> Plot | None:
-    """WER on validation, all languages."""
-    curves = [
-        curve(
-            label,
-            [row for row in run.rows("validation") if row.get("language") is None],
-            plots.percent_of("wer"),
-        )
-        for run, label in zip(runs, names, strict=True)
-    ]
-    return curves_plot(
-        "wer", "Word error rate on validation", "WER, %", curves, "Step 0 is the base model.", rangemode="tozero"
-    )
+    """Return the plot of WER on validation, all languages."""
+    rows = [[row for row in run.rows("validation") if row.get("language") is None] for run in runs]
+    curves = [curve(name, found, plots.percent_of("wer")) for name, found in zip(names, rows, strict=True)]
+    title, note = "Word error rate on validation", "Step 0 is the base model."
+    return curves_plot("wer", title, "WER, %", curves, note, rangemode="tozero")
 
 
-def results_section(runs: list[Run], names: list[str]) -> str:
-    """A row a figure, a column a run."""
+def warnings_of(runs: list[Run], names: list[str]) -> list[str]:
+    """Return a warning where headline or guard error rates are of different data, splits or normalisations."""
+    headline = data_of_rates(runs, names, [run.judged_on for run in runs])
+    guard = data_of_rates(runs, names, ["guard"] * len(runs))
+    warnings = []
+    if headline:
+        warnings.append(f"These runs were judged on different data: {headline}. Their error rates do not compare.")
+    if guard:
+        warnings.append(f"The guard sets differ: {guard}. Error rates on them do not compare.")
+    return warnings
 
-    def rate(which: str, key: str) -> Callable[[Run], str]:
-        def get(run: Run) -> str:
+
+def data_of_rates(runs: list[Run], names: list[str], splits: list[str]) -> str | None:
+    """Return what each run was measured on; None where all of them were measured on the same data."""
+    measured = {}
+    for run, name, split in zip(runs, names, splits, strict=True):
+        if row := run.best(split).get(None):
+            source, normalization = run.setting("data", split), run.setting("data", "wer_normalization", "basic")
+            on = f"{split} ({source_text(source)}, {text_of(row.get('clips'))} clips, normalisation {normalization})"
+            measured[name] = on, row.get("words")
+    if len(set(measured.values())) < 2:
+        return None
+    return "; ".join(f"{name} on {on}" for name, (on, _) in measured.items())
+
+
+def results(runs: list[Run]) -> list[list[str]]:
+    """Return a row for each figure, a column for each run."""
+
+    def rate(which: str, key: str) -> Callable[[Run], str | None]:
+        def get(run: Run) -> str | None:
             value = percent(getattr(run, which)(run.judged_on).get(None, {}).get(key))
-            return "–" if value is None else f"{value} %"
+            return value and f"{value} %"
 
         return get
+
+    def guard(run: Run) -> str | None:
+        before, after = (run.summary.get(f"guard_wer_{when}") for when in ("before", "after"))
+        if number(after) is None:
+            before, after = (rows("guard").get(None, {}).get("wer") for rows in (run.base, run.best))
+        return after and f"{percent(after)} %" + (f" ({change(after, before)})" if change(after, before) else "")
 
     figures: list[tuple[str, Callable[[Run], Any]]] = [
         ("State", lambda run: "done" if run.finished else "not done"),
@@ -113,58 +131,34 @@ def results_section(runs: list[Run], names: list[str]) -> str:
         ("WER", rate("best", "wer")),
         ("CER, base model", rate("base", "cer")),
         ("CER", rate("best", "cer")),
+        ("WER on guard (change)", guard),
         ("Best step", lambda run: run.summary.get("best_step", run.best(run.judged_on).get(None, {}).get("step"))),
-        (
-            "Last loss",
-            lambda run: next((v for row in reversed(run.metrics) if (v := number(row.get("loss"))) is not None), None),
-        ),
-        ("Audio s / s", lambda run: throughput(run)[0]),
-        ("Training time", lambda run: duration(training_seconds(run))),
+        ("Last loss", lambda run: next(iter(run.logged("loss")[-1:]), None)),
+        ("Audio s / s", lambda run: None if run.throughput is None else f"{run.throughput:.1f}"),
+        ("Training time", lambda run: duration(run.training_seconds)),
         ("Audio", lambda run: hours(run.metrics[-1].get("audio_hours") if run.metrics else None)),
-        ("Peak memory", lambda run: gib(measured_memory(run))),
-        ("that is", memory_kind),
+        ("Peak memory", lambda run: gib(run.peak_memory)),
+        ("that is", lambda run: run.peak_memory_is),
         ("Trained parameters", lambda run: millions(run.summary.get("trainable_parameters"))),
-        (
-            "Strategy",
-            lambda run: " + ".join(run.summary.get("strategy") or run.environment.get("strategy") or []) or "none",
-        ),
+        ("Strategy", lambda run: run.strategy),
         ("In quarantine", lambda run: sum(reason.clips for reason in run.quarantine)),
     ]
-    rows = [[name, *(text_of(get(run)) for run in runs)] for name, get in figures]
-    states = "".join(
-        f"<li>{escape(name)}: {escape(status(run))}</li>"
-        for run, name in zip(runs, names, strict=True)
-        if not run.finished
-    )
-    return section(
-        "results", "Results", table(["", *names], rows, label="results"), f"<ul>{states}</ul>" if states else ""
-    )
+    return [[name, *(text_of(get(run)) for run in runs)] for name, get in figures]
 
 
-def languages_section(runs: list[Run], names: list[str]) -> str:
-    """WER of each language in each run."""
+def languages(runs: list[Run]) -> list[list[Any]]:
+    """Return the WER of each language in each run."""
     best = [run.best(run.judged_on) for run in runs]
-    languages = sorted({name for found in best for name in found if name is not None})
-    rows = [[name, *(percent(found.get(name, {}).get("wer")) for found in best)] for name in languages]
-    splits = {run.judged_on for run in runs}
-    note = "" if len(splits) == 1 else "<p>These runs were judged on different splits; their rates do not compare.</p>"
-    return section(
-        "languages",
-        "WER by language",
-        note,
-        table(["language", *(f"{name}, %" for name in names)], rows, label="WER by language"),
-    )
+    names = sorted({name for found in best for name in found if name is not None})
+    return [[name, *(percent(found.get(name, {}).get("wer")) for found in best)] for name in names]
 
 
-def settings_section(runs: list[Run], names: list[str]) -> str:
-    """The settings in which the runs differ."""
-    keys = sorted(
-        {(part, key) for run in runs for part, values in run.config.items() for key in values} - NO_DIFFERENCE
-    )
+def settings_that_differ(runs: list[Run]) -> list[list[str]]:
+    """Return a row for each setting that is not the same in all runs."""
+    keys = {(part, key) for run in runs for part, values in run.config.items() for key in values} - NO_DIFFERENCE
     rows = []
-    for part, key in keys:
+    for part, key in sorted(keys):
         values = [json.dumps((run.config.get(part) or {}).get(key), ensure_ascii=False, default=str) for run in runs]
         if len(set(values)) > 1:
             rows.append([f"{part}.{key}", *values])
-    body = table(["setting", *names], rows, label="settings") if rows else "<p>All settings are the same.</p>"
-    return section("settings", "Settings that differ", body)
+    return rows

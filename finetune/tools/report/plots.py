@@ -1,4 +1,4 @@
-"""The plots of a page, as plotly.js takes them. Colours are written "@0" to "@7" and chosen in the page, for dark and light."""
+"""The plots of a page, as plotly.js takes them. Colours are "@0" to "@7": the page chooses them for dark and light."""
 
 import html
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from typing import Any
 from finetune.security.safe_text import one_line
 from finetune.tools.report.read import Run, number
 
+HEIGHT = 310  # pixels
 POINTS = 2000
 TABLE_ROWS = 25
 DASHES = ("solid", "dash", "dot", "dashdot")  # after eight colours
@@ -28,6 +29,11 @@ class Plot:
     rows: list[list[Any]]
     note: str = ""
 
+    @property
+    def height(self) -> int:
+        """Pixels."""
+        return self.layout.get("height", HEIGHT)
+
 
 @dataclass
 class Curve:
@@ -42,24 +48,26 @@ class Curve:
 def thin(
     steps: list[float], values: list[float | None], limit: int = POINTS
 ) -> tuple[list[float], list[float | None]]:
-    """At most `limit` points, with the peaks, dips and gaps of all: of each run of points the lowest, the highest, the first gap,
-    and the last point of all."""
+    """Return at most `limit` points that keep peaks, dips and gaps.
+
+    Of each stretch of points these are the lowest, the highest and the first gap; and the last point of all.
+    """
     if len(steps) <= limit:
         return steps, values
     parts = max((limit - 1) // 3, 1)
     kept = {len(values) - 1}
     for part in range(parts):
         places = range(part * len(values) // parts, (part + 1) * len(values) // parts)
-        there = [i for i in places if values[i] is not None]
+        there = [(value, i) for i in places if (value := values[i]) is not None]
         if there:
-            kept |= {min(there, key=values.__getitem__), max(there, key=values.__getitem__)}
+            kept |= {min(there)[1], max(there)[1]}
         kept |= set([i for i in places if values[i] is None][:1])
     order = sorted(kept)
     return [steps[i] for i in order], [values[i] for i in order]
 
 
 def smooth(values: list[float | None]) -> list[float | None]:
-    """Means over a window of a fiftieth of the curve."""
+    """Return means over a window of a fiftieth of the curve."""
     half = max(len(values) // 100, 2)
     sums, counts = [0.0], [0]
     for value in values:
@@ -74,13 +82,13 @@ def smooth(values: list[float | None]) -> list[float | None]:
 
 
 def curve(name: str, rows: list[dict[str, Any]], key: str | Callable[[dict[str, Any]], Any], **style: Any) -> Curve:
-    """A curve over the rows that have a step."""
+    """Return a curve over rows with a step."""
     get = (lambda row: row.get(key)) if isinstance(key, str) else key
     return Curve(name, [row["step"] for row in rows], [number(get(row)) for row in rows], style)
 
 
 def curves_plot(name: str, title: str, unit: str, curves: list[Curve], note: str = "", **axis: Any) -> Plot | None:
-    """Lines over the steps; None where there is not one value."""
+    """Return lines over the steps; None where there is not one value."""
     curves = [c for c in curves if any(value is not None for value in c.values)]
     if not curves:
         return None
@@ -104,13 +112,13 @@ def curves_plot(name: str, title: str, unit: str, curves: list[Curve], note: str
         "xaxis": {"title": {"text": "step"}},
         "yaxis": {"title": {"text": unit}, **axis},
         "showlegend": len(curves) > 1,
-        "height": 310 + 12 * max(len(curves) - 4, 0),  # room for the legend
+        "height": HEIGHT + 12 * max(len(curves) - 4, 0),  # room for the legend
     }
     return Plot(name, title, traces, layout, ["step", *(c.name for c in curves)], _table(curves), note)
 
 
 def _table(curves: list[Curve]) -> list[list[Any]]:
-    """Some of the steps, evenly chosen, the last one included."""
+    """Return some of the steps, evenly spaced, the last one included."""
     by_step: dict[float, dict[int, float | None]] = {}
     for index, c in enumerate(curves):
         for step, value in zip(c.steps, c.values, strict=True):
@@ -122,7 +130,7 @@ def _table(curves: list[Curve]) -> list[list[Any]]:
 
 
 def with_smoothed(raw: Curve) -> list[Curve]:
-    """A curve, and where it has many points a smoothed one in front of it; the curve itself then steps back."""
+    """Return a curve; where it has many points it is faint, with a smoothed one in front of it."""
     if len(raw.values) <= SMOOTHED_ABOVE:
         return [raw]
     raw.style.update(opacity=0.4, line={"width": 1})
@@ -130,7 +138,7 @@ def with_smoothed(raw: Curve) -> list[Curve]:
 
 
 def only_smoothed(raw: Curve) -> Curve:
-    """A curve that shares its plot: smoothed where it has many points, for raw ones hide each other."""
+    """Return a curve that shares its plot: smoothed where it has many points, as raw ones hide each other."""
     return Curve(raw.name, raw.steps, smooth(raw.values), raw.style) if len(raw.values) > SMOOTHED_ABOVE else raw
 
 
@@ -149,8 +157,8 @@ def gradient_plot(run: Run) -> Plot | None:
 
 
 def wer_plot(run: Run, split: str = "validation") -> Plot | None:
-    """WER by evaluation, of all languages and of each."""
-    rows = run.rows(split)
+    """WER by evaluation, over all languages and for each."""
+    rows = run.rows(split) if split == "validation" else run.curve_rows(split)
     languages = sorted({row["language"] for row in rows if row.get("language") is not None})
     names = [None, *(languages if len(languages) > 1 else [])]
     curves = []
@@ -158,9 +166,8 @@ def wer_plot(run: Run, split: str = "validation") -> Plot | None:
         style = {"line": {"width": 3.5}} if name is None else {"line": {"width": 1.5}}
         curves.append(curve(name or "all", [r for r in rows if r.get("language") == name], percent_of("wer"), **style))
     place = "wer" if split == "validation" else f"wer-{split}"
-    plot = curves_plot(
-        place, f"Word error rate on {split}", "WER, %", curves, "Step 0 is the base model.", rangemode="tozero"
-    )
+    title, note = f"Word error rate on {split}", "Step 0 is the base model."
+    plot = curves_plot(place, title, "WER, %", curves, note, rangemode="tozero")
     best = run.best(split).get(None)
     step = run.summary.get("best_step", best["step"] if best else None)
     if plot is not None and number(step) is not None:
@@ -211,8 +218,8 @@ def memory_plot(run: Run) -> Plot | None:
     return curves_plot("memory", "Memory of the first process", "GiB", curves, rangemode="tozero")
 
 
-def memory_bar(run: Run, parts: dict[str, float], measured: float | None) -> Plot:
-    """The predicted memory by parts over the measured peak.
+def memory_bar(parts: dict[str, float], measured: float | None) -> Plot:
+    """Return the predicted memory by parts above the measured peak.
 
     Args:
         parts: GiB by name.
@@ -247,7 +254,11 @@ def memory_bar(run: Run, parts: dict[str, float], measured: float | None) -> Plo
 
 
 def batch_sums(run: Run) -> dict[int, list[float]]:
-    """Batches of the first process by the whole seconds of their longest clip: batches, clips, audio seconds, padded seconds."""
+    """Return the sums over the first process's batches by the whole seconds of their longest clip.
+
+    Returns:
+        Seconds -> batches, clips, audio seconds, padded seconds.
+    """
     sums: dict[int, list[float]] = {}
     for row in run.metrics:
         found = row.get("batch_lengths")

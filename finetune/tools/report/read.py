@@ -1,4 +1,4 @@
-"""Reads the folder of a run, also of one that is going on or has died: what is missing or half written is left out."""
+"""Read the folder of a run, finished, going or dead: what is missing or half written is left out."""
 
 import re
 import sys
@@ -16,7 +16,7 @@ EXAMPLES = 3
 
 @dataclass
 class Reason:
-    """Clips in quarantine for one reason."""
+    """Quarantined clips of one reason."""
 
     text: str
     clips: int = 0
@@ -25,11 +25,11 @@ class Reason:
 
 @dataclass
 class Run:
-    """What a run left so far."""
+    """What a run has left so far."""
 
     folder: Path
     config: dict[str, dict[str, Any]]
-    """The resolved configuration; without secrets, as the environment is."""
+    """The resolved configuration; like the environment without secrets."""
     environment: dict[str, Any]
     metrics: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
@@ -41,6 +41,8 @@ class Run:
     """errors-SPLIT.json of the newest evaluation that has one, of the chosen model where the run is done."""
     plan: dict[str, Any]
     """plan.json."""
+    vocabulary: dict[str, Any]
+    """tokenizer/report.json, of a run that grew or replaced the model's vocabulary."""
 
     @property
     def name(self) -> str:
@@ -67,6 +69,45 @@ class Run:
         )
 
     @property
+    def strategy(self) -> str:
+        return " + ".join(self.summary.get("strategy") or self.environment.get("strategy") or []) or "none"
+
+    def logged(self, key: str) -> list[float]:
+        """All finite values of a key of metrics.jsonl."""
+        return [value for row in self.metrics if (value := number(row.get(key))) is not None]
+
+    @property
+    def throughput(self) -> float | None:
+        """Audio seconds per second: of the whole run, or of the last 20 logged lines."""
+        speed = number(self.summary.get("audio_seconds_per_second"))
+        last = self.logged("audio_seconds_per_second")[-20:]
+        return sum(last) / len(last) if speed is None and last else speed
+
+    @property
+    def training_seconds(self) -> float | None:
+        """Seconds in optimizer steps, without evaluations."""
+        seconds = number(self.summary.get("train_seconds"))
+        if seconds is not None or not self.metrics:
+            return seconds
+        total, before = 0.0, 0
+        for row in self.metrics:
+            total += (number(row.get("seconds_per_step")) or 0.0) * (row["step"] - before)
+            before = row["step"]
+        return total
+
+    @property
+    def peak_memory(self) -> float | None:
+        """GiB."""
+        peak = number(self.summary.get("peak_memory_gib"))
+        return max(self.logged("peak_memory_gib"), default=None) if peak is None else peak
+
+    @property
+    def peak_memory_is(self) -> str:
+        """What `peak_memory` is the peak of."""
+        of = "CUDA allocator" if self.has_gpu else "resident memory of the process"
+        return str(self.summary.get("peak_memory_is") or of)
+
+    @property
     def judged_on(self) -> str:
         """The split of the headline numbers: test, once the chosen model has been measured on it."""
         return "test" if any(row["split"] == "test" for row in self.evaluations if _of_best(row)) else "validation"
@@ -75,8 +116,17 @@ class Run:
         """Evaluations of the model in training, all languages."""
         return [row for row in self.evaluations if row["split"] == split and not _of_best(row) and _is_raw(row)]
 
+    def curve_rows(self, split: str) -> list[dict[str, Any]]:
+        """The same, with the closing evaluation of the chosen model where its step has no other row."""
+        rows = self.rows(split)
+        steps = {row["step"] for row in rows}
+        closing = [
+            row for row in self.evaluations if row["split"] == split and row["step"] not in steps and _of_best(row)
+        ]
+        return sorted([*rows, *closing], key=lambda row: row["step"])
+
     def base(self, split: str) -> dict[str | None, dict[str, Any]]:
-        """Evaluation of the base model by language; None is all of them. Empty where it was not measured."""
+        """Evaluation of the base model by language, None for all; empty where it was not measured."""
         return {row.get("language"): row for row in self.rows(split) if row["step"] == 0}
 
     def best(self, split: str) -> dict[str | None, dict[str, Any]]:
@@ -92,20 +142,21 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Reads what is there.
+    """Read what is there.
 
     Raises:
         UserError: the folder is not that of a run.
     """
     if not is_run(folder):
         raise UserError(
-            f"{folder} is no run's folder: it has no config.yaml, metrics.jsonl or summary.json. Name a training.output_dir."
+            f"{folder} is no run's folder: it has no config.yaml, metrics.jsonl or summary.json. "
+            "Name a training.output_dir."
         )
     evaluations = [
         row for row in _lines(folder / "evaluations.jsonl") if _is_step(row) and isinstance(row.get("split"), str)
     ]
     config, environment = _sections(folder / "config.yaml"), _object(folder / "environment.json")
-    # The page is passed on. Its reader may know whose run it is, so that names and paths stay.
+    # The page is passed on. Its readers may know whose run it is: names and paths stay.
     secrets = known_secrets(config, environment, environment={})
     return Run(
         folder=folder,
@@ -113,28 +164,27 @@ def read_run(folder: Path) -> Run:
         environment=clean(environment, secrets, personal=False),
         metrics=[row for row in _lines(folder / "metrics.jsonl") if _is_step(row)],
         evaluations=evaluations,
-        quarantine=_reasons(folder / "quarantine.jsonl"),
+        quarantine=quarantine_reasons(folder / "quarantine.jsonl"),
         summary=_object(folder / "summary.json"),
         mistakes=_mistakes(folder, evaluations),
         plan=_object(folder / "plan.json"),
+        vocabulary=_object(folder / "tokenizer" / "report.json"),
     )
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run began in this folder."""
+    """Return whether a run began in this folder."""
     return any((folder / name).is_file() for name in ("config.yaml", "metrics.jsonl", "summary.json"))
 
 
 def stage_folders(folder: Path) -> list[Path]:
-    """Folders of the stages that a plan trained here, in their order."""
-    found = [
-        (int(m[1]), p) for p in folder.glob("stage-*") if (m := re.fullmatch(r"stage-(\d+)", p.name)) and is_run(p)
-    ]
-    return [path for _, path in sorted(found)]
+    """Return the folders of the stages that a plan trained here, in order."""
+    found = [path for path in folder.glob("stage-*") if path.name[6:].isdecimal() and is_run(path)]
+    return sorted(found, key=lambda path: int(path.name[6:]))
 
 
 def number(value: Any) -> float | None:
-    """A finite number as it is; None for everything else."""
+    """Return a finite number as it is, None for everything else."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and -sys.float_info.max <= value <= sys.float_info.max else None
 
@@ -144,7 +194,7 @@ def _of_best(row: dict[str, Any]) -> bool:
 
 
 def _is_raw(row: dict[str, Any]) -> bool:
-    """Of the weights as they are trained, no average of them."""
+    """Of the weights as they are trained, not of an average."""
     return row.get("weights", "raw") == "raw"
 
 
@@ -153,7 +203,7 @@ def _is_step(row: dict[str, Any]) -> bool:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file; lines that are not whole are left out."""
+    """Yield the objects of a JSON-lines file; broken lines are left out."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -183,16 +233,15 @@ def _sections(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _mistakes(folder: Path, evaluations: list[dict[str, Any]]) -> dict[str, Any]:
-    known = {
-        (row["step"], row["split"]) for row in evaluations
-    }  # a run that was continued from an earlier step knows fewer
+    # A run continued from an earlier step knows fewer evaluations than it has files.
+    known = {(row["step"], row["split"]) for row in evaluations}
     found = [_object(folder / f"errors-{split}.json") for split in ("test", "validation")]
     found = [m for m in found if (m.get("step"), m.get("split")) in known]
     return max(found, key=lambda m: (_of_best(m), m["step"]), default={})
 
 
-def _reasons(path: Path) -> list[Reason]:
-    """Reasons without what differs from clip to clip in them."""
+def quarantine_reasons(path: Path) -> list[Reason]:
+    """Group the lines of quarantine.jsonl by reason, ignoring what differs from clip to clip."""
     found: dict[str, Reason] = {}
     for row in _lines(path):
         text = re.sub(r"'[^']*'|\"[^\"]*\"|\S*/\S+|\d+(\.\d+)?", "…", str(row.get("reason") or "no reason"))[:200]

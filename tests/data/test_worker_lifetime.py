@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import psutil
@@ -20,14 +19,16 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux 
 READS = """
 import sys, time
 import psutil
+import torch.utils.data._utils
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 3600.0  # torch's own look whether the parent lives
 from stream_cases import make_stream
 
 stream = make_stream(sys.argv[1], workers=2, batch_size=1)
 batches = stream.batches()
 next(batches)
-time.sleep(1)
+time.sleep(1)  # the workers fill their pipes
 print(*(child.pid for child in psutil.Process().children()), flush=True)
-time.sleep(600)
+time.sleep(3600)
 """
 
 
@@ -45,9 +46,7 @@ def test_workers_that_wait_for_a_reader_end_with_their_killed_parent(corpus: Pat
             assert len(workers) == 2
             parent.send_signal(signal.SIGKILL)
             parent.wait()
-            started = time.monotonic()
-            assert not psutil.wait_procs(workers, timeout=20)[1]
-            assert time.monotonic() - started < 2
+            assert not psutil.wait_procs(workers, timeout=900)[1]
         finally:
             for worker in workers:
                 if worker.is_running():

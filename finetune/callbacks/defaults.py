@@ -1,0 +1,78 @@
+"""The callbacks of a run, put together from its configuration."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from finetune.callbacks.averaging import CheckpointAverage, Ema
+from finetune.callbacks.drift import DriftMonitor
+from finetune.callbacks.eta import Place
+from finetune.callbacks.memory_recovery import MemoryRecovery
+from finetune.callbacks.panel import ProgressPanel
+from finetune.callbacks.profiler import Profiler
+from finetune.callbacks.report import ReportWriter
+from finetune.callbacks.trackers import TrackerLogger
+from finetune.training.trainer import Trainer
+
+
+def add_step_callbacks(trainer: Trainer) -> MemoryRecovery | None:
+    """Register what changes the steps of a run or their memory: moving average, recovery from out of memory.
+
+    Returns:
+        The recovery, where `training.auto_batch` asks for it.
+    """
+    config, t = trainer.config, trainer.config.training
+    if t.ema_decay:
+        trainer.add_callback(Ema(trainer.model, t.ema_decay, t.ema_device, trainer.accelerator.num_processes))
+    if not (t.auto_batch and config.data.batch_bounds):
+        return None
+    recovery = MemoryRecovery(
+        trainer.accelerator,
+        config,
+        trainer.progress,
+        trainer.module,
+        trainer.optimizer,
+        trainer.model,
+        resumed=bool(t.resume_from_checkpoint),
+    )
+    trainer.add_callback(recovery)
+    return recovery
+
+
+def add_run_callbacks(
+    trainer: Trainer, write_report: Callable[[Path, bool], None], place: Place, profile_steps: int | None
+) -> ProgressPanel:
+    """Register what watches a run and shows it.
+
+    Args:
+        trainer: of the run.
+        write_report: writes the page of a run's directory; its second argument logs where it is.
+        place: in a plan of stages.
+        profile_steps: steps to record with torch.profiler; None: none.
+
+    Returns:
+        The panel, to be shown.
+    """
+    accelerator, config, progress = trainer.accelerator, trainer.config, trainer.progress
+    t = config.training
+    if t.average_checkpoints:
+        trainer.add_callback(CheckpointAverage(accelerator, config, progress, trainer.model))
+    if profile_steps is not None:
+        trainer.add_callback(
+            Profiler(
+                accelerator,
+                config,
+                progress,
+                trainer.model,
+                trainer.loss_module,
+                trainer.total_steps,
+                profile_steps,
+                trainer.pause,
+            )
+        )
+    trainer.add_callback(TrackerLogger(accelerator, trainer.model.preprocessor._sample_rate, t.sample_predictions))
+    trainer.add_callback(DriftMonitor(accelerator, trainer.loss_module, progress, workers=t.dataloader_num_workers))
+    judged = "test" if "test" in trainer.sources else "validation"
+    panel = ProgressPanel(accelerator, config, progress, judged, trainer.expected_steps, place)
+    trainer.add_callback(panel)
+    trainer.add_callback(ReportWriter(accelerator.is_main_process, trainer.output_dir, write_report))
+    return panel

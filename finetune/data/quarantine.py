@@ -1,0 +1,75 @@
+"""Quarantine: utterances that cannot be used, how they are reported, and when there are too many.
+
+Reading or decoding an unusable row raises `BadUtterance`. The worker adds it to the `Report` that travels with its next batch; the
+training loop writes the new ones to quarantine.jsonl and calls `check_bad_fraction`. Utterances that a filter leaves out
+(`finetune.data.filters`) are counted in the same report and never in the fraction.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from finetune.errors import UserError
+
+BAD_FRACTION_JUDGED_AFTER = 200  # rows read, or all of an epoch that has fewer
+REPORT_AFTER_ROWS = 200  # a worker that finds nothing usable for so long reports without a batch
+
+Record = dict[str, str]
+"""One line of quarantine.jsonl: `id`, `source` (file and line or row) and `reason`."""
+
+
+class BadUtterance(Exception):
+    """An utterance that cannot be used; the text is the reason in quarantine.jsonl."""
+
+
+@dataclass
+class Report:
+    """What a worker read and left out since its last batch."""
+
+    rows_read: int = 0
+    quarantined: list[Record] = field(default_factory=list)
+    filtered: dict[str, int] = field(default_factory=dict)
+    error: str | None = None
+
+    def count_filtered(self, reason: str) -> None:
+        self.filtered[reason] = self.filtered.get(reason, 0) + 1
+
+    def quarantine(self, name: str, place: str, reason: str) -> None:
+        self.quarantined.append({"id": name, "source": place, "reason": reason})
+
+
+def new_records(records: list[Record], known: set[tuple[str, str]]) -> list[Record]:
+    """Return the records that no earlier epoch wrote, and add their (source, id) to `known`."""
+    new = []
+    for record in records:
+        key = (record["source"], record["id"])
+        if key not in known:
+            known.add(key)
+            new.append(record)
+    return new
+
+
+def exceeds_bad_fraction(quarantined: int, rows_read: int, limit: float, all_read: bool) -> bool:
+    """Return whether more than `data.max_bad_fraction` of the rows are bad; False until enough rows, or all, are read."""
+    return (all_read or rows_read >= BAD_FRACTION_JUDGED_AFTER) and quarantined > limit * rows_read
+
+
+def check_bad_fraction(quarantined: int, rows_read: int, limit: float, all_read: bool, file: Path) -> None:
+    """Raise UserError where `exceeds_bad_fraction`; `file` is the quarantine.jsonl that lists the reasons."""
+    if exceeds_bad_fraction(quarantined, rows_read, limit, all_read):
+        raise UserError(
+            f"{quarantined} of {rows_read} clips had to be put in quarantine, more than "
+            f"data.max_bad_fraction={limit:g}. The reasons are in {file}. Mend the data, or "
+            "raise data.max_bad_fraction.",
+            exit_code=1,
+        )
+
+
+def nothing_left(rows_read: int, quarantined: int, filtered: dict[str, int], file: Path) -> UserError:
+    """Return the error for an epoch without a single usable utterance."""
+    reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(filtered.items())) or "none"
+    return UserError(
+        f"data.train: no clip is left to train on. Read {rows_read}, put {quarantined} in quarantine (reasons in "
+        f"{file}), left out by filters: {reasons}. Check data.min_duration, data.max_duration "
+        "and the reasons.",
+        exit_code=1,
+    )

@@ -1,0 +1,152 @@
+"""What `data:` of the run file describes: sources, filters, batch limits, and how many utterances there are."""
+
+import contextlib
+import itertools
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from finetune.config.schema import DataConfig, RunConfig
+from finetune.data.audio_root import check_root
+from finetune.data.augment import parse_augmentation
+from finetune.data.batching import BatchLimits
+from finetune.data.filters import FilteredUtterance, Filters, parse_filters
+from finetune.data.leave_out import LeaveOut
+from finetune.data.options import StreamOptions
+from finetune.data.quarantine import BadUtterance
+from finetune.data.reader import rows_from
+from finetune.data.retry import Unreachable, UnreadableShard
+from finetune.data.sources import OpenSource, open_source, parse_sources
+from finetune.data.utterances import examine, no_tokens
+from finetune.errors import UserError
+
+SHARDS_TO_SAMPLE, ROWS_TO_SAMPLE = 16, 32
+DEFAULT_SPLIT = {"train": "train", "validation": "validation", "test": "test", "guard": "test"}
+
+
+def open_sources(config: RunConfig) -> dict[str, list[OpenSource]]:
+    """Open every source that the run file names; all problems are reported at once."""
+    d = config.data
+    opened: dict[str, list[OpenSource]] = {}
+    problems, root = [], None
+
+    @contextlib.contextmanager
+    def collecting() -> Iterator[None]:
+        try:
+            yield
+        except UserError as error:
+            problems.append(str(error))
+
+    with collecting():
+        root = check_root(d.root)
+    with collecting():
+        parse_filters(plain(d.filters), "data.filters")
+    with collecting():
+        parse_augmentation(plain(d.augment), "data.augment")
+    for key, split in DEFAULT_SPLIT.items():
+        value = plain(getattr(d, key))
+        with collecting():
+            if value:
+                sources = [open_source(s, f"data.{key}") for s in parse_sources(value, f"data.{key}", split)]
+                opened[key] = [replace(s, root=root) for s in sources]
+    train = opened.get("train", [])
+    with collecting():
+        if d.temperature is not None and train:
+            weigh_languages(train, d.temperature)
+    with collecting():
+        if d.leave_out:
+            _check_files(LeaveOut(d.leave_out, "data.leave_out"), train)
+    unknown = [s for s in train if any(shard.rows is None for shard in s.shards)]
+    if d.skip_samples and (unknown or any(s.source.weight is not None for s in train)):
+        problems.append(
+            "data.skip_samples: a mixture, or a source that does not tell its number of clips, has no subset to skip."
+        )
+    if problems:
+        raise UserError("\n".join(problems))
+    return opened
+
+
+def _check_files(leave_out: LeaveOut, sources: list[OpenSource]) -> None:
+    """Raise UserError where a list is of other data, since it would leave out nothing."""
+    files = {shard.file for source in sources for shard in source.shards}
+    if leave_out.files and sources and not leave_out.files & files:
+        raise UserError(
+            f"data.leave_out names rows of {min(leave_out.files)}, but data.train reads {min(files)}; "
+            "run the check with the paths of the run file (--config)."
+        )
+
+
+def weigh_languages(sources: list[OpenSource], temperature: float) -> None:
+    """Give each source a weight, in place: its language's utterances to the power of 1 / temperature, shared by its own.
+
+    Raises:
+        UserError: a source has a weight already, or does not tell its language or its number of utterances.
+    """
+    counts: dict[str, int] = {}
+    for source in sources:
+        language, path = source.source.language, source.source.path
+        lacks = "language" if not language else "number of clips" if source.clips is None else None
+        if source.source.weight is not None or lacks:
+            why = f"{path} does not tell its {lacks}" if lacks else f"{path} has a weight"
+            raise UserError(
+                f"data.temperature: {why}. Set `language` for every source of data.train, and no `weight`."
+            )
+        counts[str(language)] = counts.get(str(language), 0) + (source.clips or 0)
+    for source in sources:
+        of_language = counts[str(source.source.language)]
+        source.source.weight = of_language ** (1 / temperature) * (source.clips or 0) / of_language
+
+
+def with_filters(sources: list[OpenSource], data: DataConfig) -> list[OpenSource]:
+    """Return the sources with their filters: their own, then `data.filters` and the bounds of duration."""
+    common = parse_filters(plain(data.filters), "data.filters", Filters(data.min_duration, data.max_duration))
+    return [
+        replace(s, filters=parse_filters(s.source.filters, f"filters of {s.source.path}", common)) for s in sources
+    ]
+
+
+def plain(value: Any) -> Any:
+    """Return OmegaConf's mapping or list as Python's."""
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def train_limits(config: RunConfig) -> BatchLimits:
+    """Return what a training batch of one process may hold."""
+    d = config.data
+    bounds = tuple((float(seconds), int(clips)) for seconds, clips in d.batch_bounds)
+    clips = 0 if d.batch_duration or bounds else config.training.per_device_train_batch_size
+    return BatchLimits(clips=clips, seconds=d.batch_duration, cells=d.batch_cells, bounds=bounds)
+
+
+def mean_seconds(sources: list[OpenSource], data: DataConfig) -> float:
+    """Return the mean length of the utterances to train on, from some of each source; 10 where none of these can be used."""
+    limits = BatchLimits(seconds=1.0)
+    options = StreamOptions(limits, 16_000, text_normalization=data.text_normalization, read_retries=data.read_retries)
+    found = []
+    for source in with_filters(sources, data):
+        for index in np.unique(np.linspace(0, len(source.shards) - 1, SHARDS_TO_SAMPLE).astype(int)):
+            rows = rows_from(source.shards[index], 0, data.read_retries if source.remote else 0)
+            with contextlib.suppress(UnreadableShard, Unreachable):
+                for number, row in itertools.islice(rows, ROWS_TO_SAMPLE):
+                    with contextlib.suppress(BadUtterance, FilteredUtterance):
+                        found.append(examine(source, "", (0, 0, 0, number), row, options, no_tokens).seconds)
+    return statistics.fmean(found) if found else 10.0
+
+
+def count_clips(sources: list[OpenSource], max_samples: int, skip_samples: int = 0) -> int | None:
+    """Return the utterances of one epoch before filters, or None where a source does not tell."""
+    limit = max_samples if max_samples >= 0 else None
+    first = sources[0]
+    if first.source.weight is not None:  # one pass over the first source, and the others in proportion
+        weights = [s.source.weight or 0.0 for s in sources]
+        total = None if first.clips is None else round(first.clips * sum(weights) / first.source.weight)
+    else:
+        counts = [s.clips for s in sources if s.clips is not None]
+        total = sum(counts) if len(counts) == len(sources) else None
+    if total is None:
+        return limit
+    return max((total if limit is None else min(total, limit)) - skip_samples, 0)

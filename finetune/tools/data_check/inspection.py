@@ -1,0 +1,337 @@
+"""Inspection of a data set: every shard is read and decoded in parallel, and the counts of all shards are put together.
+
+Each shard leaves a part (`parts/NNNNNN.json` and `.npy`), so that an interrupted inspection goes on where it was. S samples, C channels.
+"""
+
+import hashlib
+import json
+import logging
+import math
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from finetune.config.load import load_config
+from finetune.config.schema import RunConfig
+from finetune.config.tokenizer_setting import tokenizer_setting
+from finetune.data.audio_root import check_root
+from finetune.data.batching import BatchLimits, Buffer, Entry
+from finetune.data.filters import FilteredUtterance, Filters, level, parse_filters
+from finetune.data.leave_out import DUPLICATE, hash_of
+from finetune.data.options import StreamOptions
+from finetune.data.quarantine import BadUtterance
+from finetune.data.reader import rows_from
+from finetune.data.retry import Unreachable, UnreadableShard
+from finetune.data.run_file import plain, train_limits, with_filters
+from finetune.data.shards import Row, Shard
+from finetune.data.sources import OpenSource, Source, open_source, parse_sources
+from finetune.data.utterances import examine, read_samples, row_id, text_encoder
+from finetune.data.worker_lifetime import ends_with_this_process
+from finetune.errors import UserError
+
+log = logging.getLogger(__name__)
+
+BINS = {
+    "seconds": (0.0, 40.0, 80),
+    "characters per second": (0.0, 40.0, 80),
+    "tokens": (0.0, 400.0, 80),
+    "level in dB of full scale": (-80.0, 0.0, 80),
+}
+COUNTERS = ("seconds_by_language", "clips_by_language", "filtered", "sample_rates", "channels")
+SAMPLED_A_SHARD = 200
+"""Utterances of each shard whose lengths may take part in the estimate of padding."""
+PADDING_SAMPLE = 20_000
+
+
+@dataclass
+class Work:
+    """What is inspected, and how. Processes that read shards inherit it: a tokenizer cannot be sent to them."""
+
+    sources: list[OpenSource]
+    options: StreamOptions
+    encode: Callable[[str], list[int]]
+    model: tuple[str | None, str | None]
+    """Name and tokenizer directory."""
+    max_bad_fraction: float
+    parts: Path
+
+    def __post_init__(self) -> None:
+        self.shards = [(source, shard) for source in self.sources for shard in source.shards]
+
+
+_inherited: list[Work] = []
+
+
+# ---- what is inspected ---------------------------------------------------------------------------------------------
+
+
+def work_on_data(data: list[str], split: str, model: str | None, tokenizer: str | None, folder: Path) -> Work:
+    """Inspect data sets as they are, with batches of 16; a model's tokenizer and frames count where one is named."""
+    sources = [open_source(source, "--data") for source in parse_sources(data, "--data", split)]
+    sources = [replace(s, filters=parse_filters(s.source.filters, "--data", Filters())) for s in sources]
+    options = StreamOptions(BatchLimits(clips=16), sample_rate=16_000, check_durations=True)
+    work = Work(sources, options, len_of_characters, (model, tokenizer), 0.05, folder / "parts")
+    if model is not None:
+        _use_model(work)
+    return work
+
+
+def work_on_run_file(file: Path, overrides: list[str], folder: Path) -> Work:
+    """Inspect `data.train` of a run file with its filters, model and batches."""
+    config, _ = load_config(file, [], overrides)
+    d = config.data
+    sources = [open_source(s, "data.train") for s in parse_sources(plain(d.train), "data.train", "train")]
+    root = check_root(d.root)
+    options = StreamOptions(
+        train_limits(config),
+        sample_rate=16_000,
+        shuffle_buffer_size=d.shuffle_buffer_size,
+        text_normalization=d.text_normalization,
+        check_durations=True,
+    )
+    sources = with_filters([replace(s, root=root) for s in sources], d)
+    model = (config.model.name, tokenizer_setting(config).dir)
+    work = Work(sources, options, len_of_characters, model, d.max_bad_fraction, folder / "parts")
+    _use_model(work, config)
+    return work
+
+
+def _use_model(work: Work, config: RunConfig | None = None) -> None:
+    """Tokenise as the model does, or as the run file changes its tokenizer, and judge by its frames."""
+    from finetune.models.loading import load_model
+    from finetune.training.data import fits_of
+    from finetune.training.vocabulary_change import tokenizer_of_run
+
+    model = load_model(*work.model)
+    work.encode = text_encoder(model.tokenizer if config is None else tokenizer_of_run(model, config))
+    work.options = replace(work.options, sample_rate=model.preprocessor._sample_rate, fits=fits_of(model))
+
+
+def len_of_characters(text: str) -> list[int]:
+    """Stand in for a tokenizer: four characters a token."""
+    return [0] * math.ceil(len(text) / 4)
+
+
+# ---- one shard -----------------------------------------------------------------------------------------------------
+
+
+def inspect_shard(index: int) -> Path:
+    """Read a shard and write its part; one that was read to its end before is left as it is."""
+    work = _inherited[0]
+    options, (source, shard) = work.options, work.shards[index]
+    file = work.parts / f"{index:06d}.json"
+    if file.is_file() and json.loads(file.read_text(encoding="utf-8"))["error"] is None:
+        return file
+    found: dict[str, Any] = {
+        "rows": 0,
+        "clips": 0,
+        **{name: Counter() for name in COUNTERS},
+        "problems": [],
+        "histograms": {name: np.zeros(bins, dtype=np.int64) for name, (_, _, bins) in BINS.items()},
+        "sample": [],
+        "error": None,
+    }
+    names, random = [], np.random.default_rng(index)
+    try:
+        for number, row in rows_from(shard, 0, options.read_retries if source.remote else 0):
+            found["rows"] += 1
+            place = shard.place(number)
+            try:
+                entry = examine(source, place, (0, 0, 0, number), row, options, work.encode)
+                samples_SC, rate, audio_S = read_samples(entry, options)
+                if options.fits is not None and not options.fits([len(audio_S)], [len(entry.tokens)])[0]:
+                    raise FilteredUtterance("more_tokens_than_frames")
+            except FilteredUtterance as reason:
+                found["filtered"][str(reason)] += 1
+                continue
+            except BadUtterance as reason:
+                found["problems"].append({"id": row_id(source, place, row), "source": place, "reason": str(reason)})
+                continue
+            _count(found, entry, len(audio_S) / options.sample_rate, samples_SC, rate, random)
+            part = f" from {entry.offset}" if entry.has_offset else ""  # parts of one file share its path
+            names.append((hash_of(_whole_id(source, shard, row, place) + part), number))
+    except (UnreadableShard, Unreachable) as error:
+        found["error"] = str(error)
+    found["histograms"] = {name: counts.tolist() for name, counts in found["histograms"].items()}
+    np.save(file.with_suffix(".npy"), np.array(names, dtype=np.uint64).reshape(-1, 2))
+    aside = file.with_suffix(".tmp")
+    aside.write_text(json.dumps(found), encoding="utf-8")
+    os.replace(aside, file)
+    return file
+
+
+def _whole_id(source: OpenSource, shard: Shard, row: Row, place: str) -> str:
+    """Return an id that is unique in all of the data: paths and keys of tar members are so in their folder or file only."""
+    if row.get(source.columns.get("id", "")) and source.columns["id"] != "__key__":
+        return row_id(source, place, row)
+    return f"{source.folder if source.is_manifest else shard.file}\0{row_id(source, place, row)}"
+
+
+def _count(
+    found: dict[str, Any], entry: Entry, seconds: float, samples_SC: np.ndarray, rate: int, random: np.random.Generator
+) -> None:
+    found["clips"] += 1
+    found["clips_by_language"][entry.language or "?"] += 1
+    found["seconds_by_language"][entry.language or "?"] += seconds
+    found["sample_rates"][str(rate)] += 1
+    found["channels"][str(samples_SC.shape[1] if samples_SC.ndim == 2 else 1)] += 1
+    values = {
+        "seconds": seconds,
+        "characters per second": len(entry.text) / max(seconds, 1e-3),
+        "tokens": len(entry.tokens),
+        "level in dB of full scale": level(samples_SC),
+    }
+    for name, value in values.items():
+        low, high, bins = BINS[name]
+        place = int((min(max(value, low), high) - low) / (high - low) * bins)
+        found["histograms"][name][min(place, bins - 1)] += 1
+    pair = [round(seconds, 3), len(entry.tokens)]
+    if len(found["sample"]) < SAMPLED_A_SHARD:
+        found["sample"].append(pair)
+    elif (place := int(random.integers(found["clips"]))) < SAMPLED_A_SHARD:
+        found["sample"][place] = pair
+
+
+# ---- all of them ---------------------------------------------------------------------------------------------------
+
+
+def gather(files: list[Path]) -> dict[str, Any]:
+    """Return the sums over all shards."""
+    total: dict[str, Any] = {"rows": 0, "clips": 0, "errors": []}
+    lengths: list[np.ndarray] = []
+    sums: dict[str, Counter[str]] = {name: Counter() for name in COUNTERS}
+    histograms = {name: np.zeros(bins, dtype=np.int64) for name, (_, _, bins) in BINS.items()}
+    problems: Counter[str] = Counter()
+    for file in files:
+        part = json.loads(file.read_text(encoding="utf-8"))
+        total["rows"] += part["rows"]
+        total["clips"] += part["clips"]
+        lengths.append(np.array(part["sample"], dtype=np.float64).reshape(-1, 2))  # lists take ten times as much
+        total["errors"] += [part["error"]] if part["error"] else []
+        for name in COUNTERS:
+            sums[name].update(part[name])
+        for name in histograms:
+            histograms[name] += np.array(part["histograms"][name])
+        problems.update(kind_of(problem["reason"]) for problem in part["problems"])
+    total["sample"] = np.concatenate(lengths)
+    total["duplicates"] = find_duplicates(files)
+    return {
+        **total,
+        **{name: dict(sorted(counter.items())) for name, counter in sums.items()},
+        "hours": sum(sums["seconds_by_language"].values()) / 3600,
+        "bad": sum(problems.values()),
+        "problems": dict(problems.most_common()),
+        "duplicate_ids": sum(len(rows) for rows in total["duplicates"].values()),
+        "histograms": {
+            name: {"from": BINS[name][0], "to": BINS[name][1], "counts": counts.tolist()}
+            for name, counts in histograms.items()
+        },
+    }
+
+
+def find_duplicates(files: list[Path]) -> dict[int, list[int]]:
+    """Return the usable rows of each shard whose id a usable row before them has."""
+    arrays = [np.load(file.with_suffix(".npy")) for file in files]
+    names = np.concatenate([array[:, 0] for array in arrays])
+    again = np.ones(len(names), dtype=bool)
+    again[np.unique(names, return_index=True)[1]] = False
+    parts = np.split(again, np.cumsum([len(array) for array in arrays])[:-1])
+    return {
+        i: array[part, 1].tolist() for i, (array, part) in enumerate(zip(arrays, parts, strict=True)) if part.any()
+    }
+
+
+def kind_of(reason: str) -> str:
+    """Strip from a reason what differs between utterances, so that equal ones can be counted."""
+    for word in ("there is no file", "the tokenizer has no piece", "the row says", "offset"):
+        if reason.startswith(word):
+            return word
+    return reason.split(":")[0].split(" (")[0]
+
+
+def estimate_padding(sample: list[list[float]], limits: BatchLimits, buffer_size: int) -> dict[str, float]:
+    """Return the share of padding in batches by duration and at random, drawn from (seconds, tokens) as the stream draws."""
+    found, nowhere = {}, OpenSource(Source(""), [])
+    for name, group in (("by duration", True), ("at random", False)):
+        buffer, used, padded, draws = Buffer(limits, True, group), 0.0, 0.0, 0
+        rest = [
+            Entry((0, 0, 0, i), s, [0] * int(n), 0, "", "", "", "", None, nowhere, None, False, None, 0)
+            for i, (s, n) in enumerate(sample)
+        ]
+        while rest or buffer.entries:
+            while rest and len(buffer.entries) < buffer_size:
+                buffer.add(rest.pop())
+            batch = buffer.draw((0, draws), last=not rest)
+            draws += 1
+            used += sum(e.seconds for e in batch)
+            padded += len(batch) * max(e.seconds for e in batch)
+        found[name] = 1 - used / padded if padded else 0.0
+    return found
+
+
+def inspect(work: Work, folder: Path, workers: int) -> dict[str, Any]:
+    """Return all figures, after reading the shards that were missing, and write problems.jsonl."""
+    there = begin(work)
+    if there:
+        log.info("goes on: %d of %d shards have been read before", there, len(work.shards))
+    _inherited[:] = [work]
+    files = read_all(work, workers)
+    (work.parts / "of.txt").unlink()  # the next inspection reads everything again: audio may have changed
+    found = gather(files)
+    sample, duplicates = found.pop("sample"), found.pop("duplicates")
+    some = np.random.default_rng(0).permutation(len(sample))[:PADDING_SAMPLE]
+    found["padding"] = estimate_padding(sample[some].tolist(), work.options.limits, work.options.shuffle_buffer_size)
+    found["bad_fraction"] = found["bad"] / max(found["rows"], 1)
+    found["max_bad_fraction"] = work.max_bad_fraction
+    with (folder / "problems.jsonl").open("w", encoding="utf-8", errors="backslashreplace") as out:
+        for index, (file, (_, shard)) in enumerate(zip(files, work.shards, strict=True)):
+            problems = json.loads(file.read_text(encoding="utf-8"))["problems"]
+            problems += [{"source": shard.place(row), "reason": DUPLICATE} for row in duplicates.get(index, ())]
+            out.writelines(json.dumps(problem, ensure_ascii=False) + "\n" for problem in problems)
+    return found
+
+
+def read_all(work: Work, workers: int) -> list[Path]:
+    """Inspect all shards in parallel; return their parts in order."""
+    shards = work.shards
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), ends_with_this_process()) as pool:
+        waiting = {pool.submit(inspect_shard, index): index for index in range(len(shards))}
+        files: dict[int, Path] = {}
+        try:
+            for done in tqdm(as_completed(waiting), total=len(shards), desc="check", unit="shard"):
+                files[waiting[done]] = done.result()
+        except BrokenProcessPool as error:
+            _, shard = shards[min(set(range(len(shards))) - set(files))]
+            raise UserError(
+                f"a process was killed, most likely for want of memory, at {shard.place(0)} or in one of the {workers} "
+                "shards behind it. What has been read is kept: start again, with fewer --workers.",
+                exit_code=1,
+            ) from error
+    return [files[index] for index in range(len(shards))]
+
+
+def begin(work: Work) -> int:
+    """Make the folder of parts and count those there; parts of another inspection, or of a finished one, are removed."""
+    shards: list[list[Any]] = [[shard.file, shard.first, shard.rows] for _, shard in work.shards]
+    files = sorted({shard.file for _, shard in work.shards})
+    shards += [[file, os.stat(file).st_size, os.stat(file).st_mtime_ns] for file in files if os.path.isfile(file)]
+    filters = [(asdict(source.filters), asdict(source.source)) for source in work.sources]
+    options = work.options
+    key = json.dumps([shards, filters, options.text_normalization, options.sample_rate, work.model], default=str)
+    mark = work.parts / "of.txt"
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    work.parts.mkdir(parents=True, exist_ok=True)
+    if not mark.is_file() or mark.read_text() != digest:
+        for file in work.parts.iterdir():
+            file.unlink()
+    mark.write_text(digest)
+    return sum(1 for _ in work.parts.glob("*.json"))

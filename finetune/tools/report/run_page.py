@@ -1,0 +1,340 @@
+"""What stands in a run's page: the values that templates/run.html shows."""
+
+import json
+import shlex
+from typing import Any, NamedTuple
+
+import yaml
+
+from finetune.evaluation.significance import verdict
+from finetune.tools.report import plots
+from finetune.tools.report.formats import change, duration, gib, hours, millions, percent, text_of
+from finetune.tools.report.plots import Plot
+from finetune.tools.report.read import Run, number
+
+LISTED_WORDS = 15
+LISTED_PIECES = 20
+AUDIO_SECONDS = 20  # that errors-SPLIT.json keeps of an utterance
+WEIGHTS = {"ema": "moving average of the weights, ", "average": "mean of evaluated states, "}
+NAVIGATION = [
+    ("result", "Result"),
+    ("run", "The run"),
+    ("curves", "Curves"),
+    ("memory-section", "Memory"),
+    ("batches", "Batches"),
+    ("errors", "Errors"),
+    ("left-out", "Left out"),
+    ("use", "Use"),
+    ("reproduce", "Reproduce"),
+]
+
+
+class Tile(NamedTuple):
+    """A headline number."""
+
+    name: str
+    value: str
+    below: str = ""
+    kind: str = ""
+    """good or bad, for what stands below."""
+
+
+def run_values(run: Run) -> tuple[dict[str, Any], list[Plot | None]]:
+    """Return the values of a run's page, and its plots."""
+    curves = [
+        plots.loss_plot(run),
+        plots.wer_plot(run),
+        plots.wer_plot(run, "guard") if any(row["step"] for row in run.curve_rows("guard")) else None,
+        plots.rates_plot(run),
+        plots.throughput_plot(run),
+        plots.memory_plot(run),
+        plots.gradient_plot(run),
+        plots.waiting_plot(run),
+    ]
+    memory, bar = predicted_memory(run)
+    lengths = plots.lengths_plot(run)
+    model = run.folder / "model.nemo"
+    filtered, versions = run.summary.get("filtered"), run.environment.get("versions")
+    values = {
+        "run": run,
+        "navigation": NAVIGATION,
+        "intro": status(run),
+        "tiles": tiles(run),
+        "languages": language_rows(run),
+        "notes": result_notes(run),
+        "what_was_run": what_was_run(run),
+        "curve_plots": curves,
+        "memory": memory,
+        "memory_bar": bar,
+        "padding": padding_fraction(run),
+        "grouped": run.setting("data", "group_by_duration", True) and run.setting("data", "shuffle", True),
+        "lengths": lengths,
+        "frequent_words": lambda kind, columns: frequent_words(run, kind, columns),
+        "clips": worst_clips(run),
+        "quarantined": sum(reason.clips for reason in run.quarantine),
+        "reasons": [[r.text, r.clips, ", ".join(e["id"] for e in r.examples)] for r in run.quarantine],
+        "examples": [[e["id"], e["source"], e["reason"]] for r in run.quarantine for e in r.examples],
+        "filtered": [[name.replace("_", " "), n] for name, n in sorted(filtered.items(), key=lambda item: -item[1])]
+        if isinstance(filtered, dict)
+        else None,
+        "model_megabytes": model.stat().st_size / 1e6 if model.is_file() else None,
+        "use": commands_for_use(run),
+        "reproduce": commands_to_reproduce(run),
+        "config_yaml": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)
+        if run.config
+        else "# config.yaml is missing",
+        "versions": list(versions.items()) if isinstance(versions, dict) else [],
+    }
+    return values, [*curves, bar, lengths]
+
+
+def status(run: Run) -> str:
+    """Return how far the run is, in a sentence or two."""
+    if run.finished:
+        took = duration(number(run.summary.get("wall_seconds")))
+        return f"Done: {text_of(run.summary.get('steps'))} steps in {took}."
+    total = run.environment.get("total_steps")
+    so_far = f"step {run.step:,}" + (f" of {total:,}" if isinstance(total, int) else "")
+    return (
+        f"Not done: the last that is known is {so_far}. If the run has died, "
+        "training.resume_from_checkpoint=true continues it from its last checkpoint."
+    )
+
+
+# ---- result --------------------------------------------------------------------------------------------------------
+
+
+def tiles(run: Run) -> list[Tile]:
+    """Return the headline numbers, error rates beside those of the base model."""
+    split, s = run.judged_on, run.summary
+    now, before = run.best(split).get(None, {}), run.base(split).get(None, {})
+    last = run.metrics[-1] if run.metrics else {}
+    speed = run.throughput
+    found = [
+        rate_tile(f"WER on {split}", now.get("wer"), before.get("wer")),
+        rate_tile(f"CER on {split}", now.get("cer"), before.get("cer")),
+    ]
+    if s.get("guard_wer_after") is not None:
+        found.append(rate_tile("WER on guard", s["guard_wer_after"], s.get("guard_wer_before")))
+    weights = WEIGHTS.get(s.get("best_weights", ""), "")
+    return [
+        *found,
+        Tile("Best step", text_of(s.get("best_step", now.get("step"))), f"{weights}chosen by WER on validation"),
+        Tile("Throughput", "–") if speed is None else Tile("Throughput", f"{speed:.1f}", "seconds of audio a second"),
+        Tile("Peak memory", gib(run.peak_memory), run.peak_memory_is),
+        Tile("Training time", duration(run.training_seconds), f"{text_of(s.get('steps', run.step))} steps"),
+        Tile(
+            "Audio trained on",
+            hours(s.get("audio_hours", last.get("audio_hours"))),
+            f"{text_of(s.get('samples', last.get('samples')))} clips",
+        ),
+        Tile(
+            "Trained parameters",
+            millions(s.get("trainable_parameters")),
+            f"of {millions(s.get('parameters'))}" if s else "known at the end",
+        ),
+    ]
+
+
+def rate_tile(name: str, now: Any, before: Any) -> Tile:
+    """Return an error rate with the base model's and the change."""
+    if number(now) is None:
+        return Tile(name, "–", "not measured yet")
+    if number(before) is None:
+        return Tile(name, f"{100 * now:.1f} %", "base model not measured")
+    kind = "good" if now < before else "bad" if now > before else ""
+    below = ", ".join(filter(None, [f"base {100 * before:.1f} %", change(now, before)]))
+    return Tile(name, f"{100 * now:.1f} %", below, kind)
+
+
+def language_rows(run: Run) -> list[list[Any]]:
+    """Return error rates by language, before and after; empty before the first evaluation."""
+    base, best = run.base(run.judged_on), run.best(run.judged_on)
+    if not best:
+        return []
+    rows = []
+    for name in [None, *sorted(name for name in {*base, *best} if name is not None)]:
+        old, new = base.get(name, {}), best.get(name, {})
+        wer, cer = ([percent(row.get(key)) for row in (old, new)] for key in ("wer", "cer"))
+        rows.append([name or "all", *wer, change(new.get("wer"), old.get("wer")), *cer, (new or old).get("clips")])
+    return rows
+
+
+def result_notes(run: Run) -> list[str]:
+    """Return whether the changes are more than chance, and what the reader must know of the base model."""
+    notes = []
+    tested = run.summary.get("significance")
+    for split in (run.judged_on, "guard"):
+        result = tested.get(split) if isinstance(tested, dict) else None
+        if isinstance(result, dict) and {"difference", "difference_interval", "p_value", "significant"} <= set(result):
+            interval = result.get("interval_b")
+            within = f", 95 % interval {100 * interval[0]:.2f} to {100 * interval[1]:.2f}" if interval else ""
+            changed = verdict({"clips_needed": None, **result}, "significantly better", "significantly worse")
+            wer = percent(result.get("wer_b"))
+            notes.append(f"On {split} WER is {wer} %{within}; against the base model: {changed}.")
+    if run.best(run.judged_on) and not run.base(run.judged_on):
+        notes.append("The base model was not measured (training.eval_on_start).")
+    if run.finished and run.summary.get("best_step") == 0:
+        notes.append("No evaluation was better than the base model: model.nemo is the base model.")
+    return notes
+
+
+# ---- the run -------------------------------------------------------------------------------------------------------
+
+
+def what_was_run(run: Run) -> list[tuple[str, Any]]:
+    """Return what was trained, how, on what data and on what machine."""
+    s, e = run.summary, run.environment
+    processes = e.get("processes") or s.get("world_size") or 1
+    accumulated = run.setting("training", "gradient_accumulation_steps", 1)
+    seconds = run.setting("data", "batch_duration")
+    batch = (
+        f"{seconds:g} s of audio" if seconds else f"{run.setting('training', 'per_device_train_batch_size', 1)} clips"
+    )
+    precision = next((name for name in ("bf16", "fp16") if run.setting("training", name)), "fp32")
+    schedule = run.setting("training", "lr_scheduler_type", "")
+    machine = f"no GPU, {e.get('cpus', '?')} CPU threads ({e.get('processor', '?')})"
+    rows = [
+        ("Model", run.setting("model", "name")),
+        ("Vocabulary", vocabulary_text(run)),
+        ("Strategy", run.strategy),
+        ("Optimizer", s.get("optimizer") or run.setting("training", "optimizer")),
+        ("Precision", f"{precision}, weights in {run.setting('model', 'dtype', 'float32')}"),
+        ("A step", f"{processes} process(es) × {accumulated} accumulated × {batch}"),
+        ("Learning rate", f"{text_of(run.setting('training', 'learning_rate'))}, {schedule}"),
+        *(
+            (f"Data: {split}", source_text(run.setting("data", split)))
+            for split in ("train", "validation", "test", "guard")
+        ),
+        ("Machine", ", ".join(map(str, e.get("gpus") or [])) or machine),
+        ("System", f"{e.get('system', '?')}, Python {e.get('python', '?')}"),
+        ("Continued from", f"step {s['resumed_from']}" if s.get("resumed_from") is not None else None),
+    ]
+    optional = ("Vocabulary", "Data: ", "Continued from")
+    return [(name, value) for name, value in rows if value is not None or not name.startswith(optional)]
+
+
+def vocabulary_text(run: Run) -> str | None:
+    """Return how the vocabulary was changed, with the new pieces; None where it was not."""
+    pieces, growth = run.vocabulary.get("pieces"), run.vocabulary.get("growth")
+    if not isinstance(pieces, int):
+        return None
+    if not isinstance(growth, dict):
+        return f"replaced: {pieces:,} pieces"
+    text = f"extended by {text_of(growth.get('pieces_added'))} pieces to {pieces:,}"
+    characters = [str(c) for c in growth.get("new_characters") or []]
+    if characters:
+        more = ", …" if len(characters) > LISTED_PIECES else ""
+        text += f"; new characters: {' '.join(characters[:LISTED_PIECES])}{more}"
+    return text
+
+
+def source_text(value: Any) -> str | None:
+    """Return a data source as one line."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(v, str) for v in value):
+        return ", ".join(value)
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def predicted_memory(run: Run) -> tuple[str, Plot | None]:
+    """Return predicted and measured memory in words, and their bar."""
+    measured, entries = run.peak_memory, run.plan.get("strategies")
+    entry = entries[0] if isinstance(entries, list) and entries and isinstance(entries[0], dict) else {}
+    parts = entry.get("parts_gib")
+    parts = {str(k): v for k, v in parts.items() if number(v) is not None} if isinstance(parts, dict) else {}
+    predicted = number(entry.get("peak_memory_gib"))
+    if not parts and predicted is not None:
+        parts = {"peak": predicted}
+    text = (
+        "Nothing has been measured yet." if measured is None else f"Measured: {gib(measured)}, {run.peak_memory_is}."
+    )
+    if not parts:
+        why = f" ({entry['reason']})" if entry.get("reason") else ""
+        return f"{text} No prediction was made for this run{why}.", None
+    predicted = sum(parts.values()) if predicted is None else predicted
+    gpu = f" for {run.plan['gpu']}" if isinstance(run.plan.get("gpu"), str) else ""
+    text = f"Predicted: {gib(predicted)}{gpu}. {text}"
+    if run.has_gpu and measured:
+        text += f" The prediction is off by {change(predicted, measured)}."
+    elif not run.has_gpu:
+        text += (
+            " Without a GPU the measured peak holds the interpreter, the libraries and the data loader as well; "
+            "the prediction counts the tensors of a step only."
+        )
+    return text, plots.memory_bar(parts, measured)
+
+
+def padding_fraction(run: Run) -> float | None:
+    """Return the share of the batches that was padding; None before the first logged step."""
+    padding = number(run.summary.get("padding_fraction"))
+    if padding is None:
+        sums = plots.batch_sums(run).values()
+        padded = sum(values[3] for values in sums)
+        padding = 1 - sum(values[2] for values in sums) / padded if padded else None
+    return padding
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+
+
+def frequent_words(run: Run, kind: str, columns: int) -> list[list[Any]]:
+    """Return the most frequent mistakes of a kind."""
+    rows = run.mistakes.get(kind) or []
+    return [row for row in rows if isinstance(row, list) and len(row) == columns][:LISTED_WORDS]
+
+
+def worst_clips(run: Run) -> list[dict[str, Any]]:
+    """Return the worst utterances of the last evaluation that listed them."""
+    found = []
+    for clip in run.mistakes.get("clips") or []:
+        if not isinstance(clip, dict):
+            continue
+        seconds, audio = number(clip.get("seconds")), str(clip.get("audio") or "")
+        length = "" if seconds is None else f", {seconds:.1f} s"
+        errors = f"{clip.get('word_errors')} errors in {clip.get('words')} words"
+        found.append(
+            {
+                "place": len(found) + 1,
+                "id": clip.get("id"),
+                "about": f"{clip.get('language') or 'language unknown'}{length}, {errors}",
+                "audio": audio if audio.startswith("data:audio/") else "",
+                "is_cut": seconds is not None and seconds > AUDIO_SECONDS,
+                "reference": clip.get("reference") or "(nothing)",
+                "hypothesis": clip.get("hypothesis") or "(nothing)",
+                "pairs": clip.get("pairs") or [],
+            }
+        )
+    return found
+
+
+# ---- commands ------------------------------------------------------------------------------------------------------
+
+
+def commands_for_use(run: Run) -> str:
+    """Return what to do with the model."""
+    folder = shlex.quote(str(run.setting("training", "output_dir", run.folder)))
+    return f"""\
+# Transcribe files of any length
+python -m finetune.transcribe --model {folder} FILE.wav --timestamps
+
+# WER and CER on other data
+python -m finetune.evaluate --model {folder} --data DATA --json result.json
+
+# A .nemo that plain NeMo restores
+python -m finetune.export --model {folder} --to nemo --output exported"""
+
+
+def commands_to_reproduce(run: Run) -> str:
+    """Return the revision, its packages and the command of the run."""
+    command, revision = run.environment.get("command"), run.environment.get("git_revision")
+    return "\n".join(
+        [
+            f"git checkout {revision}" if revision else "# the git revision is not known",
+            "pip install -c constraints.txt -e .",
+            shlex.join(map(str, command))
+            if isinstance(command, list) and command
+            else "# the command line is not known",
+        ]
+    )

@@ -1,0 +1,100 @@
+"""The console command: help, examples, start-up, completion."""
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from conftest import ROOT
+
+from finetune import __version__
+from finetune.cli import COMMANDS, completion_script, help_of, load, main
+
+HEAVY = {"torch", "nemo", "transformers", "datasets", "accelerate", "deepspeed", "pandas", "matplotlib", "plotly"}
+
+
+def test_the_installed_script_is_this_command():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["scripts"] == {"parakeet-finetune": "finetune.cli:main"}
+
+
+def test_help_lists_every_command_with_its_meaning(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert all(re.search(rf"^  {name} +{re.escape(summary)}$", text, re.MULTILINE) for name, (_, summary) in COMMANDS.items())  # fmt: skip
+    assert main([]) == 2
+    assert capsys.readouterr().err == text
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"parakeet-finetune {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "suggestion"),
+    [("evalute", "Did you mean evaluate?"), ("push_to_hub", "Did you mean push-to-hub?"), ("xyzzy", "--help lists")],
+)
+def test_an_unknown_command(typed, suggestion, capsys):
+    assert main([typed, "--model", "m.nemo"]) == 2
+    message = capsys.readouterr().err
+    assert f"there is no command '{typed}'" in message
+    assert suggestion in message
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_has_an_example_that_parses(command, capsys):
+    assert main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: parakeet-finetune {command} ")
+    assert "python -m" not in text
+    examples = re.findall(rf"^ +(parakeet-finetune {command} [^\[\n]+)$", text, re.MULTILINE)
+    assert examples, text
+    words = shlex.split(examples[-1], comments=True)
+    load(command).make_parser().parse_intermixed_args(words[2:])
+    paths = [word for word in words if re.match(r"(finetune|examples|accelerate_configs)/", word)]
+    assert all((ROOT / path).exists() for path in paths), examples[-1]
+
+
+def test_help_imports_nothing_heavy():
+    """What each help has imported when it is printed, in one process: a module that one command imports is its fault."""
+    script = f"""
+import sys
+from finetune.cli import COMMANDS, help_of, make_parser
+make_parser().format_help()
+seen = set()
+for command in [None, *COMMANDS]:
+    if command:
+        help_of(command)
+    loaded = {HEAVY!r} & sys.modules.keys()
+    print(command, *loaded - seen)
+    seen |= loaded
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["None", *COMMANDS]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion(shell, capsys):
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert script.strip() == completion_script(shell).strip()
+    for word in (*COMMANDS, "completion", "--strategy", "adamw_8bit", "--timestamps"):
+        assert word in script, word
+    if shell == "bash":
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+def test_a_command_runs_as_its_module_does(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--gpus", "many"])
+    assert stop.value.code == 2
+    assert "--gpus" in capsys.readouterr().err
+    assert help_of("plan") != load("plan").make_parser().format_help()

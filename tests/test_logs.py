@@ -1,0 +1,115 @@
+"""The screen shows what this project reports; what libraries report is shown with --verbose only."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from conftest import ROOT
+
+REPORTS = """
+import logging, sys, warnings
+from finetune.logs import capture_prints, set_up_logging
+set_up_logging()
+import bitsandbytes
+import deepspeed
+from finetune.models.nemo import import_nemo
+import_nemo()
+from nemo.utils import logging as nemo_logging
+from deepspeed.utils import logger as deepspeed_logger
+logging.getLogger("some.library").warning("a record of %s", "a library")
+logging.getLogger("some.library").warning("a record %s that does not fit", 1, 2)
+nemo_logging.warning("a record of NeMo")
+deepspeed_logger.warning("a record of DeepSpeed")
+logging.getLogger("torch.utils.cpp_extension").warning("a record of torch")
+logging.getLogger("torch.distributed.x").warning("a record of the collectives")
+warnings.warn("a warning of Python")
+with capture_prints():
+    print("a printed", end=" ")
+    print("line")
+"""
+"""What libraries report while they are imported, and afterwards in each way."""
+REPORTED = [
+    "some.library: a record of a library",
+    "some.library: a record %s that does not fit",
+    "nemo_logger: a record of NeMo",
+    "DeepSpeed: a record of DeepSpeed",
+    "torch.utils.cpp_extension: a record of torch",
+    "a record of the collectives",
+    "UserWarning: a warning of Python",
+    "a printed line",
+]
+
+OWN_LINE = re.compile(r"\d\d:\d\d:\d\d .*")
+OF_LIBRARIES = re.compile(
+    r"(?i)kernels-community|onelogger|one_logger|deepspeed|NeMo [WIE] |Warning:|W\d{4} |\[WARNING\]"
+)
+
+
+def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=1500
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_what_libraries_report_is_shown_with_verbose_only():
+    quiet = run_python("-c", REPORTS)
+    assert (quiet.stdout, quiet.stderr) == ("", "")
+    verbose = run_python("-c", REPORTS, FINETUNE_VERBOSE="1")
+    missing = [text for text in REPORTED if text not in verbose.stderr + verbose.stdout]
+    assert not missing, verbose.stderr + verbose.stdout
+
+
+def test_errors_of_libraries_are_shown():
+    code = "import logging; from finetune.logs import set_up_logging; set_up_logging()\n"
+    code += (
+        "logging.getLogger('some.library').error('no disk'); logging.getLogger('nv_one_logger.x').error('telemetry')"
+    )
+    assert OWN_LINE.fullmatch(run_python("-c", code).stderr.strip())[0].endswith("some.library: no disk")
+
+
+@pytest.mark.parametrize("command", ["transcribe", "train", "evaluate"])
+def test_help_shows_nothing_of_libraries(command):
+    done = run_python("-m", f"finetune.{command}", "--help")
+    assert done.stdout.startswith("usage: ")
+    assert done.stderr == ""
+
+
+def test_a_transcription_shows_the_text_alone(tiny_model, tmp_path):
+    noise = np.random.default_rng(0).standard_normal(16_000).astype("float32")
+    soundfile.write(tmp_path / "a.wav", 0.05 * noise, 16_000)
+    done = run_python("-m", "finetune.transcribe", "--model", str(tiny_model), str(tmp_path / "a.wav"))
+    assert len(done.stdout.splitlines()) == 1
+    assert not OF_LIBRARIES.search(done.stderr), done.stderr
+
+
+def test_a_training_shows_its_own_lines_alone(tiny_run, tmp_path):
+    """Under DeepSpeed, which reports most; with --verbose its lines are there."""
+    train = [str(ROOT / "finetune" / "train.py"), *tiny_run(), "--strategy", "zero2"]
+    quiet = run_python(*train)
+    assert quiet.stdout == ""
+    assert not [line for line in quiet.stderr.splitlines() if not OWN_LINE.fullmatch(line)], quiet.stderr
+    assert not OF_LIBRARIES.search(re.sub(r"engine deepspeed", "", quiet.stderr)), quiet.stderr
+    again = f"training.output_dir={tmp_path / 'again'}"
+    verbose = run_python(*train, again, "--verbose")
+    assert OF_LIBRARIES.search(re.sub(r"engine deepspeed", "", verbose.stderr + verbose.stdout))
+
+
+def test_doctor_shows_nothing_of_libraries(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "finetune.doctor", "--json", str(Path(tmp_path, "doctor.json"))],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        timeout=1500,
+    )
+    assert done.returncode in (0, 1)
+    assert not OF_LIBRARIES.search(done.stderr), done.stderr
