@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 _HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(_HERE.parent)] + [p for p in sys.path if Path(p or ".").resolve() not in (_HERE, _HERE.parent)]
 
-from omegaconf import OmegaConf  # noqa: E402
 
 from finetune import signals as stopping  # noqa: E402
 from finetune.config.load import load_config  # noqa: E402
@@ -197,7 +196,7 @@ def _main(argv: list[str] | None, observe: Callable[[Trainer], None] | None) -> 
         from finetune.training import stages
 
         t = config.training
-        plan = stages.stages_of(list(OmegaConf.to_container(t.stages, resolve=True)), Path(t.output_dir))
+        plan = stages.stages_of(t.stages, Path(t.output_dir))
         configs = {
             stage: load_config(arguments.config, strategy.names, arguments.overrides, (stage.settings, stage.name))[0]
             for stage in plan

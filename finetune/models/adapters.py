@@ -161,8 +161,8 @@ def name_base(model: Transducer, m: "ModelConfig", base: str, started_from: str 
         why = "the base model is no file that can be loaded again"
     elif changed:
         why = (
-            "model.tokenizer changed the base model's vocabulary, so that the adapter does not fit its file; model.nemo "
-            "is whole"
+            "model.tokenizer changed the base model's vocabulary, so that the adapter does not fit its file; "
+            "model.nemo is whole"
         )
     elif started_from is not None and base_hash(model, m.lora_train_decoder) != started_from:
         why = "the checkpoint's base weights are not those of model.name"

@@ -5,21 +5,13 @@ from typing import Any
 
 import torch
 
+from finetune.config.optimizers import BITSANDBYTES, TORCHAO, gpu_lacks_fp8
 from finetune.errors import UserError
 
 log = logging.getLogger(__name__)
 
 BETAS, EPS = (0.9, 0.98), 1e-8
 LION_BETAS = (0.9, 0.99)
-BITSANDBYTES = {"adamw_8bit": "AdamW8bit", "paged_adamw_8bit": "PagedAdamW8bit", "lion_8bit": "Lion8bit"}
-TORCHAO = {
-    "adamw_8bit_ao": "AdamW8bit",
-    "adamw_4bit_ao": "AdamW4bit",
-    "adamw_fp8_ao": "AdamWFp8",
-    "adamw_bf16_ao": "_AdamW",
-}
-# float8 conversion in hardware
-FP8_CAPABILITY = (8, 9)
 
 
 def bitsandbytes_optimizer(name: str, groups: list[dict[str, Any]], args: dict[str, Any]) -> torch.optim.Optimizer:
@@ -77,11 +69,6 @@ def _with_wide_embeddings(kind: type, wide: bool) -> type:
         return config
 
     return type(kind.__name__, (kind,), {"get_config": get_config})
-
-
-def gpu_lacks_fp8() -> bool:
-    """Return whether there is a CUDA GPU without FP8 arithmetic."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() < FP8_CAPABILITY
 
 
 def torchao_optimizer(name: str, groups: list[dict[str, Any]], args: dict[str, Any]) -> torch.optim.Optimizer:

@@ -20,7 +20,8 @@ from typing import Any, cast
 import torch
 from omegaconf import MISSING
 
-from finetune.strategies.low_bit import BETAS, BITSANDBYTES, EPS, LION_BETAS, TORCHAO
+from finetune.config.optimizers import BITSANDBYTES, TORCHAO
+from finetune.strategies.low_bit import BETAS, EPS, LION_BETAS
 from finetune.strategies.optimizers import build_optimizer
 
 log = logging.getLogger(__name__)

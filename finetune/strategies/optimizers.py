@@ -6,30 +6,11 @@ from typing import Any, cast
 
 import torch
 
+from finetune.config.optimizers import ALLOWED_ARGS, BITSANDBYTES
 from finetune.errors import UserError
 from finetune.strategies import low_bit
 from finetune.strategies.low_bit import BETAS, EPS
 
-ADAMW_ARGS = {"betas", "eps"}
-BITSANDBYTES_ARGS = {"betas", "min_8bit_size", "embeddings_32bit"}
-TORCHAO_ARGS = ADAMW_ARGS | {"block_size"}
-ALLOWED_ARGS = {
-    "adamw": ADAMW_ARGS,
-    "adamw_foreach": ADAMW_ARGS,
-    "adamw_loop": ADAMW_ARGS,
-    "adamw_compiled": ADAMW_ARGS,
-    "adamw_8bit": BITSANDBYTES_ARGS | {"eps"},
-    "paged_adamw_8bit": BITSANDBYTES_ARGS | {"eps"},
-    "lion_8bit": BITSANDBYTES_ARGS,
-    "adamw_8bit_ao": TORCHAO_ARGS,
-    "adamw_4bit_ao": TORCHAO_ARGS,
-    "adamw_fp8_ao": TORCHAO_ARGS,
-    "adamw_bf16_ao": ADAMW_ARGS,
-    "cpu_offload_ao": ADAMW_ARGS,
-    "cpu_offload_gradients_ao": ADAMW_ARGS,
-    "flash_adamw": ADAMW_ARGS,
-    "flash_adamw_gradient_release": ADAMW_ARGS,
-}
 ROUNDS_SAFELY = {
     "adamw_8bit_ao",
     "adamw_4bit_ao",
@@ -86,7 +67,7 @@ def build_optimizer(name: str, groups: list[dict[str, Any]], args: dict[str, Any
     """Make the optimizer that `training.optimizer` names.
 
     Args:
-        name: a name of `finetune.config.schema.OPTIMIZERS`.
+        name: a name of `finetune.config.optimizers.OPTIMIZERS`.
         groups: from `parameter_groups`.
         args: `training.optimizer_args`.
 
@@ -101,7 +82,7 @@ def build_optimizer(name: str, groups: list[dict[str, Any]], args: dict[str, Any
         )
     if "betas" in args:
         args = {**args, "betas": tuple(args["betas"])}
-    if name in ("adamw_8bit", "paged_adamw_8bit", "lion_8bit"):
+    if name in BITSANDBYTES:
         return low_bit.bitsandbytes_optimizer(name, groups, args)
     args = {"betas": BETAS, "eps": EPS, **args}
     if name.startswith("cpu_offload"):

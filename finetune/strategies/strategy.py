@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import yaml
 
+from finetune.config.suggestions import did_you_mean
 from finetune.errors import UserError
 from finetune.paths import ACCELERATE_CONFIGS, SHARE, strategy_names
 from finetune.security.documents import first_line, parse_json, read_text
@@ -75,7 +76,9 @@ def resolve_strategy(named: list[str], deepspeed_file: str | None = None) -> Str
             log.info("the launcher's own Accelerate file %s sets engine and precision", launched_with)
     for name in named:
         if name not in strategy_names():
-            raise UserError(f"--strategy: there is no strategy {name!r}. There are: {', '.join(strategy_names())}.")
+            raise UserError(
+                f"--strategy: there is no strategy {name!r}.{did_you_mean(name, strategy_names())} There are: {', '.join(strategy_names())}."
+            )
         if name not in strategy.names:
             strategy.names.append(name)
     for name in strategy.names:

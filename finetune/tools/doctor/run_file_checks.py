@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from finetune.config.compatibility import find_conflicts
 from finetune.config.tokenizer_setting import tokenizer_setting
@@ -118,14 +117,13 @@ def data(wanted: Wanted) -> list[Line]:
 
     lines = []
     vocabulary = tokenizer_setting(wanted.config)
-    named = {f"data.{key}": wanted.config.data[key] for key in ("train", "validation", "test", "guard")}
+    named = {f"data.{key}": getattr(wanted.config.data, key) for key in ("train", "validation", "test", "guard")}
     for name, value in (named | ({vocabulary.key: vocabulary.origin} if vocabulary.changes else {})).items():
         if value is None:
             continue
         try:
-            plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
             sources = parse_sources(
-                plain, name, "validation" if name in ("data.validation", "data.test", "data.guard") else "train"
+                value, name, "validation" if name in ("data.validation", "data.test", "data.guard") else "train"
             )
         except UserError as error:
             lines.append(fault(True, name, str(error), "docs/data.md says what a source may be."))

@@ -25,7 +25,7 @@ from finetune.tools.planning.memory import Step, StepMemory, measure
 log = logging.getLogger(__name__)
 
 REFUSED = "refused: "  # the layout and the options do not go together, which another try does not change
-FOLLOWED_CODE = ("planning", "losses", "strategies", "models")
+FOLLOWED_CODE = ("tools/planning", "losses", "strategies", "models")
 
 
 def cache_folder() -> Path:
@@ -49,7 +49,7 @@ def _code() -> str:
 
 def key_of(layout: Layout, kind: Kind, lengths: list[float], tokens_a_second: float) -> str:
     """Says by what a result is determined."""
-    options = OmegaConf.to_container(kind.options) if OmegaConf.is_config(kind.options) else asdict(kind.options)
+    options = kind.options.model_dump()
     for name in (
         "name",
         "tokenizer",

@@ -20,11 +20,10 @@ from finetune.tools.planning import cache
 from finetune.tools.planning.engines import FLOAT, Engine, Weights, engine_of, host_bytes, peak_of_step
 from finetune.tools.planning.follow import Kind, Parts
 from finetune.tools.planning.gpus import GIB, Card
-from finetune.tools.planning.layout import Layout
+from finetune.tools.planning.layout import Layout, layout_of
 from finetune.tools.planning.memory import StepMemory, optimizer_bytes
 from finetune.tools.planning.optimizer_memory import step_bytes
 from finetune.tools.planning.speed import loss_flops, seconds_of_step
-from finetune.tools.planning.vocabulary_size import layout_of
 
 log = logging.getLogger(__name__)
 

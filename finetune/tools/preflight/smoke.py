@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from finetune.callbacks.defaults import add_step_callbacks
 from finetune.callbacks.memory_recovery import MemoryRecovery
-from finetune.data.stream import Batch
+from finetune.data.batch import Batch
 from finetune.errors import UserError
 from finetune.strategies.strategy import engine_with
 from finetune.tools.preflight import auto_batch, trial
