@@ -119,7 +119,6 @@ def main(argv: list[str] | None = None) -> int:
     from finetune.models.loading import read_tokenizer
     from finetune.models.sentencepiece_model import kind_of, write_tokenizer
     from finetune.models.tokenizer_coverage import compare, table
-    from finetune.models.tokenizer_growth import described, said
 
     try:
         model, growth, texts = make_tokenizer(arguments)
@@ -136,8 +135,8 @@ def main(argv: list[str] | None = None) -> int:
     if old is not None:
         report["against"] = {"tokenizer": against, "type": kind_of(old), "pieces": len(old.pieces)}
     if growth is not None:
-        report["growth"] = described(growth)
-        print(said(growth))
+        report["growth"] = growth.as_json()
+        print(growth)
     if texts:
         report |= compare(texts, model, old)
         print(table(report))

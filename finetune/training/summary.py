@@ -181,7 +181,9 @@ def log_result(
 
 def _describe_change(result: dict[str, Any]) -> str:
     """Put the change since the base model in words."""
-    text = describe_difference(result, "significantly better than the base model", "significantly worse than the base model")
+    text = describe_difference(
+        result, "significantly better than the base model", "significantly worse than the base model"
+    )
     return text + (f"; {result['unmatched']} clips are in one of the two only" if result.get("unmatched") else "")
 
 

@@ -68,7 +68,9 @@ def rows_of(pieces: list[Piece], sizes: list[int]) -> list[tuple[int, int]]:
     known=st.booleans(),
     how=st.sampled_from([deal, interleave]),
 )
-def test_every_row_in_one_worker_shard(sizes: list[int], worker_shards: int, again: int, known: bool, how: Any) -> None:
+def test_every_row_in_one_worker_shard(
+    sizes: list[int], worker_shards: int, again: int, known: bool, how: Any
+) -> None:
     whole = chosen_pieces(sizes if known else [None] * len(sizes), -1, None)
     parts = [how(whole, worker_shard, worker_shards) for worker_shard in range(worker_shards)]
     rows = [rows_of(part, sizes) for part in parts]
@@ -354,7 +356,9 @@ def test_a_source_of_a_mixture_is_shuffled_anew_in_each_pass(corpus: Path, long_
 
 
 @pytest.mark.timeout(900)
-def test_mixture_with_a_source_that_a_worker_shard_has_no_rows_of(corpus: Path, long_manifest: Path, tmp_path: Path) -> None:
+def test_mixture_with_a_source_that_a_worker_shard_has_no_rows_of(
+    corpus: Path, long_manifest: Path, tmp_path: Path
+) -> None:
     row = {"audio_filepath": str(corpus / "clip00.flac"), "id": "single", "text": "x"}
     single = write_manifest(tmp_path / "single.jsonl", [row])
     value = [{"path": str(long_manifest), "weight": 9}, {"path": str(single), "weight": 1}]
