@@ -1,7 +1,7 @@
 """What DDP, FSDP2 and ZeRO share out over the GPUs, put on top of a followed step.
 
-A step on one GPU is followed; how an engine cuts weights, gradients and states up, and which buffers it keeps, is computed here from its
-own settings. Shape of the sums: docs/plan.md.
+A step on one GPU is followed; how an engine cuts weights, gradients and states up, and which buffers it keeps, is
+computed here from its own settings. Shape of the sums: docs/plan.md.
 """
 
 from dataclasses import dataclass

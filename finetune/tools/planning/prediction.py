@@ -85,7 +85,9 @@ class Row:
     hours: float | None = None
     """Of one pass over the data."""
     followed: bool = True
-    """The memory was followed as it is; False: followed on one process, and cut up or moved away by rules (docs/plan.md)."""
+    """The memory was followed as it is; False: followed on one process, and cut up or moved away by rules
+    (docs/plan.md).
+    """
     command: str = ""
     reason: str = ""
 
@@ -346,7 +348,8 @@ def recommend(rows: list[Row], card: Card, processes: int) -> tuple[str | None, 
         row = by_name[name]
         if row.fits:
             why = (
-                f"of those that fit it should cost least time: {_gib(row.peak_memory_gib)} of {card.usable / GIB:.1f} GiB that can be "
+                f"of those that fit it should cost least time: {_gib(row.peak_memory_gib)} of {card.usable / GIB:.1f} "
+                "GiB that can be "
                 f"used, with {row.batch} clips of the longest length"
             )
             if too_large:
@@ -358,11 +361,13 @@ def recommend(rows: list[Row], card: Card, processes: int) -> tuple[str | None, 
         return None, "none of them can run: " + "; ".join(f"{r.strategy}: {r.reason}" for r in impossible[:3])
     if smallest.max_batch:
         return smallest.strategy, (
-            f"none fits with the run's own batch; this one needs least, {_gib(smallest.peak_memory_gib)} GiB, and fits with "
+            f"none fits with the run's own batch; this one needs least, {_gib(smallest.peak_memory_gib)} GiB, and "
+            "fits with "
             f"training.per_device_train_batch_size={smallest.max_batch} (accumulate more batches for the same step)"
         )
     return None, (
-        f"none fits, not even with one clip; {smallest.strategy} needs least. Lower data.max_duration, or take a GPU with more memory"
+        f"none fits, not even with one clip; {smallest.strategy} needs least. Lower data.max_duration, or take a GPU "
+        "with more memory"
     )
 
 
