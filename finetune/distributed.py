@@ -3,6 +3,7 @@
 from typing import TypeVar, cast
 
 import torch
+from accelerate import Accelerator
 
 T = TypeVar("T")
 
@@ -34,3 +35,15 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     if not _is_alone():
         torch.distributed.all_reduce(tensor)
     return tensor
+
+
+def gather_rows(accelerator: Accelerator, row: torch.Tensor) -> torch.Tensor:
+    """Return the rows of all ranks as one table on the host.
+
+    Args:
+        accelerator: of the run.
+        row: (1, N), on the accelerator's device.
+    """
+    table = accelerator.gather(row)
+    assert isinstance(table, torch.Tensor)
+    return table.cpu()

@@ -27,19 +27,18 @@ from typing import TYPE_CHECKING
 _HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(_HERE.parent)] + [p for p in sys.path if Path(p or ".").resolve() not in (_HERE, _HERE.parent)]
 
-from omegaconf import OmegaConf  # noqa: E402
 
 from finetune import signals as stopping  # noqa: E402
 from finetune.config.load import load_config  # noqa: E402
 from finetune.errors import UserError  # noqa: E402
 from finetune.logs import add_verbose, print_error, set_up_logging  # noqa: E402
 from finetune.rank_monitor import client as ranks  # noqa: E402
-from finetune.strategies.accelerate_config import check_num_gpus, engine_with, number_of_processes, resolve_strategy  # noqa: E402
+from finetune.strategies.strategy import check_num_gpus, engine_with, number_of_processes, resolve_strategy  # noqa: E402
 
 if TYPE_CHECKING:
     from finetune.callbacks.eta import Place
     from finetune.config.schema import RunConfig
-    from finetune.strategies.accelerate_config import Strategy
+    from finetune.strategies.strategy import Strategy
     from finetune.training.trainer import Trainer
 
 DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EFBIG)
@@ -197,7 +196,7 @@ def _main(argv: list[str] | None, observe: Callable[[Trainer], None] | None) -> 
         from finetune.training import stages
 
         t = config.training
-        plan = stages.stages_of(list(OmegaConf.to_container(t.stages, resolve=True)), Path(t.output_dir))
+        plan = stages.stages_of(t.stages, Path(t.output_dir))
         configs = {
             stage: load_config(arguments.config, strategy.names, arguments.overrides, (stage.settings, stage.name))[0]
             for stage in plan

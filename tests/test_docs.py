@@ -160,7 +160,7 @@ def named_strategies(words: list[str]) -> list[str]:
 
 
 def test_every_strategy_has_one_section_with_every_label():
-    from finetune.strategies.accelerate_config import strategy_names
+    from finetune.paths import strategy_names
 
     found = sections((ROOT / "docs" / "strategies.md").read_text(encoding="utf-8"))
     assert sorted(found) == strategy_names()
@@ -173,7 +173,7 @@ def test_every_strategy_has_one_section_with_every_label():
 
 @pytest.mark.parametrize("guide", GUIDES)
 def test_commands_name_files_and_strategies_that_exist(guide):
-    from finetune.strategies.accelerate_config import strategy_names
+    from finetune.paths import strategy_names
 
     lines = commands(guide)
     assert len(lines) > 10
@@ -197,7 +197,7 @@ def test_trainings_that_the_guides_start_are_accepted(guide, monkeypatch):
     """Each command's run file, strategies and settings make a configuration in which nothing excludes itself."""
     from finetune.config.compatibility import find_conflicts
     from finetune.config.load import load_config
-    from finetune.strategies.accelerate_config import resolve_precision, resolve_strategy
+    from finetune.strategies.strategy import resolve_precision, resolve_strategy
 
     for name in [n for n in os.environ if n.startswith(("ACCELERATE_", "FSDP_"))]:
         monkeypatch.delenv(name)
@@ -219,7 +219,7 @@ def test_trainings_that_the_guides_start_are_accepted(guide, monkeypatch):
 
 @pytest.mark.parametrize("guide", GUIDES)
 def test_settings_that_the_guides_name_exist(guide):
-    from finetune.config.load import schema_fields
+    from finetune.config.schema import schema_fields
 
     text = (ROOT / guide).read_text(encoding="utf-8")
     named = set(re.findall(r"(?<![\w./])((?:model|data|training)\.[a-z]\w+)\b(?!\()", text)) - {
@@ -234,7 +234,8 @@ def test_settings_that_the_guides_name_exist(guide):
 
 
 def test_settings_and_examples_of_the_data_page(tmp_path):
-    from finetune.config.load import load_config, schema_fields
+    from finetune.config.load import load_config
+    from finetune.config.schema import schema_fields
 
     text = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     named = set(re.findall(r"(?<![\w./])((?:model|data|training)\.[a-z]\w+)\b(?!\()", text))
@@ -260,7 +261,7 @@ def test_settings_and_examples_of_the_data_page(tmp_path):
 
 def test_commands_options_and_settings_of_the_plans_page(capsys):
     from finetune import plan
-    from finetune.config.load import schema_fields
+    from finetune.config.schema import schema_fields
     from finetune.tools.planning.gpus import card_named, card_with_memory
 
     text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
@@ -283,7 +284,7 @@ def test_commands_options_and_settings_of_the_plans_page(capsys):
 
 
 def test_commands_and_settings_of_the_doctors_page():
-    from finetune.config.load import schema_fields
+    from finetune.config.schema import schema_fields
 
     text = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
     lines = commands("docs/doctor.md")
@@ -301,7 +302,7 @@ def test_commands_and_settings_of_the_doctors_page():
 
 def test_commands_options_and_settings_of_the_evaluations_page(capsys):
     from finetune import evaluate
-    from finetune.config.load import schema_fields
+    from finetune.config.schema import schema_fields
     from finetune.data.normalization import SCORE_NORMALIZATIONS
 
     text = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")

@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from finetune.config.schema import RunConfig
 from finetune.distributed import broadcast
@@ -40,7 +41,7 @@ def averaged_tensors(model: Transducer) -> dict[str, torch.Tensor]:
     Args:
         model: NeMo transducer, whole or sharded.
     """
-    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found: dict[str, torch.Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     names = {id(module): name for name, module in model.named_modules()}
     for norm in learning_batchnorms(model):
         for kind in ("running_mean", "running_var"):
@@ -49,8 +50,8 @@ def averaged_tensors(model: Transducer) -> dict[str, torch.Tensor]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a sharded tensor, or the tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    """Return this process's part of a sharded tensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Ema(Callback):
@@ -136,7 +137,7 @@ class Ema(Callback):
         before = {}
         for name, average in self.average.items():
             target = targets[name]
-            whole = average.full_tensor() if hasattr(average, "full_tensor") else average
+            whole = average.full_tensor() if isinstance(average, DTensor) else average
             # No copy where type and device are the weights' own.
             before[name], target.data = target.data, whole.to(target.device, target.dtype)
         try:
@@ -154,7 +155,7 @@ class Ema(Callback):
         """
         state = {}
         for name, tensor in self.average.items():
-            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if keep:
                 state[name] = whole.to("cpu", copy=True).contiguous()
         return state
@@ -179,9 +180,7 @@ class Ema(Callback):
             return False
         for name, average in self.average.items():
             whole = saved[name]
-            if hasattr(average, "device_mesh"):
-                from torch.distributed.tensor import distribute_tensor
-
+            if isinstance(average, DTensor):
                 whole = distribute_tensor(
                     whole.to(average.device_mesh.device_type),
                     average.device_mesh,
@@ -189,7 +188,7 @@ class Ema(Callback):
                     src_data_rank=None,  # each process cuts its own part out
                 ).to_local()
             _local(average).copy_(whole)
-        self.updates = updates
+        self.updates = updates or 0
         return True
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from finetune.distributed import gather_rows
 from finetune.training.callbacks import LOST_ON_GUARD, Callback, EvaluationResult
 from finetune.training.progress import Progress
 
@@ -123,7 +124,7 @@ class DriftMonitor(Callback):
         if self.clock is None:
             return [], []
         own = torch.tensor([[self.clock.take(), waited]], dtype=torch.float64, device=self.accelerator.device)
-        table_R2 = self.accelerator.gather(own).cpu()
+        table_R2 = gather_rows(self.accelerator, own)
         return table_R2[:, 0].tolist(), table_R2[:, 1].tolist()
 
     def _warn_if(self, kind: str, drifts: bool, text: str, *values: object) -> None:

@@ -25,7 +25,7 @@ from rich.text import Text
 from finetune import logs
 from finetune.callbacks.eta import Eta, Place, as_clock
 from finetune.config.schema import RunConfig
-from finetune.data.stream import Batch
+from finetune.data.batch import Batch
 from finetune.evaluation.scores import WerAccumulator
 from finetune.security.safe_text import one_line
 from finetune.training.callbacks import Callback, EvaluationResult, StepResult
@@ -302,8 +302,8 @@ class ProgressPanel(Callback):
         """Return the panel as it stands."""
         step, total = self.progress.step, self.expected_steps()
         bars = Table.grid(padding=(0, 1), expand=True)
-        for options in ({"no_wrap": True}, {"ratio": 1}, {"no_wrap": True}, {"no_wrap": True}):
-            bars.add_column(**options)
+        for ratio in (None, 1, None, None):
+            bars.add_column(ratio=ratio, no_wrap=ratio is None)
         bars.add_row(
             "train", ProgressBar(total, step), f"{step}/{total} steps", _left(self.eta.seconds_left(step, total))
         )

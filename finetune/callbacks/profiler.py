@@ -224,7 +224,8 @@ class Profiler(Callback):
             self.clock.begin(after)
             first = output[0] if isinstance(output, tuple) else output
             if backward is not None and isinstance(first, torch.Tensor) and first.requires_grad:
-                first.register_hook(lambda gradient: self.clock.begin(backward))
+                part_of_backward = backward
+                first.register_hook(lambda gradient: self.clock.begin(part_of_backward))
 
         self.hooks.append(module.register_forward_pre_hook(before_forward))
         self.hooks.append(module.register_forward_hook(after_forward))

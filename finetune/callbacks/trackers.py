@@ -105,7 +105,7 @@ class TrackerLogger(Callback):
         clips = [] if result.split in self.sent_audio else self.heard
         self.sent_audio.add(result.split)
         for tracker in self.trackers:
-            send = {"tensorboard": _to_tensorboard, "wandb": _to_wandb, "trackio": _to_trackio}.get(tracker.name)
+            send = {"tensorboard": _to_tensorboard, "wandb": _to_wandb, "trackio": _to_trackio}.get(_name(tracker))
             if send is not None and rows:
                 self._attempt(tracker, "sample texts", send, tracker, result.step, split, rows, [], self.sample_rate)
             if send is not None and clips:
@@ -125,20 +125,24 @@ class TrackerLogger(Callback):
         self, tracker: GeneralTracker, kind: str, call: Callable[..., None], *values: object, **options: object
     ) -> None:
         """Call a tracker. An error ends no run: it is logged once, and this tracker gets no more of that kind."""
-        if (tracker.name, kind) in self.refused:
+        if (_name(tracker), kind) in self.refused:
             return
         try:
             call(*values, **options)
         except Exception as error:  # whatever a tracker's library, disk or server comes up with
-            self.refused.add((tracker.name, kind))
+            self.refused.add((_name(tracker), kind))
             reason = " ".join(str(error).split()) or "no message"
             log.warning(
                 "%s took no %s and gets no more of them in this run; the output directory has all: %s: %s",
-                tracker.name,
+                _name(tracker),
                 kind,
                 type(error).__name__,
                 reason[:500],
             )
+
+
+def _name(tracker: GeneralTracker) -> str:
+    return str(getattr(tracker, "name", type(tracker).__name__))  # subclasses set it
 
 
 def _caption(clip: HeardClip) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from finetune.config.schema import RunConfig
 from finetune.durable_files import write_text
 from finetune.security.documents import leaves
 from finetune.security.secrets import clean, known_secrets
@@ -18,16 +19,16 @@ HEAD = (
 )
 
 
-def without_secrets(config: Any) -> tuple[dict[str, Any], list[str]]:
-    """The configuration with `${...}` resolved and without secrets, and the keys that held one."""
-    settings: Any = OmegaConf.to_container(config, resolve=True)
+def without_secrets(config: RunConfig) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings as nested mappings without secrets, and the keys that held one."""
+    settings = config.as_dict()
     cleaned = clean(settings, known_secrets(settings), personal=False)
     changed = [key for (key, a), (_, b) in zip(leaves(settings), leaves(cleaned), strict=False) if a != b]
     return cleaned, changed if cleaned != settings else []
 
 
-def write_config(path: Path, config: Any) -> None:
-    """Writes config.yaml; what was taken out is said in it, and in the log."""
+def write_config(path: Path, config: RunConfig) -> None:
+    """Write config.yaml; its head and the log name the keys from which a secret was taken out."""
     settings, changed = without_secrets(config)
     if changed:
         log.warning(

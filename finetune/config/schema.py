@@ -1,43 +1,40 @@
-"""The run file's schema: every key with its type, default, unit and meaning.
+"""The run file's schema: every key with its type, default, range, unit and meaning.
 
-`docs/configuration.md` is generated from these dataclasses (`python scripts/docs/write_configuration_docs.py`).
+`docs/configuration.md` is generated from these classes (`python scripts/docs/write_configuration_docs.py`). Checks of
+a single value stand in its field's definition, those of several values together in `finetune.config.compatibility`.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+import itertools
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
-from omegaconf import MISSING
-
-
-def option(default: Any, help: str, unit: str = "", choices: tuple[str, ...] = ()) -> Any:
-    """A dataclass field that carries its own documentation.
-
-    A mutable default is copied for each instance. `choices` are checked by `finetune.config.load`.
-    """
-    metadata = {"help": help, "unit": unit, "choices": choices}
-    if isinstance(default, (dict, list)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-OPTIMIZERS = (
-    "adamw",
-    "adamw_foreach",
-    "adamw_loop",
-    "adamw_compiled",
-    "adamw_8bit",
-    "paged_adamw_8bit",
-    "lion_8bit",
-    "adamw_8bit_ao",
-    "adamw_4bit_ao",
-    "adamw_fp8_ao",
-    "adamw_bf16_ao",
-    "cpu_offload_ao",
-    "cpu_offload_gradients_ao",
-    "flash_adamw",
-    "flash_adamw_gradient_release",
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SkipValidation,
+    StrictFloat,
+    StrictInt,
+    ValidationInfo,
+    field_validator,
 )
-SCHEDULES = (
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError, core_schema
+from typing_extensions import is_typeddict
+
+from finetune.config.optimizers import Optimizer, OptimizerArgs
+from finetune.config.suggestions import did_you_mean
+
+Schedule = Literal[
     "linear",
     "cosine",
     "cosine_with_min_lr",
@@ -46,405 +43,778 @@ SCHEDULES = (
     "constant_with_warmup",
     "inverse_sqrt",
     "onecycle",
-)
+]
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
+TRACKERS = ("tensorboard", "wandb", "trackio", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "none")
+
+GROUPS = {
+    "data": "Data",
+    "texts": "Texts and filters",
+    "batches": "Batches",
+    "reading": "Reading and shuffling",
+    "memory": "Memory",
+    "speed": "Speed",
+    "parts": "Which parts are trained, and how",
+    "loss": "Loss and regularization",
+    "optimizer": "Optimizer",
+    "schedule": "Length and schedule",
+    "evaluation": "Evaluation",
+    "averages": "Averages of the weights",
+    "checkpoints": "Output and checkpoints",
+    "safety": "Safety nets",
+    "ranks": "Several processes",
+    "logging": "Logging",
+    "stages": "Plans of stages",
+}
+"""Concerns by which docs/configuration.md orders the keys, with their headings."""
+
+RENAMED = {"training.spike_guard": "training.spike_threshold"}
+"""Old key -> new key. The old one is still understood; the log gives the new name."""
 
 
-@dataclass
-class ModelConfig:
+def option(
+    default: Any,
+    help: str,
+    *,
+    group: str,
+    common: bool = False,
+    unit: str = "",
+    no_effect: str = "",
+    form: str = "",
+) -> Any:
+    """Return a field that carries its checks and its documentation.
+
+    Args:
+        default: `...` for a key that has to be set; a mutable default is copied for each instance.
+        help: what the key means.
+        group: a key of GROUPS.
+        common: whether most runs set the key; the documentation begins with these.
+        unit: of a number.
+        no_effect: when the key has no effect, such as "without `lora_rank`".
+        form: what the value has to look like, for messages, where the type does not say enough.
+    """
+    assert group in GROUPS, group
+    extra = {"group": group, "common": common, "unit": unit, "no_effect": no_effect, "form": form}
+    return Field(default, description=help, json_schema_extra=extra)
+
+
+@dataclass(frozen=True)
+class Besides:
+    """Allow one value outside the range, such as -1 for all."""
+
+    value: int
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_wrap_validator_function(self._validate, handler(source))
+
+    def _validate(self, value: Any, within_range: Callable[[Any], Any]) -> Any:
+        try:
+            allowed = float(value) == self.value
+        except (TypeError, ValueError):
+            allowed = False
+        return self.value if allowed else within_range(value)
+
+
+def _check_trackers(value: Any) -> Any:
+    for name in value if isinstance(value, list) else [value]:
+        if name not in TRACKERS:
+            raise ValueError(f"{name!r} is not one of {', '.join(TRACKERS)}.{did_you_mean(str(name), TRACKERS)}")
+    return value
+
+
+def _check_bounds(bounds: list[list[int | float]]) -> list[list[int | float]]:
+    for pair in bounds:
+        if len(pair) != 2 or pair[0] <= 0 or pair[1] < 1 or not isinstance(pair[1], int):
+            raise ValueError(f"has to be {BOUNDS_FORM}, found {bounds}.")
+    if any(later[0] <= earlier[0] for earlier, later in itertools.pairwise(bounds)):
+        raise ValueError(f"has to be ordered by seconds, found {bounds}.")
+    return bounds
+
+
+Probability = Annotated[float, Field(ge=0, lt=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+CountOrAll = Annotated[int, Field(ge=1), Besides(-1)]
+BOUNDS_FORM = "a list of pairs (seconds above 0, whole clips from 1 on), such as [[5, 64], [15, 24]]"
+Sources = str | list[Any] | dict[str, Any]
+"""A path or name, a mapping with `path`, or a list of these. `finetune.data.sources` reads and checks them."""
+
+
+class Section(BaseModel):
+    """A section of the run file.
+
+    Attributes may be assigned; what is assigned is not checked again.
+    """
+
+    model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False, protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_truth_values(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false for a number; pydantic would take them for 1 and 0."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        kinds = {annotation, *get_args(annotation)}
+        if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
+            raise PydanticCustomError("float_type" if float in kinds else "int_type", "true and false are no numbers")
+        return value
+
+
+class ModelConfig(Section):
     """What is trained."""
 
     name: str = option(
-        MISSING,
-        "A .nemo file, a run's output directory, a LoRA adapter's directory, a Hugging Face directory (`ParakeetForTDT`), a hub name such "
-        "as `nvidia/parakeet-tdt-0.6b-v3`, or a NeMo model YAML (random weights).",
+        ...,
+        "A .nemo file, a run's output directory, a LoRA adapter's directory, a Hugging Face directory "
+        "(`ParakeetForTDT`), a hub name such as `nvidia/parakeet-tdt-0.6b-v3`, or a NeMo model YAML (random "
+        "weights).",
+        group="parts",
+        common=True,
     )
-    tokenizer: Any = option(
+    tokenizer: Annotated[str | dict[str, Any] | None, SkipValidation] = option(
         None,
-        "Directory with a SentencePiece `tokenizer.model`, only for a NeMo model YAML without a tokenizer of its own. Or a mapping: "
-        "`extend_from` appends pieces to the model's vocabulary, `replace_with` puts another in its place; each names a data set as "
-        "`data.train` does, a tokenizer's directory or .model, or a .txt file. `size`: pieces that are appended at most (null: an "
-        "eighth of the vocabulary, 64 at least), or those of the new vocabulary (null: as many as before). `pieces`: "
-        "`new_characters` (default) appends only pieces with a character that the tokenizer lacks, `all` also shorter ways to "
-        "write what it can. `coverage`: share of the texts' characters that get a piece (null: 1). `dir`: as the directory "
-        "alone. docs/vocabulary.md tells the rest.",
+        "Directory with a SentencePiece `tokenizer.model`, only for a NeMo model YAML without a tokenizer of its "
+        "own. Or a mapping: `extend_from` appends pieces to the model's vocabulary, `replace_with` puts another in "
+        "its place; each names a data set as `data.train` does, a tokenizer's directory or .model, or a .txt file. "
+        "`size`: pieces appended at most (null: an eighth of the vocabulary, 64 at least), or pieces of the new "
+        "vocabulary (null: as many as before). `pieces`: `new_characters` (default) appends only pieces with a "
+        "character that the tokenizer lacks, `all` also shorter ways to write what it can. `coverage`: share of the "
+        "texts' characters that get a piece (null: 1). `dir`: as the directory alone. See docs/vocabulary.md.",
+        group="parts",
     )
     gradient_checkpointing: bool = option(
         False,
-        "Recompute the activations of the encoder's subsampling and Conformer layers in the backward pass instead of storing "
-        "them.",
+        "Recompute the activations of the encoder's subsampling and Conformer layers in the backward pass instead of "
+        "storing them.",
+        group="memory",
     )
-    gradient_checkpointing_every: int = option(
+    gradient_checkpointing_every: PositiveInt = option(
         1,
-        "Checkpoint each N-th Conformer layer. Larger is faster and needs more memory. No effect without "
-        "`gradient_checkpointing`.",
-        "layers",
+        "Checkpoint every N-th Conformer layer. Larger is faster and needs more memory.",
+        group="memory",
+        unit="layers",
+        no_effect="without `gradient_checkpointing`",
     )
     activation_offload: bool = option(
         False,
-        "Keep what the backward pass needs of the encoder in pinned host memory instead of on the GPU, copied beside the "
-        "computation.",
+        "Keep what the backward pass needs of the encoder in pinned host memory instead of on the GPU; the copies "
+        "overlap with the computation.",
+        group="memory",
     )
-    dtype: str = option(
+    dtype: Literal["float32", "bfloat16"] = option(
         "float32",
-        "Type of the parameters. bfloat16 halves parameters and gradients; BatchNorm stays in float32. Wants an optimizer that "
-        "rounds its updates safely (the strategies bf16_full and bf16_stochastic_rounding).",
-        choices=("float32", "bfloat16"),
+        "Type of the parameters. bfloat16 halves parameters and gradients; BatchNorm stays in float32. Needs an "
+        "optimizer that rounds its updates safely (strategies bf16_full and bf16_stochastic_rounding).",
+        group="memory",
     )
-    freeze_encoder: bool = option(False, "Train prediction network and joint only; the encoder gets no gradients.")
-    unfreeze_encoder_layers: int = option(
-        0, "Train the last N Conformer layers nevertheless. No effect without `freeze_encoder`.", "layers"
+    freeze_encoder: bool = option(
+        False, "Train prediction network and joint only; the encoder gets no gradients.", group="parts"
     )
-    lora_rank: int = option(
+    unfreeze_encoder_layers: NonNegativeInt = option(
         0,
-        "Rank of LoRA adapters in the encoder (arXiv 2106.09685); everything else of the encoder is frozen. 0: no LoRA. "
-        "model.nemo is written with the adapters merged.",
+        "Still train the last N Conformer layers.",
+        group="parts",
+        unit="layers",
+        no_effect="without `freeze_encoder`",
     )
-    lora_alpha: float | None = option(
-        None, "LoRA updates are scaled by alpha / rank. null: twice the rank. No effect without `lora_rank`."
+    lora_rank: NonNegativeInt = option(
+        0,
+        "Rank of LoRA adapters in the encoder (arXiv 2106.09685); the rest of the encoder is frozen. model.nemo is "
+        "written with the adapters merged. 0: no LoRA.",
+        group="parts",
     )
-    lora_dropout: float = option(0.0, "Dropout before the adapters. No effect without `lora_rank`.", "probability")
+    lora_alpha: Annotated[float | None, Field(gt=0)] = option(
+        None,
+        "LoRA updates are scaled by alpha / rank. null: twice the rank.",
+        group="parts",
+        no_effect="without `lora_rank`",
+    )
+    lora_dropout: Probability = option(
+        0.0, "Dropout before the adapters.", group="parts", unit="probability", no_effect="without `lora_rank`"
+    )
     lora_targets: list[str] = option(
         ["linear_q", "linear_k", "linear_v", "linear_out", "linear1", "linear2"],
-        "Linear layers of each Conformer layer that get adapters: `linear_q`, `linear_k`, `linear_v`, `linear_out`, `linear_pos` "
-        "(attention), `linear1`, `linear2` (feed-forward). No effect without `lora_rank`.",
+        "Linear layers of each Conformer layer that get adapters: `linear_q`, `linear_k`, `linear_v`, `linear_out`, "
+        "`linear_pos` (attention), `linear1`, `linear2` (feed-forward).",
+        group="parts",
+        no_effect="without `lora_rank`",
     )
     lora_train_decoder: bool = option(
         True,
-        "Train prediction network and joint whole beside the adapters. false: they are frozen, and the adapter is much smaller. No effect "
-        "without `lora_rank`.",
+        "Train prediction network and joint in full beside the adapters. false: they are frozen, and the adapter is "
+        "much smaller.",
+        group="parts",
+        no_effect="without `lora_rank`",
     )
     adapter: str | None = option(
         None,
-        "Directory of an adapter that a LoRA run left (`output_dir`/adapter): training goes on with it, on its base model `name`. Wants "
-        "`lora_rank` and the others as the adapter has them. To train from base and adapter merged, give the directory as `name`.",
+        "Directory of an adapter that a LoRA run left (`output_dir`/adapter), to continue training it on its base "
+        "model `name`. Needs `lora_rank` and the other LoRA keys as the adapter has them. To train from base and "
+        "adapter merged, give the directory as `name`.",
+        group="parts",
     )
     scaled_dot_product_attention: bool = option(
-        False, "Attention of the encoder through torch's scaled_dot_product_attention."
+        False, "Compute the encoder's attention with torch's scaled_dot_product_attention.", group="speed"
     )
     compile: bool = option(
         False,
-        "Compile the Conformer layers with torch.compile: one graph for all layers, made in the first step. For GPUs: on a CPU it "
-        "is compiled again for each length, for minutes.",
+        "Compile the Conformer layers with torch.compile: one graph for all layers, made in the first step. For "
+        "GPUs: on a CPU each length is compiled anew, for minutes.",
+        group="speed",
     )
-    compile_bucket: float = option(
+    compile_bucket: NonNegativeFloat = option(
         2.0,
-        "Batches are padded to a multiple of this, so that few lengths have to be compiled where a graph fits one length only. 0: "
-        "no padding. The padding counts in BatchNorm's statistics unless `freeze_batchnorm` is set. No effect without `compile`.",
-        "seconds",
+        "Pad batches to a multiple of this, so that few lengths are compiled where a graph fits one length only. The "
+        "padding counts in BatchNorm's statistics unless `freeze_batchnorm` is set. 0: no padding.",
+        group="speed",
+        unit="seconds",
+        no_effect="without `compile`",
     )
     freeze_batchnorm: bool = option(
         False,
         "Use the stored BatchNorm statistics and do not update them. Right for small batches, and needed where ranks "
-        "or accumulated batches must give the same result as one big batch.",
+        "or accumulated batches must give the same result as one large batch.",
+        group="parts",
+        common=True,
     )
     sync_batchnorm: bool = option(
         False,
-        "Share BatchNorm statistics between the GPUs of a DDP run. No effect on one process; refused without a GPU.",
+        "Share BatchNorm statistics between the GPUs of a DDP run; refused without a GPU.",
+        group="ranks",
+        no_effect="on one process",
     )
-    spec_augment: bool = option(True, "Use the model's own SpecAugment settings while training.")
-    dropout: float | None = option(
-        None, "Replaces every dropout probability of the model. null keeps the model's own.", "probability"
-    )
-    sigma: float | None = option(
-        None, "Logit under-normalisation of the TDT loss. null keeps the model's own (NeMo's `loss.tdt_kwargs.sigma`)."
-    )
-    omega: float | None = option(
+    spec_augment: bool = option(True, "Apply the model's own SpecAugment settings while training.", group="loss")
+    dropout: Annotated[float | None, Field(ge=0, lt=1)] = option(
         None,
-        "Probability with which a batch is trained with the plain RNN-T loss. null keeps the model's own "
+        "Replace every dropout probability of the model. null: the model's own.",
+        group="loss",
+        unit="probability",
+    )
+    sigma: Annotated[float | None, Field(ge=0)] = option(
+        None,
+        "Logit under-normalisation of the TDT loss. null: the model's own (NeMo's `loss.tdt_kwargs.sigma`).",
+        group="loss",
+    )
+    omega: Annotated[float | None, Field(ge=0, le=1)] = option(
+        None,
+        "Probability with which a batch is trained with the plain RNN-T loss. null: the model's own "
         "(`loss.tdt_kwargs.omega`).",
-        "probability",
+        group="loss",
+        unit="probability",
     )
-    fastemit_lambda: float = option(0.0, "FastEmit regularisation of the transducer loss (arXiv 2010.11148).")
-    joint_memory_budget: int | None = option(
-        None, "Memory for one block of joint outputs. null chooses by device.", "MiB"
+    fastemit_lambda: NonNegativeFloat = option(
+        0.0, "FastEmit regularization of the transducer loss (arXiv 2010.11148).", group="loss"
     )
-    occupancy_threshold: float = option(
+    joint_memory_budget: Annotated[int | None, Field(ge=1)] = option(
+        None, "Memory for one block of joint outputs. null: chosen by device.", group="memory", unit="MiB"
+    )
+    occupancy_threshold: Probability = option(
         0.0,
-        "Lattice cells that less than this share of a clip's alignments pass through are left out of the loss. 0 is exact, 1e-8 "
-        "exact to rounding; 1e-4 trains alike and is several times faster (docs/loss.md).",
-        "probability",
+        "Leave lattice cells out of the loss that less than this share of an utterance's alignments pass through. 0 "
+        "is exact, 1e-8 exact up to rounding; 1e-4 trains alike and is several times faster (docs/loss.md).",
+        group="loss",
+        unit="probability",
     )
 
 
-@dataclass
-class DataConfig:
-    """What it is trained and judged on. A source is a path or name, or a mapping with `path` and the keys of
-    `finetune.data.sources.Source`; a list is a mixture."""
+class DataConfig(Section):
+    """What the model is trained and evaluated on."""
 
-    train: Any = option(MISSING, "Training source, or a list of sources.")
-    validation: Any = option(None, "Source for the evaluations during the run; the best model is chosen on it.")
-    test: Any = option(None, "Source for the WER before and after the run. Never used to choose a model.")
-    guard: Any = option(
+    train: Annotated[Sources, SkipValidation] = option(
+        ..., "Training source, or a list of sources (a mixture).", group="data", common=True
+    )
+    validation: Annotated[Sources | None, SkipValidation] = option(
+        None, "Source for the evaluations during the run; the best model is chosen on it.", group="data", common=True
+    )
+    test: Annotated[Sources | None, SkipValidation] = option(
+        None, "Source for the WER before and after the run. Never used to choose a model.", group="data", common=True
+    )
+    guard: Annotated[Sources | None, SkipValidation] = option(
         None,
-        "Source of the original domain, evaluated before, during (`training.guard_steps`) and after; a loss on it is said.",
+        "Source of the original domain, evaluated before, during (`training.guard_steps`) and after the run; a loss "
+        "of accuracy on it is reported.",
+        group="data",
     )
     root: str | None = option(
         None,
-        "Directory, or beginning of a URL, below which the audio that rows name has to lie, links resolved: set it for manifests that "
-        "others wrote. What lies elsewhere goes to quarantine with that reason. null: anywhere (docs/security.md).",
+        "Directory, or prefix of a URL, below which the audio that rows name has to lie, links resolved. Set it for "
+        "manifests that others wrote; what lies elsewhere goes to quarantine. null: anywhere (docs/security.md).",
+        group="data",
     )
-    temperature: float | None = option(
+    temperature: Annotated[float | None, Field(ge=1)] = option(
         None,
-        "Draw languages in proportion to their clips to the power of 1 / temperature: 1 as they are, larger evens them out. Takes the "
-        "place of weights; each source of `train` names its `language`. An epoch is one pass over the first source.",
+        "Draw languages in proportion to their clips to the power of 1 / temperature: 1 as they are, larger evens "
+        "them out. Replaces weights; each source of `train` names its `language`. An epoch is one pass over the "
+        "first source.",
+        group="data",
     )
-    max_samples: int = option(
+    max_samples: CountOrAll = option(
         -1,
-        "Train on a fixed random subset of N clips, which lies within every larger subset; of a mixture each source has its share. "
-        "Without `shuffle` the first N. -1 means all.",
-        "clips",
+        "Train on a fixed random subset of N clips, which lies within every larger subset; each source of a mixture "
+        "has its share. Without `shuffle` the first N. -1: all.",
+        group="data",
+        common=True,
+        unit="clips",
     )
-    skip_samples: int = option(
+    skip_samples: NonNegativeInt = option(
         0,
-        "Leave out the first N clips of the subset that `max_samples` takes: those of a subset of N. Not for a mixture.",
-        "clips",
+        "Leave out the first N clips of the subset that `max_samples` takes: those of a subset of N. Not for a "
+        "mixture.",
+        group="data",
+        unit="clips",
     )
-    max_eval_samples: int = option(-1, "Use only the first N clips of each evaluation set. -1 means all.", "clips")
-    min_duration: float = option(0.1, "Shorter training clips are left out and counted.", "seconds")
-    max_duration: float = option(40.0, "Longer training clips are left out and counted.", "seconds")
-    text_normalization: str = option(
+    max_eval_samples: CountOrAll = option(
+        -1, "Use only the first N clips of each evaluation set. -1: all.", group="evaluation", unit="clips"
+    )
+    min_duration: float = option(
+        0.1, "Leave out and count training clips that are shorter.", group="texts", unit="seconds"
+    )
+    max_duration: Annotated[float, Field(gt=0, allow_inf_nan=True)] = option(
+        40.0, "Leave out and count training clips that are longer.", group="texts", common=True, unit="seconds"
+    )
+    text_normalization: Literal["none", "lower", "basic"] = option(
         "none",
-        "What is done to the training texts: `none`, `lower`, or `basic` (lower case, no punctuation but apostrophes, "
-        "single spaces).",
-        choices=("none", "lower", "basic"),
+        "Normalization of the training texts: `none`, `lower`, or `basic` (lower case, no punctuation but "
+        "apostrophes, single spaces).",
+        group="texts",
+        common=True,
     )
-    wer_normalization: str = option(
+    wer_normalization: Literal["none", "lower", "basic", "open_asr"] = option(
         "basic",
-        "What is done to references and hypotheses before WER and CER. `open_asr`: as the Open ASR Leaderboard did, by the clip's "
-        "language (docs/evaluation.md).",
-        choices=("none", "lower", "basic", "open_asr"),
+        "Normalization of references and hypotheses before WER and CER. `open_asr`: as the Open ASR Leaderboard, by "
+        "the clip's language (docs/evaluation.md).",
+        group="evaluation",
     )
     filters: dict[str, Any] = option(
         {},
-        "Further filters, each counted in summary.json: `min_characters_per_second`, `max_characters_per_second`, `max_tokens`, "
-        "`alphabet` (the characters that texts may have), `min_level` (dB of full scale), `max_clipped` (share of the samples), "
-        "`min_sample_rate` (Hz), `max_channels`. A source may have `filters` of its own.",
+        "Further filters, each counted in summary.json: `min_characters_per_second`, `max_characters_per_second`, "
+        "`max_tokens`, `alphabet` (the characters that texts may have), `min_level` (dB of full scale), "
+        "`max_clipped` (share of the samples), `min_sample_rate` (Hz), `max_channels`. A source may have `filters` "
+        "of its own.",
+        group="texts",
     )
     leave_out: str | None = option(
         None,
-        "Training clips that a check found unfit or twice, which are left out and counted: its problems.jsonl.",
+        "The problems.jsonl of a check (`python -m finetune.check`): training clips that it found unfit or duplicate "
+        "are left out and counted.",
+        group="texts",
     )
     augment: dict[str, Any] = option(
         {},
-        "Changes of the waveform, by probability: `speed` (`speed_factors`, default 0.9 and 1.1), `gain` (`gain_db`, -6 to 6), `noise` "
-        "(`noise_folder`, `noise_snr_db`, 5 to 25), `room` (`room_folder` of impulse responses).",
+        "Changes of the waveform, by probability: `speed` (`speed_factors`, default 0.9 and 1.1), `gain` (`gain_db`, "
+        "-6 to 6), `noise` (`noise_folder`, `noise_snr_db`, 5 to 25), `room` (`room_folder` of impulse responses).",
+        group="loss",
     )
-    shuffle: bool = option(True, "Shuffle shards and clips, anew each epoch.")
-    shuffle_buffer_size: int = option(
-        2048, "Clips that wait in each worker, from which batches are drawn. No effect without `shuffle`.", "clips"
+    shuffle: bool = option(True, "Shuffle shards and clips anew in each epoch.", group="reading")
+    shuffle_buffer_size: PositiveInt = option(
+        2048,
+        "Clips buffered in each worker, from which batches are drawn.",
+        group="reading",
+        unit="clips",
+        no_effect="without `shuffle`",
     )
-    shuffle_buffer_mib: int = option(
+    shuffle_buffer_mib: PositiveInt = option(
         256,
-        "Audio files that wait in each worker at most, where the sources hold audio and not its paths. No effect without `shuffle`.",
-        "MiB",
+        "Limit on the audio files buffered in each worker, for sources that hold audio and not its paths.",
+        group="reading",
+        unit="MiB",
+        no_effect="without `shuffle`",
     )
     group_by_duration: bool = option(
         True,
-        "Put clips of like length, and of like number of tokens, into a batch, which saves padding. No effect without `shuffle`.",
+        "Put clips of similar length and number of tokens into a batch, which saves padding.",
+        group="batches",
+        no_effect="without `shuffle`",
     )
-    batch_duration: float = option(
+    batch_duration: NonNegativeFloat = option(
         0.0,
-        "Audio of a batch with its padding (clips x the longest). Short clips then come in large batches. Takes the place of "
-        "`training.per_device_train_batch_size`; at least `max_duration`. 0: that many clips, whatever their length.",
-        "seconds",
+        "Audio of a batch with its padding (clips x the longest); short clips then come in large batches. Replaces "
+        "`training.per_device_train_batch_size`; at least `max_duration`. 0: a fixed number of clips.",
+        group="batches",
+        unit="seconds",
     )
-    batch_cells: int = option(
+    batch_cells: NonNegativeInt = option(
         0,
-        "Cells of the alignment lattices of a batch, encoder frames x (tokens + 1) summed over its clips: what the loss computes "
-        "with. 0: no limit.",
-        "cells",
+        "Limit on the cells of a batch's alignment lattices, encoder frames x (tokens + 1) summed over its clips: "
+        "what the loss computes with. 0: no limit.",
+        group="batches",
+        unit="cells",
     )
-    batch_bounds: Any = option(
+    batch_bounds: Annotated[list[list[StrictInt | StrictFloat]], AfterValidator(_check_bounds)] = option(
         [],
-        "Clips of a batch by the length of its longest: pairs (seconds, clips), the last also for longer ones, such as [[5, 64], [15, 24], "
-        "[40, 8]]. Takes the place of `training.per_device_train_batch_size`; `training.auto_batch` fills it.",
+        "Clips of a batch by the length of its longest: pairs (seconds, clips), the last also for longer ones, such "
+        "as [[5, 64], [15, 24], [40, 8]]. Replaces `training.per_device_train_batch_size`; `training.auto_batch` "
+        "fills it.",
+        group="batches",
+        form=BOUNDS_FORM,
     )
-    read_retries: int = option(
-        5, "Attempts after a failed read over the network, with growing delays. Local files are read once.", "attempts"
+    read_retries: NonNegativeInt = option(
+        5,
+        "Attempts after a failed read over the network, with growing delays. Local files are read once.",
+        group="reading",
+        unit="attempts",
     )
-    max_bad_fraction: float = option(
+    max_bad_fraction: Fraction = option(
         0.05,
-        "The run stops when a larger share of the clips read so far had to be put in quarantine (judged once 200 clips are read, and at the end of each epoch).",
-        "fraction",
+        "Stop the run when a larger share of the clips read so far had to be put in quarantine (judged once 200 "
+        "clips are read, and at the end of each epoch).",
+        group="safety",
+        unit="fraction",
     )
 
 
-@dataclass
-class TrainingConfig:
+class TrainingConfig(Section):
     """How it is trained. Names follow `transformers.TrainingArguments` where there is a counterpart."""
 
-    output_dir: str = option(MISSING, "Directory for everything that the run leaves.")
-    overwrite_output_dir: bool = option(False, "Delete an earlier run in `output_dir` and start afresh.")
-    optimizer: str = option("adamw", "The optimizer.", choices=OPTIMIZERS)
-    optimizer_args: dict[str, Any] = option(
+    output_dir: str = option(..., "Directory for everything that the run leaves.", group="checkpoints", common=True)
+    overwrite_output_dir: bool = option(
+        False, "Delete an earlier run in `output_dir` and start afresh.", group="checkpoints"
+    )
+    optimizer: Optimizer = option("adamw", "The optimizer.", group="optimizer", common=True)
+    optimizer_args: OptimizerArgs = option(
         {},
-        "Options of the optimizer: `betas`, `eps` (not Lion); for bitsandbytes `min_8bit_size` (elements; smaller tensors keep "
-        "32-bit states) and `embeddings_32bit` (default true); for torchao `block_size` (elements that share a scale).",
+        "Options of the optimizer: `betas`, `eps` (not Lion); for bitsandbytes `min_8bit_size` (elements; smaller "
+        "tensors keep 32-bit states) and `embeddings_32bit` (default true); for torchao `block_size` (elements that "
+        "share a scale).",
+        group="optimizer",
     )
-    learning_rate: float = option(1e-4, "Peak learning rate.")
-    encoder_learning_rate: float | None = option(None, "Peak learning rate of the encoder. null: `learning_rate`.")
-    decoder_learning_rate: float | None = option(
-        None, "Peak learning rate of the prediction network. null: `learning_rate`."
+    learning_rate: PositiveFloat = option(1e-4, "Peak learning rate.", group="optimizer", common=True)
+    encoder_learning_rate: Annotated[float | None, Field(gt=0)] = option(
+        None, "Peak learning rate of the encoder. null: `learning_rate`.", group="optimizer"
     )
-    joint_learning_rate: float | None = option(None, "Peak learning rate of the joint. null: `learning_rate`.")
-    weight_decay: float = option(0.01, "Decoupled weight decay; never on biases, norms and other vectors.")
-    lr_scheduler_type: str = option("cosine", "Learning-rate schedule.", choices=SCHEDULES)
-    warmup_ratio: float = option(0.1, "Share of the steps in which the learning rate rises.", "fraction")
-    warmup_steps: int = option(0, "Steps of warm-up. Replaces `warmup_ratio` where above 0.", "steps")
-    max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm, after accumulation. 0: never.")
-    max_skipped_steps: int = option(
+    decoder_learning_rate: Annotated[float | None, Field(gt=0)] = option(
+        None, "Peak learning rate of the prediction network. null: `learning_rate`.", group="optimizer"
+    )
+    joint_learning_rate: Annotated[float | None, Field(gt=0)] = option(
+        None, "Peak learning rate of the joint. null: `learning_rate`.", group="optimizer"
+    )
+    weight_decay: NonNegativeFloat = option(
+        0.01, "Decoupled weight decay; never on biases, norms and other vectors.", group="optimizer"
+    )
+    lr_scheduler_type: Schedule = option("cosine", "Learning-rate schedule.", group="schedule", common=True)
+    warmup_ratio: Fraction = option(
+        0.1,
+        "Share of the steps in which the learning rate rises.",
+        group="schedule",
+        common=True,
+        unit="fraction",
+        no_effect="with `warmup_steps` above 0",
+    )
+    warmup_steps: NonNegativeInt = option(
+        0, "Warm-up in steps. 0: `warmup_ratio` decides.", group="schedule", unit="steps"
+    )
+    max_grad_norm: NonNegativeFloat = option(
+        1.0, "Scale gradients down to this norm, after accumulation. 0: never.", group="optimizer"
+    )
+    max_skipped_steps: NonNegativeInt = option(
         20,
-        "So many skipped steps in a row (loss or gradient not finite, or a spike) end the run with a diagnosis. Steps that fp16's loss "
-        "scaling skips while it finds its scale do not count. 0: never.",
-        "steps",
+        "End the run with a diagnosis after so many skipped steps in a row (loss or gradient not finite, or a "
+        "spike). Steps that fp16's loss scaling skips while it finds its scale do not count. 0: never.",
+        group="safety",
+        unit="steps",
     )
-    spike_guard: float = option(
+    spike_threshold: Annotated[float, Field(gt=1), Besides(0)] = option(
         0.0,
-        "A step whose loss, or gradient norm, exceeds this many times its median over the last `spike_window` steps is skipped. Under "
-        "DeepSpeed the loss alone is judged. 0: none.",
-        "times",
+        "Skip a step whose loss, or gradient norm, exceeds this many times its median over the last `spike_window` "
+        "steps. Under DeepSpeed only the loss is judged. 0: never.",
+        group="safety",
+        unit="times",
     )
-    spike_window: int = option(
+    spike_window: PositiveInt = option(
         100,
-        "Steps whose median `spike_guard` goes by; it judges from 20 of them on, or all where they are fewer. No effect without "
-        "`spike_guard`.",
-        "steps",
+        "Steps over which `spike_threshold` takes the median; steps are judged once there are 20 of them, or all if "
+        "the window is smaller.",
+        group="safety",
+        unit="steps",
+        no_effect="without `spike_threshold`",
     )
-    per_device_train_batch_size: int = option(8, "Clips in one forward pass of one process.", "clips")
+    per_device_train_batch_size: PositiveInt = option(
+        8,
+        "Clips in one forward pass of one process.",
+        group="batches",
+        common=True,
+        unit="clips",
+        no_effect="with `auto_batch`, `data.batch_duration` or `data.batch_bounds`",
+    )
     auto_batch: bool = option(
         False,
-        "Bounds of the batches by length of the clips from the plan of memory for this machine (`data.batch_bounds`), tried with the worst "
-        "batches before the run begins. Memory that runs out later halves a bound and the step is made again, instead of ending the run. "
-        "Takes the place of `per_device_train_batch_size`.",
+        "Set `data.batch_bounds` from the memory plan of this machine, and try them with the worst batches before "
+        "the run begins. If memory runs out later, a bound is halved and the step repeated instead of ending the "
+        "run.",
+        group="batches",
+        common=True,
     )
-    memory_limit_gib: float | None = option(
+    memory_limit_gib: Annotated[float | None, Field(gt=0)] = option(
         None,
-        "Memory that `auto_batch` may fill on each GPU. null: what the card has. No effect without `auto_batch`.",
-        "GiB",
+        "Memory that `auto_batch` may fill on each GPU. null: what the card has.",
+        group="batches",
+        unit="GiB",
+        no_effect="without `auto_batch`",
     )
-    per_device_eval_batch_size: int = option(8, "Clips decoded together in one process.", "clips")
-    gradient_accumulation_steps: int = option(1, "Forward passes for one optimizer step.", "batches")
-    loss_reduction: str = option(
+    per_device_eval_batch_size: PositiveInt = option(
+        8, "Clips decoded together in one process.", group="evaluation", common=True, unit="clips"
+    )
+    gradient_accumulation_steps: PositiveInt = option(
+        1, "Forward passes for one optimizer step.", group="batches", common=True, unit="batches"
+    )
+    loss_reduction: Literal["mean_batch", "mean_volume"] = option(
         "mean_batch",
         "`mean_batch`: mean over the clips of the optimizer step; `mean_volume`: sum divided by its tokens.",
-        choices=("mean_batch", "mean_volume"),
+        group="loss",
     )
-    max_steps: int = option(-1, "Optimizer steps of the run. -1: `num_train_epochs` decides.", "steps")
-    num_train_epochs: float = option(3.0, "Passes over the data. No effect where `max_steps` is set.", "epochs")
-    bf16: bool = option(False, "Mixed precision with bfloat16.")
-    fp16: bool = option(False, "Mixed precision with float16 and loss scaling. GPU only.")
+    max_steps: CountOrAll = option(
+        -1, "Optimizer steps of the run. -1: `num_train_epochs` decides.", group="schedule", common=True, unit="steps"
+    )
+    num_train_epochs: float = option(
+        3.0, "Passes over the data.", group="schedule", common=True, unit="epochs", no_effect="with `max_steps` set"
+    )
+    bf16: bool = option(False, "Mixed precision with bfloat16.", group="memory", common=True)
+    fp16: bool = option(False, "Mixed precision with float16 and loss scaling. GPU only.", group="memory")
     tf32: bool = option(
         False,
-        "Let float32 matrix products and convolutions of a GPU round their factors to TensorFloat-32. No effect on a CPU.",
+        "Let a GPU round the factors of float32 matrix products and convolutions to TensorFloat-32.",
+        group="speed",
+        no_effect="on a CPU",
     )
     empty_cache_each_epoch: bool = option(
-        False, "Give the allocator's unused GPU memory back after each epoch and evaluation. No effect on a CPU."
+        False,
+        "Return the allocator's unused GPU memory after each epoch and evaluation.",
+        group="memory",
+        no_effect="on a CPU",
     )
     cuda_alloc_conf: str | None = option(
         None,
-        "PYTORCH_CUDA_ALLOC_CONF of the run, such as `expandable_segments:True`. The environment's own value counts where "
-        "there is one. No effect on a CPU.",
+        "PYTORCH_CUDA_ALLOC_CONF of the run, such as `expandable_segments:True`. A value in the environment takes "
+        "precedence.",
+        group="memory",
+        no_effect="on a CPU",
     )
-    num_gpus: int = option(0, "Checked against the number of processes. 0: not checked.", "processes")
+    num_gpus: NonNegativeInt = option(
+        0,
+        "Number of processes that the run expects; another number is refused. 0: not checked.",
+        group="ranks",
+        unit="processes",
+    )
     rank_timeout: float = option(
         30.0,
-        "With several processes: seconds after which one that is stopped, or not heard of, counts as lost and the others end with a message. One that dies is known at once. 0: nobody watches.",
-        "seconds",
+        "Seconds after which a process that is stopped, or does not respond, counts as lost and the others end with "
+        "a message. One that dies is noticed at once. 0: no monitoring.",
+        group="ranks",
+        unit="seconds",
+        no_effect="on one process",
     )
     ddp_timeout: int = option(
         1800,
-        "With several processes: how long an exchange between them may wait for one that is still alive.",
-        "seconds",
+        "How long an exchange between processes may wait for one that is still alive.",
+        group="ranks",
+        unit="seconds",
+        no_effect="on one process",
     )
-    seed: int = option(42, "Seed of shuffling, dropout, SpecAugment and new weights.")
-    dataloader_num_workers: int = option(2, "Worker processes that read, decode and tokenise.", "processes")
-    dataloader_prefetch_factor: int = option(4, "Batches that each worker keeps ready.", "batches")
+    seed: NonNegativeInt = option(
+        42, "Seed of shuffling, dropout, SpecAugment and new weights.", group="schedule", common=True
+    )
+    dataloader_num_workers: NonNegativeInt = option(
+        2, "Worker processes that read, decode and tokenize.", group="reading", common=True, unit="processes"
+    )
+    dataloader_prefetch_factor: PositiveInt = option(
+        4, "Batches that each worker keeps ready.", group="reading", unit="batches"
+    )
     dataloader_pin_memory: bool = option(
-        True, "Batches in page-locked memory, copied to the GPU beside the computation. No effect on a CPU."
+        True,
+        "Keep batches in page-locked memory, so that copies to the GPU overlap with the computation.",
+        group="reading",
+        no_effect="on a CPU",
     )
-    eval_steps: int = option(500, "Evaluate on `data.validation` each N steps. 0: only at the end.", "steps")
-    guard_steps: int = option(
+    eval_steps: NonNegativeInt = option(
+        500,
+        "Evaluate on `data.validation` every N steps. 0: only at the end.",
+        group="evaluation",
+        common=True,
+        unit="steps",
+    )
+    guard_steps: Annotated[int, Field(ge=-1)] = option(
         -1,
-        "Evaluate `data.guard` with the first evaluation after each N steps. -1: with every evaluation. 0: only before and after.",
-        "steps",
+        "Evaluate `data.guard` with the first evaluation after every N steps. -1: with every evaluation. 0: only "
+        "before and after the run.",
+        group="evaluation",
+        unit="steps",
     )
-    eval_on_start: bool = option(True, "Evaluate the base model as step 0.")
-    ema_decay: float = option(
+    eval_on_start: bool = option(True, "Evaluate the base model as step 0.", group="evaluation")
+    ema_decay: Probability = option(
         0.0,
-        "Decay of a moving average of the weights, such as 0.999, which is evaluated beside them: the better one by validation WER is "
-        "model.nemo. It costs 4 bytes a trained parameter and a second evaluation of `data.validation` each time. 0: none.",
-        "fraction",
+        "Decay of a moving average of the weights, such as 0.999, which is evaluated beside them; the better of the "
+        "two by validation WER becomes model.nemo. It costs 4 bytes for each trained parameter and a second "
+        "evaluation of `data.validation` each time. 0: none.",
+        group="averages",
+        unit="fraction",
     )
-    ema_device: str = option(
+    ema_device: Literal["same", "cpu"] = option(
         "same",
-        "Where the moving average lies: `same` as the weights, or `cpu`, to which the weights are then copied in each step. No effect "
-        "without `ema_decay`.",
-        choices=("same", "cpu"),
+        "Where the moving average lies: `same` as the weights, or `cpu`, to which the weights are copied in each "
+        "step.",
+        group="averages",
+        no_effect="without `ema_decay`",
     )
-    average_checkpoints: int = option(
+    average_checkpoints: Annotated[int, Field(ge=2), Besides(0)] = option(
         0,
-        "Keep the weights of N evaluations and average them at the end; the mean is model.nemo where its validation WER is better than the "
-        "best single one's. 0: no average.",
-        "evaluations",
+        "Keep the weights of N evaluations and average them at the end; the mean becomes model.nemo if its "
+        "validation WER is better than that of the best single one. 0: no average.",
+        group="averages",
+        unit="evaluations",
     )
-    average_by: str = option(
+    average_by: Literal["last", "best"] = option(
         "last",
-        "Which evaluations' weights are averaged: the `last` N, or the `best` N by validation WER. No effect without "
-        "`average_checkpoints`.",
-        choices=("last", "best"),
+        "Which evaluations' weights are averaged: the `last` N, or the `best` N by validation WER.",
+        group="averages",
+        no_effect="without `average_checkpoints`",
     )
-    save_steps: int = option(500, "Write a checkpoint each N steps. 0: only at the end.", "steps")
-    save_minutes: float = option(
-        0.0, "Write a checkpoint, too, when the last one is so old. 0: by steps alone.", "minutes"
+    save_steps: NonNegativeInt = option(
+        500, "Write a checkpoint every N steps. 0: only at the end.", group="checkpoints", common=True, unit="steps"
     )
-    save_total_limit: int = option(
+    save_minutes: NonNegativeFloat = option(
+        0.0,
+        "Also write a checkpoint when the last one is this old. 0: by steps alone.",
+        group="checkpoints",
+        unit="minutes",
+    )
+    save_total_limit: NonNegativeInt = option(
         2,
-        "Newest checkpoints that are kept, beside that of the best evaluation where there is one. 0: all.",
-        "checkpoints",
+        "Number of newest checkpoints to keep, beside that of the best evaluation. 0: all.",
+        group="checkpoints",
+        unit="checkpoints",
     )
     async_save: bool = option(
         True,
-        "Write checkpoints in a thread while training goes on, from a copy of weights and optimizer state in host memory. Engines that "
-        "shard them (DeepSpeed, FSDP) write their parts at once and leave checksums and the rest to the thread.",
+        "Write checkpoints in a thread while training goes on, from a copy of weights and optimizer state in host "
+        "memory. Engines that shard them (DeepSpeed, FSDP) write their parts at once and leave checksums and the "
+        "rest to the thread.",
+        group="checkpoints",
     )
-    resume_from_checkpoint: Any = option(
-        False, "true: continue from the newest whole checkpoint of `output_dir`; or the path of a checkpoint."
+    resume_from_checkpoint: bool | str = option(
+        False,
+        "true: continue from the newest whole checkpoint of `output_dir`; or the path of a checkpoint.",
+        group="checkpoints",
+        common=True,
+        form="true, false or the path of a checkpoint",
     )
-    logging_steps: int = option(
+    logging_steps: PositiveInt = option(
         10,
-        "Steps between two lines in metrics.jsonl, the log and the trackers; warnings of drift are judged by these lines.",
-        "steps",
+        "Steps between two lines in metrics.jsonl, the log and the trackers; drift is judged by these lines.",
+        group="logging",
+        unit="steps",
     )
-    log_clips: bool = option(False, "Write the ids of each step's clips to clips.jsonl, to find what a step held.")
-    report_to: Any = option(
+    log_clips: bool = option(
+        False, "Write the ids of each step's clips to clips.jsonl, to find what a step contained.", group="logging"
+    )
+    report_to: Annotated[str | list[str], BeforeValidator(_check_trackers)] = option(
         "tensorboard",
-        "Tracker of Accelerate, or a list: `tensorboard`, `wandb`, `trackio`, `none`. They get the numbers, and samples of each evaluation to read and hear.",
+        "Trackers of Accelerate, one or a list: `tensorboard`, `wandb`, `trackio`, `none`, ... They get the numbers, "
+        "and samples of each evaluation to read and hear.",
+        group="logging",
     )
-    sample_predictions: int = option(5, "Reference/hypothesis pairs shown by an evaluation.", "clips")
+    sample_predictions: NonNegativeInt = option(
+        5, "Pairs of reference and hypothesis that an evaluation shows.", group="logging", unit="clips"
+    )
     report_clips: int = option(
         20,
-        "Worst clips of an evaluation that report.html shows and plays, with at most 20 s of the audio of each. 0: none, and no words "
-        "of the data in the page either.",
-        "clips",
+        "Worst clips of an evaluation that report.html shows and plays, with at most 20 s of audio each. 0: none, "
+        "and no words of the data in the page either.",
+        group="logging",
+        unit="clips",
     )
     stages: list[Any] = option(
         [],
-        "A plan: stages that train one after the other, each from the model of the one before, in `output_dir`/stage-N. Each is a mapping "
-        "of `max_samples`, `seen` (`repeat`, or `skip` for clips of the stage before), and settings under `model`, `data` and "
-        "`training`. `stages` may also stand at the top of the run file.",
+        "A plan: stages that train one after the other, each from the model of the one before, in "
+        "`output_dir`/stage-N. Each is a mapping of `max_samples`, `seen` (`repeat`, or `skip` for clips of the "
+        "stage before), and settings under `model`, `data` and `training`. `stages` may also stand at the top of the "
+        "run file.",
+        group="stages",
     )
-    stage_margin: float = option(
+    stage_margin: NonNegativeFloat = option(
         0.0,
-        "The plan stops where a stage leaves the validation WER worse than the one before by more than this.",
-        "fraction",
+        "Stop the plan if a stage leaves the validation WER worse than the one before by more than this.",
+        group="stages",
+        unit="fraction",
     )
-    num_threads: int = option(0, "CPU threads of the training process. 0: torch's own choice.", "threads")
+    num_threads: NonNegativeInt = option(
+        0, "CPU threads of the training process. 0: torch's own choice.", group="speed", unit="threads"
+    )
 
 
-@dataclass
-class RunConfig:
-    """A run file."""
+class RunConfig(BaseModel):
+    """A run file: a typed object with plain values, lists and dicts inside, and no references left."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    training: TrainingConfig = field(default_factory=TrainingConfig)
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    model: ModelConfig
+    data: DataConfig
+    training: TrainingConfig
+
+    def get(self, key: str) -> Any:
+        """Return the value of a dotted key, such as "data.train"."""
+        section, name = key.split(".", 1)
+        return getattr(getattr(self, section), name)
+
+    def replaced(self, values: dict[str, Any]) -> Self:
+        """Return a deep copy with other values.
+
+        Args:
+            values: dotted key -> value; not checked.
+        """
+        changed = self.model_copy(deep=True)
+        for key, value in values.items():
+            section, name = key.split(".", 1)
+            setattr(getattr(changed, section), name, value)
+        return changed
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        """Return plain nested dicts and lists."""
+        return self.model_dump(warnings=False)
+
+
+SECTIONS: dict[str, type[Section]] = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig}
+
+
+def schema_fields() -> dict[str, FieldInfo]:
+    """Return the field of every key of the run file, keys in dotted form."""
+    return {
+        f"{section}.{name}": field for section, cls in SECTIONS.items() for name, field in cls.model_fields.items()
+    }
+
+
+def extra_of(field: FieldInfo) -> dict[str, Any]:
+    """Return what `option` noted beside pydantic's own: group, common, unit, no_effect and form."""
+    assert isinstance(field.json_schema_extra, dict)
+    return field.json_schema_extra
+
+
+def choices_of(field: FieldInfo) -> tuple[Any, ...]:
+    """Return the values that a field may have, or nothing where there is no such list."""
+    return get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+
+
+def type_of(field: FieldInfo) -> str:
+    """Return the type in a few words, such as "float or null"."""
+    return _type_name(field.annotation)
+
+
+def _type_name(annotation: Any) -> str:
+    origin, inside = get_origin(annotation), get_args(annotation)
+    if annotation is type(None):
+        return "null"
+    if origin is Literal:
+        return "str"
+    if origin in (Union, types.UnionType):
+        return " or ".join(_type_name(part) for part in inside)
+    kind = origin or annotation
+    return "dict" if is_typeddict(kind) else kind.__name__
+
+
+def range_of(field: FieldInfo) -> str:
+    """Return the range of a number, such as "1 or more, or -1"; "" where there is none."""
+    bound = {name: getattr(m, name) for m in field.metadata for name in ("ge", "gt", "le", "lt") if hasattr(m, name)}
+    if "gt" in bound and field.annotation is int:
+        bound["ge"] = bound.pop("gt") + 1
+    low = f"{bound['ge']:g}" if "ge" in bound else f"above {bound['gt']:g}" if "gt" in bound else ""
+    high = f"{bound['le']:g}" if "le" in bound else f"below {bound['lt']:g}" if "lt" in bound else ""
+    text = f"{low} to {high}" if low and high else f"{low} or more" if "ge" in bound else low or high
+    besides = [f"{m.value:g}" for m in field.metadata if isinstance(m, Besides)]
+    return ", or ".join([text, *besides]) if text else ""

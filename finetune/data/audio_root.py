@@ -1,4 +1,4 @@
-"""Where the audio of a row may lie: what a manifest from elsewhere can make this machine read."""
+"""Where the audio of a row may be: what a manifest from elsewhere can make this machine read."""
 
 import os
 import re
@@ -10,36 +10,16 @@ from finetune.data.quarantine import BadUtterance
 from finetune.errors import UserError
 from finetune.security.secrets import clean_urls
 
+# What a row may name; a chain such as reference::https can run what it finds there.
 STORAGE = [
-    "s3",
-    "s3a",
-    "gs",
-    "gcs",
-    "az",
-    "abfs",
-    "abfss",
-    "adl",
-    "hf",
-    "http",
-    "https",
-    "hdfs",
-    "webhdfs",
-    "oss",
-    "r2",
-    "ocs",
-    "tos",
-    "memory",
-]  # what a row may name; a chain such as reference::https can run what it finds there
-
+    "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "hf",
+    "http", "https", "hdfs", "webhdfs", "oss", "r2", "ocs", "tos", "memory",
+]  # fmt: skip
 MOST_ENCODINGS = 8
 
 
 def check_root(root: Any, key: str = "data.root") -> str | None:
-    """`data.root` of a run file, links resolved; None where there is none.
-
-    Raises:
-        UserError: it is no directory and no URL.
-    """
+    """Return `data.root` with links resolved, or None; raise UserError where it is no directory and no URL."""
     if root is None or root == "":
         return None
     if "://" in str(root):
@@ -50,15 +30,12 @@ def check_root(root: Any, key: str = "data.root") -> str | None:
 
 
 def check_place(audio: Any, folder: str | Path | None, root: str | None) -> None:
-    """Refuses a row whose audio lies where it should not be read from. Audio within the row itself is never refused.
+    """Raise BadUtterance for audio on an odd kind of storage or outside of `root`; audio within the row itself passes.
 
     Args:
         audio: a path, or a mapping with "path" and "bytes".
         folder: directory or URL where relative paths start.
         root: from `check_root`; None lets every local path pass.
-
-    Raises:
-        BadUtterance: it names a storage of an odd kind, or lies outside of `root`.
     """
     if isinstance(audio, dict):
         if audio.get("bytes") is not None or audio.get("array") is not None:
@@ -72,29 +49,27 @@ def check_place(audio: Any, folder: str | Path | None, root: str | None) -> None
         raise BadUtterance(f"{clean_urls(audio)} is a chain of storages; a plain address is expected")
     if "://" in audio and audio.split("://")[0].lower() not in STORAGE:
         raise BadUtterance(
-            f"{clean_urls(audio)}: a row may name a path, or an address of {', '.join(STORAGE[:9])}; a file here is written as its path"
+            f"{clean_urls(audio)}: a row may name a path, or an address of {', '.join(STORAGE[:9])}; a file here is "
+            "written as its path"
         )
     if root is None:
         return
     remote = "://" in audio or (folder is not None and "://" in str(folder))
-    place = audio if "://" in audio or folder is None else _joined(str(folder), audio, remote)
     if remote:
+        place = audio if "://" in audio else f"{str(folder).rstrip('/')}/{audio}"
         inside = place.startswith(root + "/") and ".." not in _as_servers_read(place).split("/")
     else:
+        place = os.path.join(folder or "", audio)
         inside = "://" not in root and Path(os.path.realpath(place)).is_relative_to(root)
     if not inside:
         raise BadUtterance(f"the audio lies outside of data.root: {clean_urls(audio)}")
 
 
 def _as_servers_read(address: str) -> str:
-    """An address with what is written as %2e or %2F (or %252e) written out, and without what readers of addresses leave out."""
+    """Write out what an address encodes, such as %2e, %2F or %252e, and drop the characters that readers drop."""
     for _ in range(MOST_ENCODINGS):
         plain = unquote(address)
         if plain == address:
             break
         address = plain
     return re.sub(r"[\t\r\n]", "", address).replace("\\", "/")
-
-
-def _joined(folder: str, path: str, remote: bool) -> str:
-    return f"{folder.rstrip('/')}/{path}" if remote else os.path.join(folder, path)

@@ -1,7 +1,7 @@
 """Augmentation of waveforms in the workers: speed, room, noise, gain. S samples.
 
-What is drawn for a clip follows from (seed, epoch, place of its row) and nothing else, so that it is the same after a resume and
-on any number of ranks. Probabilities are of the clip; an epoch's clips are drawn anew.
+The draws of an utterance follow from (seed, epoch, place of its row) alone, so that they are the same after a resume and on any number
+of ranks.
 """
 
 import logging
@@ -49,12 +49,11 @@ class Augmentation:
 
     @property
     def active(self) -> bool:
-        """Whether it does anything."""
         return any(getattr(self, name) > 0 for name in PROBABILITIES)
 
 
 def parse_augmentation(value: Any, key: str = "data.augment") -> Augmentation:
-    """Settings from a mapping of the run file.
+    """Parse the settings of the run file.
 
     Raises:
         UserError: an unknown name, a value out of its range, or a folder without audio.
@@ -89,32 +88,24 @@ def parse_augmentation(value: Any, key: str = "data.augment") -> Augmentation:
 
 @cache
 def audio_files(folder: str) -> tuple[str, ...]:
-    """Audio files below a folder, sorted."""
+    """Return the audio files below a folder, sorted."""
     return tuple(sorted(str(p) for p in Path(folder).rglob("*") if p.suffix.lower() in AUDIO_SUFFIXES))
 
 
 def augment(audio_S: np.ndarray, sample_rate: int, settings: Augmentation, seed: tuple[int, ...]) -> np.ndarray:
-    """The waveform, changed at random.
-
-    Args:
-        audio_S: (S,) float32.
-        sample_rate: Hz.
-        settings: what may be changed.
-        seed: of the draws.
+    """Change a (S,) float32 waveform at random, as the settings allow.
 
     Returns:
-        (S',) float32, within full scale; S' differs from S where the speed does. A file of noise or of a response that cannot be
-        read changes nothing, and the log names it.
+        (S',) float32, within full scale; another length at another speed. An unreadable file of noise or of a room's response
+        changes nothing, and the log names it.
     """
     random = np.random.default_rng(seed)
-    chances = random.random(
-        len(PROBABILITIES)
-    )  # drawn whatever is turned on, so that one kind does not change another
+    chances = random.random(len(PROBABILITIES))  # whatever is turned on, so that one kind does not change another
     draws = dict(zip(PROBABILITIES, np.random.SeedSequence(seed).spawn(len(PROBABILITIES)), strict=True))
     drawn = {name: chance < getattr(settings, name) for name, chance in zip(PROBABILITIES, chances, strict=True)}
     if drawn["speed"]:
         factor = float(np.random.default_rng(draws["speed"]).choice(settings.speed_factors))
-        audio_S = _faster(audio_S, sample_rate, factor)
+        audio_S = torchaudio.functional.speed(torch.from_numpy(audio_S), sample_rate, factor)[0].numpy()
     if drawn["room"]:
         audio_S = _in_room(audio_S, sample_rate, settings, np.random.default_rng(draws["room"]))
     if drawn["noise"]:
@@ -126,13 +117,9 @@ def augment(audio_S: np.ndarray, sample_rate: int, settings: Augmentation, seed:
     return np.ascontiguousarray(audio_S, dtype=np.float32)
 
 
-def _faster(audio_S: np.ndarray, sample_rate: int, factor: float) -> np.ndarray:
-    return torchaudio.functional.speed(torch.from_numpy(audio_S), sample_rate, factor)[0].numpy()
-
-
 @lru_cache(maxsize=256)
 def _response(file: str, sample_rate: int) -> torch.Tensor:
-    """An impulse response of energy 1 that begins at its direct sound."""
+    """Read an impulse response; it has energy 1 and begins at its direct sound."""
     response_S = torch.from_numpy(decode_audio(file, sample_rate))
     response_S = response_S[int(response_S.abs().argmax()) :]
     return response_S / response_S.norm().clamp(min=1e-9)
@@ -158,10 +145,10 @@ def _with_noise(
     wanted = len(audio_S) / sample_rate
     try:
         there = audio_seconds(file)
-        # A stretch of the file; the whole, again and again, where it is shorter than the clip.
+        # A stretch of the file, repeated where the file is shorter than the utterance.
         offset = float(random.uniform(0.0, max(there - wanted, 0.0)))
         noise_S = decode_audio(file, sample_rate, None, offset, wanted)
-    except BadUtterance as error:  # the clip itself is good
+    except BadUtterance as error:  # the utterance itself is good
         _warn_of(file, str(error))
         return audio_S
     if not noise_S.any():

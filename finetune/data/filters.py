@@ -1,4 +1,4 @@
-"""Filters: what leaves a clip out of the training, each with a name under which it is counted. S samples, C channels."""
+"""Filters that leave an utterance out of the training, each with a name under which it is counted. S samples, C channels."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -11,12 +11,12 @@ FULL_SCALE = 0.999
 
 
 class FilteredUtterance(Exception):
-    """A clip left out by a filter: counted, not an error. The text is the filter's name."""
+    """An utterance left out by a filter: counted, not an error. The text is the filter's name."""
 
 
 @dataclass(frozen=True)
 class Filters:
-    """Bounds of `data.filters`, or of `filters` of a source, whose keys go before. None: no such filter."""
+    """Bounds of `data.filters`, or of `filters` of a source, which override them. None: no such filter."""
 
     min_duration: float | None = None
     """Seconds."""
@@ -25,7 +25,7 @@ class Filters:
     min_characters_per_second: float | None = None
     max_characters_per_second: float | None = None
     max_tokens: int | None = None
-    """Target tokens of a clip."""
+    """Target tokens of an utterance."""
     alphabet: str | None = None
     """Characters that texts may have after normalisation, besides the space."""
     min_level: float | None = None
@@ -38,21 +38,21 @@ class Filters:
     """Of the file."""
 
     def check_duration(self, seconds: float) -> None:
-        """Raises FilteredUtterance for a clip that is too short or too long."""
+        """Raise FilteredUtterance for audio that is too short or too long."""
         if self.min_duration is not None and seconds < self.min_duration:
             raise FilteredUtterance("shorter_than_min_duration")
         if self.max_duration is not None and seconds > self.max_duration:
             raise FilteredUtterance("longer_than_max_duration")
 
     def check_text(self, text: str, tokens: int) -> None:
-        """Raises FilteredUtterance for a normalised text that has other characters, or too many tokens."""
+        """Raise FilteredUtterance for a normalised text with other characters or too many tokens."""
         if self.alphabet is not None and not set(text) <= {*self.alphabet, " "}:
             raise FilteredUtterance("outside_alphabet")
         if self.max_tokens is not None and tokens > self.max_tokens:
             raise FilteredUtterance("more_than_max_tokens")
 
     def check_pace(self, characters: int, seconds: float) -> None:
-        """Raises FilteredUtterance where a text is too short or too long for its audio."""
+        """Raise FilteredUtterance for a text that is too short or too long for its audio."""
         pace = characters / max(seconds, 1e-3)
         if self.min_characters_per_second is not None and pace < self.min_characters_per_second:
             raise FilteredUtterance("fewer_than_min_characters_per_second")
@@ -61,15 +61,13 @@ class Filters:
 
     @property
     def on_samples(self) -> bool:
-        """Whether `check_samples` computes with them."""
+        """Whether `check_samples` computes with the samples."""
         return self.min_level is not None or self.max_clipped is not None
 
     def check_samples(self, samples_SC: np.ndarray, rate: int) -> None:
-        """Raises FilteredUtterance for audio of too low a rate, too many channels, silence or clipping.
+        """Raise FilteredUtterance for too low a rate (Hz), too many channels, silence or clipping.
 
-        Args:
-            samples_SC: (S,) or (S, C), as in the file; float32 where `on_samples`.
-            rate: Hz.
+        `samples_SC` are (S,) or (S, C) as in the file; float32 where `on_samples`.
         """
         if self.min_sample_rate is not None and rate < self.min_sample_rate:
             raise FilteredUtterance("below_min_sample_rate")
@@ -82,18 +80,13 @@ class Filters:
 
 
 def level(samples_SC: np.ndarray) -> float:
-    """Root mean square of samples of any shape, in dB of full scale; -300 for silence."""
+    """Return the root mean square of samples of any shape in dB of full scale; -300 for silence."""
     power = float(np.mean(np.square(samples_SC, dtype=np.float64))) if samples_SC.size else 0.0
     return 10 * float(np.log10(max(power, 1e-30)))
 
 
 def parse_filters(value: Any, key: str, base: Filters | None = None) -> Filters:
-    """Filters from a mapping of the run file.
-
-    Args:
-        value: a mapping, or None.
-        key: where it stands, for messages.
-        base: filters whose bounds hold where the mapping has none.
+    """Parse a mapping of the run file, or None, over the bounds of `base`; `key` names it in messages.
 
     Raises:
         UserError: an unknown name, or a bound of the wrong type.

@@ -1,4 +1,4 @@
-"""Rows that a check has found unfit, by their place: `data.leave_out`."""
+"""`data.leave_out`: rows that a check found unfit, by their place."""
 
 import hashlib
 from pathlib import Path
@@ -13,15 +13,14 @@ REASONS = (DUPLICATE, "in_leave_out")
 
 
 class LeaveOut:
-    """What a file such as the check's problems.jsonl names: 9 bytes a row in memory.
+    """The rows that a file such as the check's problems.jsonl names: 9 bytes a row in memory.
 
     Args:
-        file: JSON lines, each with the `source` of a row (its file and its line or row there, as quarantine.jsonl tells it) and
-            the `reason`.
+        file: JSON lines with the `source` of a row (as in quarantine.jsonl) and the `reason`.
         key: where the file is named, for messages.
 
     Raises:
-        UserError: the file cannot be read, or a line of it is of another form.
+        UserError: the file cannot be read, or a line has another form.
     """
 
     def __init__(self, file: str, key: str):
@@ -41,14 +40,15 @@ class LeaveOut:
             raise UserError(f"{key}: {file} cannot be read: {error.strerror or error}.") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
-                f'{key}: line {number or 1} of {file} is no {{"source": "FILE line N", "reason": "..."}}, as the check writes it.'
+                f"{key}: line {number or 1} of {file} is no "
+                '{"source": "FILE line N", "reason": "..."}, as the check writes it.'
             ) from error
         order = np.argsort(np.array(hashes, dtype=np.uint64))
         self.hashes = np.array(hashes, dtype=np.uint64)[order]
         self.kinds = np.array(kinds, dtype=np.uint8)[order]
 
     def reason(self, place: str) -> str | None:
-        """Why a row is left out; None where it is not."""
+        """Return why a row is left out; None where it is not."""
         wanted = np.uint64(hash_of(place))
         found = int(np.searchsorted(self.hashes, wanted))
         there = found < len(self.hashes) and self.hashes[found] == wanted
@@ -56,5 +56,5 @@ class LeaveOut:
 
 
 def hash_of(name: str) -> int:
-    """64 bits of a text, the same in every process."""
+    """Hash a text to 64 bits, the same in every process."""
     return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")

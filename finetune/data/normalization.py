@@ -5,12 +5,12 @@ import unicodedata
 
 NORMALIZATIONS = ("none", "lower", "basic")
 SCORE_NORMALIZATIONS = (*NORMALIZATIONS, "open_asr")
-"""What references and hypotheses may have done to them; `open_asr` (finetune.evaluation.open_asr) goes by language."""
+"""Normalisations for scoring; `open_asr` (finetune.evaluation.open_asr) goes by language."""
 _LOOSE_APOSTROPHE = re.compile(r"(?<!\w)'|'(?!\w)")
 
 
 def normalize_text(text: str, mode: str) -> str:
-    """Normalises a transcript.
+    """Normalise a transcript.
 
     Args:
         text: any transcript.

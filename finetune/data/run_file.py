@@ -5,10 +5,8 @@ import itertools
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-from omegaconf import OmegaConf
 
 from finetune.config.schema import DataConfig, RunConfig
 from finetune.data.audio_root import check_root
@@ -44,11 +42,11 @@ def open_sources(config: RunConfig) -> dict[str, list[OpenSource]]:
     with collecting():
         root = check_root(d.root)
     with collecting():
-        parse_filters(plain(d.filters), "data.filters")
+        parse_filters(d.filters, "data.filters")
     with collecting():
-        parse_augmentation(plain(d.augment), "data.augment")
+        parse_augmentation(d.augment, "data.augment")
     for key, split in DEFAULT_SPLIT.items():
-        value = plain(getattr(d, key))
+        value = getattr(d, key)
         with collecting():
             if value:
                 sources = [open_source(s, f"data.{key}") for s in parse_sources(value, f"data.{key}", split)]
@@ -103,15 +101,10 @@ def weigh_languages(sources: list[OpenSource], temperature: float) -> None:
 
 def with_filters(sources: list[OpenSource], data: DataConfig) -> list[OpenSource]:
     """Return the sources with their filters: their own, then `data.filters` and the bounds of duration."""
-    common = parse_filters(plain(data.filters), "data.filters", Filters(data.min_duration, data.max_duration))
+    common = parse_filters(data.filters, "data.filters", Filters(data.min_duration, data.max_duration))
     return [
         replace(s, filters=parse_filters(s.source.filters, f"filters of {s.source.path}", common)) for s in sources
     ]
-
-
-def plain(value: Any) -> Any:
-    """Return OmegaConf's mapping or list as Python's."""
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def train_limits(config: RunConfig) -> BatchLimits:

@@ -5,8 +5,9 @@ n % ranks, so R ranks with W workers see what one rank with R x W workers sees. 
 (`finetune.data.position`).
 """
 
+import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -16,9 +17,9 @@ from finetune.data.batch import Batch, collate
 from finetune.data.batching import Entry
 from finetune.data.filters import FilteredUtterance
 from finetune.data.options import StreamOptions
-from finetune.data.position import FINISHED, ORDERING, SAVED, SUBSET, Position, Positions, reshard
+from finetune.data.position import FINISHED, ORDERING, SAVED, SUBSET, Positions, reshard
 from finetune.data.quarantine import BadUtterance, Report
-from finetune.data.reader import Sources, group_sources
+from finetune.data.reader import group_sources
 from finetune.data.retry import Unreachable
 from finetune.data.sources import OpenSource
 from finetune.data.utterances import DecodedUtterance, decode
@@ -31,42 +32,30 @@ Encode = Callable[[str], list[int]]
 class WorkerShardDataset(torch.utils.data.IterableDataset):
     """What a DataLoader worker iterates: the batches of its worker shard from a position on."""
 
-    def __init__(
-        self,
-        sources: Sources,
-        options: StreamOptions,
-        encode: Encode,
-        epoch: int,
-        rank: int,
-        ranks: int,
-        workers: int,
-        first_worker: int,
-        positions: dict[int, Position],
-    ):
-        self.sources, self.options, self.encode = sources, options, encode
-        self.epoch, self.rank, self.ranks, self.workers = epoch, rank, ranks, workers
-        self.first_worker, self.positions = first_worker, positions
+    def __init__(self, stream: "UtteranceStream"):
+        self.stream = copy.copy(stream)  # as it stands now: the stream itself moves on
 
     def __iter__(self) -> Iterator[Batch]:
-        info = torch.utils.data.get_worker_info()
-        worker = (self.first_worker + (info.id if info else 0)) % self.workers
-        number = worker * self.ranks + self.rank
-        position = self.positions.get(number)
+        s, info = self.stream, torch.utils.data.get_worker_info()
+        workers = max(1, s.workers)
+        worker = (s.next_worker + (info.id if info else 0)) % workers
+        number = worker * s.ranks + s.rank
+        position = s.positions.get(number)
         if position == FINISHED:
             return
         shard = WorkerShard(
-            self.sources,
-            self.options,
-            self.encode,
-            epoch=self.epoch,
+            s.sources,
+            s.options,
+            s.encode,
+            epoch=s.epoch,
             number=number,
-            count=self.ranks * self.workers,
+            count=s.ranks * workers,
             worker=worker,
             position=position,
         )
         for entries, report, position in shard.batches():
             try:
-                utterances = decode_all(entries, self.options, self.epoch, report)
+                utterances = decode_all(entries, s.options, s.epoch, report)
             except Unreachable as error:
                 utterances, report.error = [], str(error)
             batch = collate(utterances, number, position)
@@ -133,18 +122,13 @@ class UtteranceStream:
         """Numbers of this rank's worker shards."""
         return range(self.rank, self.ranks * max(1, self.workers), self.ranks)
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Generator[Batch, None, None]:
         """Yield the rest of the present epoch. After each batch the stream's position lies behind it."""
         for number in list(self.positions):
             self.positions.take(number, self.positions.whole(number))  # workers report positions from here on
-        workers = max(1, self.workers)
-        dataset = WorkerShardDataset(
-            self.sources, self.options, self.encode, self.epoch, self.rank, self.ranks,
-            workers, self.next_worker, dict(self.positions),
-        )  # fmt: skip
         # A generator of its own: the loader draws a seed at each start, which must not move torch's global one.
         loader = torch.utils.data.DataLoader(
-            dataset,
+            WorkerShardDataset(self),
             batch_size=None,
             num_workers=self.workers,
             prefetch_factor=self.prefetch_factor if self.workers else None,
@@ -155,7 +139,7 @@ class UtteranceStream:
         for batch in loader:
             if batch.error is None:  # else a resumed run continues with the shard that could not be read
                 self.positions.take(batch.worker_shard, batch.position)
-            self.next_worker = (batch.worker_shard // self.ranks + 1) % workers
+            self.next_worker = (batch.worker_shard // self.ranks + 1) % max(1, self.workers)
             yield batch
 
     def next_epoch(self) -> None:

@@ -1,4 +1,4 @@
-"""Worker processes end with the process that they work for, however that ends."""
+"""Lifetime of worker processes: they end with the process that they work for, however that ends."""
 
 import ctypes
 import functools
@@ -14,13 +14,10 @@ SECONDS_AFTER_SIGTERM = 60
 
 
 def end_with_parent(parent: int, *_: Any) -> None:
-    """Called in a worker: the kernel kills it when its parent is gone.
+    """Let the kernel kill this worker when its parent, by process id, is gone. Linux only.
 
-    A worker of torch looks for its parent only between batches, and at its end waits for its last batches to be read; its own copy of the
-    pipe's reading end keeps it from noticing that nobody will. On other systems than Linux nothing happens.
-
-    Args:
-        parent: process id of the process that started this one.
+    A worker of torch looks for its parent only between batches, and at its end waits for its last batches to be read; its own copy
+    of the pipe's reading end keeps it from noticing that nobody will.
     """
     if sys.platform != "linux":
         return
@@ -30,21 +27,22 @@ def end_with_parent(parent: int, *_: Any) -> None:
 
 
 def begin_worker(parent: int, *_: Any) -> None:
-    """Called in a worker that reads data: it ends with its parent, and not before it.
+    """Let this worker end with its parent, and not before: its signals are the parent's to handle.
 
-    A terminal and Slurm send their signals to all processes of a run; the main one needs data until it has saved what there is.
+    A terminal and Slurm signal all processes of a run, whose main one needs data until it has saved a checkpoint.
     """
     end_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    # torch ends a worker with SIGTERM that does not end by itself, so this one counts after a while.
+    # torch sends SIGTERM to a worker that does not end by itself, so this one counts after a while.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(SECONDS_AFTER_SIGTERM))
 
 
 def ends_with_this_process(begin: Callable[..., None] = end_with_parent) -> Callable[..., None] | None:
-    """`begin` for workers that the present thread is about to start. The kernel minds the thread rather than the process, so
-    that there is None but in the main thread, which lasts.
+    """Return `begin` for workers that this thread is about to start; None but in the main thread.
+
+    The kernel watches the thread that started them rather than the process, and other threads may end before.
     """
     if threading.current_thread() is not threading.main_thread():
         return None

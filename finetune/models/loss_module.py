@@ -21,7 +21,7 @@ from finetune.models.protocols import Transducer
 
 
 class TransducerLossModule(nn.Module):
-    """The module that Accelerate prepares: `forward` returns the losses, so that DDP, ZeRO and FSDP see every parameter.
+    """The module that Accelerate prepares: `forward` returns the losses, so DDP, ZeRO and FSDP see every parameter.
 
     Args:
         nemo_model: a NeMo EncDecRNNTBPEModel.

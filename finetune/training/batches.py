@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from finetune.config.schema import RunConfig
 from finetune.data.batch import Batch
 from finetune.data.quarantine import REPORT_AFTER_ROWS, Record, check_bad_fraction, new_records, nothing_left
-from finetune.distributed import gather
+from finetune.distributed import gather, gather_rows
 from finetune.errors import UserError
 from finetune.losses import feasible_clips
 from finetune.models.nemo import encoder_lengths
@@ -192,7 +192,7 @@ class StepBatcher:
             return [float(v) for v in values], micro_batches, []
         self.on_part("communication")
         row = torch.tensor([[*values, micro_batches]], dtype=torch.float64, device=self.accelerator.device)
-        table_RN = self.accelerator.gather(row).cpu()
+        table_RN = gather_rows(self.accelerator, row)
         self.on_part("data")
         finished = [rank for rank, more in enumerate(table_RN[:, 6].tolist()) if not more]
         return table_RN[:, :-1].sum(0).tolist(), int(table_RN[:, -1].max()), finished

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from finetune.data.stream import Batch
+from finetune.data.batch import Batch
 from finetune.evaluation.scores import WerAccumulator
 from finetune.models.protocols import Transducer
 from finetune.training.batches import StepBatches

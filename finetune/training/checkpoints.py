@@ -260,7 +260,7 @@ def load_checkpoint(accelerator: Any, path: Path) -> None:
         raise UserError(does_not_fit(path, error)) from error
 
 
-def does_not_fit(path: Path, error: Exception) -> str:
+def does_not_fit(path: Path, error: BaseException) -> str:
     """The message for a checkpoint that cannot be loaded."""
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     return (

@@ -10,7 +10,7 @@ from finetune.config.schema import RunConfig
 from finetune.data.augment import parse_augmentation
 from finetune.data.leave_out import LeaveOut
 from finetune.data.options import StreamOptions
-from finetune.data.run_file import plain, train_limits, with_filters
+from finetune.data.run_file import train_limits, with_filters
 from finetune.data.sources import OpenSource
 from finetune.data.stream import UtteranceStream
 from finetune.data.utterances import no_tokens, text_encoder
@@ -57,7 +57,7 @@ def make_stream(
         sources = with_filters(sources, d)
         leave_out = LeaveOut(d.leave_out, "data.leave_out") if d.leave_out else None
         options = replace(
-            options, leave_out=leave_out, augmentation=parse_augmentation(plain(d.augment)), fits=fits_of(model)
+            options, leave_out=leave_out, augmentation=parse_augmentation(d.augment), fits=fits_of(model)
         )
     return UtteranceStream(
         sources,

@@ -16,8 +16,8 @@ import torch
 from accelerate import Accelerator
 
 from finetune.config.schema import RunConfig
+from finetune.data.batch import Batch
 from finetune.data.sources import OpenSource
-from finetune.data.stream import Batch
 from finetune.distributed import broadcast, gather
 from finetune.durable_files import put_in_place, sha256_of, write_json
 from finetune.errors import UserError

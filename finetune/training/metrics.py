@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from finetune.data.stream import Batch
+from finetune.data.batch import Batch
 from finetune.training.batches import StepBatches
 from finetune.training.outputs import peak_memory_gib, peak_rss_gib, rss_gib
 from finetune.training.progress import Progress

@@ -21,8 +21,8 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
 from finetune.config.schema import RunConfig
+from finetune.data.batch import Batch
 from finetune.data.decode import as_float
-from finetune.data.stream import Batch
 from finetune.distributed import gather
 from finetune.errors import UserError
 from finetune.models.nemo import learning_batchnorms
@@ -64,7 +64,7 @@ class StepFilter:
         t = config.training
         self.accelerator, self.model, self.optimizer, self.config = accelerator, model, optimizer, config
         self.progress, self.other_weights = progress, other_weights
-        self.factor, self.allowed = t.spike_guard, t.max_skipped_steps
+        self.factor, self.allowed = t.spike_threshold, t.max_skipped_steps
         self.output_dir = Path(t.output_dir)
         self.file = LineFile(self.output_dir / SKIPPED_FILE)
         self.deepspeed = accelerator.distributed_type == "DEEPSPEED"
@@ -206,7 +206,8 @@ class StepFilter:
 
     def _statistics(self) -> list[torch.Tensor]:
         """Return BatchNorm's own, where it learns."""
-        return [b for m in self.norms for b in (m.running_mean, m.running_var, m.num_batches_tracked) if b is not None]
+        found = (b for m in self.norms for b in (m.running_mean, m.running_var, m.num_batches_tracked))
+        return [b for b in found if isinstance(b, torch.Tensor)]
 
     def _restore_statistics(self) -> None:
         if self.norms:
@@ -351,7 +352,7 @@ class StepFilter:
         elif set(reasons) == {"spike"}:
             advice = (
                 "The loss has risen for good, not for a step: look at the data from here on, or set a larger "
-                f"training.spike_guard (now {self.factor:g}); or {self._calmer()}."
+                f"training.spike_threshold (now {self.factor:g}); or {self._calmer()}."
             )
         else:
             advice = f"{self._calmer()}."

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from finetune.config.compatibility import find_conflicts
 
@@ -107,10 +106,7 @@ def _smaller_batches(config: Any) -> tuple[bool, str, dict[str, Any]]:
 
 
 def _conflicts_with(config: Any, sets: dict[str, Any], engine: str) -> bool:
-    changed = OmegaConf.create(OmegaConf.to_container(config))
-    for key, value in sets.items():
-        OmegaConf.update(changed, key, value)
-    return bool(find_conflicts(changed, engine))
+    return bool(find_conflicts(config.replaced(sets), engine))
 
 
 def out_of_memory_message(error: BaseException, config: Any, gpu: bool, engine: str = "none") -> str:

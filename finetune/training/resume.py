@@ -136,7 +136,9 @@ def kind_of(
     engine = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type)).lower()
     if engine == "deepspeed":
         # Each process keeps its own part of the optimizer's state.
-        engine += f" ZeRO-{accelerator.state.deepspeed_plugin.zero_stage} of {accelerator.num_processes} process(es)"
+        plugin = accelerator.state.deepspeed_plugin
+        assert plugin is not None
+        engine += f" ZeRO-{plugin.zero_stage} of {accelerator.num_processes} process(es)"
     elif engine != "fsdp":
         engine = "none"
     trained = "everything"

@@ -18,7 +18,7 @@ from finetune.config.compatibility import find_conflicts
 from finetune.config.redaction import without_secrets, write_config
 from finetune.config.schema import RunConfig
 from finetune.config.tokenizer_setting import tokenizer_setting
-from finetune.data.run_file import count_clips, mean_seconds
+from finetune.data.run_file import count_clips, mean_seconds, train_limits
 from finetune.data.run_file import open_sources as open_sources
 from finetune.data.sources import OpenSource
 from finetune.distributed import broadcast
@@ -31,20 +31,15 @@ from finetune.models.nemo import cast_parameters, prepare_for_training
 from finetune.models.protocols import Transducer
 from finetune.rank_monitor import client as rank_monitor
 from finetune.security.secrets import clean, known_secrets
-from finetune.strategies.accelerate_config import (
-    Strategy,
-    engine_with,
-    make_accelerator,
-    number_of_processes,
-    resolve_precision,
-)
+from finetune.strategies.accelerator import make_accelerator
 from finetune.strategies.activation_offload import ActivationOffload
 from finetune.strategies.encoder import apply_encoder_options
 from finetune.strategies.optimizers import build_optimizer, parameter_groups
 from finetune.strategies.sharded import count_parameters, make_replica, shards_parameters
+from finetune.strategies.strategy import Strategy, engine_with, number_of_processes, resolve_precision
 from finetune.training import checkpoints, elastic_restart
 from finetune.training.advice import warnings_for
-from finetune.training.data import make_stream, train_limits
+from finetune.training.data import make_stream
 from finetune.training.outputs import environment
 from finetune.training.process import allow_tf32, seed_everything, set_allocator
 from finetune.training.resume import take_weights
@@ -168,11 +163,11 @@ def build_model(accelerator: Accelerator, config: RunConfig, checkpoint: Path | 
     changed = set_vocabulary(accelerator, model, config, checkpoint)
     prepare_for_training(model, spec_augment=m.spec_augment, dropout=m.dropout, freeze_batchnorm=m.freeze_batchnorm)
     if m.sync_batchnorm and accelerator.num_processes > 1:
-        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # in place
     adapter = read_adapter(Path(m.adapter)) if m.adapter else None
     if adapter is not None:
         check_base(adapter, model, m.name)
-    base = base_hash(model, m.lora_train_decoder) if m.lora_rank else None
+    base = base_hash(model, m.lora_train_decoder) if m.lora_rank else ""
     apply_encoder_options(model, m)
     if adapter is not None:
         load_into_lora(model, adapter)

@@ -183,7 +183,8 @@ class CheckpointWriter:
         from accelerate.utils import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, clean_state_dict_for_safetensors
 
         (module,), (optimizer,) = self.accelerator._models, self.accelerator._optimizers
-        weights = clean_state_dict_for_safetensors(dict(self.accelerator.get_state_dict(module, unwrap=False)))
+        whole: Any = self.accelerator.get_state_dict(module, unwrap=False)
+        weights = clean_state_dict_for_safetensors(dict(whole))
         state = {SAFE_WEIGHTS_NAME: weights, f"{OPTIMIZER_NAME}.bin": optimizer.state_dict()}
         if not self.in_thread:
             return state

@@ -14,9 +14,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.profiler import record_function
 
 from finetune.config.schema import RunConfig
+from finetune.data.batch import Batch
 from finetune.data.run_file import count_clips
 from finetune.data.sources import OpenSource
-from finetune.data.stream import Batch, UtteranceStream
+from finetune.data.stream import UtteranceStream
 from finetune.distributed import gather
 from finetune.errors import UserError
 from finetune.evaluation.scores import WerAccumulator
@@ -84,8 +85,10 @@ class Trainer:
         self.accelerator, self.module, self.optimizer, self.schedule = accelerator, module, optimizer, schedule
         self.stream, self.sources, self.config = stream, sources, config
         self.total_steps, self.max_epochs = total_steps, max_epochs
-        self.loss_module: TransducerLossModule = accelerator.unwrap_model(module)
-        self.model: Transducer = self.loss_module.nemo
+        loss_module = accelerator.unwrap_model(module)
+        assert isinstance(loss_module, TransducerLossModule)
+        self.loss_module = loss_module
+        self.model: Transducer = loss_module.nemo
         self.replica = replica
         self.output_dir = Path(t.output_dir)
         self.progress = Progress()
@@ -443,8 +446,8 @@ class Trainer:
         mean_over_clips = self.config.training.loss_reduction == "mean_batch"
         denominator = max(batches.clips if mean_over_clips else batches.tokens, 1.0)
 
-        def forward_and_backward(own: list[Batch], micro_batches: int, exchange: bool = True) -> torch.Tensor:
-            return self._forward_and_backward(own, micro_batches, denominator, rnnt_draw, exchange)
+        def forward_and_backward(batches: list[Batch], micro_batches: int, exchange: bool = True) -> torch.Tensor:
+            return self._forward_and_backward(batches, micro_batches, denominator, rnnt_draw, exchange)
 
         compute: ComputeGradients = forward_and_backward
         for callback in self.callbacks:

@@ -87,7 +87,9 @@ def move_tokenizer_into_run(models: list[Any], output_dir: Path) -> None:
     """
     waiting, final = (output_dir / WAITING).absolute(), (output_dir / FOLDER).absolute()
     for model in models:
-        files = {} if model is None else {k: f for k, f in model.artifacts.items() if Path(f.path).parent == waiting}
+        if model is None:
+            continue
+        files = {k: f for k, f in model.artifacts.items() if Path(f.path).parent == waiting}
         if files and waiting.is_dir():
             shutil.rmtree(final, ignore_errors=True)
             waiting.rename(final)
@@ -204,7 +206,7 @@ def _place(accelerator: Any, content: bytes, shared: Path, report: dict[str, Any
 
 def _take_stored(accelerator: Any, model: Any, setting: TokenizerSetting, stored: Path, final: Path) -> bool:
     """The tokenizer of the run that is continued, for a model that does not have it yet; returns whether it had not."""
-    content, report = broadcast(_stored(stored) if accelerator.is_main_process else None)
+    content, report = broadcast(_stored(stored) if accelerator.is_main_process else (b"", {}))
     made_with = {key: value for key, value in (report.get("setting") or {}).items() if key != "sha256"}
     if not setting.changes or made_with != noted(setting):
         log.warning("model.tokenizer: the vocabulary of %s counts, which was made with %s", stored, made_with)

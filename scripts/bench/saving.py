@@ -22,7 +22,7 @@ from compare_strategies import machine
 from finetune.config.load import load_config
 from finetune.config.schema import TrainingConfig
 from finetune.logs import set_up_logging
-from finetune.strategies.accelerate_config import resolve_strategy
+from finetune.strategies.strategy import resolve_strategy
 from finetune.train import train
 from finetune.training.callbacks import Callback
 from finetune.training.trainer import Trainer
@@ -91,7 +91,7 @@ def main() -> int:
     for _ in range(arguments.rounds):
         for way in WAYS:
             measured[way].append(measure(arguments, way))
-    rows, default = [], TrainingConfig.save_steps
+    rows, default = [], TrainingConfig.model_fields["save_steps"].default
     step = min(m["seconds"] - m["blocked"] for m in measured["none"]) / arguments.steps
     heads = f"{'checkpoints':12s} {'training s':>11s} {'of none':>8s} {'stood still s':>14s} {'each s':>7s}"
     print(f"\n{heads} {'at ' + str(default):>8s}")

@@ -28,7 +28,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 import optimizer as bench_optimizer
 
-from finetune.strategies.low_bit import BETAS, EPS, gpu_lacks_fp8
+from finetune.config.optimizers import gpu_lacks_fp8
+from finetune.strategies.low_bit import BETAS, EPS
 from finetune.strategies.offload import offloaded_adamw
 from finetune.strategies.optimizers import build_optimizer, describe_optimizer
 

@@ -322,8 +322,8 @@ def test_the_report_shows_the_model_in_training(run_train, tiny_run, tmp_path, j
 @pytest.mark.parametrize(
     ("setting", "expected"),
     [
-        ("training.ema_decay=1.0", "training.ema_decay: is a fraction from 0 to below 1, found 1.0"),
-        ("training.average_checkpoints=1", "training.average_checkpoints: is 0 for no average, or 2 or more"),
+        ("training.ema_decay=1.0", "training.ema_decay: has to be 0 to below 1, found 1.0"),
+        ("training.average_checkpoints=1", "training.average_checkpoints: has to be 2 or more, or 0, found 1"),
         ("training.average_by=first", "training.average_by: 'first' is not one of last, best"),
         ("training.ema_device=gpu", "training.ema_device: 'gpu' is not one of same, cpu"),
         ("model.adapter=somewhere", "model.adapter: needs model.lora_rank"),
@@ -350,18 +350,16 @@ def test_averages_without_validation(run_file):
     ],
 )
 def test_what_an_average_excludes(settings, engine, expected):
-    from omegaconf import OmegaConf
-
     from finetune.config.compatibility import find_conflicts
-    from finetune.config.schema import RunConfig
+    from finetune.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
 
-    config = OmegaConf.structured(RunConfig)
-    config.training.update(settings)
+    training = TrainingConfig(output_dir="o", **settings)
+    config = RunConfig(model=ModelConfig(name="m"), data=DataConfig(train="t"), training=training)
     assert not any("ema" in text for text in find_conflicts(config, engine))
     config.training.ema_decay = 0.999
     assert any(text.startswith(expected) for text in find_conflicts(config, engine))
     for other in ("none", "ddp", "deepspeed", "fsdp"):
-        config.training.update({"optimizer": "adamw", "ema_device": "same"})
+        config = config.replaced({"training.optimizer": "adamw", "training.ema_device": "same"})
         assert not find_conflicts(config, other)
 
 

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import soundfile
 from conftest import read_lines
-from omegaconf import OmegaConf
 
 
 def test_tensorboard_has_numbers_texts_and_audio(run_train, tiny_run, tmp_path):
@@ -88,6 +87,7 @@ def test_a_tracker_that_fails_ends_no_run(run_train, tiny_run, tmp_path, capsys,
 
 
 def test_trackers_get_no_passwords_of_the_run_file():
+    from finetune.config.schema import RunConfig
     from finetune.training.run import flat_settings
 
     run = {
@@ -96,7 +96,8 @@ def test_trackers_get_no_passwords_of_the_run_file():
             "validation": [{"path": "b", "token": "geheim12"}],
         }
     }
-    flat = flat_settings(OmegaConf.create({**run, "training": {"learning_rate": 0.001}}))
+    training = {"output_dir": "o", "learning_rate": 0.001}
+    flat = flat_settings(RunConfig.model_validate({"model": {"name": "m"}, **run, "training": training}))
     assert flat["training.learning_rate"] == 0.001
     assert "example.org/a" in flat["data.train"]
     assert not any(word in str(flat) for word in ("hunter22", "abcdef", "geheim12"))

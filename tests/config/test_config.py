@@ -10,6 +10,7 @@ import yaml
 from conftest import ROOT, problem
 
 from finetune.config.load import load_config
+from finetune.config.schema import RENAMED, schema_fields
 from finetune.train import parse_arguments
 
 ACCELERATE_FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
@@ -42,12 +43,49 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         ("max_steps=1", "max_steps", "training.max_steps"),
         ("model.bf16=true", "model.bf16", "training.bf16"),
         ("data.zzz=1", "data.zzz", "docs/configuration.md"),
+        ("training.lr=1", "training.lr", "Did you mean training.learning_rate?"),
+        ("training.epochs=1", "training.epochs", "Did you mean training.num_train_epochs?"),
+        ("training.steps_eval=1", "training.steps_eval", "Did you mean training.eval_steps?"),
+        ("training.batch_size=1", "training.batch_size", "training.per_device_train_batch_size"),
     ],
 )
 def test_unknown_key(run_file: Callable[..., Path], override: str, key: str, suggested: str) -> None:
     message = problem(run_file(), override)
     assert f"command line: unknown key {key}." in message
     assert suggested in message.split(f"{key}.", 1)[1]
+
+
+def test_keys_that_were_renamed(run_file: Callable[..., Path], messages: list[str]) -> None:
+    path = run_file(training__spike_guard=20)
+    config, origin = load_config(path, [], [])
+    assert (config.training.spike_threshold, origin["training.spike_threshold"]) == (20, str(path))
+    assert messages == [f"{path}: training.spike_guard is called training.spike_threshold now"]
+    config, _ = load_config(path, [], ["training.spike_threshold=0"])
+    assert config.training.spike_threshold == 0
+    both = run_file(training__spike_guard=20, training__spike_threshold=10)
+    assert f"{both}: training.spike_guard is the old name of training.spike_threshold" in problem(both)
+    assert "training.spike_threshold: has to be above 1, or 0, found 0.5" in problem(path, "training.spike_guard=0.5")
+    assert set(RENAMED.values()) <= schema_fields().keys()
+
+
+def test_the_configuration_is_plain_and_typed(run_file: Callable[..., Path]) -> None:
+    overrides = [
+        "data.batch_bounds=[[5, 64], [15.5, 24]]",
+        "training.optimizer_args.eps=1e-6",
+        "data.train=[a, {path: b}]",
+    ]
+    config, _ = load_config(run_file(), [], overrides)
+    assert type(config.training.learning_rate) is float
+    assert type(config.training.optimizer_args) is dict
+    assert config.data.batch_bounds == [[5, 64], [15.5, 24]]
+    assert config.as_dict()["data"]["train"] == ["a", {"path": "b"}]
+    changed = config.replaced({"data.max_samples": 5, "training.bf16": True})
+    assert (changed.data.max_samples, changed.get("training.bf16")) == (5, True)
+    changed.training.optimizer_args["eps"] = 1.0
+    assert (config.data.max_samples, config.training.optimizer_args) == (-1, {"eps": 1e-6})
+    defaults, _ = load_config(run_file(), [], [])
+    defaults.data.filters["max_tokens"] = 3
+    assert load_config(run_file(), [], [])[0].data.filters == {}
 
 
 @pytest.mark.parametrize(
@@ -96,7 +134,7 @@ def test_all_problems_at_once(run_file: Callable[..., Path]) -> None:
         (str(path), "training.optimizer", "Did you mean adamw_8bit?"),
         (str(path), "training.logging_steps", "1 or more, found 0"),
         (str(path), "data.max_bad_fraction", "0 to 1, found 5"),
-        ("command line", "model.dropout", "probability below 1, found 2"),
+        ("command line", "model.dropout", "0 to below 1, found 2"),
         ("training.bf16", "training.fp16", "exclude each other"),
     ]
     assert first.startswith(f"{len(expected)} problems")
@@ -134,6 +172,7 @@ def test_interpolation(run_file: Callable[..., Path], monkeypatch: pytest.Monkey
     ("key", "value", "hint"),
     [
         ("training__optimizer", "adamw8bit", "Did you mean adamw_8bit?"),
+        ("training__optimizer", "8bit_adamw", "Did you mean adamw_8bit?"),
         ("training__lr_scheduler_type", "cosin", "Did you mean cosine?"),
         ("training__loss_reduction", "sum", "mean_batch, mean_volume"),
         ("data__text_normalization", "upper", "none, lower, basic"),
@@ -179,6 +218,8 @@ def test_choices(run_file: Callable[..., Path], key: str, value: Any, hint: str)
         ("training__joint_learning_rate", 0.0, 1e-4),
         ("training__warmup_ratio", 1.1, 1.0),
         ("training__warmup_ratio", -0.1, 0.0),
+        ("training__spike_threshold", 1.0, 1.5),
+        ("training__average_checkpoints", 1, 0),
         ("training__max_steps", 0, 1),
         ("training__max_steps", -2, -1),
         ("training__num_train_epochs", 0.0, 0.5),
@@ -270,7 +311,7 @@ def test_values_are_read_as_yaml(run_file: Callable[..., Path], tmp_path: Path) 
     )
     config, _ = load_config(path, [], [])
     assert config.training.learning_rate == 1e-4
-    assert config.training.optimizer_args.eps == 1e-6
+    assert config.training.optimizer_args["eps"] == 1e-6
     config, _ = load_config(
         run_file(model__tokenizer="somewhere"),
         [],
@@ -286,7 +327,7 @@ def test_values_are_read_as_yaml(run_file: Callable[..., Path], tmp_path: Path) 
     )
     assert config.training.learning_rate == 2e-5
     assert config.training.bf16 is True
-    assert list(config.training.report_to) == ["tensorboard", "wandb"]
+    assert config.training.report_to == ["tensorboard", "wandb"]
     assert config.data.train[1] == {"path": "b=c.jsonl", "weight": 0.1}
     assert config.data.test == "x=y.jsonl"
     assert config.model.tokenizer is None

@@ -23,7 +23,7 @@ from loss_cases import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.losses import FusedTDTLoss, feasible_clips, fused_tdt_loss, lattice
-from finetune.losses.dropout import torch_mask, dropout_mask
+from finetune.losses.dropout import dropout_mask, torch_mask
 
 DURATION_SETS = [TDT, (0, 1, 2), (1, 2), (0, 2, 4, 8), (2, 0, 1), ()]
 

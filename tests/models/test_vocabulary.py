@@ -254,18 +254,21 @@ def test_the_key_in_run_file_and_command_line(run_file: Callable[..., Path]) -> 
 def test_wrong_values_are_refused_before_anything_is_loaded(run_file: Callable[..., Path]) -> None:
     path = run_file()
     for override, part in (
-        ("model.tokenizer.extend=x", "unknown keys extend"),
-        ("model.tokenizer.size=3", "set extend_from or replace_with"),
+        ("model.tokenizer.extend=x", "unknown key extend"),
+        ("model.tokenizer.size=3", "Set extend_from or replace_with"),
         ("model.tokenizer={extend_from: a, replace_with: b}", "Set one of them"),
-        ("model.tokenizer={extend_from: a, size: 0}", "model.tokenizer.size: a number of pieces from 1 on"),
+        ("model.tokenizer={extend_from: a, size: 0}", "model.tokenizer.size: has to be 1 or more, found 0"),
         ("model.tokenizer={extend_from: a, size: many}", "model.tokenizer.size"),
-        ("model.tokenizer={extend_from: a, pieces: some}", "one of new_characters, all"),
+        (
+            "model.tokenizer={extend_from: a, pieces: some}",
+            "model.tokenizer.pieces: 'some' is not one of new_characters, all",
+        ),
         ("model.tokenizer={replace_with: a, pieces: all}", "Leave it out"),
-        ("model.tokenizer={extend_from: a, coverage: 2}", "from 0.9 to 1"),
-        ("model.tokenizer=5", "a directory, or a mapping"),
+        ("model.tokenizer={extend_from: a, coverage: 2}", "model.tokenizer.coverage: has to be 1 or less, found 2"),
+        ("model.tokenizer=5", "expected a directory, or a mapping"),
     ):
         assert part in problem(path, override), override
-    with pytest.raises(UserError, match="is expected, found"):
+    with pytest.raises(UserError, match="expected a data set, a tokenizer or a text file, found"):
         parse_tokenizer({"extend_from": ""})
 
 
@@ -405,8 +408,7 @@ def test_what_cannot_be_grown_ends_the_run_with_one_line(failed: Any, grown_run:
 
 
 def test_plan_counts_the_grown_vocabulary(run_file: Callable[..., Path]) -> None:
-    from finetune.tools.planning.layout import read_layout
-    from finetune.tools.planning.vocabulary_size import layout_of
+    from finetune.tools.planning.layout import layout_of, read_layout
 
     path = run_file(model__name=str(BASE), model__tokenizer={"extend_from": "data/tr", "size": 40})
     config, _ = load_config(path, [], [])

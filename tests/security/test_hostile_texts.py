@@ -13,10 +13,10 @@ from typing import Any
 import fsspec
 import pytest
 from conftest import read_lines, write_manifest
-from omegaconf import OmegaConf
 
 from finetune.callbacks.trackers import _cell, _tag
 from finetune.config.redaction import write_config
+from finetune.config.schema import RunConfig
 from finetune.evaluate import print_table
 from finetune.logs import set_up_logging
 from finetune.security.safe_text import ACTS, json_line, lines, one_line
@@ -243,8 +243,11 @@ def test_messages_and_tracebacks_hold_no_secret(monkeypatch, capsys):
 )
 def test_names_that_begin_as_tokens_do_are_kept(name, tmp_path):
     """A config.yaml without them could not be resumed with."""
-    write_config(tmp_path / "config.yaml", OmegaConf.create({"training": {"output_dir": name}}))
-    assert (tmp_path / "config.yaml").read_text() == f"training:\n  output_dir: {name}\n"
+    config = {"model": {"name": "m"}, "data": {"train": "t"}, "training": {"output_dir": name}}
+    write_config(tmp_path / "config.yaml", RunConfig.model_validate(config))
+    text = (tmp_path / "config.yaml").read_text()
+    assert text.startswith("model:\n  name: m\n")
+    assert f"training:\n  output_dir: {name}\n" in text
 
 
 PIECE = "aB3dE6gH9jK2mN5pQ8sT1vW4yZ7bC0eF"  # made up

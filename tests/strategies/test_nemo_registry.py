@@ -12,7 +12,7 @@ import soundfile
 import torch
 from conftest import read_lines
 
-from finetune.strategies.low_bit import BITSANDBYTES, TORCHAO
+from finetune.config.optimizers import BITSANDBYTES, TORCHAO
 from finetune.strategies.nemo_registry import WIDE, register_optimizers
 from finetune.strategies.optimizers import describe_optimizer
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import DETERMINISTIC, ONLY_TRAIN, read_lines
 
-from finetune.strategies import low_bit
+from finetune.config.optimizers import BITSANDBYTES
 from finetune.strategies.optimizers import build_optimizer, describe_optimizer, parameter_groups
 
 
@@ -101,7 +101,7 @@ def test_schedules_do_not_compile_the_step_anew():
     ],
 )
 def test_bytes_of_low_bit_states(without_compiler, name, bytes_per_parameter, dtype):
-    args = {"embeddings_32bit": False} if name in low_bit.BITSANDBYTES else {}
+    args = {"embeddings_32bit": False} if name in BITSANDBYTES else {}
     _, told = train(name, 2, args)
     parameters = sum(p.numel() for p in Net().parameters())
     assert told["optimizer_state_bytes"] / parameters < bytes_per_parameter

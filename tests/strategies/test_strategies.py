@@ -12,17 +12,13 @@ from accelerate.commands.config.config_args import load_config_from_file
 from conftest import ROOT, problem
 
 from finetune.config.compatibility import RULES, find_conflicts
-from finetune.config.load import load_config, overlay_path, schema_fields
-from finetune.config.schema import OPTIMIZERS
+from finetune.config.load import load_config, overlay_path
+from finetune.config.optimizers import OPTIMIZERS
+from finetune.config.schema import schema_fields
 from finetune.errors import UserError
-from finetune.strategies import accelerate_config as accelerate_files
-from finetune.strategies.accelerate_config import (
-    Strategy,
-    check_num_gpus,
-    resolve_precision,
-    resolve_strategy,
-    strategy_names,
-)
+from finetune.paths import strategy_names
+from finetune.strategies import strategy as strategy_module
+from finetune.strategies.strategy import Strategy, check_num_gpus, resolve_precision, resolve_strategy
 
 ACCELERATE_FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 OVERLAYS = sorted((ROOT / "finetune" / "strategies").glob("*.yaml"))
@@ -98,7 +94,7 @@ def test_overlays_set_only_what_they_are_about(path: Path, run_file: Callable[..
     assert {key for key, layer in origin.items() if layer == f"strategy {path.stem}"} == keys
     for key in keys:
         section, name = key.split(".")
-        assert config[section][name] == values[section][name]
+        assert config.get(f"{section}.{name}") == values[section][name]
 
 
 @pytest.mark.parametrize("path", RUN_FILES, ids=lambda p: p.stem)
@@ -126,6 +122,8 @@ def test_unknown_strategy(refused: Callable[..., str], run_file: Callable[..., P
     message = refused("--config", run_file(), "--strategy", "zero9")
     assert "--strategy: there is no strategy 'zero9'" in message
     assert all(name in message for name in strategy_names())
+    message = refused("--config", run_file(), "--strategy", "adam_8bit")
+    assert "there is no strategy 'adam_8bit'. Did you mean adamw_8bit?" in message
 
 
 def test_two_engines(refused: Callable[..., str], run_file: Callable[..., Path], tmp_path: Path) -> None:
@@ -157,7 +155,7 @@ def test_two_engines_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         "distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config: {fsdp_version: 2}\n"
     )
     (tmp_path / "half.yaml").write_text("distributed_type: 'NO'\nmixed_precision: fp16\n")
-    monkeypatch.setattr(accelerate_files, "ACCELERATE_CONFIGS", tmp_path)
+    monkeypatch.setattr(strategy_module, "ACCELERATE_CONFIGS", tmp_path)
     monkeypatch.setattr("finetune.paths.ACCELERATE_CONFIGS", tmp_path)
     assert resolve_strategy(["adamw", "sharded"]).engine == "fsdp"
     with pytest.raises(UserError, match=r"strategy zero2_offload.*strategy sharded.*two engines"):
@@ -197,7 +195,10 @@ CONFLICTS: dict[tuple[str, str], list[str]] = {
         RELEASE,
         "training.max_grad_norm=1",
     ],
-    ("training.optimizer flash_adamw_gradient_release", "training.spike_guard"): [RELEASE, "training.spike_guard=5"],
+    ("training.optimizer flash_adamw_gradient_release", "training.spike_threshold"): [
+        RELEASE,
+        "training.spike_threshold=5",
+    ],
     ("training.optimizer flash_adamw_gradient_release", "several processes, DeepSpeed or FSDP"): [
         RELEASE,
         "--strategy=ddp",
@@ -326,14 +327,14 @@ def test_launcher_with_other_deepspeed_settings(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"betas": 0.9}, "betas are two numbers"),
-        ({"betas": [0.9]}, "betas are two numbers"),
-        ({"betas": [0.9, 1.0]}, "betas are two numbers"),
-        ({"eps": "abc"}, "eps is a number above 0, found 'abc'"),
-        ({"eps": 0}, "eps is a number above 0"),
-        ({"block_size": 0}, "block_size is a number of elements above 0, found 0"),
-        ({"block_size": "many"}, "block_size is a number of elements above 0"),
-        ({"embeddings_32bit": "yes"}, "embeddings_32bit is true or false, found 'yes'"),
+        ({"betas": 0.9}, "optimizer_args.betas: expected list, found 0.9"),
+        ({"betas": [0.9]}, "optimizer_args.betas: has to have 2 entries, found [0.9]"),
+        ({"betas": [0.9, 1.0]}, "optimizer_args.betas.1: has to be below 1, found 1.0"),
+        ({"eps": "abc"}, "optimizer_args.eps: expected float, found 'abc'"),
+        ({"eps": 0}, "optimizer_args.eps: has to be above 0, found 0"),
+        ({"block_size": 0}, "optimizer_args.block_size: has to be 1 or more, found 0"),
+        ({"block_size": "many"}, "optimizer_args.block_size: expected int, found 'many'"),
+        ({"embeddings_32bit": "yes"}, "optimizer_args.embeddings_32bit: expected bool, found 'yes'"),
         ({"eps": 1e-6, "betas": [0.9, 0.99]}, None),
     ],
 )

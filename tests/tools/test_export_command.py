@@ -81,7 +81,7 @@ def test_options_of_the_other_format(capsys):
 
 
 def test_commands_of_the_documentation(capsys):
-    from finetune.config.load import schema_fields
+    from finetune.config.schema import schema_fields
     from finetune.export import parse_arguments
 
     text = (ROOT / "docs" / "huggingface.md").read_text(encoding="utf-8")

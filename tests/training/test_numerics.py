@@ -106,7 +106,7 @@ def test_the_diagnosis_names_bad_audio(run_train, tiny_run, clips, spoiled, capf
 
 
 def test_a_spike_is_skipped_and_a_continued_run_decides_the_same(run_train, tiny_run, tmp_path, spoiled, capfd):
-    training = {**NO_EVALUATION, "max_steps": 10, "save_steps": 5, "spike_guard": 20.0, "spike_window": 4}
+    training = {**NO_EVALUATION, "max_steps": 10, "save_steps": 5, "spike_threshold": 20.0, "spike_window": 4}
     training |= {"save_total_limit": 0, "lr_scheduler_type": "constant"}
     arguments = tiny_run(model=LEARNING, data=ONLY_TRAIN, training=training)
     run = tmp_path / "run"
@@ -309,7 +309,7 @@ def test_a_spoiled_batch_on_one_rank_changes_nothing_on_any(trainings, bare_zero
     strategy = ["--deepspeed", bare_zero3] if engine == "zero3" else ["--strategy", engine]
     learning = [
         "model.freeze_batchnorm=false",
-        "training.spike_guard=20",
+        "training.spike_threshold=20",
         "training.spike_window=3",
         "training.max_steps=6",
     ]

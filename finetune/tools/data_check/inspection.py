@@ -31,7 +31,7 @@ from finetune.data.options import StreamOptions
 from finetune.data.quarantine import BadUtterance
 from finetune.data.reader import rows_from
 from finetune.data.retry import Unreachable, UnreadableShard
-from finetune.data.run_file import plain, train_limits, with_filters
+from finetune.data.run_file import train_limits, with_filters
 from finetune.data.shards import Row, Shard
 from finetune.data.sources import OpenSource, Source, open_source, parse_sources
 from finetune.data.utterances import examine, read_samples, row_id, text_encoder
@@ -80,16 +80,14 @@ def work_on_data(data: list[str], split: str, model: str | None, tokenizer: str 
     sources = [replace(s, filters=parse_filters(s.source.filters, "--data", Filters())) for s in sources]
     options = StreamOptions(BatchLimits(clips=16), sample_rate=16_000, check_durations=True)
     work = Work(sources, options, len_of_characters, (model, tokenizer), 0.05, folder / "parts")
-    if model is not None:
-        _use_model(work)
-    return work
+    return work if model is None else _with_model(work, model, tokenizer)
 
 
 def work_on_run_file(file: Path, overrides: list[str], folder: Path) -> Work:
     """Inspect `data.train` of a run file with its filters, model and batches."""
     config, _ = load_config(file, [], overrides)
     d = config.data
-    sources = [open_source(s, "data.train") for s in parse_sources(plain(d.train), "data.train", "train")]
+    sources = [open_source(s, "data.train") for s in parse_sources(d.train, "data.train", "train")]
     root = check_root(d.root)
     options = StreamOptions(
         train_limits(config),
@@ -99,21 +97,21 @@ def work_on_run_file(file: Path, overrides: list[str], folder: Path) -> Work:
         check_durations=True,
     )
     sources = with_filters([replace(s, root=root) for s in sources], d)
-    model = (config.model.name, tokenizer_setting(config).dir)
-    work = Work(sources, options, len_of_characters, model, d.max_bad_fraction, folder / "parts")
-    _use_model(work, config)
-    return work
+    model, tokenizer = config.model.name, tokenizer_setting(config).dir
+    work = Work(sources, options, len_of_characters, (model, tokenizer), d.max_bad_fraction, folder / "parts")
+    return _with_model(work, model, tokenizer, config)
 
 
-def _use_model(work: Work, config: RunConfig | None = None) -> None:
-    """Tokenise as the model does, or as the run file changes its tokenizer, and judge by its frames."""
+def _with_model(work: Work, name: str, tokenizer: str | None, config: RunConfig | None = None) -> Work:
+    """Tokenise as the model does, or as the run file changes its tokenizer, and judge by its encoder's frames."""
     from finetune.models.loading import load_model
     from finetune.training.data import fits_of
     from finetune.training.vocabulary_change import tokenizer_of_run
 
-    model = load_model(*work.model)
-    work.encode = text_encoder(model.tokenizer if config is None else tokenizer_of_run(model, config))
-    work.options = replace(work.options, sample_rate=model.preprocessor._sample_rate, fits=fits_of(model))
+    model = load_model(name, tokenizer)
+    encode = text_encoder(model.tokenizer if config is None else tokenizer_of_run(model, config))
+    options = replace(work.options, sample_rate=model.preprocessor._sample_rate, fits=fits_of(model))
+    return replace(work, options=options, encode=encode)
 
 
 def len_of_characters(text: str) -> list[int]:

@@ -21,7 +21,7 @@ img { max-width: 100%; }
 </style>
 <h1>Check of a data set</h1>
 <p>{{ rows }} rows; {{ clips }} clips to train on, {{ "%.2f" % hours }} hours. {{ bad }} bad clips
-({{ "%.2f" % (100 * bad_fraction) }} %; at most {{ "%g" % (100 * max_bad_fraction) }} % are borne),
+({{ "%.2f" % (100 * bad_fraction) }} %; at most {{ "%g" % (100 * max_bad_fraction) }} % are allowed),
 {{ filtered.values() | sum }} left out by filters, {{ duplicate_ids }} ids that had come before.</p>
 {% for error in errors %}<p><b>{{ error }}</b></p>{% endfor %}
 <h2>Hours by language</h2>{{ table(("language", "clips", "hours"), languages) }}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from finetune.strategies.low_bit import BITSANDBYTES, TORCHAO
+from finetune.config.optimizers import BITSANDBYTES, TORCHAO
 
 OK, WARNING, MISSING = "OK", "warning", "missing"
 

@@ -7,8 +7,6 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from finetune.security.secrets import clean_text
 from finetune.tools.doctor.findings import Line, Wanted, fault, ok, reason_of
 
@@ -41,7 +39,6 @@ def is_hub_data(path: str) -> bool:
 
 def source_paths(value: Any) -> list[str]:
     """The paths that a key such as data.train names."""
-    value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     entries = value if isinstance(value, list) else [value]
     paths = [entry.get("path") if isinstance(entry, dict) else entry for entry in entries]
     return [path for path in paths if isinstance(path, str)]
@@ -55,7 +52,9 @@ def wanted_from_hub(wanted: Wanted) -> list[str]:
     found = [name] if is_hub_name(name) and cached_model(name) is None else []
     for key in ("train", "validation", "test", "guard"):
         found += [
-            path for path in source_paths(wanted.config.data[key]) if is_hub_data(path) or path.startswith("hf://")
+            path
+            for path in source_paths(getattr(wanted.config.data, key))
+            if is_hub_data(path) or path.startswith("hf://")
         ]
     return list(dict.fromkeys(found))
 

@@ -111,7 +111,7 @@ def optimizers(wanted: Wanted) -> list[Line]:
 
 
 def _bitsandbytes(wanted: Wanted, device: str) -> Line:
-    from finetune.strategies.low_bit import BITSANDBYTES
+    from finetune.config.optimizers import BITSANDBYTES
 
     name = wanted.optimizer if wanted.needs("bitsandbytes") else "adamw_8bit"
     started = time.perf_counter()
@@ -133,7 +133,7 @@ def _bitsandbytes(wanted: Wanted, device: str) -> Line:
 
 
 def _torchao(wanted: Wanted, device: str) -> Line:
-    from finetune.strategies.low_bit import TORCHAO, gpu_lacks_fp8
+    from finetune.config.optimizers import TORCHAO, gpu_lacks_fp8
 
     name = wanted.optimizer if wanted.optimizer in TORCHAO else "adamw_8bit_ao"
     needed = wanted.needs("torchao")

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from finetune.config.compatibility import find_conflicts
 from finetune.config.tokenizer_setting import tokenizer_setting
 from finetune.errors import UserError
 from finetune.models.huggingface.reading import is_hugging_face
 from finetune.security.secrets import clean_urls
-from finetune.strategies.accelerate_config import engine_with, number_of_processes
+from finetune.strategies.strategy import engine_with, number_of_processes
 from finetune.tools.doctor.findings import Line, Wanted, fault, ok, reason_of, warning
 from finetune.tools.doctor.hub_access import cached_model, is_hub_data, is_hub_name
 from finetune.tools.doctor.system import parameters_of
@@ -118,14 +117,13 @@ def data(wanted: Wanted) -> list[Line]:
 
     lines = []
     vocabulary = tokenizer_setting(wanted.config)
-    named = {f"data.{key}": wanted.config.data[key] for key in ("train", "validation", "test", "guard")}
+    named = {f"data.{key}": getattr(wanted.config.data, key) for key in ("train", "validation", "test", "guard")}
     for name, value in (named | ({vocabulary.key: vocabulary.origin} if vocabulary.changes else {})).items():
         if value is None:
             continue
         try:
-            plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
             sources = parse_sources(
-                plain, name, "validation" if name in ("data.validation", "data.test", "data.guard") else "train"
+                value, name, "validation" if name in ("data.validation", "data.test", "data.guard") else "train"
             )
         except UserError as error:
             lines.append(fault(True, name, str(error), "docs/data.md says what a source may be."))

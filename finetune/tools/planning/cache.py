@@ -8,14 +8,13 @@ import multiprocessing
 import os
 import queue
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
 
-from finetune.config.schema import ModelConfig
 from finetune.errors import UserError
 from finetune.paths import ROOT
 from finetune.tools.planning.follow import Follower, Kind
@@ -25,7 +24,7 @@ from finetune.tools.planning.memory import Step, StepMemory, measure
 log = logging.getLogger(__name__)
 
 REFUSED = "refused: "  # layout and options do not go together, which is cached too
-WITHOUT_EFFECT = ("name", "tokenizer", "adapter", "spec_augment", "sigma", "omega", "activation_offload")
+WITHOUT_EFFECT = {"name", "tokenizer", "adapter", "spec_augment", "sigma", "omega", "activation_offload"}
 FOLLOWED_CODE = ("tools/planning", "losses", "strategies", "models")
 
 
@@ -50,8 +49,7 @@ def _code() -> str:
 
 def key_of(layout: Layout, kind: Kind, lengths: list[float], tokens_a_second: float) -> str:
     """Digest of all that a result depends on."""
-    options = {f.name: getattr(kind.options, f.name) for f in fields(ModelConfig) if f.name not in WITHOUT_EFFECT}
-    options = OmegaConf.to_container(OmegaConf.create(options))
+    options = kind.options.model_dump(exclude=WITHOUT_EFFECT)
     what = [_code(), OmegaConf.to_container(layout.model), layout.layers, layout.tokens, options]
     what += [kind.precision, kind.releases, kind.cuda, lengths, tokens_a_second]
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:32]

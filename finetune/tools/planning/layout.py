@@ -22,8 +22,8 @@ from finetune.models.huggingface.reading import cached_file, is_hugging_face, ne
 from finetune.models.loading import is_tokenizer, read_tokenizer
 from finetune.models.nemo import import_nemo
 from finetune.models.nemo_archive import NOT_BUILT, check_model_config, read_config
-from finetune.models.sentencepiece_model import parse
 from finetune.models.protocols import Decoding, Transducer
+from finetune.models.sentencepiece_model import parse
 from finetune.paths import ROOT
 from finetune.security.documents import read_settings, resolved
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from finetune.strategies.low_bit import TORCHAO
+from finetune.config.optimizers import TORCHAO
 from finetune.strategies.optimizers import build_optimizer, state_tensors
 from finetune.tools.planning.accounting import TensorAccount
 

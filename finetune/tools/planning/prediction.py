@@ -14,8 +14,8 @@ from finetune.config.load import load_config
 from finetune.data.batching import BatchLimits
 from finetune.errors import UserError
 from finetune.paths import ACCELERATE_CONFIGS, strategy_names
-from finetune.strategies.accelerate_config import Strategy, engine_with, resolve_precision, resolve_strategy
 from finetune.strategies.optimizers import RELEASES_GRADIENTS
+from finetune.strategies.strategy import Strategy, engine_with, resolve_precision, resolve_strategy
 from finetune.tools.planning import cache
 from finetune.tools.planning.engines import FLOAT, Engine, Weights, engine_of, host_bytes, peak_of_step
 from finetune.tools.planning.follow import Kind, Parts

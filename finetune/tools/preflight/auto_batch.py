@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from finetune.callbacks.memory_recovery import MemoryRecovery, describe_report, earlier_limits
-from finetune.data.stream import Batch
+from finetune.data.batch import Batch
 from finetune.distributed import broadcast
 from finetune.durable_files import write_json
 from finetune.errors import UserError
@@ -20,6 +19,7 @@ from finetune.tools.planning import cache
 from finetune.tools.planning.engines import engine_of
 from finetune.tools.planning.follow import Kind
 from finetune.tools.planning.gpus import GIB, card_here
+from finetune.tools.planning.layout import layout_of
 from finetune.tools.planning.optimizer_memory import state_bytes
 from finetune.tools.planning.prediction import (
     RUN_FILE,
@@ -30,7 +30,6 @@ from finetune.tools.planning.prediction import (
     followed_lengths,
     row_of,
 )
-from finetune.tools.planning.layout import layout_of
 from finetune.tools.preflight import trial
 from finetune.training.trainer import Trainer
 
@@ -141,8 +140,7 @@ def _planned(
             [],
             None,
         )
-    predictor.config = OmegaConf.create(config)
-    predictor.config.data.batch_bounds = bounds
+    predictor.config = config.replaced({"data.batch_bounds": bounds})
     return None, bounds, _as_plan(predictor, strategy, accelerator.num_processes, usable)
 
 
@@ -209,7 +207,7 @@ def _try_worst_batches(trainer: Trainer, recovery: MemoryRecovery) -> None:
 def state_bytes_of(trainer: Trainer) -> int:
     """Bytes of the optimizer's states on the device, which the first step makes."""
     t = trainer.config.training
-    args = OmegaConf.to_container(t.optimizer_args, resolve=True)
+    args = dict(t.optimizer_args)
     embeddings = {id(m.weight) for m in trainer.model.modules() if isinstance(m, torch.nn.Embedding)}
     return sum(
         state_bytes(t.optimizer, args, tuple(p.shape), p.dtype, id(p) in embeddings).device

@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 import torch
-from omegaconf import OmegaConf
 
 from finetune.data.batch import Batch, describe_batch
 from finetune.data.survey import Survey, batch_of, survey_lengths
@@ -31,11 +30,13 @@ LONGEST, COSTLIEST, FULLEST = "the longest clips", "the clips with the most latt
 
 def trial_config(config: Any, name: str) -> Any:
     """The configuration with a folder of its own below training.output_dir, where it neither continues a run nor meets one."""
-    trial = OmegaConf.create(config)
-    t = trial.training
-    t.output_dir = str(Path(t.output_dir) / name)
-    t.resume_from_checkpoint, t.overwrite_output_dir = False, True
-    return trial
+    return config.replaced(
+        {
+            "training.output_dir": str(Path(config.training.output_dir) / name),
+            "training.resume_from_checkpoint": False,
+            "training.overwrite_output_dir": True,
+        }
+    )
 
 
 @contextlib.contextmanager
