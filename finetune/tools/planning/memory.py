@@ -216,9 +216,7 @@ def measure(follower: Follower, kind: Kind, layers: int, lengths: list[float], t
     return StepMemory(lengths, tokens_a_second, steps, follower.loss_slopes[key], weights, shapes, block_seconds)
 
 
-def _weights_and_shapes(
-    follower: Follower, kind: Kind, layers: int
-) -> tuple[dict[str, float], list[ParameterShape]]:
+def _weights_and_shapes(follower: Follower, kind: Kind, layers: int) -> tuple[dict[str, float], list[ParameterShape]]:
     """Of the whole model."""
     depth = depth_to_follow(kind, layers)
     period = kind.options.gradient_checkpointing_every if kind.options.gradient_checkpointing else 1
