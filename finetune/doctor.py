@@ -24,7 +24,7 @@ try:
     from finetune.errors import UserError
     from finetune.logs import print_error, set_up_logging
     from finetune.paths import ROOT
-    from finetune.strategies.accelerate_config import resolve_precision, resolve_strategy
+    from finetune.strategies.strategy import resolve_precision, resolve_strategy
     from finetune.tools.doctor import gpu, packages, system
     from finetune.tools.doctor import hub_access as hub
     from finetune.tools.doctor import run_file_checks as run_file

@@ -18,7 +18,7 @@ from finetune.config.load import load_config
 from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.logs import print_error, set_up_logging
-from finetune.strategies.accelerate_config import resolve_strategy
+from finetune.strategies.strategy import resolve_strategy
 from finetune.tools.planning.gpus import GIB, Card, card_here, card_named, card_with_memory
 from finetune.tools.planning.prediction import (
     TOKENS_A_SECOND,

@@ -26,16 +26,15 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add("--model", required=True, type=Path, metavar="RUN_DIR", help="what is shared")
-    add("--repo", required=True, metavar="OWNER/NAME", help="where it goes")
-    add(
+    parser.add_argument("--model", required=True, type=Path, metavar="RUN_DIR", help="what is shared")
+    parser.add_argument("--repo", required=True, metavar="OWNER/NAME", help="where it goes")
+    parser.add_argument(
         "--format",
         choices=("nemo", "hf", "both", "adapter"),
         default="nemo",
         help="what is uploaded (default: nemo)",
     )
-    add(
+    parser.add_argument(
         "--hf-dir",
         type=Path,
         metavar="DIR",
@@ -46,29 +45,35 @@ def make_parser() -> argparse.ArgumentParser:
     seen.add_argument(
         "--public", action="store_true", help="make a new repository public; needed for one that is public already"
     )
-    add("--revision", metavar="BRANCH", help="branch, made where it is not there (default: main)")
-    add(
+    parser.add_argument("--revision", metavar="BRANCH", help="branch, made where it is not there (default: main)")
+    parser.add_argument(
         "--language",
         nargs="+",
         metavar="CODE",
         help="languages, such as en fr (default: those that the run measured or names)",
     )
-    add("--base-model", metavar="OWNER/NAME", help="Hub name of the base model, where the run had it as a file")
-    add(
+    parser.add_argument(
+        "--base-model", metavar="OWNER/NAME", help="Hub name of the base model, where the run had it as a file"
+    )
+    parser.add_argument(
         "--base-licence",
         "--base-license",
         metavar="ID",
         help="licence of the base model as the Hub names it, such as cc-by-4.0",
     )
-    add("--licence", "--license", metavar="ID", help="licence of this model (default: that of the base)")
-    add(
+    parser.add_argument(
+        "--licence", "--license", metavar="ID", help="licence of this model (default: that of the base)"
+    )
+    parser.add_argument(
         "--data-name",
         nargs="+",
         metavar="NAME",
         help="what the training data is called, in place of file names; OWNER/NAME is a data set on the Hub",
     )
-    add("--message", default="Upload the model and its card", help="of the commit")
-    add("--yes", action="store_true", help="upload; without it nothing is asked of the Hub and nothing sent")
+    parser.add_argument("--message", default="Upload the model and its card", help="of the commit")
+    parser.add_argument(
+        "--yes", action="store_true", help="upload; without it nothing is asked of the Hub and nothing sent"
+    )
     add_verbose(parser)
     return parser
 

@@ -33,12 +33,12 @@ from finetune.config.load import load_config  # noqa: E402
 from finetune.errors import UserError  # noqa: E402
 from finetune.logs import add_verbose, print_error, set_up_logging  # noqa: E402
 from finetune.rank_monitor import client as ranks  # noqa: E402
-from finetune.strategies.accelerate_config import check_num_gpus, engine_with, number_of_processes, resolve_strategy  # noqa: E402
+from finetune.strategies.strategy import check_num_gpus, engine_with, number_of_processes, resolve_strategy  # noqa: E402
 
 if TYPE_CHECKING:
     from finetune.callbacks.eta import Place
     from finetune.config.schema import RunConfig
-    from finetune.strategies.accelerate_config import Strategy
+    from finetune.strategies.strategy import Strategy
     from finetune.training.trainer import Trainer
 
 DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EFBIG)

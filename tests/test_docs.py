@@ -160,7 +160,7 @@ def named_strategies(words: list[str]) -> list[str]:
 
 
 def test_every_strategy_has_one_section_with_every_label():
-    from finetune.strategies.accelerate_config import strategy_names
+    from finetune.paths import strategy_names
 
     found = sections((ROOT / "docs" / "strategies.md").read_text(encoding="utf-8"))
     assert sorted(found) == strategy_names()
@@ -173,7 +173,7 @@ def test_every_strategy_has_one_section_with_every_label():
 
 @pytest.mark.parametrize("guide", GUIDES)
 def test_commands_name_files_and_strategies_that_exist(guide):
-    from finetune.strategies.accelerate_config import strategy_names
+    from finetune.paths import strategy_names
 
     lines = commands(guide)
     assert len(lines) > 10
@@ -197,7 +197,7 @@ def test_trainings_that_the_guides_start_are_accepted(guide, monkeypatch):
     """Each command's run file, strategies and settings make a configuration in which nothing excludes itself."""
     from finetune.config.compatibility import find_conflicts
     from finetune.config.load import load_config
-    from finetune.strategies.accelerate_config import resolve_precision, resolve_strategy
+    from finetune.strategies.strategy import resolve_precision, resolve_strategy
 
     for name in [n for n in os.environ if n.startswith(("ACCELERATE_", "FSDP_"))]:
         monkeypatch.delenv(name)

@@ -31,13 +31,13 @@ def dropout_mask(cell_N: torch.Tensor, H: int, probability: float, seed: int) ->
     threshold = min(int(probability * 2**32), 2**32 - 1)
     kernel = _numba_mask() if cell_N.device.type == "cpu" else None
     if kernel is None:
-        return _torch_mask(cell_N, H, threshold, seed)
+        return torch_mask(cell_N, H, threshold, seed)
     mask_NH = torch.empty(cell_N.shape[0], H, dtype=torch.bool)
     kernel(cell_N.contiguous().numpy(), np.uint32(threshold), np.uint32(seed), mask_NH.numpy())
     return mask_NH
 
 
-def _torch_mask(cell_N: torch.Tensor, H: int, threshold: int, seed: int) -> torch.Tensor:
+def torch_mask(cell_N: torch.Tensor, H: int, threshold: int, seed: int) -> torch.Tensor:
     low = 0xFFFFFFFF
     row_N1 = _mix(((cell_N ^ (cell_N >> 32)) & low) ^ seed)[:, None]
     column_H = _mix(torch.arange(H, device=cell_N.device) ^ 0x9E3779B9 ^ seed)
@@ -56,7 +56,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _fill_mask(cell_N, threshold, seed, mask_NH):
-    """`_torch_mask` in one pass (compiled by numba)."""
+    """`torch_mask` in one pass (compiled by numba)."""
     N, H = mask_NH.shape
     s16, s15 = np.uint32(16), np.uint32(15)
     m1, m2, golden = np.uint32(0x7FEB352D), np.uint32(0x846CA68B), np.uint32(0x9E3779B9)

@@ -1,9 +1,10 @@
 """LoRA adapters: merged into their base weights, and as files in PEFT's format.
 
-A checkpoint keeps base weights and adapters apart, so that a run continues exactly. A .nemo file holds their sum under the
-original names, so that plain NeMo reads it. An adapter's directory holds what a run trained, without the weights of the base
-model: adapter_config.json and adapter_model.safetensors as PEFT's `save_pretrained` of the whole NeMo model would write them
-(prediction network and joint are its `modules_to_save`), and base_model.json with name and hash of the base model.
+A checkpoint keeps base weights and adapters apart, so that a run continues exactly. A .nemo file holds their sum under
+the original names, so that plain NeMo reads it. An adapter's directory holds what a run trained, without the weights
+of the base model: adapter_config.json and adapter_model.safetensors as PEFT's `save_pretrained` of the whole NeMo
+model would write them (prediction network and joint are its `modules_to_save`), and base_model.json with name and hash
+of the base model.
 """
 
 import hashlib
@@ -21,10 +22,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from finetune.errors import UserError
+from finetune.models.protocols import Transducer
 from finetune.security.documents import first_line, parse_json, read_text
 
 if TYPE_CHECKING:
-    pass
+    from peft import LoraConfig
+
+    from finetune.config.schema import ModelConfig
 
 log = logging.getLogger(__name__)
 
@@ -35,14 +39,15 @@ TRAINED_WHOLE = ("decoder.", "joint.")
 
 
 def merge_saved_lora(state: dict[str, torch.Tensor], scaling: float) -> dict[str, torch.Tensor]:
-    """The state dict with the adapters added to their base weights, under the names of a model without adapters.
+    """Return the state dict with the adapters added to their base weights, named as without adapters.
 
     Args:
-        state: state dict of a model or checkpoint, with any prefix; not changed. Without adapters in it, it is returned as it is.
+        state: state dict of a model or checkpoint, with any prefix; not changed.
         scaling: alpha / rank.
 
     Returns:
-        A new dict; tensors without an adapter are those of `state`. Sums are made in float32 and kept in the base weight's type.
+        A new dict; tensors without an adapter are those of `state`. Sums are made in float32 and kept in the base
+        weight's type.
     """
     adapters: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in state.items():
@@ -60,8 +65,8 @@ def merge_saved_lora(state: dict[str, torch.Tensor], scaling: float) -> dict[str
     return merged
 
 
-def merged_state_dict(model: Any) -> dict[str, torch.Tensor]:
-    """The weights as a model without adapters has them; the model's own are not changed.
+def merged_state_dict(model: Transducer) -> dict[str, torch.Tensor]:
+    """Return the weights as a model without adapters has them; the model's own are not changed.
 
     Args:
         model: NeMo transducer, with adapters from `add_lora` or without.
@@ -70,8 +75,8 @@ def merged_state_dict(model: Any) -> dict[str, torch.Tensor]:
     return merge_saved_lora(state, model.lora_scaling) if hasattr(model, "lora_scaling") else state
 
 
-def load_merged_state_dict(model: Any, weights: dict[str, torch.Tensor]) -> None:
-    """Puts weights without adapters into the model, in place: into the base layers, with adapters that then add nothing.
+def load_merged_state_dict(model: Transducer, weights: dict[str, torch.Tensor]) -> None:
+    """Load weights without adapters into the model's base layers, in place; its adapters then add nothing.
 
     Args:
         model: NeMo transducer, with adapters from `add_lora` or without.
@@ -96,7 +101,7 @@ def load_merged_state_dict(model: Any, weights: dict[str, torch.Tensor]) -> None
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter as it was read."""
+    """An adapter read from its files."""
 
     path: Path
     rank: int
@@ -105,7 +110,7 @@ class Adapter:
     targets: list[str]
     """Names of linear layers within a Conformer layer."""
     train_decoder: bool
-    """Whether it brings prediction network and joint."""
+    """Whether prediction network and joint are part of it."""
     base: dict[str, Any]
     """base_model.json: `name` and `sha256`."""
     tensors: dict[str, torch.Tensor]
@@ -117,16 +122,19 @@ class Adapter:
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether it is the directory of a PEFT adapter."""
+    """Return whether it is the directory of a PEFT adapter."""
     return (path / CONFIG).is_file()
 
 
-def base_hash(model: Any, train_decoder: bool) -> str:
-    """SHA-256 of what a base model has and its adapter does not bring: names, shapes, types and values of the weights, and the tokens.
+def base_hash(model: Transducer, train_decoder: bool) -> str:
+    """Hash what an adapter needs of its base model: names, shapes, types and values of the weights, and the tokens.
 
     Args:
         model: NeMo transducer, with LoRA layers or without; the same either way.
-        train_decoder: prediction network and joint come with the adapter, so they do not count.
+        train_decoder: prediction network and joint come with the adapter, so they are left out.
+
+    Returns:
+        SHA-256 as hexadecimal digits.
     """
     digest = hashlib.sha256(json.dumps(list(model.joint.vocabulary)).encode())
     state = {n.replace(".base_layer.", "."): t for n, t in model.state_dict().items() if not LORA_KEY.match(n)}
@@ -139,20 +147,23 @@ def base_hash(model: Any, train_decoder: bool) -> str:
     return digest.hexdigest()
 
 
-def name_base(model: Any, m: Any, base: str, started_from: str | None, changed: bool) -> None:
-    """Sets `model.lora_base`, by which an adapter names the base model; without it none is written, and that is said.
+def name_base(model: Transducer, m: "ModelConfig", base: str, started_from: str | None, changed: bool) -> None:
+    """Set `model.lora_base`, by which an adapter names its base model; where it cannot, no adapter is written.
 
     Args:
         m: the run's `model:` section.
         base: hash of the base model as it was loaded.
-        started_from: the same as it was when a checkpoint's weights were put in; None: no checkpoint.
-        changed: whether the vocabulary is another one than the base model's.
+        started_from: the same hash when a checkpoint's weights were loaded; None: no checkpoint.
+        changed: whether the vocabulary differs from the base model's.
     """
     why = ""
     if str(m.name).endswith((".yaml", ".yml")):
-        why = "the base model is no file that others could load again"
+        why = "the base model is no file that can be loaded again"
     elif changed:
-        why = "model.tokenizer changed the base model's vocabulary, so that the adapter does not fit its file; model.nemo is whole"
+        why = (
+            "model.tokenizer changed the base model's vocabulary, so that the adapter does not fit its file; model.nemo is "
+            "whole"
+        )
     elif started_from is not None and base_hash(model, m.lora_train_decoder) != started_from:
         why = "the checkpoint's base weights are not those of model.name"
     model.lora_base = None if why else {"name": str(m.name), "sha256": base}
@@ -160,8 +171,8 @@ def name_base(model: Any, m: Any, base: str, started_from: str | None, changed: 
         log.warning("no adapter will be written beside model.nemo: %s", why)
 
 
-def write_adapter(model: Any, folder: Path) -> None:
-    """Writes the adapter of a model with LoRA layers from `add_lora`, over an earlier one.
+def write_adapter(model: Transducer, folder: Path) -> None:
+    """Write the adapter of a model with LoRA layers from `add_lora`, over an earlier one.
 
     Args:
         model: NeMo transducer with whole weights; its `lora_base` names the base model.
@@ -185,14 +196,14 @@ def write_adapter(model: Any, folder: Path) -> None:
     os.replace(aside, folder)
 
 
-def _config(model: Any) -> Any:
+def _config(model: Transducer) -> "LoraConfig":
     from peft import LoraConfig
 
     s = model.lora_settings
     saved = None
     if s["train_decoder"]:
-        # The modules that hold parameters themselves: PEFT replaces them in place, so that NeMo's decoding, which holds the prediction
-        # network and the joint, computes with the trained ones.
+        # The modules that hold parameters themselves: PEFT replaces them in place, so that NeMo's decoding, which
+        # holds the prediction network and the joint, computes with the trained ones.
         saved = [
             name
             for name, module in model.named_modules()
@@ -210,7 +221,7 @@ def _config(model: Any) -> Any:
 
 
 def read_adapter(path: Path) -> Adapter:
-    """The adapter in a directory that `write_adapter` or PEFT has written.
+    """Read an adapter from a directory that `write_adapter` or PEFT has written.
 
     Raises:
         UserError: it is not whole, or not an adapter that this project makes.
@@ -231,14 +242,14 @@ def read_adapter(path: Path) -> Adapter:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, SafetensorError) as error:
         reason = first_line(error)
         raise UserError(
-            f"{path} cannot be read as an adapter: {reason}. It needs {CONFIG}, {WEIGHTS} and {BASE}, as a LoRA run leaves them in "
-            "training.output_dir/adapter."
+            f"{path} cannot be read as an adapter: {reason}. It needs {CONFIG}, {WEIGHTS} and {BASE}, as a LoRA run "
+            "leaves them in training.output_dir/adapter."
         ) from error
     return Adapter(path, rank, alpha, dropout, targets, whole, base, tensors)
 
 
-def check_base(adapter: Adapter, model: Any, name: str) -> None:
-    """Refuses a base model other than the one that the adapter was trained on.
+def check_base(adapter: Adapter, model: Transducer, name: str) -> None:
+    """Check that the base model is the one that the adapter was trained on.
 
     Args:
         model: the base model as it was loaded.
@@ -250,9 +261,9 @@ def check_base(adapter: Adapter, model: Any, name: str) -> None:
     found = base_hash(model, adapter.train_decoder)
     if found != adapter.base["sha256"]:
         raise UserError(
-            f"the adapter {adapter.path} was trained on another base model than {name}: weights or tokens differ (SHA-256 "
-            f"{adapter.base['sha256'][:12]}... in {BASE}, {found[:12]}... here). Give the base model that it was trained on: "
-            f"{adapter.base['name']}."
+            f"the adapter {adapter.path} was trained on another base model than {name}: weights or tokens differ "
+            f"(SHA-256 {adapter.base['sha256'][:12]}... in {BASE}, {found[:12]}... here). Give the base model that it "
+            f"was trained on: {adapter.base['name']}."
         )
 
 
@@ -260,13 +271,14 @@ def _check_names(adapter: Adapter, expected: set[str]) -> None:
     if set(adapter.tensors) != expected:
         odd = sorted(set(adapter.tensors) ^ expected)
         raise UserError(
-            f"the adapter {adapter.path} does not fit this model: {len(odd)} tensors are in one of them only, such as {odd[0]}."
+            f"the adapter {adapter.path} does not fit this model: {len(odd)} tensors are in one of them only, such as "
+            f"{odd[0]}."
         )
 
 
 @torch.no_grad()
-def merge_adapter(model: Any, adapter: Adapter) -> None:
-    """Adds the updates to the base model's weights, in place, by the same sums as a LoRA run's model.nemo has them.
+def merge_adapter(model: Transducer, adapter: Adapter) -> None:
+    """Add the updates to the base model's weights, in place, with the same sums as in a LoRA run's model.nemo.
 
     Args:
         model: the base model, checked by `check_base`, without LoRA layers.
@@ -296,8 +308,8 @@ def merge_adapter(model: Any, adapter: Adapter) -> None:
 
 
 @torch.no_grad()
-def load_into_lora(model: Any, adapter: Adapter) -> None:
-    """Puts the adapter into the LoRA layers of a model, in place, so that training goes on with it.
+def load_into_lora(model: Transducer, adapter: Adapter) -> None:
+    """Load the adapter into the LoRA layers of a model, in place, to continue its training.
 
     Args:
         model: base model with layers of `add_lora`.
@@ -332,7 +344,7 @@ def load_into_lora(model: Any, adapter: Adapter) -> None:
     for name, place in places.items():
         if state[place].shape != adapter.tensors[name].shape:
             raise UserError(
-                f"model.adapter: {adapter.path} does not fit this model: {name} is {tuple(adapter.tensors[name].shape)} there and "
-                f"{tuple(state[place].shape)} here."
+                f"model.adapter: {adapter.path} does not fit this model: {name} is "
+                f"{tuple(adapter.tensors[name].shape)} there and {tuple(state[place].shape)} here."
             )
         state[place].copy_(adapter.tensors[name])

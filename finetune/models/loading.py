@@ -62,7 +62,8 @@ def _merge_into_base(path: Path) -> Transducer:
         model = load_model(base)
     except UserError as error:
         raise UserError(
-            f"model.name: {path} is an adapter of the base model {base}, which cannot be loaded: {error} Put it there, "
+            f"model.name: {path} is an adapter of the base model {base}, which cannot be loaded: {error} Put it "
+            "there, "
             f"or write its present place as `name` into {path / 'base_model.json'}.",
             exit_code=error.exit_code,
         ) from error

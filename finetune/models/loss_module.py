@@ -15,12 +15,13 @@ from torch import nn
 from finetune.data.decode import as_float
 from finetune.losses import fused_tdt_loss
 from finetune.losses.dropin import ACTIVATION_OF, in_forward_of
+from finetune.losses.operations import REAL, Operations
 from finetune.models.nemo import set_train_mode, tdt_durations
 from finetune.models.protocols import Transducer
 
 
 class TransducerLossModule(nn.Module):
-    """The module that Accelerate prepares: `forward` returns the losses, so that DDP, ZeRO and FSDP see every parameter.
+    """The module that Accelerate prepares: `forward` returns the losses, so DDP, ZeRO and FSDP see every parameter.
 
     Args:
         nemo_model: a NeMo EncDecRNNTBPEModel.
@@ -28,6 +29,7 @@ class TransducerLossModule(nn.Module):
         encoder_context: makes a context manager around the encoder's forward (activation offload).
         joint_memory_budget: MiB for a block of joint outputs; None chooses by device.
         length_bucket: seconds; features are padded to a multiple of it. 0: no padding.
+        operations: of the loss, as in `fused_tdt_loss`.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class TransducerLossModule(nn.Module):
         joint_memory_budget: int | None = None,
         encoder_context: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
         length_bucket: float = 0.0,
+        operations: Operations = REAL,
     ):
         super().__init__()
         self.nemo = nemo_model
@@ -60,6 +63,7 @@ class TransducerLossModule(nn.Module):
             occupancy_threshold=occupancy_threshold,
             joint_memory_budget=None if joint_memory_budget is None else joint_memory_budget * 2**20,
             reduction="none",
+            operations=operations,
         )
 
     def train(self, mode: bool = True) -> Self:

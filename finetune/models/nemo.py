@@ -37,9 +37,10 @@ def check_head(model: Transducer, name: str) -> None:
     expected = model.tokenizer.vocab_size + 1 + len(durations)
     if outputs != expected:
         raise UserError(
-            f"model.name: {name}: the joint has {outputs} outputs, but tokenizer ({model.tokenizer.vocab_size}) + blank + "
-            f"durations {list(durations)} make {expected}. The loss settings were probably lost in a change of vocabulary: "
-            "restore `loss.loss_name: tdt` and `loss.tdt_kwargs.durations` in the model's configuration."
+            f"model.name: {name}: the joint has {outputs} outputs, but tokenizer ({model.tokenizer.vocab_size}) + "
+            f"blank + durations {list(durations)} make {expected}. The loss settings were probably lost in a change "
+            "of vocabulary: restore `loss.loss_name: tdt` and `loss.tdt_kwargs.durations` in the model's "
+            "configuration."
         )
 
 

@@ -52,7 +52,7 @@ PARTS = {
     "joint": _classes(f"{ASR}.modules", "rnnt", "RNNTJoint", "SampledRNNTJoint"),
     "aux_ctc.decoder": _classes(f"{ASR}.modules", "conv_asr", "ConvASRDecoder"),
 }
-"""The classes that a part may be of. No more than these: NeMo has others, such as its AutoTokenizer, that run what they fetch."""
+"""The classes that a part may be of. NeMo has others, such as its AutoTokenizer, that run what they download."""
 ADAPTERS = (
     _classes(f"{COMMON}.parts", "adapter_modules", "LinearAdapter")
     | _classes(
@@ -84,12 +84,13 @@ NOTES = ("vocabulary_changes",)
 
 
 def check_model_config(config: dict[str, Any], name: str, folder: set[str] | None = None) -> None:
-    """Refuses a NeMo model configuration that would build or read something else than a speech model.
+    """Refuse a NeMo model configuration that would build or read anything but a speech model.
 
     Args:
         config: resolved, without `${...}`.
         name: of the file, for messages.
-        folder: names of the files in the archive that the configuration comes from; None where the user's own paths are meant.
+        folder: names of the files in the archive that the configuration comes from; None where the user's own paths
+            are meant.
 
     Raises:
         UserError: it names a class that no transducer is built of, code from a hub, or a file outside of its archive.
@@ -115,8 +116,8 @@ def check_model_config(config: dict[str, Any], name: str, folder: set[str] | Non
             raise UserError(f"{name}: {key}: there is no {value[5:][:200]!r} in the archive.")
         if last != "dir" and not value.startswith("nemo:") and _is_a_file_here(value):
             raise UserError(
-                f"{name}: {key}: {value[:200]!r} is a file of this machine, which a model from elsewhere has no business with. If it is "
-                "yours, take the key out of the configuration in the archive."
+                f"{name}: {key}: {value[:200]!r} is a file of this machine, which a model from elsewhere has no "
+                "business with. If it is yours, take the key out of the configuration in the archive."
             )
 
 
@@ -126,8 +127,8 @@ def _check_class(named: str, place: str, key: str, name: str) -> None:
             return
         if re.fullmatch(r"nemo\.collections(\.[a-z_0-9]+)*\.[A-Z]\w*", named):
             raise UserError(
-                f"{name.removesuffix(f': {CONFIG}')} is a {named.rpartition('.')[2]}; this project trains transducers with a "
-                "SentencePiece tokenizer (EncDecRNNTBPEModel: Parakeet TDT or RNN-T)."
+                f"{name.removesuffix(f': {CONFIG}')} is a {named.rpartition('.')[2]}; this project trains transducers "
+                "with a SentencePiece tokenizer (EncDecRNNTBPEModel: Parakeet TDT or RNN-T)."
             )
         known = MODELS
     else:
@@ -138,7 +139,7 @@ def _check_class(named: str, place: str, key: str, name: str) -> None:
 
 
 def _is_a_file_here(text: str) -> bool:
-    """Whether a text leads to a file of this machine, or to a directory by more than one name, which no token such as `/` does."""
+    """Return whether a text is the path of a file here, or of a directory of several names (`/` may be a token)."""
     try:
         path = Path(text)
         return path.exists() and (not path.is_dir() or len(path.parts) > 1)
@@ -159,12 +160,12 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a list of nothing but plain values."""
+    """Return whether it is a list of plain values only."""
     return isinstance(value, list) and not any(isinstance(item, dict | list) for item in value)
 
 
 def check_size(config: dict[str, Any], weight_bytes: int, name: str) -> None:
-    """Refuses a configuration of far more parameters than there are weights for: building it would fill the memory.
+    """Refuse a configuration of far more parameters than there are weights for: building it would fill the memory.
 
     Args:
         config: resolved.
@@ -184,7 +185,7 @@ def check_size(config: dict[str, Any], weight_bytes: int, name: str) -> None:
     width = number("encoder", "d_model")
     pred, joint = number("decoder", "prednet", "pred_hidden"), number("joint", "jointnet", "joint_hidden")
     classes = max(number("decoder", "vocab_size"), number("joint", "num_classes"))
-    # Less than each part has: attention alone is 4 d² a layer, an LSTM 8 d² a layer.
+    # A lower bound: attention alone has 4 d² a layer, an LSTM 8 d² a layer.
     least = 4 * width * width * number("encoder", "n_layers") + 8 * pred * pred * number(
         "decoder", "prednet", "pred_rnn_layers"
     )
@@ -197,7 +198,7 @@ def check_size(config: dict[str, Any], weight_bytes: int, name: str) -> None:
 
 
 def config_in(archive: tarfile.TarFile, members: list[tarfile.TarInfo], name: str) -> dict[str, Any]:
-    """The resolved configuration of an archive from `reading`, checked.
+    """Return the resolved configuration of an archive from `reading`, checked.
 
     Raises:
         UserError: there is none, or it is refused.
@@ -228,7 +229,7 @@ def config_in(archive: tarfile.TarFile, members: list[tarfile.TarInfo], name: st
 
 
 def weights_in(archive: tarfile.TarFile, members: list[tarfile.TarInfo], name: str) -> dict[str, torch.Tensor]:
-    """The weights of an archive from `reading`: tensors, read without running anything.
+    """Return the weights of an archive from `reading`: tensors, read without running any code.
 
     Raises:
         UserError: there are none, or they are something else.
@@ -244,7 +245,7 @@ def weights_in(archive: tarfile.TarFile, members: list[tarfile.TarInfo], name: s
 
 
 def read_config(path: Path, key: str = "model.name") -> dict[str, Any]:
-    """The resolved configuration of a .nemo file; nothing is unpacked.
+    """Read the resolved configuration of a .nemo file; nothing is unpacked.
 
     Raises:
         UserError: it is no NeMo model, or is refused.
@@ -255,7 +256,7 @@ def read_config(path: Path, key: str = "model.name") -> dict[str, Any]:
 
 @functools.cache
 def _connector() -> type:
-    """NeMo's own class for reading and writing, with what reads files replaced. A model keeps it for files that it takes over on saving."""
+    """Return NeMo's connector with checked readers; a model keeps it for the files that it copies on saving."""
     from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
 
     class CheckedConnector(SaveRestoreConnector):
@@ -354,7 +355,7 @@ def write_nemo(model: Transducer, path: Path) -> Path:
 
 
 def load_weights(model: Transducer, path: Path) -> None:
-    """Load the weights of a .nemo into a model of the same layout, in place; LoRA adapters then add nothing to them."""
+    """Load the weights of a .nemo into a model of the same layout, in place; LoRA adapters then add nothing."""
     with reading(path, "model.nemo") as (archive, members):
         weights = weights_in(archive, members, str(path))
     load_merged_state_dict(model, weights)

@@ -1,8 +1,8 @@
 """Types of NeMo's transducers, for annotations only.
 
-NeMo's own classes are untyped, and importing them takes ten seconds. These classes name the attributes that this project uses of an
-EncDecRNNTBPEModel; nothing is ever an instance of them at run time. An attribute that is missing here reads as torch's
-`Tensor | Module`: declare it instead of casting.
+NeMo's own classes are untyped, and importing them takes ten seconds. These classes name the attributes that this
+project uses of an EncDecRNNTBPEModel; nothing is ever an instance of them at run time. An attribute that is missing
+here reads as torch's `Tensor | Module`: declare it instead of casting.
 """
 
 from __future__ import annotations

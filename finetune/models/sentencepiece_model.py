@@ -1,4 +1,4 @@
-"""SentencePiece models as protobuf messages: reading, training, growing, and writing the three files that NeMo wants."""
+"""SentencePiece models as protobuf messages: reading, training, and writing the three files that NeMo wants."""
 
 import io
 import itertools
@@ -191,7 +191,8 @@ def train_tokenizer(
 def write_tokenizer(model: SentencePieceModel, directory: Path) -> None:
     """Write tokenizer.model, tokenizer.vocab and vocab.txt, which NeMo wants beside each other.
 
-    vocab.txt has WordPiece's spelling, without special tokens, as NeMo's `create_spt_model` writes it; nothing reads it.
+    vocab.txt has WordPiece's spelling, without special tokens, as NeMo's `create_spt_model` writes it.
+    Nothing reads it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / FILE).write_bytes(model.SerializeToString())

@@ -1,4 +1,4 @@
-"""How well tokenizers write texts: what they cannot write, and how many tokens they need."""
+"""How well tokenizers encode texts: what they cannot encode, and how many tokens they need."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -27,7 +27,7 @@ class Counts:
     unknown: Counter[str] = field(default_factory=Counter)
 
     def rates(self) -> dict[str, Any]:
-        """As fractions and rates; None where nothing could be measured."""
+        """Return fractions and rates; None where nothing could be measured."""
         return {
             "texts_written": self.written_texts / self.texts if self.texts else None,
             "characters_written": 1 - sum(self.unknown.values()) / self.characters if self.characters else None,
@@ -37,7 +37,7 @@ class Counts:
 
 
 def compare(texts: list[Text], new: Any, old: Any | None) -> dict[str, Any]:
-    """Coverage and length of the encoding, by language.
+    """Measure coverage and length of the encoding by language.
 
     Args:
         texts: what is encoded.
@@ -45,10 +45,10 @@ def compare(texts: list[Text], new: Any, old: Any | None) -> dict[str, Any]:
 
     Returns:
         {"texts", "seconds", "by_language": {language: {"texts", "characters", "seconds", "new": rates, "old": rates,
-        "same_segmentation"}}, "not_written": [[character, count], ...], "pieces_used"}. Rates are fractions of texts and
-        characters without <unk>, tokens a character (spaces not counted) and tokens a second of audio.
-        `same_segmentation` is the fraction of the texts that the old one writes whose pieces are the same in both. Languages
-        are by name, "" where none is known; "all" is their sum.
+        "same_segmentation"}}, "not_written": [[character, count], ...], "pieces_used"}. Rates are fractions of texts
+        and characters without <unk>, tokens a character (spaces not counted) and tokens a second of audio.
+        `same_segmentation` is the fraction of the texts that the old one writes whose pieces are the same in both.
+        Languages are by name, "" where none is known; "all" is their sum.
     """
     encodings = {"new": _encode(texts, new)} | ({} if old is None else {"old": _encode(texts, old)})
     counts: dict[str, dict[str, Counts]] = {name: defaultdict(Counts) for name in encodings}
@@ -81,7 +81,7 @@ def compare(texts: list[Text], new: Any, old: Any | None) -> dict[str, Any]:
 
 
 def _encode(texts: list[Text], model: Any) -> Iterator[tuple[list[str], list[str]]]:
-    """Pieces of each text, and the characters of it that have none, bytes not counted."""
+    """Yield the pieces of each text, and its characters without a piece, bytes not counted."""
     known = {p.piece for p in model.pieces}
     encoded = encode_all(processor(model), (text.text for text in texts))
     if model.trainer_spec.byte_fallback:
@@ -105,7 +105,7 @@ def _add(counts: Counts, text: Text, tokens: int, unknown: list[str]) -> None:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report by language, for people."""
+    """Format the report as a table by language."""
     two = "old" in report["by_language"][ALL]
     columns = [("texts written", "texts_written"), ("characters", "characters_written")]
     columns += [("tokens/char", "tokens_per_character"), ("tokens/s", "tokens_per_second")]

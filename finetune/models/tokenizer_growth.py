@@ -1,11 +1,12 @@
-"""More pieces for a tokenizer, without changing how it writes what it could write before.
+"""Add pieces to a tokenizer without changing how it encodes what it could encode before.
 
-The old pieces keep their ids and scores. For texts, BPE training goes on where the old tokenizer stops (arXiv 2512.03989): its
-own segmentation is the beginning, and the neighbours that occur together most often become a piece, again and again. Pieces that
-another tokenizer was trained to have would often never be reached by the old merges.
+The old pieces keep their ids and scores. For texts, BPE training goes on where the old tokenizer stops (arXiv
+2512.03989): its own segmentation is the beginning, and the neighbours that occur together most often become a piece,
+again and again. Pieces that another tokenizer was trained to have would often never be reached by the old merges.
 
-In a BPE model a new piece scores lower than all before it, so all old merges come first. In a unigram model it scores as much as
-the parts that the old model would write instead, and a little more: it joins these parts, and no other boundary moves.
+In a BPE model a new piece scores lower than all before it, so all old merges come first. In a unigram model it scores
+as much as the parts that the old model would write instead, and a little more: it joins these parts, and no other
+boundary moves.
 """
 
 import heapq
@@ -85,14 +86,14 @@ def said(growth: Growth) -> str:
 def grow_on_texts(
     model: Any, texts: Iterable[str], size: int, *, pieces: str = "new_characters", coverage: float = 1.0, key: str
 ) -> Growth:
-    """Appends the characters that the texts need and the tokenizer lacks, and then the most frequent merges.
+    """Append the characters that the texts need and the tokenizer lacks, and then the most frequent merges.
 
     Args:
         model: the old tokenizer.
         texts: normalised.
         size: pieces that are appended at most.
-        pieces: "new_characters" takes merges that hold a new character only: no text that could be written before is written
-            otherwise then. "all" takes all merges.
+        pieces: "new_characters" takes merges that hold a new character only: no text that could be written before is
+            written otherwise then. "all" takes all merges.
         coverage: share of the texts' characters that can be written afterwards; the rarest new ones go without.
         key: the option that asks for it, for messages.
 
@@ -104,8 +105,8 @@ def grow_on_texts(
     characters, left_out = _lacking(words, own, coverage)
     if len(characters) > size:
         raise UserError(
-            f"{key}: the texts need {len(characters)} characters that the tokenizer lacks, more than size={size}. Set size to "
-            f"{len(characters)} or more, or coverage below 1, which leaves out the rarest (now {coverage:g})."
+            f"{key}: the texts need {len(characters)} characters that the tokenizer lacks, more than size={size}. Set "
+            f"size to {len(characters)} or more, or coverage below 1, which leaves out the rarest (now {coverage:g})."
         )
     new = set(characters) - old
 
@@ -119,7 +120,7 @@ def grow_on_texts(
 
 
 def grow_from_tokenizer(model: Any, other: Any, size: int, *, pieces: str = "new_characters", key: str) -> Growth:
-    """Appends the pieces of another tokenizer that the old one lacks, its characters first and then the best scored ones.
+    """Append the pieces of another tokenizer that the old one lacks, characters first, then by score.
 
     Pieces that the old merges would never make are left out and counted.
 
@@ -148,7 +149,7 @@ def grow_from_tokenizer(model: Any, other: Any, size: int, *, pieces: str = "new
 
 
 def _appended(model: Any, characters: list[str], merges: list[tuple[str, Word]]) -> Any:
-    """The tokenizer with characters and merged pieces behind the old ones."""
+    """Return the tokenizer with characters and merged pieces behind the old ones."""
     lowest = lowest_score(model)
     if kind_of(model) == "bpe":
         names = [*characters, *(piece for piece, _ in merges)]
@@ -157,8 +158,8 @@ def _appended(model: Any, characters: list[str], merges: list[tuple[str, Word]])
     scores |= dict.fromkeys(characters, lowest)
     encode = piece_encoder(append(model, [(c, lowest) for c in characters]))
     for rank, (piece, parts) in enumerate(merges):
-        # A longer one wins against its beginning. The same gain for all would make AB+C and A+BC equally good, and implementations
-        # choose differently then; so an earlier merge gains more.
+        # A longer one wins against its beginning. The same gain for all would make AB+C and A+BC equally good, and
+        # implementations choose differently then; so an earlier merge gains more.
         gain = (UNIGRAM_GAIN if parts else UNIGRAM_GAIN * (len(piece) - 1)) * (1 + 1 / math.sqrt(2 + rank))
         known = parts or encode(piece)
         scores[piece] = sum(scores.get(part, lowest) for part in known) + gain
@@ -166,7 +167,7 @@ def _appended(model: Any, characters: list[str], merges: list[tuple[str, Word]])
 
 
 def count_words(model: Any, texts: Iterable[str]) -> Counter[Word]:
-    """How often each word occurs, as the pieces that write it; what has no piece stands as its characters.
+    """Count the words, each as the pieces that encode it; what has no piece stands as its characters.
 
     Args:
         model: the tokenizer.
@@ -188,7 +189,7 @@ def count_words(model: Any, texts: Iterable[str]) -> Counter[Word]:
 
 
 def _lacking(words: Counter[Word], own: set[str], coverage: float) -> tuple[list[str], list[str]]:
-    """Characters without a piece, the most frequent first: those that the coverage asks for, and the others."""
+    """Return the characters without a piece, most frequent first: those that the coverage needs, and the others."""
     counts: Counter[str] = Counter()
     total = 0
     for word, n in words.items():
@@ -208,7 +209,7 @@ def _lacking(words: Counter[Word], own: set[str], coverage: float) -> tuple[list
 def merge_on(
     words: Mapping[Word, int], own: set[str], count: int, allowed: Callable[[str], bool]
 ) -> list[tuple[str, Word]]:
-    """Goes on with BPE training (arXiv 1508.07909).
+    """Continue BPE training (arXiv 1508.07909).
 
     Args:
         words: their pieces, and how often they occur.
@@ -269,7 +270,7 @@ def merge_on(
 
 
 def _join(symbols: list[str], ranks: dict[str, int]) -> None:
-    """Joins neighbours that make a new piece, the first learned first and from the left, as SentencePiece does, in place."""
+    """Join neighbours that make a new piece, first learned first and from the left, like SentencePiece, in place."""
     while True:
         joined = [a + b for a, b in itertools.pairwise(symbols)]
         pairs = [(ranks[piece], i) for i, piece in enumerate(joined) if piece in ranks]
@@ -280,5 +281,5 @@ def _join(symbols: list[str], ranks: dict[str, int]) -> None:
 
 
 def _is_word_part(piece: str) -> bool:
-    """Letters and marks only: digits and punctuation stay pieces of their own."""
+    """Return whether it has letters and marks only: digits and punctuation stay pieces of their own."""
     return all(unicodedata.category(c)[0] in "LM" for c in piece.removeprefix(SPACE)) and piece != SPACE

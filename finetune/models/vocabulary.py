@@ -1,8 +1,8 @@
 """Give a NeMo transducer another vocabulary without losing what it learned, or its TDT loss.
 
-NeMo's `change_vocabulary` makes prediction network, joint and loss anew: all weights of both are lost, and a TDT model is
-trained with the plain RNN-T loss from then on (NeMo issue 14140). Here the rows of old pieces, of the blank and of the
-durations move to their new places unchanged, and everything else of the two networks is kept.
+NeMo's `change_vocabulary` makes prediction network, joint and loss anew: all weights of both are lost, and a TDT model
+is trained with the plain RNN-T loss from then on (NeMo issue 14140). Here the rows of old pieces, of the blank and of
+the durations move to their new places unchanged, and everything else of the two networks is kept.
 
 V pieces of the vocabulary, D durations, H hidden units.
 """
@@ -40,13 +40,13 @@ Sources = list[list[int]]
 def change_vocabulary(model: Transducer, directory: Path, note: Mapping[str, Any] | None = None) -> Sources:
     """Give a model another tokenizer, in place.
 
-    A piece that the old tokenizer has too keeps its rows in the prediction network's embedding and in the joint's head (and
-    in a hybrid model's CTC head). Any other starts as the mean of the rows of the old pieces that encoded it before; a new
-    character as its base letter (é as e), or as the mean of all pieces where it has none.
+    A piece that the old tokenizer has too keeps its rows in the prediction network's embedding and in the joint's head
+    (and in a hybrid model's CTC head). Any other starts as the mean of the rows of the old pieces that encoded it
+    before; a new character as its base letter (é as e), or as the mean of all pieces where it has none.
 
-    Where the vocabulary grows, the logit of a new piece lies log(n / s) below that mean, n new pieces, s SHARE_OF_NEW_PIECES. A
-    mean is never above the largest of the old logits, so greedy decoding gives the same transcripts as before, and all
-    new pieces together take at most s / (1 + s) of the probability, whatever the audio.
+    Where the vocabulary grows, the logit of a new piece lies log(n / s) below that mean, n new pieces, s
+    SHARE_OF_NEW_PIECES. A mean is never above the largest of the old logits, so greedy decoding gives the same
+    transcripts as before, and all new pieces together take at most s / (1 + s) of the probability, whatever the audio.
 
     Args:
         model: a NeMo transducer with one SentencePiece tokenizer.

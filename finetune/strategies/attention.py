@@ -1,18 +1,17 @@
 """The encoder's attention through torch's scaled_dot_product_attention."""
 
-from typing import Any
-
 import torch
 from torch.nn.attention import SDPBackend
 
 from finetune.errors import UserError
+from finetune.models.protocols import Transducer
 
 
-def use_scaled_dot_product_attention(model: Any) -> int:
-    """Switches NeMo's attention modules to torch's fused kernel, in place; the mathematics stays the same.
+def use_scaled_dot_product_attention(model: Transducer) -> int:
+    """Switch NeMo's attention modules to torch's fused kernel, in place; the mathematics stays the same.
 
-    The relative position scores go in as the kernel's additive mask, so one (B, heads, T, T) tensor is kept for the backward
-    pass in place of four. Rows of padding, which are masked as a whole, come out as zeros as they did before.
+    The relative position scores become the kernel's additive mask, so one (B, heads, T, T) tensor is kept for the
+    backward pass instead of four. Rows of padding, which are masked as a whole, come out as zeros as before.
 
     Returns:
         The number of layers.
@@ -24,8 +23,8 @@ def use_scaled_dot_product_attention(model: Any) -> int:
     kind = model.encoder.self_attention_model
     if kind not in ("rel_pos", "abs_pos"):
         raise UserError(
-            f"model.scaled_dot_product_attention: the encoder's attention is {kind}, which torch's kernel does not compute. "
-            "Set model.scaled_dot_product_attention: false."
+            f"model.scaled_dot_product_attention: the encoder's attention is {kind}, which torch's kernel does not "
+            "compute. Set model.scaled_dot_product_attention: false."
         )
     for layer in layers:
         attention = layer.self_attn
@@ -36,11 +35,11 @@ def use_scaled_dot_product_attention(model: Any) -> int:
     return len(layers)
 
 
-def use_local_attention(model: Any, context: int) -> None:
-    """Switches NeMo's encoder from full to local attention, in place; the weights stay.
+def use_local_attention(model: Transducer, context: int) -> None:
+    """Switch NeMo's encoder from full to local attention, in place; the weights stay.
 
-    Memory and time then grow with the length of a clip and not with its square. A model that was trained with full attention
-    sees less than it learned to look at, so its texts may differ.
+    Memory and time then grow linearly with the length of an utterance, not with its square. A model that was trained
+    with full attention sees less than it learned to look at, so its texts may differ.
 
     Args:
         model: NeMo transducer with relative positions.
@@ -64,6 +63,7 @@ def use_local_attention(model: Any, context: int) -> None:
         # NeMo makes the new layers with biases, whatever the layout says, and nothing gives those their values.
         for name, linear in old.named_children():
             if isinstance(linear, torch.nn.Linear) and linear.bias is None:
-                getattr(layer.self_attn, name).bias = None
-    # The convolutions before the encoder see the mel frames of the whole clip: in parts where they would be too large for one.
+                layer.self_attn.get_submodule(name).register_parameter("bias", None)
+    # The convolutions before the encoder see the mel frames of the whole clip: in parts where they would be too large
+    # for one.
     model.encoder.change_subsampling_conv_chunking_factor(1)

@@ -1,22 +1,24 @@
 """Activation checkpointing for NeMo's Conformer encoder, which has none of its own.
 
-Each chosen layer keeps only its input; everything inside is computed again in the backward pass (arXiv 1604.06174). So does the
-convolutional subsampling below the layers, which alone stores as much as three or four layers. Prediction network and joint
-projections are left alone: they store less than a hundredth of what the encoder does.
+Each chosen layer keeps only its input; everything inside is computed again in the backward pass (arXiv 1604.06174). So
+does the convolutional subsampling below the layers, which alone stores as much as three or four layers. Prediction
+network and joint projections are left alone: they store less than a hundredth of what the encoder does.
 """
 
 import contextlib
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from finetune.models.protocols import Transducer
+
 
 @contextlib.contextmanager
 def _batchnorm_counts_once(layer: torch.nn.Module) -> Iterator[None]:
-    """Recomputation normalises by the same batch statistics but must not add them to the running ones again."""
+    """Keep the recomputation from adding the same batch statistics to the running ones again."""
     norms = [m for m in layer.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm) and m.training]
     kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
@@ -28,23 +30,23 @@ def _batchnorm_counts_once(layer: torch.nn.Module) -> Iterator[None]:
             norm.momentum, norm.num_batches_tracked = momentum, batches
 
 
-def enable_gradient_checkpointing(model: Any, every: int = 1) -> int:
-    """Makes the subsampling and each `every`-th Conformer layer of `model.encoder` recompute its activations, in place.
+def enable_gradient_checkpointing(model: Transducer, every: int = 1) -> int:
+    """Let the subsampling and each `every`-th Conformer layer of `model.encoder` recompute its activations, in place.
 
-    Active only while gradients are recorded, so evaluation is untouched. Non-reentrant: works with DDP, frozen inputs and
-    keyword arguments. Dropout repeats the same mask (the random states are kept).
+    Active only while gradients are recorded, so evaluation is untouched. Non-reentrant: works with DDP, frozen inputs
+    and keyword arguments. Dropout repeats the same mask (the random states are kept).
 
     Returns:
         The number of layers that are checkpointed.
     """
     layers = list(model.encoder.layers)[::every]
     for module in (model.encoder.pre_encode, *layers):
-        module.forward = _recomputed(module.forward)
+        module.forward = _recomputed(cast(types.MethodType, module.forward))
     return len(layers)
 
 
 def _recomputed(forward: types.MethodType) -> types.MethodType:
-    """A bound method that checkpoints a bound method; a deep copy of the module takes it along to the copy."""
+    """Return a bound method that checkpoints a bound method; a deep copy of the module rebinds it to the copy."""
     inner = forward.__func__
 
     def run(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -54,8 +56,8 @@ def _recomputed(forward: types.MethodType) -> types.MethodType:
         def call(*inputs: Any) -> Any:
             return inner(self, *inputs[: len(args)], **dict(zip(kwargs, inputs[len(args) :], strict=True)))
 
-        # All inputs by position: torch looks only there for the GPUs whose random state it keeps, and hands only those to
-        # saved-tensor hooks (activation offload).
+        # All inputs by position: torch looks only there for the GPUs whose random state it keeps, and hands only those
+        # to saved-tensor hooks (activation offload).
         return checkpoint(
             call,
             *args,

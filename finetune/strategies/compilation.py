@@ -1,25 +1,29 @@
 """The Conformer layers under torch.compile."""
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from finetune.models.protocols import EncoderLayer, Transducer
+
 LENGTHS = 32
 
 
-def compile_layers(model: Any, backend: str = "inductor") -> int:
-    """Compiles the Conformer layers of `model.encoder`, in place.
+def compile_layers(model: Transducer, backend: str = "inductor") -> int:
+    """Compile the Conformer layers of `model.encoder`, in place.
 
-    All layers share one compiled function, whose graph takes their weights as inputs, and lengths and batch sizes are symbols
-    in it: the first step catches one graph, and another comes only for a batch of one clip (torch treats the size 1 apart), for
-    batches on either side of a size at which a convolution changes its kernel (16 clips on a CPU), and for the recomputation
-    under gradient checkpointing. It is made only for training: evaluations and frozen layers run as they are. Names in the
-    state dict stay as they are.
+    All layers share one compiled function, whose graph takes their weights as inputs, and lengths and batch sizes are
+    symbols in it: the first step captures one graph, and another is needed only for a batch of one utterance (torch
+    specialises the size 1), for batches on either side of a size at which a convolution changes its kernel (16
+    utterances on a CPU), and for the recomputation under gradient checkpointing. Only training is compiled:
+    evaluations and frozen layers run as they are. Names in the state dict stay as they are.
 
-    On a CPU the symbols do not last: torch 2.11's inductor lays a tensor of the attention out anew and writes its strides into
-    the backward kernels as numbers, so that each length is compiled again, for minutes. model.compile_bucket keeps the number
-    of lengths small; behind LENGTHS of them torch runs the layers plainly. Compile on GPUs.
+    On a CPU the symbols do not last: torch 2.11's inductor lays a tensor of the attention out anew and writes its
+    strides into the backward kernels as numbers, so that each length is compiled again, for minutes.
+    model.compile_bucket keeps the number of lengths small; after LENGTHS of them torch runs the layers uncompiled.
+    Compile on GPUs.
 
     Args:
         backend: of torch.compile.
@@ -35,26 +39,28 @@ def compile_layers(model: Any, backend: str = "inductor") -> int:
     return len(layers)
 
 
-_compiled: dict[tuple[type, str], Any] = {}
+_compiled: dict[tuple[type, str], Callable[..., Any]] = {}
 
 
-def _compiled_forward(kind: type, backend: str) -> Any:
-    """The forward of a class of layers: compiled in training, itself otherwise. One for all layers of the class."""
+def _compiled_forward(kind: type[EncoderLayer], backend: str) -> Callable[..., Any]:
+    """Return the forward of a class of layers, compiled in training; one for all layers of the class."""
     if (kind, backend) not in _compiled:
         plain = kind.forward
 
-        def traced(self: torch.nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def traced(self: EncoderLayer, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if self.self_attention_model == "rel_pos":
-                # Without this the shift of the relative scores looks like an arbitrary reshape, and each length gets a graph.
+                # Without this the shift of the relative scores looks like an arbitrary reshape, and each length gets a
+                # graph.
                 torch._check(kwargs["pos_emb"].size(1) == 2 * x.size(1) - 1)
             return plain(self, x, *args, **kwargs)
 
         fast = torch.compile(traced, dynamic=True, backend=backend)
 
-        def run(self: torch.nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def run(self: EncoderLayer, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if not (self.training and torch.is_grad_enabled()):
                 return plain(self, x, *args, **kwargs)
-            # The first layer's input is a view where there is no dropout before it, and views get a graph of their own.
+            # The first layer's input is a view where there is no dropout before it, and views get a graph of their
+            # own.
             return fast(self, x.clone() if x._is_view() else x, *args, **kwargs)
 
         _compiled[kind, backend] = run

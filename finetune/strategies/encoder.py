@@ -1,19 +1,23 @@
 """Everything under `model:` that changes how the encoder is trained, in the one order in which it fits together."""
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING
 
+from finetune.models.protocols import Transducer
 from finetune.strategies.attention import use_scaled_dot_product_attention
 from finetune.strategies.checkpointing import enable_gradient_checkpointing
 from finetune.strategies.compilation import compile_layers
 from finetune.strategies.freezing import freeze_encoder
 from finetune.strategies.lora import add_lora
 
+if TYPE_CHECKING:
+    from finetune.config.schema import ModelConfig
+
 log = logging.getLogger(__name__)
 
 
-def apply_encoder_options(model: Any, m: Any) -> None:
-    """Freezing, adapters, attention kernel, compilation and checkpointing, in place.
+def apply_encoder_options(model: Transducer, m: "ModelConfig") -> None:
+    """Apply attention kernel, freezing, adapters, compilation and checkpointing, in place.
 
     Args:
         model: NeMo transducer, prepared for training.

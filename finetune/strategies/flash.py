@@ -1,10 +1,10 @@
-"""flashoptim: bf16 weights kept to 24 bits by a correction byte, 8-bit states, and the step inside of the backward pass.
+"""flashoptim: bf16 weights kept to 24 bits by a correction byte, 8-bit states, and a step inside the backward pass.
 
-Its kernels are Triton's and need a CUDA GPU.
+Its Triton kernels need a CUDA GPU.
 """
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from flashoptim import FlashAdamW
@@ -15,7 +15,7 @@ from finetune.errors import UserError
 def flash_adamw(
     groups: list[dict[str, Any]], *, release: bool, betas: tuple[float, float], eps: float
 ) -> torch.optim.Optimizer:
-    """FlashAdamW with 8-bit states; with a correction byte for each weight where the weights are in bf16.
+    """Make FlashAdamW with 8-bit states, and a correction byte for each weight where the weights are in bf16.
 
     Args:
         groups: parameter groups, each of one type.
@@ -27,23 +27,23 @@ def flash_adamw(
     parameters = [p for group in groups for p in group["params"]]
     if not parameters[0].is_cuda:
         raise UserError(
-            f"training.optimizer: flash_adamw runs on CUDA GPUs only, the model is on the {parameters[0].device.type}. Take "
-            "adamw_8bit, or adamw_8bit_ao with model.dtype: bfloat16."
+            "training.optimizer: flash_adamw runs on CUDA GPUs only, the model is on the "
+            f"{parameters[0].device.type}. Take adamw_8bit, or adamw_8bit_ao with model.dtype: bfloat16."
         )
     narrow = any(p.dtype != torch.float32 for p in parameters)
     kind = ReleasingAdamW if release else FlashAdamW
-    return kind(groups, lr=groups[0]["lr"], betas=betas, eps=eps, master_weight_bits=24 if narrow else None)
+    return kind(cast(Any, groups), lr=groups[0]["lr"], betas=betas, eps=eps, master_weight_bits=24 if narrow else None)
 
 
 class ReleasingAdamW(FlashAdamW):
     """FlashAdamW that steps each parameter when its gradient is complete and frees the gradient at once.
 
-    `step` and `zero_grad` have nothing left to do. There is no moment at which all gradients exist, so they cannot be clipped,
-    accumulated or looked at beforehand; their norm is known when all is over.
+    `step` and `zero_grad` have nothing left to do. All gradients never exist at once, so they cannot be clipped,
+    accumulated or checked beforehand; their norm is known only afterwards.
     """
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any):
-        super().__init__(groups, **options)
+        super().__init__(cast(Any, groups), **options)  # annotated as tensors alone
         self.squared_norms: list[torch.Tensor] = []
         # By position: loading a state makes new groups.
         self.group_of = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
@@ -53,18 +53,19 @@ class ReleasingAdamW(FlashAdamW):
 
     @torch.no_grad()
     def _step_now(self, p: torch.Tensor) -> None:
+        assert p.grad is not None
         self.squared_norms.append(p.grad.float().square().sum())
         self.step_param(p, self.param_groups[self.group_of[id(p)]])
         p.grad = None
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: object = None) -> None:
         """Nothing: the backward pass did it."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing: the backward pass did it."""
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """The norm of the gradients that have been stepped with.
+        """Return the norm of the gradients that have been stepped with.
 
         Raises:
             UserError: it is not finite; the weights are spoilt.
@@ -73,9 +74,11 @@ class ReleasingAdamW(FlashAdamW):
         self.squared_norms.clear()
         if not math.isfinite(norm):
             raise UserError(
-                "a gradient was not finite and has been stepped with, for flash_adamw_gradient_release steps in the backward pass: "
-                "the weights are spoilt. Continue from the last checkpoint (training.resume_from_checkpoint=true) with "
-                "training.optimizer=flash_adamw, which skips such steps; the optimizer's state starts anew.",
+                "a gradient was not finite and has been stepped with, for flash_adamw_gradient_release steps in the "
+                "backward pass: the weights are spoilt. Continue from the last checkpoint "
+                "(training.resume_from_checkpoint=true) with training.optimizer=flash_adamw, which skips such steps; "
+                "the "
+                "optimizer's state starts anew.",
                 exit_code=1,
             )
         return norm

@@ -1,29 +1,34 @@
 """FSDP2 through Accelerate: its settings from a strategy's file or from the launcher, and the plugin made of them.
 
-Accelerate takes the settings from environment variables, which `accelerate launch` fills from the file. Under other launchers they
-are filled here, so that the same comes out however a run was started; some of Accelerate's own decisions read nothing else.
+Accelerate takes the settings from environment variables, which `accelerate launch` sets from the file. Under other
+launchers they are set here, so that every launcher gives the same run; some of Accelerate's decisions read nothing
+else.
 """
 
 import os
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from finetune.errors import UserError
 
+if TYPE_CHECKING:
+    from accelerate import FullyShardedDataParallelPlugin
+
 SPELLED_OTHERWISE = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
 
 
 def fsdp_environment(values: dict[str, Any]) -> dict[str, str]:
-    """The variables that `accelerate launch` would set for an Accelerate file with `distributed_type: FSDP`.
+    """Return the variables that `accelerate launch` would set for an Accelerate file with `distributed_type: FSDP`.
 
     Args:
         values: the file's keys.
     """
     found = {"ACCELERATE_USE_FSDP": "true"}
     for key, value in (values.get("fsdp_config") or {}).items():
-        found[SPELLED_OTHERWISE.get(key, key.upper())] = _spell(value)
+        found[SPELLED_OTHERWISE.get(key) or key.upper()] = _spell(value)
     for key, value in (values.get("parallelism_config") or {}).items():
         found["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
         found[key.upper()] = _spell(value)
@@ -34,8 +39,8 @@ def _spell(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def check_settings(environment: Any, origin: str) -> None:
-    """Refuses what this project does not train under.
+def check_settings(environment: Mapping[str, str], origin: str) -> None:
+    """Refuse settings that this project does not train under.
 
     Args:
         environment: variables as `fsdp_environment` makes them, or the process's own.
@@ -47,18 +52,18 @@ def check_settings(environment: Any, origin: str) -> None:
     version = environment.get("FSDP_VERSION", "1")
     if version != "2":
         raise UserError(
-            f"{origin}: FSDP version {version} is not supported, for it flattens parameters that the optimizers here treat apart. "
-            "Write fsdp_version: 2 (accelerate launch --fsdp_version 2), or take --strategy fsdp2."
+            f"{origin}: FSDP version {version} is not supported, for it flattens parameters that the optimizers here "
+            "treat apart. Write fsdp_version: 2 (accelerate launch --fsdp_version 2), or take --strategy fsdp2."
         )
     if environment.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true":
         raise UserError(
-            f"{origin}: fsdp_activation_checkpointing draws other dropout masks in the recomputation than in the forward pass. "
-            "Write fsdp_activation_checkpointing: false and set model.gradient_checkpointing: true."
+            f"{origin}: fsdp_activation_checkpointing draws other dropout masks in the recomputation than in the "
+            "forward pass. Write fsdp_activation_checkpointing: false and set model.gradient_checkpointing: true."
         )
 
 
 def contradictions(wanted: dict[str, str]) -> list[str]:
-    """Settings of the launcher's environment that say otherwise than a strategy's file, as `NAME: theirs instead of ours`."""
+    """Return the launcher's settings that contradict a strategy's file, as `NAME: theirs instead of ours`."""
     return [
         f"{name}: {os.environ.get(name, 'nothing')} instead of {value}"
         for name, value in wanted.items()
@@ -68,7 +73,7 @@ def contradictions(wanted: dict[str, str]) -> list[str]:
 
 
 def check_mesh(processes: int) -> None:
-    """The replicate x shard mesh of the environment against the processes that were started.
+    """Check the replicate x shard mesh of the environment against the processes that were started.
 
     Raises:
         UserError: their product is another number.
@@ -79,18 +84,20 @@ def check_mesh(processes: int) -> None:
     shard = int(os.environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1"))
     if replicate * shard != processes:
         raise UserError(
-            f"the device mesh is {replicate} replicas x {shard} shards = {replicate * shard} processes, but {processes} "
-            f"process{'es were' if processes > 1 else ' was'} started. Start {replicate * shard}, or say how many nodes and how many GPUs in each: "
-            "parallelism_config_dp_replicate_size and parallelism_config_dp_shard_size in accelerate_configs/hybrid_shard.yaml (or the environment variables "
+            f"the device mesh is {replicate} replicas x {shard} shards = {replicate * shard} processes, but "
+            f"{processes} process{'es were' if processes > 1 else ' was'} started. Start {replicate * shard}, or say "
+            "how many nodes and how many GPUs in each: parallelism_config_dp_replicate_size and "
+            "parallelism_config_dp_shard_size in accelerate_configs/hybrid_shard.yaml (or the environment variables "
             "PARALLELISM_CONFIG_DP_REPLICATE_SIZE and PARALLELISM_CONFIG_DP_SHARD_SIZE)."
         )
 
 
-def make_plugin() -> Any:
-    """Accelerate's plugin from the environment.
+def make_plugin() -> "FullyShardedDataParallelPlugin":
+    """Make Accelerate's plugin from the environment.
 
-    FSDP casts nothing: autocast does, as without FSDP, so that audio and lengths reach the model unrounded, BatchNorm stays in float32
-    and gradients are reduced in float32. Every process has loaded the model already, so nothing is left to load more thriftily.
+    FSDP casts nothing: autocast does, as without FSDP, so that audio and lengths reach the model unrounded, BatchNorm
+    stays in float32 and gradients are reduced in float32. Every process has loaded the whole model already, so
+    RAM-efficient loading would save nothing.
     """
     from accelerate import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -104,11 +111,12 @@ def make_plugin() -> Any:
 
 
 def join_on_cpu(timeout: float) -> None:
-    """Joins the process group over gloo. Accelerate starts FSDP only where it has found GPUs, so it is told of some; FSDP2 itself
-    runs on CPUs.
+    """Join the process group over gloo, for FSDP2 on CPUs.
+
+    Accelerate starts FSDP only where it has found GPUs, so it is told of some; FSDP2 itself needs none.
 
     Args:
-        timeout: of an exchange, seconds.
+        timeout: of a collective, seconds.
     """
     from accelerate import DistributedType, PartialState
 

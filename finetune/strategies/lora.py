@@ -4,6 +4,7 @@
 """
 
 import re
+from typing import cast
 
 import torch
 
@@ -50,19 +51,20 @@ def add_lora(
     unknown = sorted(set(targets or ()) - linears)
     if unknown or not targets:
         raise UserError(
-            f"model.lora_targets: the Conformer layers have no linear layer {', '.join(unknown) or '(the list is empty)'}; "
-            f"they have {', '.join(sorted(linears))}. Write a list of these names."
+            "model.lora_targets: the Conformer layers have no linear layer "
+            f"{', '.join(unknown) or '(the list is empty)'}; they have {', '.join(sorted(linears))}. Write a list of "
+            "these names."
         )
     alpha = 2 * rank if alpha is None else alpha
     if rank < 1 or alpha <= 0 or not 0 <= dropout < 1:
         raise UserError(
-            f"model.lora_rank={rank}, model.lora_alpha={alpha:g}, model.lora_dropout={dropout:g}: expected a rank of 1 or "
-            "more, an alpha above 0 and a dropout from 0 to below 1. Try lora_rank: 16, lora_alpha: null, lora_dropout: "
-            "0.0."
+            f"model.lora_rank={rank}, model.lora_alpha={alpha:g}, model.lora_dropout={dropout:g}: expected a rank of "
+            "1 or more, an alpha above 0 and a dropout from 0 to below 1. Try lora_rank: 16, lora_alpha: null, "
+            "lora_dropout: 0.0."
         )
     names = "|".join(re.escape(name) for name in targets)
     settings = LoraConfig(
-        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=rf"layers\.\d+\.(.*\.)?({names})"
+        r=rank, lora_alpha=cast(int, alpha), lora_dropout=dropout, target_modules=rf"layers\.\d+\.(.*\.)?({names})"
     )
     inject_adapter_in_model(settings, model.encoder)  # also freezes what is no adapter
     model.freeze_batchnorm = True

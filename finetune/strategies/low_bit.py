@@ -15,7 +15,7 @@ LION_BETAS = (0.9, 0.99)
 
 
 def bitsandbytes_optimizer(name: str, groups: list[dict[str, Any]], args: dict[str, Any]) -> torch.optim.Optimizer:
-    """bitsandbytes' optimizer with 8-bit block-wise states; 32-bit AdamW with a warning where bitsandbytes cannot run.
+    """Make bitsandbytes' optimizer with 8-bit block-wise states; 32-bit AdamW with a warning where it cannot run.
 
     Args:
         name: a key of BITSANDBYTES.
@@ -33,8 +33,10 @@ def bitsandbytes_optimizer(name: str, groups: list[dict[str, Any]], args: dict[s
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         log.warning(
-            "%s cannot be used here (%s: %s); training goes on with 32-bit AdamW, whose state is %s times as large. The "
-            "learning-rate schedule stays as it is%s. `bash scripts/install_8bit_optimizer.sh` installs and checks bitsandbytes.",
+            "%s cannot be used here (%s: %s); training goes on with 32-bit AdamW, whose state is %s times as large. "
+            "The "
+            "learning-rate schedule stays as it is%s. `bash scripts/install_8bit_optimizer.sh` installs and checks "
+            "bitsandbytes.",
             BITSANDBYTES[name],
             type(error).__name__,
             reason,
@@ -47,16 +49,17 @@ def bitsandbytes_optimizer(name: str, groups: list[dict[str, Any]], args: dict[s
 
 
 def _try_step(kind: type, device: torch.device) -> None:
-    """One step on a scratch tensor: bitsandbytes imports on machines where its kernels do not run."""
+    """Step once on a scratch tensor: bitsandbytes imports on machines where its kernels do not run."""
     scratch = torch.nn.Parameter(torch.ones(8192, device=device))
     scratch.grad = torch.ones_like(scratch)
     kind([scratch], lr=1e-3).step()
 
 
 def _with_wide_embeddings(kind: type, wide: bool) -> type:
-    """The optimizer class with 32-bit states for embeddings, whose rows see few and large gradients.
+    """Return the optimizer class with 32-bit states for embeddings, whose rows see few and large gradients.
 
-    bitsandbytes' own way, GlobalOptimManager, keeps overrides by group and position for the whole process, other optimizers included.
+    bitsandbytes' own way, GlobalOptimManager, keeps overrides by group and position for the whole process, other
+    optimizers included.
     """
 
     def get_config(self: Any, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +72,9 @@ def _with_wide_embeddings(kind: type, wide: bool) -> type:
 
 
 def torchao_optimizer(name: str, groups: list[dict[str, Any]], args: dict[str, Any]) -> torch.optim.Optimizer:
-    """torchao's AdamW with quantised states (adamw_bf16_ao: in the parameters' type); its step is compiled, 6 to 25 s at first.
+    """Make torchao's AdamW with quantised states (adamw_bf16_ao: in the parameters' type).
+
+    Its step is compiled, which takes 6 to 25 s at first.
 
     bf16 parameters are rounded stochastically, so that updates smaller than their resolution count on average.
 
@@ -100,12 +105,12 @@ SECOND_MOMENT_LEVELS = [(k / 16) ** 1.25 for k in range(1, 17)]
 
 
 def _with_own_levels(kind: type) -> type:
-    """torchao's 4-bit AdamW with other levels, by which it learns as fast as with 32-bit states.
+    """Return torchao's 4-bit AdamW with other levels, with which it learns as fast as with 32-bit states.
 
-    torchao takes the levels of arXiv 2309.01507 without the paper's rank-1 normalisation: the second moment on a linear scale, whose
-    smallest level is a 16th of the block's largest value, so that most weights move too slowly; and the first moment on one that is
-    coarse where it matters. Here the first moment's levels are even and the second moment's a little denser near zero. With squares
-    there, weights would move too fast: 1.25 lies between.
+    torchao takes the levels of arXiv 2309.01507 without the paper's rank-1 normalisation: the second moment on a
+    linear scale, whose smallest level is a 16th of the block's largest value, so that most weights move too slowly;
+    and the first moment on one that is coarse where it matters. Here the first moment's levels are even and the second
+    moment's a little denser near zero. With squares there, weights would move too fast: 1.25 lies between.
     """
     from torchao.optim.subclass_4bit import OptimState4bit
 

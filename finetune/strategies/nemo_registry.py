@@ -8,14 +8,14 @@
          "sched": {"name": "CosineAnnealing", "warmup_steps": 500, "max_steps": 10000, "min_lr": 1e-6}}
     )
 
-NeMo's schedules work on top. NeMo puts all parameters into one group, so that biases and norms are decayed too, as with NeMo's own
-optimizers; `optim_param_groups` of its configuration makes groups.
+NeMo's schedules work on top. NeMo puts all parameters into one group, so that biases and norms are decayed too, as
+with NeMo's own optimizers; `optim_param_groups` of its configuration makes groups.
 """
 
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from omegaconf import MISSING
@@ -57,11 +57,11 @@ class TorchaoAdamWParams:
 
 
 def register_optimizers(model: torch.nn.Module | None = None) -> list[str]:
-    """Makes the names of BITSANDBYTES and TORCHAO known to `setup_optimization` of every NeMo model; a second call changes nothing.
+    """Register BITSANDBYTES and TORCHAO for `setup_optimization` of every NeMo model; a second call changes nothing.
 
     Args:
-        model: its embedding tables keep 32-bit states under bitsandbytes, as in this project's own runs; NeMo hands parameters
-            over without saying what they are. Without it they are treated like any matrix.
+        model: its embedding tables keep 32-bit states under bitsandbytes, as in this project's own runs; NeMo hands
+            parameters over without saying what they are. Without it they are treated like any matrix.
 
     Returns:
         The names that NeMo knows now.
@@ -76,17 +76,21 @@ def register_optimizers(model: torch.nn.Module | None = None) -> list[str]:
         known = AVAILABLE_OPTIMIZERS.get(name)
         if known is None:
             params = LionParams if name == "lion_8bit" else BitsandbytesAdamWParams if name in BITSANDBYTES else None
-            register_optimizer(name, _factory(name), params or TorchaoAdamWParams)
+            # NeMo's annotations name instances where it takes classes.
+            register_optimizer(name, cast(Any, _factory(name)), cast(Any, params or TorchaoAdamWParams))
         elif getattr(known, "__module__", None) != __name__:
             log.warning("NeMo already has another optimizer %s (%s); it stays.", name, known)
     return names
 
 
 def _factory(name: str) -> Callable[..., torch.optim.Optimizer]:
-    """What NeMo calls in place of an optimizer's class. It finds default options under the factory's own name."""
+    """Return what NeMo calls in place of an optimizer's class; it looks up default options by the function's name."""
 
     def make(
-        params: Iterable[Any], lr: float = 1e-3, weight_decay: float = WEIGHT_DECAY, **options: Any
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        weight_decay: float = WEIGHT_DECAY,
+        **options: Any,
     ) -> torch.optim.Optimizer:
         options = {k: v for k, v in options.items() if v is not None}
         return build_optimizer(name, _groups(params, lr, weight_decay), options)
@@ -95,13 +99,14 @@ def _factory(name: str) -> Callable[..., torch.optim.Optimizer]:
     return make
 
 
-def _groups(params: Iterable[Any], lr: float, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups with rates of their own, without frozen parameters, and with embeddings apart."""
+def _groups(
+    params: Iterable[torch.Tensor] | Iterable[dict[str, Any]], lr: float, weight_decay: float
+) -> list[dict[str, Any]]:
+    """Return parameter groups with their own rates, without frozen parameters, and with embeddings apart."""
     given = list(params)
-    if given and not isinstance(given[0], dict):
-        given = [{"params": given}]
+    tensors = [p for p in given if isinstance(p, torch.Tensor)]
     found = []
-    for group in given:
+    for group in [{"params": tensors}] if tensors else [g for g in given if isinstance(g, dict)]:
         trained = [p for p in group["params"] if p.requires_grad]
         for embedding in (False, True):
             part = [p for p in trained if getattr(p, WIDE, False) == embedding]

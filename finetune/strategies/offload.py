@@ -1,20 +1,22 @@
-"""Optimizer states and the step on the CPU for one GPU: torchao's CPUOffloadOptimizer as an optimizer like others.
+"""Optimizer states and step on the CPU for one GPU: an adapter around torchao's CPUOffloadOptimizer.
 
-torchao's is one optimizer a parameter, stepped on a host copy of the weight while the gradients of others still arrive. It has no
-parameter groups that a schedule could set, no clipping (the gradients that matter lie on the host), and takes its host copies when it
-is made, so that weights loaded later would be undone by the next step. This adapter adds all three.
+torchao runs one optimizer per parameter, stepped on a host copy of the weight while the gradients of others still
+arrive. It has no parameter groups that a schedule could set, no clipping (the gradients that matter are on the host),
+and takes its host copies when it is made, so that the next step would undo weights loaded later. This adapter adds all
+three.
 """
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import _foreach_mul_, _foreach_norm  # pyright: ignore[reportPrivateImportUsage]  # no public name
 
 from finetune.errors import UserError
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
-    """AdamW whose states lie in host memory, and gradients to step with and master copies in its pinned part.
+    """AdamW with its states in host memory, and gradients and master copies in pinned memory.
 
     Args:
         groups: parameter groups on a GPU.
@@ -47,7 +49,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             event.synchronize()
 
     def _gradients(self) -> list[torch.Tensor]:
-        """The gradients that the step will use: on the host for offloaded parameters, on the GPU for small ones."""
+        """Return the gradients that the step will use: on the host if offloaded, on the GPU for small parameters."""
         found = [self.inner.param_d2h_map[p].grad for p in self.inner.queue]
         for group in self.inner.d_param_groups:
             found += [p.grad for p in group["params"] if p.grad is not None]
@@ -55,17 +57,17 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scales all gradients so that their 2-norm is at most `max_norm`; returns the norm before."""
+        """Scale all gradients so that their 2-norm is at most `max_norm`; return the norm before."""
         self._wait_for_gradients()
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for grad in self._gradients():
             by_device.setdefault(grad.device, []).append(grad)
-        norms = [torch.stack(torch._foreach_norm(grads)).norm().cpu() for grads in by_device.values()]
+        norms = [torch.stack(_foreach_norm(grads)).norm().cpu() for grads in by_device.values()]
         norm = torch.stack(norms).norm() if norms else torch.zeros(())
         scale = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
         if scale < 1.0:
             for grads in by_device.values():
-                torch._foreach_mul_(grads, scale)
+                _foreach_mul_(grads, scale)
         return norm
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -87,7 +89,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     @property
     def state(self) -> dict[Any, Any]:
-        """State by GPU parameter, wherever it lies."""
+        """The state by GPU parameter, wherever it is."""
         found: dict[Any, Any] = {}
         for p, optimizer in self._inner_optimizers() if hasattr(self, "inner") else ():
             for state in optimizer.state.values():
@@ -98,14 +100,14 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
-        """torch's constructor sets an empty one."""
+        """Ignore the empty one that torch's constructor sets."""
 
     def state_dict(self) -> dict[str, Any]:
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         return {"inner": self.inner.state_dict(), "groups": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads the states and takes the host copies anew from the weights, which have to be loaded before."""
+        """Load the states, and take the host copies from the weights again, which have to be loaded before."""
         for group, saved in zip(self.param_groups, state["groups"], strict=True):
             group.update(saved)
         self.inner.load_state_dict(state["inner"])
@@ -113,13 +115,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def take_weights(self) -> None:
-        """Copies the weights into the host's master copies; without it the next step would undo a load."""
+        """Copy the weights into the host's master copies; without it the next step would undo a load."""
         for p, p_host in self.inner.param_d2h_map.items():
             p_host.copy_(p)
 
 
 def offloaded_adamw(groups: list[dict[str, Any]], *, offload_gradients: bool, **options: Any) -> OffloadedAdamW:
-    """The adapter around torchao's optimizer.
+    """Make torchao's optimizer with its adapter.
 
     Raises:
         UserError: the parameters are not on a CUDA GPU.
@@ -127,8 +129,8 @@ def offloaded_adamw(groups: list[dict[str, Any]], *, offload_gradients: bool, **
     device = groups[0]["params"][0].device
     if device.type != "cuda":
         raise UserError(
-            f"training.optimizer: offloading moves the optimizer from a GPU to the host, but the model is on the {device.type}. "
-            "Take adamw or adamw_8bit."
+            "training.optimizer: offloading moves the optimizer from a GPU to the host, but the model is on the "
+            f"{device.type}. Take adamw or adamw_8bit."
         )
     from torchao.optim import CPUOffloadOptimizer
 

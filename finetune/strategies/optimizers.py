@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -26,12 +26,12 @@ RELEASES_GRADIENTS = ("flash_adamw_gradient_release", "cpu_offload_gradients_ao"
 
 
 def parameter_groups(
-    model: Any, learning_rates: dict[str, float], default: float, weight_decay: float
+    model: torch.nn.Module, learning_rates: dict[str, float], default: float, weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Groups by component (encoder, decoder, joint), by whether weight decay applies, embeddings apart, each of one type.
+    """Group parameters by component (encoder, decoder, joint), weight decay, being an embedding, and type.
 
-    Biases, norms and every other tensor with fewer than two dimensions are not decayed, nor are the attention's position
-    biases.
+    Biases, norms and every other tensor with fewer than two dimensions are not decayed, nor are the attention's
+    position biases.
 
     Args:
         model: NeMo transducer.
@@ -64,7 +64,7 @@ def parameter_groups(
 
 
 def build_optimizer(name: str, groups: list[dict[str, Any]], args: dict[str, Any]) -> torch.optim.Optimizer:
-    """The optimizer that `training.optimizer` names.
+    """Make the optimizer that `training.optimizer` names.
 
     Args:
         name: a name of `finetune.config.optimizers.OPTIMIZERS`.
@@ -77,7 +77,8 @@ def build_optimizer(name: str, groups: list[dict[str, Any]], args: dict[str, Any
     unknown = sorted(set(args) - ALLOWED_ARGS[name])
     if unknown:
         raise UserError(
-            f"training.optimizer_args: {name} has no option {', '.join(unknown)}; it has {', '.join(sorted(ALLOWED_ARGS[name]))}."
+            f"training.optimizer_args: {name} has no option {', '.join(unknown)}; it has "
+            f"{', '.join(sorted(ALLOWED_ARGS[name]))}."
         )
     if "betas" in args:
         args = {**args, "betas": tuple(args["betas"])}
@@ -100,7 +101,8 @@ def build_optimizer(name: str, groups: list[dict[str, Any]], args: dict[str, Any
     return torch.optim.AdamW(groups, **how[name], **args)
 
 
-# torch's compiled step divides by the learning rate: with the 0 that every warm-up begins with, weights without a gradient became NaN.
+# torch's compiled step divides by the learning rate: with the 0 that every warm-up begins with, weights without a
+# gradient became NaN.
 SMALLEST_RATE = 1e-30
 
 
@@ -111,7 +113,8 @@ class CompiledAdamW(torch.optim.AdamW):
         on_gpu = groups[0]["params"][0].is_cuda
         for group in groups:
             group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
-        # Only inductor's GPU code merges the tensors of a foreach into one kernel; torch refuses it with tensor rates elsewhere.
+        # Only inductor's GPU code merges the tensors of a foreach into one kernel; torch refuses it with tensor rates
+        # elsewhere.
         super().__init__(groups, lr=groups[0]["lr"], foreach=True if on_gpu else None, capturable=on_gpu, **args)
         self.compiled_step: Callable[[], Any] | None = None
 
@@ -128,27 +131,28 @@ class CompiledAdamW(torch.optim.AdamW):
         return {**super().__getstate__(), "compiled_step": None}
 
 
-def unwrap_optimizer(optimizer: Any) -> Any:
-    """The optimizer that steps, below the wrappers of Accelerate and DeepSpeed."""
-    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer) or hasattr(
-        getattr(optimizer, "optimizer", None), "param_groups"
-    ):
-        optimizer = optimizer.optimizer
+def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that steps, below the wrappers of Accelerate and DeepSpeed."""
+    while hasattr(inner := getattr(optimizer, "optimizer", None), "param_groups"):
+        optimizer = cast(torch.optim.Optimizer, inner)
     return optimizer
 
 
 def stored_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors that hold a tensor's bytes: those inside of a quantised one, or itself."""
-    if hasattr(tensor, "to_local"):
+    """Return the plain tensors that hold a tensor's bytes: those inside of a quantised one, or itself."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
-    if not hasattr(tensor, "__tensor_flatten__"):
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
         return [tensor]
-    names, _ = tensor.__tensor_flatten__()
+    names, _ = flatten()
     return [inner for name in names for inner in stored_tensors(getattr(tensor, name))]
 
 
-def state_tensors(optimizer: Any) -> list[torch.Tensor]:
-    """The plain tensors of the optimizer's state on this process, each once; empty before the first step."""
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the plain tensors of the optimizer's state on this process, each once; empty before the first step."""
     found: dict[tuple[int, str], torch.Tensor] = {}
     for state in unwrap_optimizer(optimizer).state.values():
         for value in state.values():
@@ -164,8 +168,8 @@ def state_tensors(optimizer: Any) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def describe_optimizer(optimizer: Any) -> dict[str, Any]:
-    """Class, bytes, types and devices of the state, as they are after a step."""
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return class, bytes, types and devices of the state, as they are after a step."""
     tensors = state_tensors(optimizer)
     bytes_by_dtype: dict[str, int] = {}
     for tensor in tensors:

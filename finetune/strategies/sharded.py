@@ -1,8 +1,8 @@
-"""Parameters that are spread over the processes (ZeRO-3, FSDP2): a whole replica to evaluate and to save with, and counting.
+"""Parameters sharded over the processes (ZeRO-3, FSDP2): a whole replica for evaluating and saving, and counting.
 
-Ranks decode different numbers of batches, and decoding takes as many steps as a clip has words: a model that gathers its weights in
-each forward would wait for ranks that are already done. So the weights are gathered once, parameter by parameter, into an ordinary
-model that each rank has for itself, on the host except while it is used.
+Ranks decode different numbers of batches, and decoding takes as many steps as an utterance has words: a model that
+gathers its weights in each forward would wait for ranks that are already done. So the weights are gathered once,
+parameter by parameter, into an ordinary model of each rank, which is on the host except while it is used.
 """
 
 import contextlib
@@ -10,35 +10,41 @@ import copy
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from finetune.models.protocols import Transducer
 from finetune.security.pickles import check_torch_file
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 WHOLE_WEIGHTS = "weights.safetensors"
 
 
-def shards_parameters(accelerator: Any) -> bool:
-    """Whether the engine keeps only a part of each parameter in a process."""
+def shards_parameters(accelerator: "Accelerator") -> bool:
+    """Return whether the engine keeps only a part of each parameter in a process."""
     if accelerator.is_fsdp2:
         return True
-    plugin = getattr(accelerator.state, "deepspeed_plugin", None) if _is_deepspeed(accelerator) else None
+    plugin = accelerator.state.deepspeed_plugin if _is_deepspeed(accelerator) else None
     return plugin is not None and plugin.zero_stage == 3
 
 
-def _is_deepspeed(accelerator: Any) -> bool:
-    return str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type)) == "DEEPSPEED"
+def _is_deepspeed(accelerator: "Accelerator") -> bool:
+    return accelerator.distributed_type == "DEEPSPEED"
 
 
-def make_replica(model: Any) -> Any:
-    """A copy of a NeMo model on the host, made before an engine takes the model apart; without gradients.
+def make_replica(model: Transducer) -> Transducer:
+    """Copy a NeMo model to the host, without gradients, before an engine shards it.
 
-    What strategies put on the modules of the original (checkpointing, compilation) is taken off: the copy would call the original.
+    What strategies put on the modules of the original (checkpointing, compilation) is taken off: the copy would call
+    the original.
     """
     device = next(model.parameters()).device
     model.cpu()
-    # Two things cannot be copied and need not be: Python's `random` in NeMo's SpecAugment, and a wrapper for Lightning's training.
+    # Two things cannot be copied and need not be: Python's `random` in NeMo's SpecAugment, and Lightning's wrapper of
+    # training_step.
     replica = copy.deepcopy(model, {id(random): random, id(model.__dict__.get("training_step")): None})
     replica.__dict__.pop("training_step", None)
     model.to(device)
@@ -49,8 +55,8 @@ def make_replica(model: Any) -> Any:
 
 
 @torch.no_grad()
-def copy_weights(model: Any, replica: Any) -> None:
-    """Gathers each parameter of `model` into `replica`, and copies the buffers that checkpoints hold. All ranks take part."""
+def copy_weights(model: Transducer, replica: Transducer) -> None:
+    """Gather each parameter of `model` into `replica`, and copy the buffers of checkpoints. All ranks take part."""
     targets = replica.state_dict()
     for name, parameter in model.named_parameters():
         with _gathered(parameter) as whole:
@@ -61,19 +67,21 @@ def copy_weights(model: Any, replica: Any) -> None:
 
 
 @contextlib.contextmanager
-def _gathered(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+def _gathered(parameter: torch.nn.Parameter) -> Iterator[torch.Tensor]:
+    from torch.distributed.tensor import DTensor
+
     if hasattr(parameter, "ds_id"):
         import deepspeed
 
         with deepspeed.zero.GatheredParameters([parameter]):
             yield parameter.data
     else:
-        yield parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        yield parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 @contextlib.contextmanager
-def whole_model(model: Any, replica: Any | None, device: torch.device) -> Iterator[Any]:
-    """The model with whole weights, on the device. All ranks enter.
+def whole_model(model: Transducer, replica: Transducer | None, device: torch.device) -> Iterator[Transducer]:
+    """Provide the model with whole weights, on the device. All ranks enter.
 
     Args:
         model: the NeMo model that is trained.
@@ -91,24 +99,26 @@ def whole_model(model: Any, replica: Any | None, device: torch.device) -> Iterat
         replica.cpu()
 
 
-def count_parameters(model: Any, trainable: bool = False) -> int:
-    """Parameters of the whole model, wherever their parts lie."""
+def count_parameters(model: torch.nn.Module, trainable: bool = False) -> int:
+    """Count the parameters of the whole model, however they are sharded."""
     return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad or not trainable)
 
 
-def model_to_keep(accelerator: Any, model: Any, replica: Any | None) -> Any | None:
-    """The model whose weights a checkpoint holds as safetensors beside the engine's own files; None where the engine writes them so itself.
+def model_to_keep(accelerator: "Accelerator", model: Transducer, replica: Transducer | None) -> Transducer | None:
+    """Return the model whose weights a checkpoint holds as safetensors beside the engine's own files.
+
+    None where the engine writes safetensors itself.
 
     Args:
         model: the NeMo model that is trained.
         replica: from `make_replica`, with the present weights; None where the engine keeps whole parameters.
     """
-    # DeepSpeed keeps weights in a pickle, which only the full unpickler reads: nobody should have to for weights.
+    # DeepSpeed keeps weights in a pickle that only the full unpickler reads.
     return model if replica is None and _is_deepspeed(accelerator) else replica
 
 
-def write_whole_weights(directory: Path, replica: Any) -> None:
-    """Writes a model's weights into a checkpoint, named as in the state of the module that is trained (`nemo.` first)."""
+def write_whole_weights(directory: Path, replica: Transducer) -> None:
+    """Write a model's weights into a checkpoint, named as in the state of the trained module (`nemo.` first)."""
     from safetensors.torch import save_file
 
     save_file(
@@ -118,7 +128,7 @@ def write_whole_weights(directory: Path, replica: Any) -> None:
 
 
 def read_whole_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The weights of a checkpoint of any engine, on the host, by the names of TransducerLossModule's state (`nemo.encoder...`).
+    """Read the weights of a checkpoint of any engine, named as in TransducerLossModule's state (`nemo.encoder...`).
 
     Raises:
         FileNotFoundError: the checkpoint holds no whole weights.
@@ -129,7 +139,8 @@ def read_whole_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     for name in (WHOLE_WEIGHTS, "model.safetensors"):
         if (checkpoint / name).is_file():
             return load_file(checkpoint / name)
-    # A checkpoint of ZeRO-1 or 2 from before weights.safetensors was written: weights beside settings, for the full unpickler only.
+    # An older checkpoint of ZeRO-1 or 2 has no weights.safetensors: weights beside settings, for the full unpickler
+    # only.
     states = checkpoint / "pytorch_model" / "mp_rank_00_model_states.pt"
     if not states.is_file():
         raise FileNotFoundError("it holds no whole weights")

@@ -1,7 +1,9 @@
-"""The optimizer's state in a DeepSpeed checkpoint that another number of processes wrote: put together, and dealt out anew.
+"""Reshard the optimizer's state of a ZeRO checkpoint that another number of processes wrote.
 
-Each process of a ZeRO run leaves a file with its part of the flattened state. DeepSpeed loads it with as many processes only; here every
-process reads all parts, makes each parameter's tensors whole again, and DeepSpeed keeps what belongs to it.
+Each process of a ZeRO run leaves a file with its part of the flattened state, which DeepSpeed loads only with as many
+processes. Here every process reads all parts, assembles each parameter's tensors, and takes its own part of them.
+DeepSpeed's universal checkpoint would write a converted copy of the whole checkpoint with the full unpickler, has to
+be chosen before the engine is made, and does not continue ZeRO-3 with the same losses (0.19.8).
 """
 
 import copy
@@ -9,23 +11,31 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
 PARTS = "zero_pp_rank_*_mp_rank_00_optim_states.pt"
 SHAPES = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
+States: TypeAlias = dict[str, dict[str, torch.Tensor]]
+"""The optimizer's tensors of each parameter, flat, by name and key."""
+Place: TypeAlias = tuple[torch.nn.Parameter, int, int, int]
+"""Which part of a parameter this process keeps: its beginning in the flat tensor and in the parameter, its length."""
 
-def redistribute(engine: Any, checkpoint: Path) -> int:
-    """Fills the optimizer of a DeepSpeed engine from a checkpoint of any number of processes under the same ZeRO stage, in place.
+
+def redistribute(engine: "DeepSpeedEngine", checkpoint: Path) -> int:
+    """Fill the optimizer of a DeepSpeed engine from a checkpoint of any number of processes under the same ZeRO stage.
 
     Args:
         engine: DeepSpeed's, whose parameters have the checkpoint's weights already.
         checkpoint: a whole checkpoint.
 
     Returns:
-        Parameters that got their state.
+        The number of parameters whose state was found.
 
     Raises:
         ValueError: the checkpoint holds no state for a parameter that is trained.
@@ -40,11 +50,11 @@ def redistribute(engine: Any, checkpoint: Path) -> int:
         whole, step = _of_stage_3(parts, _load(folder / SHAPES)["param_shapes"])
     else:
         whole, step = _of_stage_1_and_2(parts)
-    names = {id(p): name for name, p in engine.module.named_parameters() if p.requires_grad}
+    names = {id(p): name for name, p in cast(torch.nn.Module, engine.module).named_parameters() if p.requires_grad}
     missing = sorted(set(names.values()) - set(whole))
     if missing:
         raise ValueError(f"it holds no state of the optimizer for {missing[0]}")
-    zero = engine.optimizer
+    zero: Any = engine.optimizer  # of another class for each stage
     groups = zero.fp16_groups if cut_each else zero.bit16_groups
     flats = zero.fp32_partitioned_groups_flat if cut_each else zero.single_partition_of_fp32_groups
     places = _places_of_stage_3 if cut_each else _places_of_stage_1_and_2
@@ -59,7 +69,7 @@ def redistribute(engine: Any, checkpoint: Path) -> int:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """A file of DeepSpeed's; no class but the few that it writes into them."""
+    """Load a file of DeepSpeed's; only the few classes that it writes into them are unpickled."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -68,8 +78,7 @@ def _load(path: Path) -> dict[str, Any]:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
-def _places_of_stage_1_and_2(group: list[Any]) -> Iterator[tuple[Any, int, int, int]]:
-    """Which part of each parameter this process keeps: the parameter, its beginning in the flat tensor and in the parameter, its length."""
+def _places_of_stage_1_and_2(group: list[Any]) -> Iterator[Place]:
     for parameter in group:
         fragment = parameter._hp_mapping  # None where all of it belongs to other processes
         if fragment is not None:
@@ -77,8 +86,8 @@ def _places_of_stage_1_and_2(group: list[Any]) -> Iterator[tuple[Any, int, int, 
             yield parameter, own.start, of_whole.start, own.numel
 
 
-def _places_of_stage_3(group: list[Any]) -> Iterator[tuple[Any, int, int, int]]:
-    """The same where each process keeps an equal piece of every parameter, the last one padded."""
+def _places_of_stage_3(group: list[Any]) -> Iterator[Place]:
+    """Each process keeps an equal piece of every parameter, the last one padded."""
     rank, here = torch.distributed.get_rank(), 0
     for parameter in group:
         piece = parameter.partition_numel()
@@ -88,12 +97,12 @@ def _places_of_stage_3(group: list[Any]) -> Iterator[tuple[Any, int, int, int]]:
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What has an element for each weight; not the count of steps."""
+    """Return the tensors with an element for each weight, without the count of steps."""
     return {key: value for key, value in state.items() if torch.is_tensor(value) and value.numel() > 1}
 
 
-def _of_stage_1_and_2(parts: list[dict[str, Any]]) -> tuple[dict[str, dict[str, torch.Tensor]], Any]:
-    """Each parameter's state by name and key, flat, and the optimizer's count of steps."""
+def _of_stage_1_and_2(parts: list[dict[str, Any]]) -> tuple[States, Any]:
+    """Assemble the state of each parameter; returned with the optimizer's count of steps."""
     pieces: dict[str, dict[str, list[torch.Tensor]]] = {}
     for part in parts:
         for group, mapping in enumerate(part["param_slice_mappings"]):
@@ -105,10 +114,8 @@ def _of_stage_1_and_2(parts: list[dict[str, Any]]) -> tuple[dict[str, dict[str, 
     return _joined(pieces), parts[0]["base_optimizer_state"]["state"][0].get("step")
 
 
-def _of_stage_3(
-    parts: list[dict[str, Any]], shapes: list[dict[str, torch.Size]]
-) -> tuple[dict[str, dict[str, torch.Tensor]], Any]:
-    """The same where each parameter is cut into as many equal pieces as there were processes, the last one padded."""
+def _of_stage_3(parts: list[dict[str, Any]], shapes: list[dict[str, torch.Size]]) -> tuple[States, Any]:
+    """The same, each parameter cut into as many equal pieces as there were processes, the last one padded."""
     pieces: dict[str, dict[str, list[torch.Tensor]]] = {}
     for rank, part in enumerate(parts):
         for group, names in enumerate(shapes):
@@ -124,5 +131,5 @@ def _of_stage_3(
     return _joined(pieces), parts[0]["optimizer_state_dict"]["state"][0].get("step")
 
 
-def _joined(pieces: dict[str, dict[str, list[torch.Tensor]]]) -> dict[str, dict[str, torch.Tensor]]:
+def _joined(pieces: dict[str, dict[str, list[torch.Tensor]]]) -> States:
     return {name: {key: torch.cat(found) for key, found in state.items()} for name, state in pieces.items()}

@@ -31,17 +31,12 @@ from finetune.models.nemo import cast_parameters, prepare_for_training
 from finetune.models.protocols import Transducer
 from finetune.rank_monitor import client as rank_monitor
 from finetune.security.secrets import clean, known_secrets
-from finetune.strategies.accelerate_config import (
-    Strategy,
-    engine_with,
-    make_accelerator,
-    number_of_processes,
-    resolve_precision,
-)
+from finetune.strategies.accelerator import make_accelerator
 from finetune.strategies.activation_offload import ActivationOffload
 from finetune.strategies.encoder import apply_encoder_options
 from finetune.strategies.optimizers import build_optimizer, parameter_groups
 from finetune.strategies.sharded import count_parameters, make_replica, shards_parameters
+from finetune.strategies.strategy import Strategy, engine_with, number_of_processes, resolve_precision
 from finetune.training import checkpoints, elastic_restart
 from finetune.training.advice import warnings_for
 from finetune.training.data import make_stream

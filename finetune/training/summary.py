@@ -11,9 +11,9 @@ from finetune.config.redaction import without_secrets
 from finetune.durable_files import write_json
 from finetune.evaluation.scores import WerAccumulator
 from finetune.evaluation.significance import rate_interval, verdict
-from finetune.strategies.accelerate_config import Strategy
 from finetune.strategies.optimizers import describe_optimizer
 from finetune.strategies.sharded import count_parameters
+from finetune.strategies.strategy import Strategy
 from finetune.training.callbacks import LOST_ON_GUARD
 from finetune.training.evaluation import FinalResult, compare_with_base
 from finetune.training.outputs import peak_memory_gib, peak_rss_gib

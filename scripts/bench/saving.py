@@ -22,7 +22,7 @@ from compare_strategies import machine
 from finetune.config.load import load_config
 from finetune.config.schema import TrainingConfig
 from finetune.logs import set_up_logging
-from finetune.strategies.accelerate_config import resolve_strategy
+from finetune.strategies.strategy import resolve_strategy
 from finetune.train import train
 from finetune.training.callbacks import Callback
 from finetune.training.trainer import Trainer

@@ -42,7 +42,7 @@ from finetune.paths import ROOT
 from finetune.security.archives import reading
 from finetune.security.documents import parse_settings, parse_yaml, resolved
 from finetune.security.pickles import check_checkpoint, load_tensors
-from finetune.strategies.accelerate_config import resolve_strategy
+from finetune.strategies.strategy import resolve_strategy
 from finetune.tools.nemo_import.source import read_source
 from finetune.tools.report.read import read_run
 from finetune.training.checkpoints import read_checkpoint_state

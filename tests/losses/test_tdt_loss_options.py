@@ -23,7 +23,7 @@ from loss_cases import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.losses import FusedTDTLoss, feasible_clips, fused_tdt_loss, lattice
-from finetune.losses.dropout import _torch_mask, dropout_mask
+from finetune.losses.dropout import dropout_mask, torch_mask
 
 DURATION_SETS = [TDT, (0, 1, 2), (1, 2), (0, 2, 4, 8), (2, 0, 1), ()]
 
@@ -114,7 +114,7 @@ def test_dropout_follows_the_global_seed():
 def test_dropout_masks_are_random_and_equal_in_numba_and_torch(probability):
     cells = torch.cat([torch.arange(3_000), torch.arange(2**33, 2**33 + 1_000)])
     mask = dropout_mask(cells, 64, probability, 99)
-    assert torch.equal(mask, _torch_mask(cells, 64, int(probability * 2**32), 99))
+    assert torch.equal(mask, torch_mask(cells, 64, int(probability * 2**32), 99))
     kept = mask.double()
     spread = math.sqrt(probability * (1 - probability))
     assert abs(kept.mean() - (1 - probability)) < 5 * spread / math.sqrt(kept.numel())

@@ -408,8 +408,7 @@ def test_what_cannot_be_grown_ends_the_run_with_one_line(failed: Any, grown_run:
 
 
 def test_plan_counts_the_grown_vocabulary(run_file: Callable[..., Path]) -> None:
-    from finetune.tools.planning.layout import read_layout
-    from finetune.tools.planning.vocabulary_size import layout_of
+    from finetune.tools.planning.layout import layout_of, read_layout
 
     path = run_file(model__name=str(BASE), model__tokenizer={"extend_from": "data/tr", "size": 40})
     config, _ = load_config(path, [], [])

@@ -26,7 +26,7 @@ from finetune.errors import UserError
 from finetune.evaluation.comparison import read_utterances
 from finetune.models.adapters import read_adapter
 from finetune.security.documents import check_references, parse_json, parse_yaml, resolved
-from finetune.strategies.accelerate_config import resolve_strategy
+from finetune.strategies.strategy import resolve_strategy
 from finetune.tools.nemo_import.source import read_source
 from finetune.training.checkpoints import read_checkpoint_state
 

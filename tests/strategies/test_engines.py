@@ -19,9 +19,9 @@ from engine_cases import NOTHING_STAYS, SAVED, STEPS, UNSHUFFLED, evaluated, ref
 from launching import BIN, TRAIN, start, summary
 
 from finetune.errors import UserError
-from finetune.strategies.accelerate_config import resolve_strategy
 from finetune.strategies.fsdp import check_mesh, fsdp_environment
 from finetune.strategies.sharded import read_whole_weights
+from finetune.strategies.strategy import resolve_strategy
 
 
 @pytest.fixture

@@ -16,14 +16,9 @@ from finetune.config.load import load_config, overlay_path
 from finetune.config.optimizers import OPTIMIZERS
 from finetune.config.schema import schema_fields
 from finetune.errors import UserError
-from finetune.strategies import accelerate_config as accelerate_files
-from finetune.strategies.accelerate_config import (
-    Strategy,
-    check_num_gpus,
-    resolve_precision,
-    resolve_strategy,
-    strategy_names,
-)
+from finetune.paths import strategy_names
+from finetune.strategies import strategy as strategy_module
+from finetune.strategies.strategy import Strategy, check_num_gpus, resolve_precision, resolve_strategy
 
 ACCELERATE_FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 OVERLAYS = sorted((ROOT / "finetune" / "strategies").glob("*.yaml"))
@@ -160,7 +155,7 @@ def test_two_engines_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         "distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config: {fsdp_version: 2}\n"
     )
     (tmp_path / "half.yaml").write_text("distributed_type: 'NO'\nmixed_precision: fp16\n")
-    monkeypatch.setattr(accelerate_files, "ACCELERATE_CONFIGS", tmp_path)
+    monkeypatch.setattr(strategy_module, "ACCELERATE_CONFIGS", tmp_path)
     monkeypatch.setattr("finetune.paths.ACCELERATE_CONFIGS", tmp_path)
     assert resolve_strategy(["adamw", "sharded"]).engine == "fsdp"
     with pytest.raises(UserError, match=r"strategy zero2_offload.*strategy sharded.*two engines"):

@@ -1,5 +1,7 @@
 """The account of a training step's tensors: exact where the bytes are known, and smaller where a strategy makes it so."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -116,22 +118,49 @@ def test_gradients_that_are_held_between_steps():
 
 
 def test_compiled_steps_are_not_compiled_for_the_account():
-    """A step of torchao's kind runs outside of the account, and is the optimizer's own again afterwards."""
+    compiled = []
 
-    class CompiledAdamW(torch.optim.SGD):
+    def backend(graph, example_inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    class CompiledSGD(torch.optim.SGD):
         def step(self, closure=None):
-            temporary = torch.zeros(1_000_000)
-            del temporary
-            return super().step(closure)
+            for p in self.param_groups[0]["params"]:
+                descend(p.detach(), p.grad)
 
-    stack = Stack()
-    optimizer = CompiledAdamW(stack.parameters())
-    with StepAccount(stack, optimizer) as account:
-        stack(torch.randn(4, WIDTH)).backward()
-        before = account.peak
+    @torch.compile(backend=backend, fullgraph=True, dynamic=False)
+    def descend(p, grad):
+        p.sub_(0.1 * grad)
+
+    layer = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+    optimizer = CompiledSGD(layer.parameters())
+    for accounted in (False, True, True):
+        before = layer.weight.detach().clone()
+        with StepAccount(layer, optimizer) if accounted else nullcontext():
+            layer(torch.randn(4, WIDTH)).sum().backward()
+            optimizer.step()
+        assert not torch.equal(layer.weight, before)
+        optimizer.zero_grad()
+    assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_peaks_equal_those_of_torchs_own_tracker(checkpointed):
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    stack = Stack(checkpointed)
+    optimizer = torch.optim.AdamW(stack.parameters(), foreach=False)
+    account = account_of(stack, optimizer)
+    tracker = MemTracker()
+    tracker.track_external(stack, optimizer)
+    x_BH = torch.randn(ROWS, WIDTH)
+    with tracker:
+        stack(x_BH).backward()
         optimizer.step()
-    assert account.peak == before
-    assert "step" not in vars(optimizer)
+        optimizer.zero_grad()
+    (peaks,) = tracker.get_tracker_snapshot("peak").values()
+    assert account.peak == peaks["Total"]
 
 
 def test_one_kind_of_device_only():

@@ -235,14 +235,14 @@ def test_the_strategy_is_one_that_ships(converted, strategy, expected):
 
 
 def test_names_that_are_translated_to_exist():
-    from finetune.tools.nemo_import.translation import OPTIMIZER_NAMES, SCHEDULE_NAMES
-
-    from finetune.config.schema import schema_fields
-    from finetune.tools.nemo_import.similar import SAME
+    from finetune.config.load import schema_fields
+    from finetune.tools.nemo_import import nemo, nemo_data
+    from finetune.tools.nemo_import.nemo import OPTIMIZER_NAMES, SCHEDULE_NAMES
+    from finetune.tools.nemo_import.similar import OTHER_NAMES
 
     assert set(OPTIMIZER_NAMES.values()) <= set(OPTIMIZERS)
     assert set(SCHEDULE_NAMES.values()) <= set(SCHEDULES)
-    assert set(SAME.values()) <= schema_fields().keys()
+    assert {*OTHER_NAMES, *nemo.COPIED.values(), *nemo_data.COPIED.values()} <= schema_fields().keys()
     reasons = (ROOT / "finetune" / "tools" / "nemo_import" / "reasons.py").read_text(encoding="utf-8")
     named = set(re.findall(r"(?<![\w.])((?:data|training)\.[a-z]\w+)", reasons))
     assert not {n for n in named if n not in schema_fields() and n not in ("training.deepspeed", "data.md")}
@@ -274,8 +274,11 @@ def test_a_config_that_is_nearly_ours(converted):
 
 @pytest.fixture
 def script(capsys: Any) -> Callable[..., tuple[int, str, str]]:
-    """Calls the script; returns exit code, stdout and stderr."""
-    main = runpy.run_path(str(ROOT / "scripts" / "import_nemo_config.py"))["main"]
+    """Calls the command; returns exit code, stdout and stderr."""
+    from finetune.import_nemo import main
+
+    earlier = runpy.run_path(str(ROOT / "scripts" / "import_nemo_config.py"))
+    assert earlier["main"] is main
 
     def run(*arguments: object) -> tuple[int, str, str]:
         code = main([str(a) for a in arguments])

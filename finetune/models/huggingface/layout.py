@@ -1,6 +1,6 @@
-"""NeMo's EncDecRNNTBPEModel and transformers' ParakeetForTDT are the same network under other names: the map between the two.
+"""The map between NeMo's EncDecRNNTBPEModel and transformers' ParakeetForTDT, the same network under other names.
 
-Every tensor is renamed, none is transposed, split or reshaped. What one side cannot express is named, never dropped.
+Tensors are renamed, never transposed, split or reshaped. What one side cannot express is reported, never dropped.
 """
 
 import math
@@ -32,7 +32,7 @@ RENAMED = (
     ("joint.pred.", "decoder.decoder_projector."),
     ("joint.joint_net.{head}.", "joint.head."),
 )
-# Computed anew on both sides. `pos_enc` is the table of relative positions that old NeMo checkpoints keep.
+# Computed on both sides. `pos_enc` is the table of relative positions that old NeMo checkpoints keep.
 RECOMPUTED = re.compile(r"^(preprocessor\.featurizer\.(window|fb)|encoder\.pos_enc\..*)$")
 HEAD = re.compile(r"^joint\.joint_net\.(\d+)\.weight$")
 
@@ -93,12 +93,12 @@ PREPROCESSOR_DEFAULTS = {
 
 
 def head_of(weights: Mapping[str, Any]) -> int:
-    """Place of the joint's last layer among the layers of `joint.joint_net` (1, or 2 behind a dropout layer)."""
+    """Return the index of the joint's last layer in `joint.joint_net` (1, or 2 behind a dropout layer)."""
     return max((int(found[1]) for key in weights if (found := HEAD.match(key))), default=2)
 
 
 def to_hugging_face(key: str, head: int) -> str | None:
-    """The name in transformers' ParakeetForTDT of a tensor of a NeMo model; None for what transformers computes anew."""
+    """Return a NeMo tensor's name in transformers' ParakeetForTDT; None for what transformers computes itself."""
     if RECOMPUTED.match(key):
         return None
     for nemo, hugging_face in RENAMED:
@@ -109,7 +109,7 @@ def to_hugging_face(key: str, head: int) -> str | None:
 
 
 def to_nemo(key: str, head: int) -> str:
-    """The name in a NeMo model of a tensor of transformers' ParakeetForTDT."""
+    """Return the NeMo name of a tensor of transformers' ParakeetForTDT."""
     for nemo, hugging_face in RENAMED:
         if hugging_face in key:
             return key.replace(hugging_face, nemo.format(head=head), 1)
@@ -130,7 +130,7 @@ def misfits(weights: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Te
 
 
 def _windows(p: Mapping[str, Any]) -> tuple[int, int]:
-    """Window and hop in samples, cut off as NeMo does."""
+    """Return window and hop in samples, truncated as NeMo does."""
     rate = p["sample_rate"]
     window = p["n_window_size"] or int(p["window_size"] * rate)
     hop = p["n_window_stride"] or int(p["window_stride"] * rate)
@@ -138,7 +138,7 @@ def _windows(p: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def feature_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of transformers' ParakeetFeatureExtractor.
+    """Return the settings of transformers' ParakeetFeatureExtractor.
 
     Args:
         config: NeMo model configuration, resolved.
@@ -157,14 +157,14 @@ def feature_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def durations_of(config: Mapping[str, Any]) -> list[int]:
-    """Durations of the TDT head in encoder frames; empty where the configuration has none."""
+    """Return the durations of the TDT head in encoder frames; empty where the configuration has none."""
     kwargs = (config.get("loss") or {}).get("tdt_kwargs") or {}
     found = kwargs.get("durations") or (config.get("decoding") or {}).get("durations")
     return [int(d) for d in found or (config.get("model_defaults") or {}).get("tdt_durations") or []]
 
 
 def encoder_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of transformers' ParakeetEncoderConfig.
+    """Return the settings of transformers' ParakeetEncoderConfig.
 
     Args:
         config: NeMo model configuration, resolved.
@@ -193,7 +193,7 @@ def encoder_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_settings(config: Mapping[str, Any], tokens: int, pad_id: int) -> dict[str, Any]:
-    """Settings of transformers' ParakeetTDTConfig.
+    """Return the settings of transformers' ParakeetTDTConfig.
 
     Args:
         config: NeMo model configuration, resolved.
@@ -219,11 +219,11 @@ def _max_symbols(config: Mapping[str, Any]) -> int:
 
 
 def generation_settings(tokens: int, pad_id: int, durations: int) -> dict[str, Any]:
-    """Settings with which transformers' `generate` decodes a batch as it decodes its clips alone.
+    """Return the settings with which transformers' `generate` decodes a batch as it decodes its utterances alone.
 
-    Without a suppressed duration head a duration could win over all tokens; without an end of sequence finished rows of a
-    batch go on emitting until its longest clip ends. The end of sequence is a suppressed id: it is never emitted, and only switches
-    on the padding of finished rows.
+    Without a suppressed duration head a duration could win over all tokens; without an end of sequence finished rows
+    of a batch go on emitting until its longest utterance ends. The end of sequence is a suppressed id: it is never
+    emitted, and only switches on the padding of finished rows.
 
     Args:
         tokens: pieces of the tokenizer, without the blank.
@@ -239,7 +239,7 @@ def generation_settings(tokens: int, pad_id: int, durations: int) -> dict[str, A
 
 
 def reasons_against(config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], tokens: int) -> list[str]:
-    """What of a NeMo model ParakeetForTDT cannot express, one line each; empty where it can be converted.
+    """Return what ParakeetForTDT cannot express of a NeMo model, one line each; empty where it can be converted.
 
     Args:
         config: NeMo model configuration, resolved.
@@ -315,8 +315,8 @@ def _against_encoder(config: Mapping[str, Any]) -> list[str]:
         bins = (bins - 1) // 2 + 1
     if bins != e["feat_in"] // factor:
         reasons.append(
-            f"encoder.feat_in: {e['feat_in']} mel bins are not divisible by subsampling_factor {factor}: NeMo's subsampling "
-            f"ends in {bins} of them, transformers' in {e['feat_in'] // factor}"
+            f"encoder.feat_in: {e['feat_in']} mel bins are not divisible by subsampling_factor {factor}: NeMo's "
+            f"subsampling ends in {bins} of them, transformers' in {e['feat_in'] // factor}"
         )
     elif e["feat_in"] != {**PREPROCESSOR_DEFAULTS, **config["preprocessor"]}["features"]:
         reasons.append("encoder.feat_in is not preprocessor.features")
@@ -347,8 +347,8 @@ def _against_transducer(config: Mapping[str, Any], tokens: int) -> list[str]:
         reasons.append("joint.num_extra_outputs: 0; this is a plain RNN-T, and ParakeetForTDT has a duration head")
     elif durations != list(range(len(durations))):
         reasons.append(
-            f"durations: {durations}; transformers' generate takes the number of a duration for the duration, so only 0, 1, 2, ... decode "
-            "right"
+            f"durations: {durations}; transformers' generate takes the number of a duration for the duration, so only "
+            "0, 1, 2, ... decode right"
         )
     elif len(durations) != outputs:
         reasons.append(f"durations: {durations} are not the joint's {outputs} outputs (num_extra_outputs)")
@@ -364,8 +364,8 @@ def _against_weights(config: Mapping[str, Any], weights: Mapping[str, torch.Tens
         reasons.append(f"decoder.prediction.embed.weight has not {tokens} + 1 rows")
     elif largest := float(embedding_VH[-1].abs().max()):
         reasons.append(
-            f"decoder.prediction.embed.weight: the blank's row is not zero (up to {largest:.3g}), so NeMo and transformers would start "
-            "from different states"
+            f"decoder.prediction.embed.weight: the blank's row is not zero (up to {largest:.3g}), so NeMo and "
+            "transformers would start from different states"
         )
     adapters = sorted({".".join(key.split(".")[:4]) for key in weights if ".adapter" in key or ".lora_" in key})
     if adapters:

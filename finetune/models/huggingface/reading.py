@@ -1,6 +1,7 @@
-"""A Hugging Face Parakeet-TDT directory as the NeMo model that this project trains: renamed tensors, bit for bit the same weights.
+"""Read a Hugging Face Parakeet-TDT directory as the NeMo model that this project trains, bit for bit the same weights.
 
-Loss, strategies, checkpoints and the files that a run leaves are then those of a .nemo. No code of the directory is ever run.
+Loss, strategies, checkpoints and the files that a run leaves are then those of a .nemo. No code of the directory is
+ever run.
 """
 
 import atexit
@@ -53,12 +54,12 @@ WANTED_FILES = [
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Whether it is a directory in Hugging Face's format, of whatever model."""
+    """Return whether it is a directory in Hugging Face's format, of whatever model."""
     return path.is_dir() and (path / "config.json").is_file()
 
 
 def load_hugging_face(directory: Path) -> Transducer:
-    """The NeMo model of a Hugging Face directory, on the CPU, in float32.
+    """Load the NeMo model of a Hugging Face directory on the CPU, in float32.
 
     Args:
         directory: with config.json, tokenizer.json, processor_config.json and safetensors files of a ParakeetForTDT.
@@ -66,10 +67,10 @@ def load_hugging_face(directory: Path) -> Transducer:
     Raises:
         UserError: it is of another kind, or NeMo's modules cannot express it.
     """
-    config = nemo_config(directory, say=True)
+    config = nemo_config(directory, log_sources=True)
     weight_bytes = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     if not weight_bytes:
-        read_weights(directory)  # says what is missing, before a model is built
+        read_weights(directory)  # raises before a model is built
     check_size(config, weight_bytes, f"model.name: {directory}")
     tokens = int(config["decoder"]["vocab_size"])
     content, source = sentencepiece_of(directory, tokens)
@@ -87,12 +88,12 @@ def load_hugging_face(directory: Path) -> Transducer:
     return model.eval()
 
 
-def nemo_config(directory: Path, say: bool = False) -> dict[str, Any]:
-    """The NeMo model configuration of a Hugging Face directory, without its tokenizer.
+def nemo_config(directory: Path, log_sources: bool = False) -> dict[str, Any]:
+    """Return the NeMo model configuration of a Hugging Face directory, without its tokenizer.
 
     Args:
         directory: as for `load_hugging_face`.
-        say: log where the settings come from that transformers does not keep.
+        log_sources: log where the settings come from that transformers does not keep.
 
     Raises:
         UserError: it is no ParakeetForTDT, or one that NeMo's modules cannot express.
@@ -107,15 +108,17 @@ def nemo_config(directory: Path, say: bool = False) -> dict[str, Any]:
         changed = _merge(nemo, _derived(config, _features(directory), nemo["preprocessor"]))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError, OverflowError) as error:
         raise UserError(
-            f"model.name: {directory} holds settings that no ParakeetForTDT has: {type(error).__name__}: {first_line(error)}."
+            f"model.name: {directory} holds settings that no ParakeetForTDT has: {type(error).__name__}: "
+            f"{first_line(error)}."
         ) from error
-    # Of another's machine: a file of this one that it names would be read, and packed into what is saved.
+    # A file of this machine that it names would be read, and packed into what is saved.
     check_model_config(nemo, f"model.name: {directory}", set())
-    if not say:
+    if not log_sources:
         return nemo
     if not kept.is_file():
         log.info(
-            "model %s: it has no %s. What transformers does not keep (loss sigma %g, omega %g; SpecAugment; dropout %g of the prediction "
+            "model %s: it has no %s. What transformers does not keep (loss sigma %g, omega %g; SpecAugment; dropout "
+            "%g of the prediction "
             "network and %g of the joint; dither) is taken from NeMo's published Parakeet recipe",
             directory,
             TRAINING_SETTINGS,
@@ -129,17 +132,17 @@ def nemo_config(directory: Path, say: bool = False) -> dict[str, Any]:
     return nemo
 
 
-def check_type(model_type: Any, name: str) -> None:
-    """Raises UserError where a config.json is of another model than ParakeetForTDT."""
+def check_type(model_type: object, name: str) -> None:
+    """Raise UserError if a config.json is of another model than ParakeetForTDT."""
     if model_type != "parakeet_tdt":
         raise UserError(
-            f"model.name: {name} is a Hugging Face model of the type {model_type!r}; this project trains models of the type "
-            "'parakeet_tdt' (transformers' ParakeetForTDT) and NeMo transducers (.nemo)."
+            f"model.name: {name} is a Hugging Face model of the type {model_type!r}; this project trains models of "
+            "the type 'parakeet_tdt' (transformers' ParakeetForTDT) and NeMo transducers (.nemo)."
         )
 
 
 def _with_defaults(config: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """The settings with transformers' own values for what the file leaves out."""
+    """Return the settings with transformers' defaults for what the file leaves out."""
     from transformers import ParakeetTDTConfig
 
     try:
@@ -153,7 +156,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _features(directory: Path) -> dict[str, Any]:
-    """Settings of the feature extractor: part of processor_config.json, or a file of its own in older directories."""
+    """Return the feature extractor's settings, from processor_config.json or an older directory's own file."""
     processor, alone = directory / "processor_config.json", directory / "preprocessor_config.json"
     found = _read_json(processor).get("feature_extractor") if processor.is_file() else None
     found = found or (_read_json(alone) if alone.is_file() else None)
@@ -177,14 +180,15 @@ def _check_settings(config: dict[str, Any], directory: Path) -> None:
         problems.append(f"hidden_act: {config['hidden_act']!r}; NeMo's joint has {', '.join(ACTIVATIONS)}")
     if config["blank_token_id"] != config["vocab_size"] - 1:
         problems.append(
-            f"blank_token_id: {config['blank_token_id']} is not the last of vocab_size {config['vocab_size']} ids, as NeMo has it"
+            f"blank_token_id: {config['blank_token_id']} is not the last of vocab_size {config['vocab_size']} ids, as "
+            "NeMo has it"
         )
     if problems:
         raise UserError(f"model.name: {directory} cannot be expressed in NeMo: {'; '.join(problems)}.")
 
 
 def _read_kept(path: Path) -> dict[str, Any]:
-    """The kept NeMo configuration. Classes that it names are not looked at: they are those that ParakeetForTDT stands for."""
+    """Read the kept NeMo configuration; the classes that it names are replaced by those of ParakeetForTDT."""
     kept = resolved(read_settings(path, "model.name"), f"model.name: {path}")
     return _with_targets({k: v for k, v in kept.items() if k not in NOT_KEPT})
 
@@ -197,7 +201,7 @@ def _recipe() -> dict[str, Any]:
 
 
 def _with_targets(config: dict[str, Any]) -> dict[str, Any]:
-    """Without any class that the configuration names, but with NeMo's own in the places where they belong."""
+    """Return the configuration with NeMo's own classes in place of those that it names."""
 
     def without(value: Any) -> Any:
         if isinstance(value, dict):
@@ -216,7 +220,7 @@ def _with_targets(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _derived(config: dict[str, Any], features: dict[str, Any], preprocessor: dict[str, Any]) -> dict[str, Any]:
-    """What the Hugging Face files say, under NeMo's keys."""
+    """Return the settings of the Hugging Face files under NeMo's keys."""
     e = config["encoder_config"]
     tokens, durations = int(config["vocab_size"]) - 1, [int(d) for d in config["durations"]]
     width = config["decoder_hidden_size"]
@@ -271,7 +275,7 @@ def _derived(config: dict[str, Any], features: dict[str, Any], preprocessor: dic
 
 
 def _preprocessor(features: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
-    """NeMo's keys of the features, as they are where they already come to the same."""
+    """Return the features' settings under NeMo's keys; empty where the kept ones already agree."""
     wanted = {
         key: features[key]
         for key in ("feature_size", "sampling_rate", "hop_length", "n_fft", "win_length", "preemphasis")
@@ -281,7 +285,7 @@ def _preprocessor(features: dict[str, Any], kept: dict[str, Any]) -> dict[str, A
     rate = features["sampling_rate"]
 
     def seconds(samples: int) -> float:
-        """A number that NeMo, which cuts the product with the rate off, takes for so many samples."""
+        """Return seconds that NeMo, which truncates the product with the rate, converts to so many samples."""
         found = samples / rate
         return found if int(found * rate) == samples else math.nextafter(found, math.inf)
 
@@ -298,7 +302,7 @@ def _preprocessor(features: dict[str, Any], kept: dict[str, Any]) -> dict[str, A
 
 
 def _merge(into: dict[str, Any], values: dict[str, Any], at: str = "") -> list[str]:
-    """Puts values over those of a nested dict, in place; what it changes, in words."""
+    """Override values of a nested dict, in place; return descriptions of the changes."""
     changed = []
     for key, value in values.items():
         if isinstance(value, dict):
@@ -312,7 +316,7 @@ def _merge(into: dict[str, Any], values: dict[str, Any], at: str = "") -> list[s
 
 
 def _tokenizer_directory(sentencepiece: bytes) -> Path:
-    """A directory with the files that NeMo puts into a .nemo, there until this process ends."""
+    """Make a directory with the tokenizer files that NeMo packs into a .nemo; it is removed when the process ends."""
     directory = Path(tempfile.mkdtemp(prefix="finetune-tokenizer-"))
     maker = os.getpid()
     atexit.register(lambda: os.getpid() == maker and shutil.rmtree(directory, ignore_errors=True))
@@ -322,7 +326,7 @@ def _tokenizer_directory(sentencepiece: bytes) -> Path:
 
 
 def read_weights(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a directory's safetensors files, in float32 (integers as they are).
+    """Read all tensors of a directory's safetensors files, in float32 (integers as they are).
 
     Raises:
         UserError: there are none, or one is missing or damaged.
@@ -343,13 +347,14 @@ def read_weights(directory: Path) -> dict[str, torch.Tensor]:
             weights.update(load_file(directory / Path(name).name))
         except (OSError, SafetensorError) as error:
             raise UserError(
-                f"model.name: the weights {directory / name} cannot be read: {error}. Only safetensors files are taken."
+                f"model.name: the weights {directory / name} cannot be read: {error}. Only safetensors files are "
+                "taken."
             ) from error
     return {key: t.float() if t.is_floating_point() else t for key, t in weights.items()}
 
 
 def _take_weights(model: Transducer, directory: Path) -> None:
-    """Puts a directory's weights into the NeMo model, in place; every tensor has to find its place."""
+    """Load a directory's weights into the NeMo model, in place; every tensor has to fit."""
     own = model.state_dict()
     head = head_of(own)
     weights = {to_nemo(key, head): tensor for key, tensor in read_weights(directory).items()}
@@ -360,7 +365,8 @@ def _take_weights(model: Transducer, directory: Path) -> None:
     if largest := float(blank_H.abs().max()):
         # Training with transformers changes this row; NeMo's embedding has it as padding, which stays zero.
         log.warning(
-            "model %s: the blank's row of the prediction network's embedding is not zero (up to %.3g), as after training with transformers; "
+            "model %s: the blank's row of the prediction network's embedding is not zero (up to %.3g), as after "
+            "training with transformers; "
             "NeMo starts from zero, so it is set to zero and the model's output may change a little",
             directory,
             largest,
@@ -370,7 +376,7 @@ def _take_weights(model: Transducer, directory: Path) -> None:
 
 
 def cached_file(name: str, file: str) -> Path | None:
-    """A file of a hub repository where it was downloaded before; None where not, or where no repository can have such a name."""
+    """Return a file of a hub repository from the cache; None if it is not there, or the name is invalid."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
@@ -381,7 +387,7 @@ def cached_file(name: str, file: str) -> Path | None:
 
 
 def fetch(name: str) -> Path | None:
-    """The local copy of a hub repository that has no .nemo under its own name; None where NeMo's own way has to find the model.
+    """Return the local copy of a hub repository without a .nemo of its own name; None where NeMo downloads the model.
 
     Args:
         name: "owner/name".

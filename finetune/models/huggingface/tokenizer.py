@@ -43,8 +43,8 @@ SENTENCES = (
 def fast_tokenizer(proto: SentencePieceModel) -> "Tokenizer":
     """Return a tokenizer that encodes and decodes as the SentencePiece model does; ids are the pieces' own.
 
-    Unlike transformers' own conversion it assembles the text of byte pieces from their bytes, and strips white space at the
-    beginning as SentencePiece does.
+    Unlike transformers' own conversion it assembles the text of byte pieces from their bytes, and strips white space
+    at the beginning as SentencePiece does.
 
     Raises:
         UserError: a SentencePiece model of another kind.
@@ -123,11 +123,11 @@ def sample_texts(proto: SentencePieceModel, count: int = 500) -> list[str]:
 
 
 def encoding_differs(proto: SentencePieceModel, tokenizer: "Tokenizer", texts: list[str] | None = None) -> str:
-    """Return the first text that the fast tokenizer and SentencePiece encode differently, as a sentence; empty if none.
+    """Return the first text that fast tokenizer and SentencePiece encode differently, as a sentence; empty if none.
 
-    Texts are compared as SentencePiece's normaliser leaves them: `tokenizers` takes a letter and its combining marks as one,
-    and cannot compose every such sequence as SentencePiece does (`differing_as_written` counts what that changes). Ordinary
-    sentences are also compared as they are written, so that a missing normaliser is found.
+    Texts are compared as SentencePiece's normaliser leaves them: `tokenizers` takes a letter and its combining marks
+    as one, and cannot compose every such sequence as SentencePiece does (`differing_as_written` counts what that
+    changes). Ordinary sentences are also compared as they are written, so that a missing normaliser is found.
 
     Args:
         texts: default `sample_texts`.
@@ -146,7 +146,7 @@ def encoding_differs(proto: SentencePieceModel, tokenizer: "Tokenizer", texts: l
 
 
 def differing_as_written(proto: SentencePieceModel, tokenizer: "Tokenizer", texts: list[str]) -> list[str]:
-    """Return the texts that the fast tokenizer and SentencePiece encode differently without normalising them first."""
+    """Return the texts that fast tokenizer and SentencePiece encode differently unless normalised first."""
     reference = processor(proto)
     return [t for t in texts if reference.encode(t) != tokenizer.encode(t, add_special_tokens=False).ids]
 
@@ -154,9 +154,9 @@ def differing_as_written(proto: SentencePieceModel, tokenizer: "Tokenizer", text
 def decoding_differs(proto: SentencePieceModel, tokenizer: "Tokenizer", count: int = 2000) -> str:
     """Return the first ids that the fast tokenizer and SentencePiece decode differently, as a sentence; empty if none.
 
-    Compared are `count` random rows of ids, and the encodings of `sample_texts`, which have byte pieces where there are any.
-    Left out are the unknown piece (SentencePiece prints a mark for it, transformers nothing), the padding, and rows of bytes
-    that are no UTF-8.
+    Compared are `count` random rows of ids, and the encodings of `sample_texts`, which have byte pieces where there
+    are any. Left out are the unknown piece (SentencePiece prints a mark for it, transformers nothing), the padding,
+    and rows of bytes that are no UTF-8.
     """
     reference = processor(proto)
     ids = [i for i, p in enumerate(proto.pieces) if p.type in (NORMAL, USER_DEFINED) and p.piece != "<pad>"]
@@ -213,8 +213,8 @@ def sentencepiece_of(directory: Path, tokens: int) -> tuple[bytes, str]:
     proto = _proto_of(content, names, file)
     if reason := encoding_differs(proto, fast):
         raise UserError(
-            f"model.name: {file} cannot be turned into SentencePiece: {reason}. Put the tokenizer.model that the model was "
-            "trained with beside it."
+            f"model.name: {file} cannot be turned into SentencePiece: {reason}. Put the tokenizer.model that the "
+            "model was trained with beside it."
         )
     source = f"tokenizer.json, {'other than' if kept.is_file() else 'without'} tokenizer.model"
     return proto.SerializeToString(), source
@@ -257,8 +257,8 @@ def _proto_of(content: dict[str, Any], names: list[str], file: Path) -> Sentence
         raise UserError(f"model.name: {file} has a {model['type']} model; BPE and Unigram are SentencePiece's.")
     if unknown not in names:
         raise UserError(
-            f"model.name: {file} has no piece {unknown!r} for what it cannot write, which SentencePiece needs. Put the "
-            "tokenizer.model that the model was trained with beside it."
+            f"model.name: {file} has no piece {unknown!r} for what it cannot write, which SentencePiece needs. Put "
+            "the tokenizer.model that the model was trained with beside it."
         )
     added = {token["content"]: token["special"] for token in content.get("added_tokens") or []}
     has_bytes = set(BYTES) <= set(names)

@@ -1,4 +1,4 @@
-"""From a .nemo file to a directory that transformers loads, without NeMo: the archive is read as what it is, a tar file."""
+"""Write a .nemo file as a directory that transformers loads; NeMo is not needed."""
 
 import logging
 import os
@@ -39,7 +39,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def check_expressible(nemo: NemoFile) -> None:
-    """Refuses a model that transformers' ParakeetForTDT cannot express.
+    """Refuse a model that transformers' ParakeetForTDT cannot express.
 
     Raises:
         UserError: with every reason.
@@ -60,9 +60,9 @@ def check_expressible(nemo: NemoFile) -> None:
 
 
 def check_texts(nemo: NemoFile, texts: list[str]) -> None:
-    """Refuses a model whose tokenizer encodes one of these texts otherwise in transformers; after `check_expressible`.
+    """Refuse a model whose tokenizer encodes one of these texts differently in transformers.
 
-    Texts that differ only before they are normalised are counted in a warning: recognising needs no encoding.
+    Call it after `check_expressible`. Texts that differ only before they are normalised are counted in a warning: recognising needs no encoding.
 
     Raises:
         UserError: with the text.
@@ -73,7 +73,8 @@ def check_texts(nemo: NemoFile, texts: list[str]) -> None:
     _refuse(nemo, [r for r in [encoding_differs(proto, tokenizer, texts)] if r])
     if differing := differing_as_written(proto, tokenizer, texts):
         log.warning(
-            "labels made with transformers differ for text that is not NFC: %d of %d texts, such as %r. Normalise texts before transformers "
+            "labels made with transformers differ for text that is not NFC: %d of %d texts, such as %r. Normalise "
+            "texts before transformers "
             "is trained on them; what it recognises is not touched",
             len(differing),
             len(texts),
@@ -91,11 +92,11 @@ def _refuse(nemo: NemoFile, reasons: list[str]) -> None:
 
 
 def write_hugging_face(nemo: NemoFile, directory: Path, dtype: str = "float32") -> None:
-    """Writes the files that AutoModelForTDT, AutoProcessor and pipeline("automatic-speech-recognition") load.
+    """Write the files that AutoModelForTDT, AutoProcessor and pipeline("automatic-speech-recognition") load.
 
     Args:
-        nemo: a model that `check_expressible` lets pass.
-        directory: for the files; made where it is not there.
+        nemo: a model that passes `check_expressible`.
+        directory: for the files; made if it is missing.
         dtype: of all weights, "float32", "bfloat16" or "float16".
 
     Raises:
@@ -136,7 +137,8 @@ def write_hugging_face(nemo: NemoFile, directory: Path, dtype: str = "float32") 
     factor = encoder_settings(nemo.config)["subsampling_factor"]
     if factor != 8:
         log.warning(
-            "transformers' processor counts 8 frames of features to an encoder frame, this model has %d: multiply its timestamps by %g",
+            "transformers' processor counts 8 frames of features to an encoder frame, this model has %d: multiply its "
+            "timestamps by %g",
             factor,
             factor / 8,
         )
@@ -147,7 +149,7 @@ def write_hugging_face(nemo: NemoFile, directory: Path, dtype: str = "float32") 
 def renamed(
     weights: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], path: Path
 ) -> dict[str, torch.Tensor]:
-    """A NeMo model's tensors under transformers' names, each with its own memory.
+    """Return a NeMo model's tensors under transformers' names, each with its own memory.
 
     Args:
         weights: NeMo state dict.
@@ -171,12 +173,15 @@ def renamed(
 
 
 def training_settings(config: Mapping[str, Any]) -> str:
-    """The NeMo configuration as YAML, without what the other files of the directory say: loss, SpecAugment, dither, dropout of
-    prediction network and joint and all else that transformers has no setting for stay as they were."""
+    """Return the NeMo configuration as YAML, without what the other files of the directory hold.
+
+    Loss, SpecAugment, dither, dropout of prediction network and joint, and whatever else transformers has no setting
+    for, stay as they are.
+    """
     kept = {key: value for key, value in config.items() if key not in NOT_KEPT}
     kept["joint"] = {key: value for key, value in config["joint"].items() if key != "vocabulary"}
     head = (
-        "# The NeMo configuration that this model was made with. transformers does not read it; the way back to NeMo takes from\n"
-        "# here what config.json has no setting for. Where both say something, config.json holds.\n"
+        "# The NeMo configuration that this model was made with. transformers does not read it; the way back to NeMo "
+        "takes from\n# here what config.json has no setting for. Where both say something, config.json holds.\n"
     )
     return head + OmegaConf.to_yaml(OmegaConf.create(kept))

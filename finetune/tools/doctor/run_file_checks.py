@@ -13,7 +13,7 @@ from finetune.config.tokenizer_setting import tokenizer_setting
 from finetune.errors import UserError
 from finetune.models.huggingface.reading import is_hugging_face
 from finetune.security.secrets import clean_urls
-from finetune.strategies.accelerate_config import engine_with, number_of_processes
+from finetune.strategies.strategy import engine_with, number_of_processes
 from finetune.tools.doctor.findings import Line, Wanted, fault, ok, reason_of, warning
 from finetune.tools.doctor.hub_access import cached_model, is_hub_data, is_hub_name
 from finetune.tools.doctor.system import parameters_of

@@ -1,21 +1,27 @@
 """Why keys of NeMo's and Lightning's configurations have no counterpart."""
 
-_WITH_MODEL = "comes with the model that model.name names"
-LAYOUT_SECTIONS = {
-    f"model.{name}": _WITH_MODEL
+LAYOUT = tuple(
+    f"model.{name}"
     for name in ("model_defaults", "preprocessor", "spec_augment", "encoder", "decoder", "joint", "decoding", "loss")
-} | {
+)
+LAYOUT_SECTIONS = dict.fromkeys(LAYOUT, "comes with the model that model.name names") | {
     "model.aux_ctc": "the CTC head of a hybrid model is not trained",
     "model.interctc": "CTC losses between the layers are not trained",
     "model.freeze_updates": "set model.freeze_encoder and model.unfreeze_encoder_layers, for the whole run",
 }
 """Sections of `model:` that describe the network, and what becomes of them."""
 
-_LENGTHS = "batches hold clips of like length without bounds to find (data.group_by_duration); data.batch_duration limits their audio"
+_LENGTHS = (
+    "batches hold clips of like length without bounds to find (data.group_by_duration); "
+    "data.batch_duration limits their audio"
+)
 _LIGHTNING = "a switch of Lightning's trainer, which is not used here"
 _KEPT = "the best model by validation WER is kept as model.nemo, and the newest checkpoints to continue from"
 _TRACKERS = "set the tracker's own environment variables (WANDB_PROJECT and the like)"
-_EVALUATION = "there is one batch size for all evaluations, training.per_device_eval_batch_size, and their texts are decoded in full"
+_EVALUATION = (
+    "there is one batch size for all evaluations, training.per_device_eval_batch_size, "
+    "and their texts are decoded in full"
+)
 
 REASONS = (
     ("hydra.*", "Hydra is not used"),

@@ -1,26 +1,25 @@
 """A NeMo fine-tuning YAML, or a config.yaml of another script, as a run file.
 
-Each value that has a counterpart gets a comment with where it came from; each key that has none is listed, with the reason where it
-is known. What NeMo does where a key is not set, and this project does otherwise, is written out.
+Each value that has a counterpart gets a comment with where it came from; each key that has none is listed, with the
+reason where it is known. What NeMo does where a key is not set, and this project does otherwise, is written out.
 """
 
 import difflib
 import fnmatch
+import tempfile
 from pathlib import Path
 
 import yaml
 
-from finetune.config.load import REQUIRED
-from finetune.config.schema import schema_fields
+from finetune.config.load import REQUIRED, load_config, schema_fields
 from finetune.errors import UserError
-from finetune.tools.nemo_import import similar
-from finetune.tools.nemo_import import translation as nemo
+from finetune.tools.nemo_import import nemo, similar
 from finetune.tools.nemo_import.reasons import LAYOUT_SECTIONS, REASONS
 from finetune.tools.nemo_import.source import NOT_SET, RESOLVER, Import, read_source
 
 
 def import_config(file: Path, overrides: list[str]) -> Import:
-    """The whole way from a file to settings, what is left, and what has to be filled in.
+    """Return the settings of a file, what of it is left, and what has to be filled in.
 
     Args:
         file: NeMo's YAML, or a config.yaml with `model:`, `data:` and `training:`.
@@ -38,12 +37,13 @@ def import_config(file: Path, overrides: list[str]) -> Import:
             similar.translate(imported)
     except (TypeError, ValueError, AttributeError) as error:
         raise UserError(
-            f"{file}: a value is of another kind than NeMo reads there ({error}). Numbers have to be numbers, and sections mappings."
+            f"{file}: a value is of another kind than NeMo reads there ({error}). Numbers have to be numbers, and "
+            "sections mappings."
         ) from error
     if not imported.settings and not imported.to_fill:
         raise UserError(
-            f"{file}: neither NeMo's `trainer:` and `model.train_ds`, nor `model:`, `data:` or `training:` of a run file. Give the "
-            "YAML that a training was started with."
+            f"{file}: neither NeMo's `trainer:` and `model.train_ds`, nor `model:`, `data:` or `training:` of a run "
+            "file. Give the YAML that a training was started with."
         )
     for key in REQUIRED:
         if key not in imported.settings:
@@ -54,8 +54,8 @@ def import_config(file: Path, overrides: list[str]) -> Import:
 
 
 def _list_the_rest(imported: Import) -> None:
-    """Every key that nothing has used yet and that says something."""
-    own = schema_fields()
+    """List every key that nothing has used yet and that says something."""
+    own = {key.rsplit(".", 1)[-1]: key for key in reversed(schema_fields())}
     for key, value in imported.leaves.items():
         if key in imported.used or value is None or value == {}:
             continue
@@ -64,20 +64,14 @@ def _list_the_rest(imported: Import) -> None:
             continue
         why = next((reason for pattern, reason in REASONS if fnmatch.fnmatchcase(key, pattern)), "")
         if not why:
-            last = key.rsplit(".", 1)[-1]
-            near = difflib.get_close_matches(last, {k.rsplit(".", 1)[-1]: k for k in own}, n=1, cutoff=0.75)
-            why = f"near it: {next(k for k in own if k.endswith('.' + near[0]))}" if near else ""
+            near = difflib.get_close_matches(key.rsplit(".", 1)[-1], own, n=1, cutoff=0.75)
+            why = f"near it: {own[near[0]]}" if near else ""
         imported.left[key] = why
 
 
-# ---- writing -------------------------------------------------------------------------------------------------------
-
-
 def as_yaml(imported: Import) -> str:
-    """The run file, in the order of the schema, with a comment beside each value."""
-    lines = [
-        f"# Made from {imported.file.name} by scripts/import_nemo_config.py; docs/configuration.md lists all keys."
-    ]
+    """Return the run file, in the order of the schema, with a comment beside each value."""
+    lines = [f"# Made from {imported.file.name} by finetune.import_nemo; docs/configuration.md lists all keys."]
     section = ""
     for key in schema_fields():
         if key not in imported.settings:
@@ -100,7 +94,7 @@ def as_yaml(imported: Import) -> str:
 
 
 def left_over(imported: Import) -> list[str]:
-    """Lines with all keys without a counterpart, those of one reason together; of the model's layout without their section's name."""
+    """Return lines with all keys without a counterpart, those of one reason or of one part of the layout together."""
     sections: dict[str, list[str]] = {}
     reasons: dict[str, list[str]] = {}
     for key, why in imported.left.items():
@@ -114,14 +108,27 @@ def left_over(imported: Import) -> list[str]:
     return lines + [f"{s} ({', '.join(names)}): {LAYOUT_SECTIONS[s]}" for s, names in sections.items()]
 
 
+def refusal(text: str, output: Path | None) -> str | None:
+    """Return why training would refuse the run file; None where it takes it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        try:
+            load_config(path, [], [])
+        except UserError as error:
+            return str(error).replace(str(path), str(output or "the run file"))
+    return None
+
+
 def command(imported: Import, run_file: str) -> str:
-    """The line that starts the training."""
-    rest = f"finetune/train.py --config {run_file}" + "".join(f" --strategy {name}" for name in imported.strategies)
+    """Return the line that starts the training."""
+    processes = imported.processes
+    arguments = f"--config {run_file}" + "".join(f" --strategy {name}" for name in imported.strategies)
     if imported.nodes > 1:
-        count = imported.processes if imported.processes > 0 else "GPUS_OF_A_NODE"
-        return f"torchrun --nnodes {imported.nodes} --nproc_per_node {count} --rdzv_backend c10d --rdzv_endpoint FIRST_NODE:29500 {rest}"
-    if imported.processes < 0:
-        return "bash scripts/run_training.sh " + rest.removeprefix("finetune/train.py ")
-    if imported.processes > 1:
-        return f"torchrun --standalone --nproc_per_node {imported.processes} {rest}"
-    return f"accelerate launch --quiet {rest}"
+        count = processes if processes > 0 else "GPUS_OF_A_NODE"
+        nodes = f"--nnodes {imported.nodes} --nproc_per_node {count} --rdzv_backend c10d"
+        return f"torchrun {nodes} --rdzv_endpoint FIRST_NODE:29500 finetune/train.py {arguments}"
+    if processes < 0:
+        return f"bash scripts/run_training.sh {arguments}"
+    launcher = f"torchrun --standalone --nproc_per_node {processes}" if processes > 1 else "accelerate launch --quiet"
+    return f"{launcher} finetune/train.py {arguments}"

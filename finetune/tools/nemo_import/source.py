@@ -1,11 +1,11 @@
-"""A configuration that is to become a run file: read, resolved, and accounted for key by key."""
+"""A configuration that becomes a run file: read, resolved, and accounted for key by key."""
 
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from finetune.config.load import parse_overrides, read_yaml
@@ -38,51 +38,48 @@ class Import:
     notes: list[str] = field(default_factory=list)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value of the source, which is then accounted for; default where it is absent, null or `???`."""
-        value: Any = self.tree
-        for part in key.split("."):
-            if not isinstance(value, dict) or part not in value:
-                return default
-            value = value[part]
+        """Return a value of the source, which is then accounted for; default where it is absent, null or `???`."""
+        value = _select(self.tree, key)
         self.used.update(k for k in self.leaves if k == key or k.startswith(key + "."))
         return default if value is None or _not_set(value) else value
 
     def section(self, key: str) -> dict[str, Any]:
-        """A part of the source; empty where it is absent."""
+        """Return a part of the source; empty where it is absent."""
         value = _select(self.tree, key)
         return value if isinstance(value, dict) else {}
 
     def is_blank(self, key: str) -> bool:
-        """Whether the source says `???`."""
+        """Return whether the source says `???`."""
         return _not_set(self.leaves.get(key))
 
     def set(self, key: str, value: Any, comment: str) -> None:
         self.settings[key] = (value, comment)
 
     def copy(self, source: str, key: str) -> None:
-        """Takes a value over as it is."""
+        """Take a value over as it is."""
         if (value := self.get(source)) is not None:
             self.set(key, value, source)
 
     def leave(self, key: str, why: str) -> None:
-        """Lists a key that is set, and whose value is lost."""
+        """List a key that is set, and whose value is lost."""
         self.get(key)
         if self.leaves.get(key) is not None or isinstance(_select(self.tree, key), dict | list):
             self.left[key] = why
 
 
-def _not_set(value: Any) -> bool:
+def _not_set(value: object) -> bool:
     return value == NOT_SET or (isinstance(value, list) and any(_not_set(v) for v in value))
 
 
 def _select(tree: Any, key: str) -> Any:
+    """Return the value of a dotted key; None where it is absent."""
     for part in key.split("."):
         tree = tree.get(part) if isinstance(tree, dict) else None
     return tree
 
 
 def read_source(file: Path, overrides: list[str]) -> Import:
-    """Reads a configuration, lays `key=value` over it as Hydra does, and resolves its `${...}`.
+    """Read a configuration, lay `key=value` over it as Hydra does, and resolve its `${...}`.
 
     Raises:
         UserError: it is no YAML mapping, or a reference leads nowhere.
@@ -96,19 +93,27 @@ def read_source(file: Path, overrides: list[str]) -> Import:
         values = OmegaConf.merge(OmegaConf.create(tree), OmegaConf.create(parse_overrides(plain)))
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         raise UserError(f"{file}: it is no configuration: {first_line(error)}.") from error
-    imported = Import(file, _resolve(values, "", file))
-    imported.leaves = dict(_leaves(imported.tree))
-    return imported
+    assert isinstance(values, DictConfig)  # read_yaml takes mappings only
+    resolved = _resolve(values, OmegaConf.to_container(values), "", file)
+    return Import(file, resolved, leaves=dict(_leaves(resolved)))
 
 
-def _resolve(node: Any, prefix: str, file: Path) -> Any:
-    found = {}
-    for name in node:
-        key, raw = f"{prefix}{name}", OmegaConf.to_container(node, resolve=False)[name]
-        if isinstance(raw, dict) and OmegaConf.is_dict(node[name]):
-            found[name] = _resolve(node[name], key + ".", file)
+def _resolve(node: DictConfig, written: Any, prefix: str, file: Path) -> dict[str, Any]:
+    """Follow the references of a mapping; `???` stays, as do calls, which only Hydra knows.
+
+    Args:
+        node: the mapping.
+        written: the mapping as it stands in the file.
+        prefix: of its keys.
+        file: for messages.
+    """
+    found: dict[str, Any] = {}
+    for name, raw in written.items():
+        key = f"{prefix}{name}"
+        if isinstance(raw, dict):
+            found[name] = _resolve(node[name], raw, f"{key}.", file)
         elif isinstance(raw, str) and (RESOLVER.search(raw) or "${oc.env:" in raw):
-            found[name] = raw  # ours reads variables of the environment too; what else there is only Hydra knows
+            found[name] = raw  # a run file reads variables of the environment, too
         elif raw == NOT_SET:
             found[name] = NOT_SET
         else:

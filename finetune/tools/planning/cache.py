@@ -25,7 +25,7 @@ from finetune.tools.planning.memory import Step, StepMemory, measure
 log = logging.getLogger(__name__)
 
 REFUSED = "refused: "  # the layout and the options do not go together, which another try does not change
-FOLLOWED_CODE = ("planning", "losses", "strategies", "models")
+FOLLOWED_CODE = ("tools/planning", "losses", "strategies", "models")
 
 
 def cache_folder() -> Path:

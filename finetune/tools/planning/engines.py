@@ -10,7 +10,7 @@ from typing import Any
 
 from finetune.errors import UserError
 from finetune.security.documents import read_json_object
-from finetune.strategies.accelerate_config import engine_with
+from finetune.strategies.strategy import engine_with
 from finetune.tools.planning.follow import Parts
 from finetune.tools.planning.memory import Step
 

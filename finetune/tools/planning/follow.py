@@ -1,45 +1,38 @@
-"""One training step, followed without allocating it: torch's fake tensors go through the real modules, the real loss and the real
-backward pass, and an account sees each storage that the step would make.
+"""One training step, followed without allocating it.
 
-What a fake step cannot know is taken at its worst: every lattice cell is computed (a trained model's alignments pass through few), every
-token of a text is another one. The loss works block by block, and one block stands for all.
+Torch's fake tensors go through the real modules, the real loss and the real backward pass, and an account sees each
+storage that the step would make. What a fake step cannot know is taken at its worst (worst_case.py).
+
 B batch, S samples, U target tokens, T encoder frames.
 """
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.nn import functional
+from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
 
-from finetune.losses import band, dropout, joint, lattice, tdt
+from finetune.config.schema import ModelConfig
 from finetune.losses.joint import GPU_BLOCK_BYTES
 from finetune.models.loss_module import TransducerLossModule
 from finetune.models.nemo import cast_parameters, prepare_for_training
 from finetune.strategies.encoder import apply_encoder_options
 from finetune.tools.planning.accounting import TensorAccount
+from finetune.tools.planning.cuda_kernels import CudaKernels
 from finetune.tools.planning.layout import Layout, Skeleton
+from finetune.tools.planning.worst_case import worst_case
 
 Parts = dict[str, float]
-"""Bytes of parameters, weight_copies (of autocast), gradients, weight_gradients (on their way), encoder (activations), joint (and prediction
-network and loss), temporary."""
-# Functions that CUDA's autocast computes in float32 and the CPU's in 16 bits.
-WIDE_UNDER_CUDA_AUTOCAST = (
-    (functional, "layer_norm"),
-    (functional, "softmax"),
-    (functional, "log_softmax"),
-    (torch, "softmax"),
-    (torch, "log_softmax"),
-    (torch.Tensor, "softmax"),
-    (torch.Tensor, "log_softmax"),
-)
+"""Bytes of parameters, weight_copies (of autocast), gradients, weight_gradients (not yet complete), encoder
+(activations), joint (and prediction network and loss), temporary."""
 WORK = ("flops_16", "flops_32", "bytes", "launches")
 COSTS_NOTHING = {
     torch.ops.aten.empty,
@@ -56,14 +49,13 @@ COSTS_NOTHING = {
 class Kind:
     """What decides on the tensors of a step, beside their sizes."""
 
-    options: Any
-    """The run's `model:` section."""
+    options: ModelConfig
     precision: str
     """no, bf16 or fp16: autocast."""
     releases: bool
-    """A gradient is let go as soon as it is complete."""
+    """Gradients are freed as soon as they are complete."""
     cuda: bool
-    """Follow what the kernels of a GPU keep; else those of a CPU."""
+    """As on a GPU, else as on a CPU."""
 
 
 @dataclass
@@ -78,14 +70,15 @@ class Phase:
     peak_without_gradients: Parts
     """The same when the sum without gradients was largest."""
     work: Parts
-    """flops_16 and flops_32 of matrix products and convolutions, bytes that the other operations read and write, launches of kernels."""
+    """flops_16 and flops_32 of matrix products and convolutions, bytes that all other operations read and write,
+    launches of kernels."""
 
 
 class PhaseAccount(TensorAccount):
     """An account with a peak for each phase of the step.
 
     Args:
-        weights: shapes of the parameters; what backward makes in these shapes is a gradient to be.
+        weights: shapes of the parameters; what backward makes in such a shape becomes a gradient.
     """
 
     def __init__(self, weights: set[tuple[int, ...]]):
@@ -94,14 +87,14 @@ class PhaseAccount(TensorAccount):
         self.phases: list[Phase] = []
 
     def enter(self, name: str, new: str) -> None:
-        """Begins a phase, whose new tensors are counted as `new`."""
-        held = dict(self.parts)
+        """Begin a phase, whose new tensors are counted as `new`."""
+        held: Parts = dict(self.parts)
         self.new = new
         without = {n: b for n, b in held.items() if n != "gradients"}
         self.phases.append(Phase(name, held, held, without, dict.fromkeys(WORK, 0.0)))
 
-    def _look_for_a_peak(self) -> None:
-        super()._look_for_a_peak()
+    def _update_peak(self) -> None:
+        super()._update_peak()
         if not self.phases:
             return
         phase = self.phases[-1]
@@ -110,7 +103,9 @@ class PhaseAccount(TensorAccount):
         if self.total - self.parts["gradients"] > sum(phase.peak_without_gradients.values()):
             phase.peak_without_gradients = {n: b for n, b in self.parts.items() if n != "gradients"}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         packet = func._overloadpacket
         if packet is torch.ops.aten.mkldnn_rnn_layer:
             result = _with_workspace(func, args)
@@ -129,8 +124,8 @@ class PhaseAccount(TensorAccount):
                 work["bytes"] += sum(x.numel() * x.element_size() for x in (*read, *made))
         return result
 
-    def _part_of_result(self, func: Any, args: Any, tensor: torch.Tensor) -> str:
-        """What grows with the model and not with the batch is told apart: autocast's copies of weights, gradients on their way."""
+    def _part_of_result(self, func: OpOverload, args: tuple[Any, ...], tensor: torch.Tensor) -> str:
+        """Keep apart what grows with the model and not with the batch: autocast's copies of weights, gradients."""
         if func is torch.ops.aten._to_copy.default:
             known = self._part_of.get(args[0].untyped_storage()._cdata)
             if known is not None and known[0] in ("parameters", "weight_gradients"):
@@ -140,55 +135,13 @@ class PhaseAccount(TensorAccount):
         return self.new
 
 
-def _with_workspace(func: Any, args: Any) -> Any:
-    """An LSTM layer on the CPU with the memory that oneDNN keeps for backward, which fake tensors leave out: the layer itself says how much."""
+def _with_workspace(func: OpOverload, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """An LSTM layer on the CPU with oneDNN's workspace for backward, which fake tensors leave out: a real layer tells."""
     *outputs, workspace = func(*args)
     with unset_fake_temporarily():
         real = [torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x for x in args]
         bytes_kept = func(*real)[-1].untyped_storage().nbytes()
     return *outputs, workspace.new_empty(bytes_kept // workspace.element_size())
-
-
-def _lstm_at_once(lstm: torch.nn.LSTM, x_UBH: torch.Tensor, state: Any = None) -> Any:
-    """All steps of an LSTM in one: as many bytes as cuDNN keeps, and not an operation for each token."""
-    for i in range(lstm.num_layers):
-        w_ih, w_hh, b_ih, b_hh = lstm.all_weights[i]
-        before_UBH = x_UBH.new_zeros(*x_UBH.shape[:2], lstm.hidden_size)
-        gates = functional.linear(x_UBH, w_ih, b_ih) + functional.linear(before_UBH, w_hh, b_hh)
-        enter, forget, cell, out = gates.chunk(4, -1)
-        cell = torch.sigmoid(forget) * before_UBH + torch.sigmoid(enter) * torch.tanh(cell)
-        x_UBH = torch.sigmoid(out) * torch.tanh(cell)
-        if i + 1 < lstm.num_layers:
-            x_UBH = functional.dropout(x_UBH, lstm.dropout, lstm.training)
-    return x_UBH, (x_UBH[-1:], x_UBH[-1:])
-
-
-@contextlib.contextmanager
-def _on_cuda() -> Iterator[None]:
-    """What a GPU's kernels keep where they differ from the CPU's: masks of dropout in a byte, what CUDA's autocast leaves in float32, and
-    an LSTM in one piece. Functions are replaced: a mode of torch's would be off where checkpointed layers are computed again."""
-
-    def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-        return torch.native_dropout(input, p, training)[0] if training and p > 0 else input
-
-    def widened(function: Any) -> Any:
-        def wide(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not torch.is_autocast_enabled("cpu"):
-                return function(input, *args, **kwargs)
-            with torch.autocast("cpu", enabled=False):
-                return function(
-                    *(x.float() if isinstance(x, torch.Tensor) else x for x in (input, *args)),
-                    **{n: x.float() if isinstance(x, torch.Tensor) else x for n, x in kwargs.items()},
-                )
-
-        return wide
-
-    with contextlib.ExitStack() as stack:
-        replaced = [(torch.nn.LSTM, "forward", _lstm_at_once), (functional, "dropout", dropout)]
-        replaced += [(where, name, widened(getattr(where, name))) for where, name in WIDE_UNDER_CUDA_AUTOCAST]
-        for where, name, by in replaced:
-            stack.enter_context(mock.patch.object(where, name, by))
-        yield
 
 
 class Parameter(NamedTuple):
@@ -202,23 +155,20 @@ class Parameter(NamedTuple):
 
 
 class Follower:
-    """Follows steps of one model.
-
-    Args:
-        layout: of the model.
-    """
+    """Follows steps of one model, with any options."""
 
     def __init__(self, layout: Layout):
         self.layout = layout
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.skeleton = Skeleton(layout)
         self.models: dict[tuple[str, int], Skeleton] = {}
-        self.loss_slopes: dict[Any, dict[str, float]] = {}
+        self.loss_slopes: dict[tuple[Any, ...], dict[str, float]] = {}
+        """Of memory.py, by what they depend on."""
         self.block_cells = 1
-        """Lattice cells of a full block of the loss, in the step followed last."""
+        """Lattice cells of a full block of the loss, in the latest step."""
 
     def model(self, kind: Kind, depth: int) -> Skeleton:
-        """The model at a depth as the options change it, its parameters fake."""
+        """The model with `depth` layers, changed as the options say, with fake parameters."""
         m = kind.options
         key = (str(m), depth)
         if key not in self.models:
@@ -228,7 +178,8 @@ class Follower:
             options.compile = False
             apply_encoder_options(model, options)
             cast_parameters(model, getattr(torch, m.dtype))
-            self.models[key] = self._without_values(model)
+            self._drop_values(model)
+            self.models[key] = model
         return self.models[key]
 
     def layer_bytes(self, kind: Kind, depth: int, layer: int) -> int:
@@ -236,8 +187,8 @@ class Follower:
         module = self.model(kind, depth).encoder.layers[layer]
         return sum(x.numel() * x.element_size() for x in (*module.parameters(), *module.buffers()))
 
-    def parameters(self, kind: Kind, depth: int) -> list["Parameter"]:
-        """The parameters of the model at a depth."""
+    def parameters(self, kind: Kind, depth: int) -> list[Parameter]:
+        """The parameters of the model with `depth` layers."""
         model = self.model(kind, depth)
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
         return [
@@ -245,8 +196,8 @@ class Follower:
             for name, p in model.named_parameters()
         ]
 
-    def _without_values(self, model: Skeleton) -> Skeleton:
-        """The model with fake parameters and buffers, in place."""
+    def _drop_values(self, model: Skeleton) -> None:
+        """Make parameters and buffers fake, in place."""
         for module in model.modules():
             for name, p in module._parameters.items():
                 if p is not None:
@@ -255,10 +206,9 @@ class Follower:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = self.mode.from_tensor(buffer)
-        return model
 
     def follow(self, kind: Kind, depth: int, clips: int, seconds: float, tokens: int) -> list[Phase]:
-        """The phases of one step; the optimizer's states are not in them.
+        """Follow one step, without optimizer states.
 
         Args:
             kind: what is trained how.
@@ -266,9 +216,12 @@ class Follower:
             clips: of the batch, all of one length.
             seconds: that length.
             tokens: of each text.
+
+        Returns:
+            The phases of the step.
         """
-        model = self.model(kind, depth)
-        m = kind.options
+        model, m = self.model(kind, depth), kind.options
+        block_sizes: list[int] = []
         module = TransducerLossModule(
             model,
             sigma=m.sigma,
@@ -277,17 +230,17 @@ class Follower:
             occupancy_threshold=m.occupancy_threshold,
             joint_memory_budget=m.joint_memory_budget or (GPU_BLOCK_BYTES // 2**20 if kind.cuda else None),
             length_bucket=m.compile_bucket if m.compile else 0.0,
+            operations=worst_case(clips, tokens, kind.cuda, block_sizes),
         )
         module.train()
         account = PhaseAccount({tuple(p.shape) for p in module.parameters() if p.ndim > 1})
         trained = [p for p in module.parameters() if p.requires_grad]
-        emulated = _on_cuda() if kind.cuda else contextlib.nullcontext()
+        kernels = CudaKernels() if kind.cuda else contextlib.nullcontext()
         precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind.precision)
         hooks = [p.register_post_accumulate_grad_hook(self._gradient(account, kind)) for p in trained]
         hooks += self._marks(account, model)
-        steps: list[int] = []
         try:
-            with self.mode, _loss_at_its_worst(clips, tokens, kind.cuda, steps):
+            with self.mode:
                 batch = (
                     torch.empty(clips, int(seconds * self.layout.sample_rate), dtype=torch.int16),
                     torch.empty(clips, dtype=torch.int64),
@@ -297,24 +250,24 @@ class Follower:
                 account.add(model.buffers(), "parameters")
                 account.add((p.detach() for p in model.parameters()), "parameters")
                 account.enter("spectrogram", "encoder")
-                with account, emulated:
+                with account, kernels:
                     with torch.autocast("cpu", precision, enabled=precision is not None):
                         losses_B = module(*batch)
                     account.enter("loss backward", "joint")
                     loss = losses_B.sum() / clips
                     del losses_B
-                    loss.backward()
+                    torch.autograd.backward(loss)
                     account.enter("step", "temporary")
         finally:
             for hook in hooks:
                 hook.remove()
             for p in trained:
                 p.grad = None
-        self.block_cells = min(steps)
+        self.block_cells = min(block_sizes)
         return account.phases
 
     @staticmethod
-    def _gradient(account: PhaseAccount, kind: Kind) -> Any:
+    def _gradient(account: PhaseAccount, kind: Kind) -> Callable[[torch.Tensor], None]:
         def complete(p: torch.Tensor) -> None:
             if kind.releases:
                 p.grad = None
@@ -324,19 +277,18 @@ class Follower:
         return complete
 
     @staticmethod
-    def _marks(account: PhaseAccount, model: Skeleton) -> list[Any]:
-        """Hooks that tell the phases apart: where the forward of each layer begins, the end of the encoder's, and where each layer's
-        backward begins."""
+    def _marks(account: PhaseAccount, model: Skeleton) -> list[RemovableHandle]:
+        """Register hooks where phases begin: forward and backward of each layer, and the end of the encoder's forward."""
 
         def enter_at_gradient(tensor: torch.Tensor, name: str) -> None:
             if tensor.requires_grad:
                 tensor.register_hook(lambda grad: account.enter(name, "temporary"))
 
-        def after_encoder(module: Any, args: Any, output: Any) -> None:
+        def after_encoder(module: Module, args: Any, output: tuple[torch.Tensor, ...]) -> None:
             account.enter("loss forward", "joint")
             enter_at_gradient(output[0], "backward above the layers")
 
-        def before_encoder(module: Any, args: Any) -> None:
+        def before_encoder(module: Module, args: Any) -> None:
             account.enter("subsampling forward", "encoder")
 
         hooks = [
@@ -345,72 +297,16 @@ class Follower:
         ]
         for i, layer in enumerate(model.encoder.layers):
 
-            def before_layer(module: Any, args: Any, kwargs: Any, i: int = i) -> None:
+            def before_layer(module: Module, args: Any, kwargs: dict[str, Any], i: int = i) -> None:
                 account.enter(f"forward of layer {i}", "encoder")
                 if i == 0:
                     enter_at_gradient(args[0] if args else kwargs["x"], "backward below the layers")
 
-            def after_layer(module: Any, args: Any, output: Any, i: int = i) -> None:
+            def after_layer(
+                module: Module, args: Any, output: torch.Tensor | tuple[torch.Tensor, ...], i: int = i
+            ) -> None:
                 enter_at_gradient(output[0] if isinstance(output, tuple) else output, f"backward of layer {i}")
 
             hooks.append(layer.register_forward_pre_hook(before_layer, with_kwargs=True))
             hooks.append(layer.register_forward_hook(after_layer))
         return hooks
-
-
-@contextlib.contextmanager
-def _loss_at_its_worst(clips: int, tokens: int, cuda: bool, steps: list[int]) -> Iterator[None]:
-    """The loss on fake tensors: what depends on values is replaced by the most that it could be. `steps` gets the cells of full blocks."""
-    feasible_clips = tdt.feasible_clips
-
-    def lengths(enc_BTH: Any, *_: Any) -> tuple[list[int], list[int]]:
-        return [enc_BTH.shape[1]] * clips, [tokens] * clips
-
-    def feasible(*arguments: Any) -> Any:
-        with unset_fake_temporarily():
-            return feasible_clips(torch.tensor([1] * clips), torch.tensor([0] * clips), ())
-
-    def first_block(start: int, end: int, step: int) -> Iterator[tuple[int, int]]:
-        steps.append(step)
-        if end > start:
-            yield start, min(start + step, end)
-
-    def first_clip(plan: joint.Plan) -> list[tuple[int, int, int]]:
-        return [(0, plan.frames[0], plan.tokens[0])]
-
-    def all_cells(mask_N: torch.Tensor) -> torch.Tensor:
-        return torch.empty(mask_N.shape[0], dtype=torch.int64)
-
-    def all_distinct(targets_U: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.empty_like(targets_U), torch.empty_like(targets_U)
-
-    def empty_mask(cell_N: torch.Tensor, H: int, *_: Any) -> torch.Tensor:
-        return torch.empty(cell_N.shape[0], H, dtype=torch.bool)
-
-    def hashed(cell_N: torch.Tensor, H: int, *_: Any) -> torch.Tensor:
-        return dropout._torch_mask(cell_N, H, 1, 1)
-
-    def solved(blank_N: Any, label_N: Any, duration_ND: Any, *_: Any, posteriors: bool = True, **__: Any) -> Any:
-        N, D = duration_ND.shape
-        inputs = blank_N.double(), label_N.double(), duration_ND.double()
-        walked = torch.empty(2, N, dtype=torch.float64) if cuda else None
-        losses_B = torch.empty(clips, dtype=torch.float64)
-        if not posteriors:
-            return lattice.LatticeResult(losses_B, None, None, None)
-        label_N, blank_N = torch.empty(2, N, dtype=torch.float64)
-        result = lattice.LatticeResult(losses_B, label_N, blank_N, torch.empty(N, D, dtype=torch.float64))
-        del inputs, walked
-        return result
-
-    with (
-        mock.patch.object(tdt, "check_values", lengths),
-        mock.patch.object(tdt, "feasible_clips", feasible),
-        mock.patch.object(tdt, "draw_seed", return_value=0),
-        mock.patch.object(joint, "blocks", first_block),
-        mock.patch.object(band, "clips_of", first_clip),
-        mock.patch.object(joint, "cells_where", all_cells),
-        mock.patch.object(joint, "dropout_mask", hashed if cuda else empty_mask),
-        mock.patch.object(band, "distinct_tokens", all_distinct),
-        mock.patch.object(lattice, "forward_backward", solved),
-    ):
-        yield

@@ -5,17 +5,20 @@ that this project ships a layout of or whose Hugging Face files were downloaded,
 """
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
+from finetune.config.schema import RunConfig
+from finetune.config.tokenizer_setting import tokenizer_setting
 from finetune.errors import UserError
 from finetune.models.adapters import is_adapter, read_adapter
 from finetune.models.huggingface.reading import cached_file, is_hugging_face, nemo_config
+from finetune.models.loading import is_tokenizer, read_tokenizer
 from finetune.models.nemo import import_nemo
 from finetune.models.nemo_archive import NOT_BUILT, check_model_config, read_config
 from finetune.models.sentencepiece_model import parse
@@ -36,8 +39,8 @@ class Layout:
     """A model's NeMo configuration, resolved."""
 
     name: str
-    model: Any
-    """The configuration's `model:` section, an OmegaConf object."""
+    model: DictConfig
+    """The configuration's `model:` section."""
     tokens: int
     """Pieces of the tokenizer, without the blank."""
     guessed: str = ""
@@ -54,6 +57,23 @@ class Layout:
     @property
     def sample_rate(self) -> int:
         return int(self.model.preprocessor.sample_rate)
+
+
+def layout_of(config: RunConfig) -> Layout:
+    """The layout of a run's model, with the vocabulary that `model.tokenizer` gives it.
+
+    No text is read: where pieces are learned from texts, as many count as may be added at most.
+
+    Raises:
+        UserError: as `read_layout`.
+    """
+    setting = tokenizer_setting(config)
+    layout = read_layout(config.model.name, setting.dir)
+    if not setting.changes:
+        return layout
+    if setting.size is None and is_tokenizer(setting.origin):
+        setting = replace(setting, size=len(read_tokenizer(setting.origin, setting.key).pieces))
+    return replace(layout, tokens=setting.most_pieces(layout.tokens))
 
 
 def read_layout(name: str, tokenizer: str | None = None) -> Layout:
@@ -83,8 +103,8 @@ def read_layout(name: str, tokenizer: str | None = None) -> Layout:
     if name.count("/") == 1 and not path.exists() and (downloaded := cached_file(name, "config.json")):
         return _of_hugging_face(name, downloaded.parent)
     raise UserError(
-        f"model.name: {name} is no .nemo file, run directory, Hugging Face directory or NeMo model YAML here, and no hub name whose layout "
-        f"is known ({', '.join(KNOWN)}). Give the model's .nemo file, or the NeMo model YAML that it was made from."
+        f"model.name: {name} is no .nemo file, run directory, Hugging Face directory or NeMo model YAML here, and no "
+        f"hub name whose layout is known ({', '.join(KNOWN)}). Give the model's .nemo file, or the NeMo model YAML that it was made from."
     )
 
 
@@ -124,18 +144,20 @@ def _of_config(name: str, values: dict[str, Any], tokens: int, guessed: str = ""
         root.model.encoder.n_layers, root.model.joint.jointnet, root.model.decoder.prednet  # noqa: B018
     except Exception as error:
         raise UserError(f"model.name: {name} is no layout of a Conformer transducer: {error}") from error
+    if root.model.encoder.get("global_tokens"):
+        raise UserError(
+            f"model.name: {name} attends globally to some frames (encoder.global_tokens), which are looked up by value: "
+            "a step cannot be followed without values. Measure one: finetune/train.py --dry-run."
+        )
     if tokens < 1:
         raise UserError(f"model.name: {name} does not say how many tokens it has (joint.vocabulary is empty).")
     return Layout(name, root.model, tokens, guessed)
 
 
 class Skeleton(torch.nn.Module):
-    """NeMo's encoder, prediction network and joint with random weights, under the names that they have in a NeMo model.
+    """NeMo's encoder, prediction network and joint with random weights, under the names that a NeMo model gives them.
 
     The encoder has one Conformer layer; `deepen` makes more.
-
-    Args:
-        layout: the model's.
     """
 
     def __init__(self, layout: Layout):
@@ -161,7 +183,7 @@ class Skeleton(torch.nn.Module):
         self.encoder.sync_max_audio_length = False
 
     def deepen(self, depth: int) -> "Skeleton":
-        """A copy with so many Conformer layers."""
+        """Return a copy with `depth` Conformer layers."""
         deeper = copy.deepcopy(self)
         encoder = deeper.encoder
         for _ in range(depth - len(encoder.layers)):

@@ -14,17 +14,16 @@ from finetune.config.load import load_config
 from finetune.data.batching import BatchLimits
 from finetune.errors import UserError
 from finetune.paths import ACCELERATE_CONFIGS, strategy_names
-from finetune.strategies.accelerate_config import Strategy, engine_with, resolve_precision, resolve_strategy
 from finetune.strategies.optimizers import RELEASES_GRADIENTS
+from finetune.strategies.strategy import Strategy, engine_with, resolve_precision, resolve_strategy
 from finetune.tools.planning import cache
 from finetune.tools.planning.engines import FLOAT, Engine, Weights, engine_of, host_bytes, peak_of_step
 from finetune.tools.planning.follow import Kind, Parts
 from finetune.tools.planning.gpus import GIB, Card
-from finetune.tools.planning.layout import Layout
+from finetune.tools.planning.layout import Layout, layout_of
 from finetune.tools.planning.memory import StepMemory, optimizer_bytes
 from finetune.tools.planning.optimizer_memory import step_bytes
 from finetune.tools.planning.speed import loss_flops, seconds_of_step
-from finetune.tools.planning.vocabulary_size import layout_of
 
 log = logging.getLogger(__name__)
 

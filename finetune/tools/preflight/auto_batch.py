@@ -19,6 +19,7 @@ from finetune.tools.planning import cache
 from finetune.tools.planning.engines import engine_of
 from finetune.tools.planning.follow import Kind
 from finetune.tools.planning.gpus import GIB, card_here
+from finetune.tools.planning.layout import layout_of
 from finetune.tools.planning.optimizer_memory import state_bytes
 from finetune.tools.planning.prediction import (
     RUN_FILE,
@@ -29,7 +30,6 @@ from finetune.tools.planning.prediction import (
     followed_lengths,
     row_of,
 )
-from finetune.tools.planning.vocabulary_size import layout_of
 from finetune.tools.preflight import trial
 from finetune.training.trainer import Trainer
 

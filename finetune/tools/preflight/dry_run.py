@@ -9,8 +9,8 @@ from typing import Any
 
 from finetune.callbacks.defaults import add_step_callbacks
 from finetune.errors import UserError
-from finetune.strategies.accelerate_config import engine_with
 from finetune.strategies.optimizers import unwrap_optimizer
+from finetune.strategies.strategy import engine_with
 from finetune.tools.preflight import auto_batch, dry_run_parts, trial
 from finetune.training import checkpoints, run
 from finetune.training.out_of_memory import is_out_of_memory, out_of_memory_message

@@ -22,8 +22,8 @@ from finetune.errors import UserError
 from finetune.models.adapters import merged_state_dict
 from finetune.models.loading import load_model
 from finetune.models.nemo_archive import save_nemo
-from finetune.strategies.accelerate_config import engine_with
 from finetune.strategies.optimizers import state_tensors, stored_tensors, unwrap_optimizer
+from finetune.strategies.strategy import engine_with
 from finetune.tools.preflight import trial
 from finetune.training import checkpoints
 from finetune.training.data import make_stream

@@ -13,7 +13,7 @@ from finetune.callbacks.defaults import add_step_callbacks
 from finetune.callbacks.memory_recovery import MemoryRecovery
 from finetune.data.batch import Batch
 from finetune.errors import UserError
-from finetune.strategies.accelerate_config import engine_with
+from finetune.strategies.strategy import engine_with
 from finetune.tools.preflight import auto_batch, trial
 from finetune.training import run
 from finetune.training.out_of_memory import is_out_of_memory

@@ -86,7 +86,7 @@ def run_of_adapter(path: Path) -> str:
     return last_part(str(folder.parent if (folder.parent / "config.yaml").is_file() else folder))
 
 
-def run_of_named_adapter(name: Any, folders: list[Path]) -> str | None:
+def run_of_named_adapter(name: object, folders: list[Path]) -> str | None:
     """Return the same for `model.adapter` of a run; None where it has none."""
     if not isinstance(name, str) or not name:
         return None

@@ -106,13 +106,13 @@ def environment() -> jinja2.Environment:
     return made
 
 
-def plain(text: Any) -> str:
+def plain(text: object) -> str:
     """Return a text from a run's data as Markdown that shows it and does nothing else: one line of bounded length."""
     line = one_line(text)
     return escape_markdown(line if len(line) <= LONGEST_NAME else line[: LONGEST_NAME - 1] + "…")
 
 
-def one_line(text: Any) -> str:
+def one_line(text: object) -> str:
     return " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
 
 

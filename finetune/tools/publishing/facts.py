@@ -242,11 +242,11 @@ def _rows(run: Run, split: str) -> list[Row]:
     return rows
 
 
-def _mapping(value: Any) -> dict[str, Any]:
+def _mapping(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _interval(*values: Any) -> tuple[float, float] | None:
+def _interval(*values: object) -> tuple[float, float] | None:
     """Return the first of some values that is an interval."""
     for value in values:
         if isinstance(value, list | tuple) and len(value) == 2 and all(number(v) is not None for v in value):

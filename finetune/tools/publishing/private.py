@@ -221,7 +221,7 @@ def _clean_nemo_config(value: Any, secrets: Set[str], at: str, found: list[str])
 
 
 def clean_sentencepiece(content: bytes) -> tuple[bytes, list[str]] | None:
-    """Return a SentencePiece model without the paths of its training, and what was changed; None if that is nothing."""
+    """Return a SentencePiece model without the paths of its training, and what was changed; None if nothing was."""
     from google.protobuf.message import DecodeError
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]  # made on import
 

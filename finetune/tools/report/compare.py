@@ -77,7 +77,7 @@ def over_steps(
 def wer_curves(runs: list[Run], names: list[str]) -> Plot | None:
     """Return the plot of WER on validation, all languages."""
     rows = [[row for row in run.rows("validation") if row.get("language") is None] for run in runs]
-    curves = [curve(name, found, plots.percent_of("wer")) for name, found in zip(names, rows, strict=True)]
+    curves = [curve(name, found, "wer", 100) for name, found in zip(names, rows, strict=True)]
     title, note = "Word error rate on validation", "Step 0 is the base model."
     return curves_plot("wer", title, "WER, %", curves, note, rangemode="tozero")
 

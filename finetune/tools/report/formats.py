@@ -1,11 +1,9 @@
 """Numbers and durations as a reader wants them."""
 
-from typing import Any
-
 from finetune.tools.report.read import number
 
 
-def text_of(value: Any) -> str:
+def text_of(value: object) -> str:
     """Return a value for readers: numbers with four significant digits, a dash for nothing."""
     if value is None or value == "":
         return "–"
@@ -30,25 +28,27 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def percent(value: Any) -> str | None:
+def percent(value: object) -> str | None:
     """Return a fraction in percent with two decimals, without the sign."""
-    return None if number(value) is None else f"{100 * value:.2f}"
+    fraction = number(value)
+    return None if fraction is None else f"{100 * fraction:.2f}"
 
 
-def change(now: Any, before: Any) -> str | None:
+def change(now: object, before: object) -> str | None:
     """Return the relative change; None where there is nothing to compare with."""
-    if number(now) is None or not number(before):
-        return None
-    return f"{100 * (now - before) / before:+.0f} %".replace("-", "−")
+    new, old = number(now), number(before)
+    return f"{100 * (new - old) / old:+.0f} %".replace("-", "−") if new is not None and old else None
 
 
 def gib(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f} GiB"
 
 
-def hours(value: Any) -> str:
-    return "–" if number(value) is None else f"{value:,.2f} h" if value < 100 else f"{value:,.0f} h"
+def hours(value: object) -> str:
+    time = number(value)
+    return "–" if time is None else f"{time:,.2f} h" if time < 100 else f"{time:,.0f} h"
 
 
-def millions(value: Any) -> str:
-    return "–" if number(value) is None else f"{value / 1e6:,.1f} M"
+def millions(value: object) -> str:
+    count = number(value)
+    return "–" if count is None else f"{count / 1e6:,.1f} M"

@@ -32,7 +32,7 @@ SLOW_SECONDS = 2.0
 LONGEST_SHARE = 0.01  # of the time of a run
 
 
-def write_page(template: str, path: Path, title: str, plots: list[Plot | None], **values: Any) -> Path:
+def write_page(template: str, path: Path, title: str, plots: list[Plot | None], **values: object) -> Path:
     """Write a page aside and rename it, so that a reader never finds half of it.
 
     Args:
@@ -94,7 +94,7 @@ def environment() -> "jinja2.Environment":
     return made
 
 
-def shown(value: Any) -> Any:
+def shown(value: object) -> object:
     """Return a value as text: readable numbers; what would hide text or turn its direction is written out."""
     if hasattr(value, "__html__") or value == "":
         return value

@@ -1,7 +1,6 @@
 """The plots of a page, as plotly.js takes them. Colours are "@0" to "@7": the page chooses them for dark and light."""
 
 import html
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,10 +80,10 @@ def smooth(values: list[float | None]) -> list[float | None]:
     return means
 
 
-def curve(name: str, rows: list[dict[str, Any]], key: str | Callable[[dict[str, Any]], Any], **style: Any) -> Curve:
+def curve(name: str, rows: list[dict[str, Any]], key: str, scale: float = 1, **style: Any) -> Curve:
     """Return a curve over rows with a step."""
-    get = (lambda row: row.get(key)) if isinstance(key, str) else key
-    return Curve(name, [row["step"] for row in rows], [number(get(row)) for row in rows], style)
+    values = [None if (value := number(row.get(key))) is None else scale * value for row in rows]
+    return Curve(name, [row["step"] for row in rows], values, style)
 
 
 def curves_plot(name: str, title: str, unit: str, curves: list[Curve], note: str = "", **axis: Any) -> Plot | None:
@@ -142,38 +141,23 @@ def only_smoothed(raw: Curve) -> Curve:
     return Curve(raw.name, raw.steps, smooth(raw.values), raw.style) if len(raw.values) > SMOOTHED_ABOVE else raw
 
 
-def loss_plot(run: Run) -> Plot | None:
-    """Training loss."""
-    curves = with_smoothed(curve("loss", run.metrics, "loss"))
-    return curves_plot("loss", "Training loss", "loss", curves, "Mean over the steps between two points.")
-
-
-def gradient_plot(run: Run) -> Plot | None:
-    """Norm of the gradient before it is clipped."""
-    limit = run.setting("training", "max_grad_norm", 0)
-    note = f"Before clipping at training.max_grad_norm={limit:g}." if limit else "Not clipped."
-    curves = with_smoothed(curve("gradient norm", run.metrics, "grad_norm"))
-    return curves_plot("gradient", "Gradient norm", "norm", curves, note)
-
-
 def wer_plot(run: Run, split: str = "validation") -> Plot | None:
-    """WER by evaluation, over all languages and for each."""
+    """Return the plot of WER by evaluation, over all languages and for each."""
     rows = run.rows(split) if split == "validation" else run.curve_rows(split)
     languages = sorted({row["language"] for row in rows if row.get("language") is not None})
-    names = [None, *(languages if len(languages) > 1 else [])]
     curves = []
-    for name in names:
-        style = {"line": {"width": 3.5}} if name is None else {"line": {"width": 1.5}}
-        curves.append(curve(name or "all", [r for r in rows if r.get("language") == name], percent_of("wer"), **style))
+    for name in [None, *(languages if len(languages) > 1 else [])]:
+        of_language = [row for row in rows if row.get("language") == name]
+        curves.append(curve(name or "all", of_language, "wer", 100, line={"width": 3.5 if name is None else 1.5}))
     place = "wer" if split == "validation" else f"wer-{split}"
     title, note = f"Word error rate on {split}", "Step 0 is the base model."
     plot = curves_plot(place, title, "WER, %", curves, note, rangemode="tozero")
-    best = run.best(split).get(None)
-    step = run.summary.get("best_step", best["step"] if best else None)
+    best = run.best(split).get(None, {}).get("step")
+    step = run.summary.get("best_step", best)
     if plot is not None and number(step) is not None:
-        line = {"color": "@grid-strong", "width": 1.5, "dash": "dash"}
+        at = {"x0": step, "x1": step, "yref": "paper", "y0": 0, "y1": 1}
         plot.layout["shapes"] = [
-            {"type": "line", "x0": step, "x1": step, "yref": "paper", "y0": 0, "y1": 1, "line": line}
+            {"type": "line", **at, "line": {"color": "@grid-strong", "width": 1.5, "dash": "dash"}}
         ]
         plot.layout["annotations"] = [
             {"x": step, "yref": "paper", "y": 1.0, "yanchor": "bottom", "text": "best", "showarrow": False}
@@ -181,41 +165,67 @@ def wer_plot(run: Run, split: str = "validation") -> Plot | None:
     return plot
 
 
-def rates_plot(run: Run) -> Plot | None:
-    """The learning rate, or those of the parts where they differ."""
-    rates = [row.get("learning_rates") or {} for row in run.metrics]
-    parts = sorted({name for r in rates for name in r}) if any(len(set(r.values())) > 1 for r in rates) else []
-    curves = [
-        curve(part or "others", run.metrics, lambda row, part=part: (row.get("learning_rates") or {}).get(part))
-        for part in parts
-    ] or [curve("learning rate", run.metrics, "learning_rate")]
-    return curves_plot("rates", "Learning rates", "learning rate", curves, exponentformat="power", rangemode="tozero")
+def run_curves(run: Run) -> list[Plot | None]:
+    """Return the plots of a run over its steps."""
+    rows, limit = run.metrics, run.setting("training", "max_grad_norm", 0)
 
+    def single(name: str, key: str) -> list[Curve]:
+        return with_smoothed(curve(name, rows, key))
 
-def throughput_plot(run: Run) -> Plot | None:
-    """Seconds of audio trained on in a second."""
-    curves = with_smoothed(curve("throughput", run.metrics, "audio_seconds_per_second"))
-    note = "Seconds of audio trained on in a second of the clock, over all processes; evaluations do not count."
-    return curves_plot("throughput", "Throughput", "audio s / s", curves, note, rangemode="tozero")
-
-
-def waiting_plot(run: Run) -> Plot | None:
-    """Time spent waiting for data, and padding."""
-    curves = [
-        only_smoothed(curve("time waiting for data", run.metrics, percent_of("data_wait_fraction"))),
-        only_smoothed(curve("padding in the batches", run.metrics, percent_of("padding_fraction"))),
+    rates = [{**(row.get("learning_rates") or {}), "step": row["step"]} for row in rows]
+    parts = sorted({part for row in rates for part in row if part != "step"})
+    if all(len({row[part] for part in parts if part in row}) < 2 for row in rates):
+        rates, parts = rows, ["learning_rate"]
+    memory = {"GPU, peak so far": "peak_memory_gib"} if run.has_gpu else {}
+    memory["resident in host memory"] = "rss_gib"
+    if not run.has_gpu:
+        memory["resident, peak so far"] = "peak_rss_gib"
+    fractions = {"time waiting for data": "data_wait_fraction", "padding in the batches": "padding_fraction"}
+    return [
+        curves_plot(
+            "loss", "Training loss", "loss", single("loss", "loss"), "Mean over the steps between two points."
+        ),
+        wer_plot(run),
+        wer_plot(run, "guard") if any(row["step"] for row in run.curve_rows("guard")) else None,
+        curves_plot(
+            "rates",
+            "Learning rates",
+            "learning rate",
+            [curve(part.replace("_", " ") or "others", rates, part) for part in parts],
+            exponentformat="power",
+            rangemode="tozero",
+        ),
+        curves_plot(
+            "throughput",
+            "Throughput",
+            "audio s / s",
+            single("throughput", "audio_seconds_per_second"),
+            "Seconds of audio trained on in a second of the clock, over all processes; evaluations do not count.",
+            rangemode="tozero",
+        ),
+        curves_plot(
+            "memory",
+            "Memory of the first process",
+            "GiB",
+            [curve(name, rows, key) for name, key in memory.items()],
+            rangemode="tozero",
+        ),
+        curves_plot(
+            "gradient",
+            "Gradient norm",
+            "norm",
+            single("gradient norm", "grad_norm"),
+            f"Before clipping at training.max_grad_norm={limit:g}." if limit else "Not clipped.",
+        ),
+        curves_plot(
+            "waiting",
+            "Waiting and padding",
+            "%",
+            [only_smoothed(curve(name, rows, key, 100)) for name, key in fractions.items()],
+            SMOOTHED,
+            rangemode="tozero",
+        ),
     ]
-    return curves_plot("waiting", "Waiting and padding", "%", curves, SMOOTHED, rangemode="tozero")
-
-
-def memory_plot(run: Run) -> Plot | None:
-    """Peak of the GPU's allocator, and the process in the host's memory."""
-    curves = [curve("resident in host memory", run.metrics, "rss_gib")]
-    if run.has_gpu:
-        curves.insert(0, curve("GPU, peak so far", run.metrics, "peak_memory_gib"))
-    else:
-        curves.append(curve("resident, peak so far", run.metrics, "peak_rss_gib"))
-    return curves_plot("memory", "Memory of the first process", "GiB", curves, rangemode="tozero")
 
 
 def memory_bar(parts: dict[str, float], measured: float | None) -> Plot:
@@ -278,43 +288,20 @@ def lengths_plot(run: Run) -> Plot | None:
     labels = [f"{max(seconds - 1, 0)}–{seconds}" for seconds in sums]
     audio = [values[2] / 60 for values in sums.values()]
     padding = [max(values[3] - values[2], 0.0) / 60 for values in sums.values()]
+    shape = {"type": "bar", "x": labels, "hovertemplate": "%{y:.1f} min"}
     traces = [
-        {
-            "type": "bar",
-            "name": name,
-            "x": labels,
-            "y": minutes,
-            "marker": {"color": color},
-            "hovertemplate": "%{y:.1f} min",
-        }
-        for name, minutes, color in (("audio", audio, "@0"), ("padding", padding, "@1"))
+        {**shape, "name": "audio", "y": audio, "marker": {"color": "@0"}},
+        {**shape, "name": "padding", "y": padding, "marker": {"color": "@1"}},
     ]
     layout = {
         "barmode": "stack",
         "xaxis": {"title": {"text": "longest clip of the batch, s"}, "type": "category"},
         "yaxis": {"title": {"text": "minutes"}},
     }
-    rows = [
-        [
-            label,
-            int(batches),
-            int(clips),
-            clips / max(batches, 1),
-            seconds / 60,
-            100 * (1 - seconds / padded) if padded else 0.0,
-        ]
-        for label, (batches, clips, seconds, padded) in zip(labels, sums.values(), strict=True)
-    ]
+    rows = []
+    for label, (batches, clips, seconds, padded) in zip(labels, sums.values(), strict=True):
+        share = 100 * (1 - seconds / padded) if padded else 0.0
+        rows.append([label, int(batches), int(clips), clips / max(batches, 1), seconds / 60, share])
     heads = ["longest clip, s", "batches", "clips", "clips a batch", "audio, min", "padding, %"]
     note = "Batches of the first process, by their longest clip."
     return Plot("lengths", "Audio and padding by length of the batch", traces, layout, heads, rows, note)
-
-
-def percent_of(key: str) -> Callable[[dict[str, Any]], float | None]:
-    """Gets a fraction of a row as percent."""
-
-    def get(row: dict[str, Any]) -> float | None:
-        value = number(row.get(key))
-        return None if value is None else 100 * value
-
-    return get

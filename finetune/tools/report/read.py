@@ -153,22 +153,23 @@ def read_run(folder: Path) -> Run:
             "Name a training.output_dir."
         )
     evaluations = [
-        row for row in _lines(folder / "evaluations.jsonl") if _is_step(row) and isinstance(row.get("split"), str)
+        row for row in json_lines(folder / "evaluations.jsonl") if _is_step(row) and isinstance(row.get("split"), str)
     ]
-    config, environment = _sections(folder / "config.yaml"), _object(folder / "environment.json")
+    config = {k: v for k, v in read_mapping(folder / "config.yaml").items() if isinstance(v, dict)}
+    environment = read_mapping(folder / "environment.json")
     # The page is passed on. Its readers may know whose run it is: names and paths stay.
     secrets = known_secrets(config, environment, environment={})
     return Run(
         folder=folder,
         config=clean(config, secrets, personal=False),
         environment=clean(environment, secrets, personal=False),
-        metrics=[row for row in _lines(folder / "metrics.jsonl") if _is_step(row)],
+        metrics=[row for row in json_lines(folder / "metrics.jsonl") if _is_step(row)],
         evaluations=evaluations,
         quarantine=quarantine_reasons(folder / "quarantine.jsonl"),
-        summary=_object(folder / "summary.json"),
+        summary=read_mapping(folder / "summary.json"),
         mistakes=_mistakes(folder, evaluations),
-        plan=_object(folder / "plan.json"),
-        vocabulary=_object(folder / "tokenizer" / "report.json"),
+        plan=read_mapping(folder / "plan.json"),
+        vocabulary=read_mapping(folder / "tokenizer" / "report.json"),
     )
 
 
@@ -183,10 +184,11 @@ def stage_folders(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name[6:]))
 
 
-def number(value: Any) -> float | None:
+def number(value: object) -> float | None:
     """Return a finite number as it is, None for everything else."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and -sys.float_info.max <= value <= sys.float_info.max else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return value if -sys.float_info.max <= value <= sys.float_info.max else None
 
 
 def _of_best(row: dict[str, Any]) -> bool:
@@ -202,8 +204,8 @@ def _is_step(row: dict[str, Any]) -> bool:
     return number(row.get("step")) is not None
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON-lines file; broken lines are left out."""
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSON-lines file; lines that are cut off or broken are left out."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -216,26 +218,20 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def _object(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return the mapping in a JSON or YAML file as it was written; empty where there is none."""
+    parse = parse_json if path.suffix == ".json" else parse_yaml
     try:
-        value = parse_json(path.read_text(encoding="utf-8", errors="replace"))
+        value = parse(path.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
-def _sections(path: Path) -> dict[str, dict[str, Any]]:
-    try:
-        value = parse_yaml(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, ValueError):
-        return {}
-    return {k: v for k, v in value.items() if isinstance(v, dict)} if isinstance(value, dict) else {}
-
-
 def _mistakes(folder: Path, evaluations: list[dict[str, Any]]) -> dict[str, Any]:
     # A run continued from an earlier step knows fewer evaluations than it has files.
     known = {(row["step"], row["split"]) for row in evaluations}
-    found = [_object(folder / f"errors-{split}.json") for split in ("test", "validation")]
+    found = [read_mapping(folder / f"errors-{split}.json") for split in ("test", "validation")]
     found = [m for m in found if (m.get("step"), m.get("split")) in known]
     return max(found, key=lambda m: (_of_best(m), m["step"]), default={})
 
@@ -243,7 +239,7 @@ def _mistakes(folder: Path, evaluations: list[dict[str, Any]]) -> dict[str, Any]
 def quarantine_reasons(path: Path) -> list[Reason]:
     """Group the lines of quarantine.jsonl by reason, ignoring what differs from clip to clip."""
     found: dict[str, Reason] = {}
-    for row in _lines(path):
+    for row in json_lines(path):
         text = re.sub(r"'[^']*'|\"[^\"]*\"|\S*/\S+|\d+(\.\d+)?", "…", str(row.get("reason") or "no reason"))[:200]
         reason = found.setdefault(text, Reason(text))
         reason.clips += 1

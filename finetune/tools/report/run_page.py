@@ -41,16 +41,7 @@ class Tile(NamedTuple):
 
 def run_values(run: Run) -> tuple[dict[str, Any], list[Plot | None]]:
     """Return the values of a run's page, and its plots."""
-    curves = [
-        plots.loss_plot(run),
-        plots.wer_plot(run),
-        plots.wer_plot(run, "guard") if any(row["step"] for row in run.curve_rows("guard")) else None,
-        plots.rates_plot(run),
-        plots.throughput_plot(run),
-        plots.memory_plot(run),
-        plots.gradient_plot(run),
-        plots.waiting_plot(run),
-    ]
+    curves = plots.run_curves(run)
     memory, bar = predicted_memory(run)
     lengths = plots.lengths_plot(run)
     model = run.folder / "model.nemo"
@@ -136,15 +127,16 @@ def tiles(run: Run) -> list[Tile]:
     ]
 
 
-def rate_tile(name: str, now: Any, before: Any) -> Tile:
+def rate_tile(name: str, now: object, before: object) -> Tile:
     """Return an error rate with the base model's and the change."""
-    if number(now) is None:
+    new, old = number(now), number(before)
+    if new is None:
         return Tile(name, "–", "not measured yet")
-    if number(before) is None:
-        return Tile(name, f"{100 * now:.1f} %", "base model not measured")
-    kind = "good" if now < before else "bad" if now > before else ""
-    below = ", ".join(filter(None, [f"base {100 * before:.1f} %", change(now, before)]))
-    return Tile(name, f"{100 * now:.1f} %", below, kind)
+    if old is None:
+        return Tile(name, f"{100 * new:.1f} %", "base model not measured")
+    kind = "good" if new < old else "bad" if new > old else ""
+    below = ", ".join(filter(None, [f"base {100 * old:.1f} %", change(new, old)]))
+    return Tile(name, f"{100 * new:.1f} %", below, kind)
 
 
 def language_rows(run: Run) -> list[list[Any]]:
@@ -229,7 +221,7 @@ def vocabulary_text(run: Run) -> str | None:
     return text
 
 
-def source_text(value: Any) -> str | None:
+def source_text(value: object) -> str | None:
     """Return a data source as one line."""
     if value is None or isinstance(value, str):
         return value

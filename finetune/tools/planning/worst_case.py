@@ -1,0 +1,78 @@
+"""The loss's operations on fake tensors, which have no values: what depends on values is taken at its most.
+
+Every lattice cell is computed (a trained model's alignments pass through few), and all tokens of a text are distinct.
+The loss works block by block, and one block stands for all.
+
+N lattice cells, U target tokens, H joint width.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from finetune.losses.dropout import torch_mask
+from finetune.losses.lattice import LatticeResult
+from finetune.losses.operations import Operations
+
+
+def worst_case(clips: int, tokens: int, cuda: bool, block_sizes: list[int]) -> Operations:
+    """Operations for a batch of `clips` texts of `tokens` tokens.
+
+    Args:
+        clips: of the batch.
+        tokens: of each text.
+        cuda: make the temporary tensors of the GPU's kernels, else those of the CPU's.
+        block_sizes: gets the cells of a full block, each time that blocks are asked for.
+    """
+
+    def lengths(enc_BTH: torch.Tensor, *_: object) -> tuple[list[int], list[int]]:
+        return [enc_BTH.shape[1]] * clips, [tokens] * clips
+
+    def first_block(start: int, end: int, step: int) -> Iterator[tuple[int, int]]:
+        block_sizes.append(step)
+        if end > start:
+            yield start, min(start + step, end)
+
+    def first_lattice(frames: list[int], tokens: list[int]) -> Iterator[tuple[int, int, int]]:
+        yield 0, frames[0], tokens[0]
+
+    def all_cells(mask_N: torch.Tensor) -> torch.Tensor:
+        return torch.empty(mask_N.shape[0], dtype=torch.int64)
+
+    def all_distinct(targets_U: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.empty_like(targets_U), torch.empty_like(targets_U)
+
+    def mask(cell_N: torch.Tensor, H: int, *_: object) -> torch.Tensor:
+        return torch_mask(cell_N, H, 1, 1) if cuda else torch.empty(cell_N.shape[0], H, dtype=torch.bool)
+
+    def forward_backward(
+        blank_N: torch.Tensor,
+        label_N: torch.Tensor,
+        duration_ND: torch.Tensor,
+        frames_B: Sequence[int],
+        tokens_B: Sequence[int],
+        durations: Sequence[int],
+        *,
+        labels_stay: bool,
+        posteriors: bool,
+    ) -> LatticeResult:
+        N, D = duration_ND.shape
+        held = [blank_N.double(), label_N.double(), duration_ND.double()]
+        if cuda:
+            held.append(torch.empty(2, N, dtype=torch.float64))  # alpha and beta
+        losses_B = torch.empty(clips, dtype=torch.float64)
+        if not posteriors:
+            return LatticeResult(losses_B, None, None, None)
+        label_N, blank_N = torch.empty(2, N, dtype=torch.float64)
+        return LatticeResult(losses_B, label_N, blank_N, torch.empty(N, D, dtype=torch.float64))
+
+    return Operations(
+        check_values=lengths,
+        draw_seed=lambda: 0,
+        blocks=first_block,
+        lattices=first_lattice,
+        cells_where=all_cells,
+        distinct_tokens=all_distinct,
+        dropout_mask=mask,
+        forward_backward=forward_backward,
+    )
