@@ -12,7 +12,7 @@ import torchaudio
 from finetune.data.decode import LONGEST_RATIO, mono_at, open_audio
 
 BLOCK_SECONDS = 10.0
-# Of torchaudio's resampler: zero crossings of its filter on either side, cut-off as a share of half the lower rate.
+# Of torchaudio's resampler: zero crossings of its filter on either side, and its cut-off as a share of half the lower rate.
 FILTER_WIDTH, ROLLOFF = 6, 0.99
 
 
@@ -35,7 +35,7 @@ def read_blocks(audio: Any, sample_rate: int, block_seconds: float = BLOCK_SECON
     with open_audio(audio, None) as sound:
         rate, frames = sound.samplerate, max(1, int(block_seconds * sound.samplerate))
         resampler = stream_resampler(rate, sample_rate)
-        # soundfile seeks to where it is after each read, which loses the decoder's state: a click in MP3 and Opus.
+        # soundfile seeks to where it is after each read, which loses the decoder's state: MP3 and Opus then differ by a click.
         sound.seekable = lambda: False
         block_SC = sound.read(frames, dtype="float32")
         mono_at(block_SC[:1], rate, rate)  # an empty file, or a rate that no speech has
@@ -81,8 +81,8 @@ class Soxr:
 class Polyphase:
     """torchaudio's resampler on a stream.
 
-    Each step of it turns `orig` samples into `new` ones and sees no more than the filter's width around them, so a
-    block is resampled together with that many samples of its neighbours, and what they alone decide is cut off.
+    Each step of it turns `orig` samples into `new` ones and sees no more than the filter's width around them, so a block
+    is resampled together with that many samples of its neighbours, and what they alone decide is cut off.
 
     Args:
         orig, new: the two rates without their common divisor.

@@ -112,7 +112,7 @@ def audio_seconds(
 
 
 def _resample(samples_S: np.ndarray, rate: int, sample_rate: int) -> np.ndarray:
-    """Resample with torchaudio; with soxr at ratios such as 22254 : 16000, whose filter would take gigabytes."""
+    """Resample with torchaudio, or with soxr at ratios such as 22254 : 16000, whose polyphase filter would take gigabytes."""
     if max(rate, sample_rate) // math.gcd(rate, sample_rate) > LONGEST_RATIO:
         return soxr.resample(samples_S, rate, sample_rate)
     return torchaudio.functional.resample(torch.from_numpy(samples_S), rate, sample_rate).numpy()
@@ -166,8 +166,7 @@ def check_samples(sound: soundfile.SoundFile, frames: int) -> None:
     if frames < UNKNOWN_FRAMES and frames * sound.channels > MOST_SAMPLES:
         hours = frames / sound.samplerate / 3600
         raise BadUtterance(
-            f"the clip is {hours:,.1f} h long with {sound.channels} channel(s); "
-            "that does not go into the memory at once"
+            f"the clip is {hours:,.1f} h long with {sound.channels} channel(s); that does not go into the memory at once"
         )
 
 

@@ -66,8 +66,7 @@ def rows_from(shard: Shard, first: int, retries: int) -> NumberedRows:
                 row, failures = number + 1, 0
             return
         except Exception as error:
-            what = f"{shard.file} cannot be read from {shard.unit} {shard.first + row} on: "
-            what += f"{type(error).__name__}: {error}"
+            what = f"{shard.file} cannot be read from {shard.unit} {shard.first + row} on: {type(error).__name__}: {error}"
             what = clean_urls(what) if "://" in what else what
             failures += 1
             if failures > retries or isinstance(error, FileNotFoundError | PermissionError):
@@ -116,7 +115,7 @@ class GroupReader:
     ):
         self.group, self.limit, self.options = group, limit, options
         self.epoch, self.worker_shard, self.worker_shards = epoch, worker_shard, worker_shards
-        # Where a source does not tell its rows, a limit is kept by counting, and all worker shards read all shards.
+        # Where a source does not tell its rows, a limit on them is kept by counting, and all worker shards read all shards.
         self.counts = limit >= 0 and any(shard.rows is None for _, shard in group)
         self.set_position({"passes": 0})
 
@@ -214,7 +213,7 @@ class GroupReader:
             self.rows = itertools.dropwhile(lambda row: row[0] < after.start, following)
 
     def _put_last(self, piece: Piece, error: UnreadableShard) -> None:
-        """Move the rest of a shard to the end, once; not where rows are counted, which needs one order everywhere."""
+        """Move what is left of a shard to the end, once; not where rows are counted, which needs one order everywhere."""
         if piece.shard in self.failed or self.counts:
             raise error
         self.failed.add(piece.shard)

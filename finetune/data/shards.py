@@ -77,7 +77,7 @@ def manifest_shards(path: str, chunk_bytes: int | None = None) -> tuple[list[Sha
 
 
 def line_breaks(path: str) -> tuple[np.ndarray, int, int]:
-    """Return a file's line breaks (one is added to a last line without), its bytes, and its blank lines."""
+    """Return the offsets of a file's line breaks (one is added to a last line without), its bytes, and its blank lines."""
     found, offset, last = [], 0, b""
     with open_binary(path) as file:
         while block := file.read(SCAN_BYTES):
@@ -199,8 +199,7 @@ def dataset_shards(dataset: Any, names: list[str]) -> list[Shard]:
 def read_dataset_shard(dataset: Any, count: int, index: int, first: int = 0) -> NumberedRows:
     """Read a shard from a row on; those before it are read and dropped.
 
-    `IterableDataset.__iter__` gives rows to the first DataLoader worker only; `iter` leaves the sharding to the
-    caller.
+    `IterableDataset.__iter__` would give rows to the first DataLoader worker only; `iter` leaves the sharding to the caller.
     """
     shard = dataset.shard(num_shards=count, index=index)
     number = first

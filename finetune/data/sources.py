@@ -34,8 +34,8 @@ ID_COLUMNS = ("id", "__key__", "utt_id", "file_name")
 class StoredAudio(datasets.Audio):
     """Audio as it is in the file.
 
-    `Audio(decode=False)` asks for torchcodec where a builder gives rows instead of tables (tar shards, audio folders),
-    although it encodes nothing.
+    `Audio(decode=False)` asks for torchcodec where a builder gives rows instead of tables (tar shards, audio folders), although it
+    encodes nothing.
     """
 
     decode: bool = False

@@ -1,4 +1,4 @@
-"""A sample of a data set's rows, not decoded: its texts, its longest utterances, and the batches that these make."""
+"""A sample of a data set's rows without decoding: its texts, its longest utterances, and the batches that these make."""
 
 import contextlib
 import heapq
@@ -28,7 +28,7 @@ from finetune.data.utterances import DecodedUtterance, examine, row_duration
 ROWS_AT_MOST, SECONDS_AT_MOST = 200_000, 30.0
 ROWS_OF_A_PIECE = 16  # at least, of what has to be opened for them
 CANDIDATES = 4096
-# Batches bounded by duration hold more audio of short utterances with little text: bands below these shares of the longest.
+# Batches bounded by duration hold more audio where utterances are short and say little: bands below these shares of the longest.
 BANDS = (1.0, 0.75, 0.5, 0.25)
 BATCHES_A_BAND = 3
 FETCHED_AT_ONCE = 32

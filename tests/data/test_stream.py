@@ -154,7 +154,7 @@ def test_without_shuffling_a_step_holds_the_same_clips_on_any_number_of_ranks(co
 
 
 def test_max_samples(corpus: Path) -> None:
-    """A fixed subset on any number of ranks, within every larger one, in another order in each epoch."""
+    """A fixed subset, over any number of ranks, that lies within every larger one and comes in another order in each epoch."""
     for path in ("shards", "manifest.jsonl"):
         subsets: dict[int, set[str]] = {}
         for limit in (5, 13, 30):
@@ -263,7 +263,7 @@ def test_batches_keep_their_limits(
     group: bool,
     seed: int,
 ) -> None:
-    """Each clip once; no batch above a limit but of a single clip; the same draws in whatever order clips came."""
+    """Each clip once; no batch above a limit but one of a single clip; the same draws whatever order the clips came in."""
     limits = BatchLimits(clips_a_batch, seconds, cells)
     orders = []
     for backwards in (False, True):
