@@ -221,7 +221,7 @@ def check_checkpoint(folder: Path) -> None:
 class _MetadataUnpickler(pickle._Unpickler):
     """Finds what a table of contents consists of, and nothing else.
 
-    Python's own unpickler: the one in C allocates as much memory as an index in the file says. So does one operation here.
+    Python's own unpickler: the one in C allocates as much memory as an index in the file says. So does BYTEARRAY8.
     """
 
     dispatch = {op: load for op, load in pickle._Unpickler.dispatch.items() if op != pickle.BYTEARRAY8[0]}

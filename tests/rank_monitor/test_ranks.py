@@ -1,4 +1,4 @@
-"""Several ranks of which one dies: who is told what, and how the run goes on. The faults are real ones, in processes of their own."""
+"""Several ranks of which one dies: who is told what, and how the run continues. The faults are real, in processes."""
 
 import contextlib
 import json
