@@ -1,10 +1,9 @@
-"""Memory and time of every strategy, before anything runs.
-
-    python -m finetune.plan --config RUN.yaml --gpu a100-80gb
-    python -m finetune.plan --config RUN.yaml --gpu-memory 24GB --gpus 4 --hours 10000 --json plan.json --picture plan.png
+"""Predict memory and time of every strategy, before anything runs.
 
 No GPU is needed, no weights are read. Exit codes: 0 a strategy fits, 1 none does, 2 bad arguments or configuration.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
@@ -12,29 +11,29 @@ import logging
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from finetune.config.load import load_config
 from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.logs import print_error, set_up_logging
-from finetune.strategies.strategy import resolve_strategy
-from finetune.tools.planning.gpus import GIB, Card, card_here, card_named, card_with_memory
-from finetune.tools.planning.prediction import (
-    TOKENS_A_SECOND,
-    Data,
-    Row,
-    all_combinations,
-    as_json,
-    make_plan,
-    recommend,
-)
+
+if TYPE_CHECKING:
+    from finetune.config.schema import RunConfig
+    from finetune.tools.planning.gpus import Card
+    from finetune.tools.planning.prediction import Data, Row
+
+EXAMPLES = """examples:
+  python -m finetune.plan --config RUN.yaml --gpu-memory 24GB --gpus 4 --json plan.json --picture plan.png
+  python -m finetune.plan --config finetune/configs/parakeet_tdt_0.6b_v3.yaml --gpu a100-80gb"""
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m finetune.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m finetune.plan",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", type=Path, required=True, help="run file")
     parser.add_argument("--strategy", action="append", default=[], metavar="NAME", help="combined, as one more row")
@@ -45,21 +44,32 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", type=Path, help="folder of finetune.check: lengths and hours of the data")
     parser.add_argument("--hours", type=float, help="audio of the whole data set")
     parser.add_argument("--mean-seconds", type=float, help="mean length of the clips")
-    parser.add_argument("--tokens-per-second", type=float, help=f"of the texts (default {TOKENS_A_SECOND:g})")
+    parser.add_argument("--tokens-per-second", type=float, help="of the texts (default: 5)")
     parser.add_argument("--json", type=Path, help="write the plan there too")
     parser.add_argument("--picture", type=Path, help="write stacked bars against the card's memory there (PNG or SVG)")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="settings that replace those of the run file"
     )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Make a plan and print it; return the exit code."""
     set_up_logging()
     logging.getLogger("finetune").setLevel(logging.WARNING)
     started = time.perf_counter()
     try:
-        a = parser.parse_intermixed_args(argv)
+        a = make_parser().parse_intermixed_args(argv)
         if a.gpus < 1:
             raise UserError("--gpus: at least 1.")
         if a.gpu and a.gpu_memory:
             raise UserError("--gpu and --gpu-memory both name a card; give one of them.")
+
+        from finetune.config.load import load_config
+        from finetune.strategies.strategy import resolve_strategy
+        from finetune.tools.planning.gpus import card_here, card_named, card_with_memory
+        from finetune.tools.planning.prediction import all_combinations, as_json, make_plan, recommend
+
         card = card_named(a.gpu) if a.gpu else card_with_memory(a.gpu_memory) if a.gpu_memory else card_here()
         if not card.is_gpu:
             print("no GPU here: this plan is for the processor. For a GPU elsewhere: --gpu NAME or --gpu-memory SIZE")
@@ -84,8 +94,10 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
 
 
-def _data(a: argparse.Namespace, config: Any) -> Data:
+def _data(a: argparse.Namespace, config: RunConfig) -> Data:
     """What is known of the clips: from the check, from the command line, else from the run file's bounds alone."""
+    from finetune.tools.planning.prediction import TOKENS_A_SECOND, Data
+
     longest, mean, hours, tokens = config.data.max_duration, None, None, TOKENS_A_SECOND
     if a.check is not None:
         file = a.check / "check.json" if a.check.is_dir() else a.check
@@ -131,7 +143,9 @@ def _progress(done: int, of: int) -> None:
 
 
 def _table(rows: list[Row], card: Card, gpus: int, data: Data, recommended: str | None, why: str) -> str:
-    """What is printed."""
+    """Return what is printed."""
+    from finetune.tools.planning.gpus import GIB
+
     unit, scale = ("GiB", 1.0) if max((r.peak_memory_gib or 0 for r in rows), default=0) >= 1 else ("MiB", 1024.0)
     known = any(row.seconds_per_step is not None for row in rows)
     heads = [
