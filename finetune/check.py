@@ -14,6 +14,8 @@ import os
 import sys
 from pathlib import Path
 
+from finetune.logs import add_verbose
+
 EXAMPLES = """\
 examples:
     python -m finetune.check --data my_data/train.jsonl
@@ -38,6 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output-dir", type=Path, default=Path("check"), help="folder of the report (default: check)")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the run file")
+    add_verbose(parser)
     return parser
 
 
@@ -57,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     from finetune.tools.data_check import inspection
     from finetune.tools.data_check.report import write_report
 
-    set_up_logging()
+    set_up_logging(arguments.verbose)
     a, folder = arguments, arguments.output_dir
     try:
         if a.config:

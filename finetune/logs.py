@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -107,7 +107,7 @@ def _printable(record: logging.LogRecord) -> logging.LogRecord:
     return record
 
 
-def _argument(value: Any) -> Any:
+def _argument(value: object) -> object:
     if isinstance(value, BaseException | Block):
         return lines(value)  # a message may have lines
     return one_line(value) if isinstance(value, str | Path) else value

@@ -10,6 +10,8 @@ import os
 import sys
 from pathlib import Path
 
+from finetune.logs import add_verbose
+
 EXAMPLE = """\
 example:
     python -m finetune.push_to_hub --model runs/quickstart --repo OWNER/NAME --yes
@@ -72,6 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--yes", action="store_true", help="upload; without it nothing is asked of the Hub and nothing sent"
     )
+    add_verbose(parser)
     return parser
 
 
@@ -82,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     from finetune.logs import print_error, set_up_logging
     from finetune.tools.publishing.share import share
 
-    set_up_logging()
+    set_up_logging(arguments.verbose)
     try:
         share(arguments, sys.argv[1:] if argv is None else argv)
     except UserError as error:

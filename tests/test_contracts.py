@@ -20,7 +20,7 @@ def copy(tmp_path: Path) -> Path:
 
 def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
     command = [Path(sys.executable).with_name("lint-imports"), "--no-cache", "--no-logo"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1500)
 
 
 def append(path: Path, line: str) -> None:

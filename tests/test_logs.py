@@ -15,6 +15,7 @@ REPORTS = """
 import logging, sys, warnings
 from finetune.logs import capture_prints, set_up_logging
 set_up_logging()
+warnings.warn("a warning of Python")  # before libraries set filters of their own
 import bitsandbytes
 import deepspeed
 from finetune.models.nemo import import_nemo
@@ -27,7 +28,6 @@ nemo_logging.warning("a record of NeMo")
 deepspeed_logger.warning("a record of DeepSpeed")
 logging.getLogger("torch.utils.cpp_extension").warning("a record of torch")
 logging.getLogger("torch.distributed.x").warning("a record of the collectives")
-warnings.warn("a warning of Python")
 with capture_prints():
     print("a printed", end=" ")
     print("line")
@@ -44,7 +44,7 @@ REPORTED = [
     "a printed line",
 ]
 
-OWN_LINE = re.compile(r"\d\d:\d\d:\d\d .*")
+OWN_LINE = re.compile(r"(\d\d:\d\d:\d\d| {8}) .*")
 OF_LIBRARIES = re.compile(
     r"(?i)kernels-community|onelogger|one_logger|deepspeed|NeMo [WIE] |Warning:|W\d{4} |\[WARNING\]"
 )

@@ -18,10 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from finetune import signals
-from finetune.distributed import broadcast
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +90,10 @@ def watch(timeout: float) -> None:
         timeout: `training.rank_timeout`, seconds; 0: no monitor.
     """
     global _monitor
+    import torch
+
+    from finetune.distributed import broadcast
+
     if _monitor is not None or timeout <= 0 or not torch.distributed.is_initialized():
         return
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -158,6 +159,8 @@ def report_exit(code: int) -> None:
 
 def is_of_another_rank(error: BaseException) -> bool:
     """Return whether an exception only means that another rank, or the connection to it, is gone."""
+    import torch
+
     if isinstance(error, torch.distributed.DistError):
         return True
     text = str(error).lower()

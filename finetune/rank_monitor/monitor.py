@@ -207,7 +207,7 @@ class JsonLines:
         self.open = self.open and len(self.rest) <= self.limit
         return found
 
-    def send(self, **values: Any) -> None:
+    def send(self, **values: object) -> None:
         """Send one line, or drop it where nobody reads."""
         with contextlib.suppress(OSError):
             os.write(self.writer, json.dumps(values).encode() + b"\n")
@@ -293,7 +293,7 @@ class RankMonitor:
             self.rank.kill()
         return self.turned, self.turned - before > PAUSED
 
-    def unregister(self, source: Any) -> None:
+    def unregister(self, source: int | socket.socket) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(source)
 
@@ -361,7 +361,7 @@ class Coordinator(RankMonitor):
             if not self.loss_sent:
                 self.end_all_if_lost(now)
 
-    def send_all(self, **values: Any) -> None:
+    def send_all(self, **values: object) -> None:
         """Send one line to each of the other monitors."""
         for member in self.members.values():
             if member.lines is not None:

@@ -72,14 +72,12 @@ class CheckedHeader(tarfile.TarInfo):
 
 
 def bound_headers() -> None:
-    """Lets everything in this process that opens a tar archive read its headers so, libraries that read shards by
-    themselves too.
-    """
+    """Check headers wherever this process opens a tar archive, also in libraries that read shards themselves."""
     tarfile.TarFile.tarinfo = CheckedHeader
 
 
 class _Bounded(io.RawIOBase):
-    """What unpacks a compressed archive, up to a number of bytes."""
+    """A decompressed archive, up to a number of bytes."""
 
     def __init__(self, inner: gzip.GzipFile, most: int):
         self.inner, self.most = inner, most
@@ -110,74 +108,61 @@ class _Bounded(io.RawIOBase):
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[tarfile.TarFile]:
-    """A tar archive, plain or compressed by gzip, as NeMo reads them, whose headers are checked as they are read.
-
-    Raises:
-        Refused, tarfile.TarError, OSError, EOFError, zlib.error: it is none, or is refused.
-    """
+def _open(path: Path) -> Iterator[tarfile.TarFile]:
+    """Open a tar archive, plain or gzipped, as NeMo reads them, with headers checked as they are read."""
     with path.open("rb") as file:
         packed = file.read(2) == GZIP
-        file.seek(0, io.SEEK_END)
-        size = file.tell()
         file.seek(0)
         if not packed:
             with tarfile.open(fileobj=file, mode="r:", tarinfo=CheckedHeader) as archive:
                 yield archive
             return
         with gzip.GzipFile(fileobj=file) as inner:
-            unpacked = _Bounded(inner, max(LARGEST_RATIO * size, FREE_BYTES))
+            unpacked = _Bounded(inner, max(LARGEST_RATIO * path.stat().st_size, FREE_BYTES))
             with tarfile.open(fileobj=unpacked, mode="r:", tarinfo=CheckedHeader) as archive:
                 yield archive
 
 
-def members_of(archive: tarfile.TarFile, length: int | None) -> list[tarfile.TarInfo]:
-    """All members, once they are known to do no harm.
+def _check_members(archive: tarfile.TarFile, size: int | None) -> list[tarfile.TarInfo]:
+    """Return all members, once each is known to do no harm.
 
     Args:
-        archive: from `opened`.
-        length: bytes of the file; None where it is compressed, and reading to its end tells.
+        size: bytes of the archive; None where it is compressed: reading to its end tells.
 
     Raises:
         Refused: with the name of the member.
     """
-    names: dict[PurePosixPath, str] = {}
-    found = []
+    seen: set[PurePosixPath] = set()
+    members = []
     for member in archive:
-        found.append(member)
-        if len(found) > MOST_MEMBERS:
+        members.append(member)
+        if len(members) > MOST_MEMBERS:
             raise Refused(f"it has more than {MOST_MEMBERS:,} members")
-        _check(member, length)
-        place = PurePosixPath(member.name)
-        if place in names and not member.isdir():
-            raise Refused(f"{one_line(member.name)!r} is in it twice")
-        names[place] = member.name
-    if archive.fileobj is not None and length is None:
-        _read_to_the_end(archive.fileobj)
-    return found
-
-
-def _check(member: tarfile.TarInfo, length: int | None) -> None:
-    name, shown = PurePosixPath(member.name), one_line(member.name)[:200]
-    if name.is_absolute() or ".." in name.parts or "\\" in member.name or not member.name:
-        raise Refused(f"{shown!r} would be written outside of the folder that it is unpacked to")
-    if one_line(member.name) != member.name or len(member.name.encode(errors="surrogateescape")) > 1024:
-        raise Refused(f"{shown!r} is no name of a file")
-    if (not member.isdir() and not member.isreg()) or member.type in KINDS or member.issparse():
-        raise Refused(f"{shown!r} is {KINDS.get(member.type, 'no ordinary file')}; files and folders are expected")
-    if member.size < 0 or (member.isdir() and member.size):
-        raise Refused(f"{shown!r} says that it has {member.size} bytes")
-    if length is not None and member.offset_data + member.size > length:
-        raise tarfile.ReadError(f"{shown!r} says that it has {member.size:,} bytes, and the archive ends before them")
-
-
-def _read_to_the_end(file: Any) -> None:
-    while file.read(2**20):
-        pass
+        path, shown = PurePosixPath(member.name), one_line(member.name)[:200]
+        if path.is_absolute() or ".." in path.parts or "\\" in member.name or not member.name:
+            raise Refused(f"{shown!r} would be written outside of the folder that it is unpacked to")
+        if one_line(member.name) != member.name or len(member.name.encode(errors="surrogateescape")) > 1024:
+            raise Refused(f"{shown!r} is no name of a file")
+        if (not member.isdir() and not member.isreg()) or member.type in KINDS or member.issparse():
+            kind = KINDS.get(member.type, "no ordinary file")
+            raise Refused(f"{shown!r} is {kind}; files and folders are expected")
+        if member.size < 0 or (member.isdir() and member.size):
+            raise Refused(f"{shown!r} says that it has {member.size} bytes")
+        if size is not None and member.offset_data + member.size > size:
+            raise tarfile.ReadError(
+                f"{shown!r} says that it has {member.size:,} bytes, and the archive ends before them"
+            )
+        if path in seen and not member.isdir():
+            raise Refused(f"{shown!r} is in it twice")
+        seen.add(path)
+    if archive.fileobj is not None and size is None:
+        while archive.fileobj.read(2**20):
+            pass
+    return members
 
 
 def check_archive(path: Path, key: str) -> list[tarfile.TarInfo]:
-    """The members of a .nemo; nothing has been written anywhere when it is refused.
+    """Return the members of a .nemo; nothing is written anywhere when it is refused.
 
     Args:
         path: of the archive.
@@ -192,34 +177,37 @@ def check_archive(path: Path, key: str) -> list[tarfile.TarInfo]:
 
 @contextmanager
 def reading(path: Path, key: str) -> Iterator[tuple[tarfile.TarFile, list[tarfile.TarInfo]]]:
-    """A .nemo and its members, all of them checked. What goes wrong inside is said as the archive's fault.
+    """Open a .nemo with all its members checked. Errors within are reported as the archive's fault.
 
     Raises:
         UserError: as `check_archive`.
     """
     try:
-        with opened(path) as archive:
-            plain = not isinstance(archive.fileobj, _Bounded)
-            yield archive, members_of(archive, path.stat().st_size if plain else None)
+        with _open(path) as archive:
+            packed = isinstance(archive.fileobj, _Bounded)
+            yield archive, _check_members(archive, None if packed else path.stat().st_size)
     except Refused as error:
         raise UserError(f"{key}: {path} is refused: {error}. Nothing of it was unpacked.") from error
-    except OSError as error:
-        if error.errno in NO_ROOM:  # of what is written while it is read
+    except (
+        tarfile.TarError,
+        OSError,
+        EOFError,
+        zlib.error,
+        ValueError,
+        RecursionError,
+        KeyError,
+        IndexError,
+    ) as error:
+        if isinstance(error, OSError) and error.errno in NO_ROOM:  # of what is written while it is read
             raise
-        raise UserError(_damaged(key, path, error)) from error
-    except (tarfile.TarError, EOFError, zlib.error, ValueError, RecursionError, KeyError, IndexError) as error:
-        raise UserError(_damaged(key, path, error)) from error
-
-
-def _damaged(key: str, path: Path, error: Exception) -> str:
-    return (
-        f"{key}: {path} cannot be read as a NeMo model: {type(error).__name__}: {first_line(error)}. The file is damaged, or it is none: "
-        "copy or download it again."
-    )
+        raise UserError(
+            f"{key}: {path} cannot be read as a NeMo model: {type(error).__name__}: {first_line(error)}. The file is "
+            "damaged, or it is none: copy or download it again."
+        ) from error
 
 
 def content_of(archive: tarfile.TarFile, member: tarfile.TarInfo, most: int = 2**26) -> bytes:
-    """A small file of an archive.
+    """Return a small file of an archive.
 
     Raises:
         Refused: it is larger than `most` bytes.
@@ -231,12 +219,12 @@ def content_of(archive: tarfile.TarFile, member: tarfile.TarInfo, most: int = 2*
 
 
 def named(members: list[tarfile.TarInfo], name: str) -> tarfile.TarInfo | None:
-    """The file of this name, in whatever folder of the archive; None where there is none."""
+    """Return the file of this name, in whatever folder of the archive; None where there is none."""
     return next((m for m in members if m.isreg() and PurePosixPath(m.name).name == name), None)
 
 
 def unpack(path: Path, folder: Path, key: str, wanted: set[str] | None = None) -> None:
-    """Writes the files of an archive into an empty folder.
+    """Unpack an archive into an empty folder.
 
     Args:
         path: of the archive, which is checked first.

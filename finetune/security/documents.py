@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.composer import ComposerError
+from yaml.constructor import ConstructorError
 
 from finetune.errors import UserError
 from finetune.security.safe_text import one_line
@@ -38,12 +40,10 @@ def _loader() -> type[yaml.SafeLoader]:
         def compose_node(self, parent: Any, index: Any) -> Any:
             event = self.peek_event()
             if self.depth >= DEEPEST:
-                raise yaml.composer.ComposerError(
-                    None, None, f"it is nested more than {DEEPEST} levels deep", event.start_mark
-                )
+                raise ComposerError(None, None, f"it is nested more than {DEEPEST} levels deep", event.start_mark)
             tag = getattr(event, "tag", None)
             if tag not in (None, "!") and tag not in CORE_TAGS:
-                raise yaml.composer.ComposerError(
+                raise ComposerError(
                     None, None, f"the tag {tag} is refused: a file of settings makes no objects", event.start_mark
                 )
             self.depth += 1
@@ -54,7 +54,7 @@ def _loader() -> type[yaml.SafeLoader]:
 
         def construct_document(self, node: Any) -> Any:
             if _size(node, {}, set()) > MOST_VALUES:
-                raise yaml.constructor.ConstructorError(
+                raise ConstructorError(
                     None,
                     None,
                     f"with its references written out it has more than {MOST_VALUES:,} values",
@@ -64,9 +64,7 @@ def _loader() -> type[yaml.SafeLoader]:
 
         def construct_yaml_int(self, node: Any) -> Any:
             if len(node.value) > MOST_DIGITS:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"a number of more than {MOST_DIGITS} digits", node.start_mark
-                )
+                raise ConstructorError(None, None, f"a number of more than {MOST_DIGITS} digits", node.start_mark)
             return super().construct_yaml_int(node)
 
     Bounded.add_constructor("tag:yaml.org,2002:int", Bounded.construct_yaml_int)
@@ -78,7 +76,7 @@ def _size(node: yaml.Node, known: dict[int, int], inside: set[int]) -> int:
     if isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) in inside:
-        raise yaml.constructor.ConstructorError(None, None, "a part of it refers to itself", node.start_mark)
+        raise ConstructorError(None, None, "a part of it refers to itself", node.start_mark)
     if id(node) not in known:
         inside.add(id(node))
         mapping = isinstance(node, yaml.MappingNode)
@@ -89,7 +87,7 @@ def _size(node: yaml.Node, known: dict[int, int], inside: set[int]) -> int:
 
 
 def parse_yaml(text: str) -> Any:
-    """The content of a YAML text.
+    """Parse a YAML text.
 
     Raises:
         ValueError: it is none, or passes a bound; the message has the place.
@@ -107,7 +105,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The content of a JSON text.
+    """Parse a JSON text.
 
     Raises:
         ValueError: it is none, or nested too deeply.
@@ -120,13 +118,13 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-def first_line(error: Any) -> str:
-    """What an error says, on one line."""
+def first_line(error: object) -> str:
+    """Return what an error says, on one line."""
     return one_line(" ".join(str(error).split()) or type(error).__name__)
 
 
 def read_text(path: Path) -> str:
-    """The text of a file of settings.
+    """Read a file of settings.
 
     Raises:
         ValueError: it is too long, or no UTF-8.
@@ -140,7 +138,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json_object(path: Path, what: str) -> dict[str, Any]:
-    """A JSON file that is one object.
+    """Read a JSON file that is one object.
 
     Args:
         path: the file.
@@ -176,7 +174,7 @@ def read_settings(path: Path, what: str) -> dict[str, Any]:
 
 
 def parse_settings(text: str, name: str) -> dict[str, Any]:
-    """The same from a text.
+    """Parse a YAML mapping; see `read_settings`.
 
     Raises:
         UserError: as `read_settings`.
@@ -237,7 +235,7 @@ def check_references(
 
 
 class _References:
-    """Follows `${...}` within bounds.
+    """Resolve `${...}` within bounds.
 
     Args:
         values: the whole.
@@ -253,7 +251,7 @@ class _References:
             raise ValueError(f"{key}: its references come to more than {MOST_VALUES:,} values or characters")
 
     def walk(self, value: Any, at: tuple[Any, ...], through: tuple[tuple[Any, ...], ...]) -> Any:
-        """A value without references.
+        """Return a value without references.
 
         Args:
             at: where it stands.
@@ -282,7 +280,7 @@ class _References:
         return text
 
     def follow(self, reference: str, at: tuple[Any, ...], through: tuple[tuple[Any, ...], ...]) -> Any:
-        """What one `${reference}` stands for."""
+        """Return what one `${reference}` stands for."""
         key = ".".join(map(str, at))
         if ":" in reference:
             why = "it may refer to its own keys only, as ${key}. Write the value in its place"
@@ -311,7 +309,7 @@ class _References:
 
 
 def leaves(value: Any, key: str = "") -> list[tuple[str, Any]]:
-    """Dotted keys and plain values of a structure."""
+    """Return the dotted keys and plain values of a structure."""
     if isinstance(value, dict):
         return [leaf for name, inner in value.items() for leaf in leaves(inner, f"{key}.{name}" if key else str(name))]
     if isinstance(value, list):

@@ -1,16 +1,17 @@
 """Torch files and checkpoints from elsewhere: what their pickles would call is listed first, without running them.
 
-Weights are safetensors, or torch files read with `weights_only`. DeepSpeed and torch's distributed checkpoints read their
-own files with the full unpickler, which runs what stands in them; so these are checked first.
+Weights are safetensors, or torch files read with `weights_only`. DeepSpeed and torch's distributed checkpoints read
+their own files with the full unpickler, which runs what stands in them; so these are checked first.
 """
 
 import io
 import os
+import pickle
 import re
 import struct
 import zipfile
 from pathlib import Path
-from pickle import Unpickler, UnpicklingError
+from pickle import UnpicklingError
 from typing import IO, Any
 
 import torch
@@ -120,8 +121,8 @@ def check_torch_archive(file: IO[bytes], size: int, allowed: frozenset[str]) -> 
         unknown = sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - allowed)
     except zipfile.BadZipFile as error:
         raise ValueError(
-            "it is no torch file of the present form (torch 1.6 and later); load it with torch where it comes from, and "
-            "save it again"
+            "it is no torch file of the present form (torch 1.6 and later); load it with torch where it comes from, "
+            "and save it again"
         ) from error
     except (RuntimeError, EOFError, OSError, UnicodeDecodeError, UnpicklingError, struct.error, IndexError) as error:
         raise ValueError(f"it cannot be read: {first_line(error)}") from error
@@ -171,8 +172,9 @@ def load_tensors(file: Path | IO[bytes], what: str, size: int | None = None) -> 
     except torch.OutOfMemoryError:
         raise
     except Hostile as error:
+        reason = first_line(error)[:300]
         raise UserError(
-            f"{what} is refused: {first_line(error)[:300]}. Only tensors and plain values are read, and nothing was run."
+            f"{what} is refused: {reason}. Only tensors and plain values are read, and nothing was run."
         ) from error
     except (
         ValueError,
@@ -185,8 +187,9 @@ def load_tensors(file: Path | IO[bytes], what: str, size: int | None = None) -> 
         OSError,
         IndexError,
     ) as error:
+        reason = first_line(error)[:300]
         raise UserError(
-            f"{what} cannot be read: {first_line(error)[:300]}. It is damaged, or it is none: copy or download it again."
+            f"{what} cannot be read: {reason}. It is damaged, or it is none: copy or download it again."
         ) from error
 
 
@@ -215,8 +218,11 @@ def check_checkpoint(folder: Path) -> None:
                 check_torch_file(path, "training.resume_from_checkpoint")
 
 
-class _MetadataUnpickler(Unpickler):
-    """Finds what a table of contents consists of, and nothing else."""
+class _MetadataUnpickler(pickle._Unpickler):
+    """Finds what a table of contents consists of, and nothing else.
+
+    Python's own unpickler: the one in C allocates as much memory as an index in the file says.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         full_name = f"{module}.{name}"
@@ -250,6 +256,8 @@ def _check_distributed(metadata: Path) -> None:
         IndexError,
         ImportError,
         OverflowError,
+        AssertionError,
+        struct.error,
     ) as error:
         raise UserError(
             f"training.resume_from_checkpoint: {metadata} is refused: {first_line(error)}. Nothing of it was run."

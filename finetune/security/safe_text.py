@@ -1,4 +1,4 @@
-"""Texts from data, on their way to a terminal, a log or a page: what would act on it is written out instead."""
+"""Texts from data on their way to a terminal, a log or a page: characters that would act on it are escaped."""
 
 import html
 import json
@@ -15,19 +15,19 @@ ACTS = re.compile(
 NAMED = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\x1b": "\\x1b"}
 
 
-def one_line(value: Any) -> str:
+def one_line(value: object) -> str:
     """A text that a terminal or a log shows as it is: control characters, line breaks and changes of direction are
     written as `\\x1b`, `\\n`, `\\u202e`.
     """
     return ACTS.sub(_written, str(value))
 
 
-def lines(value: Any) -> str:
-    """The same for a text of several lines: line breaks and tabs stay."""
+def lines(value: object) -> str:
+    """Escape the same in a text of several lines; line breaks and tabs stay."""
     return ACTS.sub(lambda found: found[0] if found[0] in "\n\t" else _written(found), str(value))
 
 
-def json_line(row: Any, default: Callable[[Any], Any] | None = None) -> str:
+def json_line(row: object, default: Callable[[Any], Any] | None = None) -> str:
     """A value as one line of JSON, with what acts on a terminal, or is a line break to some readers, as JSON's own
     escapes.
 
@@ -51,7 +51,7 @@ def escape_markdown(text: str) -> str:
 
 
 class Block(str):
-    """Lines of this project's own making, such as a table, which stay lines in the log."""
+    """Lines made by this project, such as a table, that stay lines in the log."""
 
 
 def _written(found: re.Match[str]) -> str:

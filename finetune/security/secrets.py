@@ -1,4 +1,4 @@
-"""Takes out of texts and configurations what nobody else should read: tokens, passwords, signatures, names of users
+"""Remove from texts and configurations what nobody else should read: tokens, passwords, signatures, names of users
 and hosts.
 """
 
@@ -56,13 +56,13 @@ SHORTEST = 6  # characters of a value that is replaced wherever it stands
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a key or variable of this name holds what nobody else should read."""
+    """Return whether a key or variable of this name holds what nobody else should read."""
     last = name.rsplit(".", 1)[-1].replace("-", "_").lstrip("_")
     return bool(SECRET_NAME.search(last)) and not HARMLESS.fullmatch(last)
 
 
 def _personal() -> list[tuple[re.Pattern[str], str]]:
-    """The home directory, the user's name and the host's name, with what stands in their place."""
+    """Return patterns of the home directory, user and host, each with its replacement."""
     found = []
     homes = {str(Path.home()), os.path.realpath(Path.home())} - {"/"}
     for home in sorted(homes, key=len, reverse=True):
@@ -78,7 +78,7 @@ def _personal() -> list[tuple[re.Pattern[str], str]]:
     return found
 
 
-def known_secrets(*structures: Any, environment: Mapping[str, str] | None = None) -> set[str]:
+def known_secrets(*structures: object, environment: Mapping[str, str] | None = None) -> set[str]:
     """Values of secret names in these structures and in the environment, and the hub's token: they are replaced
     wherever they stand.
     """
@@ -89,7 +89,7 @@ def known_secrets(*structures: Any, environment: Mapping[str, str] | None = None
 
     found.add(get_token() or "")
 
-    def look(value: Any, secret: bool) -> None:
+    def look(value: object, secret: bool) -> None:
         if isinstance(value, dict):
             for key, inner in value.items():
                 look(inner, secret or is_secret_name(str(key)))
@@ -109,7 +109,7 @@ def known_secrets(*structures: Any, environment: Mapping[str, str] | None = None
 
 
 def _settings_in(words: list[Any] | tuple[Any, ...]) -> dict[str, Any]:
-    """What a command line sets, if these are its words: `key=value`, `--key=value`, `--key value`."""
+    """Return what a command line of these words sets: `key=value`, `--key=value`, `--key value`."""
     found = {}
     for word, following in zip(words, [*words[1:], None]):
         if not isinstance(word, str):
@@ -132,13 +132,13 @@ def _is_option(word: str) -> bool:
 
 
 def clean_urls(text: str) -> str:
-    """A text whose URLs have no passwords and no values behind their question marks, where signatures stand."""
+    """Remove passwords from the URLs of a text, and query values, which hold signatures."""
     text = USER_INFO.sub(f"{REMOVED}@", text)
     return QUERY.sub(lambda found: "?" + re.sub(r"=[^&]*", f"={REMOVED}", found[1]), text)
 
 
 def clean_text(text: str, secrets: set[str] | frozenset[str] = frozenset(), personal: bool = True) -> str:
-    """A text without secrets, home directory, user and host.
+    """Remove secrets, home directory, user and host from a text.
 
     Args:
         secrets: values that are replaced wherever they stand, from `known_secrets`.
@@ -168,7 +168,7 @@ def _without_value(found: re.Match[str]) -> str:
 
 
 def _can_be_a_setting(text: str, at: int, value: str) -> bool:
-    """Whether what stands at this place may be an entry of a mapping, and no words of a sentence."""
+    """Return whether an entry of a mapping can stand at this place, rather than words of a sentence."""
     before = text[:at].rstrip(" \"'")
     if text.startswith("--", at) or before.endswith(("{", "&", "?")):
         return True
@@ -176,8 +176,8 @@ def _can_be_a_setting(text: str, at: int, value: str) -> bool:
     return inside or (LINE_START.fullmatch(text[:at].rsplit("\n", 1)[-1]) is not None and value != "value")
 
 
-def _counts(name: str, value: Any) -> bool:
-    """Whether this is a number of tokens."""
+def _counts(name: str, value: object) -> bool:
+    """Return whether this is a number of tokens."""
     if isinstance(value, dict | list | tuple):
         return all(_counts(name, inner) for inner in (value.values() if isinstance(value, dict) else value))
     return "tokens" in name.lower() and re.fullmatch(r"[+-]?[\d_]+(\.\d*)?(e[+-]?\d+)?", str(value)) is not None
@@ -204,8 +204,8 @@ def clean(value: Any, secrets: set[str] | frozenset[str] = frozenset(), personal
     return clean_text(value, secrets, personal) if isinstance(value, str) else value
 
 
-def _holds(value: Any) -> bool:
-    """Whether there is something to hide."""
+def _holds(value: object) -> bool:
+    """Return whether there is something to hide."""
     return value is not None and not isinstance(value, bool) and value not in ("", [], {})
 
 

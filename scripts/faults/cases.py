@@ -461,7 +461,7 @@ def second_process_cases(laboratory: Laboratory, events: list[tuple[float, int, 
 def _second(laboratory: Laboratory, folder: Path) -> Trial:
     trial = Trial()
     first = Training(laboratory, folder, [(Moment("backward", 6), send(signal.SIGSTOP))])
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + LONGEST_ATTEMPT
     while steps_reached(first.log) < 5 and time.monotonic() < deadline:
         time.sleep(0.05)
     second = Training(laboratory, folder).result()

@@ -19,8 +19,8 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux 
 READS = """
 import sys, time
 import psutil
-import torch.utils.data._utils
-torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 3600.0  # torch's own look whether the parent lives
+import torch.utils.data._utils.worker
+torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 3600.0  # torch's own look whether the parent lives
 from stream_cases import make_stream
 
 stream = make_stream(sys.argv[1], workers=2, batch_size=1)
