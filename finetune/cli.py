@@ -1,7 +1,7 @@
 """The console command: parakeet-finetune COMMAND [ARGUMENTS ...].
 
-Each command is a module with `make_parser()` and `main(argv)`, which also runs as `python -m finetune.NAME`. A module is imported when
-its command is called, so `parakeet-finetune --help` imports none of them.
+Each command is a module with `make_parser()` and `main(argv)`, which also runs as `python -m finetune.NAME`. A module
+is imported when its command is called, so `parakeet-finetune --help` imports none of them.
 """
 
 import argparse

@@ -108,7 +108,8 @@ def _data(a: argparse.Namespace, config: RunConfig) -> Data:
             a_clip = _mean_of(found["histograms"]["tokens"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"--check: {file} is no result of a data check ({error}). Make one: python -m finetune.check --data D --output-dir {a.check}"
+                f"--check: {file} is no result of a data check ({error}). Make one: python -m finetune.check --data D "
+                f"--output-dir {a.check}"
             ) from error
         longest = min(longest, seconds or longest)
         tokens = a_clip / mean if a_clip and mean else tokens
@@ -149,8 +150,8 @@ def _table(rows: list[Row], card: Card, gpus: int, data: Data, recommended: str 
     unit, scale = ("GiB", 1.0) if max((r.peak_memory_gib or 0 for r in rows), default=0) >= 1 else ("MiB", 1024.0)
     known = any(row.seconds_per_step is not None for row in rows)
     heads = [
-        "strategy", "fits", f"peak {unit}", "weights", "grads", "states", "encoder", "loss", "temp", "clips", "most clips", "most s",
-        *(["s/step", "hours"] if known else []),
+        "strategy", "fits", f"peak {unit}", "weights", "grads", "states", "encoder", "loss", "temp", "clips",
+        "most clips", "most s", *(["s/step", "hours"] if known else []),
     ]  # fmt: skip
     lines = []
     # The recommended one first, then from the least memory to the most.
@@ -184,7 +185,8 @@ def _table(rows: list[Row], card: Card, gpus: int, data: Data, recommended: str 
 
     memory = f"{card.usable / GIB:.1f} of {card.memory / GIB:.1f} GiB can be used"
     out = [
-        f"{gpus} x {card.name}, {memory}; clips up to {data.longest:g} s, {data.mean:.1f} s on average, {data.tokens_a_second:g} tokens a second",
+        f"{gpus} x {card.name}, {memory}; clips up to {data.longest:g} s, {data.mean:.1f} s on average, "
+        f"{data.tokens_a_second:g} tokens a second",
         "",
         text(heads),
         *(text(line) for line in lines),
@@ -194,8 +196,9 @@ def _table(rows: list[Row], card: Card, gpus: int, data: Data, recommended: str 
         out += ["", "not for this card or run:", *(f"  {row.strategy}: {row.reason}" for row in missing)]
     out += [
         "",
-        "clips: of one forward pass of one GPU, as the run file says, of the longest length unless another is given; most clips: as many as fit; most s: audio of a "
-        "batch that fits whatever the length of its clips (data.batch_duration)",
+        "clips: of one forward pass of one GPU, as the run file says, of the longest length unless another is given; "
+        "most clips: as many as fit; most s: audio of a batch that fits whatever the "
+        "length of its clips (data.batch_duration)",
     ]
     if any(not row.followed for row in rows if row.fits is not None):
         out.append("*: followed on one GPU, and cut up or moved away by the engine's rules")

@@ -8,8 +8,8 @@
     ... finetune/train.py --config RUN.yaml --dry-run       go or no-go, before a night is lost
     ... finetune/train.py --config RUN.yaml --smoke 100     whether memory suffices and stays
 
-Exit codes: 0 done or verdict good, 1 failed or verdict bad, 2 bad arguments or configuration, 75 stopped by a signal with a checkpoint
-saved: start it again with training.resume_from_checkpoint=true.
+Exit codes: 0 done or verdict good, 1 failed or verdict bad, 2 bad arguments or configuration, 75 stopped by a signal
+with a checkpoint saved: start it again with training.resume_from_checkpoint=true.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# Under a launcher this file's folder comes first on sys.path, where our evaluate.py would shadow Hugging Face's package.
+# Under a launcher this file's folder comes first on sys.path, where our evaluate.py would shadow Hugging Face's.
 _HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(_HERE.parent)] + [p for p in sys.path if Path(p or ".").resolve() not in (_HERE, _HERE.parent)]
 
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from finetune.strategies.strategy import Strategy
     from finetune.training.trainer import Trainer
 
-EPILOG = """exit codes: 0 done or verdict good, 1 failed or verdict bad, 2 bad arguments or configuration, 75 stopped by a signal
-with a checkpoint saved: start it again with training.resume_from_checkpoint=true
+EPILOG = """exit codes: 0 done or verdict good, 1 failed or verdict bad, 2 bad arguments or configuration, 75 stopped by
+a signal with a checkpoint saved: start it again with training.resume_from_checkpoint=true
 
 examples:
-  accelerate launch finetune/train.py --config finetune/configs/parakeet_tdt_0.6b_v3.yaml --strategy recommended --dry-run
+  accelerate launch finetune/train.py --config RUN.yaml --strategy recommended --dry-run
   python finetune/train.py --config finetune/configs/quickstart.yaml training.max_steps=100"""
 DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EFBIG)
 
@@ -277,18 +277,18 @@ def _main(argv: list[str] | None, observe: Callable[[Trainer], None] | None) -> 
             raise
         ranks.failed(error)
         print(
-            f"error: {error.filename or 'a file'} cannot be written: {error.strerror}. Make room or mend the disk, then start the same "
-            "command again with training.resume_from_checkpoint=true.",
+            f"error: {error.filename or 'a file'} cannot be written: {error.strerror}. Make room or mend the disk, "
+            "then start the same command again with training.resume_from_checkpoint=true.",
             file=sys.stderr,
         )
         return 1
 
 
 def leave(code: int) -> None:
-    """Ends the process, and leaves its exit code in the file that FINETUNE_EXIT_CODE_FILE names (scripts/run_training.sh).
+    """End the process, and leave its exit code in the file that FINETUNE_EXIT_CODE_FILE names (run_training.sh).
 
-    In a process group it does not take the interpreter down first: a thread of gloo that asks for it then is killed, which aborts the
-    process, and the launcher calls a run failed that is done.
+    In a process group it does not take the interpreter down first: a thread of gloo that asks for it then is killed,
+    which aborts the process, and the launcher calls a run failed that is done.
     """
     ranks.report_exit(code)
     stopping.write_exit_code(code)
