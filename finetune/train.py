@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from finetune.strategies.strategy import Strategy
     from finetune.training.trainer import Trainer
 
-EPILOG = """exit codes: 0 done or verdict good, 1 failed or verdict bad, 2 bad arguments or configuration, 75 stopped by
-a signal with a checkpoint saved: start it again with training.resume_from_checkpoint=true
+EPILOG = """exit codes: 0 done or verdict good, 1 failed or verdict bad, 2 bad arguments or configuration, 75 stopped
+by a signal with a checkpoint saved: start it again with training.resume_from_checkpoint=true
 
 examples:
   accelerate launch finetune/train.py --config RUN.yaml --strategy recommended --dry-run

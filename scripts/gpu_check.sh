@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Checks and measures what only a GPU can show, in a few minutes.
 #   bash scripts/gpu_check.sh [FOLDER for the results, default runs/gpu_check]
-# FOLDER gets NAME.json and NAME.exit (figures, exit code) of each part as it ends, and gpu_check.json, which is written
-# anew after each part, so an interrupted check leaves what it has measured.
-# PARTS chooses parts and their order: PARTS="loss optimizers". All: loss optimizers activation_offload strategies loss_time.
-# WHEELS names a folder of wheels to install first, where packages are missing and there is no network.
-# PYTHON names the interpreter (default: the environment that scripts/setup.sh makes).
+# FOLDER gets NAME.json and NAME.exit (figures, exit code) of each part as it ends, and gpu_check.json, which is
+# written anew after each part, so an interrupted check leaves what it has measured. PARTS chooses parts and their
+# order: PARTS="loss optimizers". All: loss optimizers activation_offload strategies loss_time. WHEELS names a folder
+# of wheels to install first, where packages are missing and there is no network. PYTHON names the interpreter
+# (default: the environment that scripts/setup.sh makes).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}

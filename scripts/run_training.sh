@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Starts a training with the launcher and the number of processes that fit this machine and strategy.
 #   bash scripts/run_training.sh [--strategy NAME ...] [--config FILE] [key=value ...]
-# NUM_PROCESSES sets the number of processes on this machine (default: one a GPU, or one).
-# Several machines: the same command on each of them, with NNODES (or LEAST:MOST), NODE_RANK, MASTER_ADDR (of machine 0), MASTER_PORT
-# (default 29500). MAX_RESTARTS: how often the launcher starts a training again that died (default 0).
-# SIGTERM, SIGINT and SIGUSR1 are passed on to the training, which saves a checkpoint and ends; a SIGHUP as SIGTERM. SIGUSR2 kills it.
-# Exit codes are the training's own: 0 done, 75 stopped and saved (start it again), 1 failed, 2 bad arguments.
+# NUM_PROCESSES sets the number of processes on this machine (default: one a GPU, or one). Several machines: the same
+# command on each of them, with NNODES (or LEAST:MOST), NODE_RANK, MASTER_ADDR (of machine 0), MASTER_PORT (default
+# 29500). MAX_RESTARTS: how often the launcher starts a training again that died (default 0). SIGTERM, SIGINT and
+# SIGUSR1 are passed on to the training, which saves a checkpoint and ends; a SIGHUP as SIGTERM. SIGUSR2 kills it. Exit
+# codes are the training's own: 0 done, 75 stopped and saved (start it again), 1 failed, 2 bad arguments.
 set -euo pipefail
 trap 'exit 75' TERM INT HUP USR1 # there is nothing to save yet
 trap 'exit 137' USR2
@@ -43,8 +43,9 @@ else
     launch=("${bin}accelerate" launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no)
 fi
 
-# Launchers cannot be signalled: torchrun kills the training after 30 s or, like accelerate, dies of a signal and leaves it behind. So they
-# get a session of their own, where the terminal does not reach them, and what they have started gets the signal.
+# Launchers cannot be signalled: torchrun kills the training after 30 s or, like accelerate, dies of a signal and
+# leaves it behind. So they get a session of their own, where the terminal does not reach them, and what they have
+# started gets the signal.
 asked=
 launcher=
 children() { # children: process ids of what the launcher has started; without ps, which slim images lack

@@ -1,9 +1,13 @@
 #!/usr/bin/env bash
 # A training on several machines that ssh reaches, without any scheduler.
 #   bash scripts/cluster/ssh_torchrun.sh HOST[,HOST...] --config /shared/RUN.yaml [--strategy NAME ...] [key=value ...]
-# Each host has this repository at the same path and the same training.output_dir. The first host's name has to lead the others to it.
-# Where one ends, the others are stopped: they save a checkpoint where they still can. SIGTERM, SIGINT and SIGUSR1 stop all.
-#   SSH: the command (default: ssh -o BatchMode=yes)   MASTER_PORT (default 29500)   NUM_PROCESSES: on each host   MAX_RESTARTS
+# Each host has this repository at the same path and the same training.output_dir. The first host's name has to lead
+# the others to it. Where one ends, the others are stopped: they save a checkpoint where they still can. SIGTERM,
+# SIGINT and SIGUSR1 stop all.
+#   SSH: the command (default: ssh -o BatchMode=yes)
+#   MASTER_PORT (default 29500)
+#   NUM_PROCESSES: on each host
+#   MAX_RESTARTS
 #   GRACE: seconds between the end of the first and the end of the last (default 120)
 # Exit code: that of the first host's training, or of the first one that failed.
 set -euo pipefail

@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
-# Two "machines" on this host: network namespaces with a host name and an address each, joined by a cable that can be pulled out.
+# Two "machines" on this host: network namespaces with a host name and an address each, joined by a cable that can be
+# pulled out.
 #   sudo bash scripts/cluster/two_machines.sh --config RUN.yaml [--strategy NAME ...] [key=value ...]
-# Trains the run file's steps on one machine (two processes), on two through torchrun, on two through accelerate launch; then pulls the
-# cable out in mid-training, puts it back and resumes; then loses a machine for good under torchrun --nnodes 1:2 --max-restarts.
-# Everything goes over gloo on CPUs. The table of results is printed, and written to the file that RESULTS names.
-#   WORK: directory of the runs (default: a temporary one, removed at the end)   CUT_AFTER: step after which the cable is pulled (default 5)
-#   PARTS: which of "torchrun accelerate cut elastic" (default all)              LAUNCH_TIMEOUT: seconds for one training (default 300)
+# Trains the run file's steps on one machine (two processes), on two through torchrun, on two through accelerate
+# launch; then pulls the cable out in mid-training, puts it back and resumes; then loses a machine for good under
+# torchrun --nnodes 1:2 --max-restarts. Everything goes over gloo on CPUs. The table of results is printed, and written
+# to the file that RESULTS names.
+#   WORK: directory of the runs (default: a temporary one, removed at the end)
+#   CUT_AFTER: step after which the cable is pulled (default 5)
+#   PARTS: which of "torchrun accelerate cut elastic" (default all)
+#   LAUNCH_TIMEOUT: seconds for one training (default 300)
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 if [ "$(id -u)" -ne 0 ]; then

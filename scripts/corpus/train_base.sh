@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Makes examples/base anew: synthetic speech, both parts of the training, evaluation. Three hours and more on two cores.
-# Interrupted, it goes on where it was when it is called again; what is done (data/synthetic, runs/base, runs/base_continued and the
-# tokenizer in examples/base) is not done again unless it is deleted.
-# Needs Debian's espeak-ng, flite, festival, festvox-us-slt-hts, festvox-kdlpc16k, wamerican and wfrench.
+# Makes examples/base anew: synthetic speech, both parts of the training, evaluation. Three hours and more on two
+# cores. Interrupted, it goes on where it was when it is called again; what is done (data/synthetic, runs/base,
+# runs/base_continued and the tokenizer in examples/base) is not done again unless it is deleted. Needs Debian's
+# espeak-ng, flite, festival, festvox-us-slt-hts, festvox-kdlpc16k, wamerican and wfrench.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 bash scripts/setup.sh
