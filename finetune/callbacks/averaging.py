@@ -1,7 +1,7 @@
 """Averages of weights over a run: a moving one beside the training (EMA), and the mean of evaluated states at its end.
 
-Both average what training changes: the trained parameters, and the running means and variances of BatchNorm modules that learn. What
-is frozen stays as it is, and so does BatchNorm's count of batches, which nothing reads here.
+Both average what training changes: the trained parameters, and the running means and variances of BatchNorm modules
+that learn. What is frozen stays as it is, and so does BatchNorm's count of batches, which nothing reads here.
 """
 
 import contextlib
@@ -57,8 +57,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 class Ema(Callback):
     """An exponential moving average of the weights in float32 (Polyak and Juditsky 1992, by exponential weights).
 
-    With update n, counted from 1, average <- d average + (1 - d) weights, where d = min(decay, (1 + n) / (10 + n)) as in TensorFlow's
-    ExponentialMovingAverage, so that the first weights are forgotten soon. It begins as the weights are. Sharded parameters (FSDP2)
+    With update n, counted from 1, average <- d average + (1 - d) weights, where d = min(decay, (1 + n) / (10 + n)) as
+    in TensorFlow's ExponentialMovingAverage, so that the first weights are forgotten soon. It begins as the weights
+    are. Sharded parameters (FSDP2)
     have their average sharded alike. Running statistics of BatchNorm are averaged with the same d.
 
     Args:
@@ -244,7 +245,8 @@ def prune(output_dir: Path, number: int, by: str) -> None:
 
 
 def drop_foreign(output_dir: Path, step: int, shapes: dict[str, list[int]]) -> None:
-    """On a resume: removes states behind the step, which belong to a course that is given up, and those of other tensors.
+    """On a resume: removes states behind the step, which belong to a course that is given up, and those of other
+        tensors.
 
     Args:
         shapes: of the tensors that are averaged now.
@@ -303,8 +305,9 @@ class CheckpointAverage(Callback):
                 keep_state(self.output_dir, {n: state[n] for n in averaged_tensors(self.model)}, step, wer)
             except CANNOT_WRITE as error:
                 problem = (
-                    f"the weights of step {step}, kept for training.average_checkpoints, cannot be written: {error}. Make room or "
-                    "mend the disk, then start the same command again with training.resume_from_checkpoint=true."
+                    f"the weights of step {step}, kept for training.average_checkpoints, cannot be written: {error}. "
+                    "Make room or mend the disk, then start the same command again with "
+                    "training.resume_from_checkpoint=true."
                 )
             prune(self.output_dir, self.number, self.by)
         problem = broadcast(problem)

@@ -1,4 +1,5 @@
-"""Warnings of drift: waiting for data, growing memory, losses that are not finite, a WER above the base model's, a slow rank."""
+"""Warnings of drift: waiting for data, growing memory, losses that are not finite, a WER above the base model's, a
+slow rank."""
 
 import itertools
 import logging
@@ -29,8 +30,8 @@ WAIT_LINES, WAIT_STEPS = 5, 10
 MEMORY_SKIPPED_LINES, MEMORY_LINES, MEMORY_BLOCKS = 5, 40, 5
 MEMORY_LEAST_MIB, MEMORY_LEAST_SHARE = 64.0, 0.02
 MEMORY_STEADY = 0.6
-"""A leak grows in the second half of the window at least this much of what it grew in the first, and in the last block at least this
-much of what it grew in the mean one; what fills up does not."""
+"""A leak grows in the second half of the window at least this much of what it grew in the first, and in the last block
+at least this much of what it grew in the mean one; what fills up does not."""
 
 SCALER_SKIPS = 4
 """Steps a line that fp16's loss scaling may skip while it finds its scale."""
@@ -121,7 +122,10 @@ class DriftMonitor(Callback):
         return self.progress.skipped_steps + self.progress.scale_skips
 
     def _gather_paces(self, waited: float) -> tuple[list[float], list[float]]:
-        """Return each rank's pace (`ForwardClock.take`) and its own wait for data; empty with one process. All ranks enter."""
+        """Return each rank's pace (`ForwardClock.take`) and its own wait for data; empty with one process.
+
+        All ranks enter.
+        """
         if self.clock is None:
             return [], []
         own = torch.tensor([[self.clock.take(), waited]], dtype=torch.float64, device=self.accelerator.device)
@@ -165,8 +169,9 @@ class DriftMonitor(Callback):
         self._warn_if(
             "loss_not_finite",
             new > self.allowed_skips,
-            "loss or gradient was not finite in %d of the %d steps before step %d, %d in all; they changed nothing. Lower "
-            "training.learning_rate, lengthen training.warmup_steps, or set training.max_grad_norm; look at the clips that are named.",
+            "loss or gradient was not finite in %d of the %d steps before step %d, %d in all; they changed nothing. "
+            "Lower training.learning_rate, lengthen training.warmup_steps, or set training.max_grad_norm; look at "
+            "the clips that are named.",
             new,
             steps,
             step,
@@ -184,8 +189,8 @@ class DriftMonitor(Callback):
         self._warn_if(
             "data_wait",
             waited > (WAIT_OVER if "data_wait" in self.reported else WAIT_LIMIT),
-            "training waited for data in %.0f %% of the last %d steps' time. Raise training.dataloader_num_workers (now %d; this "
-            "machine has %d cores), or bring the data nearer: local disk, larger shards, 16 kHz audio.",
+            "training waited for data in %.0f %% of the last %d steps' time. Raise training.dataloader_num_workers "
+            "(now %d; this machine has %d cores), or bring the data nearer: local disk, larger shards, 16 kHz audio.",
             100 * waited,
             count,
             self.workers,
@@ -201,12 +206,14 @@ class DriftMonitor(Callback):
         self._warn_if(
             kind,
             slope is not None,
-            "%s keeps growing by %.0f MiB per 1000 steps (%.2f GiB at step %d). If it goes on, the run ends out of memory: %s",
+            "%s keeps growing by %.0f MiB per 1000 steps (%.2f GiB at step %d). If it goes on, the run ends out of "
+            "memory: %s",
             name,
             slope or 0.0,
             gib,
             step,
-            "lower training.dataloader_num_workers and data.shuffle_buffer_size, and look for what the last change to the data keeps."
+            "lower training.dataloader_num_workers and data.shuffle_buffer_size, and look for what the last change to "
+            "the data keeps."
             if kind == "memory"
             else "keep checkpoints to resume from (training.save_steps), and look for tensors that are kept from step to step.",
         )
@@ -219,8 +226,9 @@ class DriftMonitor(Callback):
             self._warn_if(
                 f"slow_rank:{rank}",
                 self.slow[rank] >= SLOW_RANK_LINES,
-                "rank %d computes %.2f times as long as the others for the same audio, and all wait for it. Look at its device: other "
-                "processes on it, its clocks and temperature (nvidia-smi -q -d PERFORMANCE), its CPU cores.",
+                "rank %d computes %.2f times as long as the others for the same audio, and all wait for it. Look at "
+                "its device: other processes on it, its clocks and temperature (nvidia-smi -q -d PERFORMANCE), its "
+                "CPU cores.",
                 rank,
                 ratio,
             )
@@ -234,8 +242,8 @@ class DriftMonitor(Callback):
             self._warn_if(
                 f"slow_data:{rank}",
                 self.late[rank] >= SLOW_RANK_LINES,
-                "rank %d waits for its data %.0f %% of the time longer than the others, and all wait for it. Look at its machine's disk, "
-                "network and CPU cores, and at what lies in its part of the data.",
+                "rank %d waits for its data %.0f %% of the time longer than the others, and all wait for it. Look "
+                "at its machine's disk, network and CPU cores, and at what lies in its part of the data.",
                 rank,
                 100 * share,
             )
@@ -247,7 +255,8 @@ class DriftMonitor(Callback):
 
         Args:
             base: WER of the base model on the same split; None where it was not measured.
-            change: of data.guard, the paired comparison with the base model. It is tested many times in a run, so that a warning
+            change: of data.guard, the paired comparison with the base model. It is tested many times in a run, so that
+                a warning
                 needs more than the usual level.
         """
         if split == "guard":
@@ -256,8 +265,9 @@ class DriftMonitor(Callback):
         self._warn_if(
             f"wer_above_base:{split}",
             base is not None and wer > base,
-            "WER on %s is %.3f at step %d, above the base model's %.3f. Lower training.learning_rate or lengthen the warm-up; compare "
-            "the samples' spelling with the references' (data.text_normalization). The best model so far is kept.",
+            "WER on %s is %.3f at step %d, above the base model's %.3f. Lower training.learning_rate or lengthen "
+            "the warm-up; compare the samples' spelling with the references' (data.text_normalization). The best "
+            "model so far is kept.",
             split,
             wer,
             step,
@@ -270,8 +280,8 @@ class DriftMonitor(Callback):
         self._warn_if(
             "guard_lost",
             lost,
-            "WER on guard is %.3f at step %d, above the base model's %.3f by more than chance (%s): the model forgets its original "
-            "domain. %s",
+            "WER on guard is %.3f at step %d, above the base model's %.3f by more than chance (%s): the model "
+            "forgets its original domain. %s",
             rates["wer_b"],
             step,
             rates["wer_a"],

@@ -95,7 +95,8 @@ class Eta:
         )
 
     def plan_left(self, step: int, total: int, place: Place) -> float | None:
-        """Return the time left of this run and the later stages at the same pace; None where their steps are not known."""
+        """Return the time left of this run and the later stages at the same pace; None where their steps are not
+        known."""
         left, each = self.seconds_left(step, total), self.seconds_per_step()
         if left is None or each is None or place.steps_after is None:
             return None

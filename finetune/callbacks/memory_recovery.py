@@ -1,4 +1,5 @@
-"""When memory runs out in a step: name and keep the batch, halve the bound for utterances of that length, and repeat the step.
+"""When memory runs out in a step: name and keep the batch, halve the bound for utterances of that length, and repeat
+the step.
 
 B batch, S samples, U target tokens.
 """
@@ -36,12 +37,13 @@ REDUCED_AT_ONCE = 25 * 2**20  # bytes of gradients in one exchange
 class MemoryRecovery(Callback):
     """Bounds of batches that memory has shown to be too large, and what happens when it runs out.
 
-    The stream's own bounds stay as they are, so that the order of the utterances does: a batch that is too large for the bounds here is
-    cut into smaller ones, over which gradients add up to the same.
+    The stream's own bounds stay as they are, so that the order of the utterances does: a batch that is too large for
+    the bounds here is cut into smaller ones, over which gradients add up to the same.
 
     Args:
         accelerator, config, progress: of the run.
-        module, optimizer: prepared; gradients are averaged over the module's parameters and dropped through the optimizer.
+        module, optimizer: prepared; gradients are averaged over the module's parameters and dropped through the
+            optimizer.
         model: gives sample rate and encoder lengths.
         resumed: whether the run goes on, with the bounds that its earlier part left.
     """
@@ -66,7 +68,8 @@ class MemoryRecovery(Callback):
         """The batch at work."""
         self.distributed = accelerator.num_processes > 1
         self.ddp = isinstance(module, torch.nn.parallel.DistributedDataParallel)
-        # Engines that communicate while they compute cannot take a step back, nor can weights that were stepped in backward.
+        # Engines that communicate while they compute cannot take a step back, nor can weights that were stepped in
+        # backward.
         alone = not self.distributed and accelerator.distributed_type == "NO"
         engine_steps_back = alone or (self.ddp and not config.model.sync_batchnorm)
         self.steps_back = engine_steps_back and config.training.optimizer not in RELEASES_GRADIENTS
@@ -180,13 +183,15 @@ class MemoryRecovery(Callback):
         return {**describe_batch(batch, frames_B, self.sample_rate), "ids": batch.ids[:16]}
 
     def _halve(self, reports: list[dict[str, Any]]) -> None:
-        """Halves the bound of the batch that ran out, and of all longer clips that have a larger one; alike on all ranks."""
+        """Halves the bound of the batch that ran out, and of all longer clips that have a larger one; alike on all
+        ranks."""
         p, step = self.progress, self.progress.step + 1
         p.out_of_memory += 1
         for report in reports:
             fewer = self._lower(report)
             log.warning(
-                "step %d: out of memory with %s; clips of up to %.1f s come %d at most from here on, and the step is repeated",
+                "step %d: out of memory with %s; clips of up to %.1f s come %d at most from here on, and the step is "
+                "repeated",
                 step,
                 describe_report(report),
                 report["longest_seconds"],
@@ -224,9 +229,9 @@ class MemoryRecovery(Callback):
         fewer = self._lower(failed)
         self.write()  # whichever rank this is: the others wait for it and are ended by the launcher
         raise UserError(
-            f"out of memory with {describe_report(failed)}: {failed['reason']}\nThis engine or optimizer cannot take a step back. Clips of "
-            f"that length come {fewer} at most in the next start: training.resume_from_checkpoint=true goes on from the last "
-            "checkpoint.",
+            f"out of memory with {describe_report(failed)}: {failed['reason']}\nThis engine or optimizer cannot take "
+            f"a step back. Clips of that length come {fewer} at most in the next start: "
+            "training.resume_from_checkpoint=true goes on from the last checkpoint.",
             exit_code=1,
         ) from error
 
@@ -248,8 +253,8 @@ def describe_report(report: dict[str, Any]) -> str:
     """A batch in words."""
     ids = ", ".join(report["ids"][:3]) + (", ..." if report["clips"] > 3 else "")
     return (
-        f"{report['clips']} clip{'s' if report['clips'] > 1 else ''} of up to {report['longest_seconds']:.1f} s, {report['tokens']} tokens, "
-        f"{report['cells']} cells ({ids})"
+        f"{report['clips']} clip{'s' if report['clips'] > 1 else ''} of up to {report['longest_seconds']:.1f} s, "
+        f"{report['tokens']} tokens, {report['cells']} cells ({ids})"
     )
 
 

@@ -235,7 +235,7 @@ class ProgressPanel(Callback):
             self.drawn = time.perf_counter()
             self.cost = self.drawn - started
 
-    # ---- moments of the run ------------------------------------------------------------------------------------------
+    # ---- moments of the run -----------------------------------------------------------------------------------------
 
     def on_train_begin(self) -> None:
         self.eta.begin(self.progress.step)
@@ -296,7 +296,7 @@ class ProgressPanel(Callback):
             self.eta.evaluated(self.evaluation.split, time.perf_counter() - self.evaluation.started)
             self.evaluation = None
 
-    # ---- the panel ---------------------------------------------------------------------------------------------------
+    # ---- the panel --------------------------------------------------------------------------------------------------
 
     def panel(self) -> Panel:
         """Return the panel as it stands."""

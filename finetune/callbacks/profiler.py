@@ -1,7 +1,8 @@
 """`--profile N`: where the time of N training steps goes, as a table, and torch.profiler's trace of them.
 
-The table comes from a clock that is read at the boundaries between parts, so that each moment counts for exactly one part; on a GPU
-it is a clock of the GPU's own (CUDA events). In the backward pass the boundaries are where gradients reach the outputs of encoder and
+The table comes from a clock that is read at the boundaries between parts, so that each moment counts for exactly one
+part; on a GPU it is a clock of the GPU's own (CUDA events). In the backward pass the boundaries are where gradients
+reach the outputs of encoder and
 prediction network.
 """
 
@@ -55,8 +56,9 @@ def check_steps_left(steps: int, progress: Progress, total_steps: int, max_epoch
     left = total_steps - progress.step
     if left < steps + WARM_UP_STEPS and max_epochs is None:
         raise UserError(
-            f"--profile {steps}: {WARM_UP_STEPS} steps for warming up and {steps} to record are more than the {max(left, 0)} that the "
-            f"run has left. Set training.max_steps to {progress.step + steps + WARM_UP_STEPS} or more, or a smaller N."
+            f"--profile {steps}: {WARM_UP_STEPS} steps for warming up and {steps} to record are more than the "
+            f"{max(left, 0)} that the run has left. Set training.max_steps to {progress.step + steps + WARM_UP_STEPS} "
+            "or more, or a smaller N."
         )
 
 
@@ -110,9 +112,11 @@ class PartClock:
 
 
 class Profiler(Callback):
-    """Records some steps, after two for warming up, and writes profile/table.txt, table.json and trace.json.gz on the main process.
+    """Records some steps, after two for warming up, and writes profile/table.txt, table.json and trace.json.gz on the
+    main process.
 
-    The Trainer announces where a part of a step begins (`on_part`); boundaries inside forward and backward are hooks on the modules.
+    The Trainer announces where a part of a step begins (`on_part`); boundaries inside forward and backward are hooks
+    on the modules.
 
     Args:
         accelerator, config, progress: of the run.
@@ -144,7 +148,7 @@ class Profiler(Callback):
         self.finished = not accelerator.is_main_process
         self.began = self.wall = 0.0
 
-    # ---- moments of the run ------------------------------------------------------------------------------------------
+    # ---- moments of the run -----------------------------------------------------------------------------------------
 
     def on_part(self, part: str) -> None:
         if part == "after_backward":
@@ -174,10 +178,11 @@ class Profiler(Callback):
         else:
             self.finish()
 
-    # ---- recording ---------------------------------------------------------------------------------------------------
+    # ---- recording --------------------------------------------------------------------------------------------------
 
     def _may_start(self) -> bool:
-        """Return whether no evaluation and no checkpoint falls into the steps ahead, or waiting would not keep them out."""
+        """Return whether no evaluation and no checkpoint falls into the steps ahead, or waiting would not keep them
+        out."""
         t, step = self.config.training, self.progress.step
         last = self.total_steps - self.steps
 

@@ -1,4 +1,5 @@
-"""Logging to Accelerate's trackers: numbers under the names of metrics.jsonl and evaluations.jsonl, and samples to read and hear."""
+"""Logging to Accelerate's trackers: numbers under the names of metrics.jsonl and evaluations.jsonl, and samples to
+read and hear."""
 
 import importlib
 import logging

@@ -80,7 +80,8 @@ class StepBatcher:
         config: of the run.
         progress: its counters are added to.
         quarantine: takes the bad utterances.
-        wishes: whether this rank wants the run to stop, and a checkpoint; what any rank wants comes with each step's counts.
+        wishes: whether this rank wants the run to stop, and a checkpoint; what any rank wants comes with each step's
+            counts.
         on_part: called with the part of the step that begins.
     """
 
@@ -184,7 +185,8 @@ class StepBatcher:
         return step_batches, not more
 
     def _over_ranks(self, values: list[float], micro_batches: int) -> tuple[list[float], int, list[int]]:
-        """Return sums over the ranks, the most micro-batches of any rank, and the ranks that have run out of utterances.
+        """Return sums over the ranks, the most micro-batches of any rank, and the ranks that have run out of
+        utterances.
 
         One small exchange a step: a rank that has run out keeps step with the others instead of hanging them.
         """
@@ -206,8 +208,8 @@ class StepBatcher:
         self.finished_ranks += new
         if new:
             log.info(
-                "step %d: rank %s has no more clips in this epoch and keeps step with the others without adding to the "
-                "gradient",
+                "step %d: rank %s has no more clips in this epoch and keeps step with the others without adding to "
+                "the gradient",
                 self.progress.step + 1,
                 ", ".join(map(str, new)),
             )

@@ -16,8 +16,8 @@ from finetune.models.protocols import Transducer
 from finetune.training.batches import StepBatches
 
 LOST_ON_GUARD = (
-    "Less forgetting: a lower training.learning_rate, fewer steps, or a share of the original domain's data in data.train (a second "
-    "source, each with a weight)."
+    "Less forgetting: a lower training.learning_rate, fewer steps, or a share of the original domain's data in "
+    "data.train (a second source, each with a weight)."
 )
 """The remedy where data.guard gets worse."""
 
@@ -51,7 +51,8 @@ class EvaluationResult:
     base_wer: float | None = None
     """WER of the base model on this split; None where it was not measured."""
     change: dict[str, Any] | None = None
-    """On data.guard: the paired comparison with the base model, see `finetune.evaluation.utterance_counts.compare_evaluations`."""
+    """On data.guard: the paired comparison with the base model, see
+    `finetune.evaluation.utterance_counts.compare_evaluations`."""
 
     @property
     def in_training(self) -> bool:
@@ -140,7 +141,7 @@ class Callback:
     def on_fresh_run(self) -> None:
         """The run begins at step 0: remove what another one left. On the main process."""
 
-    # ---- what a callback adds to the run -------------------------------------------------------------------------------
+    # ---- what a callback adds to the run ----------------------------------------------------------------------------
 
     def around_step(self, step: int) -> AbstractContextManager[None]:
         """Return a context that encloses the step."""
@@ -167,7 +168,8 @@ class Callback:
         return {}
 
     def before_save(self, is_main: bool) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
-        """Return what a checkpoint keeps of this callback: JSON by key, the same on all ranks, and tensors by safetensors file.
+        """Return what a checkpoint keeps of this callback: JSON by key, the same on all ranks, and tensors by
+            safetensors file.
 
         Args:
             is_main: whether this process writes; the others return no tensors.

@@ -38,7 +38,7 @@ def checkpoints_of(output_dir: Path) -> list[Path]:
     return sorted(p for p in (output_dir / "checkpoints").glob("step-*") if p.is_dir())
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
+# ---- writing --------------------------------------------------------------------------------------------------------
 
 
 def begin_checkpoint(output_dir: Path, step: int) -> Path:
@@ -68,7 +68,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def seal(output_dir: Path, step: int) -> Path:
-    """Makes what lies in the folder of `begin_checkpoint` a checkpoint: checksums, everything pushed to the disk, and its name at last."""
+    """Makes what lies in the folder of `begin_checkpoint` a checkpoint: checksums, everything pushed to the disk, and
+    its name at last."""
     aside, final = aside_of(output_dir, step), checkpoint_path(output_dir, step)
     files = {str(p.relative_to(aside)): _described(p) for p in sorted(aside.rglob("*")) if p.is_file()}
     write_json(aside / CHECKSUMS_FILE, {"algorithm": "sha256", "files": files})
@@ -92,7 +93,7 @@ def _described(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
-# ---- removing --------------------------------------------------------------------------------------------------------
+# ---- removing -------------------------------------------------------------------------------------------------------
 
 
 def _condemned(checkpoint: Path) -> Path:
@@ -108,7 +109,10 @@ def _remove(checkpoint: Path) -> None:
 
 
 def remove_old_checkpoints(output_dir: Path, keep: int, best_step: int | None = None) -> None:
-    """Keeps the newest `keep` checkpoints, and that of the best evaluation; 0 keeps all. Also removes remains of unfinished ones."""
+    """Keeps the newest `keep` checkpoints, and that of the best evaluation; 0 keeps all.
+
+    Also removes remains of unfinished ones.
+    """
     for leftover in (output_dir / "checkpoints").glob(".step-*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
     if keep:
@@ -124,7 +128,7 @@ def remove_later_checkpoints(output_dir: Path, step: int) -> None:
             _remove(path)
 
 
-# ---- finding ---------------------------------------------------------------------------------------------------------
+# ---- finding --------------------------------------------------------------------------------------------------------
 
 
 def put_back(output_dir: Path) -> None:
@@ -188,8 +192,8 @@ def find_checkpoint(resume: Any, output_dir: Path) -> Path | None:
         damage = damage_of(path)
         if damage:
             raise UserError(
-                f"training.resume_from_checkpoint: {path} is damaged: {damage}. Name another checkpoint, or write true for the newest "
-                "whole one.",
+                f"training.resume_from_checkpoint: {path} is damaged: {damage}. Name another checkpoint, or write "
+                "true for the newest whole one.",
                 exit_code=1,
             )
         return path
@@ -206,13 +210,14 @@ def find_checkpoint(resume: Any, output_dir: Path) -> Path | None:
         log.info("resume_from_checkpoint: there is no whole checkpoint in %s; the run starts at step 0", output_dir)
         return None
     raise UserError(
-        f"training.resume_from_checkpoint: every checkpoint in {output_dir / 'checkpoints'} is damaged ({'; '.join(damages)}). To begin "
-        "the run anew, set training.overwrite_output_dir=true and training.resume_from_checkpoint=false.",
+        f"training.resume_from_checkpoint: every checkpoint in {output_dir / 'checkpoints'} is damaged "
+        f"({'; '.join(damages)}). To begin the run anew, set training.overwrite_output_dir=true and "
+        "training.resume_from_checkpoint=false.",
         exit_code=1,
     )
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
+# ---- reading --------------------------------------------------------------------------------------------------------
 
 
 def read_checkpoint_state(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -225,14 +230,15 @@ def read_checkpoint_state(path: Path) -> tuple[dict[str, Any], list[dict[str, An
     ranks = state.get("world_size")
     if not isinstance(ranks, int) or isinstance(ranks, bool) or not 1 <= ranks <= MOST_RANKS:
         raise UserError(
-            f"training.resume_from_checkpoint: {path / STATE_FILE} is none of this program: world_size is {str(ranks)[:50]}."
+            f"training.resume_from_checkpoint: {path / STATE_FILE} is none of this program: world_size is "
+            f"{str(ranks)[:50]}."
         )
     rank_files = [path / f"stream-{rank}.json" for rank in range(state["world_size"])]
     missing = [file.name for file in rank_files if not file.is_file()]
     if missing:
         raise UserError(
-            f"{path} lacks {', '.join(missing)}: each of the {state['world_size']} processes that wrote it left one. On a cluster "
-            "training.output_dir has to be a directory that all nodes share."
+            f"{path} lacks {', '.join(missing)}: each of the {state['world_size']} processes that wrote it left one. "
+            "On a cluster training.output_dir has to be a directory that all nodes share."
         )
     return state, [read_json_object(file, "training.resume_from_checkpoint") for file in rank_files]
 
@@ -264,6 +270,6 @@ def does_not_fit(path: Path, error: BaseException) -> str:
     """The message for a checkpoint that cannot be loaded."""
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     return (
-        f"{path} does not fit this model or optimizer, or is damaged: {reason} Resume with the run file that wrote it, or start "
-        "afresh with another training.output_dir."
+        f"{path} does not fit this model or optimizer, or is damaged: {reason} Resume with the run file that wrote "
+        "it, or start afresh with another training.output_dir."
     )

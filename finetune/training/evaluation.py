@@ -1,7 +1,7 @@
 """Evaluations during a run, and the best model by WER on validation.
 
-All ranks decode their share and merge their counts. Candidates for the best model are the weights in training (raw), those that
-callbacks add beside them (ema), and at the end the mean of some evaluated states (average).
+All ranks decode their share and merge their counts. Candidates for the best model are the weights in training (raw),
+those that callbacks add beside them (ema), and at the end the mean of some evaluated states (average).
 """
 
 import contextlib
@@ -81,7 +81,7 @@ class Evaluator:
         self.replaced = False
         """Whether a final candidate has left other weights in the model."""
 
-    # ---- one split -----------------------------------------------------------------------------------------------------
+    # ---- one split --------------------------------------------------------------------------------------------------
 
     def evaluate_split(self, model: Transducer, split: str, max_clips: int | None = None) -> WerAccumulator:
         """Count the errors on a split over all ranks; every rank gets the merged counts.
@@ -174,14 +174,15 @@ class Evaluator:
         bad, limit = len(wer.quarantined), self.config.data.max_bad_fraction
         if bad > limit * (bad + wer.total.clips):
             log.warning(
-                "%d of %d clips of %s cannot be used, more than data.max_bad_fraction=%g: its WER speaks for the others only",
+                "%d of %d clips of %s cannot be used, more than data.max_bad_fraction=%g: its WER speaks for the "
+                "others only",
                 bad,
                 bad + wer.total.clips,
                 split,
                 limit,
             )
 
-    # ---- during the run ------------------------------------------------------------------------------------------------
+    # ---- during the run ---------------------------------------------------------------------------------------------
 
     def evaluate(self, model: Transducer, splits: tuple[str, ...]) -> dict[str, WerAccumulator]:
         """Evaluate the splits, and the callbacks' candidates on validation; keep the best model by validation WER."""
@@ -238,7 +239,8 @@ class Evaluator:
                 aside = write_nemo(model, folder / "model.nemo")
                 best = {"step": p.best_step, "validation_wer": p.best_wer, "weights": p.best_weights}
                 best |= {"bytes": aside.stat().st_size, "sha256": sha256_of(aside)}
-                # Of the one before, too: it is the one that lies there if the process dies before the next line but one.
+                # Of the one before, too: it is the one that lies there if the process dies before the next line but
+                # one.
                 before = read_best(folder)
                 earlier = before.pop("previous", None) if before is not None else None
                 same = before is not None and (before["step"], before["weights"]) == (p.best_step, p.best_weights)
@@ -253,9 +255,9 @@ class Evaluator:
                 raise
             except CANNOT_WRITE as error:
                 problem = (
-                    f"{folder / 'model.nemo'}, the best model so far (step {p.best_step}), cannot be written: {error}. Make "
-                    "room or mend the disk, then start the same command again with training.resume_from_checkpoint=true: the "
-                    "evaluation is made again."
+                    f"{folder / 'model.nemo'}, the best model so far (step {p.best_step}), cannot be written: "
+                    f"{error}. Make room or mend the disk, then start the same command again with "
+                    "training.resume_from_checkpoint=true: the evaluation is made again."
                 )
                 for remains in folder.glob(".model.nemo.tmp*"):
                     remains.unlink(missing_ok=True)
@@ -286,7 +288,7 @@ class Evaluator:
             batched,
         )
 
-    # ---- the end of the run --------------------------------------------------------------------------------------------
+    # ---- the end of the run -----------------------------------------------------------------------------------------
 
     def finish(self, model: Transducer) -> FinalResult:
         """Settle which weights are the best model, and evaluate them on the test set (else validation) and data.guard."""
@@ -315,9 +317,9 @@ class Evaluator:
         if not present and (p.best_step is not None or self.replaced):
             if broadcast(self.accelerator.is_main_process and check_best(self.output_dir)[1]):
                 raise UserError(
-                    f"{self.output_dir / 'model.nemo'} is damaged: it is not as it was written at step {p.best_step} (its "
-                    "checksum differs). Start the same command again with training.resume_from_checkpoint=true: the best model "
-                    "is chosen anew.",
+                    f"{self.output_dir / 'model.nemo'} is damaged: it is not as it was written at step {p.best_step} "
+                    "(its checksum differs). Start the same command again with "
+                    "training.resume_from_checkpoint=true: the best model is chosen anew.",
                     exit_code=1,
                 )
             load_weights(model, self.output_dir / "model.nemo")
@@ -326,7 +328,7 @@ class Evaluator:
         result.wer = self._evaluate_splits(model, splits, step, p.best_weights, is_best=True)
         return result
 
-    # ---- resuming ------------------------------------------------------------------------------------------------------
+    # ---- resuming ---------------------------------------------------------------------------------------------------
 
     def cut_lines_after_resume(self) -> None:
         """Drop the lines behind the resumed step, and those of an evaluation that will be made again as a whole."""
@@ -359,15 +361,16 @@ def _four_digits(wer: float | None) -> str:
 def splits_due(step: int, last: bool, eval_steps: int, guard_steps: int) -> tuple[str, ...]:
     """Return the splits of an evaluation during the run.
 
-    data.guard is in the first one after each `guard_steps`, in all where that is below 0, in none where it is 0; and not in the
-    last one, which the best model's follows at once.
+    data.guard is in the first one after each `guard_steps`, in all where that is below 0, in none where it is 0; and
+    not in the last one, which the best model's follows at once.
     """
     guarded = guard_steps < 0 or (guard_steps > 0 and step // guard_steps > (step - eval_steps) // guard_steps)
     return ("validation", "guard") if guarded and not last else ("validation",)
 
 
 def average_batchnorm(accelerator: Accelerator, model: Transducer) -> None:
-    """Average BatchNorm's running statistics over the ranks: under DDP each rank has its own, and the means are evaluated and saved."""
+    """Average BatchNorm's running statistics over the ranks: under DDP each rank has its own, and the means are
+    evaluated and saved."""
     if accelerator.num_processes > 1:
         for module in learning_batchnorms(model):
             for statistics in (module.running_mean, module.running_var):
@@ -376,7 +379,7 @@ def average_batchnorm(accelerator: Accelerator, model: Transducer) -> None:
                     statistics /= accelerator.num_processes
 
 
-# ---- what an evaluation leaves ---------------------------------------------------------------------------------------
+# ---- what an evaluation leaves --------------------------------------------------------------------------------------
 
 
 def evaluation_rows(step: int, split: str, wer: WerAccumulator) -> list[dict[str, Any]]:
@@ -387,7 +390,8 @@ def evaluation_rows(step: int, split: str, wer: WerAccumulator) -> list[dict[str
 
 
 def write_mistakes(folder: Path, step: int, split: str, wer: WerAccumulator, marks: dict[str, str]) -> None:
-    """Write errors-SPLIT.json, over that of the evaluation before: confused words and the worst utterances with their audio."""
+    """Write errors-SPLIT.json, over that of the evaluation before: confused words and the worst utterances with their
+    audio."""
     if wer.mistakes is None:
         return
     path = folder / f"errors-{split}.json"
@@ -421,7 +425,7 @@ def log_evaluation(step: int, split: str, wer: WerAccumulator) -> None:
         log.info("  %d clips of %s name no language: taken for English", wer.by_language["unknown"].clips, split)
 
 
-# ---- the base model --------------------------------------------------------------------------------------------------
+# ---- the base model -------------------------------------------------------------------------------------------------
 
 
 def _base_file(folder: Path, split: str) -> Path:

@@ -96,7 +96,8 @@ class MetricsWindow:
             "rss_gib": rss_gib(),
             "peak_rss_gib": peak_rss_gib(),
             "seconds_per_step": seconds / steps,
-            # Of this process: whole seconds of a batch's longest clip -> batches, clips, audio seconds, seconds with padding.
+            # Of this process: whole seconds of a batch's longest clip -> batches, clips, audio seconds, seconds with
+            # padding.
             "batch_lengths": self.batch_lengths,
         }
 

@@ -1,9 +1,11 @@
-"""Steps that must not count, and weights that must not be kept: a loss or gradient that is not finite, a spike, exploded weights.
+"""Steps that must not count, and weights that must not be kept: a loss or gradient that is not finite, a spike,
+exploded weights.
 
-A skipped step changes nothing on any rank: not parameters, the optimizer's state, BatchNorm's statistics, a moving average or the
-schedule. Most engines are asked after the backward pass, before they step. DeepSpeed steps inside Accelerate's backward and by itself
-skips, on all ranks, a step whose gradient norm is not finite: where the loss forbids a step, its gradients are made not finite.
-flash_adamw_gradient_release steps while the backward pass runs, so a forbidden step never enters it.
+A skipped step changes nothing on any rank: not parameters, the optimizer's state, BatchNorm's statistics, a moving
+average or the schedule. Most engines are asked after the backward pass, before they step. DeepSpeed steps inside
+Accelerate's backward and by itself
+skips, on all ranks, a step whose gradient norm is not finite: where the loss forbids a step, its gradients are made
+not finite. flash_adamw_gradient_release steps while the backward pass runs, so a forbidden step never enters it.
 
 B batch, S samples, U target tokens.
 """
@@ -139,8 +141,8 @@ class StepFilter:
             grad_norm: before clipping; None where the engine does not report it.
 
         Returns:
-            The loss over all ranks, and why the step is skipped: loss, gradient, spike, scale (fp16's, while it is found);
-            None where it counts.
+            The loss over all ranks, and why the step is skipped: loss, gradient, spike, scale (fp16's, while it is
+            found); None where it counts.
         """
         accelerator, optimizer = self.accelerator, self.optimizer
         norm = 0.0 if grad_norm is None else grad_norm
@@ -155,9 +157,9 @@ class StepFilter:
             left_out = bool(getattr(optimizer, "step_was_skipped", False))
             if reason is not None and not left_out:
                 raise UserError(
-                    f"step {self.progress.step + 1}: {self._describe(reason, loss, norm)}, but DeepSpeed stepped with it "
-                    "and the weights are spoilt. Continue from the last checkpoint (training.resume_from_checkpoint=true) "
-                    "with --strategy fsdp2 or ddp.",
+                    f"step {self.progress.step + 1}: {self._describe(reason, loss, norm)}, but DeepSpeed stepped "
+                    "with it and the weights are spoilt. Continue from the last checkpoint "
+                    "(training.resume_from_checkpoint=true) with --strategy fsdp2 or ddp.",
                     exit_code=1,
                 )
             reason = "gradient" if reason is None and left_out else reason
@@ -340,8 +342,8 @@ class StepFilter:
             "  clips in most of these steps: "
             + ", ".join(f"{name} ({n} of {steps})" for name, n in often.most_common(NAMES_SHOWN)),
             f"  learning rate: {', '.join(dict.fromkeys(rates))}",
-            f"  precision: {'bf16' if t.bf16 else 'fp16' if t.fp16 else 'float32'}, weights in {self.config.model.dtype}"
-            + ("" if scaler is None else f", loss scale {scaler.get_scale():g}"),
+            f"  precision: {'bf16' if t.bf16 else 'fp16' if t.fp16 else 'float32'}, weights in "
+            f"{self.config.model.dtype}" + ("" if scaler is None else f", loss scale {scaler.get_scale():g}"),
         ]
         if weights:
             advice = f"{self._go_back()} Then {self._calmer()}."

@@ -16,7 +16,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def remedies(config: Any, gpu: bool, engine: str = "none") -> list[str]:
-    """Settings that would help, are not in use yet, and go with the rest of the configuration; those that cost least first.
+    """Settings that would help, are not in use yet, and go with the rest of the configuration; those that cost least
+    first.
 
     Args:
         config: the run's configuration.
@@ -74,7 +75,8 @@ def remedies(config: Any, gpu: bool, engine: str = "none") -> list[str]:
         *(
             (
                 gpu and engine == "ddp" and not find_conflicts(config, other),
-                f"--strategy {name} in place of the one with ddp (parameters, gradients and states shared out over the GPUs)",
+                f"--strategy {name} in place of the one with ddp (parameters, gradients and states shared out over "
+                "the GPUs)",
                 {},
             )
             for name, other in (("fsdp2", "fsdp"), ("zero3", "deepspeed_zero3"))

@@ -39,7 +39,8 @@ LAUNCHERS = ("accelerate", "deepspeed", "torchrun")
 
 
 def read_best(output_dir: Path) -> dict[str, Any] | None:
-    """Step, validation WER and kind of weights (raw, ema, average) of the model.nemo that lies there; None where there is none."""
+    """Step, validation WER and kind of weights (raw, ema, average) of the model.nemo that lies there; None where there
+    is none."""
     path = output_dir / "checkpoints" / "best.json"
     if not path.is_file() or not (output_dir / "model.nemo").is_file():
         return None
@@ -93,7 +94,8 @@ class LineFile:
         """Whether the file's name was pushed to the disk."""
 
     def append(self, *rows: dict[str, Any]) -> None:
-        """Adds lines. What a full or broken disk does not take waits, which is said, and is tried again with the next lines."""
+        """Adds lines. What a full or broken disk does not take waits, which is said, and is tried again with the next
+        lines."""
         before = len(self.waiting)
         self.waiting += [json_line(row, default=float) + "\n" for row in rows]
         size = None

@@ -8,7 +8,8 @@ from typing import Any
 class Progress:
     """Everything about a run that a checkpoint keeps besides weights, optimizer and random states.
 
-    The Trainer owns the one object of a run. Others hold a reference to it: it is restored in place and never replaced.
+    The Trainer owns the one object of a run. Others hold a reference to it: it is restored in place and never
+    replaced.
     """
 
     step: int = 0

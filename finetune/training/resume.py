@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 def take_weights(model: Transducer, path: Path) -> None:
     """Load a checkpoint's weights, in place, into a model that no engine has taken apart yet.
 
-    What the same strategy continues exactly, `load_states` loads again; for another strategy this is what carries over.
+    What the same strategy continues exactly, `load_states` loads again; for another strategy this is what carries
+    over.
 
     Args:
         model: with its strategy's adapters.
@@ -88,8 +89,8 @@ def load_states(
     if kind != now:
         changed = "; ".join(f"{key} was {kind.get(key)}, is {now[key]}" for key in now if kind.get(key) != now[key])
         log.warning(
-            "%s was written under another strategy (%s). Weights, step, schedule, position in the data and counts carry "
-            "over; the optimizer's state and the random states start anew.",
+            "%s was written under another strategy (%s). Weights, step, schedule, position in the data and counts "
+            "carry over; the optimizer's state and the random states start anew.",
             path.name,
             changed,
         )
@@ -97,7 +98,8 @@ def load_states(
     groups = [{k: v for k, v in g.items() if k not in ("params", "initial_lr")} for g in optimizer.param_groups]
     checkpoints.load_checkpoint(accelerator, path)
     for group, values in zip(optimizer.param_groups, groups, strict=True):
-        # The run file counts: weight decay, betas and eps would come from the checkpoint; rates are written before each step.
+        # The run file counts: weight decay, betas and eps would come from the checkpoint; rates are written before
+        # each step.
         group.update(values)
         if group.get("fused") or group.get("capturable"):
             for p in group["params"]:

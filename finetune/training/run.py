@@ -79,8 +79,8 @@ def build_accelerator(config: RunConfig, strategy: Strategy) -> Accelerator:
     missing = sorted(set(chosen) - {getattr(t, "value", str(t)) for t in accelerator.log_with})
     if missing:
         raise UserError(
-            f"training.report_to: {', '.join(missing)} is not installed. Install it (pip install -c constraints.txt -e '.[tracking]') "
-            "or set training.report_to: tensorboard."
+            f"training.report_to: {', '.join(missing)} is not installed. Install it (pip install -c constraints.txt "
+            "-e '.[tracking]') or set training.report_to: tensorboard."
         )
     # The same on all ranks while the model is made; each rank gets its own for dropout afterwards.
     seed_everything(t.seed)
@@ -104,14 +104,16 @@ def output_directory(accelerator: Accelerator, config: RunConfig) -> Iterator[Pa
         try:
             path.mkdir(parents=True, exist_ok=True)
             lock = (path / ".lock").open("w")
-            # A record lock: it ends with this process, and processes forked from it (loader workers) do not hold it on.
+            # A record lock: it ends with this process, and processes forked from it (loader workers) do not hold it
+            # on.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             again = elastic_restart.is_same_launch(path, agents)
             holds_run = (path / "config.yaml").is_file() or bool(checkpoints.checkpoints_of(path))
             if holds_run and not again and not t.resume_from_checkpoint and not t.overwrite_output_dir:
                 problem = (
-                    f"training.output_dir: {path} holds another run. Continue it with training.resume_from_checkpoint=true, "
-                    "delete it with training.overwrite_output_dir=true, or name another directory."
+                    f"training.output_dir: {path} holds another run. Continue it with "
+                    "training.resume_from_checkpoint=true, delete it with training.overwrite_output_dir=true, or "
+                    "name another directory."
                 )
         except BlockingIOError:
             problem = (
@@ -155,7 +157,8 @@ def find_checkpoint(config: RunConfig) -> Path | None:
 
 
 def build_model(accelerator: Accelerator, config: RunConfig, checkpoint: Path | None = None) -> Transducer:
-    """Return the NeMo model on the training device, prepared as the run file's `model:` says, with the weights of a checkpoint."""
+    """Return the NeMo model on the training device, prepared as the run file's `model:` says, with the weights of a
+    checkpoint."""
     started = time.perf_counter()
     m = config.model
     with accelerator.local_main_process_first():  # the first one downloads, the others find it
@@ -189,8 +192,8 @@ def build_model(accelerator: Accelerator, config: RunConfig, checkpoint: Path | 
 
 
 def plan_steps(accelerator: Accelerator, config: RunConfig, sources: dict[str, list[OpenSource]]) -> int:
-    """Optimizer steps of the run; from the number of clips where the epochs decide (filters may make it fewer), and from the mean
-    length of some of them where batches are made by duration."""
+    """Optimizer steps of the run; from the number of clips where the epochs decide (filters may make it fewer), and
+    from the mean length of some of them where batches are made by duration."""
     t = config.training
     if t.max_steps > 0:
         return t.max_steps
@@ -297,7 +300,8 @@ def trackers_of(config: RunConfig) -> list[str]:
 
 
 def flat_settings(config: RunConfig) -> dict[str, Any]:
-    """Dotted keys and plain values, the form that every tracker takes; without passwords and signatures, since trackers may be hosted."""
+    """Dotted keys and plain values, the form that every tracker takes; without passwords and signatures, since
+    trackers may be hosted."""
     flat = {}
     for section, values in without_secrets(config)[0].items():
         for key, value in values.items():
@@ -306,7 +310,8 @@ def flat_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def end_stage(accelerator: Accelerator) -> None:
-    """Lets go of what a run holds beside its variables, so that another may begin in this process and its process group."""
+    """Lets go of what a run holds beside its variables, so that another may begin in this process and its process
+    group."""
     from accelerate.state import AcceleratorState, GradientState
 
     accelerator.free_memory()
@@ -318,12 +323,12 @@ def end_stage(accelerator: Accelerator) -> None:
         torch.cuda.empty_cache()
 
 
-# ---- settings of the process that have to stand before the model is made ----------------------------------------------
+# ---- settings of the process that have to stand before the model is made --------------------------------------------
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Lets float32 products of a GPU round their factors to TensorFloat-32. Without it torch's own choice stays: products no,
-    convolutions yes."""
+    """Lets float32 products of a GPU round their factors to TensorFloat-32. Without it torch's own choice stays:
+    products no, convolutions yes."""
     if not allowed:
         return
     if not torch.cuda.is_available():
@@ -361,7 +366,7 @@ def set_allocator(cuda_alloc_conf: str | None) -> None:
             raise UserError(f"training.cuda_alloc_conf: {cuda_alloc_conf!r} is not understood: {reason}") from error
 
 
-# ---- settings that are known to make a good model worse -----------------------------------------------------------------
+# ---- settings that are known to make a good model worse -------------------------------------------------------------
 
 
 def warnings_for(
@@ -383,9 +388,9 @@ def warnings_for(
     big = parameters > 100_000_000
     if pretrained and big and max(rates) > 5e-5 and clips_per_step < 64:
         found.append(
-            f"learning rate {max(rates):g} with {clips_per_step} clips a step: fine-tuning Parakeet at 8e-5 with 16 clips has "
-            "raised WER from 2.5 to 7.3 % on its own domain (NeMo issue 15382). Try training.learning_rate=1e-5 or more "
-            "accumulation, and watch data.guard."
+            f"learning rate {max(rates):g} with {clips_per_step} clips a step: fine-tuning Parakeet at 8e-5 with 16 "
+            "clips has raised WER from 2.5 to 7.3 % on its own domain (NeMo issue 15382). Try "
+            "training.learning_rate=1e-5 or more accumulation, and watch data.guard."
         )
     elif pretrained and max(rates) > 2e-3:
         found.append(f"learning rate {max(rates):g} is high for a trained model; 1e-3 is a lot even for a small one.")
@@ -395,7 +400,8 @@ def warnings_for(
         and total_steps > 20
     ):
         found.append(
-            "no warm-up: the first steps at full learning rate can wreck a trained model. Set training.warmup_ratio=0.1."
+            "no warm-up: the first steps at full learning rate can wreck a trained model. Set "
+            "training.warmup_ratio=0.1."
         )
     if (
         pretrained
@@ -409,8 +415,8 @@ def warnings_for(
         )
     if config.model.dtype == "bfloat16" and t.optimizer not in ROUNDS_SAFELY:
         found.append(
-            f"model.dtype bfloat16 with {t.optimizer}: updates smaller than a 256th of a weight are lost in rounding. Take an "
-            f"optimizer that rounds safely: {', '.join(sorted(ROUNDS_SAFELY))}."
+            f"model.dtype bfloat16 with {t.optimizer}: updates smaller than a 256th of a weight are lost in rounding. "
+            f"Take an optimizer that rounds safely: {', '.join(sorted(ROUNDS_SAFELY))}."
         )
     if not config.data.validation:
         found.append(

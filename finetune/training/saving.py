@@ -1,7 +1,9 @@
-"""Writing checkpoints beside the training: a thread writes a copy of the state in host memory while the next steps run.
+"""Writing checkpoints beside the training: a thread writes a copy of the state in host memory while the next steps
+run.
 
-Where an engine shards its state (FSDP, DeepSpeed) all processes write their parts at once, and the thread does the rest: checksums,
-fsync, the name, and the removal of old checkpoints. Either way the files are those of Accelerate's `save_state`.
+Where an engine shards its state (FSDP, DeepSpeed) all processes write their parts at once, and the thread does the
+rest: checksums, fsync, the name, and the removal of old checkpoints. Either way the files are those of Accelerate's
+`save_state`.
 """
 
 import contextlib
@@ -36,7 +38,8 @@ class CheckpointWriter:
         accelerator: holds model, optimizer, scaler and random states.
         output_dir: of the run.
         keep: newest checkpoints that stay; 0: all.
-        in_thread: write in a thread, which costs a copy of weights and optimizer state in host memory. False: all at once.
+        in_thread: write in a thread, which costs a copy of weights and optimizer state in host memory. False: all at
+            once.
     """
 
     def __init__(self, accelerator: Accelerator, output_dir: Path, keep: int, in_thread: bool):
@@ -60,13 +63,15 @@ class CheckpointWriter:
         replica: Transducer | None = None,
         tensors: dict[str, dict[str, torch.Tensor]] | None = None,
     ) -> None:
-        """Write a checkpoint, or begin to; `wait` returns when it is there and whether it could be written. All ranks call it.
+        """Write a checkpoint, or begin to; `wait` returns when it is there and whether it could be written. All ranks
+        call it.
 
         Args:
             step: of the run.
             state: what is the same on all ranks (JSON).
             rank_state: what each rank has of its own (JSON).
-            replica: the present model with whole weights, written too where the engine's own files hold them in shards.
+            replica: the present model with whole weights, written too where the engine's own files hold them in
+                shards.
             tensors: further safetensors files by name, on the main process.
         """
         self.wait()
@@ -156,9 +161,9 @@ class CheckpointWriter:
         errors = self._over_ranks(self.error)  # the others wait here until the main process has written
         if errors:
             raise UserError(
-                f"the checkpoint of step {self.step} could not be written: {_reason(errors[0])}. Make room or mend the disk of "
-                f"{self.output_dir}, then start the same command again with training.resume_from_checkpoint=true: it continues from "
-                f"{self._newest()}.",
+                f"the checkpoint of step {self.step} could not be written: {_reason(errors[0])}. Make room or mend "
+                f"the disk of {self.output_dir}, then start the same command again with "
+                f"training.resume_from_checkpoint=true: it continues from {self._newest()}.",
                 exit_code=1,
             )
 
@@ -192,8 +197,8 @@ class CheckpointWriter:
         ready = sum(t.numel() * t.element_size() for t in self.pinned.values())
         if needed - ready > 0.9 * psutil.virtual_memory().available:
             log.warning(
-                "training.async_save: a copy of the state (%.1f GB) does not fit into the free host memory; from here on training "
-                "waits while a checkpoint is written",
+                "training.async_save: a copy of the state (%.1f GB) does not fit into the free host memory; from "
+                "here on training waits while a checkpoint is written",
                 needed / 1e9,
             )
             self.in_thread, self.pinned = False, {}
@@ -204,7 +209,8 @@ class CheckpointWriter:
         return copies
 
     def _copied(self, value: Any, copies: dict[tuple[Any, ...], torch.Tensor]) -> Any:
-        """Return the same structure with tensors copied into host memory; those of a GPU into pinned memory, which is reused.
+        """Return the same structure with tensors copied into host memory; those of a GPU into pinned memory, which is
+        reused.
 
         Args:
             copies: made so far: what several parameters share, as bitsandbytes' tables, stays one tensor.
@@ -275,8 +281,8 @@ class CheckpointWriter:
         except OSError:
             free = "an unknown amount is"
         log.warning(
-            "the checkpoint of step %d could not be written: %s (%s free in %s). Training goes on; a run that ended now would "
-            "continue from %s",
+            "the checkpoint of step %d could not be written: %s (%s free in %s). Training goes on; a run that ended "
+            "now would continue from %s",
             self.step,
             _reason(error),
             free,

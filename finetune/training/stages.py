@@ -65,8 +65,8 @@ def stages_of(stages: list[Any], output_dir: Path) -> list[Stage]:
         if seen == "skip":
             if limit_before < 0 or 0 <= limit <= limit_before:
                 raise UserError(
-                    f"{key}: nothing is left where the {limit_before} clips of the stage before are skipped. Set a larger max_samples, "
-                    "or seen: repeat."
+                    f"{key}: nothing is left where the {limit_before} clips of the stage before are skipped. Set a "
+                    "larger max_samples, or seen: repeat."
                 )
             settings["data"]["skip_samples"] = limit_before
         if found:
@@ -86,17 +86,19 @@ def run_stages(
     Args:
         stages: from `stages_of`.
         train: trains one of them.
-        resume: `training.resume_from_checkpoint`: whether stages that are done stay as they are, and one that was begun goes on.
+        resume: `training.resume_from_checkpoint`: whether stages that are done stay as they are, and one that was
+            begun goes on.
         margin: by how much WER may be worse than after the stage before.
         only: number of the one stage to run.
 
     Raises:
-        UserError: WER got worse than the margin; the stage before `only` has not been finished; or a checkpoint is named.
+        UserError: WER got worse than the margin; the stage before `only` has not been finished; or a checkpoint is
+            named.
     """
     if not isinstance(resume, bool):
         raise UserError(
-            "training.resume_from_checkpoint: a plan of stages goes on by itself with true. To continue from a checkpoint of "
-            "one stage, remove the later ones and take true."
+            "training.resume_from_checkpoint: a plan of stages goes on by itself with true. To continue from a "
+            "checkpoint of one stage, remove the later ones and take true."
         )
     for stage in stages if only is None else [stage_numbered(stages, only)]:
         previous = stages[stage.number - 2] if stage.number > 1 else None
@@ -130,7 +132,8 @@ def stage_numbered(stages: list[Stage], number: int) -> Stage:
 
 
 def config_to_try(stage: Stage, config: Any, first: Any) -> Any:
-    """The configuration of a stage that is only tried: where the stage before has left no model yet, the plan's first one stands in.
+    """The configuration of a stage that is only tried: where the stage before has left no model yet, the plan's first
+        one stands in.
 
     Args:
         stage: the stage.
@@ -170,8 +173,9 @@ def judge(stage: Stage, done: dict[str, Any], before: dict[str, Any] | None, mar
     log.info("%s: WER %.3f, %.3f before it", stage.name, now, then)
     if now > then + margin:
         raise UserError(
-            f"stage {stage.number} made WER worse, {then:.3f} to {now:.3f}, more than training.stage_margin={margin:g}: the plan stops. "
-            f"The model before it is that of {'the base' if before is None else f'stage {stage.number - 1}'}.",
+            f"stage {stage.number} made WER worse, {then:.3f} to {now:.3f}, more than "
+            f"training.stage_margin={margin:g}: the plan stops. The model before it is that of "
+            f"{'the base' if before is None else f'stage {stage.number - 1}'}.",
             exit_code=1,
         )
 

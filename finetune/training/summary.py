@@ -113,7 +113,8 @@ def _file_sizes(folder: Path) -> dict[str, int | None]:
 
 
 def significance(folder: Path, results: dict[str, WerAccumulator], judged: str) -> dict[str, Any]:
-    """Return `significance` by split, and of the judged split the intervals of both WERs and the p-value of the change."""
+    """Return `significance` by split, and of the judged split the intervals of both WERs and the p-value of the
+    change."""
     found = {split: compare_with_base(folder, split, wer) for split, wer in results.items()}
     change = found.get(judged) or {}
     after = change.get("interval_b")

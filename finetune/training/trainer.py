@@ -50,10 +50,11 @@ log = logging.getLogger(__name__)
 
 
 class Trainer:
-    """A run: `begin`, perhaps `evaluate_base`, `train`, `finish`. Callbacks take part in its moments and never see the Trainer itself.
+    """A run: `begin`, perhaps `evaluate_base`, `train`, `finish`. Callbacks take part in its moments and never see the
+        Trainer itself.
 
-    What others may read: accelerator, config, module (prepared), loss_module (unwrapped), model, optimizer, stream, batcher, sources,
-    progress, evaluator, output_dir, total_steps, max_epochs, resumed_from, callbacks.
+    What others may read: accelerator, config, module (prepared), loss_module (unwrapped), model, optimizer, stream,
+    batcher, sources, progress, evaluator, output_dir, total_steps, max_epochs, resumed_from, callbacks.
 
     Args:
         accelerator: of the run.
@@ -64,8 +65,10 @@ class Trainer:
         sources: opened sources by key (train, validation, test, guard).
         config: of the run.
         total_steps: optimizer steps of the run, which the schedule is laid out for.
-        max_epochs: passes over the data that end the run, whatever `total_steps` estimated; None: `total_steps` ends it.
-        replica: a whole copy of the model on the host (finetune.strategies.sharded), where the engine shards parameters.
+        max_epochs: passes over the data that end the run, whatever `total_steps` estimated; None: `total_steps` ends
+            it.
+        replica: a whole copy of the model on the host (finetune.strategies.sharded), where the engine shards
+            parameters.
     """
 
     def __init__(
@@ -259,13 +262,14 @@ class Trainer:
     def _resume(self, checkpoint: Path) -> None:
         """Restore weights, optimizer, schedule, random states, stream, counters and log files.
 
-        Under another strategy than the one that wrote the checkpoint the optimizer's and the random states start anew, which is
-        logged. The model has the checkpoint's weights already (`resume.take_weights`).
+        Under another strategy than the one that wrote the checkpoint the optimizer's and the random states start anew,
+        which is logged. The model has the checkpoint's weights already (`resume.take_weights`).
         """
         state, rank_states = read_checkpoint_state(checkpoint)
         if "kind" not in state:
             raise UserError(
-                f"{checkpoint} was written by an earlier version of this program. Start afresh with another training.output_dir."
+                f"{checkpoint} was written by an earlier version of this program. Start afresh with another "
+                "training.output_dir."
             )
         changes = self.stream.load_state_dict(rank_states)
         resume.load_states(self.accelerator, self.module, self.optimizer, checkpoint, state["kind"], self._kind())
@@ -319,7 +323,8 @@ class Trainer:
     # ---- evaluation ------------------------------------------------------------------------------------------------
 
     def whole_model(self) -> AbstractContextManager[Transducer]:
-        """Return a context with the model to evaluate and to save: itself, or a whole replica where parameters are sharded.
+        """Return a context with the model to evaluate and to save: itself, or a whole replica where parameters are
+            sharded.
 
         All ranks enter.
         """
@@ -405,8 +410,8 @@ class Trainer:
     def _optimizer_step(self, batches: StepBatches) -> StepResult:
         """Forward and backward over the accumulated batches, then one step.
 
-        Every loss is divided by what the whole step holds over all ranks and batches, so gradients equal those of one big
-        batch however it is cut.
+        Every loss is divided by what the whole step holds over all ranks and batches, so gradients equal those of one
+        big batch however it is cut.
         """
         p, t = self.progress, self.config.training
         self.schedule.apply(self.optimizer)
@@ -440,7 +445,8 @@ class Trainer:
 
         Args:
             batches: of the step.
-            rnnt_draw: the step's draw of omega: train it with the plain RNN-T loss. Drawn once a step, so that a step cut into
+            rnnt_draw: the step's draw of omega: train it with the plain RNN-T loss. Drawn once a step, so that a step
+                cut into
                 more batches or ranks stays the same.
         """
         mean_over_clips = self.config.training.loss_reduction == "mean_batch"
@@ -502,8 +508,8 @@ class Trainer:
     def _step_schedule(self) -> None:
         """Step by steps, or by the share of rows read where epochs end the run.
 
-        Windows and worker shards leave smaller batches, so the number of steps is an estimate then, and rates of 0 before the
-        end would waste what comes.
+        Windows and worker shards leave smaller batches, so the number of steps is an estimate then, and rates of 0
+        before the end would waste what comes.
         """
         if self.max_epochs is None:
             self.schedule.step()
@@ -533,8 +539,8 @@ class Trainer:
         return bool(torch.rand((), generator=self.omega_generator) < self.loss_module.omega)
 
     def _no_sync(self, skip: bool) -> AbstractContextManager[Any]:
-        """DDP accumulates in each process and exchanges once a step. ZeRO and FSDP exchange each time: what they shard would
-        otherwise have to be kept whole in each process until the step's last batch."""
+        """DDP accumulates in each process and exchanges once a step. ZeRO and FSDP exchange each time: what they shard
+        would otherwise have to be kept whole in each process until the step's last batch."""
         if skip and isinstance(self.module, torch.nn.parallel.DistributedDataParallel):
             return self.accelerator.no_sync(self.module)
         return nullcontext()
@@ -623,7 +629,8 @@ class Trainer:
         self.window.started += time.perf_counter() - paused
 
     def _evaluate_due(self) -> bool:
-        """Evaluate; return False where it was cut short because the run has to stop, with the progress as it was before."""
+        """Evaluate; return False where it was cut short because the run has to stop, with the progress as it was
+        before."""
         t, p = self.config.training, self.progress
         before = p.snapshot()
         p.evaluation_due = False

@@ -1,4 +1,5 @@
-"""Growing or replacing the model's vocabulary before a run: once, by the main process, and the same on all of them and after a resume."""
+"""Growing or replacing the model's vocabulary before a run: once, by the main process, and the same on all of them and
+after a resume."""
 
 import atexit
 import hashlib
@@ -41,8 +42,8 @@ WAITING = ".tokenizer.new"
 def set_vocabulary(accelerator: Any, model: Any, config: Any, checkpoint: Path | None) -> bool:
     """Gives the model the vocabulary that `model.tokenizer` asks for, in place; nothing where it asks for none.
 
-    A checkpoint's run has its tokenizer already. Else the main process makes one, and all take its file, byte by byte. A model
-    that was changed in the same way by the same texts before, as in an earlier stage, is left as it is.
+    A checkpoint's run has its tokenizer already. Else the main process makes one, and all take its file, byte by byte.
+    A model that was changed in the same way by the same texts before, as in an earlier stage, is left as it is.
 
     Returns:
         Whether the vocabulary is another one than that of `model.name` now.
@@ -70,8 +71,8 @@ def set_vocabulary(accelerator: Any, model: Any, config: Any, checkpoint: Path |
         return False
     if checkpoint is not None:
         raise UserError(
-            f"{setting.key}: {checkpoint} was written without it, and its vocabulary cannot change on the way. Take out the key, or "
-            "begin a new run from the model."
+            f"{setting.key}: {checkpoint} was written without it, and its vocabulary cannot change on the way. Take "
+            "out the key, or begin a new run from the model."
         )
     change_vocabulary(model, _place(accelerator, content, folder / WAITING, report), {"setting": note})
     log.info("vocabulary of %d pieces; it will be in %s", model.tokenizer.vocab_size, folder / FOLDER)
@@ -101,7 +102,8 @@ def move_tokenizer_into_run(models: list[Any], output_dir: Path) -> None:
 
 
 def tokenizer_of_run(model: Any, config: Any) -> Any:
-    """The tokenizer that a run's texts are written with: the model's, or the one that `model.tokenizer` asks for, made anew.
+    """The tokenizer that a run's texts are written with: the model's, or the one that `model.tokenizer` asks for, made
+    anew.
 
     Args:
         model: NeMo transducer, which stays as it is.
@@ -137,8 +139,8 @@ def _has_already(model: Any, note: dict[str, Any]) -> bool:
 
 
 def make_tokenizer(model: Any, setting: TokenizerSetting, normalization: str) -> tuple[bytes | None, dict[str, Any]]:
-    """The file that a setting asks for, which may be the old one, and the report on it; no file where the model was changed in this
-    way already, by the same texts or tokenizer.
+    """The file that a setting asks for, which may be the old one, and the report on it; no file where the model was
+    changed in this way already, by the same texts or tokenizer.
 
     Args:
         model: NeMo transducer with the old tokenizer.
@@ -190,7 +192,8 @@ def make_tokenizer(model: Any, setting: TokenizerSetting, normalization: str) ->
 
 
 def _place(accelerator: Any, content: bytes, shared: Path, report: dict[str, Any] | None) -> Path:
-    """Directory with the tokenizer's files: the main process's is kept, the others may not see its disk and have one of their own."""
+    """Directory with the tokenizer's files: the main process's is kept, the others may not see its disk and have one
+    of their own."""
     if accelerator.is_main_process:
         shutil.rmtree(shared, ignore_errors=True)
         place = shared

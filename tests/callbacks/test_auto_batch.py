@@ -193,7 +193,8 @@ from finetune import train
 def observe(trainer):
     forward = trainer.loss_module.forward
     def guarded(audio_BS, *args, **kwargs):
-        if audio_BS.numel() > {most} * 16_000 and trainer.accelerator.process_index == 1 and trainer.progress.step == 2:
+        if audio_BS.numel() > {most} * 16_000 and trainer.accelerator.process_index == 1 and trainer.progress.step ==
+        2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return forward(audio_BS, *args, **kwargs)
     trainer.loss_module.forward = guarded
@@ -204,7 +205,8 @@ train.leave(train.main(sys.argv[1:], observe))
 
 @pytest.mark.slow
 def test_all_ranks_halve_alike_and_none_hangs(tiny_run, tmp_path: Path) -> None:
-    """Two DDP processes, of which one runs out of memory in the third step; the losses are those of plain DDP with the same bounds."""
+    """Two DDP processes, of which one runs out of memory in the third step; the losses are those of plain DDP with the
+    same bounds."""
 
     def losses(name: str, most: float, **changes: Any) -> list[float]:
         script = tmp_path / f"{name}.py"

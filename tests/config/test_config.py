@@ -1,4 +1,5 @@
-"""Run files, strategies and command line: what is taken, and what is refused with place and remedy before anything loads."""
+"""Run files, strategies and command line: what is taken, and what is refused with place and remedy before anything
+loads."""
 
 import json
 from collections.abc import Callable

@@ -168,7 +168,8 @@ def streams(draw: Any) -> tuple[list[Token], int, int, list[tuple[int, int]]]:
     margin, core = draw(st.integers(8, 30)), draw(st.integers(40, 120))
     frame, words = draw(st.integers(0, 20)), []
     for _ in range(draw(st.integers(0, 40))):
-        # Few ids, so that words repeat; equal tokens are four frames apart or more, which is further than chunks differ.
+        # Few ids, so that words repeat; equal tokens are four frames apart or more, which is further than chunks
+        # differ.
         ids = draw(st.lists(st.integers(0, 3), min_size=1, max_size=3, unique=True))
         words.append([(token, frame + 2 * k) for k, token in enumerate(ids)])
         frame += 2 * len(ids) + draw(st.integers(2, 40))

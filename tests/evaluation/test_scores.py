@@ -250,7 +250,7 @@ def test_apply_writes_into_the_groups() -> None:
     assert float(tensor) == pytest.approx(PEAKS[1] / 2)
 
 
-# ---- the Open ASR Leaderboard's normalisation ------------------------------------------------------------------------
+# ---- the Open ASR Leaderboard's normalisation -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,8 @@ def test_no_text_is_too_odd_for_it(words: list[str]) -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.text(st.characters(exclude_categories=["C"]) | st.sampled_from("([<>])' .,-éüßकि")))
 def test_it_equals_other_programs_with_the_same_rules(text: str) -> None:
-    """whisper_normalizer's basic rules with marks; for English its rules, which are those of transformers but for four words."""
+    """whisper_normalizer's basic rules with marks; for English its rules, which are those of transformers but for four
+    words."""
     from whisper_normalizer.basic import BasicTextNormalizer
     from whisper_normalizer.english import EnglishTextNormalizer
 

@@ -26,7 +26,8 @@ from finetune.evaluation.utterance_counts import UtteranceCounts, compare_evalua
 def simulated_errors(
     generator: np.random.Generator, clips: int, models: tuple[float, ...], talkers: int | None = None
 ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-    """Word errors of several models on the same clips, words, and talkers. A clip is hard or easy for all of them; so is a talker.
+    """Word errors of several models on the same clips, words, and talkers. A clip is hard or easy for all of them; so
+    is a talker.
 
     Args:
         models: WER of each.
@@ -42,7 +43,7 @@ def simulated_errors(
     return errors, words_N, talker_N
 
 
-# ---- intervals --------------------------------------------------------------------------------------------------------
+# ---- intervals ------------------------------------------------------------------------------------------------------
 
 
 def test_kinds_drawn_are_clips_drawn_with_replacement():
@@ -102,7 +103,7 @@ def test_intervals_without_words_or_resamples():
     assert rate_interval(np.array([0, 0]), np.array([3, 4])) == [0.0, 0.0]
 
 
-# ---- the permutation test ---------------------------------------------------------------------------------------------
+# ---- the permutation test -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -167,7 +168,7 @@ def test_holm_corrects_for_the_number_of_languages():
     assert holm([]) == []
 
 
-# ---- blocks -----------------------------------------------------------------------------------------------------------
+# ---- blocks ---------------------------------------------------------------------------------------------------------
 
 
 def test_clips_of_one_talker_are_drawn_as_one_block():
@@ -199,7 +200,7 @@ def test_blocks_are_found_in_ids():
     assert sums.tolist() == [[2, 20], [5, 50]]
 
 
-# ---- comparisons ------------------------------------------------------------------------------------------------------
+# ---- comparisons ----------------------------------------------------------------------------------------------------
 
 
 def test_a_comparison_tells_each_language_and_its_verdict():
@@ -234,7 +235,7 @@ def test_a_hundred_thousand_clips_take_seconds():
     assert found["interval_a"][1] - found["interval_a"][0] < 0.003
 
 
-# ---- what an evaluation keeps of each clip ----------------------------------------------------------------------------
+# ---- what an evaluation keeps of each clip --------------------------------------------------------------------------
 
 
 def accumulated(rows: list[tuple[str, str, str, str]], normalization: str = "basic") -> WerAccumulator:

@@ -1,6 +1,8 @@
-"""The GPU kernels under Triton's interpreter, and compiled for GPUs that are not here: python tests/losses/interpreted.py run | compile.
+"""The GPU kernels under Triton's interpreter, and compiled for GPUs that are not here: python
+tests/losses/interpreted.py run | compile.
 
-In processes of their own, since Triton reads TRITON_INTERPRET when it is imported. Ends with 0 when everything is as it should be.
+In processes of their own, since Triton reads TRITON_INTERPRET when it is imported. Ends with 0 when everything is as
+it should be.
 """
 
 import os

@@ -12,7 +12,8 @@ from finetune.losses import use_in_nemo, use_in_transformers
 
 @pytest.fixture
 def nemo_inputs() -> tuple[Any, dict[str, torch.Tensor]]:
-    """A tiny NeMo model in training mode without dropout, always the same, and encoder and prediction outputs of two clips."""
+    """A tiny NeMo model in training mode without dropout, always the same, and encoder and prediction outputs of two
+    clips."""
     return build_nemo(), nemo_batch()
 
 

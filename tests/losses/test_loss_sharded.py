@@ -1,4 +1,5 @@
-"""The loss where others hold the weights: DDP, FSDP2 and ZeRO-3 in two processes, activation checkpointing, compiled encoders."""
+"""The loss where others hold the weights: DDP, FSDP2 and ZeRO-3 in two processes, activation checkpointing, compiled
+encoders."""
 
 import os
 import subprocess

@@ -1,4 +1,5 @@
-"""The band of cells that a clip's alignments pass through: certified, exact within its tolerance, and narrow where a model has learnt.
+"""The band of cells that a clip's alignments pass through: certified, exact within its tolerance, and narrow where a
+model has learnt.
 
 Shape suffixes: B batch, T encoder frames, U target tokens, V vocabulary, H hidden, O joint outputs, N lattice cells.
 """

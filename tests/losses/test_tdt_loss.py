@@ -33,7 +33,8 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
-# ------------------------------------------------------------------------------------------------------------ against references
+# ------------------------------------------------------------------------------------------------------------ against
+# references
 
 
 @pytest.mark.parametrize("sigma", [0.0, 0.05])
@@ -101,13 +102,15 @@ def test_gradcheck(durations):
 
 
 def test_fastemit_weighs_label_arcs():
-    """The gradient is that of sum_arcs posterior * log-probability, with label arcs of the token outputs weighing 1 + lambda."""
+    """The gradient is that of sum_arcs posterior * log-probability, with label arcs of the token outputs weighing 1 +
+    lambda."""
     case, weight = make_case([4, 3], [2, 1]), 0.4
     frames_B, tokens_B, V = case[5], case[6], 7
     logits_BTUO = joint_logits(*case[:4])
     token_logp = torch.log_softmax(logits_BTUO[..., : V + 1], -1)
     duration_logp = torch.log_softmax(logits_BTUO[..., V + 1 :], -1)
-    # all_alignments_loss takes log-probabilities for logits: log_softmax leaves them alone, and its gradient gives the posteriors.
+    # all_alignments_loss takes log-probabilities for logits: log_softmax leaves them alone, and its gradient gives the
+    # posteriors.
     heads = [token_logp.detach().requires_grad_(), duration_logp.detach().requires_grad_()]
     unnormalised = torch.cat([h - h.logsumexp(-1, keepdim=True).detach() for h in heads], -1)
     total = 0.0
@@ -152,7 +155,8 @@ def test_clamp_limits_the_token_gradient_of_a_cell():
     assert torch.allclose(clamped[8:], 3 * free[8:], atol=1e-15)
 
 
-# ------------------------------------------------------------------------------------------------------------------ properties
+# ------------------------------------------------------------------------------------------------------------------
+# properties
 
 lengths = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 5)), min_size=1, max_size=4)
 
@@ -257,7 +261,8 @@ def test_no_bias():
     assert torch.equal(fused_tdt_loss(*case[:3], None, *case[4:]), fused_tdt_loss(*case[:3], zero, *case[4:]))
 
 
-# ------------------------------------------------------------------------------------------------- infeasible clips, empty batches
+# ------------------------------------------------------------------------------------------------- infeasible clips,
+# empty batches
 
 
 @pytest.mark.parametrize("reduction", ["mean_batch", "mean_volume", "mean", "sum"])

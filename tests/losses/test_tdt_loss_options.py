@@ -37,7 +37,8 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
-# ------------------------------------------------------------------------------------------------------------- omega and dropout
+# ------------------------------------------------------------------------------------------------------------- omega
+# and dropout
 
 
 def test_omega_draw_chooses_rnnt_on_the_token_outputs():
@@ -138,7 +139,8 @@ def test_module_is_plain_in_eval_mode():
     )
 
 
-# -------------------------------------------------------------------------------------------- precision, work left out, memory
+# -------------------------------------------------------------------------------------------- precision, work left
+# out, memory
 
 
 class Watch(TorchDispatchMode):
@@ -216,7 +218,8 @@ def test_occupancies_that_no_sum_can_tell_are_skipped_by_default():
     loss, expected = fused_tdt_loss(*case, reduction="sum"), transformers_losses(doubles).sum()
     with Watch() as watch:
         grads = gradients(loss, case)
-    # Products with rows of cells are the logits and their gradient, with the 106 rows of the weight's own gradient beside them.
+    # Products with rows of cells are the logits and their gradient, with the 106 rows of the weight's own gradient
+    # beside them.
     assert watch.product_rows < 1.5 * (60 * 21 + 40 * 16)
     assert_same(grads, gradients(expected, doubles), 5e-5)
 
@@ -242,7 +245,8 @@ def test_autocast_is_finite_and_near(dtype):
 
 @pytest.mark.parametrize(("dtype", "learnt"), [(torch.bfloat16, True), (torch.float16, False)])
 def test_five_minutes_in_one_clip_are_finite(dtype, learnt):
-    """4,000 frames and 1,500 tokens: alignments of probability e^-15,000 from six million cells, far outside of float32's range."""
+    """4,000 frames and 1,500 tokens: alignments of probability e^-15,000 from six million cells, far outside of
+    float32's range."""
     T, U = 4000, 1500
     case = make_case([T], [U], V=12, H=8, dtype=torch.float32)
     if (
@@ -307,7 +311,8 @@ def test_frozen_weights_and_no_grad_do_less_work():
     assert evaluated.item() == pytest.approx(loss.item(), rel=1e-12)
 
 
-# ------------------------------------------------------------------------------------------------------------ arguments, caching
+# ------------------------------------------------------------------------------------------------------------
+# arguments, caching
 
 
 @pytest.mark.parametrize(
@@ -384,7 +389,8 @@ caching.CacheImpl._locator_classes = [Nowhere]
 import torch
 from finetune.losses import fused_tdt_loss
 lengths = torch.tensor([2]), torch.tensor([1])
-print(fused_tdt_loss(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3), torch.zeros(9, 3), None, torch.zeros(1, 1).long(), *lengths).item())
+print(fused_tdt_loss(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3), torch.zeros(9, 3), None, torch.zeros(1, 1).long(),
+*lengths).item())
 """
     root = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}

@@ -139,8 +139,8 @@ def test_batches_decode_as_single_clips_and_only_with_the_saved_settings(pair, a
 
     single = [decode([samples_S])[0] for samples_S in audio]
     assert decode(audio) == single
-    # What the saved end of sequence is for: without it, short rows go on until the longest clip of the batch ends. The blank is
-    # made a little less likely, so that this model has something to say there.
+    # What the saved end of sequence is for: without it, short rows go on until the longest clip of the batch ends. The
+    # blank is made a little less likely, so that this model has something to say there.
     bias_V = model.joint.head.bias.data
     monkeypatch.setattr(model.joint.head.bias, "data", bias_V - 10.0 * (torch.arange(len(bias_V)) == 128))
     single = [decode([samples_S])[0] for samples_S in audio]

@@ -41,7 +41,8 @@ class ModelHub(hub_server.Hub):
 
 @pytest.fixture
 def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`ask(folder, *command)` runs Python in a process of its own whose hub serves the folder; its output, and what the hub was asked."""
+    """`ask(folder, *command)` runs Python in a process of its own whose hub serves the folder; its output, and what
+    the hub was asked."""
     monkeypatch.setattr(hub_server, "Hub", ModelHub)
 
     def run(folder: Path | None, *command: object) -> tuple[subprocess.CompletedProcess[str], list[str]]:

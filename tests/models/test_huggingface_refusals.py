@@ -1,4 +1,5 @@
-"""What the conversion refuses, what it says, and that nothing is left of a model that is not the same; without NeMo, too."""
+"""What the conversion refuses, what it says, and that nothing is left of a model that is not the same; without NeMo,
+too."""
 
 import copy
 import io

@@ -1,4 +1,5 @@
-"""A model's vocabulary that is grown or replaced: what was learned stays, the TDT loss too, and runs, resumes and files go on with it.
+"""A model's vocabulary that is grown or replaced: what was learned stays, the TDT loss too, and runs, resumes and
+files go on with it.
 
 V pieces, D durations, H hidden units.
 """
@@ -75,7 +76,8 @@ def grow(model: Any, folder: Path, texts: list[str], size: int, pieces: str = "n
 
 
 def test_a_grown_model_says_the_same_before_any_training(tmp_path: Path) -> None:
-    """Old rows are bit-equal, blank and durations move behind, new rows are means and do not win: real prompts come out as before."""
+    """Old rows are bit-equal, blank and durations move behind, new rows are means and do not win: real prompts come
+    out as before."""
     from finetune.data.text_corpus import read_texts
 
     model = load(BASE)
@@ -116,7 +118,8 @@ def test_a_grown_model_says_the_same_before_any_training(tmp_path: Path) -> None
 
 
 def test_loss_and_decoding_stay_those_of_tdt(tiny: Any, tmp_path: Path) -> None:
-    """What NeMo's change_vocabulary loses: the durations get gradient, and NeMo's own loss object is TDT with its settings."""
+    """What NeMo's change_vocabulary loses: the durations get gradient, and NeMo's own loss object is TDT with its
+    settings."""
     from finetune.models.loss_module import TransducerLossModule
 
     model = tiny()
@@ -153,7 +156,8 @@ def test_loss_and_decoding_stay_those_of_tdt(tiny: Any, tmp_path: Path) -> None:
 
 
 def test_a_replaced_vocabulary_keeps_what_both_have(tiny: Any, tmp_path: Path) -> None:
-    """Shared pieces keep their rows wherever they are now, others are the mean of their parts, blank and durations stay."""
+    """Shared pieces keep their rows wherever they are now, others are the mean of their parts, blank and durations
+    stay."""
     model = tiny()
     old, before = tokenizer_of(model, "k"), rows(model)
     new = train_tokenizer(TURKISH.lower().splitlines() * 5, 90, kind="unigram", coverage=1.0, key="k")
@@ -306,7 +310,8 @@ def losses(run: Path) -> list[float]:
 def test_a_run_grows_once_resumes_and_leaves_a_whole_model(
     run_train: Any, failed: Any, grown_run: Any, tmp_path: Path
 ) -> None:
-    """Resumed it takes the tokenizer of its directory and goes on as if unbroken; another run from its model does not grow again."""
+    """Resumed it takes the tokenizer of its directory and goes on as if unbroken; another run from its model does not
+    grow again."""
     run, unbroken = tmp_path / "run", tmp_path / "unbroken"
     assert run_train(*grown_run("unbroken", max_steps=4)) == 0
     assert run_train(*grown_run("run", max_steps=2)) == 0
@@ -435,7 +440,8 @@ def launched(launcher: list[str], arguments: list[str]) -> None:
 
 @pytest.mark.slow
 def test_two_processes_have_the_same_vocabulary(grown_run: Any, tmp_path: Path) -> None:
-    """Under DDP with gloo the main process makes the tokenizer; the curve is that of one process with both ranks' clips."""
+    """Under DDP with gloo the main process makes the tokenizer; the curve is that of one process with both ranks'
+    clips."""
     torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc_per_node", "2"]
     two = grown_run("ddp", per_device_train_batch_size=2, max_steps=2)
     launched(torchrun, [*two, "--strategy", "ddp"])

@@ -1,4 +1,5 @@
-"""Checkpoints from elsewhere: pickles, programs and links that were made to do harm are refused before anything of them is read."""
+"""Checkpoints from elsewhere: pickles, programs and links that were made to do harm are refused before anything of
+them is read."""
 
 import contextlib
 import os

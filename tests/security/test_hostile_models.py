@@ -1,4 +1,5 @@
-"""Models from elsewhere: archives, pickles, configurations and Hugging Face directories that were made to do harm are refused, and do none."""
+"""Models from elsewhere: archives, pickles, configurations and Hugging Face directories that were made to do harm are
+refused, and do none."""
 
 import contextlib
 import io
@@ -88,8 +89,8 @@ def test_an_archive_with_such_a_member_is_refused_before_anything_is_unpacked(
 
 
 def test_archives_that_grow(files, tmp_path):
-    """Sizes that are announced, sizes that come, thousands of members, headers without end, and a size below zero, which tarfile goes in
-    circles on."""
+    """Sizes that are announced, sizes that come, thousands of members, headers without end, and a size below zero,
+    which tarfile goes in circles on."""
     with pytest.raises(UserError, match=r"bomb\.nemo is refused: it unpacks to more than .* bytes"):
         read_config(bomb(tmp_path / "bomb.nemo", 128))
     huge = write_archive(tmp_path / "huge.nemo", files, member("big", size=2**40))
@@ -348,13 +349,14 @@ def test_configurations_as_they_are_published_are_taken():
     assert not missing
 
 
-# ---- Hugging Face directories -----------------------------------------------------------------------------------------
+# ---- Hugging Face directories ---------------------------------------------------------------------------------------
 
 CODE = "import os\nos.mkdir({mark!r})\nclass Evil:\n    pass\n"
 
 
 def test_code_in_a_hugging_face_directory_is_not_run(tiny_model, tmp_path):
-    """auto_map of model, tokenizer and processor name a file that leaves a mark where it is imported; a pickle lies there beside."""
+    """auto_map of model, tokenizer and processor name a file that leaves a mark where it is imported; a pickle lies
+    there beside."""
     from finetune.tools.export.equal_texts import load_written
     from finetune.tools.export.hugging_face import export_hugging_face
 

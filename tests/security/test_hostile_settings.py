@@ -1,4 +1,5 @@
-"""Settings and data from elsewhere: YAML and JSON that were made to do harm, references to secrets, and paths that lead out of the data."""
+"""Settings and data from elsewhere: YAML and JSON that were made to do harm, references to secrets, and paths that
+lead out of the data."""
 
 import io
 import json
@@ -165,7 +166,8 @@ def test_other_findings_of_the_fuzzer(tmp_path):
 
 
 def test_records_of_a_run_that_were_tampered_with(tmp_path):
-    """Found by scripts/faults/fuzz.py: a run's folder whose figures are texts, and counts in an archive of an unknown kind."""
+    """Found by scripts/faults/fuzz.py: a run's folder whose figures are texts, and counts in an archive of an unknown
+    kind."""
     from finetune.evaluation.utterance_counts import UtteranceCounts
     from finetune.tools.report.page import write_run_page
     from finetune.tools.report.read import number, read_run
@@ -192,7 +194,7 @@ def test_records_of_a_run_that_were_tampered_with(tmp_path):
         UtteranceCounts.load(tmp_path / "base-test.npz")
 
 
-# ---- references of a run file, and secrets ----------------------------------------------------------------------------
+# ---- references of a run file, and secrets --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -282,7 +284,7 @@ def test_no_default_looks_like_a_secret():
     assert without_secrets(config) == (config.as_dict(), [])
 
 
-# ---- where audio may lie ----------------------------------------------------------------------------------------------
+# ---- where audio may lie --------------------------------------------------------------------------------------------
 
 
 def test_data_root(clips, tmp_path):

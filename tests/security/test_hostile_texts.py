@@ -1,4 +1,5 @@
-"""Texts from data that would act on a terminal, a page or a tracker, and secrets of the environment: a real run, and every file that it left."""
+"""Texts from data that would act on a terminal, a page or a tracker, and secrets of the environment: a real run, and
+every file that it left."""
 
 import html.parser
 import json
@@ -78,7 +79,8 @@ def hostile_run(run_train, tiny_run, clips, tmp_path, monkeypatch, capfd) -> tup
         row["audio_filepath"] = str(clips / row["audio_filepath"])
         row.update(text=f"{EVIL_TEXT} {i}", id=f"{EVIL_ID}{i}", lang=EVIL_LANGUAGE if i % 2 else "en")
     judged[0]["audio_filepath"] = str(tmp_path / evil_name)
-    # A source whose address holds a password, with clips that go to quarantine, one of them with an address of its own.
+    # A source whose address holds a password, with clips that go to quarantine, one of them with an address of its
+    # own.
     bad = [
         {"audio_filepath": "none.wav", "text": "un", "id": EVIL_ID},
         {"audio_filepath": f"s3://u:{IN_URL}@b::file://x.wav?sig={IN_URL}", "text": "un"},

@@ -210,7 +210,8 @@ def test_what_is_refused(lora_run, tiny_model, tmp_path, failed, tiny_run):
 
 
 def test_no_adapter_without_its_base_model(lora_run, run_train, tiny_run, tmp_path, capfd):
-    """Of a checkpoint of full training the adapters go on from weights that are no file; and a new run removes an old adapter."""
+    """Of a checkpoint of full training the adapters go on from weights that are no file; and a new run removes an old
+    adapter."""
     full = lora_run("run", lora=False)
     assert not (full / "adapter").exists()
     training = {**TRAINING, "output_dir": str(full), "max_steps": 8}

@@ -1,4 +1,5 @@
-"""The optimizer benchmark measures what it says: the real shapes, equal work on every side, verdicts that follow from figures."""
+"""The optimizer benchmark measures what it says: the real shapes, equal work on every side, verdicts that follow from
+figures."""
 
 import sys
 

@@ -1,4 +1,5 @@
-"""Engines that spread a model over processes: what each process holds, that the mathematics stays, and that everything saves and resumes.
+"""Engines that spread a model over processes: what each process holds, that the mathematics stays, and that everything
+saves and resumes.
 
 Each test starts tests/engine_runs.py once, which runs several small trainings in two or four processes.
 """
@@ -49,7 +50,8 @@ def same(ours: list[Any], theirs: list[Any], rel: float) -> None:
 
 
 def check_model_file(run: Path) -> None:
-    """model.nemo restores in plain NeMo, and its weights are the last checkpoint's whole ones where the last model was the best."""
+    """model.nemo restores in plain NeMo, and its weights are the last checkpoint's whole ones where the last model was
+    the best."""
     from nemo.collections.asr.models import ASRModel
 
     restored = ASRModel.restore_from(str(run / "model.nemo"), map_location="cpu").state_dict()
@@ -90,7 +92,8 @@ def test_fsdp2(trainings, clips, uneven, tmp_path):
     assert curve(tmp_path / "resumed") == curve(tmp_path / "fsdp2")[SAVED:]
     same(curve(tmp_path / "checkpointed"), curve(tmp_path / "adamw")[:6], rel=1e-5)
     check_model_file(tmp_path / "fsdp2")
-    # Norms are summed over shards: their rounding scales the clipped gradients, and Adam makes whole steps of gradients near zero.
+    # Norms are summed over shards: their rounding scales the clipped gradients, and Adam makes whole steps of
+    # gradients near zero.
     check_rough(tmp_path, "rough_fsdp2", rel=1e-4, compared="running_var")
 
 
@@ -166,8 +169,8 @@ def test_zero_with_other_things(trainings, uneven, bare_zero3, tmp_path):
             assert loss == pytest.approx(theirs, rel=0.02)
     for name in ("zero1_accumulating", "zero3_checkpointed"):
         same(curve(tmp_path / name), curve(tmp_path / "adamw"), rel=1e-5)
-    # ZeRO adds up in another order, and AdamW makes whole steps of gradients that are nothing but rounding: those of the
-    # convolutions' biases before BatchNorm.
+    # ZeRO adds up in another order, and AdamW makes whole steps of gradients that are nothing but rounding: those of
+    # the convolutions' biases before BatchNorm.
     check_rough(tmp_path, "rough_zero3", rel=1e-3, compared="running_var")
 
 
@@ -259,7 +262,8 @@ def test_launchers(launch, strategy, tiny_run, tmp_path):
 
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp2_offload", "hybrid_shard"])
 def test_settings_are_those_of_the_launcher(name, monkeypatch):
-    """What train.py reads from the file by itself is what `accelerate launch --config_file` would put into the environment."""
+    """What train.py reads from the file by itself is what `accelerate launch --config_file` would put into the
+    environment."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
 

@@ -1,4 +1,5 @@
-"""Low-bit optimizers fine-tune the shipped base model as well as AdamW: 200 steps on real clips, learning rate rising and falling.
+"""Low-bit optimizers fine-tune the shipped base model as well as AdamW: 200 steps on real clips, learning rate rising
+and falling.
 
 torchao's steps run without its compiler here: the same operations, without a minute of compilation for each.
 """

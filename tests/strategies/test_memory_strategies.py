@@ -1,4 +1,5 @@
-"""Strategies that change how the encoder is trained: each has to do what it says, and to leave alone what it does not change."""
+"""Strategies that change how the encoder is trained: each has to do what it says, and to leave alone what it does not
+change."""
 
 import contextlib
 import copy

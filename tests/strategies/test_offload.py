@@ -1,4 +1,5 @@
-"""The adapter around torchao's CPU offload, against a stand-in for it that needs no GPU: everything lies on the CPU, the copies are real."""
+"""The adapter around torchao's CPU offload, against a stand-in for it that needs no GPU: everything lies on the CPU,
+the copies are real."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,8 @@ from finetune.strategies.offload import OffloadedAdamW, offloaded_adamw
 
 
 class StandIn:
-    """torchao's CPUOffloadOptimizer as far as the adapter knows it: an optimizer a parameter, on copies taken when it is made."""
+    """torchao's CPUOffloadOptimizer as far as the adapter knows it: an optimizer a parameter, on copies taken when it
+    is made."""
 
     def __init__(self, groups: list[dict[str, Any]], *, offload_gradients: bool, **options: Any):
         self.queue, self.param_d2h_map, self.optim_dict, self.d_param_groups, self.d_opt = {}, {}, {}, [], None

@@ -15,7 +15,7 @@ from upload_server import TOKEN, Repository
 pytest_plugins = ["sharing_fixtures"]
 
 
-# ---- what is taken out ------------------------------------------------------------------------------------------------
+# ---- what is taken out ----------------------------------------------------------------------------------------------
 
 
 def test_nothing_private_arrives_and_the_model_is_the_same(finished_run, hub, push, tmp_path):
@@ -136,7 +136,8 @@ def test_a_password_in_a_run_file_is_taken_out_of_the_records(finished_run, push
 
 
 def test_a_nemo_configuration_keeps_what_nemo_needs(tiny_model, tmp_path):
-    """Whatever a user's or NVIDIA's configuration holds of paths goes; tokens with slashes, interpolations and numbers stay."""
+    """Whatever a user's or NVIDIA's configuration holds of paths goes; tokens with slashes, interpolations and numbers
+    stay."""
     import io
 
     from omegaconf import OmegaConf
@@ -180,7 +181,7 @@ def test_a_nemo_configuration_keeps_what_nemo_needs(tiny_model, tmp_path):
     assert b"alice" not in (tmp_path / "clean.nemo").read_bytes()
 
 
-# ---- the card ---------------------------------------------------------------------------------------------------------
+# ---- the card -------------------------------------------------------------------------------------------------------
 
 
 def test_the_card_is_read_by_the_hubs_own_loader_and_says_what_the_run_measured(finished_run, push):
@@ -337,7 +338,7 @@ def test_an_unfinished_run_and_one_that_kept_the_base_say_so(finished_run, push,
     assert "| all | 16 |" in text
 
 
-# ---- licences ---------------------------------------------------------------------------------------------------------
+# ---- licences -------------------------------------------------------------------------------------------------------
 
 
 def test_the_licence_comes_from_the_card_beside_the_base_or_from_the_hub(finished_run, hub, push, tmp_path):

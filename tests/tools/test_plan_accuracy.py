@@ -1,7 +1,8 @@
-"""What the plan predicts against the account of real steps on the CPU: three layouts, eight ways to train, batches drawn at test time.
+"""What the plan predicts against the account of real steps on the CPU: three layouts, eight ways to train, batches
+drawn at test time.
 
-Predictions are made as a plan makes them: followed with other numbers of clips and other lengths than those that are predicted, and for
-the deep layout with fewer layers. PLAN_ACCURACY_SEED repeats a draw that failed.
+Predictions are made as a plan makes them: followed with other numbers of clips and other lengths than those that are
+predicted, and for the deep layout with fewer layers. PLAN_ACCURACY_SEED repeats a draw that failed.
 """
 
 import math
@@ -168,7 +169,8 @@ def test_predicted_memory_is_that_of_real_steps(name, tmp_path, process_group):
     file.write_text(yaml.safe_dump(LAYOUTS[name]()), encoding="utf-8")
     run = tmp_path / "RUN.yaml"
     sections = {
-        # Of the loss's blocks the fullest is followed, where a real one leaves cells out: small beside all else, as in large models.
+        # Of the loss's blocks the fullest is followed, where a real one leaves cells out: small beside all else, as in
+        # large models.
         "model": {"name": str(file), "tokenizer": str(TOKENIZER), "joint_memory_budget": 8},
         "data": {"train": "train.jsonl"},
         "training": {"output_dir": str(tmp_path / "run")},

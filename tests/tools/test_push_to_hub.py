@@ -18,7 +18,7 @@ from upload_server import TOKEN, UploadHub, serve_uploads
 pytest_plugins = ["sharing_fixtures"]
 
 
-# ---- the dry run ------------------------------------------------------------------------------------------------------
+# ---- the dry run ----------------------------------------------------------------------------------------------------
 
 
 def test_a_dry_run_asks_nobody_and_its_line_uploads_what_it_showed(finished_run, hub, push):
@@ -46,7 +46,7 @@ def test_a_dry_run_asks_nobody_and_its_line_uploads_what_it_showed(finished_run,
     assert any(asked.startswith("PUT /storage/") for asked in hub.asked)
 
 
-# ---- the upload -------------------------------------------------------------------------------------------------------
+# ---- the upload -----------------------------------------------------------------------------------------------------
 
 
 ARGUMENTS = ("--base-licence", "cc-by-4.0", "--yes")

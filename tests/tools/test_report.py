@@ -347,7 +347,8 @@ def browser() -> Iterator[Any]:
     if found is None:
         if os.environ.get("CI"):
             pytest.fail(
-                "no chromium, chromium-browser or google-chrome on this machine; install one (apt-get install chromium)"
+                "no chromium, chromium-browser or google-chrome on this machine; install one (apt-get install "
+                "chromium)"
             )
         pytest.skip("no chromium, chromium-browser or google-chrome on this machine")
     with sync_playwright() as playwright:
@@ -417,7 +418,8 @@ def test_the_worst_clips_play(done, opened):
     page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
     assert page.locator("audio").count() == len(clips)
     lengths = page.evaluate(
-        """() => Promise.all([...document.querySelectorAll('audio')].slice(0, 3).map(audio => new Promise((resolve, reject) => {
+        """() => Promise.all([...document.querySelectorAll('audio')].slice(0, 3).map(audio => new Promise((resolve,
+        reject) => {
             audio.onloadedmetadata = () => resolve(audio.duration);
             audio.onerror = () => reject(audio.error.message);
             audio.load();
@@ -458,7 +460,8 @@ def test_on_a_phone_by_keyboard_and_without_javascript(done, opened):
     levels = [int(level) for level in re.findall(r"- heading .*\[level=(\d)\]", snapshot)]
     assert all(following <= level + 1 for level, following in itertools.pairwise(levels))
     assert plain.evaluate(
-        "[...document.querySelectorAll('[id]')].length == new Set([...document.querySelectorAll('[id]')].map(e => e.id)).size"
+        "[...document.querySelectorAll('[id]')].length == new Set([...document.querySelectorAll('[id]')].map(e => "
+        "e.id)).size"
     )
     assert plain.locator("audio:not([aria-label]), .plot:not([aria-label])").count() == 0
 

@@ -168,7 +168,8 @@ def test_a_cue_has_lines_of_like_length_and_stays_a_second_where_it_can() -> Non
     timed = [{"word": w, "start": i * 0.1, "end": i * 0.1 + 0.1} for i, w in enumerate(words)]
     timed += [{"word": "yes.", "start": 1.8, "end": 1.9}, {"word": "no.", "start": 2.2, "end": 2.3}]
     assert srt(cues_of(timed)) == (
-        "1\n00:00:00,000 --> 00:00:01,700\nhere are so many words that one line of\nforty two characters is too short for it\n\n"
+        "1\n00:00:00,000 --> 00:00:01,700\nhere are so many words that one line of\nforty two characters is too short "
+        "for it\n\n"
         "2\n00:00:01,800 --> 00:00:02,200\nyes.\n\n"
         "3\n00:00:02,200 --> 00:00:03,200\nno.\n\n"
     )

@@ -162,7 +162,8 @@ def test_two_ddp_processes_equal_one_with_the_same_global_batch(run_train, tiny_
 
 
 def test_uneven_ranks_do_not_hang_and_lose_nothing(tiny_run, clips, tmp_path):
-    """One rank has a tar file of 1,000 clips, the other one of 37; every clip comes once an epoch, and the short rank is named.
+    """One rank has a tar file of 1,000 clips, the other one of 37; every clip comes once an epoch, and the short rank
+    is named.
 
     Started through run_training.sh.
     """

@@ -1,4 +1,5 @@
-"""Steps and weights that are not finite: what is skipped, what is told of it, what ends a run, and what is never saved."""
+"""Steps and weights that are not finite: what is skipped, what is told of it, what ends a run, and what is never
+saved."""
 
 import math
 import shutil
@@ -175,8 +176,8 @@ def test_a_base_model_that_is_not_finite_is_refused(run_train, tiny_run, tiny_mo
 
 @pytest.fixture
 def scaled(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """`scaled(first)`: fp16's loss scaling, begun there, as on a GPU. A CPU has no LSTM in float16, so it computes in float32, in which a
-    scale near 2 ** 127 overflows as 2 ** 16 does in float16."""
+    """`scaled(first)`: fp16's loss scaling, begun there, as on a GPU. A CPU has no LSTM in float16, so it computes in
+    float32, in which a scale near 2 ** 127 overflows as 2 ** 16 does in float16."""
     from accelerate.utils import AutocastKwargs
 
     from finetune.training import run

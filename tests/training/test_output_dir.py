@@ -1,4 +1,5 @@
-"""What a run finds in its output directory, in its checkpoints and under model.name, and what it leaves there when it fails."""
+"""What a run finds in its output directory, in its checkpoints and under model.name, and what it leaves there when it
+fails."""
 
 import json
 import multiprocessing

@@ -47,7 +47,8 @@ def compare(unbroken: Path, resumed: Path) -> None:
 
 
 def kill_behind_step(arguments: list[str], run: Path, step: int) -> None:
-    """Starts the training as a user would, and sends SIGKILL once `step` is done and the checkpoint before it is there."""
+    """Starts the training as a user would, and sends SIGKILL once `step` is done and the checkpoint before it is
+    there."""
     said = run.with_name("said.txt")
     last = step - step % TRAINING["save_steps"]
     awaited = run / "checkpoints" / f"step-{last - TRAINING['save_steps'] * (last == step):08d}"
@@ -57,7 +58,8 @@ def kill_behind_step(arguments: list[str], run: Path, step: int) -> None:
             stdout=output,
             stderr=output,
             start_new_session=True,
-            # It waits before the next step for as long as it takes to see the checkpoint; a later one may be half written.
+            # It waits before the next step for as long as it takes to see the checkpoint; a later one may be half
+            # written.
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "FAULT": f"0:{step + 1}:hang"},
         )
     deadline = time.monotonic() + 900

@@ -28,7 +28,8 @@ def clips_of(folder: Path) -> set[str]:
 
 
 def test_a_plan_from_end_to_end(failed: Any, tiny_run: Any, tmp_path: Path) -> None:
-    """Three stages in one command; stopped behind the second, the plan goes on with the third; one alone is refused before its turn."""
+    """Three stages in one command; stopped behind the second, the plan goes on with the third; one alone is refused
+    before its turn."""
     training = {
         "max_steps": -1,
         "num_train_epochs": 1,
