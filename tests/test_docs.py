@@ -106,7 +106,7 @@ def test_commands_of_a_page_and_their_options_exist(page):
 
     modules = {module: name for name, (module, _) in COMMANDS.items()}
     text = page.read_text(encoding="utf-8")
-    for start, rest in re.findall(r"(parakeet-finetune [\w-]+|python -m finetune\.\w+)((?:[^\n`]|\\\n)*)", text):
+    for start, rest in re.findall(r"(parakeet-finetune [a-z][\w-]*|python -m finetune\.\w+)((?:[^\n`]|\\\n)*)", text):
         word = start.split()[-1]
         name = modules.get(word, word)
         if name in ("COMMAND", "NAME", "completion", "finetune.NAME"):
