@@ -16,10 +16,11 @@ from finetune import plan
 from finetune.config.load import load_config
 from finetune.paths import strategy_names
 from finetune.tools.planning import cache, memory
+from finetune.tools.planning.dataset import Data
 from finetune.tools.planning.engines import Engine
 from finetune.tools.planning.gpus import GIB, card_named, card_with_memory
 from finetune.tools.planning.layout import read_layout
-from finetune.tools.planning.prediction import Data, Predictor, Row, recommend
+from finetune.tools.planning.prediction import Predictor, Row, recommend
 
 LONGEST = 1.5  # seconds; as the clips of the fixture
 
@@ -83,7 +84,7 @@ def test_the_plan_has_every_strategy_and_says_what_to_type(planned, plan_folder,
     assert found["recommended"] == "adamw"
     said = capsys.readouterr().out
     run = plan_folder / "RUN.yaml"
-    assert f"accelerate launch finetune/train.py --config {run} --strategy adamw\n" in said
+    assert f"accelerate launch --quiet finetune/train.py --config {run} --strategy adamw\n" in said
     assert "not measured" in said
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 20_000
@@ -181,10 +182,10 @@ def test_a_cache_that_cannot_be_written_is_done_without(tiny_memory, tmp_path, m
     file = tmp_path / "file"
     file.write_text("no folder")
     monkeypatch.setenv("PARAKEET_FINETUNE_CACHE", str(file))
-    cache.keep("key", tiny_memory)
+    cache.store("key", tiny_memory)
     assert cache.find("key") is None
     monkeypatch.setenv("PARAKEET_FINETUNE_CACHE", str(tmp_path / "folder"))
-    cache.keep("key", tiny_memory)
+    cache.store("key", tiny_memory)
     assert cache.find("key").at(3, 1.0) == tiny_memory.at(3, 1.0)
     (tmp_path / "folder" / "plan" / "key.json").write_text("{}")
     assert cache.find("key") is None

@@ -17,12 +17,13 @@ import yaml
 from conftest import LAYOUT, TOKENIZER, _random_state_kept
 
 from finetune.config.load import load_config
+from finetune.tools.planning.dataset import Data
 from finetune.tools.planning.engines import Engine
 from finetune.tools.planning.follow import Follower, Kind
 from finetune.tools.planning.gpus import card_here
 from finetune.tools.planning.layout import read_layout
 from finetune.tools.planning.memory import FOLLOWED_WHOLE, measure
-from finetune.tools.planning.prediction import Data, Predictor
+from finetune.tools.planning.prediction import Predictor
 
 BOUND = 0.05
 RATE = 16_000

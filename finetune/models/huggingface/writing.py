@@ -35,8 +35,6 @@ from finetune.models.sentencepiece_model import parse
 
 log = logging.getLogger(__name__)
 
-DTYPES = ("float32", "bfloat16", "float16")
-
 
 def check_expressible(nemo: NemoFile) -> None:
     """Refuse a model that transformers' ParakeetForTDT cannot express.

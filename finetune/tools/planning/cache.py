@@ -1,4 +1,4 @@
-"""What was followed once is kept: following depends on the layout, the options and the code alone."""
+"""Steps that were followed are cached: they depend on the layout, the options and the code alone."""
 
 import functools
 import hashlib
@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -24,7 +23,8 @@ from finetune.tools.planning.memory import Step, StepMemory, measure
 
 log = logging.getLogger(__name__)
 
-REFUSED = "refused: "  # the layout and the options do not go together, which another try does not change
+REFUSED = "refused: "  # layout and options do not go together, which is cached too
+WITHOUT_EFFECT = {"name", "tokenizer", "adapter", "spec_augment", "sigma", "omega", "activation_offload"}
 FOLLOWED_CODE = ("tools/planning", "losses", "strategies", "models")
 
 
@@ -37,36 +37,26 @@ def cache_folder() -> Path:
 
 @functools.cache
 def _code() -> str:
-    """Of everything that a followed step goes through."""
+    """Digest of everything that a followed step passes through."""
     digest = hashlib.sha256()
     for package in ("torch", "nemo_toolkit"):
         digest.update(f"{package} {metadata.version(package)}".encode())
     for folder in FOLLOWED_CODE:
-        for file in sorted((ROOT / "finetune" / folder).glob("*.py")):
+        for file in sorted((ROOT / "finetune" / folder).rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
 def key_of(layout: Layout, kind: Kind, lengths: list[float], tokens_a_second: float) -> str:
-    """Says by what a result is determined."""
-    options = kind.options.model_dump()
-    for name in (
-        "name",
-        "tokenizer",
-        "adapter",
-        "spec_augment",
-        "sigma",
-        "omega",
-        "activation_offload",
-    ):  # no effect on what is followed
-        options.pop(name, None)
+    """Digest of all that a result depends on."""
+    options = kind.options.model_dump(exclude=WITHOUT_EFFECT)
     what = [_code(), OmegaConf.to_container(layout.model), layout.layers, layout.tokens, options]
     what += [kind.precision, kind.releases, kind.cuda, lengths, tokens_a_second]
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def find(key: str) -> StepMemory | str | None:
-    """A result of an earlier time."""
+    """Return a cached result."""
     try:
         found = json.loads((cache_folder() / "plan" / f"{key}.json").read_text(encoding="utf-8"))
         if isinstance(found, str):
@@ -76,8 +66,8 @@ def find(key: str) -> StepMemory | str | None:
         return None
 
 
-def keep(key: str, memory: StepMemory | str) -> None:
-    """Keeps a result; a folder that cannot be written is done without."""
+def store(key: str, memory: StepMemory | str) -> None:
+    """Cache a result, if the folder can be written."""
     file = cache_folder() / "plan" / f"{key}.json"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -95,10 +85,13 @@ def follow_all(
     tokens_a_second: float,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> dict[str, StepMemory | str]:
-    """Memory of each kind by its key, or why it cannot be followed; the missing ones are followed side by side.
+    """Return the memory of each kind by its key, or why it cannot be followed; follow the missing ones in parallel.
 
     Args:
-        progress: told how many of how many are done.
+        layout: the model's.
+        kinds: what is trained how.
+        lengths, tokens_a_second: of the clips and texts, as in `memory.measure`.
+        progress: called with the number of kinds that are done, and of all.
     """
     by_key = {key_of(layout, kind, lengths, tokens_a_second): kind for kind in kinds}
     found: dict[str, StepMemory | str] = {key: memory for key in by_key if (memory := find(key)) is not None}
@@ -108,7 +101,7 @@ def follow_all(
     if workers > 1 and not torch.cuda.is_initialized():
         from finetune.models.nemo import import_nemo
 
-        import_nemo()  # once, before the processes part
+        import_nemo()  # once, before the processes fork
         shares = [[(key, by_key[key]) for key in missing[i::workers]] for i in range(workers)]
         context = multiprocessing.get_context("fork")
         results = context.Queue()
@@ -125,7 +118,7 @@ def follow_all(
             except queue.Empty:
                 if alive:
                     continue
-                break  # one was killed, by the kernel for its memory most likely
+                break  # one was killed, most likely for its memory
             found[key] = result
             done += 1
             progress(done, len(missing))
@@ -133,22 +126,27 @@ def follow_all(
             found.setdefault(key, "the process that followed it was killed (is there memory enough on this machine?)")
         for process in processes:
             process.join()
-    else:
-        follower = Follower(layout) if missing else None
+    elif missing:
+        follower = Follower(layout)
         for done, key in enumerate(missing):
             found[key] = _follow(follower, by_key[key], lengths, tokens_a_second)
             progress(done + 1, len(missing))
     for key in missing:
-        if isinstance(found[key], StepMemory) or found[key].startswith(REFUSED):
-            keep(key, found[key])
+        memory = found[key]
+        if isinstance(memory, StepMemory) or memory.startswith(REFUSED):
+            store(key, memory)
     return found
 
 
 def _work(
-    layout: Layout, share: list[tuple[str, Kind]], lengths: list[float], tokens_a_second: float, results: Any
+    layout: Layout,
+    share: list[tuple[str, Kind]],
+    lengths: list[float],
+    tokens_a_second: float,
+    results: "multiprocessing.Queue[tuple[str, StepMemory | str]]",
 ) -> None:
     torch.set_num_threads(1)
-    follower: Any = None
+    follower: Follower | None = None
     for key, kind in share:
         try:
             follower = follower or Follower(layout)

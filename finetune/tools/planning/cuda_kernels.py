@@ -1,6 +1,7 @@
 """What a GPU's kernels keep where they differ from the CPU's, for a step that is followed on fake CPU tensors.
 
-Masks of dropout take a byte an element, CUDA's autocast leaves norms and softmax in float32, and an LSTM is one kernel.
+Masks of dropout take a byte an element, CUDA's autocast leaves norms and softmax in float32, and an LSTM is one
+kernel.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,16 +1,14 @@
 """What DDP, FSDP2 and ZeRO share out over the GPUs, put on top of a followed step.
 
-A step on one GPU is followed; how an engine cuts weights, gradients and states up, and which buffers it keeps, is computed here from its
-own settings. Shape of the sums: docs/plan.md.
+A step on one GPU is followed; how an engine cuts weights, gradients and states up, and which buffers it keeps, is
+computed here from its own settings. Shape of the sums: docs/plan.md.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from finetune.errors import UserError
 from finetune.security.documents import read_json_object
-from finetune.strategies.strategy import engine_with
+from finetune.strategies.strategy import Strategy, engine_with
 from finetune.tools.planning.follow import Parts
 from finetune.tools.planning.memory import Step
 
@@ -47,7 +45,7 @@ class Engine:
     """An engine with its settings."""
 
     name: str
-    """As `accelerate_files.Strategy.engine`."""
+    """As `finetune.strategies.strategy.Strategy.engine`."""
     processes: int
     shards: int
     """Processes that share one copy of what is cut up (fewer than all under hybrid sharding)."""
@@ -56,16 +54,16 @@ class Engine:
     buckets: int = 0
 
 
-def engine_of(strategy: Any, processes: int) -> Engine:
+def engine_of(strategy: Strategy, processes: int) -> Engine:
     """The engine of a strategy.
 
     Args:
-        strategy: `accelerate_files.Strategy`.
+        strategy: `finetune.strategies.strategy.Strategy`.
         processes: GPUs.
     """
     name = engine_with(strategy.engine, processes)
-    if name.startswith("deepspeed"):
-        zero = read_json_object(Path(strategy.deepspeed_config), "--deepspeed").get("zero_optimization", {})
+    if name.startswith("deepspeed") and strategy.deepspeed_config is not None:
+        zero = read_json_object(strategy.deepspeed_config, "--deepspeed").get("zero_optimization", {})
         bucket = zero.get("reduce_bucket_size", 500_000_000)
         try:
             bucket = 500_000_000 if bucket == "auto" else int(bucket)

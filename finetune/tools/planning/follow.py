@@ -33,7 +33,7 @@ from finetune.tools.planning.worst_case import worst_case
 Parts = dict[str, float]
 """Bytes of parameters, weight_copies (of autocast), gradients, weight_gradients (not yet complete), encoder
 (activations), joint (and prediction network and loss), temporary."""
-WORK = ("flops_16", "flops_32", "bytes", "launches")
+WORK: tuple[str, ...] = ("flops_16", "flops_32", "bytes", "launches")
 COSTS_NOTHING = {
     torch.ops.aten.empty,
     torch.ops.aten.empty_like,
@@ -136,7 +136,9 @@ class PhaseAccount(TensorAccount):
 
 
 def _with_workspace(func: OpOverload, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    """An LSTM layer on the CPU with oneDNN's workspace for backward, which fake tensors leave out: a real layer tells."""
+    """An LSTM layer on the CPU with oneDNN's workspace for backward, which fake tensors leave out: a real layer
+    tells.
+    """
     *outputs, workspace = func(*args)
     with unset_fake_temporarily():
         real = [torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x for x in args]
@@ -278,7 +280,9 @@ class Follower:
 
     @staticmethod
     def _marks(account: PhaseAccount, model: Skeleton) -> list[RemovableHandle]:
-        """Register hooks where phases begin: forward and backward of each layer, and the end of the encoder's forward."""
+        """Register hooks where phases begin: forward and backward of each layer, and the end of the encoder's
+        forward.
+        """
 
         def enter_at_gradient(tensor: torch.Tensor, name: str) -> None:
             if tensor.requires_grad:

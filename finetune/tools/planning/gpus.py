@@ -1,4 +1,6 @@
-"""Cards by name: memory and published rates (the makers' data sheets, dense matrix products, 16-bit factors summed in 32 bits)."""
+"""Cards by name: memory and published rates (the makers' data sheets, dense matrix products, 16-bit factors summed in
+32 bits).
+"""
 
 import re
 from dataclasses import dataclass
@@ -39,7 +41,8 @@ class Card:
 
 
 # name: GiB that programs see (about), TFLOP/s in 16 bits, TFLOP/s in 32 bits, GB/s, GB/s between cards, has bf16
-_CARDS = {
+Rates = tuple[float, float, float, float, float, bool]
+_CARDS: dict[str, Rates] = {
     "t4": (14.6, 65, 8.1, 320, 12, False),
     "v100-16gb": (15.8, 125, 15.7, 900, 130, False),
     "v100-32gb": (31.7, 125, 15.7, 900, 130, False),
@@ -83,10 +86,16 @@ def card_named(name: str) -> Card:
         raise UserError(f"--gpu: {name} may be {' or '.join(found)}; give one of them.")
     if not found:
         raise UserError(
-            f"--gpu: {name} is not in the list: {', '.join(_CARDS)}. Give its memory instead, such as --gpu-memory 24GB."
+            f"--gpu: {name} is not in the list: {', '.join(_CARDS)}. Give its memory instead, such as --gpu-memory "
+            "24GB."
         )
-    gib, flops_16, flops_32, bandwidth, link, bf16 = _CARDS[found[0]]
-    return Card(found[0], gib * GIB, flops_16 * 1e12, flops_32 * 1e12, bandwidth * 1e9, link * 1e9, bf16)
+    gib, *_, bf16 = rates = _CARDS[found[0]]
+    return _card(found[0], gib * GIB, rates, bf16)
+
+
+def _card(name: str, memory: float, rates: Rates, bf16: bool) -> Card:
+    _, flops_16, flops_32, bandwidth, link, _ = rates
+    return Card(name, memory, flops_16 * 1e12, flops_32 * 1e12, bandwidth * 1e9, link * 1e9, bf16)
 
 
 def card_with_memory(text: str) -> Card:
@@ -103,7 +112,7 @@ def card_with_memory(text: str) -> Card:
     return Card(f"a GPU of {size:g} {match[2] or 'GB'}", memory, None, None, None, 12e9)
 
 
-def rates_of(name: str, memory: float) -> tuple[float, ...] | None:
+def rates_of(name: str, memory: float) -> Rates | None:
     """Row of the table for a card that names itself, such as "NVIDIA A100-SXM4-80GB"; None where it is not in there.
 
     Args:
@@ -120,13 +129,8 @@ def card_here() -> Card:
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         rates = rates_of(properties.name, properties.total_memory)
-        return Card(
-            properties.name,
-            properties.total_memory,
-            rates and rates[1] * 1e12,
-            rates and rates[2] * 1e12,
-            rates and rates[3] * 1e9,
-            rates[4] * 1e9 if rates else 12e9,
-            torch.cuda.is_bf16_supported(),
-        )
+        bf16 = torch.cuda.is_bf16_supported()
+        if rates is None:
+            return Card(properties.name, properties.total_memory, None, None, None, 12e9, bf16)
+        return _card(properties.name, properties.total_memory, rates, bf16)
     return Card("the processor of this machine", psutil.virtual_memory().total, None, None, None, 5e9, is_gpu=False)

@@ -1,14 +1,15 @@
 """A transducer's layout at a chosen depth, without its weights: what a training step is followed on.
 
-The layout comes from a NeMo model YAML, from the configuration inside of a .nemo, from a Hugging Face directory, or for hub names
-that this project ships a layout of or whose Hugging Face files were downloaded, from that. No weights are read and nothing is fetched.
+The layout comes from a NeMo model YAML, from the configuration inside of a .nemo, from a Hugging Face directory, or
+for hub names that this project ships a layout of or whose Hugging Face files were downloaded, from that. No weights
+are read and nothing is fetched.
 """
 
 import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -21,6 +22,7 @@ from finetune.models.huggingface.reading import cached_file, is_hugging_face, ne
 from finetune.models.loading import is_tokenizer, read_tokenizer
 from finetune.models.nemo import import_nemo
 from finetune.models.nemo_archive import NOT_BUILT, check_model_config, read_config
+from finetune.models.protocols import Decoding, Transducer
 from finetune.models.sentencepiece_model import parse
 from finetune.paths import ROOT
 from finetune.security.documents import read_settings, resolved
@@ -104,7 +106,8 @@ def read_layout(name: str, tokenizer: str | None = None) -> Layout:
         return _of_hugging_face(name, downloaded.parent)
     raise UserError(
         f"model.name: {name} is no .nemo file, run directory, Hugging Face directory or NeMo model YAML here, and no "
-        f"hub name whose layout is known ({', '.join(KNOWN)}). Give the model's .nemo file, or the NeMo model YAML that it was made from."
+        f"hub name whose layout is known ({', '.join(KNOWN)}). Give the model's .nemo file, or the NeMo model YAML "
+        "that it was made from."
     )
 
 
@@ -146,7 +149,8 @@ def _of_config(name: str, values: dict[str, Any], tokens: int, guessed: str = ""
         raise UserError(f"model.name: {name} is no layout of a Conformer transducer: {error}") from error
     if root.model.encoder.get("global_tokens"):
         raise UserError(
-            f"model.name: {name} attends globally to some frames (encoder.global_tokens), which are looked up by value: "
+            f"model.name: {name} attends globally to some frames (encoder.global_tokens), which are looked up by "
+            "value: "
             "a step cannot be followed without values. Measure one: finetune/train.py --dry-run."
         )
     if tokens < 1:
@@ -154,7 +158,7 @@ def _of_config(name: str, values: dict[str, Any], tokens: int, guessed: str = ""
     return Layout(name, root.model, tokens, guessed)
 
 
-class Skeleton(torch.nn.Module):
+class Skeleton(Transducer, torch.nn.Module):
     """NeMo's encoder, prediction network and joint with random weights, under the names that a NeMo model gives them.
 
     The encoder has one Conformer layer; `deepen` makes more.
@@ -178,7 +182,7 @@ class Skeleton(torch.nn.Module):
         self.decoder = make(cfg.decoder)
         self.joint = make(cfg.joint)
         self.spec_augmentation = None
-        self.decoding = SimpleNamespace(decoding=None)  # a step decodes nothing
+        self.decoding = cast("Decoding", SimpleNamespace(decoding=None))  # a step decodes nothing
         self.frozen_modules: list[torch.nn.Module] = []
         self.encoder.sync_max_audio_length = False
 

@@ -1,9 +1,9 @@
 """From steps followed at a small depth and one batch size to the memory of the whole model with any batch.
 
-A Conformer layer stores as much as the next, so a step is followed with a few layers and the others are put in: what a layer adds to
-each phase is read off between two of them. In the batch, activations grow in proportion to the clips, weights not at all, and the loss
-by its lattices beside a block of fixed size. In the length of the clips, everything is a polynomial of second degree (attention).
-Each is exact but for rounding of lengths.
+A Conformer layer stores as much as the next, so a step is followed with a few layers and the others are put in: what a
+layer adds to each phase is read off between two of them. In the batch, activations grow in proportion to the clips,
+weights not at all, and the loss by its lattices beside a block of fixed size. In the length of the clips, everything
+is a polynomial of second degree (attention). Each is exact but for rounding of lengths.
 """
 
 import re
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from finetune.tools.planning.follow import WORK, Follower, Kind, Parts, Phase
-from finetune.tools.planning.optimizer_memory import StateBytes, state_bytes
+from finetune.tools.planning.optimizer_memory import ParameterShape, StateBytes, state_bytes
 
 GROWS_WITH_CLIPS = ("encoder", "temporary", *WORK)
 # Deeper models are followed with a few layers.
@@ -38,7 +38,9 @@ class Step:
 
 
 def depth_to_follow(kind: Kind, layers: int) -> int:
-    """How many layers show what every layer does: two of each kind, and all that are trained where others are frozen."""
+    """How many layers show what every layer does: two of each kind, and all that are trained where others are
+    frozen.
+    """
     m = kind.options
     period = m.gradient_checkpointing_every if m.gradient_checkpointing else 1
     trained = m.unfreeze_encoder_layers if m.freeze_encoder else 0
@@ -81,7 +83,7 @@ def _with_all_layers(phases: list[Phase], follower: Follower, kind: Kind, depth:
     freed = difference(backward(after - 1), lower, lambda p: p.held)
     gradients = -freed.get("gradients", 0.0)
     held_by_graph = {n: freed.get(n, 0.0) for n in ("encoder", "weight_copies")}
-    work = dict.fromkeys(WORK, 0.0)
+    work: Parts = dict.fromkeys(WORK, 0.0)
     for phase in phases:
         for n, amount in phase.work.items():
             work[n] += amount
@@ -127,7 +129,7 @@ class StepMemory:
     """Bytes that a clip of the second length adds to the loss, by phase; the rest is of a fixed size."""
     weights: dict[str, float]
     """Bytes `parameters`, `trained`, `layer`, and `trained_elements`."""
-    shapes: list[tuple[tuple[int, ...], str, bool, int]]
+    shapes: list[ParameterShape]
     """Shape, type, whether it is an embedding, and how often, of the trained parameters."""
     block_seconds: float = 0.0
     """Seconds of audio times tokens, with the end of the text, whose lattice fills a block of the loss."""
@@ -151,7 +153,7 @@ class StepMemory:
             found = []
             for name, *parts_at in zip(names, *(choose(step) for step in self.steps)):
                 kinds = {n for parts in parts_at for n in parts}
-                parts = {n: sum(w * p.get(n, 0.0) for w, p in zip(shares, parts_at)) for n in kinds}
+                parts: Parts = {n: sum(w * p.get(n, 0.0) for w, p in zip(shares, parts_at)) for n in kinds}
                 for n in GROWS_WITH_CLIPS:
                     if n in parts:
                         parts[n] *= clips / CLIPS
@@ -214,13 +216,13 @@ def measure(follower: Follower, kind: Kind, layers: int, lengths: list[float], t
     return StepMemory(lengths, tokens_a_second, steps, follower.loss_slopes[key], weights, shapes, block_seconds)
 
 
-def _weights_and_shapes(follower: Follower, kind: Kind, layers: int) -> tuple[dict[str, float], list[Any]]:
+def _weights_and_shapes(follower: Follower, kind: Kind, layers: int) -> tuple[dict[str, float], list[ParameterShape]]:
     """Of the whole model."""
     depth = depth_to_follow(kind, layers)
     period = kind.options.gradient_checkpointing_every if kind.options.gradient_checkpointing else 1
     repeated = range(period, 2 * period) if layers > depth else range(0)
-    weights = dict.fromkeys(("parameters", "trained", "trained_elements", "layer"), 0.0)
-    shapes: dict[tuple[Any, ...], float] = {}
+    weights: dict[str, float] = dict.fromkeys(("parameters", "trained", "trained_elements", "layer"), 0.0)
+    shapes: dict[tuple[tuple[int, ...], str, bool], float] = {}
     for p in follower.parameters(kind, depth):
         found = re.match(r"encoder\.layers\.(\d+)\.", p.name)
         times = 1.0 + ((layers - depth) / period if found and int(found[1]) in repeated else 0.0)

@@ -13,9 +13,10 @@ from finetune.tools.planning.accounting import TensorAccount
 
 OFFLOADED_FROM = 4096  # elements; torchao's CPUOffloadOptimizer keeps smaller tensors on the GPU
 FLASH_GROUP = 32  # elements that share a scale of two bytes in flashoptim's states
+ParameterShape = tuple[tuple[int, ...], str, bool, int]
+"""Shape, type, whether it is an embedding, and how many such parameters there are."""
 
-
-# Optimizers whose step takes memory beside states and gradients that counts.
+# Optimizers whose step needs memory that counts, beside states and gradients.
 STEPS_FOLLOWED = ("adamw_foreach", "adamw_loop")
 
 
@@ -44,7 +45,8 @@ def state_bytes(
 def _state_bytes(name: str, args: str, shape: tuple[int, ...], dtype: torch.dtype, embedding: bool) -> StateBytes:
     elements = torch.Size(shape).numel()
     if name.startswith("flash"):
-        # Its states are made by GPU kernels: two moments in 8 bits, a scale for each group, a byte that continues a 16-bit weight.
+        # Its states are made by GPU kernels: two moments in 8 bits, a scale for each group, a byte that continues a
+        # 16-bit weight.
         groups = -(-elements // FLASH_GROUP)
         return StateBytes(2 * (elements + 2 * groups) + (elements if dtype != torch.float32 else 0), 8)
     if name.startswith("cpu_offload"):
@@ -61,10 +63,8 @@ def _measured(name: str, args: str, shape: tuple[int, ...], dtype: torch.dtype, 
     group = {"params": [parameter], "lr": 1e-3, "weight_decay": 0.0, "embedding": embedding}
     optimizer = build_optimizer("adamw" if name == "adamw_compiled" else name, [group], json.loads(args))
     if name in TORCHAO:
-        if hasattr(optimizer, "_new_buffer"):
-            moments = {n: optimizer._new_buffer(parameter, n == "exp_avg") for n in ("exp_avg", "exp_avg_sq")}
-        else:
-            moments = {n: torch.zeros_like(parameter) for n in ("exp_avg", "exp_avg_sq")}
+        zeros = getattr(optimizer, "_new_buffer", lambda like, signed: torch.zeros_like(like))
+        moments = {n: zeros(parameter, n == "exp_avg") for n in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
     else:
         parameter.grad = torch.zeros_like(parameter)
@@ -72,7 +72,7 @@ def _measured(name: str, args: str, shape: tuple[int, ...], dtype: torch.dtype, 
     return sum(tensor.untyped_storage().nbytes() for tensor in state_tensors(optimizer))
 
 
-def step_bytes(name: str, shapes: list[tuple[tuple[int, ...], str, bool, int]]) -> int:
+def step_bytes(name: str, shapes: list[ParameterShape]) -> int:
     """Most bytes that a step holds at once beside weights, gradients and states: followed on fake tensors.
 
     Args:
@@ -88,12 +88,13 @@ def step_bytes(name: str, shapes: list[tuple[tuple[int, ...], str, bool, int]]) 
             for _ in range(times if name == "adamw_foreach" else 1)  # the loop lets one go before the next
         ]
         optimizer = build_optimizer(name, [{"params": parameters, "lr": 1e-3, "weight_decay": 0.01}], {})
-        for p in parameters:
-            p.grad = torch.empty_like(p)
+        gradients = [torch.empty_like(p) for p in parameters]
+        for p, gradient in zip(parameters, gradients):
+            p.grad = gradient
         optimizer.step()
         with TensorAccount() as account:
-            for p in parameters:
-                account.add([p.detach(), p.grad, *optimizer.state[p].values()], "parameters")
+            states = [x for state in optimizer.state.values() for x in state.values()]
+            account.add([*(p.detach() for p in parameters), *gradients, *states], "parameters")
             before = account.total
             optimizer.step()
     return account.peak - before

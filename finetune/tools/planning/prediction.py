@@ -5,18 +5,20 @@ import logging
 import math
 import shlex
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from finetune.config.compatibility import find_conflicts
 from finetune.config.load import load_config
+from finetune.config.schema import RunConfig
 from finetune.data.batching import BatchLimits
 from finetune.errors import UserError
 from finetune.paths import ACCELERATE_CONFIGS, strategy_names
 from finetune.strategies.optimizers import RELEASES_GRADIENTS
 from finetune.strategies.strategy import Strategy, engine_with, resolve_precision, resolve_strategy
 from finetune.tools.planning import cache
+from finetune.tools.planning.dataset import Data
 from finetune.tools.planning.engines import FLOAT, Engine, Weights, engine_of, host_bytes, peak_of_step
 from finetune.tools.planning.follow import Kind, Parts
 from finetune.tools.planning.gpus import GIB, Card
@@ -27,15 +29,25 @@ from finetune.tools.planning.speed import loss_flops, seconds_of_step
 
 log = logging.getLogger(__name__)
 
-TOKENS_A_SECOND = 5.0
 MOST_CLIPS = 4096
 RUN_FILE = "run file alone"
 PARTS = ("parameters", "gradients", "optimizer", "encoder", "joint", "temporary")
-# By how little each costs in time; the first that fits is recommended.
+# The fastest first; the first that fits is recommended.
 ONE_GPU = (
-    "adamw", "adamw_8bit", "recommended", "activation_offload", "recommended_small", "flash_adamw_gradient_release", "cpu_offload_ao",
-    "cpu_offload_gradients_ao", "zero2_offload", "zero3_offload", "lora", "partial_unfreeze", "freeze_encoder",
-)  # fmt: skip
+    "adamw",
+    "adamw_8bit",
+    "recommended",
+    "activation_offload",
+    "recommended_small",
+    "flash_adamw_gradient_release",
+    "cpu_offload_ao",
+    "cpu_offload_gradients_ao",
+    "zero2_offload",
+    "zero3_offload",
+    "lora",
+    "partial_unfreeze",
+    "freeze_encoder",
+)
 SEVERAL_GPUS = (
     "ddp",
     "recommended_multi",
@@ -47,19 +59,6 @@ SEVERAL_GPUS = (
     "zero3_offload",
     "lora",
 )
-
-
-@dataclass(frozen=True)
-class Data:
-    """What is known of the clips."""
-
-    longest: float
-    """Seconds."""
-    mean: float
-    """Seconds."""
-    hours: float | None
-    """Of the whole data set."""
-    tokens_a_second: float = TOKENS_A_SECOND
 
 
 @dataclass
@@ -85,67 +84,50 @@ class Row:
     hours: float | None = None
     """Of one pass over the data."""
     followed: bool = True
-    """The memory was followed as it is; False: followed on one process, and cut up or moved away by rules (docs/plan.md)."""
+    """False: followed on one process, then split up or moved away by rules (docs/plan.md)."""
     command: str = ""
     reason: str = ""
 
 
 class Predictor:
-    """Predictions for one configuration on one kind of card.
+    """Predictions for one configuration, with its strategies, on one kind of card."""
 
-    Args:
-        config: the run's, with its strategies.
-        engine: and its processes.
-        card: on which.
-        data: of the clips.
-        layout: the model's.
-        memory: of its step.
-    """
-
-    def __init__(self, config: Any, engine: Engine, card: Card, data: Data, layout: Layout, memory: StepMemory):
+    def __init__(self, config: RunConfig, engine: Engine, card: Card, data: Data, layout: Layout, memory: StepMemory):
         t, w = config.training, memory.weights
         self.config, self.engine, self.card, self.data = config, engine, card, data
         self.layout, self.memory = layout, memory
         states = optimizer_bytes(memory, t.optimizer, dict(t.optimizer_args))
-        around = w["parameters"] - layout.layers * w["layer"]
+        ema = FLOAT * w["trained_elements"] if t.ema_decay else 0.0
         self.weights = Weights(
-            w["parameters"],
-            w["trained"],
-            w["trained_elements"],
-            w["layer"],
-            around,
-            states.device,
-            states.host,
-            step_bytes(t.optimizer, memory.shapes),
-            **{
-                "ema_on_host" if t.ema_device == "cpu" else "ema": FLOAT * w["trained_elements"]
-                if t.ema_decay
-                else 0.0
-            },
+            parameters=w["parameters"],
+            trained=w["trained"],
+            trained_elements=w["trained_elements"],
+            layer=w["layer"],
+            around_layers=w["parameters"] - layout.layers * w["layer"],
+            optimizer=states.device,
+            optimizer_on_host=states.host,
+            optimizer_step=step_bytes(t.optimizer, memory.shapes),
+            ema=0.0 if t.ema_device == "cpu" else ema,
+            ema_on_host=ema if t.ema_device == "cpu" else 0.0,
         )
         self.accumulates = t.gradient_accumulation_steps > 1
 
     def parts(self, clips: float, seconds: float) -> Parts:
-        """Bytes by part at the peak of a step with so many clips of one length."""
+        """Return the bytes by part at the peak of a step with `clips` clips of one length."""
         step = self.memory.at(clips, seconds)
         parts = peak_of_step(step, self.weights, self.engine, self.accumulates)
         if self.config.model.activation_offload and self.card.is_gpu:
-            # What one layer stores stays; the others' waits on the host.
+            # What one layer stores stays; what the others store waits on the host.
             kept = step.peaks[step.names.index("subsampling forward")].get("encoder", 0.0)
             parts["encoder"] = min(parts.get("encoder", 0.0), kept)
         return parts
 
     def peak(self, clips: float, seconds: float) -> float:
-        """Bytes at the peak."""
+        """Return the bytes at that peak."""
         return sum(self.parts(clips, seconds).values())
 
     def most_clips(self, seconds: float, usable: float | None = None) -> int:
-        """The most clips of one length that fit; 0 where none does.
-
-        Args:
-            seconds: length of each.
-            usable: bytes; None: the card's.
-        """
+        """Return the most clips of one length that fit into `usable` bytes (by default the card's), or 0."""
         usable = self.card.usable if usable is None else usable
         low, high = 0, MOST_CLIPS
         while low < high:
@@ -154,7 +136,7 @@ class Predictor:
         return low
 
     def seconds_of_step(self, clips: float, seconds: float) -> float | None:
-        """Estimated seconds of an optimizer step of such batches."""
+        """Estimate the seconds of an optimizer step of such batches; None where the card's rates are not known."""
         m = self.layout.model
         frames, tokens = seconds / self.layout.seconds_a_frame, self.data.tokens_a_second * seconds
         width = int(m.joint.jointnet.joint_hidden)
@@ -167,14 +149,14 @@ class Predictor:
         return seconds_of_step(step.work, more, batches, self.weights, self.engine, self.card, offloaded)
 
     def clips_of_length(self, seconds: float) -> int:
-        """Clips of the run's own batches where all are of one length."""
+        """Return the clips of the run's own batches where all are of one length."""
         d = self.config.data
         bounds = tuple((float(upto), int(clips)) for upto, clips in d.batch_bounds)
         own = 0 if d.batch_duration or bounds else self.config.training.per_device_train_batch_size
         return BatchLimits(clips=own, seconds=d.batch_duration, bounds=bounds).clips_of_length(seconds)
 
     def worst(self) -> tuple[int, float]:
-        """The run's own batch that needs most: clips, and the seconds of each."""
+        """Return the run's own batch that needs most: clips, and the seconds of each."""
         longest = self.data.longest
         ends = [float(upto) for upto, _ in self.config.data.batch_bounds if upto < longest]
         batches = [(self.clips_of_length(seconds), seconds) for seconds in (longest, *lengths_to_show(longest), *ends)]
@@ -182,17 +164,17 @@ class Predictor:
 
 
 def followed_lengths(longest: float) -> list[float]:
-    """Lengths of clips that steps are followed for, seconds."""
+    """Return the lengths of clips, in seconds, that steps are followed for."""
     return [longest, 0.6 * longest, 0.3 * longest]
 
 
 def lengths_to_show(longest: float) -> list[float]:
-    """Lengths of clips that bounds are given for, seconds."""
+    """Return the lengths of clips, in seconds, that bounds are given for."""
     return [s for s in (2.0, 5.0, 10.0, 15.0, 20.0, 30.0) if s < 0.95 * longest] + [longest]
 
 
 def row_of(name: str, predictor: Predictor, command: str) -> Row:
-    """What a strategy takes."""
+    """Return the figures of a strategy."""
     longest, usable = predictor.data.longest, predictor.card.usable
     clips, length = predictor.worst()
     parts = predictor.parts(clips, length)
@@ -231,16 +213,16 @@ def row_of(name: str, predictor: Predictor, command: str) -> Row:
 def command_for(
     config_file: Path, names: list[str], engine: str, processes: int, overrides: Iterable[str] = ()
 ) -> str:
-    """The line to type."""
-    run = f"finetune/train.py --config {config_file}"
+    """Return the line to type."""
     engines = [n for n in names if engine != "none" and _has_engine(n)]
-    others = "".join(f" --strategy {n}" for n in names if n not in engines)
-    others += "".join(f" {shlex.quote(setting)}" for setting in overrides)
+    words = ["accelerate launch --quiet"]
     if engines:
-        return f"accelerate launch --config_file accelerate_configs/{engines[0]}.yaml --num_processes {processes} {run}{others}"
-    if processes > 1:
-        return f"accelerate launch --multi_gpu --num_processes {processes} {run}{others}"
-    return f"accelerate launch {run}{others}"
+        words.append(f"--config_file accelerate_configs/{engines[0]}.yaml --num_processes {processes}")
+    elif processes > 1:
+        words.append(f"--multi_gpu --num_processes {processes}")
+    words.append(f"finetune/train.py --config {config_file}")
+    words += [f"--strategy {n}" for n in names if n not in engines]
+    return " ".join(words + [shlex.quote(setting) for setting in overrides])
 
 
 def _has_engine(name: str) -> bool:
@@ -254,7 +236,7 @@ class _Wanted:
 
     name: str
     names: list[str]
-    config: Any
+    config: RunConfig
     strategy: Strategy
     kind: Kind
 
@@ -268,7 +250,7 @@ def make_plan(
     data: Data,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[Row]:
-    """A row for each combination of strategies; one that cannot run or be followed has a reason instead of figures.
+    """Return a row for each combination of strategies; one that cannot run or be followed has a reason, no figures.
 
     Args:
         config_file: the run file.
@@ -277,7 +259,7 @@ def make_plan(
         card: the GPU.
         processes: how many of them.
         data: what is known of the clips.
-        progress: told how many of how many kinds of steps have been followed.
+        progress: called with the number of kinds of steps that have been followed, and of all.
 
     Raises:
         UserError: the run file itself cannot be used.
@@ -331,14 +313,14 @@ def _prepare(
     return _Wanted(name, names, config, strategy, kind)
 
 
-def _within(data: Data, config: Any) -> Data:
-    """The data as a strategy that has a `data.max_duration` of its own sees them."""
+def _within(data: Data, config: RunConfig) -> Data:
+    """The data within the `data.max_duration` that a strategy may have of its own."""
     longest = min(data.longest, config.data.max_duration)
-    return Data(longest, min(data.mean, longest), data.hours, data.tokens_a_second)
+    return replace(data, longest=longest, mean=min(data.mean, longest))
 
 
 def recommend(rows: list[Row], card: Card, processes: int) -> tuple[str | None, str]:
-    """The strategy to take and why: the first that fits of those in the order of what they cost in time."""
+    """Return the strategy to take, and why: the first that fits, in the order of speed."""
     by_name = {row.strategy: row for row in rows}
     order = [name for name in (SEVERAL_GPUS if processes > 1 else ONE_GPU) if name in by_name] or list(by_name)
     too_large, impossible = [], []
@@ -346,36 +328,38 @@ def recommend(rows: list[Row], card: Card, processes: int) -> tuple[str | None, 
         row = by_name[name]
         if row.fits:
             why = (
-                f"of those that fit it should cost least time: {_gib(row.peak_memory_gib)} of {card.usable / GIB:.1f} GiB that can be "
-                f"used, with {row.batch} clips of the longest length"
+                f"the first that fits, in the order of speed: {_gib(row.peak_memory_gib)} of {card.usable / GIB:.1f} "
+                f"GiB that can be used, with {row.batch} clips of the longest length"
             )
             if too_large:
                 why += "; " + ", ".join(f"{r.strategy} needs {_gib(r.peak_memory_gib)}" for r in too_large)
             return name, why
         (too_large if row.fits is False else impossible).append(row)
-    smallest = min(too_large, key=lambda row: row.peak_memory_gib, default=None)
+    smallest = min(too_large, key=lambda row: row.peak_memory_gib or 0.0, default=None)
     if smallest is None:
         return None, "none of them can run: " + "; ".join(f"{r.strategy}: {r.reason}" for r in impossible[:3])
     if smallest.max_batch:
         return smallest.strategy, (
-            f"none fits with the run's own batch; this one needs least, {_gib(smallest.peak_memory_gib)} GiB, and fits with "
+            f"none fits with the run's own batch; this one needs least, {_gib(smallest.peak_memory_gib)} GiB, and "
+            "fits with "
             f"training.per_device_train_batch_size={smallest.max_batch} (accumulate more batches for the same step)"
         )
     return None, (
-        f"none fits, not even with one clip; {smallest.strategy} needs least. Lower data.max_duration, or take a GPU with more memory"
+        f"none fits, not even with one clip; {smallest.strategy} needs least. Lower data.max_duration, or take a GPU "
+        "with more memory"
     )
 
 
-def _gib(size: float) -> str:
-    return f"{size:.1f}" if size >= 1 else f"{size:.2g}"
+def _gib(size: float | None) -> str:
+    return "" if size is None else f"{size:.1f}" if size >= 1 else f"{size:.2g}"
 
 
 def all_combinations(names: list[str], only: str | None = None) -> list[list[str]]:
-    """The run file alone, every strategy alone, and the combination that the user asks for.
+    """Return the run file alone, every strategy alone, and the combination `names`.
 
     Args:
-        names: that combination.
-        only: strategies in place of all, such as "adamw,adamw_8bit+gradient_checkpointing".
+        names: strategies that the user combines.
+        only: in place of all, such as "adamw,adamw_8bit+gradient_checkpointing".
     """
     found = [[], *([name] for name in strategy_names())] if only is None else [w.split("+") for w in only.split(",")]
     return found if not names or names in found else [names, *found]
@@ -384,7 +368,7 @@ def all_combinations(names: list[str], only: str | None = None) -> list[list[str
 def as_json(
     rows: list[Row], card: Card, processes: int, data: Data, recommended: str | None, why: str
 ) -> dict[str, Any]:
-    """What `--json` writes."""
+    """Return what `--json` writes."""
     return {
         "gpu": card.name,
         "gpus": processes,

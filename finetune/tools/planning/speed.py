@@ -1,7 +1,7 @@
 """Time of a step, estimated from what it computes, reads and sends, and from a card's published rates.
 
-Nothing here is measured. Matrix products are taken to reach MATRIX of a card's rate, everything else BANDWIDTH of its memory's, and each
-kernel to cost LAUNCH at least; transfers run beside the computation.
+Nothing here is measured. Matrix products are taken to reach MATRIX of a card's rate, everything else BANDWIDTH of its
+memory's, and each kernel to cost LAUNCH at least; transfers run beside the computation.
 """
 
 from finetune.tools.planning.engines import Engine, Weights
@@ -13,7 +13,8 @@ LAUNCH = 6e-6  # seconds
 PCIE = 12e9  # bytes a second between a card and the host
 HOST_MEMORY = 20e9  # bytes a second that an optimizer step on the host reads and writes
 OVERLAPPED = 0.5  # share of the exchange between cards that is hidden behind the backward pass
-# Share of the lattice's cells that the loss computes with where model.occupancy_threshold leaves the others out (docs/loss.md).
+# Share of the lattice's cells that the loss computes with where model.occupancy_threshold leaves the others out
+# (docs/loss.md).
 CELLS_WITH_THRESHOLD = 0.25
 PRODUCTS_A_CELL = 4  # logits, logits again in backward, and two gradients
 

@@ -16,6 +16,7 @@ from finetune.errors import UserError
 from finetune.models.nemo import learning_batchnorms, set_batchnorm_mode
 from finetune.strategies.optimizers import RELEASES_GRADIENTS
 from finetune.tools.planning import cache
+from finetune.tools.planning.dataset import TOKENS_A_SECOND, Data
 from finetune.tools.planning.engines import engine_of
 from finetune.tools.planning.follow import Kind
 from finetune.tools.planning.gpus import GIB, card_here
@@ -23,8 +24,6 @@ from finetune.tools.planning.layout import layout_of
 from finetune.tools.planning.optimizer_memory import state_bytes
 from finetune.tools.planning.prediction import (
     RUN_FILE,
-    TOKENS_A_SECOND,
-    Data,
     Predictor,
     as_json,
     followed_lengths,
