@@ -77,7 +77,8 @@ def resolve_strategy(named: list[str], deepspeed_file: str | None = None) -> Str
     for name in named:
         if name not in strategy_names():
             raise UserError(
-                f"--strategy: there is no strategy {name!r}.{did_you_mean(name, strategy_names())} There are: {', '.join(strategy_names())}."
+                f"--strategy: there is no strategy {name!r}.{did_you_mean(name, strategy_names())} There are: "
+                f"{', '.join(strategy_names())}."
             )
         if name not in strategy.names:
             strategy.names.append(name)
