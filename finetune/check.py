@@ -1,11 +1,11 @@
-"""Read a whole data set and report what is in it, what training would leave out and why, and what its batches would be like.
+"""Read a whole data set; report what is in it, what training would leave out and why, and how its batches would be.
 
-D is a NeMo manifest, a folder or glob of parquet or tar shards, an audio folder, or a hub data set name. With a model (or a run
-file, which names one) texts are tokenised and utterances judged by what its encoder's frames can carry. An interrupted check goes on
-where it was. Leaves report.html, check.json, and problems.jsonl with each utterance that cannot be used or comes twice: a file for
-`data.leave_out`.
+D is a NeMo manifest, a folder or glob of parquet or tar shards, an audio folder, or a hub data set name. With a model
+(or a run file, which names one) texts are tokenised and utterances judged by what its encoder's frames can carry. An
+interrupted check goes on where it was. Leaves report.html, check.json, and problems.jsonl with each utterance that
+cannot be used or comes twice, which `data.leave_out` takes.
 
-Exit codes: 0 all is usable but what filters leave out, 1 more than data.max_bad_fraction of the utterances are bad, 2 bad arguments.
+Exit codes: 0 all is usable but what filters leave out, 1 more than data.max_bad_fraction is bad, 2 bad arguments.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from finetune.logs import add_verbose
 EXAMPLES = """\
 examples:
     python -m finetune.check --data my_data/train.jsonl
-    python -m finetune.check --config RUN.yaml --output-dir runs/check     # data.train with the filters of the run file
+    python -m finetune.check --config RUN.yaml --output-dir runs/check     # data.train, filtered as in training
 """
 
 

@@ -1,7 +1,7 @@
 """The console command: parakeet-finetune COMMAND [ARGUMENTS ...].
 
-Each command is a module with `make_parser()` and `main(argv)`, which also runs as `python -m finetune.NAME`. A module is imported when
-its command is called, so `parakeet-finetune --help` imports none of them.
+Each command is a module with `make_parser()` and `main(argv)`, which also runs as `python -m finetune.NAME`. A module
+is imported when its command is called, so `parakeet-finetune --help` imports none of them.
 """
 
 import argparse
@@ -62,10 +62,9 @@ def load(command: str) -> ModuleType:
 def help_of(command: str) -> str:
     """Return a command's help with the console command in place of `python -m`."""
     module, _ = COMMANDS[command]
-    parser = load(command).make_parser()
-    typed = f"{PROG} {command}"
-    text = parser.format_help().replace(parser.prog, typed)
-    return text.replace(f"python -m {module}", typed).replace("python finetune/train.py", f"{PROG} train")
+    parser, typed = load(command).make_parser(), f"{PROG} {command}"
+    parser.prog = typed
+    return parser.format_help().replace(f"python -m {module}", typed).replace("python finetune/train.py", typed)
 
 
 def completion_script(shell: str) -> str:

@@ -3,12 +3,12 @@
 No GPU is needed, no weights are read. Exit codes: 0 a strategy fits, 1 none does, 2 bad arguments or configuration.
 """
 
+from __future__ import annotations
+
 import argparse
 import logging
 import sys
 from pathlib import Path
-
-from finetune.tools.planning.dataset import TOKENS_A_SECOND
 
 EXAMPLES = """\
 examples:
@@ -34,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--check", type=Path, help="folder of finetune.check: lengths and hours of the data")
     parser.add_argument("--hours", type=float, help="audio of the whole data set")
     parser.add_argument("--mean-seconds", type=float, help="mean length of the clips")
-    parser.add_argument("--tokens-per-second", type=float, help=f"of the texts (default {TOKENS_A_SECOND:g})")
+    parser.add_argument("--tokens-per-second", type=float, help="of the texts (default: 5)")
     parser.add_argument("--json", type=Path, help="write the plan there too")
     parser.add_argument("--picture", type=Path, help="write stacked bars against the card's memory there (PNG or SVG)")
     parser.add_argument(
@@ -64,6 +64,12 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError("--gpus: at least 1.")
         if a.gpu and a.gpu_memory:
             raise UserError("--gpu and --gpu-memory both name a card; give one of them.")
+
+        from finetune.config.load import load_config
+        from finetune.strategies.strategy import resolve_strategy
+        from finetune.tools.planning.gpus import card_here, card_named, card_with_memory
+        from finetune.tools.planning.prediction import all_combinations, as_json, make_plan, recommend
+
         card = card_named(a.gpu) if a.gpu else card_with_memory(a.gpu_memory) if a.gpu_memory else card_here()
         if not card.is_gpu:
             print("no GPU here: this plan is for the processor. For a GPU elsewhere: --gpu NAME or --gpu-memory SIZE")

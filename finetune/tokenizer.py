@@ -1,53 +1,46 @@
-"""Train a SentencePiece tokenizer on the texts of data sets, or give an old one more pieces, and say how well it writes them.
+"""Train a SentencePiece tokenizer on texts, or add pieces to an existing one, and report how well it encodes them.
 
     python -m finetune.tokenizer --data D [D ...] --size N --output DIR
     python -m finetune.tokenizer --data D --size N --output DIR --extend nvidia/parakeet-tdt-0.6b-v3 --report-on OLD
     python -m finetune.tokenizer --data D --size N --output DIR --against M --json report.json
 
-D is a data set as everywhere, or a .txt file with one text a line. M is a model, a tokenizer directory or a .model file.
+D: a data set as everywhere, or a .txt file with one text a line. M: a model, a tokenizer directory or a .model file.
 Exit codes: 0 done, 1 failed, 2 bad arguments.
 """
 
+from __future__ import annotations
+
 import argparse
-import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.config.tokenizer_setting import NEW_PIECES
 from finetune.data.normalization import NORMALIZATIONS
-from finetune.data.text_corpus import Text, read_texts
+from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.logs import print_error, set_up_logging
-from finetune.models.loading import is_tokenizer, read_tokenizer
-from finetune.models.sentencepiece_model import KINDS, kind_of, train_tokenizer, write_tokenizer
-from finetune.models.tokenizer_coverage import compare, table
-from finetune.models.tokenizer_growth import Growth, described, grow_from_tokenizer, grow_on_texts, said
+from finetune.tools.command_line import add_json, command, positive
+
+if TYPE_CHECKING:
+    from finetune.data.text_corpus import Text
+    from finetune.models.tokenizer_growth import Growth
 
 COVERAGE = 0.9995  # SentencePiece's own default
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m finetune.tokenizer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def make_parser() -> argparse.ArgumentParser:
+    parser = command(
+        "tokenizer",
+        __doc__ or "",
+        "python -m finetune.tokenizer --data examples/voice_prompts --size 128 --output tokenizer --json report.json",
     )
     add = parser.add_argument
     add(
-        "--data",
-        nargs="+",
-        required=True,
-        metavar="D",
-        help="data sets whose texts are learned from; with --extend also a tokenizer",
+        "--data", nargs="+", required=True, metavar="D", help="data sets to learn from; with --extend also a tokenizer"
     )
     add("--split", default="train", help="split of a data set (default: train)")
-    add(
-        "--size",
-        type=int,
-        required=True,
-        metavar="N",
-        help="pieces of the tokenizer; with --extend: pieces that are appended at most",
-    )
+    add("--size", type=positive, required=True, metavar="N", help="pieces; with --extend: at most so many new ones")
     add(
         "--output",
         type=Path,
@@ -55,7 +48,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="DIR",
         help="directory for tokenizer.model, tokenizer.vocab and vocab.txt",
     )
-    add("--type", choices=sorted(KINDS.values()), default=None, help="default: bpe; with --extend that of the old one")
+    add("--type", choices=("bpe", "unigram"), help="default: bpe; with --extend that of the old one")
     add("--byte-fallback", action="store_true", help="spell characters without a piece as bytes (256 pieces)")
     add(
         "--coverage",
@@ -73,49 +66,62 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="D",
         help="further texts for the report, such as languages the model has",
     )
-    add("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    add_json(parser)
+    return parser
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = make_parser()
     arguments = parser.parse_args(argv)
-    if arguments.size < 1:
-        parser.error(f"--size: a number of pieces from 1 on is expected, found {arguments.size}")
     if arguments.coverage is not None and not 0.9 <= arguments.coverage <= 1:
         parser.error(f"--coverage: a share from 0.9 to 1 is expected, found {arguments.coverage}")
     if arguments.extend and (arguments.type or arguments.byte_fallback):
-        parser.error("--type and --byte-fallback are of a new tokenizer; --extend keeps those of the old one")
+        parser.error("--type and --byte-fallback are for a new tokenizer; --extend keeps those of the old one")
     if arguments.pieces and not arguments.extend:
-        parser.error("--pieces: it chooses what --extend appends")
+        parser.error("--pieces chooses what --extend appends")
     return arguments
 
 
-def make(arguments: argparse.Namespace, texts: list[Text]) -> tuple[Any, Growth | None]:
-    """The new tokenizer, and how it grew out of an old one."""
+def make_tokenizer(arguments: argparse.Namespace) -> tuple[Any, Growth | None, list[Text]]:
+    """Make a tokenizer.
+
+    Returns:
+        The SentencePiece message, how it grew out of an old one if it did, and the texts that it learned from.
+    """
+    from finetune.data.text_corpus import read_texts
+    from finetune.models.loading import is_tokenizer, read_tokenizer
+    from finetune.models.sentencepiece_model import train_tokenizer
+    from finetune.models.tokenizer_growth import grow_from_tokenizer, grow_on_texts
+
+    a = arguments
+    old = read_tokenizer(a.extend, "--extend") if a.extend else None
+    pieces = a.pieces or NEW_PIECES[0]
+    if old is not None and len(a.data) == 1 and is_tokenizer(a.data[0]):
+        growth = grow_from_tokenizer(old, read_tokenizer(a.data[0], "--data"), a.size, pieces=pieces, key="--size")
+        return growth.model, growth, []
+    texts = read_texts(a.data, "--data", a.normalization, a.split)
     plain = [text.text for text in texts]
-    if not arguments.extend:
-        coverage = COVERAGE if arguments.coverage is None else arguments.coverage
-        kind = arguments.type or "bpe"
-        return train_tokenizer(
-            plain, arguments.size, kind=kind, byte_fallback=arguments.byte_fallback, coverage=coverage, key="--size"
-        ), None
-    old = read_tokenizer(arguments.extend, "--extend")
-    pieces = arguments.pieces or NEW_PIECES[0]
-    if len(arguments.data) == 1 and is_tokenizer(arguments.data[0]):
-        other = read_tokenizer(arguments.data[0], "--data")
-        growth = grow_from_tokenizer(old, other, arguments.size, pieces=pieces, key="--size")
-    else:
-        coverage = 1.0 if arguments.coverage is None else arguments.coverage
-        growth = grow_on_texts(old, plain, arguments.size, pieces=pieces, coverage=coverage, key="--size")
-    return growth.model, growth
+    if old is not None:
+        coverage = 1.0 if a.coverage is None else a.coverage
+        growth = grow_on_texts(old, plain, a.size, pieces=pieces, coverage=coverage, key="--size")
+        return growth.model, growth, texts
+    coverage = COVERAGE if a.coverage is None else a.coverage
+    kind = a.type or "bpe"
+    model = train_tokenizer(plain, a.size, kind=kind, byte_fallback=a.byte_fallback, coverage=coverage, key="--size")
+    return model, None, texts
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Makes a tokenizer as its arguments say; returns the exit code."""
+    """Make a tokenizer and report on it; return the exit code."""
     set_up_logging()
     arguments = parse_arguments(argv)
+    from finetune.data.text_corpus import read_texts
+    from finetune.models.loading import read_tokenizer
+    from finetune.models.sentencepiece_model import kind_of, write_tokenizer
+    from finetune.models.tokenizer_coverage import compare, table
+
     try:
-        from_tokenizer = bool(arguments.extend) and len(arguments.data) == 1 and is_tokenizer(arguments.data[0])
-        texts = (
-            [] if from_tokenizer else read_texts(arguments.data, "--data", arguments.normalization, arguments.split)
-        )
-        model, growth = make(arguments, texts)
+        model, growth, texts = make_tokenizer(arguments)
         against = arguments.against or arguments.extend
         old = read_tokenizer(against, "--against" if arguments.against else "--extend") if against else None
         if arguments.report_on:
@@ -125,23 +131,21 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     write_tokenizer(model, arguments.output)
     report: dict[str, Any] = {"tokenizer": str(arguments.output), "type": kind_of(model), "pieces": len(model.pieces)}
+    print(f"{report['type']} tokenizer of {report['pieces']} pieces in {arguments.output}")
     if old is not None:
         report["against"] = {"tokenizer": against, "type": kind_of(old), "pieces": len(old.pieces)}
     if growth is not None:
-        report["growth"] = described(growth)
+        report["growth"] = growth.as_json()
+        print(growth)
     if texts:
         report |= compare(texts, model, old)
-    print(f"{report['type']} tokenizer of {report['pieces']} pieces in {arguments.output}")
-    if growth is not None:
-        print(said(growth))
-    if texts:
         print(table(report))
         if report["not_written"]:
             shown = ", ".join(f"{c!r} {n}" for c, n in report["not_written"][:10])
             print(f"characters without a piece, and how often they occur: {shown}")
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(report, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+        write_json(arguments.json, report)
     return 0
 
 

@@ -8,8 +8,8 @@
     ... finetune/train.py --config RUN.yaml --dry-run       go or no-go, before a night is lost
     ... finetune/train.py --config RUN.yaml --smoke 100     whether memory suffices and stays
 
-Exit codes: 0 done or verdict good, 1 failed or verdict bad, 2 bad arguments or configuration, 75 stopped by a signal with a checkpoint
-saved: start it again with training.resume_from_checkpoint=true.
+Exit codes: 0 done or verdict good, 1 failed or verdict bad, 2 bad arguments or configuration, 75 stopped by a signal
+with a checkpoint saved: start it again with training.resume_from_checkpoint=true.
 """
 
 from __future__ import annotations
@@ -23,17 +23,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# Under a launcher this file's folder comes first on sys.path, where our evaluate.py would shadow Hugging Face's package.
+# Under a launcher this file's folder comes first on sys.path, where our evaluate.py would shadow Hugging Face's.
 _HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(_HERE.parent)] + [p for p in sys.path if Path(p or ".").resolve() not in (_HERE, _HERE.parent)]
 
 
 from finetune import signals as stopping  # noqa: E402
-from finetune.config.load import load_config  # noqa: E402
 from finetune.errors import UserError  # noqa: E402
 from finetune.logs import add_verbose, print_error, set_up_logging  # noqa: E402
 from finetune.rank_monitor import client as ranks  # noqa: E402
-from finetune.strategies.strategy import check_num_gpus, engine_with, number_of_processes, resolve_strategy  # noqa: E402
 
 if TYPE_CHECKING:
     from finetune.callbacks.eta import Place
@@ -41,12 +39,23 @@ if TYPE_CHECKING:
     from finetune.strategies.strategy import Strategy
     from finetune.training.trainer import Trainer
 
+EPILOG = """exit codes: 0 done or verdict good, 1 failed or verdict bad, 2 bad arguments or configuration, 75 stopped
+by a signal with a checkpoint saved: start it again with training.resume_from_checkpoint=true
+
+examples:
+  accelerate launch finetune/train.py --config RUN.yaml --strategy recommended --dry-run
+  python finetune/train.py --config finetune/configs/quickstart.yaml training.max_steps=100"""
 DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EFBIG)
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; what is neither an option nor `key=value` is refused."""
-    parser = argparse.ArgumentParser(prog="finetune/train.py", description="Fine-tune a Parakeet transducer.")
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="finetune/train.py",
+        description="Fine-tune a Parakeet transducer.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--config", type=Path, help="run file (default: ./config.yaml)")
     parser.add_argument(
         "--strategy", action="append", default=[], metavar="NAME", help="memory strategy; repeat to combine"
@@ -75,6 +84,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="settings that replace those of the run file"
     )
+    return parser
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; refuse what is neither an option nor `key=value`."""
+    parser = make_parser()
     arguments, rest = parser.parse_known_intermixed_args(argv)
     if arguments.smoke is not None and arguments.smoke < 1:
         parser.error("--smoke: the number of steps is 1 or more")
@@ -180,6 +195,15 @@ def _main(argv: list[str] | None, observe: Callable[[Trainer], None] | None) -> 
     try:
         arguments = parse_arguments(argv)
         set_up_logging(arguments.verbose)
+
+        from finetune.config.load import load_config
+        from finetune.strategies.strategy import (
+            check_num_gpus,
+            engine_with,
+            number_of_processes,
+            resolve_strategy,
+        )
+
         strategy = resolve_strategy(arguments.strategy, arguments.deepspeed)
         config, _ = load_config(arguments.config, strategy.names, arguments.overrides)
         check_num_gpus(config.training.num_gpus)
@@ -253,18 +277,18 @@ def _main(argv: list[str] | None, observe: Callable[[Trainer], None] | None) -> 
             raise
         ranks.failed(error)
         print(
-            f"error: {error.filename or 'a file'} cannot be written: {error.strerror}. Make room or mend the disk, then start the same "
-            "command again with training.resume_from_checkpoint=true.",
+            f"error: {error.filename or 'a file'} cannot be written: {error.strerror}. Make room or mend the disk, "
+            "then start the same command again with training.resume_from_checkpoint=true.",
             file=sys.stderr,
         )
         return 1
 
 
 def leave(code: int) -> None:
-    """Ends the process, and leaves its exit code in the file that FINETUNE_EXIT_CODE_FILE names (scripts/run_training.sh).
+    """End the process, and leave its exit code in the file that FINETUNE_EXIT_CODE_FILE names (run_training.sh).
 
-    In a process group it does not take the interpreter down first: a thread of gloo that asks for it then is killed, which aborts the
-    process, and the launcher calls a run failed that is done.
+    In a process group it does not take the interpreter down first: a thread of gloo that asks for it then is killed,
+    which aborts the process, and the launcher calls a run failed that is done.
     """
     ranks.report_exit(code)
     stopping.write_exit_code(code)

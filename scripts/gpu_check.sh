@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Checks and measures what only a GPU can show, in a few minutes.
 #   bash scripts/gpu_check.sh [FOLDER for the results, default runs/gpu_check]
-# FOLDER gets NAME.json and NAME.exit (figures, exit code) of each part as it ends, and gpu_check.json, which is written
-# anew after each part, so an interrupted check leaves what it has measured.
-# PARTS chooses parts and their order: PARTS="loss optimizers". All: loss optimizers activation_offload strategies loss_time.
-# WHEELS names a folder of wheels to install first, where packages are missing and there is no network.
-# PYTHON names the interpreter (default: the environment that scripts/setup.sh makes).
+#   PARTS: which, and in which order (default: loss optimizers activation_offload strategies loss_time)
+#   PYTHON: the interpreter (default: the environment that scripts/setup.sh makes)
+#   WHEELS: a folder of wheels to install first, where packages are missing and there is no network
+# FOLDER gets NAME.json and NAME.exit (figures, exit code) of each part as it ends, and gpu_check.json, which is
+# written anew after each part, so an interrupted check leaves what it has measured.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
@@ -18,7 +18,7 @@ for part in ${PARTS:=$all}; do
     [[ " $all " == *" $part "* ]] || code=2 fail "there is no part $part. PARTS takes some of: $all"
 done
 command -v "$python" >/dev/null ||
-    fail "there is no interpreter $python. Run bash scripts/setup.sh first, or name one: PYTHON=/path/to/python bash $0"
+    fail "there is no interpreter $python. Run bash scripts/setup.sh, or name one: PYTHON=/path/to/python bash $0"
 "$python" -c 'import torch' || fail "$python has no torch, or one that does not import. Install: bash scripts/setup.sh"
 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || fail "torch sees no GPU here"
 [ -z "${WHEELS:-}" ] || "$python" -m pip install --quiet --no-index --no-deps "$WHEELS"/*.whl
@@ -48,7 +48,8 @@ for part in $PARTS; do
             ;;
         activation_offload)
             title="activation offload: memory and gradients"
-            command=(-m pytest -q -p no:cacheprovider tests/strategies/test_memory_strategies.py -k offload_frees_gpu_memory)
+            command=(-m pytest -q -p no:cacheprovider tests/strategies/test_memory_strategies.py
+                -k offload_frees_gpu_memory)
             ;;
         strategies)
             title="memory and time of strategies on the 0.6B layout"

@@ -18,6 +18,6 @@ optimizer.step()
 if torch.equal(before, layer.weight):
     raise SystemExit("AdamW8bit stepped and changed nothing")
 state = optimizer.state[layer.weight]["state1"]
-print(f"bitsandbytes {bnb.__version__}: AdamW8bit works on {device}; state of the weight: {state.dtype}, {state.numel()} bytes")
+print(f"bitsandbytes {bnb.__version__}: AdamW8bit works on {device}; its state: {state.dtype}, {state.numel()} bytes")
 print("use it with: --strategy adamw_8bit, or training.optimizer: adamw_8bit")
 PY

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Set-up, then the main job on the sample data: fine-tunes the small base model on real speech and says how well it went.
-# Arguments are passed on, e.g.: bash scripts/quickstart.sh training.resume_from_checkpoint=true
+# Set-up, then the main job on the sample data: fine-tunes the small base model on real speech and says how well it
+# went. Arguments are passed on, e.g.: bash scripts/quickstart.sh training.resume_from_checkpoint=true
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh

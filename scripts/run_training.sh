@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Starts a training with the launcher and the number of processes that fit this machine and strategy.
 #   bash scripts/run_training.sh [--strategy NAME ...] [--config FILE] [key=value ...]
-# NUM_PROCESSES sets the number of processes on this machine (default: one a GPU, or one).
-# Several machines: the same command on each of them, with NNODES (or LEAST:MOST), NODE_RANK, MASTER_ADDR (of machine 0), MASTER_PORT
-# (default 29500). MAX_RESTARTS: how often the launcher starts a training again that died (default 0).
-# SIGTERM, SIGINT and SIGUSR1 are passed on to the training, which saves a checkpoint and ends; a SIGHUP as SIGTERM. SIGUSR2 kills it.
+#   NUM_PROCESSES: processes on this machine (default: one a GPU, or one)
+#   MAX_RESTARTS: how often the launcher restarts a training that died (default 0)
+# Several machines: the same command on each of them, with NNODES (or LEAST:MOST), NODE_RANK, MASTER_ADDR (of machine
+# 0) and MASTER_PORT (default 29500).
+# SIGTERM, SIGINT and SIGUSR1 are passed on to the training, which saves a checkpoint and ends; a SIGHUP as SIGTERM.
+# SIGUSR2 kills it.
 # Exit codes are the training's own: 0 done, 75 stopped and saved (start it again), 1 failed, 2 bad arguments.
 set -euo pipefail
 trap 'exit 75' TERM INT HUP USR1 # there is nothing to save yet
@@ -30,9 +32,10 @@ if [ "$nodes" != 1 ]; then
     port=${MASTER_PORT:-29500}
     : "${NODE_RANK:?run_training: with NNODES=$nodes NODE_RANK has to be set, 0 on the first machine}"
     : "${MASTER_ADDR:?run_training: with NNODES=$nodes MASTER_ADDR has to be set to the address of machine 0}"
-    echo "run_training: $gpus GPU(s), $processes process(es) on machine $NODE_RANK of $nodes, meeting at $MASTER_ADDR:$port" >&2
-    launch=("${bin}torchrun" --nnodes "$nodes" --nproc_per_node "$processes" --max-restarts "$restarts" --rdzv_backend c10d
-        --rdzv_id "${RDZV_ID:-finetune}" --rdzv_endpoint "$MASTER_ADDR:$port"
+    echo "run_training: $gpus GPU(s), $processes process(es) on machine $NODE_RANK of $nodes," \
+        "meeting at $MASTER_ADDR:$port" >&2
+    launch=("${bin}torchrun" --nnodes "$nodes" --nproc_per_node "$processes" --max-restarts "$restarts"
+        --rdzv_backend c10d --rdzv_id "${RDZV_ID:-finetune}" --rdzv_endpoint "$MASTER_ADDR:$port"
         --rdzv_conf "is_host=$([ "$NODE_RANK" = 0 ] && echo true || echo false)")
     unset MASTER_ADDR MASTER_PORT
 elif [ "$processes" -gt 1 ] || [ "$restarts" -gt 0 ]; then
@@ -40,11 +43,13 @@ elif [ "$processes" -gt 1 ] || [ "$restarts" -gt 0 ]; then
     launch=("${bin}torchrun" --standalone --nproc_per_node "$processes" --max-restarts "$restarts")
 else
     echo "run_training: $gpus GPU(s), one process" >&2
-    launch=("${bin}accelerate" launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no)
+    launch=("${bin}accelerate" launch --quiet --num_processes 1 --num_machines 1
+        --mixed_precision no --dynamo_backend no)
 fi
 
-# Launchers cannot be signalled: torchrun kills the training after 30 s or, like accelerate, dies of a signal and leaves it behind. So they
-# get a session of their own, where the terminal does not reach them, and what they have started gets the signal.
+# Launchers cannot be signalled: torchrun kills the training after 30 s or, like accelerate, dies of a signal and
+# leaves it behind. So they get a session of their own, where the terminal does not reach them, and what they have
+# started gets the signal.
 asked=
 launcher=
 children() { # children: process ids of what the launcher has started; without ps, which slim images lack

@@ -22,31 +22,43 @@ if [ -x .venv/bin/python ] && [ "$(cat .venv/.installed 2>/dev/null)" = "$(stamp
     exit 0
 fi
 
-[ "$(uname -s)" = Linux ] || fail "this project runs on Linux; on another system use a container with Debian or Ubuntu."
+[ "$(uname -s)" = Linux ] ||
+    fail "this project runs on Linux; on another system use a container with Debian or Ubuntu."
 python=$(find_python)
 [ -n "$python" ] || [ -z "${PYTHON:-}" ] || fail "PYTHON=$PYTHON is no Python 3.11 or 3.12 that runs here."
-[ -n "$python" ] || fail "no Python 3.11 or 3.12 found; install one (Debian/Ubuntu: sudo apt install python3 python3-venv) or name it: PYTHON=/path/to/python3.12 bash $0"
-"$python" -c 'import ensurepip, venv' 2>/dev/null || fail "this Python has no venv module; install it (Debian/Ubuntu: sudo apt install python3-venv)."
-command -v g++ >/dev/null || fail "no C++ compiler found, which DeepSpeed and torch.compile need; install one (Debian/Ubuntu: sudo apt install g++)."
-"$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ||
-    fail "Python's header files are missing, which DeepSpeed's CPU optimizer is compiled with; install them (Debian/Ubuntu: sudo apt install python3-dev)."
+debian() { echo "(Debian/Ubuntu: sudo apt install $*)"; }
+[ -n "$python" ] ||
+    fail "no Python 3.11 or 3.12 found; install one $(debian python3 python3-venv)" \
+        "or name it: PYTHON=/path/to/python3.12 bash $0"
+"$python" -c 'import ensurepip, venv' 2>/dev/null ||
+    fail "this Python has no venv module; install it $(debian python3-venv)."
+command -v g++ >/dev/null ||
+    fail "no C++ compiler found, which DeepSpeed and torch.compile need; install one $(debian g++)."
+headers=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+[ -e "$headers/Python.h" ] ||
+    fail "Python's header files are missing, which DeepSpeed's CPU optimizer is compiled with;" \
+        "install them $(debian python3-dev)."
 # What an earlier, interrupted or older installation already holds counts as room.
 free_mb=$(df -Pk . | awk 'NR == 2 { print int($4 / 1024) }')
 there_mb=$(du -sm .venv 2>/dev/null | cut -f 1 || true)
 needed_mb=9000
 if [ $((free_mb + ${there_mb:-0})) -lt "$needed_mb" ]; then
-    fail "$free_mb MB are free on this disk and the installation needs $((needed_mb - ${there_mb:-0})) MB; make room or clone to another disk."
+    fail "$free_mb MB are free on this disk and the installation needs $((needed_mb - ${there_mb:-0})) MB;" \
+        "make room or clone to another disk."
 fi
 
 echo "set-up: installing into .venv (about 3 minutes and 7 GB, once)"
 # Made anew where it is half made (no pip), its interpreter is gone, or PYTHON names another version.
 version() { "$1" -c 'import sys, pip; print(sys.version_info[:2])' 2>/dev/null; }
-if [ "$(version .venv/bin/python)" = "" ] || { [ -n "${PYTHON:-}" ] && [ "$(version .venv/bin/python)" != "$("$python" -c 'import sys; print(sys.version_info[:2])')" ]; }; then
+there=$(version .venv/bin/python || true)
+wanted=$("$python" -c 'import sys; print(sys.version_info[:2])')
+if [ -z "$there" ] || { [ -n "${PYTHON:-}" ] && [ "$there" != "$wanted" ]; }; then
     rm -rf .venv
     "$python" -m venv .venv || fail "$python -m venv .venv failed; the lines above say why."
 fi
 log=.venv/install.log
-if ! .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" >"$log" 2>&1; then
+pip=(.venv/bin/python -m pip --quiet --disable-pip-version-check)
+if ! "${pip[@]}" install -c constraints.txt -e ".[dev]" >"$log" 2>&1; then
     tail -n 15 "$log" >&2
     fail "the installation failed; the lines above say why, all of them are in $log."
 fi

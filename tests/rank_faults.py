@@ -1,8 +1,8 @@
 """finetune/train.py with a fault on one rank: FAULT=rank:step:kind torchrun ... tests/rank_faults.py --config ...
 
-Kinds: kill, stop, exit (os._exit(3)), segfault, raise (RuntimeError), refuse (UserError), hang. FAULT_ONCE names a file: the fault happens only
-while it does not exist, so that a restarted run gets through. STEP_SECONDS lets each step take at least so long. SLOW_DATA=rank:seconds:
-this rank's batches come so late.
+Kinds: kill, stop, exit (os._exit(3)), segfault, raise (RuntimeError), refuse (UserError), hang. FAULT_ONCE names a
+file: the fault happens only while it does not exist, so that a restarted run gets through. STEP_SECONDS lets each step
+take at least so long. SLOW_DATA=rank:seconds: this rank's batches come so late.
 """
 
 import os

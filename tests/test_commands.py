@@ -35,8 +35,9 @@ def test_export_is_restored_by_plain_nemo_with_equal_texts(tiny_model, clips, tm
 
 
 def test_a_broken_export_is_not_kept(tiny_model, tmp_path, monkeypatch, capsys):
-    from finetune import export
+    from finetune.export import main
     from finetune.models.nemo_archive import save_nemo
+    from finetune.tools.export import nemo
 
     def damaged(model, path):
         with torch.no_grad():
@@ -45,8 +46,8 @@ def test_a_broken_export_is_not_kept(tiny_model, tmp_path, monkeypatch, capsys):
         with torch.no_grad():
             model.joint.enc.bias.sub_(2.0)
 
-    monkeypatch.setattr(export, "save_nemo", damaged)
-    assert export.main(["--model", str(tiny_model), "--output", str(tmp_path)]) == 1
+    monkeypatch.setattr(nemo, "save_nemo", damaged)
+    assert main(["--model", str(tiny_model), "--output", str(tmp_path)]) == 1
     assert not (tmp_path / "model.nemo").exists()
     assert "not the same model" in capsys.readouterr().err
 

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 
 from finetune.distributed import gather_rows
+from finetune.evaluation.significance import p_value_text
 from finetune.training.callbacks import LOST_ON_GUARD, Callback, EvaluationResult
 from finetune.training.progress import Progress
 
@@ -269,12 +270,12 @@ class DriftMonitor(Callback):
         self._warn_if(
             "guard_lost",
             lost,
-            "WER on guard is %.3f at step %d, above the base model's %.3f by more than chance (p = %.2g): the model forgets its original "
+            "WER on guard is %.3f at step %d, above the base model's %.3f by more than chance (%s): the model forgets its original "
             "domain. %s",
             rates["wer_b"],
             step,
             rates["wer_a"],
-            rates["p_value"],
+            p_value_text(rates),
             LOST_ON_GUARD,
         )
 

@@ -94,10 +94,12 @@ class Layers:
     def apply(self, values: Any, origin: str) -> None:
         """Lay nested values over those of the earlier layers. A value that replaces an explicit one is logged."""
         for key, value in self._flattened(values, origin):
-            before, merged = self.values.get(key), value
-            if isinstance(value, dict) and (key == TOKENIZER or isinstance(DEFAULTS.get(key), dict)):
-                # Sections with keys of their own choice (optimizer_args) are merged; a source is replaced as a whole.
-                merged = _merged({"dir": before} if isinstance(before, str) else before, value)
+            before = merged = self.values.get(key)
+            if key == TOKENIZER and isinstance(before, str) and before != NOT_SET:
+                merged = {"dir": before}
+            # Sections with keys of their own choice (optimizer_args) are merged; a source is replaced as a whole.
+            is_section = key == TOKENIZER or isinstance(DEFAULTS.get(key), dict)
+            merged = _merged(merged, value) if is_section and isinstance(value, dict) else value
             if self.origin.get(key, origin) != origin and before != merged:
                 log.info("%s: %s replaces %s (%s) by %s", origin, key, before, self.origin[key], value)
             self.values[key], self.origin[key] = merged, origin
@@ -158,12 +160,14 @@ class Layers:
                 self._refuse(key, *(f"{self._origin(key)}: {problem}." for problem in problems))
 
     def _resolve_references(self) -> None:
+        """Replace each `${...}` by what it stands for in the values as written: what comes of one is not followed."""
+        written = _nested(DEFAULTS | self.values)
         for key in list(self.values):
             if any(isinstance(value, str) and "${" in value for _, value in leaves(self.values[key])):
                 try:
-                    value = OmegaConf.select(OmegaConf.create(_nested(DEFAULTS | self.values)), key)
-                    plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-                    self.values[key] = plain
+                    value = OmegaConf.select(OmegaConf.create(written), key)
+                    is_node = OmegaConf.is_config(value)
+                    self.values[key] = OmegaConf.to_container(value, resolve=True) if is_node else value
                 except (OmegaConfBaseException, ValueError) as error:
                     self._refuse(key, f"{self._origin(key)}: {key}: {str(error).splitlines()[0]}.")
 

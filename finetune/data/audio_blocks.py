@@ -1,8 +1,7 @@
 """Audio of any length in blocks, so that hours take no more memory than seconds. S samples, C channels."""
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import soxr
@@ -12,12 +11,12 @@ import torchaudio
 from finetune.data.decode import LONGEST_RATIO, mono_at, open_audio
 
 BLOCK_SECONDS = 10.0
-# Of torchaudio's resampler: zero crossings of its filter on either side, and its cut-off as a share of half the lower rate.
+# Of torchaudio's resampler: zero crossings of its filter on either side, cut-off as a share of half the lower rate.
 FILTER_WIDTH, ROLLOFF = 6, 0.99
 
 
-def read_blocks(audio: Any, sample_rate: int, block_seconds: float = BLOCK_SECONDS) -> Iterator[np.ndarray]:
-    """The samples that `decode_audio` gives for a file, in order, block by block.
+def read_blocks(audio: object, sample_rate: int, block_seconds: float = BLOCK_SECONDS) -> Iterator[np.ndarray]:
+    """Yield the samples that `decode_audio` gives for a file, in order, block by block.
 
     The file is read from its beginning to its end without a seek.
 
@@ -30,88 +29,62 @@ def read_blocks(audio: Any, sample_rate: int, block_seconds: float = BLOCK_SECON
         (S,) float32 in [-1, 1], channels averaged.
 
     Raises:
-        BadUtterance: missing, unreadable, empty, or not finite; blocks before the fault have been given by then.
+        BadUtterance: missing, unreadable, empty, or not finite; the blocks before the fault are yielded first.
     """
     with open_audio(audio, None) as sound:
         rate, frames = sound.samplerate, max(1, int(block_seconds * sound.samplerate))
-        resampler = stream_resampler(rate, sample_rate)
-        # soundfile seeks to where it is after each read, which loses the decoder's state: MP3 and Opus then differ by a click.
+        # soundfile seeks to where it is after each read, which loses the decoder's state: a click in MP3 and Opus.
         sound.seekable = lambda: False
-        block_SC = sound.read(frames, dtype="float32")
-        mono_at(block_SC[:1], rate, rate)  # an empty file, or a rate that no speech has
-        while len(block_SC):
-            yield resampler.push(mono_at(block_SC, rate, rate))
+
+        def blocks() -> Iterator[np.ndarray]:
             block_SC = sound.read(frames, dtype="float32")
-        yield resampler.finish()
+            mono_at(block_SC[:1], rate, rate)  # an empty file, or a rate that no speech has
+            while len(block_SC):
+                yield mono_at(block_SC, rate, rate)
+                block_SC = sound.read(frames, dtype="float32")
+
+        yield from resample_blocks(blocks(), rate, sample_rate)
 
 
-def stream_resampler(rate: int, sample_rate: int) -> "Unchanged | Polyphase | Soxr":
-    """What `finetune.data.decode.mono_at` resamples with, for a stream."""
-    if rate == sample_rate:
-        return Unchanged()
+def resample_blocks(blocks: Iterable[np.ndarray], rate: int, sample_rate: int) -> Iterator[np.ndarray]:
+    """Resample a stream of (S,) float32 blocks as `finetune.data.decode.mono_at` resamples the whole."""
     step = math.gcd(rate, sample_rate)
-    if max(rate, sample_rate) // step > LONGEST_RATIO:
-        return Soxr(rate, sample_rate)
-    return Polyphase(rate // step, sample_rate // step)
+    if rate == sample_rate:
+        yield from blocks
+    elif max(rate, sample_rate) // step > LONGEST_RATIO:
+        stream = soxr.ResampleStream(rate, sample_rate, 1, dtype="float32")
+        for block_S in blocks:
+            yield stream.resample_chunk(block_S)
+        yield stream.resample_chunk(np.zeros(0, dtype=np.float32), last=True)
+    else:
+        yield from _polyphase(blocks, rate // step, sample_rate // step)
 
 
-class Unchanged:
-    """No resampling."""
+def _polyphase(blocks: Iterable[np.ndarray], orig: int, new: int) -> Iterator[np.ndarray]:
+    """Run torchaudio's resampler on a stream; `orig` and `new` are the rates without their common divisor.
 
-    def push(self, samples_S: np.ndarray) -> np.ndarray:
-        return samples_S
-
-    def finish(self) -> np.ndarray:
-        return np.zeros(0, dtype=np.float32)
-
-
-class Soxr:
-    """soxr's own stream."""
-
-    def __init__(self, rate: int, sample_rate: int):
-        self.stream = soxr.ResampleStream(rate, sample_rate, 1, dtype="float32")
-
-    def push(self, samples_S: np.ndarray) -> np.ndarray:
-        return self.stream.resample_chunk(samples_S)
-
-    def finish(self) -> np.ndarray:
-        return self.stream.resample_chunk(np.zeros(0, dtype=np.float32), last=True)
-
-
-class Polyphase:
-    """torchaudio's resampler on a stream.
-
-    Each step of it turns `orig` samples into `new` ones and sees no more than the filter's width around them, so a block
-    is resampled together with that many samples of its neighbours, and what they alone decide is cut off.
-
-    Args:
-        orig, new: the two rates without their common divisor.
+    Each step of it turns `orig` samples into `new` ones and sees no more than the filter's width around them, so a
+    block is resampled together with that many samples of its neighbours, and what they alone decide is cut off.
     """
 
-    def __init__(self, orig: int, new: int):
-        self.orig, self.new = orig, new
-        width = math.ceil(FILTER_WIDTH * orig / (min(orig, new) * ROLLOFF))
-        self.margin = math.ceil(width / orig) + 1  # steps
-        self.given = 0  # steps at the front of `held` whose output was given before
-        self.held_S = np.zeros(0, dtype=np.float32)
-
-    def push(self, samples_S: np.ndarray) -> np.ndarray:
-        """The output that no later sample can change."""
-        self.held_S = np.concatenate([self.held_S, samples_S])
-        steps = len(self.held_S) // self.orig
-        ready = steps - self.margin
-        if ready <= self.given:
-            return np.zeros(0, dtype=np.float32)
-        out_S = self._resample(self.held_S[: steps * self.orig])[self.given * self.new : ready * self.new]
-        first = max(0, ready - self.margin)
-        self.held_S, self.given = self.held_S[first * self.orig :].copy(), ready - first
-        return out_S
-
-    def finish(self) -> np.ndarray:
-        """The rest."""
-        return self._resample(self.held_S)[self.given * self.new :] if len(self.held_S) else self.held_S
-
-    def _resample(self, samples_S: np.ndarray) -> np.ndarray:
+    def resample(samples_S: np.ndarray) -> np.ndarray:
         return torchaudio.functional.resample(
-            torch.from_numpy(samples_S), self.orig, self.new, lowpass_filter_width=FILTER_WIDTH, rolloff=ROLLOFF
+            torch.from_numpy(samples_S), orig, new, lowpass_filter_width=FILTER_WIDTH, rolloff=ROLLOFF
         ).numpy()
+
+    width = math.ceil(FILTER_WIDTH * orig / (min(orig, new) * ROLLOFF))
+    margin = math.ceil(width / orig) + 1  # steps
+    held_S, given = (
+        np.zeros(0, dtype=np.float32),
+        0,
+    )  # `given`: steps at the front of `held_S` that were yielded before
+    for block_S in blocks:
+        held_S = np.concatenate([held_S, block_S])
+        steps = len(held_S) // orig
+        ready = steps - margin  # no later sample can change the output of these
+        if ready > given:
+            yield resample(held_S[: steps * orig])[given * new : ready * new]
+            first = max(0, ready - margin)
+            held_S, given = held_S[first * orig :].copy(), ready - first
+    if len(held_S):
+        yield resample(held_S)[given * new :]

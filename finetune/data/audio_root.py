@@ -3,7 +3,6 @@
 import os
 import re
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote
 
 from finetune.data.quarantine import BadUtterance
@@ -18,7 +17,7 @@ STORAGE = [
 MOST_ENCODINGS = 8
 
 
-def check_root(root: Any, key: str = "data.root") -> str | None:
+def check_root(root: str | None, key: str = "data.root") -> str | None:
     """Return `data.root` with links resolved, or None; raise UserError where it is no directory and no URL."""
     if root is None or root == "":
         return None
@@ -29,7 +28,7 @@ def check_root(root: Any, key: str = "data.root") -> str | None:
     return os.path.realpath(root)
 
 
-def check_place(audio: Any, folder: str | Path | None, root: str | None) -> None:
+def check_place(audio: object, folder: str | Path | None, root: str | None) -> None:
     """Raise BadUtterance for audio on an odd kind of storage or outside of `root`; audio within the row itself passes.
 
     Args:

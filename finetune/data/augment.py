@@ -1,7 +1,7 @@
 """Augmentation of waveforms in the workers: speed, room, noise, gain. S samples.
 
-The draws of an utterance follow from (seed, epoch, place of its row) alone, so that they are the same after a resume and on any number
-of ranks.
+The draws of an utterance follow from (seed, epoch, place of its row) alone, so that they are the same after a resume
+and on any number of ranks.
 """
 
 import logging
@@ -96,8 +96,8 @@ def augment(audio_S: np.ndarray, sample_rate: int, settings: Augmentation, seed:
     """Change a (S,) float32 waveform at random, as the settings allow.
 
     Returns:
-        (S',) float32, within full scale; another length at another speed. An unreadable file of noise or of a room's response
-        changes nothing, and the log names it.
+        (S',) float32, within full scale; another length at another speed. An unreadable file of noise or of a room's
+        response changes nothing, and the log names it.
     """
     random = np.random.default_rng(seed)
     chances = random.random(len(PROBABILITIES))  # whatever is turned on, so that one kind does not change another

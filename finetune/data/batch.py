@@ -46,7 +46,7 @@ class Batch:
     """Whether an alignment exists for each utterance; set by the training loop."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a DataLoader worker sends: the audio in shared memory, the small tensors in the message itself."""
+        """Return what a DataLoader worker sends: audio in shared memory, small tensors in the message itself."""
         state = {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in self.__dict__.items()}
         if torch.utils.data.get_worker_info() is not None and self.ids:
             try:
@@ -119,7 +119,7 @@ def collate(utterances: list[DecodedUtterance], worker_shard: int, position: Pos
 
 
 def part_of(batch: Batch, start: int, end: int) -> Batch:
-    """Return some utterances of a batch, without the padding that only the others need and without the batch's reports."""
+    """Return some utterances of a batch, without padding that only the others need and without reports."""
     rows = slice(start, end)
     audio_lengths_B, token_lengths_B = batch.audio_lengths_B[rows], batch.token_lengths_B[rows]
     return replace(

@@ -1,10 +1,11 @@
 """Batching by duration: which of the utterances in a worker shard's buffer make the next batch.
 
-With `group_by_duration` the buffer is ordered by length and cut into bands of a few batches each; a band is drawn at random, its
-utterances are ordered by their number of tokens and cut into batches, and one of these is drawn. So a batch holds utterances of
-similar length and similar number of tokens, no bucket bounds have to be found beforehand, and every band is as likely as its share
-of the audio. The draws follow from (seed, epoch, worker, number of the draw) and not from the rank: at the same step all ranks
-draw the same part of their distributions of lengths, so that none waits long for another.
+With `group_by_duration` the buffer is ordered by length and cut into bands of a few batches each; a band is drawn at
+random, its utterances are ordered by their number of tokens and cut into batches, and one of these is drawn. So a
+batch holds utterances of similar length and similar number of tokens, no bucket bounds have to be found beforehand,
+and every band is as likely as its share of the audio. The draws follow from (seed, epoch, worker, number of the draw)
+and not from the rank: at the same step all ranks draw the same part of their distributions of lengths, so that none
+waits long for another.
 """
 
 import bisect
@@ -39,7 +40,7 @@ class Entry:
     place: str
     text: str
     language: str
-    audio: Any
+    audio: object
     """As `finetune.data.decode.decode_audio` takes it."""
     source: "OpenSource"
     offset: float | None
@@ -115,7 +116,7 @@ class Buffer:
         return (-entry.seconds, len(entry.tokens), entry.ref) if self.group else entry.ref
 
     def add(self, entry: Entry) -> None:
-        """Insert an utterance at a place that does not depend on when it came, so that it is the same after a resume."""
+        """Insert an utterance at a place that does not depend on when it came, the same after a resume."""
         if self.shuffle:
             bisect.insort(self.entries, entry, key=self._key)
         else:
@@ -181,7 +182,7 @@ class Buffer:
         return batches[int(random.random() * len(batches))]
 
     def _bands(self, last: bool) -> list[tuple[int, int]]:
-        """Cut the ordered utterances into bands of up to BATCHES_A_BAND batches; the last, the shortest, may hold fewer."""
+        """Cut the ordered utterances into bands of up to BATCHES_A_BAND batches; the last may hold fewer."""
         bands, start, n, size = [], 0, len(self.entries), 0
         while start < n:
             before, size = size, self.limits.clips_of_length(self.entries[start].seconds)

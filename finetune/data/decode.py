@@ -28,7 +28,7 @@ UNKNOWN_FRAMES = 2**53  # libsndfile reports more where a stream does not tell i
 
 
 def decode_audio(
-    audio: Any,
+    audio: object,
     sample_rate: int,
     folder: str | Path | None = None,
     offset: float | None = None,
@@ -92,7 +92,7 @@ def as_float(audio: torch.Tensor) -> torch.Tensor:
 
 
 def audio_seconds(
-    audio: Any, folder: str | Path | None = None, offset: float | None = None, retries: int = RETRIES
+    audio: object, folder: str | Path | None = None, offset: float | None = None, retries: int = RETRIES
 ) -> float:
     """Return the length of an utterance from the head of its audio; where that does not tell, from all of it.
 
@@ -112,14 +112,14 @@ def audio_seconds(
 
 
 def _resample(samples_S: np.ndarray, rate: int, sample_rate: int) -> np.ndarray:
-    """Resample with torchaudio, or with soxr at ratios such as 22254 : 16000, whose polyphase filter would take gigabytes."""
+    """Resample with torchaudio; with soxr at ratios such as 22254 : 16000, whose filter would take gigabytes."""
     if max(rate, sample_rate) // math.gcd(rate, sample_rate) > LONGEST_RATIO:
         return soxr.resample(samples_S, rate, sample_rate)
     return torchaudio.functional.resample(torch.from_numpy(samples_S), rate, sample_rate).numpy()
 
 
 def read_audio(
-    audio: Any,
+    audio: object,
     folder: str | Path | None,
     offset: float | None,
     duration: float | None,
@@ -166,18 +166,18 @@ def check_samples(sound: soundfile.SoundFile, frames: int) -> None:
     if frames < UNKNOWN_FRAMES and frames * sound.channels > MOST_SAMPLES:
         hours = frames / sound.samplerate / 3600
         raise BadUtterance(
-            f"the clip is {hours:,.1f} h long with {sound.channels} channel(s); that does not go into the memory at once"
+            f"the clip is {hours:,.1f} h long with {sound.channels} channel(s); "
+            "that does not go into the memory at once"
         )
 
 
 @contextlib.contextmanager
-def open_audio(audio: Any, folder: str | Path | None, retries: int = RETRIES) -> Iterator[soundfile.SoundFile]:
+def open_audio(audio: object, folder: str | Path | None, retries: int = RETRIES) -> Iterator[soundfile.SoundFile]:
     """Open audio as a file; whatever fails while it is open becomes a BadUtterance."""
-    if isinstance(audio, str):
-        audio = {"path": audio}
-    if not isinstance(audio, dict):
+    if not isinstance(audio, str | dict):
         raise BadUtterance(f"no audio (found {type(audio).__name__})")
-    data, path = audio.get("bytes"), audio.get("path")
+    found: dict[str, Any] = {"path": audio} if isinstance(audio, str) else audio
+    data, path = found.get("bytes"), found.get("path")
     if data is None and not path:
         raise BadUtterance("no audio")
     if data is not None and len(data) == 0:

@@ -1,4 +1,4 @@
-"""Filters that leave an utterance out of the training, each with a name under which it is counted. S samples, C channels."""
+"""Filters that leave utterances out of the training, each counted under its name. S samples, C channels."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any

@@ -18,7 +18,7 @@ class StreamOptions:
     seed: int = 0
     shuffle: bool = True
     interleave: bool = False
-    """Give neighbouring rows to different worker shards: without `shuffle` a step sees the same utterances on any number of ranks."""
+    """Give neighbouring rows to different worker shards: unshuffled, a step is the same on any number of ranks."""
     shuffle_buffer_size: int = 2048
     """Utterances that wait in the buffer of a worker shard."""
     shuffle_buffer_bytes: int = 2**28

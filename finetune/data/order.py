@@ -1,9 +1,10 @@
 """Order: which worker shard reads which rows of an epoch, and in which order.
 
-A *worker shard* is the part of one DataLoader worker of one rank (or of the rank itself without workers). An epoch is a list of
-*pieces*, stretches of rows of shards, in an order that follows from the seed and the epoch alone. Worker shards get equal numbers of
-rows, each a run of neighbouring pieces; where a source does not tell its number of rows, they get whole shards and share the rest row
-by row. So every row belongs to one worker shard, whose position is a piece and a row.
+A *worker shard* is the part of one DataLoader worker of one rank (or of the rank itself without workers). An epoch is
+a list of *pieces*, stretches of rows of shards, in an order that follows from the seed and the epoch alone. Worker
+shards get equal numbers of rows, each a run of neighbouring pieces; where a source does not tell its number of rows,
+they get whole shards and share the rest row by row. So every row belongs to one worker shard, whose position is a
+piece and a row.
 """
 
 from collections.abc import Iterable
@@ -34,12 +35,13 @@ class Piece(NamedTuple):
 def chosen_pieces(shard_rows: list[int | None], limit: int, seed: int | None, skip: int = 0) -> list[Piece]:
     """Choose the rows that take part: all, or a fixed subset of `limit` rows, which lies within every larger one.
 
-    The subset takes whole shards in a random order (their own without a seed) until it is full, so that it reads few of them.
+    The subset takes whole shards in a random order (their own without a seed) until it is full, so that it reads few
+    of them.
 
     Args:
         shard_rows: rows of each shard, or None.
-        limit: rows to take; -1 takes all. With an unknown number of rows all shards are returned, in that order, and the reader
-            counts.
+        limit: rows to take; -1 takes all. With an unknown number of rows all shards are returned, in that order, and
+            the reader counts.
         seed: of the order.
         skip: leave out the smaller subset of so many rows. Needs known numbers of rows.
     """
@@ -87,9 +89,10 @@ def deal(pieces: list[Piece], worker_shard: int, worker_shards: int) -> list[Pie
 
 
 def interleave(pieces: list[Piece], worker_shard: int, worker_shards: int) -> list[Piece]:
-    """Return every `worker_shards`-th row over all pieces in a line: together the worker shards read in the order of the data.
+    """Return every `worker_shards`-th row over all pieces in a line, so that a step reads in the order of the data.
 
-    Every worker shard reads every shard. Where a shard does not tell its rows, each shard begins with the first worker shard.
+    Every worker shard reads every shard. Where a shard does not tell its rows, each shard begins with the first worker
+    shard.
     """
     part, first = [], 0
     for piece in pieces:

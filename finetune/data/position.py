@@ -1,4 +1,4 @@
-"""The stream's position: what a checkpoint keeps, so that a run resumes at exactly the next batch, on any number of ranks.
+"""The stream's position: what a checkpoint keeps, so that a run resumes at the next batch, on any number of ranks.
 
 The position of a worker shard behind a batch is {"finished": True}, or
     readers    one a group of sources (`finetune.data.reader.GroupReader.position`)
@@ -77,8 +77,8 @@ def reshard(
 ) -> Positions | None:
     """Deal what is left of an epoch over another number of worker shards, or in another order.
 
-    Nothing is lost and nothing comes twice, but for rows that a finished worker shard left of a mixture's further sources, which
-    come in a later pass.
+    Nothing is lost and nothing comes twice, but for rows that a finished worker shard left of a mixture's further
+    sources, which come in a later pass.
 
     Args:
         states: `state_dict` of the streams of all ranks that were.

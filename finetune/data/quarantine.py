@@ -1,8 +1,8 @@
 """Quarantine: utterances that cannot be used, how they are reported, and when there are too many.
 
-Reading or decoding an unusable row raises `BadUtterance`. The worker adds it to the `Report` that travels with its next batch; the
-training loop writes the new ones to quarantine.jsonl and calls `check_bad_fraction`. Utterances that a filter leaves out
-(`finetune.data.filters`) are counted in the same report and never in the fraction.
+Reading or decoding an unusable row raises `BadUtterance`. The worker adds it to the `Report` that travels with its
+next batch; the training loop writes the new ones to quarantine.jsonl and calls `check_bad_fraction`. Utterances that a
+filter leaves out (`finetune.data.filters`) are counted in the same report and never in the fraction.
 """
 
 from dataclasses import dataclass, field
@@ -49,7 +49,7 @@ def new_records(records: list[Record], known: set[tuple[str, str]]) -> list[Reco
 
 
 def exceeds_bad_fraction(quarantined: int, rows_read: int, limit: float, all_read: bool) -> bool:
-    """Return whether more than `data.max_bad_fraction` of the rows are bad; False until enough rows, or all, are read."""
+    """Return whether more than `limit` of the rows are bad; False until enough rows, or all, are read."""
     return (all_read or rows_read >= BAD_FRACTION_JUDGED_AFTER) and quarantined > limit * rows_read
 
 

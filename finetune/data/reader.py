@@ -66,7 +66,8 @@ def rows_from(shard: Shard, first: int, retries: int) -> NumberedRows:
                 row, failures = number + 1, 0
             return
         except Exception as error:
-            what = f"{shard.file} cannot be read from {shard.unit} {shard.first + row} on: {type(error).__name__}: {error}"
+            what = f"{shard.file} cannot be read from {shard.unit} {shard.first + row} on: "
+            what += f"{type(error).__name__}: {error}"
             what = clean_urls(what) if "://" in what else what
             failures += 1
             if failures > retries or isinstance(error, FileNotFoundError | PermissionError):
@@ -81,22 +82,20 @@ def fetch(group: Group, wanted: Iterable[tuple[int, int]], retries: int) -> dict
     Raises:
         UnreadableShard: as `rows_from`; also where a row is missing now.
     """
-    found = {}
-    numbers: dict[int, list[int]] = {}
-    for index, row in sorted(wanted):
-        numbers.setdefault(index, []).append(row)
-    for index, rows in numbers.items():
+    found: dict[tuple[int, int], Row] = {}
+    missing: dict[int, set[int]] = {}
+    for index, row in wanted:
+        missing.setdefault(index, set()).add(row)
+    for index, rows in sorted(missing.items()):
         source, shard = group[index]
-        waiting = iter(rows)
-        next_row = next(waiting)
-        for number, content in rows_from(shard, next_row, retries if source.remote else 0):
-            if number == next_row:
+        for number, content in rows_from(shard, min(rows), retries if source.remote else 0):
+            if number in rows:
                 found[index, number] = content
-                next_row = next(waiting, None)
-                if next_row is None:
-                    break
-        if next_row is not None:
-            raise UnreadableShard(f"{shard.place(next_row)} is not there any more")
+                rows.remove(number)
+            if not rows:
+                break
+        if rows:
+            raise UnreadableShard(f"{shard.place(min(rows))} is not there any more")
     return found
 
 
@@ -115,7 +114,7 @@ class GroupReader:
     ):
         self.group, self.limit, self.options = group, limit, options
         self.epoch, self.worker_shard, self.worker_shards = epoch, worker_shard, worker_shards
-        # Where a source does not tell its rows, a limit on them is kept by counting, and all worker shards read all shards.
+        # Where a source does not tell its rows, a limit is kept by counting, and all worker shards read all shards.
         self.counts = limit >= 0 and any(shard.rows is None for _, shard in group)
         self.set_position({"passes": 0})
 
@@ -213,7 +212,7 @@ class GroupReader:
             self.rows = itertools.dropwhile(lambda row: row[0] < after.start, following)
 
     def _put_last(self, piece: Piece, error: UnreadableShard) -> None:
-        """Move what is left of a shard to the end, once; not where rows are counted, which needs one order everywhere."""
+        """Move the rest of a shard to the end, once; not where rows are counted, which needs one order everywhere."""
         if piece.shard in self.failed or self.counts:
             raise error
         self.failed.add(piece.shard)

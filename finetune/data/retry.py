@@ -1,4 +1,4 @@
-"""Retries of reads over a network: when a source is opened, a shard is read (`finetune.data.reader`) or a file is downloaded."""
+"""Retries of reads over a network: opening a source, reading a shard (`finetune.data.reader`), downloading a file."""
 
 import random
 import time
@@ -16,7 +16,7 @@ class UnreadableShard(Exception):
 
 
 def delay_before(attempt: int) -> float:
-    """Return the seconds to wait before attempt 2, 3, ...: doubling, with jitter so that readers do not return all at once."""
+    """Return the seconds to wait before attempt 2, 3, ...: doubling, and jittered to spread the readers."""
     # A generator of its own: the global ones decide what a run does.
     return min(FIRST_DELAY * 2 ** (attempt - 2), LONGEST_DELAY) * random.Random().uniform(0.5, 1.5)
 

@@ -79,7 +79,7 @@ def _check_files(leave_out: LeaveOut, sources: list[OpenSource]) -> None:
 
 
 def weigh_languages(sources: list[OpenSource], temperature: float) -> None:
-    """Give each source a weight, in place: its language's utterances to the power of 1 / temperature, shared by its own.
+    """Weight each source, in place: its language's utterances to the power of 1 / temperature, shared by its own.
 
     Raises:
         UserError: a source has a weight already, or does not tell its language or its number of utterances.
@@ -116,7 +116,7 @@ def train_limits(config: RunConfig) -> BatchLimits:
 
 
 def mean_seconds(sources: list[OpenSource], data: DataConfig) -> float:
-    """Return the mean length of the utterances to train on, from some of each source; 10 where none of these can be used."""
+    """Return the mean length of the utterances to train on, from some of each source; 10 where none is usable."""
     limits = BatchLimits(seconds=1.0)
     options = StreamOptions(limits, 16_000, text_normalization=data.text_normalization, read_retries=data.read_retries)
     found = []

@@ -7,13 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fsspec
 import numpy as np
 
 from finetune.data.storage import open_binary
 from finetune.security.secrets import clean_urls
+
+if TYPE_CHECKING:
+    import datasets
 
 MANIFEST_CHUNK_BYTES = 2**18  # some thousand lines: a limit on the samples takes whole chunks in random order
 SMALLEST_CHUNK_BYTES = 2**12
@@ -77,7 +80,7 @@ def manifest_shards(path: str, chunk_bytes: int | None = None) -> tuple[list[Sha
 
 
 def line_breaks(path: str) -> tuple[np.ndarray, int, int]:
-    """Return the offsets of a file's line breaks (one is added to a last line without), its bytes, and its blank lines."""
+    """Return a file's line breaks (one is added to a last line without), its bytes, and its blank lines."""
     found, offset, last = [], 0, b""
     with open_binary(path) as file:
         while block := file.read(SCAN_BYTES):
@@ -190,16 +193,17 @@ def read_row_group(file: str, group: int, columns: list[str], first: int = 0) ->
 # ---- everything else that `datasets` reads -------------------------------------------------------------------------
 
 
-def dataset_shards(dataset: Any, names: list[str]) -> list[Shard]:
+def dataset_shards(dataset: "datasets.IterableDataset", names: list[str]) -> list[Shard]:
     """Return the shards of a `datasets.IterableDataset`, whose numbers of rows are unknown."""
     count = dataset.num_shards
     return [Shard(names[i], "row", 0, None, partial(read_dataset_shard, dataset, count, i)) for i in range(count)]
 
 
-def read_dataset_shard(dataset: Any, count: int, index: int, first: int = 0) -> NumberedRows:
+def read_dataset_shard(dataset: "datasets.IterableDataset", count: int, index: int, first: int = 0) -> NumberedRows:
     """Read a shard from a row on; those before it are read and dropped.
 
-    `IterableDataset.__iter__` would give rows to the first DataLoader worker only; `iter` leaves the sharding to the caller.
+    `IterableDataset.__iter__` gives rows to the first DataLoader worker only; `iter` leaves the sharding to the
+    caller.
     """
     shard = dataset.shard(num_shards=count, index=index)
     number = first
@@ -209,7 +213,7 @@ def read_dataset_shard(dataset: Any, count: int, index: int, first: int = 0) -> 
             number += 1
 
 
-def arrow_shards(dataset: Any, name: str, rows: int = 1000) -> list[Shard]:
+def arrow_shards(dataset: "datasets.Dataset", name: str, rows: int = 1000) -> list[Shard]:
     """Cut a `datasets.Dataset` on the disk into shards."""
     starts = range(0, len(dataset), rows)
     return [
@@ -218,7 +222,7 @@ def arrow_shards(dataset: Any, name: str, rows: int = 1000) -> list[Shard]:
     ]
 
 
-def read_stretch(dataset: Any, start: int, rows: int, first: int = 0) -> NumberedRows:
+def read_stretch(dataset: "datasets.Dataset", start: int, rows: int, first: int = 0) -> NumberedRows:
     """Read one of `arrow_shards` from a row on."""
     for number in range(first, min(rows, len(dataset) - start)):
         yield number, dataset[start + number]

@@ -34,13 +34,13 @@ ID_COLUMNS = ("id", "__key__", "utt_id", "file_name")
 class StoredAudio(datasets.Audio):
     """Audio as it is in the file.
 
-    `Audio(decode=False)` asks for torchcodec where a builder gives rows instead of tables (tar shards, audio folders), although it
-    encodes nothing.
+    `Audio(decode=False)` asks for torchcodec where a builder gives rows instead of tables (tar shards, audio folders),
+    although it encodes nothing.
     """
 
     decode: bool = False
 
-    def encode_example(self, value: Any) -> dict[str, Any] | None:
+    def encode_example(self, value: object) -> dict[str, Any] | None:
         if isinstance(value, dict):
             return {"bytes": value.get("bytes"), "path": value.get("path")}
         return {"bytes": None, "path": None if value is None else str(value)}
@@ -226,7 +226,7 @@ def _how_to_load(source: Source, key: str) -> tuple[tuple[Any, ...], dict[str, A
     return (path,), {**options, "revision": source.revision}
 
 
-def _parquet_files(dataset: Any) -> list[str]:
+def _parquet_files(dataset: datasets.IterableDataset) -> list[str]:
     """Return the parquet files of a streamed data set; none for other formats."""
     arguments = getattr(dataset._ex_iterable, "kwargs", {})
     files = [str(file) for file in arguments.get("files", ())] if "row_groups_list" in arguments else []
@@ -266,7 +266,7 @@ def _builder_for(file: str, key: str) -> str:
     )
 
 
-def _first_row(dataset: Any, key: str, path: str) -> dict[str, Any]:
+def _first_row(dataset: datasets.IterableDataset, key: str, path: str) -> dict[str, Any]:
     for row in dataset.take(1):
         return row
     raise UserError(f"{key}: {path} is empty: it holds no clips.")

@@ -1,8 +1,8 @@
 """The stream of batches of one rank: which utterance comes when, and how a run continues at exactly the next one.
 
-A DataLoader worker reads, decodes and batches one worker shard (`finetune.data.worker_shards`). Worker shard n belongs to rank
-n % ranks, so R ranks with W workers see what one rank with R x W workers sees. Each batch carries the position behind it
-(`finetune.data.position`).
+A DataLoader worker reads, decodes and batches one worker shard (`finetune.data.worker_shards`). Worker shard n belongs
+to rank n % ranks, so R ranks with W workers see what one rank with R x W workers sees. Each batch carries the position
+behind it (`finetune.data.position`).
 """
 
 import copy
@@ -143,7 +143,7 @@ class UtteranceStream:
             yield batch
 
     def next_epoch(self) -> None:
-        """Go to the beginning of the next epoch. A separate call, since other ranks may still have batches of this one."""
+        """Go to the next epoch. A separate call, since other ranks may still have batches of this one."""
         self.epoch, self.next_worker, self.positions = self.epoch + 1, 0, Positions()
 
     def snapshot(self) -> tuple[Positions, int]:
@@ -171,15 +171,15 @@ class UtteranceStream:
     def load_state_dict(self, states: list[dict[str, Any]]) -> list[str]:
         """Continue where `state_dict` was taken on all ranks.
 
-        With the same ranks and workers the batches that follow are the same. With others, the rest of the epoch is dealt anew
-        (`reshard`): nothing is lost and nothing comes twice, in another order.
+        With the same ranks and workers the batches that follow are the same. With others, the rest of the epoch is
+        dealt anew (`reshard`): nothing is lost and nothing comes twice, in another order.
 
         Args:
             states: of every rank of the run that was saved.
 
         Returns:
-            What changes the order of the utterances, such as another seed or another number of ranks. Where the sources are
-            others, the stream stands at the beginning of the next epoch.
+            What changes the order of the utterances, such as another seed or another number of ranks. Where the
+            sources are others, the stream stands at the beginning of the next epoch.
         """
         first = states[0]
         self.epoch = first["epoch"]

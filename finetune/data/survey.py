@@ -1,4 +1,4 @@
-"""A sample of a data set's rows without decoding: its texts, its longest utterances, and the batches that these make."""
+"""A sample of a data set's rows, not decoded: its texts, its longest utterances, and the batches that these make."""
 
 import contextlib
 import heapq
@@ -28,8 +28,8 @@ from finetune.data.utterances import DecodedUtterance, examine, row_duration
 ROWS_AT_MOST, SECONDS_AT_MOST = 200_000, 30.0
 ROWS_OF_A_PIECE = 16  # at least, of what has to be opened for them
 CANDIDATES = 4096
-# Batches bounded by duration hold more audio where utterances are short and say little: bands below these shares of the longest.
-BANDS = (1.0, 0.75, 0.5, 0.25)
+# Batches bounded by duration hold more audio of short utterances with little text.
+BANDS = (1.0, 0.75, 0.5, 0.25)  # below these shares of the longest
 BATCHES_A_BAND = 3
 FETCHED_AT_ONCE = 32
 
@@ -73,11 +73,10 @@ def _read(shard: Shard, start: int, lengths: bool) -> NumberedRows:
     """Read rows without their audio, where that is possible and `lengths` do not need it."""
     if shard.light is None:
         return shard.read(start)
-    if lengths:
-        first = next(shard.light(start), None)
-        if first is not None and row_duration(first[1]) is None:
-            return shard.read(start)
-    return shard.light(start)
+    rows = shard.light(start)
+    if lengths and (first := next(rows, None)) is not None:
+        return shard.read(start) if row_duration(first[1]) is None else itertools.chain([first], rows)
+    return rows
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """From a row of a source to a decoded, tokenised utterance, or the reason why it is none.
 
-A row is examined first, which reads at most the head of its audio, waits in the buffer, and is decoded when its batch is made.
-S samples.
+A row is examined first, which reads at most the head of its audio, waits in the buffer, and is decoded when its batch
+is made. S samples.
 """
 
 import math
@@ -134,7 +134,7 @@ def decode(entry: Entry, options: StreamOptions, epoch: int) -> DecodedUtterance
     Raises:
         BadUtterance: it cannot be used; FilteredUtterance: a filter leaves it out.
     """
-    # 16-bit samples stay so where nothing computes with them: half the bytes to copy between processes and to the device.
+    # 16-bit samples stay so where nothing computes with them: half the bytes to copy to the trainer and its device.
     compact = not options.augmentation.active and not entry.source.filters.on_samples
     _, _, audio_S = read_samples(entry, options, compact)
     if options.augmentation.active:
@@ -202,8 +202,8 @@ def row_id(source: OpenSource, place: str, row: Row) -> str:
     return _name(path) if isinstance(path, str) and path else place
 
 
-def _name(value: Any) -> str:
-    """Make a value from a row fit for files and trackers: bounded, without lone surrogates or passwords in addresses."""
+def _name(value: object) -> str:
+    """Make a row's value fit for files and trackers: bounded, without lone surrogates or passwords in addresses."""
     text = str(value)[:LONGEST_NAME]
     text = clean_urls(text) if "://" in text else text
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
@@ -227,5 +227,5 @@ def text_encoder(tokenizer: Any) -> Callable[[str], list[int]]:
 
 
 def no_tokens(text: str) -> list[int]:
-    """Encode nothing: evaluation compares strings, and a reference outside the tokenizer's alphabet is still a reference."""
+    """Encode nothing: evaluation compares strings, and a reference may hold what the tokenizer cannot write."""
     return []

@@ -16,8 +16,8 @@ SECONDS_AFTER_SIGTERM = 60
 def end_with_parent(parent: int, *_: Any) -> None:
     """Let the kernel kill this worker when its parent, by process id, is gone. Linux only.
 
-    A worker of torch looks for its parent only between batches, and at its end waits for its last batches to be read; its own copy
-    of the pipe's reading end keeps it from noticing that nobody will.
+    A worker of torch looks for its parent only between batches, and at its end waits for its last batches to be read;
+    its own copy of the pipe's reading end keeps it from noticing that nobody will.
     """
     if sys.platform != "linux":
         return

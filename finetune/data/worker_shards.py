@@ -1,4 +1,4 @@
-"""The batches of one worker shard before decoding: rows are read into a buffer and drawn from it, from any position on."""
+"""The batches of one worker shard before decoding: rows are read into a buffer and drawn from it."""
 
 from collections.abc import Callable, Iterator
 
@@ -79,7 +79,7 @@ class WorkerShard:
         }
 
     def batches(self) -> Iterator[tuple[list[Entry], Report, Position]]:
-        """Yield each batch's entries, what was left out before it, and the position behind it; no entries with a mere report."""
+        """Yield each batch's entries (none with a mere report), what was left out before, and the position behind."""
         try:
             if self.start is not None:
                 self._restore(self.start)

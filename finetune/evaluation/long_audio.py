@@ -1,26 +1,35 @@
-"""Audio of any length as chunks that full attention can take, and their tokens as one sequence again.
+"""Cut audio of any length into chunks for full attention, and join their tokens into one sequence again.
 
-Two chunks share `overlap` seconds, with the seam in their middle at the quietest place that is near. Both chunks hear the
-words around the seam with sound on both sides of them; of what both recognised, `splice` takes the part before the seam from the
-one and the part behind it from the other.
+Neighbouring chunks share `overlap` seconds. The seam lies in the middle of the overlap, at the quietest place nearby,
+so that both chunks hear the words around it with context on both sides. Of what both recognised, `splice` takes the
+part before the seam from one and the part after it from the other.
 
 All times are encoder frames since the beginning of the recording. S samples.
 """
 
+from __future__ import annotations
+
 import itertools
 import unicodedata
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from finetune.models.protocols import Tokenizer
+
 CHUNK_SECONDS = 30.0
+LONGEST_AT_ONCE = 40.0
+"""Seconds of an utterance that an evaluation decodes at once: the default of `data.max_duration`, so that what is
+trained on is evaluated whole."""
 OVERLAP_SECONDS = 2.0
 SEARCH_SECONDS = 5.0
 QUIET_SECONDS = 0.2
 TOLERANCE_SECONDS = 0.3
-LONGEST_WORD = 6  # times the tolerance
+LONGEST_WORD = 6  # in tolerances
 SHORTEST_FRAMES = 2
 
 
@@ -31,23 +40,24 @@ class Token(NamedTuple):
     start: int
     """Frame of the recording."""
     duration: int
-    """Frames that the model says it lasts; 1 where the model has no durations."""
+    """Frames, as predicted by the model; 1 without predicted durations."""
     begins_word: bool
     is_punctuation: bool
     confidence: float | None = None
-    """Probability of the token; None where it was not asked for."""
+    """Probability of the token; None without `enable_timestamps`."""
 
 
 @dataclass
 class Cutting:
-    """How a recording is cut, in samples and frames.
+    """How to cut a recording, in samples and frames.
 
     Args:
-        frame: samples of an encoder frame; all chunks begin at a multiple of it, so that frames of different chunks coincide.
-        limit: most frames of a chunk; None: no chunk is cut.
-        margin: frames that a chunk has beyond a seam.
-        search: frames before the last possible seam in which the quietest place is looked for.
-        quiet: samples over which loudness is taken.
+        frame: samples of an encoder frame; chunks begin at multiples of it, so that the frames of different chunks
+            coincide.
+        limit: most frames of a chunk; None: the recording is one chunk.
+        margin: frames of a chunk beyond its seam.
+        search: frames before the last possible seam that are searched for the quietest place.
+        quiet: samples over which loudness is averaged.
         tolerance: frames by which two chunks may differ about the time of one token.
     """
 
@@ -66,14 +76,14 @@ class Cutting:
         chunk: float | None,
         overlap: float | None = None,
         search: float = SEARCH_SECONDS,
-    ) -> "Cutting":
-        """The same in seconds.
+    ) -> Cutting:
+        """Convert from seconds.
 
         Args:
             sample_rate: Hz.
             frame_seconds: of an encoder frame.
-            chunk: longest chunk; None: the recording at once.
-            overlap: what two chunks share, less than half of a chunk; None: 2 s, of short chunks a quarter.
+            chunk: longest chunk; None: the recording is one chunk.
+            overlap: of two chunks, less than half of a chunk; None: 2 s, or a quarter of a shorter chunk.
             search: before the last possible seam.
         """
         if overlap is None:
@@ -98,26 +108,24 @@ class Chunk:
     """Its first frame."""
     audio_S: np.ndarray
     seam: int
-    """From this frame on its words count; 0 in the first chunk."""
+    """Its words count from this frame on; 0 in the first chunk."""
 
 
 def chunks_of(blocks: Iterable[np.ndarray], cutting: Cutting) -> Iterator[Chunk]:
-    """Cuts a stream of samples into chunks; no more than one chunk and one block are held.
+    """Cut a stream of samples into chunks, holding at most one chunk and one block.
 
-    Every sample is in a chunk, and those within `margin` frames of a seam are in two. A recording of no more than `limit`
-    frames is one chunk as it is.
+    Every sample is in a chunk, and those within `margin` frames of a seam are in two. A recording of up to `limit`
+    frames is one chunk.
     """
-    blocks, held, length = iter(blocks), [], 0
-    start, seam, more = 0, 0, True
+    held: list[np.ndarray] = []
+    blocks, length, most = iter(blocks), 0, np.inf if cutting.limit is None else cutting.limit * cutting.frame
+    start = seam = 0
     while True:
-        while more and (cutting.limit is None or length <= cutting.limit * cutting.frame):
-            block_S = next(blocks, None)
-            more = block_S is not None
-            if more:
-                held.append(block_S)
-                length += len(block_S)
+        while length <= most and (block_S := next(blocks, None)) is not None:
+            held.append(block_S)
+            length += len(block_S)
         audio_S = np.concatenate(held) if held else np.zeros(0, dtype=np.float32)
-        if not more and (cutting.limit is None or length <= cutting.limit * cutting.frame):
+        if length <= most:
             yield Chunk(start, audio_S, seam)
             return
         cut = quietest_frame(audio_S, cutting)
@@ -129,10 +137,11 @@ def chunks_of(blocks: Iterable[np.ndarray], cutting: Cutting) -> Iterator[Chunk]
 
 
 def quietest_frame(audio_S: np.ndarray, cutting: Cutting) -> int:
-    """The frame, counted from the beginning of these samples, at whose beginning the next seam is best put.
+    """The frame, counted from the first of these samples, at whose beginning to put the next seam.
 
-    It leaves room for the margin behind it, so that the chunk keeps to the limit; of equally quiet ones it is the last.
+    It leaves room for the margin, so that the chunk keeps to the limit; of equally quiet frames it is the last.
     """
+    assert cutting.limit is not None
     last = cutting.limit - max(cutting.margin, SHORTEST_FRAMES)
     first = max(last - cutting.search, cutting.margin + 1)
     begin = max(0, first * cutting.frame - cutting.quiet // 2)
@@ -145,7 +154,7 @@ def quietest_frame(audio_S: np.ndarray, cutting: Cutting) -> int:
 
 
 class Stitcher:
-    """The tokens of a recording, of which chunk after chunk is added."""
+    """Joins the tokens of a recording chunk by chunk."""
 
     def __init__(self, cutting: Cutting):
         self.tolerance, self.frame = cutting.tolerance, cutting.frame
@@ -153,8 +162,8 @@ class Stitcher:
         self._end = 0
 
     def add(self, chunk: Chunk, tokens: list[Token]) -> None:
-        """Adds the tokens of the next chunk, in order, with times of the recording."""
-        # What both chunks heard: our tokens from the beginning of this chunk on, its tokens up to the end of the last one.
+        """Add the tokens of the next chunk, in order, with times of the recording."""
+        # The overlap: our tokens from the beginning of this chunk on, its tokens up to the end of the last one.
         first = len(self.tokens)
         while first and self.tokens[first - 1].start >= chunk.start:
             first -= 1
@@ -166,13 +175,13 @@ class Stitcher:
 
 
 def splice(left: list[Token], right: list[Token], seam: int, tolerance: int) -> tuple[int, int]:
-    """Where to pass from one chunk's tokens to the next chunk's: `left[:i] + right[j:]`.
+    """Find where to pass from one chunk's tokens to the next chunk's: `left[:i] + right[j:]`.
 
-    Both lists tell what was heard in the time that the chunks share. Words go by their middle: left ones before the seam,
-    right ones behind it. That is not enough where a word lies across the seam, or where the two chunks put one word on different
-    sides of it; there the place is the pair of tokens nearest to the seam on which both agree (same token, times no further
-    apart than `tolerance`), rather one that begins a word: the word at the seam is whole then and comes once. Two readings of
-    a word that have nothing in common count as one word where their middles are as close.
+    Both lists are the tokens of the overlap. Words go by their middle: left words before the seam, right words after
+    it. That is not enough where a word lies across the seam, or where the two chunks put one word on different sides
+    of it: then the place is the pair of tokens nearest to the seam on which both agree (same token, times no further
+    apart than `tolerance`), preferably one that begins a word, so that the word at the seam is whole and comes once.
+    Two readings of a word that have no token in common count as one word if their middles are as close.
 
     Returns:
         i and j.
@@ -200,21 +209,22 @@ def splice(left: list[Token], right: list[Token], seam: int, tolerance: int) -> 
         return alone and abs(units_left[k].middle - units_right[other].middle) <= tolerance
 
     if n and m < len(units_right) and two_readings(n - 1, m):
-        j = _first(units_right, m + 1, right)  # kept twice
+        j = _first(units_right, m + 1, right)  # otherwise kept twice
     elif m and n < len(units_left) and two_readings(n, m - 1):
-        i = _first(units_left, n + 1, left)  # kept by nobody
+        i = _first(units_left, n + 1, left)  # otherwise lost
     return i, j
 
 
 def agreeing(left: list[Token], right: list[Token], tolerance: int) -> list[tuple[int, int]]:
-    """The longest common subsequence of tokens that are close in time, as pairs of indices; of equally long ones the closest."""
+    """Longest common subsequence of tokens that are close in time, as pairs of indices; of equally long ones the
+    closest."""
     best = np.zeros((len(left) + 1, len(right) + 1))
     gain = np.zeros((len(left), len(right)))
     for i in range(len(left) - 1, -1, -1):
         for j in range(len(right) - 1, -1, -1):
             apart = abs(left[i].start - right[j].start)
             if left[i].id == right[j].id and apart <= tolerance:
-                # The share for closeness is too small, over all pairs, to outweigh a pair.
+                # The bonus for closeness is too small, over all pairs, to outweigh a pair.
                 gain[i, j] = 1 + (tolerance - apart) / ((tolerance + 1) * (len(left) + len(right)))
             best[i, j] = max(best[i + 1, j], best[i, j + 1], gain[i, j] and gain[i, j] + best[i + 1, j + 1])
     pairs, i, j = [], 0, 0
@@ -235,13 +245,13 @@ class Unit(NamedTuple):
     tokens: range
     start: int
     last: int
-    """Of its last token that is no punctuation, which often comes in the silence long behind its word."""
+    """Of its last token that is not punctuation, which often comes in the silence long after its word."""
     middle: float
 
 
 def _units(tokens: list[Token], tolerance: int) -> list[Unit]:
-    """The words. One of many times the tolerance is none, but text without blanks, as in Chinese: each of its tokens stands
-    by itself."""
+    """The words. One much longer than the tolerance is text without blanks, as in Chinese: each of its tokens is a
+    unit."""
     firsts = [i for i, t in enumerate(tokens) if t.begins_word or i == 0]
     units: list[Unit] = []
     middle = -np.inf
@@ -262,9 +272,9 @@ def _first(units: list[Unit], n: int, tokens: list[Token]) -> int:
 
 
 class Pieces:
-    """What the tokens of a NeMo tokenizer are, for `Token`."""
+    """Tells which tokens of a NeMo tokenizer begin a word or are punctuation, for `Token`."""
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
         self.known: dict[int, tuple[bool, bool]] = {}
         vocabulary = [str(piece) for piece in getattr(tokenizer, "vocab", ())]

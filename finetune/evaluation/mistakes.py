@@ -1,4 +1,4 @@
-"""What a model gets wrong: the words that it confuses, and its worst clips with their audio. S samples."""
+"""What a model gets wrong: the words that it confuses, and its worst utterances with their audio. S samples."""
 
 import base64
 import io
@@ -11,12 +11,13 @@ import numpy as np
 import soundfile
 import torch
 
-LONGEST_AUDIO = 20.0  # seconds that are kept of a clip
-# Larger tables of words are cut back to this, so that memory does not grow with the set; rare confusions may then be undercounted.
+LONGEST_AUDIO = 20.0  # seconds that are kept of an utterance
+# Larger word tables are cut back to this, so that memory does not grow with the set; rare confusions may then be
+# undercounted.
 WORD_PAIRS = 20_000
 LISTED = 100
-# What browsers play, the smallest first that all of them do. FLAC takes every sample rate.
-AUDIO_FORMATS = (
+# What all browsers play, the smallest first. FLAC takes every sample rate.
+AUDIO_FORMATS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("audio/mpeg", {"format": "MP3", "subtype": "MPEG_LAYER_III", "compression_level": 0.9}),
     ("audio/ogg", {"format": "OGG", "subtype": "VORBIS"}),
     ("audio/flac", {"format": "FLAC", "subtype": "PCM_16"}),
@@ -24,11 +25,11 @@ AUDIO_FORMATS = (
 
 
 def align(reference: str, hypothesis: str, words: jiwer.WordOutput | None) -> list[tuple[str, str]]:
-    """Pairs of a reference and a hypothesis word; "" stands for a word that the other side does not have.
+    """Pairs of a reference and a hypothesis word; "" stands for a missing word.
 
     Args:
         reference, hypothesis: normalised texts.
-        words: jiwer's alignment of them; None where the reference has no word.
+        words: jiwer's alignment of them; None if the reference has no word.
     """
     theirs, ours = reference.split(), hypothesis.split()
     if words is None:
@@ -43,19 +44,20 @@ def align(reference: str, hypothesis: str, words: jiwer.WordOutput | None) -> li
 
 @dataclass
 class Mistakes:
-    """Confused words, and the worst clips: most word errors times WER, so that neither single words nor long texts crowd the list."""
+    """Confused words and the worst utterances, by word errors times WER, so that neither single words nor long texts
+    prevail."""
 
     keep_clips: int
     sample_rate: int
     """Hz of the audio."""
     words: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Word pairs as of `align` that are not equal."""
+    """Unequal word pairs of `align`."""
     clips: list[dict[str, Any]] = field(default_factory=list)
 
     def add(
         self, clip: dict[str, Any], pairs: list[tuple[str, str]], errors: int, audio_S: torch.Tensor | None
     ) -> None:
-        """Counts one clip, and keeps it where it belongs to the worst.
+        """Count one utterance, and keep it if it is among the worst.
 
         Args:
             clip: id, language, reference, hypothesis.
@@ -79,7 +81,7 @@ class Mistakes:
         self.clips = sorted([*self.clips, row], key=_order)[: self.keep_clips]
 
     def encode_audio(self) -> None:
-        """Turns the samples of the kept clips into data: URLs."""
+        """Turn the samples of the kept utterances into data: URLs."""
         for clip in self.clips:
             heard_S = clip.pop("heard_S", None)
             if heard_S is not None:
@@ -91,7 +93,8 @@ class Mistakes:
         self.clips = sorted(self.clips + other.clips, key=_order)[: self.keep_clips]
 
     def result(self) -> dict[str, Any]:
-        """For errors-SPLIT.json: substitutions as [reference, hypothesis, n], deletions and insertions as [word, n], and clips."""
+        """For errors-SPLIT.json: substitutions as [reference, hypothesis, n], deletions and insertions as [word, n],
+        and clips."""
         found: dict[str, list[Any]] = {"substitutions": [], "deletions": [], "insertions": []}
         for (reference, hypothesis), n in sorted(self.words.items(), key=lambda item: (-item[1], item[0])):
             kind = "insertions" if not reference else "substitutions" if hypothesis else "deletions"
@@ -109,14 +112,14 @@ def _order(clip: dict[str, Any]) -> tuple[float, str]:
 
 
 def _as_int16(audio_S: torch.Tensor) -> np.ndarray:
-    """A copy as int16, which does not keep the batch alive."""
+    """Copy as int16, which does not keep the batch alive."""
     if audio_S.dtype == torch.int16:
         return audio_S.cpu().numpy().copy()
     return (audio_S.float().clamp(-1, 1) * 32767).to(torch.int16).cpu().numpy()
 
 
 def data_url(samples_S: np.ndarray, sample_rate: int) -> str | None:
-    """Samples as the data: URL of a small audio file; None where no format takes them.
+    """Encode samples as the data: URL of a small audio file; None if no format takes them.
 
     Args:
         samples_S: int16.
@@ -126,7 +129,7 @@ def data_url(samples_S: np.ndarray, sample_rate: int) -> str | None:
         file = io.BytesIO()
         try:
             soundfile.write(file, samples_S, sample_rate, **options)
-        except (soundfile.LibsndfileError, ValueError):  # an older library, or a rate that the format does not have
+        except (soundfile.LibsndfileError, ValueError):  # an older library, or a rate that the format lacks
             continue
         return f"data:{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
     return None

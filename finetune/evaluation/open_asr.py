@@ -1,4 +1,5 @@
-"""Normalisation after the Open ASR Leaderboard: Whisper's rules for English, symbols and case for the other languages."""
+"""Normalisation after the Open ASR Leaderboard: Whisper's rules for English, symbols and case for the other
+languages."""
 
 import json
 import re
@@ -13,25 +14,26 @@ NOT_SCORED = "ignore time segment in scoring"
 
 
 def normalize_open_asr(text: str, language: str) -> str:
-    """Normalises a reference or a hypothesis.
+    """Normalise a reference or a hypothesis.
 
-    English, and clips that name no language: Whisper's English rules (Radford et al. 2022, appendix C), from transformers: lower
-    case, contractions and titles written out, numbers as digits, American spelling, fillers and what stands in brackets gone. Other
-    languages: lower case, no symbols and nothing in brackets; accents and vowel signs stay.
+    English, and utterances without a language: Whisper's English rules (Radford et al. 2022, appendix C), from
+    transformers: lower case, contractions and titles written out, numbers as digits, American spelling, no fillers,
+    nothing in brackets. Other languages: lower case, no symbols, nothing in brackets; accents and vowel signs stay.
 
     Args:
         text: any transcript.
-        language: of the clip: `en`, `en-GB`, `eng`, `fr`, or empty.
+        language: `en`, `en-GB`, `eng`, `fr`, or empty.
 
     Returns:
-        words with single spaces; empty where the clip is not to be scored.
+        words with single spaces; empty if the utterance is not to be scored.
     """
     if is_english(language):
         text = _english()(text).strip()
         return "" if text == NOT_SCORED else text
     text = re.sub(r"\([^)]+\)", "", re.sub(r"[<\[][^>\]]*[>\]]", "", text.lower()))
     text = unicodedata.normalize("NFKC", text).lower()
-    # Marks (M) stay: without its vowel signs a word of Hindi or Thai is another. Zero-width and control characters (C) go.
+    # Marks (M) stay: without its vowel signs a Hindi or Thai word is another one. Zero-width and control characters
+    # (C) go.
     kinds = [(c, unicodedata.category(c)[0]) for c in text]
     text = "".join(" " if kind in "SP" or c.isspace() else c for c, kind in kinds if kind != "C" or c.isspace())
     return " ".join(text.split())
@@ -44,7 +46,7 @@ def is_english(language: str) -> bool:
 
 @cache
 def _english() -> Any:
-    """transformers has the rules but not the list of spellings, which the package whisper_normalizer carries."""
+    """transformers has the rules but not the list of spellings, which is in the package whisper_normalizer."""
     from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
     spellings = files("whisper_normalizer").joinpath("normalizers", "english.json").read_text(encoding="utf-8")

@@ -1,33 +1,39 @@
 """NeMo's greedy decoding over batches and streams. B batch, S samples."""
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from finetune.data.batch import Batch
 from finetune.data.batching import BatchLimits
 from finetune.data.decode import as_float
-from finetune.data.stream import UtteranceStream
 from finetune.errors import UserError
-from finetune.evaluation.long_audio import Chunk, Cutting, Pieces, Stitcher, Token, chunks_of
+from finetune.evaluation.long_audio import LONGEST_AT_ONCE, Chunk, Cutting, Pieces, Stitcher, Token, chunks_of
 from finetune.evaluation.mistakes import Mistakes
-from finetune.evaluation.scores import WerAccumulator
+from finetune.evaluation.scores import Counts, Utterance, WerAccumulator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from finetune.data.batch import Batch
+    from finetune.data.stream import UtteranceStream
+    from finetune.models.protocols import Transducer
 
 SHORTEST_SECONDS = 0.1
-CHUNKS_AT_ONCE = 4  # decoded together, of a clip that is too long for one piece
-LONGEST_AT_ONCE = 40.0  # seconds: `data.max_duration` as it ships, so what is trained on is judged in one piece
+CHUNKS_AT_ONCE = 4  # decoded together, of one long utterance
 
 
 @contextlib.contextmanager
-def evaluation_mode(model: Any) -> Iterator[None]:
-    """eval() and no gradients; afterwards modes and random states are as before, so that evaluating changes no training."""
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Switch to eval() without gradients. Modes and random states are restored, so that an evaluation does not change
+    training."""
     modes = {module: module.training for module in model.modules()}
     python_state, numpy_state = random.getstate(), np.random.get_state()
     cuda = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
@@ -42,11 +48,11 @@ def evaluation_mode(model: Any) -> Iterator[None]:
             np.random.set_state(numpy_state)
 
 
-def recognise_batch(model: Any, audio_BS: torch.Tensor, audio_lengths_B: torch.Tensor) -> list[Any]:
-    """Greedy hypotheses (NeMo's Hypothesis objects) of a padded batch of waveforms; call inside `evaluation_mode`.
+def recognise_batch(model: Transducer, audio_BS: torch.Tensor, audio_lengths_B: torch.Tensor) -> list[Any]:
+    """Decode a padded batch of waveforms greedily, to NeMo's Hypothesis objects; call inside `evaluation_mode`.
 
-    Decoding runs in the parameters' own precision, not under autocast: half-precision batched decoding has been seen to be
-    right for the first clip only.
+    Decoding runs in the parameters' own precision, not under autocast: batched decoding in half precision has been
+    seen to be right for the first utterance only.
     """
     device = next(model.parameters()).device
     with torch.autocast(device.type, enabled=False):
@@ -60,16 +66,17 @@ def recognise_batch(model: Any, audio_BS: torch.Tensor, audio_lengths_B: torch.T
         )
 
 
-def frame_seconds(model: Any) -> float:
-    """Seconds of an encoder frame."""
+def frame_seconds(model: Transducer) -> float:
+    """Length of an encoder frame in seconds."""
     return float(model.cfg.preprocessor.window_stride) * model.encoder.subsampling_factor
 
 
-def recognise_chunks(model: Any, chunks: list[Chunk], pieces: Pieces) -> list[list[Token]]:
-    """Tokens of chunks that are decoded together, of one recording or of several; call inside `evaluation_mode`.
+def recognise_chunks(model: Transducer, chunks: list[Chunk], pieces: Pieces) -> list[list[Token]]:
+    """Decode chunks of one recording or of several together; call inside `evaluation_mode`.
 
     Args:
-        model: NeMo transducer. Tokens have durations and probabilities only after `finetune.tools.transcription.words.enable_timestamps`.
+        model: its tokens have durations and probabilities only after
+            `finetune.tools.transcription.words.enable_timestamps`.
         chunks: parts of recordings at the model's sample rate. Less than 0.1 s has no tokens.
         pieces: of the model's tokenizer.
     """
@@ -82,12 +89,10 @@ def recognise_chunks(model: Any, chunks: list[Chunk], pieces: Pieces) -> list[li
     for i, hypothesis in zip(heard, recognise_batch(model, audio_BS, lengths_B), strict=True):
         # A model that was saved with decoding.compute_timestamps has words and segments beside the tokens' frames.
         stamps = hypothesis.timestamp
-        ids, starts = (
-            _listed(hypothesis.y_sequence),
-            _listed(stamps["timestep"] if isinstance(stamps, dict) else stamps),
-        )
-        durations = _listed(hypothesis.token_duration) or [1] * len(ids)
-        confidences = _listed(hypothesis.token_confidence) or [None] * len(ids)
+        ids = _as_list(hypothesis.y_sequence)
+        starts = _as_list(stamps["timestep"] if isinstance(stamps, dict) else stamps)
+        durations = _as_list(hypothesis.token_duration) or [1] * len(ids)
+        confidences = _as_list(hypothesis.token_confidence) or [None] * len(ids)
         found[i] = [
             Token(int(token), chunks[i].start + int(start), int(duration), *pieces.kind(int(token)), confidence)
             for token, start, duration, confidence in zip(ids, starts, durations, confidences, strict=True)
@@ -95,19 +100,19 @@ def recognise_chunks(model: Any, chunks: list[Chunk], pieces: Pieces) -> list[li
     return found
 
 
-def _listed(values: Any) -> list[Any]:
-    return (
-        [] if values is None else values.tolist() if isinstance(values, torch.Tensor) else [float(v) for v in values]
-    )
+def _as_list(values: Any) -> list[Any]:
+    if values is None:
+        return []
+    return values.tolist() if isinstance(values, torch.Tensor) else [float(v) for v in values]
 
 
-def text_of(model: Any, tokens: list[Token]) -> str:
-    """The text of a sequence of tokens."""
+def text_of(model: Transducer, tokens: list[Token]) -> str:
+    """Text of a sequence of tokens."""
     return " ".join(model.decoding.decode_tokens_to_str_with_strip_punctuation([t.id for t in tokens]).split())
 
 
-def recognise_long(model: Any, audio_S: torch.Tensor, longest: float, batch_size: int) -> str:
-    """The text of a recording of any length, chunk by chunk; call inside `evaluation_mode`.
+def recognise_long(model: Transducer, audio_S: torch.Tensor, longest: float, batch_size: int) -> str:
+    """Recognise a recording of any length chunk by chunk; call inside `evaluation_mode`.
 
     Args:
         audio_S: float32 in [-1, 1] or int16.
@@ -117,28 +122,29 @@ def recognise_long(model: Any, audio_S: torch.Tensor, longest: float, batch_size
     cutting = Cutting.of_seconds(model.preprocessor._sample_rate, frame_seconds(model), longest)
     pieces, stitcher = Pieces(model.tokenizer), Stitcher(cutting)
     blocks = (as_float(block_S).numpy() for block_S in audio_S.split(10 * model.preprocessor._sample_rate))
-    coming = chunks_of(blocks, cutting)
-    while chunks := list(itertools.islice(coming, batch_size)):
+    chunk_stream = chunks_of(blocks, cutting)
+    while chunks := list(itertools.islice(chunk_stream, batch_size)):
         for chunk, tokens in zip(chunks, recognise_chunks(model, chunks, pieces), strict=True):
             stitcher.add(chunk, tokens)
     return text_of(model, stitcher.tokens)
 
 
 def evaluation_limits(clips: int, longest: float) -> BatchLimits:
-    """Batches of an evaluation: so many clips of `longest` seconds, and fewer of longer ones, which would be padded to hours."""
+    """Batches of an evaluation: `clips` utterances of up to `longest` seconds, fewer of longer ones, which would pad
+    the others."""
     return BatchLimits(clips=clips, seconds=clips * longest)
 
 
-def recognise_texts(model: Any, audio_BS: torch.Tensor, lengths_B: torch.Tensor, longest: float) -> list[str]:
-    """Texts of a padded batch; call inside `evaluation_mode`.
+def recognise_texts(model: Transducer, audio_BS: torch.Tensor, lengths_B: torch.Tensor, longest: float) -> list[str]:
+    """Recognise a padded batch; call inside `evaluation_mode`.
 
-    Clips of at most `longest` seconds are decoded together, as they are; longer ones one by one, in chunks.
+    Utterances of at most `longest` seconds are decoded together, as they are; longer ones one by one, in chunks.
     """
     limit = int(longest * model.preprocessor._sample_rate)
     texts = [""] * len(lengths_B)
     short = torch.nonzero(lengths_B <= limit)[:, 0].tolist()
     if short:
-        # Indexing copies, so only a batch that has to be parted pays for it.
+        # Indexing copies: only for a batch that has to be split.
         whole = len(short) == len(texts)
         short_BS = audio_BS if whole else audio_BS[short, : int(lengths_B[short].max())]
         for i, hypothesis in zip(short, recognise_batch(model, short_BS, lengths_B[short]), strict=True):
@@ -149,7 +155,7 @@ def recognise_texts(model: Any, audio_BS: torch.Tensor, lengths_B: torch.Tensor,
 
 
 def score_stream(
-    model: Any,
+    model: Transducer,
     stream: UtteranceStream,
     *,
     normalization: str,
@@ -159,73 +165,69 @@ def score_stream(
     keep_pairs: int = 0,
     keep_worst: int = 0,
     show_progress: bool = True,
-    on_clip: Callable[[str, str, str, str, Any], None] | None = None,
+    on_utterance: Callable[[Utterance, Counts], None] | None = None,
     on_batch: Callable[[Batch, list[str], WerAccumulator], None] | None = None,
 ) -> WerAccumulator:
-    """Decodes one pass over a stream and counts errors. Nothing but strings and counts is kept, and the audio of the worst clips.
+    """Decode one pass over a stream and count errors. Only strings, counts and the audio of the worst utterances are
+    kept.
 
     Args:
         model: NeMo transducer.
-        stream: clips of this rank.
-        normalization: for references and hypotheses.
+        stream: utterances of this rank.
+        normalization: of references and hypotheses.
         description: label of the progress bar.
-        longest: seconds of a clip that is decoded at once; longer ones are recognised in chunks of that length, so that
-            memory does not grow with the square of the clip.
-        total: clips, for the bar.
+        longest: seconds that are decoded at once; longer utterances are recognised in chunks of that length, so that
+            memory does not grow with the square of their length.
+        total: utterances, for the progress bar.
         keep_pairs: reference/hypothesis pairs to keep.
-        keep_worst: clips to keep in the board's `mistakes`, which has the confused words too; 0: no such account.
-        on_clip: called with id, language, reference, hypothesis and counts of each clip.
+        keep_worst: utterances to keep in the accumulator's `mistakes`, which also has the confused words; 0: no
+            `mistakes`.
+        on_utterance: called with each utterance and its counts.
         on_batch: called with each batch, its hypotheses and the counts so far.
 
     Raises:
         UserError: a shard cannot be read.
     """
-    board = WerAccumulator(normalization, keep_pairs)
+    wer, rate = WerAccumulator(normalization, keep_pairs), model.preprocessor._sample_rate
     if keep_worst:
-        board.mistakes = Mistakes(keep_worst, model.preprocessor._sample_rate)
+        wer.mistakes = Mistakes(keep_worst, rate)
     with (
         evaluation_mode(model),
         tqdm(total=total, desc=description, unit="clip", disable=not show_progress, leave=False, delay=2) as bar,
     ):
         for batch in stream.batches():
-            board.quarantined += batch.quarantined
-            for reason, n in batch.filtered.items():
-                board.filtered[reason] = board.filtered.get(reason, 0) + n
+            wer.quarantined += batch.quarantined
+            wer.add_filtered(batch.filtered)
             if batch.error:
                 raise UserError(f"{description}: {batch.error}", exit_code=1)
             if not batch.ids:
                 continue
-            began = time.perf_counter()
+            started = time.perf_counter()
             texts = recognise_texts(model, batch.audio_BS, batch.audio_lengths_B, longest)
-            # The texts are on the host: nothing is still computed.
-            board.decoding_seconds += time.perf_counter() - began
-            board.audio_seconds += int(batch.audio_lengths_B.sum()) / model.preprocessor._sample_rate
-            for clip_id, language, reference, hypothesis, audio_S, length in zip(
-                batch.ids,
-                batch.languages,
-                batch.texts,
-                texts,
-                batch.audio_BS,
-                batch.audio_lengths_B.tolist(),
-                strict=True,
-            ):
-                counts = board.add(clip_id, language, reference, hypothesis, audio_S[:length])
-                if on_clip is not None:
-                    on_clip(clip_id, language, reference, hypothesis, counts)
+            # The texts are on the host, so the device is done.
+            wer.decoding_seconds += time.perf_counter() - started
+            wer.audio_seconds += int(batch.audio_lengths_B.sum()) / rate
+            for i, length in enumerate(batch.audio_lengths_B.tolist()):
+                u = Utterance(batch.ids[i], batch.languages[i], batch.texts[i], texts[i])
+                counts = wer.add(u.id, u.language, u.reference, u.hypothesis, batch.audio_BS[i, :length])
+                if on_utterance is not None:
+                    on_utterance(u, counts)
             if on_batch is not None:
-                on_batch(batch, texts, board)
+                on_batch(batch, texts, wer)
             bar.update(len(batch.ids))
-            if board.total.words:
-                bar.set_postfix(wer=f"{board.total.word_errors / board.total.words:.3f}")
-    if board.mistakes is not None:
-        board.mistakes.encode_audio()
-    return board
+            if wer.total.words:
+                bar.set_postfix(wer=f"{wer.total.word_errors / wer.total.words:.3f}")
+    if wer.mistakes is not None:
+        wer.mistakes.encode_audio()
+    return wer
 
 
-def batched_decoding_differs(model: Any, batch: Batch, clips: int = 4) -> list[tuple[str, str, str]]:
-    """Clips that decode otherwise alone than in a batch, as (id, alone, batched). Empty is as it should be."""
+def batched_decoding_differs(model: Transducer, batch: Batch, clips: int = 4) -> list[tuple[str, str, str]]:
+    """Utterances that decode otherwise alone than in a batch, as (id, alone, batched); normally none."""
+    if not batch.ids:
+        return []
     n = min(clips, len(batch.ids))
-    limit = int(LONGEST_AT_ONCE * model.preprocessor._sample_rate)  # of hours, the beginning will do
+    limit = int(LONGEST_AT_ONCE * model.preprocessor._sample_rate)  # the beginning of a long recording is enough
     audio_BS, lengths_B = batch.audio_BS[:n, :limit], batch.audio_lengths_B[:n].clamp(max=limit)
     with evaluation_mode(model):
         batched = [h.text for h in recognise_batch(model, audio_BS, lengths_B)]

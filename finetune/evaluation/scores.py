@@ -1,4 +1,4 @@
-"""Word and character error rates, counted clip by clip; of each clip only a few small numbers stay (`ClipCounts`)."""
+"""Word and character error rates. Of each utterance only a few small numbers are kept (`UtteranceCounts`)."""
 
 import zlib
 from dataclasses import dataclass, field
@@ -8,55 +8,40 @@ import jiwer
 import torch
 
 from finetune.data.normalization import normalize_text
-from finetune.evaluation.clip_counts import ClipCounts
 from finetune.evaluation.mistakes import Mistakes, align
 from finetune.evaluation.open_asr import normalize_open_asr
+from finetune.evaluation.utterance_counts import Counts, UtteranceCounts
 
 
 @dataclass
-class Counts:
-    """Edit counts over clips."""
+class Utterance:
+    """One utterance as a model recognised it."""
 
-    clips: int = 0
-    words: int = 0
-    word_errors: int = 0
-    substitutions: int = 0
-    deletions: int = 0
-    insertions: int = 0
-    characters: int = 0
-    character_errors: int = 0
-
-    def add(self, other: "Counts") -> None:
-        for name in vars(self):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-
-    def rates(self) -> dict[str, Any]:
-        """WER and CER as fractions (None without reference words), and the counts behind them."""
-        return {
-            "wer": self.word_errors / self.words if self.words else None,
-            "cer": self.character_errors / self.characters if self.characters else None,
-            **vars(self),
-        }
+    id: str
+    language: str
+    reference: str
+    hypothesis: str
 
 
 def score_pair(reference: str, hypothesis: str, normalization: str, language: str = "") -> Counts:
-    """Edit counts of one clip after normalisation; no clip at all where it is not to be scored.
+    """Edit counts of one utterance after normalisation; all 0, even `clips`, if it is not to be scored.
 
     Args:
-        normalization: of `finetune.data.normalization.normalize_text`, or `open_asr`, which leaves out clips without a reference.
-        language: of the clip, for `open_asr`.
+        normalization: of `finetune.data.normalization.normalize_text`, or `open_asr`, which leaves out utterances
+            without a reference.
+        language: of the utterance, for `open_asr`.
     """
     reference, hypothesis = (normalize_for_scores(text, normalization, language) for text in (reference, hypothesis))
     return Counts() if not reference and normalization == "open_asr" else _score(reference, hypothesis)[0]
 
 
 def normalize_for_scores(text: str, normalization: str, language: str) -> str:
-    """A reference or a hypothesis as it is scored."""
+    """Normalise a reference or a hypothesis for scoring."""
     return normalize_open_asr(text, language) if normalization == "open_asr" else normalize_text(text, normalization)
 
 
 def _score(reference: str, hypothesis: str) -> tuple[Counts, list[tuple[str, str]]]:
-    """Edit counts of one clip's normalised texts, and its words in pairs (see `finetune.evaluation.mistakes.align`)."""
+    """Edit counts of two normalised texts, and their words in pairs (see `finetune.evaluation.mistakes.align`)."""
     if not reference:
         words, characters = len(hypothesis.split()), len(hypothesis)
         return Counts(1, 0, words, 0, 0, words, 0, characters), align(reference, hypothesis, None)
@@ -87,52 +72,57 @@ class WerAccumulator:
     quarantined: list[dict[str, str]] = field(default_factory=list)
     filtered: dict[str, int] = field(default_factory=dict)
     mistakes: Mistakes | None = None
-    clip_counts: ClipCounts = field(default_factory=ClipCounts)
+    utterance_counts: UtteranceCounts = field(default_factory=UtteranceCounts)
     left_out: int = 0
-    """Clips whose reference is empty after the normalisation `open_asr`."""
+    """Utterances whose reference is empty after the normalisation `open_asr`."""
     audio_seconds: float = 0.0
     decoding_seconds: float = 0.0
-    """From audio to text: features, encoder, decoder; without reading the data and without counting."""
+    """From audio to text: features, encoder, decoder; without reading the data and without scoring."""
 
     def add(
-        self, clip_id: str, language: str, reference: str, hypothesis: str, audio_S: torch.Tensor | None = None
+        self, utterance_id: str, language: str, reference: str, hypothesis: str, audio_S: torch.Tensor | None = None
     ) -> Counts:
-        """Counts one clip; its audio (S samples) is for `mistakes`."""
-        scored, heard = (normalize_for_scores(t, self.normalization, language) for t in (reference, hypothesis))
+        """Score one utterance; its audio (S samples) is for `mistakes`."""
+        scored, recognised = (normalize_for_scores(t, self.normalization, language) for t in (reference, hypothesis))
         if not scored and self.normalization == "open_asr":
             self.left_out += 1
             return Counts()
-        counts, words = _score(scored, heard)
+        counts, words = _score(scored, recognised)
         self.total.add(counts)
         self.by_language.setdefault(language or "unknown", Counts()).add(counts)
-        self.clip_counts.add(clip_id, scored, language or "unknown", counts)
-        pair = {"id": clip_id, "language": language, "reference": reference, "hypothesis": hypothesis}
-        self.pairs = self._spread([*self.pairs, pair])
+        self.utterance_counts.add(utterance_id, scored, language or "unknown", counts)
+        pair = {"id": utterance_id, "language": language, "reference": reference, "hypothesis": hypothesis}
+        self.pairs = self._sample([*self.pairs, pair])
         if self.mistakes is not None:
             self.mistakes.add(pair, words, counts.word_errors, audio_S)
         return counts
 
-    def _spread(self, pairs: list[dict[str, str]]) -> list[dict[str, str]]:
-        """The pairs whose ids have the smallest checksums: the same clips each time, from all over the set."""
+    def add_filtered(self, filtered: dict[str, int]) -> None:
+        """Add to the number of utterances that were left out, by reason."""
+        for reason, n in filtered.items():
+            self.filtered[reason] = self.filtered.get(reason, 0) + n
+
+    def _sample(self, pairs: list[dict[str, str]]) -> list[dict[str, str]]:
+        """The pairs whose ids have the smallest checksums: the same ones in every evaluation, spread over the set."""
         return sorted(pairs, key=lambda pair: zlib.crc32(pair["id"].encode()))[: self.keep_pairs]
 
     def merge(self, other: "WerAccumulator") -> None:
+        """Add what another rank counted."""
         self.total.add(other.total)
         for language, counts in other.by_language.items():
             self.by_language.setdefault(language, Counts()).add(counts)
-        self.pairs = self._spread(self.pairs + other.pairs)
+        self.pairs = self._sample(self.pairs + other.pairs)
         self.quarantined += other.quarantined
-        for reason, n in other.filtered.items():
-            self.filtered[reason] = self.filtered.get(reason, 0) + n
+        self.add_filtered(other.filtered)
         if self.mistakes is not None and other.mistakes is not None:
             self.mistakes.merge(other.mistakes)
-        self.clip_counts.extend(other.clip_counts)
+        self.utterance_counts.extend(other.utterance_counts)
         self.left_out += other.left_out
         self.audio_seconds += other.audio_seconds
         self.decoding_seconds += other.decoding_seconds
 
     def result(self) -> dict[str, Any]:
-        """The object that `evaluate --json` and evaluations.jsonl are made from."""
+        """The rates and counts that `evaluate --json` and evaluations.jsonl are made from."""
         return {
             **self.total.rates(),
             "by_language": {name: counts.rates() for name, counts in sorted(self.by_language.items())},

@@ -1,14 +1,15 @@
-"""How sure an error rate is, and whether two differ. N clips (or blocks of clips), K kinds of clips, R resamples, C columns.
+"""How certain an error rate is, and whether two differ.
 
-Clips are taken to be independent of each other. Where one speaker or recording has many, their errors go together: intervals
-and p-values then come out too small unless such clips are drawn as one block (`sum_blocks`).
+N utterances (or blocks of them), K kinds of utterances, R resamples, C columns.
+
+Utterances are taken as independent of each other. Where one speaker or recording has many, their errors go together:
+intervals and p-values come out too small unless such utterances are drawn as one block (`sum_blocks`).
 """
 
 import re
 from typing import Any
 
 import numpy as np
-from scipy import fft, stats
 
 from finetune.errors import UserError
 
@@ -16,36 +17,37 @@ LEVEL = 0.95
 RESAMPLES = 1000
 SEED = 0
 SMALLEST_P = 1e-12
-"""Below this the Fourier sum of `permutation_p` is rounding; p-values are given no smaller."""
+"""Below this the Fourier sum of `permutation_p` is rounding error; no smaller p-value is given."""
 POWER = 0.8
 FEW = 20
-"""Clips or blocks below which a percentile interval is noticeably too short."""
+"""Utterances or blocks below which a percentile interval is noticeably too short."""
 DRAWN_AT_ONCE = 2**22
-"""Numbers in memory for one block of resamples: 32 MiB."""
+"""Numbers held while resampling: 32 MiB."""
 
 
 def resampled_sums(values_NC: np.ndarray, resamples: int, seed: int = SEED) -> np.ndarray:
-    """Column sums of N clips drawn with replacement, R times: (R, C) int64.
+    """Column sums of N utterances drawn with replacement, R times: (R, C) int64.
 
-    How often each kind of clip (equal in all columns) is drawn is multinomial, so that kinds are drawn instead of clips: the same
-    distribution as drawing clips one by one, for far fewer draws where clips are alike, as counts of errors and words are.
+    How often each kind of utterance (equal in all columns) is drawn is multinomial, so kinds are drawn instead of
+    utterances: the same distribution for far fewer draws, because many utterances have equal counts of errors and
+    words.
 
     Args:
-        values_NC: whole numbers.
+        values_NC: integers.
         resamples: R.
     """
     kinds_KC, counts_K = np.unique(np.asarray(values_NC, dtype=np.int64), axis=0, return_counts=True)
-    generator, clips = np.random.default_rng(seed), int(counts_K.sum())
+    generator, utterances = np.random.default_rng(seed), int(counts_K.sum())
     step = max(1, DRAWN_AT_ONCE // len(kinds_KC))
     parts = []
-    for begun in range(0, resamples, step):
-        drawn_RK = generator.multinomial(clips, counts_K / clips, size=min(step, resamples - begun))
+    for first in range(0, resamples, step):
+        drawn_RK = generator.multinomial(utterances, counts_K / utterances, size=min(step, resamples - first))
         parts.append(drawn_RK @ kinds_KC)
     return np.concatenate(parts)
 
 
 def percentiles(values_R: np.ndarray) -> list[float] | None:
-    """The interval that holds LEVEL of the values; None where there are none."""
+    """The central interval that holds LEVEL of the finite values; None without any."""
     values_R = values_R[np.isfinite(values_R)]
     if not len(values_R):
         return None
@@ -53,11 +55,11 @@ def percentiles(values_R: np.ndarray) -> list[float] | None:
 
 
 def rate_interval(errors_N: np.ndarray, words_N: np.ndarray, resamples: int = RESAMPLES) -> list[float] | None:
-    """Percentile bootstrap interval of an error rate, errors over words, by drawing clips with replacement
+    """Percentile bootstrap interval of an error rate, errors over words, by drawing utterances with replacement
     (Bisani and Ney, "Bootstrap estimates for confidence intervals in ASR performance evaluation", ICASSP 2004).
 
     Args:
-        errors_N, words_N: counts by clip, or characters in place of words.
+        errors_N, words_N: counts by utterance, or characters in place of words.
 
     Returns:
         [low, high] as fractions; None without a word, or without resamples.
@@ -72,32 +74,36 @@ def rate_interval(errors_N: np.ndarray, words_N: np.ndarray, resamples: int = RE
 def permutation_p(differences_N: np.ndarray) -> float:
     """Two-sided p-value of the paired permutation test on the sum of differences.
 
-    If the two models are alike, each clip's two error counts might as well have come the other way round, so that each difference
-    has either sign with probability 1/2. The p-value is the share of all 2^N choices of signs whose sum is as far from 0 as the
-    one found. It is exact, not a sample of the choices: the characteristic function of the sum is the product of cos(d t), and its
-    Fourier transform is the distribution (Pagano and Tritchler, "On obtaining permutation distributions in polynomial time",
-    JASA 78, 1983). The test that samples them is known as approximate randomisation (Noreen 1989).
+    If the two models are alike, each utterance's two error counts could as well be exchanged, so each difference has
+    either sign with probability 1/2. The p-value is the share of all 2^N choices of signs whose sum is as far from 0
+    as the observed one. It is exact, not sampled: the characteristic function of the sum is the product of cos(d t),
+    and its Fourier transform is the distribution (Pagano and Tritchler, "On obtaining permutation distributions in
+    polynomial time", JASA 78, 1983). The test that samples the signs is known as approximate randomisation (Noreen
+    1989).
 
     Args:
-        differences_N: whole numbers: errors of one model minus errors of the other, by clip.
+        differences_N: integers: errors of one model minus errors of the other, by utterance.
     """
+    from scipy import fft  # takes half a second to import
+
     differences_N = np.asarray(differences_N, dtype=np.int64)
     observed = abs(int(differences_N.sum()))
     sizes_K, counts_K = np.unique(np.abs(differences_N[differences_N != 0]), return_counts=True)
     if not observed:
         return 1.0
     total = int((sizes_K * counts_K).sum())
-    points = fft.next_fast_len(2 * total + 1, real=True)
+    points = int(fft.next_fast_len(2 * total + 1, real=True))  # type: ignore[arg-type]  # untyped in scipy
     angles = 2 * np.pi / points * np.arange(points // 2 + 1)
     characteristic = np.ones_like(angles)
     for size, count in zip(sizes_K.tolist(), counts_K.tolist(), strict=True):
         characteristic *= np.cos(size * angles) ** count
-    chances = fft.irfft(characteristic, points)
+    chances = np.asarray(fft.irfft(characteristic, points))
     return float(np.clip(2 * chances[observed : total + 1].sum(), SMALLEST_P, 1.0))
 
 
 def holm(p_values: list[float]) -> list[float]:
-    """p-values of several tests, corrected so that the chance of any false finding stays within the level (Holm 1979)."""
+    """Correct the p-values of several tests so that the chance of any false finding stays within the level (Holm
+    1979)."""
     order = np.argsort(p_values)
     corrected, largest = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(order):
@@ -107,28 +113,28 @@ def holm(p_values: list[float]) -> list[float]:
 
 
 def sum_blocks(values_NC: np.ndarray, names_N: list[str]) -> np.ndarray:
-    """Sums over the clips of each name, one row a name (Liu and Peng, "Statistical testing on ASR performance via blockwise
-    bootstrap", Interspeech 2020)."""
+    """Sums over the utterances of each name, one row a name (Liu and Peng, "Statistical testing on ASR performance via
+    blockwise bootstrap", Interspeech 2020)."""
     _, block_N = np.unique(np.asarray(names_N, dtype=str), return_inverse=True)
     sums = [np.bincount(block_N, weights=column) for column in np.asarray(values_NC).T]
     return np.stack(sums, axis=1).astype(np.int64)
 
 
 def block_names(ids_N: list[str], pattern: str) -> list[str]:
-    """What a pattern finds in each id: its first group, or all of it.
+    """The part of each id that a pattern matches: its first group, or the whole match.
 
     Raises:
-        UserError: it is no regular expression, or an id has no such part.
+        UserError: the pattern is not a regular expression, or does not match an id.
     """
     try:
         compiled = re.compile(pattern)
     except re.error as error:
         raise UserError(f"--bootstrap-by-id: {pattern!r} is no regular expression: {error}.") from error
     names = []
-    for clip_id in ids_N:
-        found = compiled.search(clip_id)
+    for utterance_id in ids_N:
+        found = compiled.search(utterance_id)
         if found is None:
-            raise UserError(f"--bootstrap-by-id: {pattern!r} finds nothing in the id {clip_id!r}.")
+            raise UserError(f"--bootstrap-by-id: {pattern!r} finds nothing in the id {utterance_id!r}.")
         names.append(found.group(1 if compiled.groups else 0) or "")
     return names
 
@@ -142,18 +148,19 @@ def compare_counts(
     names_N: list[str] | None = None,
     resamples: int = RESAMPLES,
 ) -> dict[str, Any]:
-    """Two models on the same clips: WERs, their difference with its interval, and whether it is significant.
+    """Compare two models on the same utterances: WERs, their difference with its interval, and whether it is
+    significant.
 
     Args:
-        errors_a_N, errors_b_N: word errors by clip.
-        words_N: reference words by clip.
-        languages_N: language by clip.
-        names_N: clips with the same name are drawn and exchanged together.
+        errors_a_N, errors_b_N: word errors by utterance.
+        words_N: reference words by utterance.
+        languages_N: language by utterance.
+        names_N: utterances with the same name are drawn and exchanged together.
         resamples: of the bootstrap.
 
     Returns:
-        wer_a, wer_b, their intervals, difference (b minus a) and its interval, p_value (`permutation_p`), significant, clips_needed,
-        clips, blocks and words; and by_language the same with p_value_holm, which decides there.
+        wer_a, wer_b, their intervals, difference (b minus a) and its interval, p_value (`permutation_p`), significant,
+        clips_needed, clips, blocks and words; and by_language the same with p_value_holm, which decides there.
     """
     values_NC = np.stack([np.asarray(c, dtype=np.int64) for c in (errors_a_N, errors_b_N, words_N)], axis=1)
     languages_N = np.asarray(languages_N, dtype=str)
@@ -202,43 +209,42 @@ def _compare(values_NC: np.ndarray, names_N: list[str] | None, resamples: int) -
 
 
 def clips_needed(difference: float, spread: float, clips: int) -> int:
-    """Clips like these that a difference of this size needs to be found significant four times out of five.
+    """Utterances like these that it takes to find a difference of this size significant four times out of five.
 
     Args:
-        difference: of two error rates on the same clips.
-        spread: its standard deviation with so many `clips`.
+        difference: of two error rates on the same utterances.
+        spread: its standard deviation with `clips` utterances.
     """
+    from scipy import stats  # takes a second to import
+
     quantiles = stats.norm.ppf((1 + LEVEL) / 2) + stats.norm.ppf(POWER)
     least = int(np.ceil(1 - np.log2(1 - LEVEL)))  # with fewer no choice of signs is rare enough
     return max(least, int(np.ceil(clips * (quantiles * spread / difference) ** 2)))
 
 
-def as_text(p_value: float) -> str:
-    """A p-value with two digits."""
-    return f"{p_value:.2g}" if p_value > SMALLEST_P else f"<{SMALLEST_P:.0e}"
+def p_value_text(result: dict[str, Any]) -> str:
+    """The p-value of a comparison, or of one of its languages, with two digits: `p = 0.012`, or `p < 1e-12`."""
+    p_value = result.get("p_value_holm", result["p_value"])
+    return f"p = {p_value:.2g}" if result["p_value"] > SMALLEST_P else f"p < {p_value:.0e}"
 
 
-def verdict(result: dict[str, Any], better: str, worse: str) -> str:
-    """A comparison in one sentence.
+def describe_difference(result: dict[str, Any], better: str, worse: str) -> str:
+    """Put a comparison into one sentence.
 
     Args:
-        result: as of `compare_counts`, or one of its languages.
-        better, worse: what is said where the second model is significantly better or worse than the first.
+        result: from `compare_counts`, or one of its languages.
+        better, worse: the words for a second model that is significantly better or worse than the first.
     """
     if result["difference"] is None:
         return "no reference has a word: nothing can be said"
     points = 100 * result["difference"]
-    p_value = as_text(result.get("p_value_holm", result["p_value"]))
-    chance = f"p = {p_value}".replace("= <", "< ")
+    chance = p_value_text(result)
     if result["difference_interval"]:
         low, high = (100 * v for v in result["difference_interval"])
         chance = f"95 % interval {low:+.2f} to {high:+.2f}, {chance}"
     if result["significant"]:
         return f"{worse if points > 0 else better} by {abs(points):.2f} points ({chance})"
-    needed = result["clips_needed"]
-    more = (
-        f"; a difference of this size takes about {needed:,} clips to show"
-        if needed and needed > result["clips"]
-        else ""
-    )
-    return f"no significant difference: {points:+.2f} points ({chance}){more}"
+    text, needed = f"no significant difference: {points:+.2f} points ({chance})", result["clips_needed"]
+    if needed and needed > result["clips"]:
+        text += f"; a difference of this size takes about {needed:,} clips to show"
+    return text

@@ -161,8 +161,8 @@ def name_base(model: Transducer, m: "ModelConfig", base: str, started_from: str 
         why = "the base model is no file that can be loaded again"
     elif changed:
         why = (
-            "model.tokenizer changed the base model's vocabulary, so that the adapter does not fit its file; model.nemo is "
-            "whole"
+            "model.tokenizer changed the base model's vocabulary, so that the adapter does not fit its file; "
+            "model.nemo is whole"
         )
     elif started_from is not None and base_hash(model, m.lora_train_decoder) != started_from:
         why = "the checkpoint's base weights are not those of model.name"
@@ -215,7 +215,7 @@ def _config(model: Transducer) -> "LoraConfig":
         lora_dropout=s["dropout"],
         target_modules=rf"encoder\.layers\.\d+\.(.*\.)?({'|'.join(s['targets'])})",
         modules_to_save=saved,
-        base_model_name_or_path=model.lora_base["name"],
+        base_model_name_or_path=model.lora_base["name"] if model.lora_base else None,
         inference_mode=True,
     )
 

@@ -238,6 +238,8 @@ def weights_in(archive: tarfile.TarFile, members: list[tarfile.TarInfo], name: s
     if member is None:
         raise UserError(f"{name} holds no {WEIGHTS}; it is no NeMo model.")
     file = archive.extractfile(member)
+    if file is None:
+        raise UserError(f"{name}: {WEIGHTS} is no regular file.")
     weights = load_tensors(file, f"{name}: {WEIGHTS}", member.size)
     if not isinstance(weights, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
         raise UserError(f"{name}: {WEIGHTS} is refused: it is no mapping of names to tensors.")

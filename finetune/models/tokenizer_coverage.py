@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.data.text_corpus import Text
-from finetune.models.sentencepiece_model import encode_all, processor, without_bytes
+from finetune.models.sentencepiece_model import SentencePieceModel, encode_all, processor, without_bytes
 
 UNKNOWN_CHARACTERS = 50  # that a report lists
 ALL = "all"
@@ -36,7 +36,7 @@ class Counts:
         }
 
 
-def compare(texts: list[Text], new: Any, old: Any | None) -> dict[str, Any]:
+def compare(texts: list[Text], new: SentencePieceModel, old: SentencePieceModel | None) -> dict[str, Any]:
     """Measure coverage and length of the encoding by language.
 
     Args:
@@ -80,7 +80,7 @@ def compare(texts: list[Text], new: Any, old: Any | None) -> dict[str, Any]:
     }
 
 
-def _encode(texts: list[Text], model: Any) -> Iterator[tuple[list[str], list[str]]]:
+def _encode(texts: list[Text], model: SentencePieceModel) -> Iterator[tuple[list[str], list[str]]]:
     """Yield the pieces of each text, and its characters without a piece, bytes not counted."""
     known = {p.piece for p in model.pieces}
     encoded = encode_all(processor(model), (text.text for text in texts))

@@ -23,6 +23,7 @@ from finetune.models.sentencepiece_model import (
     NORMAL,
     SPACE,
     USER_DEFINED,
+    SentencePieceModel,
     alphabet,
     append,
     kind_of,
@@ -44,7 +45,7 @@ Word = tuple[str, ...]
 class Growth:
     """A grown tokenizer, and what became of the candidates."""
 
-    model: Any
+    model: SentencePieceModel
     before: int
     """Pieces of the old tokenizer."""
     characters: list[str] = field(default_factory=list)
@@ -57,34 +58,36 @@ class Growth:
     @property
     def added(self) -> list[str]:
         """The new pieces, in the order of their ids."""
-        return [p.piece for p in self.model.pieces][self.before :]
+        return [p.piece for p in self.model.pieces[self.before :]]
 
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "pieces_before": self.before,
+            "pieces_added": len(self.added),
+            "new_characters": self.characters,
+            "characters_left_out": self.left_out,
+            "unreachable": self.unreachable,
+        }
 
-def described(growth: Growth) -> dict[str, Any]:
-    """A growth as JSON."""
-    return {
-        "pieces_before": growth.before,
-        "pieces_added": len(growth.added),
-        "new_characters": growth.characters,
-        "characters_left_out": growth.left_out,
-        "unreachable": growth.unreachable,
-    }
-
-
-def said(growth: Growth) -> str:
-    """A growth in words."""
-    words = f"{len(growth.added)} pieces added to {growth.before}, {len(growth.characters)} of them characters"
-    if growth.left_out:
-        words += f"; {len(growth.left_out)} characters left out by the coverage: {''.join(growth.left_out[:20])}"
-    if growth.unreachable:
-        words += f"; {growth.unreachable} pieces left out that the old merges would never make"
-    if not growth.added:
-        words += ": it writes every character of the texts already (pieces=all adds merges)"
-    return words
+    def __str__(self) -> str:
+        words = f"{len(self.added)} pieces added to {self.before}, {len(self.characters)} of them characters"
+        if self.left_out:
+            words += f"; {len(self.left_out)} characters left out by the coverage: {''.join(self.left_out[:20])}"
+        if self.unreachable:
+            words += f"; {self.unreachable} pieces left out that the old merges would never make"
+        if not self.added:
+            words += ": it encodes every character of the texts already (pieces=all adds merges)"
+        return words
 
 
 def grow_on_texts(
-    model: Any, texts: Iterable[str], size: int, *, pieces: str = "new_characters", coverage: float = 1.0, key: str
+    model: SentencePieceModel,
+    texts: Iterable[str],
+    size: int,
+    *,
+    pieces: str = "new_characters",
+    coverage: float = 1.0,
+    key: str,
 ) -> Growth:
     """Append the characters that the texts need and the tokenizer lacks, and then the most frequent merges.
 
@@ -119,7 +122,9 @@ def grow_on_texts(
     return Growth(_appended(model, characters, merges), len(model.pieces), characters, left_out)
 
 
-def grow_from_tokenizer(model: Any, other: Any, size: int, *, pieces: str = "new_characters", key: str) -> Growth:
+def grow_from_tokenizer(
+    model: SentencePieceModel, other: SentencePieceModel, size: int, *, pieces: str = "new_characters", key: str
+) -> Growth:
     """Append the pieces of another tokenizer that the old one lacks, characters first, then by score.
 
     Pieces that the old merges would never make are left out and counted.
@@ -148,7 +153,7 @@ def grow_from_tokenizer(model: Any, other: Any, size: int, *, pieces: str = "new
         kept = reached
 
 
-def _appended(model: Any, characters: list[str], merges: list[tuple[str, Word]]) -> Any:
+def _appended(model: SentencePieceModel, characters: list[str], merges: list[tuple[str, Word]]) -> SentencePieceModel:
     """Return the tokenizer with characters and merged pieces behind the old ones."""
     lowest = lowest_score(model)
     if kind_of(model) == "bpe":
@@ -166,7 +171,7 @@ def _appended(model: Any, characters: list[str], merges: list[tuple[str, Word]])
     return append(model, [(name, scores[name]) for name in [*characters, *(piece for piece, _ in merges)]])
 
 
-def count_words(model: Any, texts: Iterable[str]) -> Counter[Word]:
+def count_words(model: SentencePieceModel, texts: Iterable[str]) -> Counter[Word]:
     """Count the words, each as the pieces that encode it; what has no piece stands as its characters.
 
     Args:

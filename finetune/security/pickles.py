@@ -221,8 +221,10 @@ def check_checkpoint(folder: Path) -> None:
 class _MetadataUnpickler(pickle._Unpickler):
     """Finds what a table of contents consists of, and nothing else.
 
-    Python's own unpickler: the one in C allocates as much memory as an index in the file says.
+    Python's own unpickler: the one in C allocates as much memory as an index in the file says. So does BYTEARRAY8.
     """
+
+    dispatch = {op: load for op, load in pickle._Unpickler.dispatch.items() if op != pickle.BYTEARRAY8[0]}
 
     def find_class(self, module: str, name: str) -> Any:
         full_name = f"{module}.{name}"

@@ -67,8 +67,7 @@ def make_accelerator(
             fsdp.join_on_cpu(timeout)
         with capture_prints():  # of DeepSpeed, which may compile its communication
             accelerator = Accelerator(
-                # DeepSpeed's bf16 mode casts parameters but not BatchNorm's buffers, so autocast does it under DeepSpeed
-                # too.
+                # DeepSpeed's bf16 mode casts parameters but not BatchNorm's buffers, so autocast does it there too.
                 mixed_precision="no" if deepspeed else precision,
                 log_with=[*log_with] or None,
                 project_config=ProjectConfiguration(

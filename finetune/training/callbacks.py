@@ -51,7 +51,7 @@ class EvaluationResult:
     base_wer: float | None = None
     """WER of the base model on this split; None where it was not measured."""
     change: dict[str, Any] | None = None
-    """On data.guard: the paired comparison with the base model, see `finetune.evaluation.clip_counts.compare_evaluations`."""
+    """On data.guard: the paired comparison with the base model, see `finetune.evaluation.utterance_counts.compare_evaluations`."""
 
     @property
     def in_training(self) -> bool:

@@ -72,7 +72,7 @@ def make_stream(
 
 
 def fits_of(model: Transducer) -> Callable[[list[int], list[int]], list[bool]]:
-    """Return the test whether utterances of so many samples have an alignment with so many tokens, as the loss sees it."""
+    """Return the test whether utterances of so many samples have an alignment with so many tokens."""
     durations = tdt_durations(model)
 
     def fits(samples: list[int], tokens: list[int]) -> list[bool]:

@@ -21,10 +21,10 @@ from finetune.data.sources import OpenSource
 from finetune.distributed import broadcast, gather
 from finetune.durable_files import put_in_place, sha256_of, write_json
 from finetune.errors import UserError
-from finetune.evaluation.clip_counts import ClipCounts, compare_evaluations
 from finetune.evaluation.mistakes import Mistakes
 from finetune.evaluation.recognise import batched_decoding_differs, score_stream
 from finetune.evaluation.scores import WerAccumulator
+from finetune.evaluation.utterance_counts import UtteranceCounts, compare_evaluations
 from finetune.models.adapters import write_adapter
 from finetune.models.nemo import learning_batchnorms
 from finetune.models.nemo_archive import load_weights, write_nemo
@@ -430,7 +430,7 @@ def _base_file(folder: Path, split: str) -> Path:
 
 def keep_base(folder: Path, split: str, wer: WerAccumulator) -> None:
     """Keep the base model's counts by utterance in the run's folder, where a resumed run finds them."""
-    wer.clip_counts.save(_base_file(folder, split))
+    wer.utterance_counts.save(_base_file(folder, split))
 
 
 def forget_base(folder: Path) -> None:
@@ -440,16 +440,16 @@ def forget_base(folder: Path) -> None:
 
 
 def compare_with_base(folder: Path, split: str, wer: WerAccumulator) -> dict[str, Any] | None:
-    """Compare the base model (a) with an evaluation of the same split (b): `clip_counts.compare_evaluations`.
+    """Compare the base model (a) with an evaluation of the same split (b): `utterance_counts.compare_evaluations`.
 
     None where the base model was not measured, or no utterance with words is in both.
     """
     try:
-        base = ClipCounts.load(_base_file(folder, split))
+        base = UtteranceCounts.load(_base_file(folder, split))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         log.warning("the base model's counts cannot be read, so that %s is not compared with it: %s", split, error)
         return None
-    result = compare_evaluations(base, wer.clip_counts)
+    result = compare_evaluations(base, wer.utterance_counts)
     return result if result["words"] else None

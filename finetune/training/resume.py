@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -19,6 +19,9 @@ from finetune.strategies.optimizers import unwrap_optimizer
 from finetune.strategies.sharded import read_whole_weights
 from finetune.strategies.zero_shards import redistribute
 from finetune.training import checkpoints
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +117,7 @@ def _redistribute(module: torch.nn.Module, path: Path) -> bool:
     """Take ZeRO's optimizer state of another number of processes; return whether all ranks could."""
     problem = None
     try:
-        filled = redistribute(module, path)
+        filled = redistribute(cast("DeepSpeedEngine", module), path)  # only ZeRO's checkpoints come here
         log.info("the optimizer's state of %d parameters is redistributed; random states start anew", filled)
     except (ValueError, KeyError, IndexError, AttributeError, RuntimeError, OSError, TypeError) as error:
         problem = f"{type(error).__name__}: {error}"

@@ -6,11 +6,13 @@ import gc
 import logging
 import math
 import os
+import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -34,14 +36,12 @@ from finetune.security.secrets import clean, known_secrets
 from finetune.strategies.accelerator import make_accelerator
 from finetune.strategies.activation_offload import ActivationOffload
 from finetune.strategies.encoder import apply_encoder_options
-from finetune.strategies.optimizers import build_optimizer, parameter_groups
+from finetune.strategies.optimizers import ROUNDS_SAFELY, build_optimizer, parameter_groups
 from finetune.strategies.sharded import count_parameters, make_replica, shards_parameters
 from finetune.strategies.strategy import Strategy, engine_with, number_of_processes, resolve_precision
 from finetune.training import checkpoints, elastic_restart
-from finetune.training.advice import warnings_for
 from finetune.training.data import make_stream
 from finetune.training.outputs import environment
-from finetune.training.process import allow_tf32, seed_everything, set_allocator
 from finetune.training.resume import take_weights
 from finetune.training.schedule import Schedule, warmup_steps
 from finetune.training.trainer import Trainer
@@ -316,3 +316,104 @@ def end_stage(accelerator: Accelerator) -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+# ---- settings of the process that have to stand before the model is made ----------------------------------------------
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Lets float32 products of a GPU round their factors to TensorFloat-32. Without it torch's own choice stays: products no,
+    convolutions yes."""
+    if not allowed:
+        return
+    if not torch.cuda.is_available():
+        log.warning("training.tf32 has no effect: there is no GPU")
+        return
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = True
+    log.info("float32 products and convolutions in TF32")
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds Python, NumPy and torch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def set_allocator(cuda_alloc_conf: str | None) -> None:
+    """Settings of the GPU's memory allocator, which have to stand before the first tensor on a GPU."""
+    if not cuda_alloc_conf:
+        return
+    theirs = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
+    if theirs is not None and theirs != cuda_alloc_conf:
+        log.warning(
+            "training.cuda_alloc_conf: the environment's allocator settings %r count, not %r", theirs, cuda_alloc_conf
+        )
+        return
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = cuda_alloc_conf
+    if torch.cuda.is_available():
+        # The variable may have been read already; a setting that torch does not know is refused here.
+        try:
+            torch.cuda.memory._set_allocator_settings(cuda_alloc_conf)
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"training.cuda_alloc_conf: {cuda_alloc_conf!r} is not understood: {reason}") from error
+
+
+# ---- settings that are known to make a good model worse -----------------------------------------------------------------
+
+
+def warnings_for(
+    config: RunConfig, *, pretrained: bool, parameters: int, clips_per_step: int, total_steps: int
+) -> list[str]:
+    """One sentence for each risky setting.
+
+    Args:
+        config: the run's configuration.
+        pretrained: whether the run starts from a trained model.
+        parameters: of the model.
+        clips_per_step: over all processes and accumulated batches.
+        total_steps: optimizer steps of the run.
+    """
+    t, found = config.training, []
+    rates = [
+        r for r in (t.learning_rate, t.encoder_learning_rate, t.decoder_learning_rate, t.joint_learning_rate) if r
+    ]
+    big = parameters > 100_000_000
+    if pretrained and big and max(rates) > 5e-5 and clips_per_step < 64:
+        found.append(
+            f"learning rate {max(rates):g} with {clips_per_step} clips a step: fine-tuning Parakeet at 8e-5 with 16 clips has "
+            "raised WER from 2.5 to 7.3 % on its own domain (NeMo issue 15382). Try training.learning_rate=1e-5 or more "
+            "accumulation, and watch data.guard."
+        )
+    elif pretrained and max(rates) > 2e-3:
+        found.append(f"learning rate {max(rates):g} is high for a trained model; 1e-3 is a lot even for a small one.")
+    if (
+        warmup_steps(t, total_steps) == 0
+        and t.lr_scheduler_type not in ("constant", "inverse_sqrt")
+        and total_steps > 20
+    ):
+        found.append(
+            "no warm-up: the first steps at full learning rate can wreck a trained model. Set training.warmup_ratio=0.1."
+        )
+    if (
+        pretrained
+        and t.per_device_train_batch_size < 8
+        and not config.model.freeze_batchnorm
+        and not config.model.sync_batchnorm
+    ):
+        found.append(
+            f"batches of {t.per_device_train_batch_size} clips move the BatchNorm statistics with every small batch "
+            "(accumulation does not help: it sees them one by one). Set model.freeze_batchnorm=true."
+        )
+    if config.model.dtype == "bfloat16" and t.optimizer not in ROUNDS_SAFELY:
+        found.append(
+            f"model.dtype bfloat16 with {t.optimizer}: updates smaller than a 256th of a weight are lost in rounding. Take an "
+            f"optimizer that rounds safely: {', '.join(sorted(ROUNDS_SAFELY))}."
+        )
+    if not config.data.validation:
+        found.append(
+            "no data.validation: nothing can tell whether the model gets better, and the last weights are kept."
+        )
+    return found

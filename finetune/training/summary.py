@@ -10,7 +10,7 @@ import torch
 from finetune.config.redaction import without_secrets
 from finetune.durable_files import write_json
 from finetune.evaluation.scores import WerAccumulator
-from finetune.evaluation.significance import rate_interval, verdict
+from finetune.evaluation.significance import describe_difference, rate_interval
 from finetune.strategies.optimizers import describe_optimizer
 from finetune.strategies.sharded import count_parameters
 from finetune.strategies.strategy import Strategy
@@ -118,7 +118,7 @@ def significance(folder: Path, results: dict[str, WerAccumulator], judged: str) 
     change = found.get(judged) or {}
     after = change.get("interval_b")
     if after is None and judged in results:
-        word_errors, words, *_ = results[judged].clip_counts.table().T
+        word_errors, words, *_ = results[judged].utterance_counts.table().T
         after = rate_interval(word_errors, words)
     return {
         "wer_before_interval": change.get("interval_a"),
@@ -181,7 +181,9 @@ def log_result(
 
 def _describe_change(result: dict[str, Any]) -> str:
     """Put the change since the base model in words."""
-    text = verdict(result, "significantly better than the base model", "significantly worse than the base model")
+    text = describe_difference(
+        result, "significantly better than the base model", "significantly worse than the base model"
+    )
     return text + (f"; {result['unmatched']} clips are in one of the two only" if result.get("unmatched") else "")
 
 

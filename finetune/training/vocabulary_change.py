@@ -27,7 +27,7 @@ from finetune.models.sentencepiece_model import (
     write_tokenizer,
 )
 from finetune.models.tokenizer_coverage import compare, table
-from finetune.models.tokenizer_growth import described, grow_from_tokenizer, grow_on_texts, said
+from finetune.models.tokenizer_growth import grow_from_tokenizer, grow_on_texts
 from finetune.models.vocabulary import change_vocabulary, changes_of
 from finetune.security.safe_text import Block
 
@@ -146,7 +146,7 @@ def make_tokenizer(model: Any, setting: TokenizerSetting, normalization: str) ->
         normalization: of the texts, as `data.text_normalization`.
 
     Raises:
-        UserError: see `finetune.models.pieces` and `finetune.data.text_corpus`.
+        UserError: see `finetune.models.tokenizer_growth` and `finetune.data.text_corpus`.
     """
     old = tokenizer_of(model, setting.key)
     texts: list[Text] = []
@@ -170,7 +170,7 @@ def make_tokenizer(model: Any, setting: TokenizerSetting, normalization: str) ->
         else:
             growth = grow_from_tokenizer(old, other, size, pieces=setting.pieces, key=key)
         new = growth.model
-        (log.info if growth.added else log.warning)("%s: %s", key, said(growth))
+        (log.info if growth.added else log.warning)("%s: %s", key, growth)
     elif texts:
         size = setting.size or len(old.pieces)
         new = train_tokenizer(plain, size, kind=kind_of(old), coverage=coverage, key=key)
@@ -180,7 +180,7 @@ def make_tokenizer(model: Any, setting: TokenizerSetting, normalization: str) ->
             log.warning("model.tokenizer.size has no effect: %s has %d pieces", setting.origin, len(new.pieces))
     report: dict[str, Any] = {"setting": note, "pieces": len(new.pieces)}
     if growth is not None:
-        report["growth"] = described(growth)
+        report["growth"] = growth.as_json()
     if texts:
         report |= compare(texts, new, old)
         log.info("the tokenizer before and now, on the texts of %s:\n%s", key, Block(table(report)))

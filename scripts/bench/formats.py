@@ -27,12 +27,12 @@ import torch
 
 from finetune.durable_files import write_json
 from finetune.errors import UserError
-from finetune.export import export_nemo
 from finetune.logs import set_up_logging
 from finetune.models.loading import load_model
 from finetune.models.nemo_archive import read_nemo
 from finetune.tools.export.equal_texts import Samples, read_samples
 from finetune.tools.export.hugging_face import export_hugging_face, nemo_file
+from finetune.tools.export.nemo import export_nemo
 from finetune.transcribe import main as transcribe
 
 PACKAGES = ("torch", "nemo_toolkit", "transformers", "tokenizers", "sentencepiece", "safetensors")

@@ -1,9 +1,13 @@
 #!/usr/bin/env bash
 # A training on several machines that ssh reaches, without any scheduler.
 #   bash scripts/cluster/ssh_torchrun.sh HOST[,HOST...] --config /shared/RUN.yaml [--strategy NAME ...] [key=value ...]
-# Each host has this repository at the same path and the same training.output_dir. The first host's name has to lead the others to it.
-# Where one ends, the others are stopped: they save a checkpoint where they still can. SIGTERM, SIGINT and SIGUSR1 stop all.
-#   SSH: the command (default: ssh -o BatchMode=yes)   MASTER_PORT (default 29500)   NUM_PROCESSES: on each host   MAX_RESTARTS
+# Each host has this repository at the same path and the same training.output_dir. The first host's name has to lead
+# the others to it. Where one ends, the others are stopped: they save a checkpoint where they still can. SIGTERM,
+# SIGINT and SIGUSR1 stop all.
+#   SSH: the command (default: ssh -o BatchMode=yes)
+#   MASTER_PORT (default 29500)
+#   NUM_PROCESSES: on each host
+#   MAX_RESTARTS
 #   GRACE: seconds between the end of the first and the end of the last (default 120)
 # Exit code: that of the first host's training, or of the first one that failed.
 set -euo pipefail
@@ -29,7 +33,8 @@ remote() { # remote HOST COMMAND...: with every word quoted for the shell over t
 # shellcheck disable=SC2016
 start='mkdir -p "$1" && echo $$ > "$1/pid" && shift && cd "$1" && shift && exec env "$@"'
 for number in "${!hosts[@]}"; do
-    remote "${hosts[$number]}" bash -c "$start" start "/tmp/$id-$number" "$root" NNODES="${#hosts[@]}" NODE_RANK="$number" \
+    remote "${hosts[$number]}" bash -c "$start" start "/tmp/$id-$number" "$root" \
+        NNODES="${#hosts[@]}" NODE_RANK="$number" \
         MASTER_ADDR="${hosts[0]}" MASTER_PORT="${MASTER_PORT:-29500}" RDZV_ID="$id" MAX_RESTARTS="${MAX_RESTARTS:-0}" \
         ${NUM_PROCESSES:+NUM_PROCESSES="$NUM_PROCESSES"} bash scripts/run_training.sh "$@" &
     place[$!]=$number
@@ -39,7 +44,8 @@ stop() { # stop SIGNAL: to the training of each host; run_training.sh passes it 
     local number
     for number in "${!hosts[@]}"; do
         # shellcheck disable=SC2016
-        [ -n "${codes[$number]:-}" ] || remote "${hosts[$number]}" bash -c 'kill -s "$1" "$(cat "$2/pid")"' stop "$1" "/tmp/$id-$number" || true
+        [ -n "${codes[$number]:-}" ] ||
+            remote "${hosts[$number]}" bash -c 'kill -s "$1" "$(cat "$2/pid")"' stop "$1" "/tmp/$id-$number" || true
     done
 }
 trap 'stop USR1' USR1

@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
-# Two "machines" on this host: network namespaces with a host name and an address each, joined by a cable that can be pulled out.
+# Two "machines" on this host: network namespaces with a host name and an address each, joined by a cable that can be
+# pulled out.
 #   sudo bash scripts/cluster/two_machines.sh --config RUN.yaml [--strategy NAME ...] [key=value ...]
-# Trains the run file's steps on one machine (two processes), on two through torchrun, on two through accelerate launch; then pulls the
-# cable out in mid-training, puts it back and resumes; then loses a machine for good under torchrun --nnodes 1:2 --max-restarts.
-# Everything goes over gloo on CPUs. The table of results is printed, and written to the file that RESULTS names.
-#   WORK: directory of the runs (default: a temporary one, removed at the end)   CUT_AFTER: step after which the cable is pulled (default 5)
-#   PARTS: which of "torchrun accelerate cut elastic" (default all)              LAUNCH_TIMEOUT: seconds for one training (default 300)
+# Trains the run file's steps on one machine (two processes), on two through torchrun, on two through accelerate
+# launch; then pulls the cable out in mid-training, puts it back and resumes; then loses a machine for good under
+# torchrun --nnodes 1:2 --max-restarts. Everything goes over gloo on CPUs. The table of results is printed, and written
+# to the file that RESULTS names.
+#   WORK: directory of the runs (default: a temporary one, removed at the end)
+#   CUT_AFTER: step after which the cable is pulled (default 5)
+#   PARTS: which of "torchrun accelerate cut elastic" (default all)
+#   LAUNCH_TIMEOUT: seconds for one training (default 300)
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 if [ "$(id -u)" -ne 0 ]; then
@@ -13,7 +17,10 @@ if [ "$(id -u)" -ne 0 ]; then
     exit 2
 fi
 for tool in ip unshare; do
-    command -v "$tool" > /dev/null || { echo "two_machines: $tool is missing (apt-get install iproute2 util-linux)" >&2; exit 2; }
+    command -v "$tool" > /dev/null || {
+        echo "two_machines: $tool is missing (apt-get install iproute2 util-linux)" >&2
+        exit 2
+    }
 done
 [ -x "$root/.venv/bin/python" ] && export PATH="$root/.venv/bin:$PATH"
 train=${TRAIN_SCRIPT:-$root/finetune/train.py}
@@ -47,7 +54,8 @@ for m in a b; do
     ip netns add "$tag-$m"
     ip -n "$tag-$m" link set lo up
     mkdir -p "/etc/netns/$tag-$m" # ip netns exec shows it as /etc/hosts
-    printf '127.0.0.1 localhost\n%s machine-a\n%s machine-b\n' "${address[a]}" "${address[b]}" > "/etc/netns/$tag-$m/hosts"
+    printf '127.0.0.1 localhost\n%s machine-a\n%s machine-b\n' "${address[a]}" "${address[b]}" \
+        > "/etc/netns/$tag-$m/hosts"
 done
 ip link add "$tag-a" netns "$tag-a" type veth peer name "$tag-b" netns "$tag-b"
 for m in a b; do
@@ -63,7 +71,7 @@ on() { # on MACHINE COMMAND...: runs it there, under the machine's name
 }
 cable() { ip -n "$tag-b" link set "$tag-b" "$1"; } # up or down
 
-both() { # both NAME LAUNCHER ARGUMENTS...: the same training on both machines, in the background; pids in pid_a and pid_b
+both() { # both NAME LAUNCHER ARGUMENTS...: the same training on both machines, in the background; pids: pid_a, pid_b
     local name=$1 launcher=$2
     shift 2
     "$launcher" a 0 "$@" "training.output_dir=$work/$name" > "$work/$name.a.log" 2>&1 &
@@ -74,18 +82,21 @@ both() { # both NAME LAUNCHER ARGUMENTS...: the same training on both machines, 
 by_torchrun() {
     local m=$1
     shift 2
-    on "$m" torchrun --nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint machine-a:29400 --rdzv_id two "$train" "$@"
+    on "$m" torchrun --nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint machine-a:29400 --rdzv_id two \
+        "$train" "$@"
 }
 by_elastic_torchrun() {
     local m=$1
     shift 2
-    on "$m" torchrun --nnodes 1:2 --nproc_per_node 1 --max-restarts 3 --rdzv_backend c10d --rdzv_endpoint machine-a:29400 \
+    on "$m" torchrun --nnodes 1:2 --nproc_per_node 1 --max-restarts 3 \
+        --rdzv_backend c10d --rdzv_endpoint machine-a:29400 \
         --rdzv_id elastic --rdzv_conf last_call_timeout=10,join_timeout=120 "$train" "$@"
 }
 by_accelerate() {
     local m=$1 rank=$2
     shift 2
-    on "$m" accelerate launch --multi_gpu --num_machines 2 --machine_rank "$rank" --num_processes 2 --mixed_precision no \
+    on "$m" accelerate launch --multi_gpu --num_machines 2 --machine_rank "$rank" --num_processes 2 \
+        --mixed_precision no \
         --dynamo_backend no --main_process_ip machine-a --main_process_port 29500 "$train" "$@"
 }
 wait_for() { # wait_for PID: sets code and seconds

@@ -33,8 +33,8 @@ from finetune.data.sources import OpenSource, Source, parse_sources
 from finetune.data.tarred import tarred_shards
 from finetune.data.utterances import examine
 from finetune.errors import UserError
-from finetune.evaluation.clip_counts import ClipCounts
 from finetune.evaluation.comparison import read_utterances
+from finetune.evaluation.utterance_counts import UtteranceCounts
 from finetune.models.adapters import read_adapter
 from finetune.models.nemo_archive import check_model_config, read_config
 from finetune.models.sentencepiece_model import parse as parse_tokenizer
@@ -417,7 +417,7 @@ def counts_seeds() -> list[bytes]:
 
 
 def read_counts(data: bytes, folder: Path) -> None:
-    ClipCounts.load(put(folder, "base-test.npz", data))
+    UtteranceCounts.load(put(folder, "base-test.npz", data))
 
 
 RECORDS = (

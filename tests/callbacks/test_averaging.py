@@ -443,6 +443,7 @@ def test_files_that_have_no_mean(tiny_model, tmp_path, capsys):
     import yaml
 
     from finetune import average
+    from finetune.tools import averaging
 
     layout = tiny_layout()
     layout["model"]["encoder"]["n_layers"] = 3
@@ -459,7 +460,7 @@ def test_files_that_have_no_mean(tiny_model, tmp_path, capsys):
         model.joint.vocabulary = tokens
 
     with pytest.MonkeyPatch.context() as patch:
-        loaded = average.load_model
+        loaded = averaging.load_model
 
         def load(name: str) -> Any:
             model = loaded(str(tiny_model) if name == "swapped" else name)
@@ -467,7 +468,7 @@ def test_files_that_have_no_mean(tiny_model, tmp_path, capsys):
                 swap(model)
             return model
 
-        patch.setattr(average, "load_model", load)
+        patch.setattr(averaging, "load_model", load)
         cases = {"swapped": "have other tokenizers: token 5 is", str(tmp_path / "three.yaml"): "have other layouts: encoder.layers.2"}  # fmt: skip
         for other, expected in cases.items():
             code = average.main(["--models", str(tiny_model), other, "--output", str(tmp_path / "out")])

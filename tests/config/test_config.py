@@ -43,7 +43,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         ("max_steps=1", "max_steps", "training.max_steps"),
         ("model.bf16=true", "model.bf16", "training.bf16"),
         ("data.zzz=1", "data.zzz", "docs/configuration.md"),
-        ("training.lr=1", "training.lr", "Did you mean training.learning_rate?"),
+        ("training.lr=1", "training.lr", "Did you mean training.learning_rate"),
         ("training.epochs=1", "training.epochs", "Did you mean training.num_train_epochs?"),
         ("training.steps_eval=1", "training.steps_eval", "Did you mean training.eval_steps?"),
         ("training.batch_size=1", "training.batch_size", "training.per_device_train_batch_size"),

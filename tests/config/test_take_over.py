@@ -50,17 +50,17 @@ def test_optimizers_of_one_name_are_told_apart():
     """bitsandbytes and torchao both have an AdamW8bit."""
     from types import SimpleNamespace
 
+    from finetune.config.schema import RunConfig
     from finetune.strategies.optimizers import build_optimizer
     from finetune.training.resume import kind_of
 
-    kinds = {}
+    sections = {"model": {"name": "m"}, "data": {"train": "t"}, "training": {"output_dir": "o"}}
+    config, kinds = RunConfig.model_validate(sections), {}
     for name in ("adamw", "adamw_foreach", "adamw_8bit", "adamw_8bit_ao"):
         weight = torch.nn.Parameter(torch.zeros(8, 8))
         optimizer = build_optimizer(name, [{"params": [weight], "lr": 1e-3, "weight_decay": 0.0}], {})
-        config = SimpleNamespace(lora_rank=0, freeze_encoder=False, dtype="float32")
         accelerator = SimpleNamespace(distributed_type="NO", scaler=None)
-        trainer = SimpleNamespace(optimizer=optimizer, accelerator=accelerator, config=SimpleNamespace(model=config))
-        kinds[name] = kind_of(trainer)["optimizer"]
+        kinds[name] = kind_of(accelerator, config, model=None, optimizer=optimizer)["optimizer"]
     assert kinds["adamw_8bit"] == "AdamW8bit of bitsandbytes"
     assert kinds["adamw_8bit_ao"] == "AdamW8bit of torchao"
     assert kinds["adamw"] == kinds["adamw_foreach"] == "AdamW of torch"

@@ -23,7 +23,7 @@ from finetune.data.stream import UtteranceStream
 from finetune.data.tarred import expand_ranges
 from finetune.errors import UserError
 
-# ---- a hub -----------------------------------------------------------------------------------------------------------
+# ---- a hub ----------------------------------------------------------------------------------------------------------
 
 
 def check_from_hub(endpoint: str, tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], Path]:
@@ -63,7 +63,7 @@ def test_a_hub_that_fails_now_and_then(corpus: Path, tmp_path: Path) -> None:
         assert max(hub.failures.values()) == 0
 
 
-# ---- S3 --------------------------------------------------------------------------------------------------------------
+# ---- S3 -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def test_s3_that_is_not_there(bucket: str) -> None:
         make_stream(f"{bucket}/none-*.parquet")
 
 
-# ---- NeMo's tarred data sets -------------------------------------------------------------------------------------------
+# ---- NeMo's tarred data sets ----------------------------------------------------------------------------------------
 
 
 def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
@@ -171,7 +171,7 @@ def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 @pytest.fixture
 def tarred(corpus: Path, tmp_path: Path) -> Path:
-    """The corpus in three tar files, with a manifest for each and one for all; a row too many, and a file in two parts."""
+    """The corpus in three tar files, a manifest for each and one for all; a row too many, a file in two parts."""
     rows = read_lines(corpus / "manifest.jsonl")
     common: list[dict[str, Any]] = []
     for shard in range(3):

@@ -21,7 +21,7 @@ from finetune.data.order import Piece, chosen_pieces, deal, interleave
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_each_clip_once_an_epoch(corpus: Path, ranks: int, workers: int) -> None:
-    # Five shards: some worker_shards read whole ones, and all share the rows of others.
+    # Five shards: some worker shards read whole ones, and all share the rows of others.
     streams = [
         make_stream(str(corpus / "shards"), rank=rank, ranks=ranks, workers=workers, group_by_duration=workers == 2)
         for rank in range(ranks)
@@ -39,7 +39,7 @@ def test_each_clip_once_an_epoch(corpus: Path, ranks: int, workers: int) -> None
 
 @pytest.mark.parametrize("worker_shards", [2, 3, 6, 50])
 @pytest.mark.parametrize("path", ["shards", "manifest.jsonl"])
-def test_few_shards_keep_every_lane_busy(corpus: Path, worker_shards: int, path: str) -> None:
+def test_few_shards_keep_every_worker_shard_busy(corpus: Path, worker_shards: int, path: str) -> None:
     parts = [
         ids(read_epoch(make_stream(str(corpus / path), rank=rank, ranks=worker_shards)))
         for rank in range(worker_shards)
@@ -68,7 +68,9 @@ def rows_of(pieces: list[Piece], sizes: list[int]) -> list[tuple[int, int]]:
     known=st.booleans(),
     how=st.sampled_from([deal, interleave]),
 )
-def test_every_row_in_one_lane(sizes: list[int], worker_shards: int, again: int, known: bool, how: Any) -> None:
+def test_every_row_in_one_worker_shard(
+    sizes: list[int], worker_shards: int, again: int, known: bool, how: Any
+) -> None:
     whole = chosen_pieces(sizes if known else [None] * len(sizes), -1, None)
     parts = [how(whole, worker_shard, worker_shards) for worker_shard in range(worker_shards)]
     rows = [rows_of(part, sizes) for part in parts]
@@ -121,7 +123,7 @@ def test_one_worker_reads_like_none(corpus: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize(("ranks", "workers"), [(4, 0), (2, 2)])
-def test_ranks_and_workers_make_the_same_lanes(corpus: Path, ranks: int, workers: int) -> None:
+def test_ranks_and_workers_make_the_same_worker_shards(corpus: Path, ranks: int, workers: int) -> None:
     options = {"batch_size": 2}
     one = read_epoch(make_stream(str(corpus / "shards"), workers=4, **options))
     several = [
@@ -132,7 +134,7 @@ def test_ranks_and_workers_make_the_same_lanes(corpus: Path, ranks: int, workers
         part = [batch for batch in several[worker_shard % ranks] if batch.worker_shard == worker_shard]
         assert same_batches(part, [batch for batch in one if batch.worker_shard == worker_shard])
         assert len(part) > 1
-    # While no worker_shard has ended, one step of all ranks is the same stretch of the one rank's stream.
+    # While no worker shard has ended, one step of all ranks is the same stretch of the one rank's stream.
     steps = min(sum(batch.worker_shard == worker_shard for batch in one) for worker_shard in range(4)) * 4 // ranks
     merged = [several[rank][step] for step in range(steps) for rank in range(ranks)]
     assert same_batches(merged, one[: len(merged)])
@@ -154,7 +156,7 @@ def test_without_shuffling_a_step_holds_the_same_clips_on_any_number_of_ranks(co
 
 
 def test_max_samples(corpus: Path) -> None:
-    """A fixed subset, over any number of ranks, that lies within every larger one and comes in another order in each epoch."""
+    """A fixed subset on any number of ranks, within every larger one, in another order in each epoch."""
     for path in ("shards", "manifest.jsonl"):
         subsets: dict[int, set[str]] = {}
         for limit in (5, 13, 30):
@@ -263,7 +265,7 @@ def test_batches_keep_their_limits(
     group: bool,
     seed: int,
 ) -> None:
-    """Each clip once; no batch above a limit but one of a single clip; the same draws whatever order the clips came in."""
+    """Each clip once; no batch above a limit but of a single clip; the same draws in whatever order clips came."""
     limits = BatchLimits(clips_a_batch, seconds, cells)
     orders = []
     for backwards in (False, True):
@@ -354,7 +356,9 @@ def test_a_source_of_a_mixture_is_shuffled_anew_in_each_pass(corpus: Path, long_
 
 
 @pytest.mark.timeout(900)
-def test_mixture_with_a_source_that_a_lane_has_no_rows_of(corpus: Path, long_manifest: Path, tmp_path: Path) -> None:
+def test_mixture_with_a_source_that_a_worker_shard_has_no_rows_of(
+    corpus: Path, long_manifest: Path, tmp_path: Path
+) -> None:
     row = {"audio_filepath": str(corpus / "clip00.flac"), "id": "single", "text": "x"}
     single = write_manifest(tmp_path / "single.jsonl", [row])
     value = [{"path": str(long_manifest), "weight": 9}, {"path": str(single), "weight": 1}]

@@ -1,4 +1,4 @@
-"""A stream that was stopped goes on: exactly with the same ranks and workers, with nothing lost or repeated with others."""
+"""A stopped stream goes on: exactly with the same ranks and workers, nothing lost or repeated with others."""
 
 import itertools
 import json
@@ -127,7 +127,7 @@ def test_resume_with_two_workers(
 def test_other_ranks_or_workers_go_on_with_what_is_left(
     corpus: Path, path: str, group_by_duration: bool, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
-    """Nothing is lost and nothing comes twice in the epoch, also where the numbers change a second time; the next one is whole."""
+    """Nothing is lost or comes twice in the epoch, also where the numbers change again; the next one is whole."""
     options = {"batch_size": 2, "group_by_duration": group_by_duration, "max_samples": 40}
     whole = sorted(ids(read_epoch(make_stream(str(corpus / path), **options))))
     seen: list[str] = []

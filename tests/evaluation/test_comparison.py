@@ -9,8 +9,8 @@ import pytest
 import torch
 from conftest import ROOT, read_lines, write_manifest
 
-from finetune.evaluation.clip_counts import ClipCounts
 from finetune.evaluation.significance import permutation_p, rate_interval
+from finetune.evaluation.utterance_counts import UtteranceCounts
 
 BASE = ROOT / "examples" / "base" / "fastconformer_tdt_3m.nemo"
 
@@ -176,7 +176,7 @@ def test_intervals_speed_and_the_leaderboards_normalisation(clips, tmp_path, cap
     plain = tmp_path / "plain.json"
     assert evaluate("--model", BASE, "--data", manifest, "--json", plain) == 0
     told = json.loads(plain.read_text())
-    counts = ClipCounts()
+    counts = UtteranceCounts()
     from finetune.evaluation.scores import score_pair
 
     for row in kept:

@@ -68,13 +68,12 @@ def test_blocks_equal_whole_decoding(
 def test_any_ratio_and_any_blocks_resample_as_at_once(rate: int, sample_rate: int, sizes: list[int]) -> None:
     import torchaudio
 
-    from finetune.data.audio_blocks import stream_resampler
+    from finetune.data.audio_blocks import resample_blocks
 
     samples_S = np.random.default_rng(0).standard_normal(sum(sizes)).astype(np.float32)
-    resampler = stream_resampler(rate, sample_rate)
-    parts = [resampler.push(part) for part in np.split(samples_S, np.cumsum(sizes)[:-1])]
-    streamed_S = np.concatenate([*parts, resampler.finish()])
+    parts = list(resample_blocks(np.split(samples_S, np.cumsum(sizes)[:-1]), rate, sample_rate))
     if len(samples_S):
+        streamed_S = np.concatenate(parts)
         whole_S = torchaudio.functional.resample(torch.from_numpy(samples_S), rate, sample_rate).numpy()
         assert streamed_S.shape == whole_S.shape
         np.testing.assert_allclose(streamed_S, whole_S, atol=1e-4)
@@ -283,7 +282,7 @@ def base() -> Any:
 
 def rows_of(model: Any, files: list[Path], chunk: float | None, batch_size: int = 4) -> list[dict[str, Any]]:
     from finetune.evaluation.recognise import evaluation_mode, frame_seconds
-    from finetune.transcribe import transcribe_files
+    from finetune.tools.transcription.files import transcribe_files
 
     cutting = Cutting.of_seconds(RATE, frame_seconds(model), chunk)
     with evaluation_mode(model):
@@ -401,9 +400,15 @@ def test_local_attention_that_sees_everything_is_full_attention(base: Any, promp
 def test_local_attention_and_files_of_all_formats(
     tiny_model: Path, clips: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from finetune.transcribe import main
+
     files, folder = sorted(clips.glob("*.flac"))[:3], tmp_path / "new" / "subtitles"
     arguments = ["--model", tiny_model, *files, "--attention", "local", "--context", "16"]
-    rows = transcribe(capsys, *arguments, "--format", "srt,vtt,txt,json", "--output", folder)
+    rows = transcribe(capsys, *arguments)
+    assert main([str(a) for a in (*arguments, "--format", "srt,vtt,txt,json", "--output", folder)]) == 0
+    kinds = ("srt", "vtt", "txt", "json")
+    expected = [f"{f} -> {', '.join(str(folder / f'{f.stem}.{kind}') for kind in kinds)}" for f in files]
+    assert capsys.readouterr().out.splitlines() == expected, "one line a file, no JSON"
     assert [r["file"] for r in rows] == [str(f) for f in files]
     assert all("words" not in r and r["text"] for r in rows)  # --timestamps was not asked for
     assert sorted(p.name for p in folder.iterdir()) == sorted(

@@ -81,11 +81,11 @@ def pairs(n: int = 60) -> list[tuple[str, str, str]]:
 def test_equals_jiwer_over_the_whole_list() -> None:
     made = pairs()
     for mode in ("none", "lower", "basic"):
-        board = WerAccumulator(mode)
+        wer = WerAccumulator(mode)
         for i, (language, reference, hypothesis) in enumerate(made):
-            board.add(str(i), language, reference, hypothesis)
+            wer.add(str(i), language, reference, hypothesis)
         references, hypotheses = ([normalize_text(pair[side], mode) for pair in made] for side in (1, 2))
-        result = board.result()
+        result = wer.result()
         assert result["wer"] == pytest.approx(jiwer.wer(references, hypotheses), abs=1e-12)
         assert result["cer"] == pytest.approx(jiwer.cer(references, hypotheses), abs=1e-12)
         output = jiwer.process_words(references, hypotheses)
@@ -100,10 +100,10 @@ def test_equals_jiwer_over_the_whole_list() -> None:
 
 def test_by_language() -> None:
     made = pairs()
-    board = WerAccumulator("basic", keep_pairs=3)
+    wer = WerAccumulator("basic", keep_pairs=3)
     for i, (language, reference, hypothesis) in enumerate(made):
-        board.add(str(i), language, reference, hypothesis)
-    by_language = board.result()["by_language"]
+        wer.add(str(i), language, reference, hypothesis)
+    by_language = wer.result()["by_language"]
     assert list(by_language) == ["en", "fr", "unknown"]
     for name, result in by_language.items():
         own = [(r, h) for language, r, h in made if (language or "unknown") == name]
@@ -112,9 +112,9 @@ def test_by_language() -> None:
         assert result["wer"] == pytest.approx(jiwer.wer(references, hypotheses))
         assert result["cer"] == pytest.approx(jiwer.cer(references, hypotheses))
     assert len({result["wer"] for result in by_language.values()}) == 3
-    kept = [int(pair["id"]) for pair in board.pairs]
+    kept = [int(pair["id"]) for pair in wer.pairs]
     assert len(set(kept)) == 3
-    for i, pair in zip(kept, board.pairs, strict=True):
+    for i, pair in zip(kept, wer.pairs, strict=True):
         assert pair == {"id": str(i), "language": made[i][0], "reference": made[i][1], "hypothesis": made[i][2]}
 
 
@@ -340,7 +340,7 @@ def test_it_equals_other_programs_with_the_same_rules(text: str) -> None:
 def test_clips_without_a_reference_are_left_out_as_on_the_leaderboard(messages: list[str]) -> None:
     from finetune.training.evaluation import log_evaluation
 
-    board, kept = WerAccumulator("open_asr"), WerAccumulator("basic")
+    wer, kept = WerAccumulator("open_asr"), WerAccumulator("basic")
     made = [
         ("a", "en", "It's colour, um", "it is color"),
         ("b", "en", "[noise]", "something"),
@@ -349,18 +349,18 @@ def test_clips_without_a_reference_are_left_out_as_on_the_leaderboard(messages: 
         ("e", "fr", "C’est l’été", "c est l ete"),
     ]
     for row in made:
-        for scores in (board, kept):
+        for scores in (wer, kept):
             scores.add(*row)
-    assert (board.left_out, board.total.clips, len(board.clip_counts)) == (3, 2, 2)
-    assert (board.total.words, board.total.word_errors) == (3 + 4, 1)
+    assert (wer.left_out, wer.total.clips, len(wer.utterance_counts)) == (3, 2, 2)
+    assert (wer.total.words, wer.total.word_errors) == (3 + 4, 1)
     assert (kept.left_out, kept.total.clips) == (0, 5)
-    board.add("f", "", "okay", "okay")
-    log_evaluation(3, "test", board)
+    wer.add("f", "", "okay", "okay")
+    log_evaluation(3, "test", wer)
     assert any("3 clips of test have no reference" in m for m in messages)
     assert any("1 clips of test name no language" in m for m in messages)
     merged = WerAccumulator("open_asr")
-    merged.merge(board)
-    merged.merge(board)
+    merged.merge(wer)
+    merged.merge(wer)
     assert merged.left_out == 6
     assert score_pair("[noise]", "something", "open_asr", "en").clips == 0
     assert score_pair("colour", "color", "open_asr", "fr").word_errors == 1

@@ -8,19 +8,19 @@ import pytest
 from scipy import stats
 
 from finetune.errors import UserError
-from finetune.evaluation.clip_counts import ClipCounts, compare_evaluations
 from finetune.evaluation.scores import WerAccumulator
 from finetune.evaluation.significance import (
     block_names,
     clips_needed,
     compare_counts,
+    describe_difference,
     holm,
     permutation_p,
     rate_interval,
     resampled_sums,
     sum_blocks,
-    verdict,
 )
+from finetune.evaluation.utterance_counts import UtteranceCounts, compare_evaluations
 
 
 def simulated_errors(
@@ -216,12 +216,14 @@ def test_a_comparison_tells_each_language_and_its_verdict():
     assert english["p_value_holm"] == pytest.approx(2 * english["p_value"])
     low, high = found["difference_interval"]
     assert low < found["difference"] < high < 0
-    assert verdict(found, "better", "worse").startswith(f"better by {-100 * found['difference']:.2f} points (95 %")
-    assert verdict({**found, "difference": 0.06}, "better", "worse").startswith("worse by 6.00 points")
-    assert verdict(french, "better", "worse").startswith("no significant difference")
-    assert "p < 1e-12)" in verdict({**found, "p_value": 1e-12}, "better", "worse")
-    assert "clips to show" in verdict({**french, "clips_needed": 9000}, "better", "worse")
-    assert "clips to show" not in verdict({**french, "clips_needed": 9}, "better", "worse")
+    assert describe_difference(found, "better", "worse").startswith(
+        f"better by {-100 * found['difference']:.2f} points (95 %"
+    )
+    assert describe_difference({**found, "difference": 0.06}, "better", "worse").startswith("worse by 6.00 points")
+    assert describe_difference(french, "better", "worse").startswith("no significant difference")
+    assert "p < 1e-12)" in describe_difference({**found, "p_value": 1e-12}, "better", "worse")
+    assert "clips to show" in describe_difference({**french, "clips_needed": 9000}, "better", "worse")
+    assert "clips to show" not in describe_difference({**french, "clips_needed": 9}, "better", "worse")
 
 
 def test_a_hundred_thousand_clips_take_seconds():
@@ -235,11 +237,11 @@ def test_a_hundred_thousand_clips_take_seconds():
 # ---- what an evaluation keeps of each clip ----------------------------------------------------------------------------
 
 
-def board_of(rows: list[tuple[str, str, str, str]], normalization: str = "basic") -> WerAccumulator:
-    board = WerAccumulator(normalization)
+def accumulated(rows: list[tuple[str, str, str, str]], normalization: str = "basic") -> WerAccumulator:
+    wer = WerAccumulator(normalization)
     for row in rows:
-        board.add(*row)
-    return board
+        wer.add(*row)
+    return wer
 
 
 def rows_of(count: int, wrong: int) -> list[tuple[str, str, str, str]]:
@@ -251,67 +253,69 @@ def rows_of(count: int, wrong: int) -> list[tuple[str, str, str, str]]:
 
 
 def test_counts_of_clips_stay_small_and_come_back(tmp_path):
-    board = board_of(rows_of(40, 25))
-    counts = board.clip_counts
+    wer = accumulated(rows_of(40, 25))
+    counts = wer.utterance_counts
     size = sum(a.itemsize * len(a) for a in (counts.keys, counts.counts, counts.languages))
     assert size == 26 * 40
-    assert counts.table()[:, 0].sum() == board.total.word_errors == 25
-    assert counts.table()[:, 1].sum() == board.total.words == 120
-    assert counts.table()[:, 3].sum() == board.total.characters
+    assert counts.table()[:, 0].sum() == wer.total.word_errors == 25
+    assert counts.table()[:, 1].sum() == wer.total.words == 120
+    assert counts.table()[:, 3].sum() == wer.total.characters
     counts.save(tmp_path / "base.npz")
-    assert ClipCounts.load(tmp_path / "base.npz") == counts
+    assert UtteranceCounts.load(tmp_path / "base.npz") == counts
     assert [path.name for path in tmp_path.iterdir()] == ["base.npz"]
     whole = (tmp_path / "base.npz").read_bytes()
     for spoiled in (b"", whole[:60], b"PK\x03\x04 cut off", whole[:100] + bytes(50) + whole[150:]):
         (tmp_path / "base.npz").write_bytes(spoiled)
         with pytest.raises(ValueError, match=r"base\.npz does not hold counts of clips"):
-            ClipCounts.load(tmp_path / "base.npz")
+            UtteranceCounts.load(tmp_path / "base.npz")
 
 
 def test_counts_of_ranks_merge_to_those_of_one_process():
     rows = rows_of(31, 12)
-    whole, parts = board_of(rows), [board_of(rows[1::2]), board_of(rows[0::2]), board_of([])]
+    whole, parts = accumulated(rows), [accumulated(rows[1::2]), accumulated(rows[0::2]), accumulated([])]
     merged = WerAccumulator("basic")
     for part in parts:
         merged.merge(part)
-    other = board_of(rows_of(31, 20))
-    expected, found = (compare_evaluations(b.clip_counts, other.clip_counts) for b in (whole, merged))
+    other = accumulated(rows_of(31, 20))
+    expected, found = (compare_evaluations(b.utterance_counts, other.utterance_counts) for b in (whole, merged))
     assert found == expected
     assert found["unmatched"] == 0
     assert sorted(found["by_language"]) == ["en", "fr"]
-    assert merged.clip_counts.intervals()["by_language"].keys() == {"en", "fr"}
+    assert merged.utterance_counts.intervals()["by_language"].keys() == {"en", "fr"}
 
 
 def test_clips_are_compared_where_id_and_reference_agree():
-    before, rows = board_of(rows_of(30, 20)), rows_of(32, 4)
+    before, rows = accumulated(rows_of(30, 20)), rows_of(32, 4)
     rows[7] = ("clip7", "fr", "another reference now", "another reference now")
-    found = compare_evaluations(before.clip_counts, board_of(rows).clip_counts)
+    found = compare_evaluations(before.utterance_counts, accumulated(rows).utterance_counts)
     assert found["clips"] == 29
     assert found["unmatched"] == 1 + 3  # clip7 in both, clip30 and clip31 in one
     assert found["wer_a"] == pytest.approx(19 / 87)
     assert found["wer_b"] == pytest.approx(4 / 87)
     assert found["significant"]
     assert found["p_value"] == pytest.approx(2 / 2**15)
-    other = board_of(rows_of(30, 20), "none").clip_counts
-    assert compare_evaluations(before.clip_counts, other)["unmatched"] == 0, "these texts are alike in both spellings"
+    other = accumulated(rows_of(30, 20), "none").utterance_counts
+    assert compare_evaluations(before.utterance_counts, other)["unmatched"] == 0, (
+        "these texts are alike in both spellings"
+    )
 
 
 def test_an_id_that_comes_twice_is_one_clip():
     rows = [*rows_of(6, 2), ("clip0", "en", "press button 0", "press button")]
-    found = compare_evaluations(board_of(rows).clip_counts, board_of(rows[::-1]).clip_counts)
+    found = compare_evaluations(accumulated(rows).utterance_counts, accumulated(rows[::-1]).utterance_counts)
     assert (found["clips"], found["words"], found["unmatched"]) == (6, 21, 0)
     assert found["difference"] == 0
-    once = compare_evaluations(board_of(rows).clip_counts, board_of(rows_of(6, 2)).clip_counts)
+    once = compare_evaluations(accumulated(rows).utterance_counts, accumulated(rows_of(6, 2)).utterance_counts)
     assert (once["clips"], once["unmatched"]) == (5, 2), "twice in one and once in the other cannot be compared"
 
 
 def test_evaluations_without_a_common_clip():
-    some, none = board_of(rows_of(5, 2)).clip_counts, board_of([]).clip_counts
+    some, none = accumulated(rows_of(5, 2)).utterance_counts, accumulated([]).utterance_counts
     for before, after in ((some, none), (none, some), (none, none)):
         found = compare_evaluations(before, after)
         assert (found["clips"], found["difference"], found["significant"]) == (0, None, False)
         assert found["unmatched"] == len(before) + len(after)
-        assert "nothing can be said" in verdict(found, "better", "worse")
+        assert "nothing can be said" in describe_difference(found, "better", "worse")
 
 
 def test_a_loss_on_the_guard_set_within_chance_is_no_warning(tmp_path, messages):
@@ -321,7 +325,7 @@ def test_a_loss_on_the_guard_set_within_chance_is_no_warning(tmp_path, messages)
 
     def heard(wrong: set[int]) -> WerAccumulator:
         rows = rows_of(30, 0)
-        return board_of([(*row[:3], f"press a {i}" if i in wrong else row[3]) for i, row in enumerate(rows)])
+        return accumulated([(*row[:3], f"press a {i}" if i in wrong else row[3]) for i, row in enumerate(rows)])
 
     def close(wrong: set[int]) -> str:
         messages.clear()

@@ -150,7 +150,7 @@ def test_batches_decode_as_single_clips_and_only_with_the_saved_settings(pair, a
 
 
 def test_token_times_are_nemos_within_a_frame(pair, nemo, files, audio):
-    from finetune.transcribe import enable_timestamps
+    from finetune.tools.transcription.words import enable_timestamps
 
     model, processor = pair
     enable_timestamps(nemo)
@@ -431,7 +431,7 @@ def test_a_grown_model_goes_there_and_back(kind, speech, tmp_path):
 
 def test_clips_of_up_to_30_seconds_are_compared(speech, tmp_path):
     """Longer ones are passed over, read on past, and counted; where there is no other, that is said."""
-    from finetune.tools.export.hugging_face import samples_for, say_result
+    from finetune.tools.export.hugging_face import describe_export, samples_for
 
     rows = [
         {**row, "audio_filepath": str(speech / row["audio_filepath"])} for row in read_lines(speech / "manifest.jsonl")
@@ -443,7 +443,9 @@ def test_clips_of_up_to_30_seconds_are_compared(speech, tmp_path):
     assert samples.ids == [row["id"] for row in [*rows, *rows][:16]]
     assert samples.passed_over == 3
     agreement = Agreement(0.0, 0.0, 16, ["NeMo single"], 0)
-    assert "3 clip(s) longer than 30 s were passed over" in say_result(tmp_path, samples, agreement, 1e-3, "float32")
+    assert "3 clip(s) longer than 30 s were passed over" in describe_export(
+        tmp_path, samples, agreement, 1e-3, "float32"
+    )
     only = write_manifest(tmp_path / "only.jsonl", long)
     with pytest.raises(UserError, match=r"no clip of up to 30 s \(3 are longer\)"):
         samples_for("none", [str(only)], "validation", 16000)

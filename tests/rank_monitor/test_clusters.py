@@ -1,4 +1,4 @@
-"""The templates for clusters: Slurm and ssh with stand-ins for their commands that really run the training, and real signals."""
+"""The templates for clusters: Slurm and ssh, with stand-ins for their commands, and real trainings and signals."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ SCRIPTS = ROOT / "scripts"
 FAULTY = str(ROOT / "tests" / "rank_faults.py")
 
 SRUN = """#!/usr/bin/env bash
-# One node: runs the command as its task, with the output file of --output. Like srun it hands a USR1 on, and kills of a TERM.
+# One node: runs the command as its task, with the output file of --output. Like srun it passes USR1 on, kills at TERM.
 while [[ "$1" == --* ]]; do
     case "$1" in --output=*) out=${1#--output=} ;; --kill-on-bad-exit=0) ;; *) echo "srun: $1?" >&2; exit 99 ;; esac
     shift
@@ -130,7 +130,7 @@ while :; do read -r -t 0.1 <> <(:) || true; done
 
 @pytest.fixture
 def scripts_alone(tmp_path) -> Iterator[dict[str, str]]:
-    """The environment for a copy of scripts/ under tmp_path, where a launcher and a training that hangs stand for the real ones."""
+    """The environment for a copy of scripts/ under tmp_path, with stand-ins for launcher and training, which hangs."""
     shutil.copytree(SCRIPTS, tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     programs = tmp_path / ".venv" / "bin"
     programs.mkdir(parents=True)
@@ -214,7 +214,7 @@ def test_a_signal_to_the_slurm_job_lets_the_training_save(tmp_path, name):
 
 @pytest.mark.slow
 def test_a_slurm_job_saves_is_requeued_and_goes_on(tiny_run, tmp_path):
-    """USR1 to the batch script in mid-training, exit code 75 through launcher and srun, requeue, and the unbroken run's result."""
+    """USR1 to the batch script in mid-training, 75 through launcher and srun, requeue, the unbroken run's result."""
     training = {"max_steps": 60, "save_steps": 0, "dataloader_num_workers": 0}
     arguments = [*tiny_run(model=DETERMINISTIC, data=ONLY_TRAIN, training=training), "--strategy", "ddp"]
     whole = [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", FAULTY, *arguments]

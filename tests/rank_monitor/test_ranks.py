@@ -1,4 +1,4 @@
-"""Several ranks of which one dies: who is told what, and how the run goes on. The faults are real ones, in processes of their own."""
+"""Several ranks of which one dies: who is told what, and how the run continues. The faults are real, in processes."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ HANG = 300.0
 NEVER = 10 * HANG
 """A `rank_timeout` that no test reaches, so that silence is not the cause."""
 
-# ---- rank monitors, beside processes that stand for ranks --------------------------------------------------------------
+# ---- rank monitors, beside processes that stand for ranks -----------------------------------------------------------
 
 RANK = "import sys, time; sys.stdin.readline()"
 """A rank that does nothing until it is told to end."""
@@ -226,7 +226,8 @@ def test_the_cause_of_a_rank_that_fails_alone_reaches_the_others(ranks):
 
 
 FOREIGN_LINES = {
-    "another token": b'{"token": "x", "rank": 1, "host": "h", "pid": 1}\n{"ended": {"code": 9, "cause": "", "said": false}}\n',
+    "another token": b'{"token": "x", "rank": 1, "host": "h", "pid": 1}\n'
+    b'{"ended": {"code": 9, "cause": "", "reported": false}}\n',
     "deeply nested": b"[" * 20_000 + b"\n",
     "nested within the limit": b"[" * 1000 + b"\n",
     "a long line": b"x" * 2000,
@@ -293,7 +294,7 @@ def test_a_launchers_sigterm_is_not_taken_for_the_cause():
     assert find_lost([ended, member(1)], 30, 101.0) == ([ended], "ended by the launcher")
 
 
-# ---- rendezvous of restarted ranks --------------------------------------------------------------------------------------
+# ---- rendezvous of restarted ranks ----------------------------------------------------------------------------------
 
 RENDEZVOUS = """
 import os
@@ -329,7 +330,7 @@ def test_restarted_ranks_do_not_meet_at_the_address_of_those_before():
     assert first[0] != second[0]
 
 
-# ---- trainings ------------------------------------------------------------------------------------------------------------
+# ---- trainings ------------------------------------------------------------------------------------------------------
 
 
 def launch(how: str, count: int = 2, *options: str) -> list[str]:
@@ -420,7 +421,7 @@ SAME_CLIPS = {1: {"dataloader_num_workers": 2, "gradient_accumulation_steps": 2}
     ],
 )
 def test_a_run_goes_on_with_another_number_of_ranks(tiny_run, tmp_path, strategy, before, after):
-    """Weights, the optimizer's state and the place in the data carry over: the losses are those of the unbroken run."""
+    """Weights, optimizer state and the place in the data carry over: the losses are those of the unbroken run."""
     training = {"max_steps": 8, "save_steps": 4, "save_total_limit": 0, "learning_rate": 1e-2}
 
     def run(count: int, *overrides: str) -> None:

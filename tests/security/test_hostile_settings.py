@@ -166,7 +166,7 @@ def test_other_findings_of_the_fuzzer(tmp_path):
 
 def test_records_of_a_run_that_were_tampered_with(tmp_path):
     """Found by scripts/faults/fuzz.py: a run's folder whose figures are texts, and counts in an archive of an unknown kind."""
-    from finetune.evaluation.clip_counts import ClipCounts
+    from finetune.evaluation.utterance_counts import UtteranceCounts
     from finetune.tools.report.page import write_run_page
     from finetune.tools.report.read import number, read_run
 
@@ -189,7 +189,7 @@ def test_records_of_a_run_that_were_tampered_with(tmp_path):
     counts[counts.index(b"PK\x01\x02") + 10] = 99  # a way to compress that nobody knows
     (tmp_path / "base-test.npz").write_bytes(counts)
     with pytest.raises(ValueError, match="does not hold counts of clips"):
-        ClipCounts.load(tmp_path / "base-test.npz")
+        UtteranceCounts.load(tmp_path / "base-test.npz")
 
 
 # ---- references of a run file, and secrets ----------------------------------------------------------------------------
@@ -243,6 +243,14 @@ def test_other_variables_and_keys_are_read(run_file, monkeypatch):
         "/data/a.jsonl",
         "out",
     )
+
+
+def test_what_a_variable_holds_is_no_reference(run_file, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "planted-secret")
+    monkeypatch.setenv("MY_DATA", "${oc.env:HF_TOKEN}")
+    path = run_file(data__train="${oc.env:MY_DATA}", data__test="${data.train}", data__validation="${data.test}")
+    config, _ = load_config(path, [], [])
+    assert (config.data.train, config.data.test, config.data.validation) == ("${oc.env:HF_TOKEN}",) * 3
 
 
 def test_config_yaml_holds_no_secret_and_is_else_as_it_was(run_file, tmp_path, caplog, monkeypatch):

@@ -17,7 +17,7 @@ from conftest import read_lines, write_manifest
 from finetune.callbacks.trackers import _cell, _tag
 from finetune.config.redaction import write_config
 from finetune.config.schema import RunConfig
-from finetune.evaluate import print_table
+from finetune.evaluation.tables import print_rates
 from finetune.logs import set_up_logging
 from finetune.security.safe_text import ACTS, json_line, lines, one_line
 from finetune.security.secrets import clean_text
@@ -193,7 +193,7 @@ def test_tables_of_commands_write_them_out(capsys):
         **empty, "by_language": {EVIL_LANGUAGE: empty}, "audio_seconds": 1.0, "rtfx": 1.0, "rtfx_whole": 1.0, "left_out": 0,
         "normalization": "basic", "quarantined": bad,
     }  # fmt: skip
-    print_table(result)
+    print_rates(result)
     said = capsys.readouterr().out
     assert not re.search("[\x00-\x09\x0b-\x1f\u202e\u2028]", said)
     assert len(said.splitlines()) == 5

@@ -26,7 +26,7 @@ from finetune.tools.data_check.inspection import estimate_padding
 
 @pytest.fixture
 def spoiled(tmp_path: Path) -> Path:
-    """Forty clips of 0.5 to 1.5 s in two languages, with a missing file, an empty text, an id twice, and a wrong duration."""
+    """Forty clips of 0.5 to 1.5 s, two languages; a missing file, an empty text, an id twice, a wrong duration."""
     random = np.random.default_rng(0)
     rows = []
     for i in range(40):

@@ -10,7 +10,7 @@ from subtitle_cases import read_cues
 
 from finetune.evaluation.long_audio import Token
 from finetune.tools.transcription.subtitles import LINE_CHARACTERS, LINES, cues_of, srt, vtt
-from finetune.tools.transcription.words import segments_of, words_of
+from finetune.tools.transcription.words import SEGMENT_SECONDS, segments_of, words_of
 
 PIECES = [
     "\u2581so",
@@ -86,6 +86,21 @@ def test_segments_end_at_pauses_where_there_is_no_punctuation() -> None:
     words += [{"word": "\u00abc!\u00bb", "start": 1.7, "end": 2.0}, {"word": "d", "start": 2.0, "end": 2.1}]
     assert [s["text"] for s in segments_of(words)] == ["a b", "\u00abc!\u00bb", "d"]
     assert [s["text"] for s in segments_of(words, pause=0.1)] == ["a", "b", "\u00abc!\u00bb", "d"]
+
+
+def test_long_segments_are_split_at_their_longest_pauses() -> None:
+    """Five minutes without punctuation and without a pause of a second: no word is lost, and no segment is long."""
+    words, clock = [], 0.0
+    for i in range(700):
+        words.append({"word": f"w{i}", "start": round(clock, 3), "end": round(clock + 0.3, 3)})
+        clock += 0.3 + (0.6 if i % 40 == 39 else 0.1)
+    segments = segments_of(words)
+    assert " ".join(s["text"] for s in segments).split() == [w["word"] for w in words]
+    assert all(0 < s["end"] - s["start"] <= SEGMENT_SECONDS for s in segments)
+    assert len(segments) < 2.5 * clock / SEGMENT_SECONDS
+    assert all(int(s["text"].split()[-1][1:]) % 40 == 39 for s in segments[:-1])
+    endless = {"word": "w", "start": 0.0, "end": 100.0}
+    assert [s["text"] for s in segments_of([endless, {**words[0], "start": 100.1, "end": 100.2}])] == ["w", "w0"]
 
 
 @st.composite

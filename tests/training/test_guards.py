@@ -208,7 +208,7 @@ def test_evaluation_keeps_no_tensors(tiny_model, clips, tmp_path):
     options = StreamOptions(BatchLimits(clips=8), sample_rate=16_000, shuffle=False, keep_empty_text=True)
     alive: list[int] = []
 
-    def on_clip(*_: Any) -> None:
+    def on_utterance(*_: Any) -> None:
         if len(alive) % 24 == 0:
             gc.collect()
             tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]
@@ -217,7 +217,7 @@ def test_evaluation_keeps_no_tensors(tiny_model, clips, tmp_path):
             alive.append(alive[-1])
 
     stream = UtteranceStream([open_source(source, "--data")], options, no_tokens)
-    board = score_stream(model, stream, normalization="basic", description="test", on_clip=on_clip)
+    board = score_stream(model, stream, normalization="basic", description="test", on_utterance=on_utterance)
     assert board.total.clips == 144
     assert alive[-1] <= alive[24] + 1000
 
@@ -301,7 +301,7 @@ BIG = 600_000_000
     ],
 )
 def test_advice(training, model, data, given, word):
-    from finetune.training.advice import warnings_for
+    from finetune.training.run import warnings_for
 
     t = {
         "learning_rate": 1e-5,

@@ -35,8 +35,6 @@ from finetune.models.sentencepiece_model import parse
 
 log = logging.getLogger(__name__)
 
-DTYPES = ("float32", "bfloat16", "float16")
-
 
 def check_expressible(nemo: NemoFile) -> None:
     """Refuse a model that transformers' ParakeetForTDT cannot express.
@@ -62,7 +60,8 @@ def check_expressible(nemo: NemoFile) -> None:
 def check_texts(nemo: NemoFile, texts: list[str]) -> None:
     """Refuse a model whose tokenizer encodes one of these texts differently in transformers.
 
-    Call it after `check_expressible`. Texts that differ only before they are normalised are counted in a warning: recognising needs no encoding.
+    Call it after `check_expressible`. Texts that differ only before they are normalised are counted in a warning:
+    recognising needs no encoding.
 
     Raises:
         UserError: with the text.
@@ -74,8 +73,7 @@ def check_texts(nemo: NemoFile, texts: list[str]) -> None:
     if differing := differing_as_written(proto, tokenizer, texts):
         log.warning(
             "labels made with transformers differ for text that is not NFC: %d of %d texts, such as %r. Normalise "
-            "texts before transformers "
-            "is trained on them; what it recognises is not touched",
+            "texts before transformers is trained on them; what it recognises is not touched",
             len(differing),
             len(texts),
             differing[0],

@@ -1,6 +1,8 @@
-"""Inspection of a data set: every shard is read and decoded in parallel, and the counts of all shards are put together.
+"""Inspection of a data set: shards are read and decoded in parallel, and their counts are put together.
 
-Each shard leaves a part (`parts/NNNNNN.json` and `.npy`), so that an interrupted inspection goes on where it was. S samples, C channels.
+Each shard leaves a part (`parts/NNNNNN.json` and `.npy`), so that an interrupted inspection resumes there.
+
+S samples, C channels.
 """
 
 import hashlib
@@ -168,7 +170,7 @@ def inspect_shard(index: int) -> Path:
 
 
 def _whole_id(source: OpenSource, shard: Shard, row: Row, place: str) -> str:
-    """Return an id that is unique in all of the data: paths and keys of tar members are so in their folder or file only."""
+    """Return an id that is unique in all of the data, as paths and keys of tar members are not."""
     if row.get(source.columns.get("id", "")) and source.columns["id"] != "__key__":
         return row_id(source, place, row)
     return f"{source.folder if source.is_manifest else shard.file}\0{row_id(source, place, row)}"
@@ -257,7 +259,7 @@ def kind_of(reason: str) -> str:
 
 
 def estimate_padding(sample: list[list[float]], limits: BatchLimits, buffer_size: int) -> dict[str, float]:
-    """Return the share of padding in batches by duration and at random, drawn from (seconds, tokens) as the stream draws."""
+    """Return the share of padding in batches by duration and at random, from pairs (seconds, tokens)."""
     found, nowhere = {}, OpenSource(Source(""), [])
     for name, group in (("by duration", True), ("at random", False)):
         buffer, used, padded, draws = Buffer(limits, True, group), 0.0, 0.0, 0
@@ -310,15 +312,15 @@ def read_all(work: Work, workers: int) -> list[Path]:
         except BrokenProcessPool as error:
             _, shard = shards[min(set(range(len(shards))) - set(files))]
             raise UserError(
-                f"a process was killed, most likely for want of memory, at {shard.place(0)} or in one of the {workers} "
-                "shards behind it. What has been read is kept: start again, with fewer --workers.",
+                f"a process was killed, most likely for want of memory, at {shard.place(0)} or in one of the "
+                f"{workers} shards behind it. What has been read is kept: start again, with fewer --workers.",
                 exit_code=1,
             ) from error
     return [files[index] for index in range(len(shards))]
 
 
 def begin(work: Work) -> int:
-    """Make the folder of parts and count those there; parts of another inspection, or of a finished one, are removed."""
+    """Make the folder of parts and count them; parts of another or finished inspection are removed."""
     shards: list[list[Any]] = [[shard.file, shard.first, shard.rows] for _, shard in work.shards]
     files = sorted({shard.file for _, shard in work.shards})
     shards += [[file, os.stat(file).st_size, os.stat(file).st_mtime_ns] for file in files if os.path.isfile(file)]

@@ -38,7 +38,7 @@ img { max-width: 100%; }
 
 
 def write_report(found: dict[str, Any], path: Path) -> None:
-    """Write the page, which needs nothing else; `found` is what `finetune.tools.data_check.inspection.inspect` returns."""
+    """Write the page, which needs no other file, from what `inspection.inspect` returns."""
     import jinja2
 
     seconds = sorted(found["seconds_by_language"].items(), key=lambda item: -item[1])

@@ -1,11 +1,11 @@
-"""The doctor's report and a run's records as one archive for a bug report, without secrets, audio or texts of clips."""
+"""Pack the doctor's report and a run's records for a bug report, without secrets, audio or transcripts."""
+
+from __future__ import annotations
 
 import json
 import os
 import zipfile
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -14,52 +14,34 @@ from finetune.errors import UserError
 from finetune.security.secrets import clean, clean_text, known_secrets
 from finetune.tools.doctor.packages import installed_versions
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 LINES = 200
-"""Of metrics.jsonl and evaluations.jsonl, the last ones."""
+"""Last lines of metrics.jsonl and evaluations.jsonl that are packed."""
 VARIABLES = (
-    "ACCELERATE_MIXED_PRECISION",
-    "CC",
-    "CUDA_HOME",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUDA_VISIBLE_DEVICES",
-    "CXX",
-    "GLOO_SOCKET_IFNAME",
-    "HF_DATASETS_OFFLINE",
-    "HF_HOME",
-    "HF_HUB_OFFLINE",
-    "LD_LIBRARY_PATH",
-    "LOCAL_RANK",
-    "MASTER_PORT",
-    "MKL_NUM_THREADS",
-    "NCCL_DEBUG",
-    "NCCL_IB_DISABLE",
-    "NCCL_P2P_DISABLE",
-    "NCCL_SOCKET_IFNAME",
-    "NVIDIA_VISIBLE_DEVICES",
-    "OMP_NUM_THREADS",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "RANK",
-    "TMPDIR",
-    "TOKENIZERS_PARALLELISM",
-    "TORCH_EXTENSIONS_DIR",
-    "TRANSFORMERS_OFFLINE",
-    "WORLD_SIZE",
+    *("ACCELERATE_MIXED_PRECISION", "CC", "CUDA_HOME", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "CXX"),
+    *("GLOO_SOCKET_IFNAME", "HF_DATASETS_OFFLINE", "HF_HOME", "HF_HUB_OFFLINE", "LD_LIBRARY_PATH", "LOCAL_RANK"),
+    *("MASTER_PORT", "MKL_NUM_THREADS", "NCCL_DEBUG", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SOCKET_IFNAME"),
+    *("NVIDIA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "RANK", "TMPDIR"),
+    *("TOKENIZERS_PARALLELISM", "TORCH_EXTENSIONS_DIR", "TRANSFORMERS_OFFLINE", "WORLD_SIZE"),
 )
-"""The environment variables that are packed; of all others not even the name."""
+"""Environment variables that are packed; of all others not even the name."""
 TEXTS = {"pairs", "reference", "hypothesis", "text", "samples_shown", "transcript"}
+"""Keys that hold transcripts."""
+RECORDS = ("config.yaml", "environment.json", "summary.json", "metrics.jsonl", "evaluations.jsonl")
 
 
 def write_bundle(
     path: Path, report: dict[str, Any], text: str, config_file: Path | None, output_dir: Path | None
 ) -> list[str]:
-    """Writes the archive; returns the names of what is in it.
+    """Write the archive; return the names of its files.
 
     Args:
         report: the doctor's report, as for --json.
-        text: the same as printed.
+        text: the report as printed.
         config_file: the run file.
-        output_dir: of the run; what it holds of a run is packed.
+        output_dir: of the run; its records are packed.
 
     Raises:
         UserError: the archive cannot be written.
@@ -67,13 +49,12 @@ def write_bundle(
     files: dict[str, Any] = {}
     if config_file is not None:
         files["run_file.yaml"] = read_yaml(config_file, "--config")
-    for name, read in _RECORDS.items():
-        file = output_dir / name if output_dir is not None else None
-        if file is not None and file.is_file():
+    for record in [output_dir / name for name in RECORDS] if output_dir else []:
+        if record.is_file():
             try:
-                files[f"run/{name}"] = read(file)
-            except (ValueError, OSError, UserError, UnicodeDecodeError):
-                files[f"run/{name}"] = {"left out": "it cannot be read"}
+                files[f"run/{record.name}"] = _read_record(record)
+            except (ValueError, OSError, UserError):
+                files[f"run/{record.name}"] = {"left out": "it cannot be read"}
     secrets = known_secrets(report.get("overrides", []), *files.values())
     variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     contents = {
@@ -86,10 +67,10 @@ def write_bundle(
         value = clean(_without_texts(value), secrets)
         if name.endswith(".jsonl"):
             contents[name] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in value)
+        elif name.endswith(".yaml"):
+            contents[name] = yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
         else:
-            contents[name] = (
-                yaml.safe_dump(value, sort_keys=False, allow_unicode=True) if name.endswith(".yaml") else _json(value)
-            )
+            contents[name] = _json(value)
     aside = path.with_name(f".{path.name}.tmp")
     try:
         with zipfile.ZipFile(aside, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -108,18 +89,17 @@ def _json(value: Any) -> str:
 
 
 def _without_texts(value: Any) -> Any:
-    """A structure without what was said in clips."""
     if isinstance(value, dict):
         return {key: _without_texts(inner) for key, inner in value.items() if key not in TEXTS}
     return [_without_texts(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _last_lines(path: Path) -> list[Any]:
-    """The last lines; one that was cut off when the run died is left out."""
+def _read_record(path: Path) -> Any:
+    """Read a record of a run; of JSON lines the last ones, without one that was cut off when the run died."""
+    if path.suffix == ".yaml":
+        return read_yaml(path, "training.output_dir")
+    if path.suffix == ".json":
+        return json.loads(path.read_text(encoding="utf-8"))
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines()[-LINES:]:
         try:
@@ -127,12 +107,3 @@ def _last_lines(path: Path) -> list[Any]:
         except ValueError:
             continue
     return rows
-
-
-_RECORDS: dict[str, Callable[[Path], Any]] = {
-    "config.yaml": lambda path: read_yaml(path, "training.output_dir"),
-    "environment.json": _read_json,
-    "summary.json": _read_json,
-    "metrics.jsonl": _last_lines,
-    "evaluations.jsonl": _last_lines,
-}

@@ -1,23 +1,29 @@
-"""A line of the doctor's report, and what the checks are told of the run that is meant."""
+"""Findings of the doctor's checks, and the run that they are about."""
+
+from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from finetune.config.optimizers import BITSANDBYTES, TORCHAO
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from finetune.config.schema import RunConfig
 
 OK, WARNING, MISSING = "OK", "warning", "missing"
 
 
 @dataclass(frozen=True)
-class Line:
-    """What one check found."""
+class Finding:
+    """Result of a check."""
 
     name: str
     state: str
-    """OK; warning: runs, but not as well as it could, or something that is not needed cannot be used; missing: cannot run."""
+    """OK; warning: runs, but not as well as it could, or what does not work is not needed; missing: cannot run."""
     found: str
     remedy: str = ""
     section: str = ""
@@ -25,15 +31,15 @@ class Line:
 
 @dataclass
 class Wanted:
-    """The run that is to be started here; without a strategy and a run file, any."""
+    """The run to be started here; without a strategy and a run file, any run."""
 
-    config: Any
-    """The run file with its strategies; where none was given, the quickstart's with them."""
+    config: RunConfig
+    """The run file with its strategies; without a run file, the quickstart's with them."""
     config_file: Path | None = None
     names: list[str] = field(default_factory=list)
-    """Strategies, with those of the launcher."""
+    """Strategies, including the launcher's."""
     engine: str = "none"
-    """As in `accelerate_files.Strategy`."""
+    """As in `finetune.strategies.accelerate_config.Strategy`."""
 
     @property
     def chosen(self) -> bool:
@@ -41,14 +47,14 @@ class Wanted:
 
     @property
     def optimizer(self) -> str:
-        """`training.optimizer` of what was chosen; none where nothing was."""
+        """`training.optimizer` of the chosen run, or none."""
         return str(self.config.training.optimizer) if self.chosen else "none"
 
     def needs(self, what: str) -> bool:
-        """Whether the chosen run cannot start, or not train as it says, without this.
+        """Whether the chosen run cannot start, or not train as configured, without this.
 
         Args:
-            what: bitsandbytes, torchao, flashoptim, deepspeed, cpu_adam (DeepSpeed's optimizer on the host), compiler or processes.
+            what: one of the keys below; cpu_adam is DeepSpeed's optimizer on the host.
         """
         optimizer, deepspeed = self.optimizer, self.engine.startswith("deepspeed")
         return {
@@ -65,46 +71,39 @@ class Wanted:
         }[what]
 
 
-def ok(name: str, found: str) -> Line:
-    return Line(name, OK, found)
+Check = Callable[[Wanted], Iterator[Finding]]
 
 
-def warning(name: str, found: str, remedy: str) -> Line:
-    return Line(name, WARNING, found, remedy)
+def ok(name: str, found: str) -> Finding:
+    return Finding(name, OK, found)
 
 
-def fault(needed: bool, name: str, found: str, remedy: str) -> Line:
-    """missing where the chosen run needs it, else a warning."""
-    return Line(name, MISSING if needed else WARNING, found, remedy)
+def warning(name: str, found: str, remedy: str) -> Finding:
+    return Finding(name, WARNING, found, remedy)
+
+
+def problem(needed: bool, name: str, found: str, remedy: str) -> Finding:
+    """missing if the chosen run needs it, else a warning."""
+    return Finding(name, MISSING if needed else WARNING, found, remedy)
 
 
 def reason_of(error: BaseException) -> str:
-    """An exception as one line."""
+    """An exception in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
-Check = Callable[[Wanted], list[Line]]
-
-
-def run_checks(sections: dict[str, list[Check]], wanted: Wanted, tell: Callable[[Line], None]) -> list[Line]:
-    """Runs all checks in their order; a check that fails itself is a warning that names it.
-
-    Args:
-        tell: called with each line as soon as it is there.
-    """
-    lines = []
+def run_checks(sections: dict[str, list[Check]], wanted: Wanted) -> Iterator[Finding]:
+    """Run all checks in their order; a check that raises becomes a warning that names it."""
     for section, checks in sections.items():
         for check in checks:
             started = time.perf_counter()
             try:
-                found = check(wanted)
+                findings = list(check(wanted))
             except Exception as error:
                 name = check.__name__.replace("_", " ")
-                found = [warning(name, f"this check failed: {reason_of(error)}", "Report it, with --bundle.")]
+                findings = [warning(name, f"this check failed: {reason_of(error)}", "Report it, with --bundle.")]
             seconds = time.perf_counter() - started
-            for line in found:
-                slow = f" (checked in {seconds:.0f} s)" if seconds > 10 else ""
-                lines.append(replace(line, section=section, found=line.found + slow))
-                tell(lines[-1])
-    return lines
+            slow = f" (checked in {seconds:.0f} s)" if seconds > 10 else ""
+            for finding in findings:
+                yield replace(finding, section=section, found=finding.found + slow)

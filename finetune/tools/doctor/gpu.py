@@ -1,4 +1,6 @@
-"""Checks of GPUs: driver, memory, allocator, NCCL, and the loss's own kernels run once."""
+"""Checks of GPUs: driver, memory, allocator, NCCL, and the loss's own kernels."""
+
+from __future__ import annotations
 
 import datetime
 import os
@@ -7,18 +9,26 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from torch.cuda import nccl
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in __all__
 
-from finetune.tools.doctor.findings import Line, Wanted, fault, ok, reason_of, warning
+from finetune.losses import fused_tdt_loss
+from finetune.tools.doctor.findings import Finding, Wanted, ok, problem, reason_of, warning
 
-# Oldest driver of Linux for each major version of CUDA, by CUDA's rule of minor version compatibility.
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Oldest Linux driver for each major version of CUDA, by CUDA's rule of minor version compatibility.
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 BF16_CAPABILITY = (8, 0)
+GROUP_TIMEOUT = datetime.timedelta(seconds=20)
 
 
 def _driver() -> str | None:
-    """Version of the NVIDIA driver; None without one."""
+    """Version of the NVIDIA driver, if there is one."""
     kernel_module = Path("/proc/driver/nvidia/version")
     if kernel_module.is_file():
         found = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", kernel_module.read_text())
@@ -34,168 +44,138 @@ def _driver() -> str | None:
     return done.stdout.split()[0] if done.returncode == 0 and done.stdout.split() else None
 
 
-def gpus(wanted: Wanted) -> list[Line]:
+def gpus(wanted: Wanted) -> Iterator[Finding]:
     """Each GPU, and the driver against torch's CUDA."""
     driver, cuda = _driver(), torch.version.cuda
-    there = torch.cuda.is_available()
-    lines = []
+    available = torch.cuda.is_available()
     if driver is not None and cuda is not None:
         oldest = OLDEST_DRIVER.get(int(cuda.split(".")[0]), 0)
-        # NVIDIA's compatibility package lets older ones serve: what torch sees is what counts.
-        if not there and int(driver.split(".")[0]) < oldest:
+        if available:  # NVIDIA's compatibility package makes older drivers work, too
+            yield ok("driver", f"{driver}, which torch's CUDA {cuda} can use")
+        elif int(driver.split(".")[0]) < oldest:
             found = f"{driver} is too old for torch's CUDA {cuda}, which needs {oldest} or newer"
-            lines.append(fault(wanted.chosen, "driver", found, f"Install an NVIDIA driver {oldest} or newer."))
-        elif there:
-            lines.append(ok("driver", f"{driver}, which torch's CUDA {cuda} can use"))
-    if not there:
-        return [*lines, _no_gpu(driver)]
-    for i in range(torch.cuda.device_count()):
-        lines.append(_gpu(i, wanted))
-    return lines
+            yield problem(wanted.chosen, "driver", found, f"Install an NVIDIA driver {oldest} or newer.")
+    if not available:
+        yield _no_gpu(driver)
+    for i in range(torch.cuda.device_count() if available else 0):
+        yield _gpu(i, wanted)
 
 
-def _no_gpu(driver: str | None) -> Line:
+def _no_gpu(driver: str | None) -> Finding:
     slow = "training runs on the CPU, which is for trying things out"
     if torch.version.cuda is None:
-        return warning(
-            "GPU",
-            f"torch {torch.__version__} is built without CUDA; {slow}",
-            "bash scripts/setup.sh installs one with CUDA",
-        )
+        remedy = "bash scripts/setup.sh installs one with CUDA"
+        return warning("GPU", f"torch {torch.__version__} is built without CUDA; {slow}", remedy)
     if driver is None:
-        return warning(
-            "GPU", f"no NVIDIA driver; {slow}", "In a container: docker run --gpus all. Else install the driver."
-        )
+        remedy = "In a container: docker run --gpus all. Else install the driver."
+        return warning("GPU", f"no NVIDIA driver; {slow}", remedy)
     try:
         torch.cuda.init()
         reason = "torch sees none"
     except (RuntimeError, AssertionError) as error:
         reason = reason_of(error)
+    remedy = "See what nvidia-smi says; restart the machine after a change of driver."
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    remedy = (
-        f"CUDA_VISIBLE_DEVICES is {hidden!r}: unset it."
-        if hidden is not None
-        else "See what nvidia-smi says; restart the machine after a change of driver."
-    )
+    if hidden is not None:
+        remedy = f"CUDA_VISIBLE_DEVICES is {hidden!r}: unset it."
     return warning("GPU", f"a driver, but no GPU that can be used ({reason}); {slow}", remedy)
 
 
-def _gpu(i: int, wanted: Wanted) -> Line:
+def _gpu(i: int, wanted: Wanted) -> Finding:
     properties = torch.cuda.get_device_properties(i)
-    capability = (properties.major, properties.minor)
+    major, minor = capability = (properties.major, properties.minor)
     free, total = (x / 2**30 for x in torch.cuda.mem_get_info(i))
     name = f"GPU {i}"
-    said = f"{properties.name}, {free:.1f} of {total:.1f} GiB free, compute capability {capability[0]}.{capability[1]}"
+    found = f"{properties.name}, {free:.1f} of {total:.1f} GiB free, compute capability {major}.{minor}"
     # A GPU runs code of its own major version with the same or a lower minor one.
-    built = [tuple(map(int, m)) for a in torch.cuda.get_arch_list() for m in re.findall(r"sm_(\d+)(\d)", a)]
-    if not any(major == capability[0] and minor <= capability[1] for major, minor in built):
-        return fault(
-            wanted.chosen,
-            name,
-            f"{said}; torch {torch.__version__} has no code for it",
-            "Install a torch that is built for this GPU.",
-        )
+    built = [m.groups() for arch in torch.cuda.get_arch_list() for m in re.finditer(r"sm_(\d+)(\d)", arch)]
+    if not any(int(built_major) == major and int(built_minor) <= minor for built_major, built_minor in built):
+        found += f"; torch {torch.__version__} has no code for it"
+        return problem(wanted.chosen, name, found, "Install a torch that is built for this GPU.")
     if free < 0.9 * total:
-        return warning(
-            name,
-            f"{said}: other processes hold the rest",
-            "nvidia-smi names them; end them or choose another GPU by CUDA_VISIBLE_DEVICES.",
-        )
+        remedy = "nvidia-smi names them; end them or choose another GPU by CUDA_VISIBLE_DEVICES."
+        return warning(name, f"{found}: other processes hold the rest", remedy)
     if wanted.chosen and wanted.config.training.bf16 and capability < BF16_CAPABILITY:
-        return warning(
-            name, f"{said}; bf16 is emulated below 8.0, slowly", "Set training.bf16=false and training.fp16=true."
-        )
-    return ok(name, said)
+        remedy = "Set training.bf16=false and training.fp16=true."
+        return warning(name, f"{found}; bf16 is emulated below 8.0, slowly", remedy)
+    return ok(name, found)
 
 
-def allocator(wanted: Wanted) -> list[Line]:
+def allocator(wanted: Wanted) -> Iterator[Finding]:
     """Settings of the GPU's memory allocator."""
-    theirs = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
-    ours = wanted.config.training.cuda_alloc_conf if wanted.chosen else None
-    counts = theirs or ours or ""
-    said = (
-        f"{counts!r} from {'the environment' if theirs else 'training.cuda_alloc_conf'}" if counts else "torch's own"
-    )
+    environment = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
+    configured = wanted.config.training.cuda_alloc_conf if wanted.chosen else None
+    setting = environment or configured or ""
+    found = f"{setting!r} from {'the environment' if environment else 'training.cuda_alloc_conf'}"
+    found = found if setting else "torch's own"
     if not torch.cuda.is_available():
-        return [ok("allocator", f"{said}; no effect without a GPU")]
-    if re.search(r"expandable_segments\s*:\s*true", counts, re.IGNORECASE):
-        return [ok("allocator", said)]
-    return [
-        warning(
+        yield ok("allocator", f"{found}; no effect without a GPU")
+    elif re.search(r"expandable_segments\s*:\s*true", setting, re.IGNORECASE):
+        yield ok("allocator", found)
+    else:
+        value = "expandable_segments:True"
+        yield warning(
             "allocator",
-            f"{said}; lengths of clips change from batch to batch, and memory gets fragmented without expandable segments",
-            "training.cuda_alloc_conf=expandable_segments:True, or export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+            f"{found}; batches of changing lengths fragment memory without expandable segments",
+            f"training.cuda_alloc_conf={value}, or export PYTORCH_CUDA_ALLOC_CONF={value}",
         )
-    ]
 
 
-def process_groups(wanted: Wanted) -> list[Line]:
-    """A process group of this one process, with each backend that a run here would take."""
-    lines = []
-    gpu = torch.cuda.is_available()
-    needed = wanted.needs("processes")
+def process_groups(wanted: Wanted) -> Iterator[Finding]:
+    """A process group of this one process, with each backend that a run here would use."""
+    gpu, needed = torch.cuda.is_available(), wanted.needs("processes")
     if not torch.distributed.is_available():
-        return [fault(needed, "process group", "torch is built without torch.distributed", "bash scripts/setup.sh")]
-    for backend in ("nccl", "gloo") if gpu else ("gloo",):
-        version = ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else ""
-        name = {"nccl": "NCCL", "gloo": "gloo"}[backend]
-        started = time.perf_counter()
-        try:
-            _reduce_alone(backend, "cuda" if backend == "nccl" else "cpu")
-        except Exception as error:
-            remedy = {
-                "gloo": "The host name has to stand in /etc/hosts; or export GLOO_SOCKET_IFNAME=lo on a single machine.",
-                "nccl": "export NCCL_DEBUG=INFO and look at its first warning; on a single machine NCCL_SOCKET_IFNAME=lo often helps.",
-            }[backend]
-            mine = needed and (backend == "nccl") == gpu
-            lines.append(
-                fault(
-                    mine, name, f"{version} cannot add up a tensor in one process: {reason_of(error)}".strip(), remedy
-                )
-            )
-            continue
-        seconds = time.perf_counter() - started
-        lines.append(ok(name, f"{version} added up a tensor in a group of one process in {seconds:.1f} s".strip()))
-    if not gpu:
-        lines.append(ok("NCCL", "not tried: without a GPU processes meet over gloo"))
-    elif torch.cuda.device_count() > 1:
-        lines.append(_peers())
-    return lines
-
-
-def _reduce_alone(backend: str, device: str) -> None:
-    if torch.distributed.is_initialized():
-        raise RuntimeError("this process is in a group already; start the doctor without a launcher")
-    store, patience = torch.distributed.HashStore(), datetime.timedelta(seconds=20)
-    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=patience)
-    try:
-        ones = torch.ones(1024, device=device)
-        torch.distributed.all_reduce(ones)
-        if float(ones.sum()) != 1024:
-            raise RuntimeError(f"the sum of 1024 ones is {float(ones.sum())}")
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def _peers() -> Line:
-    count = torch.cuda.device_count()
-    apart = [
-        (i, j) for i in range(count) for j in range(count) if i != j and not torch.cuda.can_device_access_peer(i, j)
-    ]
-    if apart:
-        found = f"GPUs {apart[0][0]} and {apart[0][1]} do not reach each other's memory; gradients go through the host, more slowly"
-        return warning(
-            "peer access",
-            found,
-            "Choose GPUs of one NVLink or PCIe switch by CUDA_VISIBLE_DEVICES (nvidia-smi topo -m).",
+        yield problem(needed, "process group", "torch is built without torch.distributed", "bash scripts/setup.sh")
+        return
+    if gpu:
+        remedy = (
+            "export NCCL_DEBUG=INFO and read its first warning; on a single machine NCCL_SOCKET_IFNAME=lo often helps."
         )
+        version = ".".join(map(str, nccl.version())) + " "
+        yield _process_group("nccl", "NCCL", version, needed, remedy)
+    remedy = "The host name has to be in /etc/hosts; or export GLOO_SOCKET_IFNAME=lo on a single machine."
+    yield _process_group("gloo", "gloo", "", needed and not gpu, remedy)
+    if not gpu:
+        yield ok("NCCL", "not tried: without a GPU processes communicate over gloo")
+    elif torch.cuda.device_count() > 1:
+        yield _peers()
+
+
+def _process_group(backend: str, name: str, version: str, needed: bool, remedy: str) -> Finding:
+    """Sum a tensor in a process group of one."""
+    started = time.perf_counter()
+    try:
+        if torch.distributed.is_initialized():
+            raise RuntimeError("this process is in a group already; start the doctor without a launcher")
+        torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=GROUP_TIMEOUT)
+        try:
+            ones = torch.ones(1024, device="cuda" if backend == "nccl" else "cpu")
+            torch.distributed.all_reduce(ones)
+            if float(ones.sum()) != 1024:
+                raise RuntimeError(f"the sum of 1024 ones is {float(ones.sum())}")
+        finally:
+            torch.distributed.destroy_process_group()
+    except Exception as error:
+        return problem(needed, name, f"{version}cannot add up a tensor in one process: {reason_of(error)}", remedy)
+    seconds = time.perf_counter() - started
+    return ok(name, f"{version}added up a tensor in a group of one process in {seconds:.1f} s")
+
+
+def _peers() -> Finding:
+    count = torch.cuda.device_count()
+    for i in range(count):
+        for j in range(count):
+            if i != j and not torch.cuda.can_device_access_peer(i, j):
+                found = (
+                    f"GPUs {i} and {j} do not reach each other's memory; gradients go through the host, more slowly"
+                )
+                remedy = "Choose GPUs of one NVLink or PCIe switch by CUDA_VISIBLE_DEVICES (nvidia-smi topo -m)."
+                return warning("peer access", found, remedy)
     return ok("peer access", f"each of {count} GPUs reaches the others' memory")
 
 
-def loss_kernels(wanted: Wanted) -> list[Line]:
+def loss_kernels(wanted: Wanted) -> Iterator[Finding]:
     """The transducer loss forward and backward on a few frames: Triton's kernels on a GPU, numba's on the CPU."""
-    from finetune.losses import fused_tdt_loss
-
     device, kernels = ("cuda", "Triton") if torch.cuda.is_available() else ("cpu", "numba")
     random = torch.Generator().manual_seed(0)
 
@@ -212,9 +192,12 @@ def loss_kernels(wanted: Wanted) -> list[Line]:
         loss.backward()
         value = float(loss)
     except Exception as error:
-        remedy = "bash scripts/setup.sh installs the versions that fit; a GPU needs a C compiler for Triton as well (sudo apt install gcc)."
-        return [fault(True, "loss", f"the transducer loss fails on {device}: {reason_of(error)}", remedy)]
-    if not (value > 0 and torch.isfinite(enc_BTH.grad).all()):
-        return [fault(True, "loss", f"the transducer loss on {device} is {value}", "bash scripts/setup.sh")]
-    seconds = time.perf_counter() - started
-    return [ok("loss", f"forward and backward on {device} with {kernels}'s kernels in {seconds:.1f} s")]
+        remedy = "bash scripts/setup.sh installs the versions that fit; on a GPU Triton needs a C compiler as well "
+        remedy += "(sudo apt install gcc)."
+        yield problem(True, "loss", f"the transducer loss fails on {device}: {reason_of(error)}", remedy)
+        return
+    if value > 0 and enc_BTH.grad is not None and bool(torch.isfinite(enc_BTH.grad).all()):
+        seconds = time.perf_counter() - started
+        yield ok("loss", f"forward and backward on {device} with {kernels}'s kernels in {seconds:.1f} s")
+    else:
+        yield problem(True, "loss", f"the transducer loss on {device} is {value}", "bash scripts/setup.sh")

@@ -1,17 +1,25 @@
-"""Checks of what is installed: versions, decoders, and each optimizer library with one step."""
+"""Checks of the installation: versions, decoders, and one step of each optimizer library."""
+
+from __future__ import annotations
 
 import io
 import re
 import time
 import tomllib
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 import numpy as np
 import soundfile
 import torch
 
+from finetune.config.optimizers import BITSANDBYTES, TORCHAO, gpu_lacks_fp8
+from finetune.data.decode import decode_audio
 from finetune.paths import ROOT
-from finetune.tools.doctor.findings import Line, Wanted, fault, ok, reason_of, warning
+from finetune.tools.doctor.findings import Finding, Wanted, ok, problem, reason_of, warning
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 INSTALL = "pip install -c constraints.txt -e ."
 FORMATS = (
@@ -23,53 +31,48 @@ FORMATS = (
 )
 
 
-def _plain(name: str) -> str:
+def _normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def installed_versions() -> dict[str, str]:
     """Every installed distribution and its version."""
-    found = {}
+    found: dict[str, str] = {}
     for distribution in metadata.distributions():
-        name = distribution.metadata["Name"]
-        if name:
-            found.setdefault(_plain(name), distribution.version)
+        if name := distribution.metadata["Name"]:
+            found.setdefault(_normalized(name), distribution.version)
     return dict(sorted(found.items()))
 
 
-def versions(wanted: Wanted) -> list[Line]:
-    """What is installed against pyproject.toml, which says what has to be there, and constraints.txt, which says in what version."""
-    there = installed_versions()
+def versions(wanted: Wanted) -> Iterator[Finding]:
+    """Compare what is installed with pyproject.toml (what has to be there) and constraints.txt (in which version)."""
+    installed = installed_versions()
     try:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     except OSError:
-        found = "pyproject.toml and constraints.txt do not lie beside the package"
-        return [warning("packages", found, "Clone the repository and install it with pip install -e .")]
-    required = [_plain(re.match(r"[\w.-]+", entry)[0]) for entry in project["dependencies"]]
-    lines = []
+        found = "pyproject.toml and constraints.txt are not beside the package"
+        yield warning("packages", found, "Clone the repository and install it with pip install -e .")
+        return
     for name in ("torch", "nemo-toolkit", "accelerate"):
-        if name in there:
-            lines.append(ok(name, there[name] + (f" for CUDA {torch.version.cuda}" if name == "torch" else "")))
-    lacking = [name for name in required if name not in there]
-    if lacking:
-        lines.append(fault(True, "packages", f"not installed: {', '.join(lacking)}", INSTALL))
-    pinned = {_plain(n): v for n, _, v in (line.strip().partition("==") for line in pins) if v}
-    # torch says its CUDA behind a plus
-    other = [n for n, v in pinned.items() if n in there and there[n].split("+")[0] != v.split("+")[0]]
+        if name in installed:
+            yield ok(name, installed[name] + (f" for CUDA {torch.version.cuda}" if name == "torch" else ""))
+    required = [_normalized(re.split(r"[^\w.-]", entry)[0]) for entry in project["dependencies"]]
+    if lacking := [name for name in required if name not in installed]:
+        yield problem(True, "packages", f"not installed: {', '.join(lacking)}", INSTALL)
+    pinned = {_normalized(n): v for n, _, v in (line.strip().partition("==") for line in pins) if v}
+    # torch's version ends with its CUDA version behind a plus.
+    other = [n for n, v in pinned.items() if n in installed and installed[n].split("+")[0] != v.split("+")[0]]
     if other:
-        some = ", ".join(f"{n} {there[n]} instead of {pinned[n]}" for n in other[:6])
+        some = ", ".join(f"{n} {installed[n]} instead of {pinned[n]}" for n in other[:6])
         rest = f" and {len(other) - 6} more" if len(other) > 6 else ""
-        lines.append(warning("versions", f"not as tested (constraints.txt): {some}{rest}", INSTALL))
+        yield warning("versions", f"not as tested (constraints.txt): {some}{rest}", INSTALL)
     else:
-        lines.append(ok("versions", f"{len(pinned.keys() & there.keys())} packages as in constraints.txt"))
-    return lines
+        yield ok("versions", f"{len(pinned.keys() & installed.keys())} packages as in constraints.txt")
 
 
-def decoders(wanted: Wanted) -> list[Line]:
-    """Half a second of a tone in each format, written and read again as training reads it."""
-    from finetune.data.decode import decode_audio
-
+def decoders(wanted: Wanted) -> Iterator[Finding]:
+    """Write half a second of a tone in each format, and read it as training does."""
     rate = 16_000
     tone_S = 0.3 * np.sin(2 * np.pi * 440 * np.arange(rate // 2) / rate)
     good, bad = [], []
@@ -78,115 +81,90 @@ def decoders(wanted: Wanted) -> list[Line]:
             file = io.BytesIO()
             soundfile.write(file, tone_S, rate, format=kind, subtype=subtype)
             decoded_S = decode_audio({"bytes": file.getvalue(), "path": None}, rate)
-            # Lossy formats add some silence around it; the tone's energy stays.
-            if (
-                not 0.8
-                < np.square(np.asarray(decoded_S, dtype=np.float64)).sum()
-                / np.square(tone_S).sum()
-                / (32768.0**2 if decoded_S.dtype == np.int16 else 1.0)
-                < 1.2
-            ):
+            scale = 32768.0 if decoded_S.dtype == np.int16 else 1.0
+            energy = np.square(np.asarray(decoded_S, dtype=np.float64) / scale).sum() / np.square(tone_S).sum()
+            if not 0.8 < energy < 1.2:  # lossy formats add some silence; the tone's energy stays
                 raise ValueError("the decoded tone is not the one that was encoded")
             good.append(name)
         except Exception as error:
             bad.append(f"{name} ({reason_of(error)})")
-    said = f"{', '.join(good) or 'none'} (libsndfile {soundfile.__libsndfile_version__})"
+    found = f"{', '.join(good) or 'none'} (libsndfile {soundfile.__libsndfile_version__})"
     if bad:
         remedy = "pip install --force-reinstall -c constraints.txt soundfile brings a libsndfile with all of them"
-        return [fault(not good, "decoders", f"{said}; not {', '.join(bad)}", remedy)]
-    return [ok("decoders", said)]
+        yield problem(not good, "decoders", f"{found}; not {', '.join(bad)}", remedy)
+    else:
+        yield ok("decoders", found)
 
 
-def _scratch(device: str, dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
-    """A parameter with a gradient, large enough for 8-bit states."""
+def optimizers(wanted: Wanted) -> Iterator[Finding]:
+    """One step of bitsandbytes, torchao and flashoptim on the device that training would use."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    yield _bitsandbytes(wanted, device)
+    yield _torchao(wanted, device)
+    yield _flashoptim(wanted, device)
+
+
+def _try_step(
+    make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], device: str, dtype: torch.dtype = torch.float32
+) -> None:
+    """Take one step on a parameter that is large enough for 8-bit states.
+
+    Raises:
+        Exception: the step fails or changes nothing.
+    """
     parameter = torch.nn.Parameter(torch.ones(64, 256, device=device, dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
-    return parameter
+    make([parameter]).step()
+    if not bool((parameter != 1).all()):
+        raise RuntimeError("the step changed nothing")
 
 
-def optimizers(wanted: Wanted) -> list[Line]:
-    """bitsandbytes, torchao and flashoptim, each with one step where training would take it."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return [_bitsandbytes(wanted, device), _torchao(wanted, device), _flashoptim(wanted, device)]
-
-
-def _bitsandbytes(wanted: Wanted, device: str) -> Line:
-    from finetune.config.optimizers import BITSANDBYTES
-
+def _bitsandbytes(wanted: Wanted, device: str) -> Finding:
     name = wanted.optimizer if wanted.needs("bitsandbytes") else "adamw_8bit"
     started = time.perf_counter()
     try:
         import bitsandbytes
 
-        parameter = _scratch(device)
-        getattr(bitsandbytes.optim, BITSANDBYTES[name])([parameter], lr=1e-3).step()
-        if not bool((parameter != 1).all()):
-            raise RuntimeError("the step changed nothing")
+        _try_step(lambda parameters: getattr(bitsandbytes.optim, BITSANDBYTES[name])(parameters, lr=1e-3), device)
     except Exception as error:
-        found = f"{BITSANDBYTES[name]} fails on {device}: {reason_of(error)}; {name} would train with 32-bit AdamW, whose states are several times as large"
+        found = f"{BITSANDBYTES[name]} fails on {device}: {reason_of(error)}; {name} would train with 32-bit AdamW, "
+        found += "whose states are several times as large"
         return warning("bitsandbytes", found, "bash scripts/install_8bit_optimizer.sh installs and checks it")
-    seconds = time.perf_counter() - started
-    return ok(
-        "bitsandbytes",
-        f"{metadata.version('bitsandbytes')}, {BITSANDBYTES[name]} stepped on {device} in {seconds:.1f} s",
-    )
+    seconds, version = time.perf_counter() - started, metadata.version("bitsandbytes")
+    return ok("bitsandbytes", f"{version}, {BITSANDBYTES[name]} stepped on {device} in {seconds:.1f} s")
 
 
-def _torchao(wanted: Wanted, device: str) -> Line:
-    from finetune.config.optimizers import TORCHAO, gpu_lacks_fp8
-
+def _torchao(wanted: Wanted, device: str) -> Finding:
     name = wanted.optimizer if wanted.optimizer in TORCHAO else "adamw_8bit_ao"
     needed = wanted.needs("torchao")
     if name == "adamw_fp8_ao" and gpu_lacks_fp8():
-        return fault(
-            needed, "torchao", "this GPU has no FP8", "Use --strategy adamw_8bit_ao, whose states are as small."
-        )
+        remedy = "Use --strategy adamw_8bit_ao, whose states are as small."
+        return problem(needed, "torchao", "this GPU has no FP8", remedy)
     try:
         import torchao.optim
 
-        parameter = _scratch(device)
-        # Compiling the step takes 6 to 25 s; the compiler has a line of its own.
+        # Compiling the step takes 6 to 25 s; the compiler has its own check.
         with torch.compiler.set_stance("force_eager"):
-            getattr(torchao.optim, TORCHAO[name])([parameter], lr=1e-3).step()
-        if not bool((parameter != 1).all()):
-            raise RuntimeError("the step changed nothing")
+            _try_step(lambda parameters: getattr(torchao.optim, TORCHAO[name])(parameters, lr=1e-3), device)
     except Exception as error:
-        return fault(needed, "torchao", f"{TORCHAO[name]} fails on {device}: {reason_of(error)}", INSTALL)
-    found = f"{metadata.version('torchao')}, {TORCHAO[name].lstrip('_')} stepped on {device}, not compiled (training compiles it at its first step)"
-    return ok("torchao", found)
+        return problem(needed, "torchao", f"{TORCHAO[name]} fails on {device}: {reason_of(error)}", INSTALL)
+    found = f"{metadata.version('torchao')}, {TORCHAO[name].lstrip('_')} stepped on {device}, not compiled"
+    return ok("torchao", f"{found} (training compiles it at its first step)")
 
 
-def _flashoptim(wanted: Wanted, device: str) -> Line:
+def _flashoptim(wanted: Wanted, device: str) -> Finding:
     needed = wanted.needs("flashoptim")
     try:
         from flashoptim import FlashAdamW
 
         version = metadata.version("flashoptim")
     except Exception as error:
-        return fault(needed, "flashoptim", f"cannot be imported: {reason_of(error)}", INSTALL)
+        return problem(needed, "flashoptim", f"cannot be imported: {reason_of(error)}", INSTALL)
     if device == "cpu":
         found = f"{version} is installed, but its kernels run on CUDA GPUs only"
-        return fault(needed, "flashoptim", found, "Use --strategy bf16_full, or a machine with a GPU.")
+        return problem(needed, "flashoptim", found, "Use --strategy bf16_full, or a machine with a GPU.")
     try:
-        parameter = _scratch(device, torch.bfloat16)
-        FlashAdamW([parameter], lr=0.1, master_weight_bits=24).step()
-        if not bool((parameter != 1).all()):
-            raise RuntimeError("the step changed nothing")
+        _try_step(lambda p: FlashAdamW(p, lr=0.1, master_weight_bits=24), device, torch.bfloat16)
     except Exception as error:
-        return fault(needed, "flashoptim", f"FlashAdamW fails on {device}: {reason_of(error)}", INSTALL)
+        return problem(needed, "flashoptim", f"FlashAdamW fails on {device}: {reason_of(error)}", INSTALL)
     return ok("flashoptim", f"{version}, FlashAdamW stepped on {device}")
-
-
-def deepspeed(wanted: Wanted) -> list[Line]:
-    """DeepSpeed, imported."""
-    try:
-        import deepspeed as package
-    except Exception as error:
-        # It wants CUDA_HOME where torch is built for CUDA.
-        remedy = (
-            f"Set CUDA_HOME to the folder of the CUDA toolkit {torch.version.cuda}."
-            if "CUDA" in str(error)
-            else INSTALL
-        )
-        return [fault(wanted.needs("deepspeed"), "deepspeed", f"cannot be imported: {reason_of(error)}", remedy)]
-    return [ok("deepspeed", f"{package.__version__}, imported")]

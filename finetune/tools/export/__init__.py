@@ -1,1 +1,8 @@
-"""Writing models in other formats."""
+"""Write models in other formats."""
+
+CLIPS = 16
+"""Clips that an export is compared on."""
+TOLERANCE = 1e-3
+"""Largest difference of encoder and joint outputs, in parts of the largest value."""
+DTYPES = ("float32", "bfloat16", "float16")
+"""Types of written weights."""

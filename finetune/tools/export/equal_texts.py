@@ -1,27 +1,33 @@
-"""Whether a Hugging Face directory is the same recogniser as the NeMo model that it was made of: numbers and texts, on real clips.
+"""Check that a Hugging Face directory is the same recogniser as its NeMo model: numbers and texts, on real clips.
 
 B batch, S samples, T encoder frames, U tokens, V outputs of the joint.
 """
 
+from __future__ import annotations
+
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from finetune.data.batching import BatchLimits
 from finetune.data.decode import as_float
-from finetune.data.options import StreamOptions
-from finetune.data.sources import open_source, parse_sources
-from finetune.data.stream import UtteranceStream
 from finetune.errors import UserError
+from finetune.evaluation.dataset import open_sources, stream_in_order
 from finetune.evaluation.recognise import evaluation_mode, recognise_batch
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from transformers import ParakeetForTDT, ParakeetProcessor
+
+    from finetune.models.protocols import Transducer
+
 UNKNOWN_MARK = "⁇"  # SentencePiece's text of the unknown piece, which transformers leaves out
-TOKENS_TRIED = 24  # a clip, given to the prediction network
+TOKENS_TRIED = 24  # random tokens a clip for the prediction network
 
 
 @dataclass
@@ -34,9 +40,9 @@ class Samples:
     texts: list[str]
     """References; empty for synthetic signals."""
     source: str
-    """Where they come from, in words."""
+    """Where they come from, for messages."""
     passed_over: int = 0
-    """Clips on the way to them that are too long."""
+    """Clips that were skipped because they are too long."""
 
     @property
     def speech(self) -> bool:
@@ -45,20 +51,20 @@ class Samples:
 
 @dataclass
 class Recognised:
-    """What a model makes of the clips."""
+    """Outputs of a model for the clips."""
 
     texts: list[str]
     encoder_TH: list[torch.Tensor] = field(default_factory=list)
     logits_TV: list[torch.Tensor] = field(default_factory=list)
     """The joint's raw outputs along the straight line through the lattice of the clip's frames and some tokens."""
     stuck: list[int] = field(default_factory=list)
-    """Most tokens in a row that a clip's decoding emitted without going on to another frame."""
+    """Most tokens in a row that were emitted for a clip without moving on to the next frame."""
 
 
 def read_samples(
     data: Any, split: str, rate: int, clips: int, key: str = "--data", longest: float | None = None
 ) -> Samples:
-    """The first clips of a data set.
+    """Read the first clips of a data set.
 
     Args:
         data: as data.validation of a run file.
@@ -66,21 +72,16 @@ def read_samples(
         rate: sample rate in Hz.
         clips: how many; -1: all.
         key: name of the setting, for messages.
-        longest: seconds; longer clips are passed over and counted.
+        longest: seconds; longer clips are skipped and counted.
 
     Raises:
         UserError: it cannot be opened, or has no usable clip.
     """
-    sources = [open_source(s, key) for s in parse_sources(data, key, split)]
-    options = StreamOptions(
-        limits=BatchLimits(clips=1),  # so that a long clip pads no other
-        sample_rate=rate,
-        shuffle=False,
-        max_samples=clips if longest is None else -1,
-        keep_empty_text=True,
-    )
+    sources = open_sources(data, split, key)
+    limits = BatchLimits(clips=1)  # so that a long clip pads no other
+    stream = stream_in_order(sources, rate, limits, max_samples=clips if longest is None else -1, workers=0)
     ids, audio, texts, too_long = [], [], [], 0
-    for batch in UtteranceStream(sources, options, lambda text: [], workers=0).batches():
+    for batch in stream.batches():
         if batch.error:
             raise UserError(f"{key}: {batch.error}", exit_code=1)
         if not batch.ids:
@@ -94,31 +95,31 @@ def read_samples(
             texts.append(batch.texts[i])
         if len(ids) == clips:
             break
-    if not ids and too_long:
-        raise UserError(
-            f"{key}: {data} holds no clip of up to {longest:g} s ({too_long} are longer). Give shorter ones.",
-            exit_code=1,
-        )
     if not ids:
-        raise UserError(f"{key}: {data} holds no clip that can be used.", exit_code=1)
+        usable = (
+            f"of up to {longest:g} s ({too_long} are longer). Give shorter ones." if too_long else "that can be used."
+        )
+        raise UserError(f"{key}: {data} holds no clip {usable}", exit_code=1)
     where = sources[0].source.path + (" and others" if len(sources) > 1 else "")
     return Samples(ids, audio, texts, f"{where} ({sources[0].source.split or split})", too_long)
 
 
 def synthetic_samples(rate: int, clips: int = 4) -> Samples:
-    """Tones and noise of 1 to 4 s, the same ones every time: they try the numbers, but hardly any text comes of them."""
+    """Tones and noise of 1 to 4 s, always the same: they exercise the numbers, but give hardly any text."""
     generator = torch.Generator().manual_seed(0)
     audio = []
     for i in range(clips):
         time_S = torch.arange((i + 1) * rate) / rate
-        tone_S = sum(torch.sin(2 * torch.pi * f * time_S) for f in (150.0 + 40 * i, 700.0, 1800.0 + 200 * i))
+        tones = [torch.sin(2 * torch.pi * f * time_S) for f in (150.0 + 40 * i, 700.0, 1800.0 + 200 * i)]
         swell_S = 0.5 + 0.5 * torch.sin(2 * torch.pi * 3 * time_S)
-        audio.append(0.1 * swell_S * tone_S + 0.02 * torch.randn(len(time_S), generator=generator))
+        audio.append(
+            0.1 * swell_S * sum(tones, torch.zeros(())) + 0.02 * torch.randn(len(time_S), generator=generator)
+        )
     return Samples([f"synthetic-{i + 1}" for i in range(clips)], audio, [], "synthetic signals")
 
 
-def through_nemo(model: Any, samples: Samples, batch: int) -> Recognised:
-    """Texts, encoder outputs and joint outputs of NeMo's own modules, `batch` clips at a time."""
+def through_nemo(model: Transducer, samples: Samples, batch: int) -> Recognised:
+    """Run NeMo's own modules on the clips, `batch` at a time."""
     result = Recognised([])
     with evaluation_mode(model):
         for first in range(0, len(samples.ids), batch):
@@ -136,23 +137,25 @@ def through_nemo(model: Any, samples: Samples, batch: int) -> Recognised:
             pred_BUH = model.joint.project_prednet(pred_BHU.transpose(1, 2))
             for i, frames in enumerate(enc_lengths_B.tolist()):
                 result.encoder_TH.append(enc_BHT[i, :, :frames].T)
-                # The joint's own forward may return log probabilities on a CPU.
+                # The joint's own forward may return log probabilities on the CPU.
                 result.logits_TV.append(model.joint.joint_net(_line(enc_BTH[i, :frames], pred_BUH[i])))
     return result
 
 
-def through_transformers(model: Any, processor: Any, samples: Samples, batch: int) -> Recognised:
-    """As `through_nemo`, for a ParakeetForTDT and its processor, by its own `generate` and the saved generation settings."""
+def through_transformers(
+    model: ParakeetForTDT, processor: ParakeetProcessor, samples: Samples, batch: int
+) -> Recognised:
+    """Run a ParakeetForTDT and its processor on the clips, by `generate` with the saved generation settings."""
     result = Recognised([])
     rate, blank = processor.feature_extractor.sampling_rate, model.config.blank_token_id
     with torch.no_grad():
         for first in range(0, len(samples.ids), batch):
             clips = samples.audio[first : first + batch]
             inputs = processor([a.numpy() for a in clips], sampling_rate=rate).to(model.dtype)
-            output = model.generate(**inputs)
+            output: Any = model.generate(**inputs)
             result.texts += processor.batch_decode(output.sequences, skip_special_tokens=True)
-            result.stuck += [_longest_stay(*row) for row in zip(output.sequences, output.durations)]
-            encoded = model.get_audio_features(**inputs)
+            result.stuck += [_most_on_one_frame(*row) for row in zip(output.sequences, output.durations)]
+            encoded: Any = model.get_audio_features(**inputs)
             tokens_BU = _tokens(blank, range(first, first + len(clips)))
             start_B1 = torch.full((len(clips), 1), blank)
             pred_BUH = model.decoder(torch.cat([start_B1, tokens_BU], dim=1))
@@ -164,27 +167,27 @@ def through_transformers(model: Any, processor: Any, samples: Samples, batch: in
 
 
 def _tokens(vocabulary: int, clips: range) -> torch.Tensor:
-    """(B, U) token ids for the clips of these numbers, the same in any batch."""
+    """(B, U) random token ids for the clips with these numbers, the same in any batch."""
     rows = [np.random.default_rng(clip).integers(0, vocabulary, TOKENS_TRIED) for clip in clips]
     return torch.from_numpy(np.stack(rows))
 
 
 def _line(enc_TH: torch.Tensor, pred_UH: torch.Tensor) -> torch.Tensor:
-    """(T, H) sums of the cells on the straight line from the lattice's first cell to its last."""
+    """(T, H) sums at the cells on the diagonal of the lattice."""
     u_T = torch.linspace(0, len(pred_UH) - 1, len(enc_TH)).round().long()
     return enc_TH + pred_UH[u_T]
 
 
-def _longest_stay(tokens_U: torch.Tensor, durations_U: torch.Tensor) -> int:
-    longest = now = 0
+def _most_on_one_frame(tokens_U: torch.Tensor, durations_U: torch.Tensor) -> int:
+    most = now = 0
     for duration in durations_U.tolist()[1 : len(tokens_U)]:
         now = now + 1 if duration == 0 else 0
-        longest = max(longest, now)
-    return longest
+        most = max(most, now)
+    return most
 
 
 def relative_difference(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
-    """Largest difference over all elements, in parts of the largest value; infinite where shapes differ."""
+    """Largest difference over all elements, in parts of the largest value; infinite if shapes differ."""
     largest, difference = 0.0, 0.0
     for one, other in zip(ones, others, strict=True):
         if one.shape != other.shape:
@@ -195,14 +198,14 @@ def relative_difference(ones: Sequence[torch.Tensor], others: Sequence[torch.Ten
 
 
 def same_text(one: str, other: str) -> bool:
-    """Whether two texts are equal, apart from the unknown piece where one of them holds it."""
+    """Whether two texts are equal, apart from unknown pieces."""
     if UNKNOWN_MARK in one or UNKNOWN_MARK in other:
         one, other = (" ".join(text.replace(UNKNOWN_MARK, " ").split()) for text in (one, other))
     return one == other
 
 
-def load_written(directory: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Model and processor of a directory, as a user loads them.
+def load_written(directory: Path, dtype: torch.dtype) -> tuple[ParakeetForTDT, ParakeetProcessor]:
+    """Load model and processor of a directory, as a user does.
 
     Raises:
         UserError: transformers finds tensors missing, left over or of other shapes.
@@ -212,8 +215,8 @@ def load_written(directory: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 
     transformers_logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    model, told = AutoModelForTDT.from_pretrained(directory, dtype=dtype, output_loading_info=True)
-    wrong = {k: v for k, v in told.items() if v}
+    model, info = AutoModelForTDT.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+    wrong = {k: v for k, v in info.items() if v}
     if wrong:
         raise UserError(f"{directory}: transformers does not take all weights: {wrong}.", exit_code=1)
     return model.eval(), AutoProcessor.from_pretrained(directory)
@@ -221,7 +224,7 @@ def load_written(directory: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 
 @dataclass
 class Agreement:
-    """How far two models agree."""
+    """How closely two models agree."""
 
     encoder: float
     """Largest relative difference of encoder outputs."""
@@ -229,18 +232,19 @@ class Agreement:
     """Largest relative difference of joint outputs."""
     clips: int
     ways: list[str]
+    """The ways of decoding that were compared."""
     unknown: int
-    """Texts that hold the unknown piece's mark."""
+    """Texts with the unknown piece's mark."""
     changed_by_rounding: list[tuple[str, str, str]] = field(default_factory=list)
-    """Clips whose text in the written type is another than in float32: id, float32, written type."""
+    """Clips whose text differs in the written type: id, float32, written type."""
 
 
-def compare(reference: Any | None, directory: Path, samples: Samples, tolerance: float) -> Agreement:
-    """Compares a written directory with the NeMo model that it was made of, single and batched; computed in float32.
+def compare(reference: Transducer | None, directory: Path, samples: Samples, tolerance: float) -> Agreement:
+    """Compare a written directory with its NeMo model, single and batched, computed in float32.
 
     Args:
-        reference: NeMo model with the written weights, or None where NeMo is not installed: transformers is then only compared with itself,
-            single against batched.
+        reference: NeMo model with the written weights, or None if NeMo is not installed: transformers is then only
+            compared with itself, single against batched.
         directory: the written one.
         samples: clips.
         tolerance: largest relative difference of encoder and joint outputs.
@@ -257,32 +261,33 @@ def compare(reference: Any | None, directory: Path, samples: Samples, tolerance:
     results["transformers single"] = through_transformers(model, processor, samples, 1)
     results["transformers batched"] = through_transformers(model, processor, samples, many)
     (first_name, first), *others = results.items()
-    encoder = logits = 0.0
-    problems = []
+    largest = {"encoder outputs": 0.0, "joint outputs": 0.0}
+    problems, limit = [], model.config.max_symbols_per_step
     for name, other in others:
-        far = relative_difference(first.encoder_TH, other.encoder_TH)
-        further = relative_difference(first.logits_TV, other.logits_TV)
-        encoder, logits = max(encoder, far), max(logits, further)
-        for what, found in (("encoder outputs", far), ("joint outputs", further)):
+        differences = {
+            "encoder outputs": relative_difference(first.encoder_TH, other.encoder_TH),
+            "joint outputs": relative_difference(first.logits_TV, other.logits_TV),
+        }
+        for what, found in differences.items():
+            largest[what] = max(largest[what], found)
             if not found <= tolerance:
                 problems.append(
                     f"{what} of {first_name} and {name} differ by {found:.2g} of the largest (allowed {tolerance:g})"
                 )
-        for i, (text, text_too) in enumerate(zip(first.texts, other.texts, strict=True)):
-            if not same_text(text, text_too):
-                hint = ""
-                if other.stuck and other.stuck[i] > model.config.max_symbols_per_step:
-                    hint = (
-                        f" (transformers emitted {other.stuck[i]} tokens on one frame; NeMo goes on after {model.config.max_symbols_per_step}, "
-                        "transformers never: the model is hardly trained)"
-                    )
-                problems.append(f"clip {samples.ids[i]}: {first_name} gives {text!r}, {name} gives {text_too!r}{hint}")
+        for i, (text, other_text) in enumerate(zip(first.texts, other.texts, strict=True)):
+            if same_text(text, other_text):
+                continue
+            problem = f"clip {samples.ids[i]}: {first_name} gives {text!r}, {name} gives {other_text!r}"
+            if other.stuck and other.stuck[i] > limit:
+                problem += (
+                    f" (transformers emitted {other.stuck[i]} tokens on one frame; NeMo goes on after {limit}, "
+                    "transformers never: the model is hardly trained)"
+                )
+            problems.append(problem)
     if problems:
-        more = f"\n  and {len(problems) - 6} more" if len(problems) > 6 else ""
+        listed = "\n  ".join([*problems[:6], *([f"and {len(problems) - 6} more"] if len(problems) > 6 else [])])
         raise UserError(
-            f"the written model is not the same on {samples.source}; nothing was kept:\n  "
-            + "\n  ".join(problems[:6])
-            + more,
-            exit_code=1,
+            f"the written model is not the same on {samples.source}; nothing was kept:\n  {listed}", exit_code=1
         )
-    return Agreement(encoder, logits, many, list(results), sum(UNKNOWN_MARK in text for text in first.texts))
+    unknown = sum(UNKNOWN_MARK in text for text in first.texts)
+    return Agreement(largest["encoder outputs"], largest["joint outputs"], many, list(results), unknown)

@@ -1,4 +1,6 @@
-"""A .nemo as a directory that transformers loads, kept only where both give the same texts."""
+"""Write a .nemo as a directory that transformers loads, kept only if both give the same texts."""
+
+from __future__ import annotations
 
 import logging
 import os
@@ -17,6 +19,7 @@ from finetune.models.loading import load_model
 from finetune.models.nemo import import_nemo
 from finetune.models.nemo_archive import NemoFile, read_nemo, save_nemo
 from finetune.security.documents import read_settings
+from finetune.tools.export import CLIPS, TOLERANCE
 from finetune.tools.export.equal_texts import (
     Agreement,
     Samples,
@@ -31,17 +34,15 @@ from finetune.tools.export.equal_texts import (
 
 log = logging.getLogger(__name__)
 
-CLIPS = 16
-LONGEST_CLIP = 30.0  # seconds: both models keep the whole clip's outputs, on a CPU, four times
-TOLERANCE = 1e-3
+LONGEST_CLIP = 30.0  # seconds: the outputs of all clips are kept, four times
 
 
 def nemo_file(name: str, folder: Path) -> Path:
-    """The .nemo file of a model, downloaded where it is a hub name. NeMo is needed for an adapter only.
+    """Find the .nemo file of a model, or download it from the hub. Only an adapter needs NeMo.
 
     Args:
         name: a .nemo file, a run's output directory, an adapter's directory or a hub name.
-        folder: where an adapter's merged model is written.
+        folder: an adapter's merged model is written there.
 
     Raises:
         UserError: there is none.
@@ -57,7 +58,8 @@ def nemo_file(name: str, folder: Path) -> Path:
             save_nemo(load_model(name), merged)
         except ImportError as error:
             raise UserError(
-                f"--model: {name} is an adapter, and merging it into its base model needs NeMo, which cannot be imported here: {error}."
+                f"--model: {name} is an adapter, and merging it into its base model needs NeMo, which cannot be "
+                f"imported here: {error}."
             ) from error
         return merged
     if is_hugging_face(path):
@@ -75,13 +77,14 @@ def nemo_file(name: str, folder: Path) -> Path:
     except Exception as error:
         said = str(error).splitlines()[0] if str(error) else ""
         raise UserError(
-            f"--model: {name} is no local file, and downloading {name.split('/')[1]}.nemo from the hub failed: {type(error).__name__}: {said}",
+            f"--model: {name} is not a local file, and downloading {name.split('/')[1]}.nemo from the hub failed: "
+            f"{type(error).__name__}: {said}",
             exit_code=1,
         ) from error
 
 
 def samples_for(model_name: str, data: list[str] | None, split: str, rate: int) -> Samples:
-    """Clips to compare on: of --data, else of the run's own data.validation, else synthetic signals.
+    """Choose clips to compare on: of --data, else of the run's own data.validation, else synthetic signals.
 
     Raises:
         UserError: --data cannot be read.
@@ -112,18 +115,18 @@ def export_hugging_face(
     tolerance: float = TOLERANCE,
     dtype: str = "float32",
 ) -> tuple[Samples, Agreement]:
-    """Writes `output` in Hugging Face's format, whole or not at all.
+    """Write a model in Hugging Face's format, whole or not at all.
 
     Args:
         model_name: a .nemo file, a run's output directory, an adapter's directory, or the hub name of a NeMo model.
-        output: the directory; it may exist, but has to be empty.
+        output: the directory; if it exists, it has to be empty.
         data: data sets whose first clips are compared.
         split: of them.
         tolerance: largest difference of encoder and joint outputs, in parts of the largest value.
         dtype: of the written weights.
 
     Returns:
-        The clips, and how far the models agreed on them.
+        The clips, and how far the models agree on them.
 
     Raises:
         UserError: the model cannot be expressed (with every reason), or what was written is not the same recogniser.
@@ -131,49 +134,48 @@ def export_hugging_face(
     output = output.resolve()
     if output == Path.cwd().resolve():
         raise UserError(
-            f"--output: {output} is the directory that this command runs in; what is written takes its place. Name a directory in it."
+            f"--output: {output} is the directory that this command runs in, and the result would replace it. Name a "
+            "directory in it."
         )
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output: {output} is not empty. Name another directory, or remove it.")
+    aside = output.with_name(f".{output.name}.tmp")
     with tempfile.TemporaryDirectory(prefix="finetune-export-") as folder:
         nemo = read_nemo(nemo_file(model_name, Path(folder)))
-        return _export(nemo, model_name, output, data, split, tolerance, dtype)
-
-
-def _export(
-    nemo: NemoFile, model_name: str, output: Path, data: list[str] | None, split: str, tolerance: float, dtype: str
-) -> tuple[Samples, Agreement]:
-    check_expressible(nemo)
-    samples = samples_for(model_name, data, split, feature_settings(nemo.config)["sampling_rate"])
-    check_texts(nemo, [" ".join(text.split()) for text in samples.texts])
-    aside = output.with_name(f".{output.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        write_hugging_face(nemo, aside, dtype)
-        nemo.weights.clear()  # both models come into memory now
-        agreement = _check(nemo, aside, samples, tolerance, dtype)
-        try:
-            if output.exists():
-                output.rmdir()
-            os.replace(aside, output)
-        except OSError as error:
-            raise UserError(
-                f"--output: what was written cannot be put in place as {output}: {error}. Name a directory that does not exist yet.",
-                exit_code=1,
-            ) from error
-    finally:
+        check_expressible(nemo)
+        samples = samples_for(model_name, data, split, feature_settings(nemo.config)["sampling_rate"])
+        check_texts(nemo, [" ".join(text.split()) for text in samples.texts])
         shutil.rmtree(aside, ignore_errors=True)
+        try:
+            write_hugging_face(nemo, aside, dtype)
+            nemo.weights.clear()  # both models are loaded now
+            agreement = _check(nemo, aside, samples, tolerance, dtype)
+            _put_in_place(aside, output)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
     return samples, agreement
 
 
+def _put_in_place(aside: Path, output: Path) -> None:
+    try:
+        if output.exists():
+            output.rmdir()
+        os.replace(aside, output)
+    except OSError as error:
+        raise UserError(
+            f"--output: the result cannot be moved to {output}: {error}. Name a directory that does not exist yet.",
+            exit_code=1,
+        ) from error
+
+
 def _check(nemo: NemoFile, directory: Path, samples: Samples, tolerance: float, dtype: str) -> Agreement:
-    """The written directory against NeMo, in float32 on the written weights; then what the written type itself changes."""
+    """Compare the written directory with NeMo, in float32 on the written weights; then see what the written type
+    changes."""
     try:
         import_nemo()
     except ImportError as error:
         log.warning(
-            "NeMo cannot be imported here (%s): nothing was compared with it, only transformers single with transformers batched",
-            error,
+            "NeMo cannot be imported here (%s): only transformers single was compared with transformers batched", error
         )
         reference = None
     else:
@@ -198,14 +200,14 @@ def _check(nemo: NemoFile, directory: Path, samples: Samples, tolerance: float, 
     return agreement
 
 
-def say_result(output: Path, samples: Samples, agreement: Agreement, tolerance: float, dtype: str) -> str:
-    """The outcome in words."""
+def describe_export(output: Path, samples: Samples, agreement: Agreement, tolerance: float, dtype: str) -> str:
+    """Report what was written and compared."""
     size = sum(file.stat().st_size for file in output.iterdir())
     lines = [
         f"{output} ({size / 1e6:.1f} MB, {dtype})",
         f"compared on {agreement.clips} clip(s) of {samples.source}: {', '.join(agreement.ways)}",
-        f"  texts equal; encoder outputs within {agreement.encoder:.1e}, joint outputs within {agreement.logits:.1e} of the largest "
-        f"(allowed {tolerance:g})",
+        f"  texts equal; encoder outputs within {agreement.encoder:.1e}, joint outputs within {agreement.logits:.1e} "
+        f"of the largest (allowed {tolerance:g})",
     ]
     if samples.passed_over:
         lines.append(f"  {samples.passed_over} clip(s) longer than {LONGEST_CLIP:g} s were passed over")

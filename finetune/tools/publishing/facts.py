@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import UserError
-from finetune.evaluation.significance import as_text
+from finetune.evaluation.significance import p_value_text
 from finetune.security.secrets import REMOVED, known_secrets
 from finetune.tools.publishing.base import (
     Base,
@@ -76,7 +76,7 @@ class Row:
         """The change of WER in words, where it was tested."""
         if self.p_value is None or self.significant is None or self.wer_before is None or self.wer_after is None:
             return None
-        chance = f"p = {as_text(self.p_value)}".replace("= <", "< ")
+        chance = p_value_text({"p_value": self.p_value})
         if not self.significant:
             return f"not significantly different from before ({chance})"
         return f"significantly {'better' if self.wer_after < self.wer_before else 'worse'} than before ({chance})"

@@ -171,12 +171,12 @@ def hugging_face_directory(model: Path, folder: Path) -> Path:
     Raises:
         UserError: the format cannot hold this model, or the export gives other texts.
     """
-    from finetune.tools.export.hugging_face import TOLERANCE, export_hugging_face, say_result
+    from finetune.tools.export.hugging_face import TOLERANCE, describe_export, export_hugging_face
 
     print("converting the model for transformers, and comparing it ...", file=sys.stderr)
     output = folder / "hf"
     samples, agreement = export_hugging_face(str(model), output)
-    print(say_result(output, samples, agreement, TOLERANCE, "float32"), file=sys.stderr)
+    print(describe_export(output, samples, agreement, TOLERANCE, "float32"), file=sys.stderr)
     return output
 
 

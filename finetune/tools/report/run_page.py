@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from finetune.evaluation.significance import verdict
+from finetune.evaluation.significance import describe_difference
 from finetune.tools.report import plots
 from finetune.tools.report.formats import change, duration, gib, hours, millions, percent, text_of
 from finetune.tools.report.plots import Plot
@@ -161,7 +161,9 @@ def result_notes(run: Run) -> list[str]:
         if isinstance(result, dict) and {"difference", "difference_interval", "p_value", "significant"} <= set(result):
             interval = result.get("interval_b")
             within = f", 95 % interval {100 * interval[0]:.2f} to {100 * interval[1]:.2f}" if interval else ""
-            changed = verdict({"clips_needed": None, **result}, "significantly better", "significantly worse")
+            changed = describe_difference(
+                {"clips_needed": None, **result}, "significantly better", "significantly worse"
+            )
             wer = percent(result.get("wer_b"))
             notes.append(f"On {split} WER is {wer} %{within}; against the base model: {changed}.")
     if run.best(run.judged_on) and not run.base(run.judged_on):

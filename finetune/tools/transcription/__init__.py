@@ -1,1 +1,1 @@
-"""What `python -m finetune.transcribe` makes of recognised words."""
+"""Transcripts of files: words, segments and subtitles."""

@@ -1,6 +1,6 @@
 """Subtitle files: SubRip (.srt) and WebVTT (.vtt), from words with times.
 
-At most two lines of 42 characters and seven seconds a cue, which are the common limits of broadcasters; cues never overlap.
+Cues have at most two lines of 42 characters and seven seconds, the common limits of broadcasters; they never overlap.
 """
 
 import itertools
@@ -17,7 +17,7 @@ SHORTEST_SECONDS = 1.0
 
 @dataclass
 class Cue:
-    """What is on the screen at a time; start and end in milliseconds."""
+    """Text on the screen; start and end in milliseconds."""
 
     start: int
     end: int
@@ -25,13 +25,13 @@ class Cue:
 
 
 def cues_of(words: list[dict[str, Any]]) -> list[Cue]:
-    """Cues of a recording: sentences, and where one is too long for a cue, its parts.
+    """Group words into cues: sentences, or parts of one that is too long for a cue.
 
     Args:
-        words: with word, start and end in seconds, in order.
+        words: word, start and end in seconds, in order.
 
     Returns:
-        Cues whose times grow; each is shown for a second at least where the next one leaves room for it.
+        Cues with increasing times, each shown for at least a second if the next one leaves room.
     """
     cues: list[Cue] = []
     group: list[dict[str, Any]] = []
@@ -68,7 +68,7 @@ def _cue(group: list[dict[str, Any]]) -> Cue:
 
 
 def _parts(word: dict[str, Any]) -> list[dict[str, Any]]:
-    """A word that is longer than a line, such as a sentence of a script without blanks, in pieces of like length and time."""
+    """Split a word that is longer than a line, such as a sentence of a script without blanks, into equal parts."""
     text = word["word"]
     n = -(-len(text) // LINE_CHARACTERS)
     if n <= 1:
@@ -85,7 +85,7 @@ def _parts(word: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def wrap(words: list[str]) -> list[str]:
-    """Lines of at most `LINE_CHARACTERS` characters, each as full as it can be."""
+    """Fill lines of at most `LINE_CHARACTERS` characters."""
     lines: list[str] = []
     for word in words:
         if lines and len(lines[-1]) + 1 + len(word) <= LINE_CHARACTERS:
@@ -96,7 +96,7 @@ def wrap(words: list[str]) -> list[str]:
 
 
 def balance(words: list[str]) -> list[str]:
-    """Two lines of lengths as alike as can be, of words that fit into two."""
+    """Two lines, as equal in length as possible, of words that fit into two."""
     splits = [[" ".join(words[:i]), " ".join(words[i:])] for i in range(1, len(words))]
     fitting = [lines for lines in splits if max(map(len, lines)) <= LINE_CHARACTERS]
     return min(fitting, key=lambda lines: abs(len(lines[0]) - len(lines[1])))

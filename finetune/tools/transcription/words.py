@@ -1,20 +1,28 @@
-"""Words and sentences with their times, from tokens with theirs."""
+"""Words and segments with their times, from tokens with theirs."""
+
+from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.evaluation.long_audio import Token
+
+if TYPE_CHECKING:
+    from finetune.models.protocols import Transducer
 
 SENTENCE_ENDS = ".?!\u2026\u3002\uff1f\uff01\u061f\u0964"
 CLOSING = "\"'\u00bb\u201d\u2019)]}\u300d\u300f"
 PAUSE_SECONDS = 1.0
+"""A pause that ends a segment."""
+SEGMENT_SECONDS = 30.0
+"""Longest segment; a longer one is split at its pauses."""
 
 
-def enable_timestamps(model: Any) -> None:
-    """Lets NeMo's greedy decoding keep the durations and the probabilities of its tokens, in place.
+def enable_timestamps(model: Transducer) -> None:
+    """Make NeMo's greedy decoding keep the durations and probabilities of its tokens, in place.
 
-    Probabilities are those of the label among V labels and blank, scaled as (p V - 1) / (V - 1), so that a mere guess has 0. Only
-    steps that emit a label are recorded.
+    Probabilities are those of the label among V labels and blank, scaled as (p V - 1) / (V - 1), so that a mere guess
+    has 0. Only steps that emit a label are recorded.
     """
     from omegaconf import open_dict
 
@@ -26,26 +34,28 @@ def enable_timestamps(model: Any) -> None:
             "preserve_token_confidence": True,
             "exclude_blank": True,
             "tdt_include_duration": False,
-            "method_cfg": {"name": "max_prob", "alpha": 1.0},  # as it is, not sharpened or flattened
+            "method_cfg": {"name": "max_prob", "alpha": 1.0},  # neither sharpened nor flattened
         }
     model.change_decoding_strategy(decoding, verbose=False)
 
 
-def words_of(model: Any, tokens: list[Token], seconds_per_frame: float, duration: float) -> list[dict[str, Any]]:
+def words_of(
+    model: Transducer, tokens: list[Token], seconds_per_frame: float, duration: float
+) -> list[dict[str, Any]]:
     """Words with start and end in seconds, and their confidence.
 
-    A word begins at the frame of its first token and ends with its last token that is no punctuation: models put the point
-    behind a sentence into the silence that follows, and give it a duration. No word begins before the one before it has
+    A word begins at the frame of its first token and ends with its last token that is not punctuation: models put the
+    full stop into the silence after a sentence, and give it a duration. No word begins before the previous one has
     ended, and none reaches beyond the recording.
 
     Args:
-        model: whose tokenizer the tokens are of.
+        model: its tokenizer made the tokens.
         tokens: of a whole recording.
         seconds_per_frame: of the encoder.
-        duration: seconds of the recording.
+        duration: of the recording, in seconds.
 
     Returns:
-        A mapping of word, start, end, and confidence where tokens have it: that of the least probable token.
+        word, start, end, and confidence if tokens have it: that of the least probable token.
     """
     decode = model.decoding.decode_tokens_to_str_with_strip_punctuation
     groups: list[list[Token]] = []
@@ -57,7 +67,7 @@ def words_of(model: Any, tokens: list[Token], seconds_per_frame: float, duration
             groups.append([token])
     words: list[dict[str, Any]] = []
     clock = 0.0
-    for group, following in itertools.pairwise([*groups, None]):
+    for i, group in enumerate(groups):
         text = decode([t.id for t in group]).strip()
         if not text:
             continue
@@ -65,8 +75,8 @@ def words_of(model: Any, tokens: list[Token], seconds_per_frame: float, duration
         start = group[0].start
         # A token of duration 0 shares its frame with the next one.
         end = max([t.start + max(t.duration, 1) for t in spoken], default=start)
-        if following is not None:
-            end = max(start, min(end, following[0].start))
+        if i + 1 < len(groups):
+            end = max(start, min(end, groups[i + 1][0].start))
         start_s = min(max(start * seconds_per_frame, clock), duration)
         end_s = min(max(end * seconds_per_frame, start_s), duration)
         clock = end_s
@@ -77,14 +87,16 @@ def words_of(model: Any, tokens: list[Token], seconds_per_frame: float, duration
 
 
 def segments_of(words: list[dict[str, Any]], pause: float = PAUSE_SECONDS) -> list[dict[str, Any]]:
-    """Sentences: words up to one that ends with a sentence's punctuation, or up to a pause.
+    """Group words into sentences; where there is no punctuation, by pauses.
 
     Args:
         words: of `words_of`.
         pause: seconds without a word that end a segment.
 
     Returns:
-        A mapping of text, start, end, and confidence where words have it: their mean.
+        text, start, end, and confidence if words have it: their mean. No segment is longer than SEGMENT_SECONDS,
+            unless it is a
+        single word.
     """
     groups: list[list[dict[str, Any]]] = []
     for word in words:
@@ -94,7 +106,7 @@ def segments_of(words: list[dict[str, Any]], pause: float = PAUSE_SECONDS) -> li
         else:
             groups[-1].append(word)
     segments = []
-    for group in groups:
+    for group in itertools.chain.from_iterable(map(_split_long, groups)):
         segment = {"text": " ".join(w["word"] for w in group), "start": group[0]["start"], "end": group[-1]["end"]}
         confidences = [w["confidence"] for w in group if "confidence" in w]
         if confidences:
@@ -103,6 +115,21 @@ def segments_of(words: list[dict[str, Any]], pause: float = PAUSE_SECONDS) -> li
     return segments
 
 
+def _split_long(words: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Split words that take more than SEGMENT_SECONDS at the longest pause in their middle half, until all parts are
+    shorter."""
+    start, end = words[0]["start"], words[-1]["end"]
+    if end - start <= SEGMENT_SECONDS or len(words) == 1:
+        return [words]
+
+    def fitness(i: int) -> tuple[bool, float, float]:
+        off_centre = abs(words[i]["start"] - (start + end) / 2)
+        return off_centre <= (end - start) / 4, round(words[i]["start"] - words[i - 1]["end"], 3), -off_centre
+
+    cut = max(range(1, len(words)), key=fitness)
+    return [*_split_long(words[:cut]), *_split_long(words[cut:])]
+
+
 def ends_sentence(word: str) -> bool:
-    """Whether a word ends with a point or the like, quotation marks and brackets aside."""
+    """Whether a word ends with a full stop or the like, apart from quotation marks and brackets."""
     return word.rstrip(CLOSING).endswith(tuple(SENTENCE_ENDS))

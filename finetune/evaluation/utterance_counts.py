@@ -1,62 +1,91 @@
-"""Counts of each clip of an evaluation, kept small, so that two evaluations of the same clips can be compared. N clips."""
+"""Counts of each utterance of an evaluation, kept small, so that two evaluations can be compared. N utterances."""
+
+from __future__ import annotations
 
 import zipfile
 import zlib
 from array import array
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from finetune.durable_files import put_in_place
 from finetune.evaluation.significance import RESAMPLES, compare_counts, rate_interval
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 COLUMNS = ("word_errors", "words", "character_errors", "characters")
-
-
-UNREADABLE = (
+# What numpy raises for a damaged .npz, beside OSError.
+DAMAGED = (
     *(KeyError, ValueError, TypeError, OverflowError, EOFError, NotImplementedError, RuntimeError, MemoryError),
     *(zipfile.BadZipFile, zlib.error),
 )
 
 
 @dataclass
-class ClipCounts:
-    """26 bytes a clip (2.6 MB for 100,000): a hash of its id and reference, its language, and four counts."""
+class Counts:
+    """Edit counts over utterances."""
+
+    clips: int = 0
+    """Utterances."""
+    words: int = 0
+    word_errors: int = 0
+    substitutions: int = 0
+    deletions: int = 0
+    insertions: int = 0
+    characters: int = 0
+    character_errors: int = 0
+
+    def add(self, other: Counts) -> None:
+        for name in vars(self):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def rates(self) -> dict[str, Any]:
+        """WER and CER as fractions (None without reference words), and the counts behind them."""
+        return {
+            "wer": self.word_errors / self.words if self.words else None,
+            "cer": self.character_errors / self.characters if self.characters else None,
+            **vars(self),
+        }
+
+
+@dataclass
+class UtteranceCounts:
+    """26 bytes an utterance (2.6 MB for 100,000): a hash of its id and reference, its language, and four counts."""
 
     keys: array = field(default_factory=lambda: array("Q"))
     counts: array = field(default_factory=lambda: array("I"))
-    """COLUMNS of each clip, one clip after the other."""
+    """COLUMNS of each utterance, one after the other."""
     languages: array = field(default_factory=lambda: array("H"))
+    """Indices into `names`."""
     names: list[str] = field(default_factory=list)
-    """Of the languages."""
 
     def __len__(self) -> int:
         return len(self.keys)
 
-    def add(self, clip_id: str, reference: str, language: str, counts: Any) -> None:
-        """Adds one clip.
+    def add(self, utterance_id: str, reference: str, language: str, counts: Counts) -> None:
+        """Add one utterance.
 
         Args:
-            reference: as it was scored, so that clips whose reference or normalisation changed are not taken for the same.
-            counts: `finetune.evaluation.scores.Counts` of it.
+            reference: as scored, so that an utterance whose reference or normalisation changed counts as another one.
         """
-        digest = blake2b(f"{clip_id}\0{reference}".encode(errors="replace"), digest_size=8).digest()
+        digest = blake2b(f"{utterance_id}\0{reference}".encode(errors="replace"), digest_size=8).digest()
         self.keys.append(int.from_bytes(digest, "little"))
         self.counts.extend(getattr(counts, column) for column in COLUMNS)
         if language not in self.names:
             self.names.append(language)
         self.languages.append(self.names.index(language))
 
-    def extend(self, other: "ClipCounts") -> None:
-        """Adds the clips of another part of the same evaluation."""
+    def extend(self, other: UtteranceCounts) -> None:
+        """Add the utterances of another part of the same evaluation."""
         self.names += [name for name in other.names if name not in self.names]
-        places = [self.names.index(name) for name in other.names]
+        indices = [self.names.index(name) for name in other.names]
         self.keys.extend(other.keys)
         self.counts.extend(other.counts)
-        self.languages.extend(places[i] for i in other.languages)
+        self.languages.extend(indices[i] for i in other.languages)
 
     def table(self) -> np.ndarray:
         """(N, 4) int64, columns as in COLUMNS."""
@@ -67,17 +96,17 @@ class ClipCounts:
         return np.asarray(self.names or [""], dtype=str)[np.asarray(self.languages, dtype=np.int64)]
 
     def intervals(self, resamples: int = RESAMPLES, blocks: np.ndarray | None = None) -> dict[str, Any]:
-        """Confidence intervals of WER and CER, and of each language's: wer_interval, cer_interval, by_language.
+        """Confidence intervals of WER and CER, also of each language: wer_interval, cer_interval, by_language.
 
         Args:
-            blocks: (N,) whole numbers; clips of one number are drawn together.
+            blocks: (N,) integers; utterances with the same number are drawn together.
         """
 
-        def both(rows: np.ndarray) -> dict[str, Any]:
+        def intervals_of(rows: np.ndarray) -> dict[str, Any]:
             columns = self.table()[rows]
             if blocks is not None:
-                _, place = np.unique(blocks[rows], return_inverse=True)
-                columns = np.stack([np.bincount(place, weights=c) for c in columns.T], axis=1).astype(np.int64)
+                _, block_N = np.unique(blocks[rows], return_inverse=True)
+                columns = np.stack([np.bincount(block_N, weights=c) for c in columns.T], axis=1).astype(np.int64)
             word_errors, words, character_errors, characters = columns.T
             return {
                 "wer_interval": rate_interval(word_errors, words, resamples),
@@ -85,11 +114,11 @@ class ClipCounts:
             }
 
         spoken = self.language_names()
-        by_language = {name: both(np.flatnonzero(spoken == name)) for name in sorted(self.names)}
-        return {**both(np.arange(len(self))), "by_language": by_language}
+        by_language = {name: intervals_of(np.flatnonzero(spoken == name)) for name in sorted(self.names)}
+        return {**intervals_of(np.arange(len(self))), "by_language": by_language}
 
     def save(self, path: Path) -> None:
-        """Writes a .npz, aside first."""
+        """Write a .npz atomically."""
         aside = path.with_name(f"{path.name}.part")
         with aside.open("wb") as file:
             np.savez_compressed(
@@ -102,12 +131,12 @@ class ClipCounts:
         put_in_place(aside, path)
 
     @classmethod
-    def load(cls, path: Path) -> "ClipCounts":
-        """Reads what `save` wrote.
+    def load(cls, path: Path) -> UtteranceCounts:
+        """Read what `save` wrote.
 
         Raises:
-            OSError: it is missing or cannot be read.
-            ValueError: it is no such file.
+            OSError: the file is missing or cannot be read.
+            ValueError: the file holds something else.
         """
         try:
             with np.load(path, allow_pickle=False) as found:
@@ -117,23 +146,24 @@ class ClipCounts:
                     array("H", found["languages"].tolist()),
                     found["names"].tolist(),
                 )
-        except UNREADABLE as error:
+        except DAMAGED as error:
             raise ValueError(f"{path} does not hold counts of clips") from error
 
 
-def compare_evaluations(before: ClipCounts, after: ClipCounts, resamples: int = RESAMPLES) -> dict[str, Any]:
-    """Two evaluations of the same clips: `finetune.evaluation.significance.compare_counts` of the clips that are in both, and
-    `unmatched`, how many are in one only. Clips with equal ids and references count as one."""
+def compare_evaluations(before: UtteranceCounts, after: UtteranceCounts) -> dict[str, Any]:
+    """Compare two evaluations by `finetune.evaluation.significance.compare_counts` of the utterances that are in both.
+
+    Utterances with equal ids and references count as one. `unmatched` is how many are in one evaluation only.
+    """
     (keys_a, table_a, _), (keys_b, table_b, languages_b) = _by_key(before), _by_key(after)
     _, in_a, in_b = np.intersect1d(keys_a, keys_b, assume_unique=True, return_indices=True)
     a, b = table_a[in_a], table_b[in_b]
-    # A clip that is twice in one of them, and once in the other, is not the same.
-    same = a[:, 1] == b[:, 1]
+    same = a[:, 1] == b[:, 1]  # not an utterance that is twice in one of them, and once in the other
     result = compare_counts(a[same, 0], b[same, 0], a[same, 1], languages_b[in_b][same])
     return {**result, "unmatched": len(keys_a) + len(keys_b) - 2 * int(same.sum())}
 
 
-def _by_key(counts: ClipCounts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _by_key(counts: UtteranceCounts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Keys, counts and languages with each key once."""
     keys, first, place = np.unique(np.asarray(counts.keys, dtype=np.uint64), return_index=True, return_inverse=True)
     if len(keys) == len(counts):

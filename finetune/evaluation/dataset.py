@@ -1,0 +1,183 @@
+"""Evaluate a model on data sets that are named as on a command line."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from finetune.data.options import StreamOptions
+from finetune.data.sources import OpenSource, open_source, parse_sources
+from finetune.data.stream import UtteranceStream
+from finetune.data.utterances import no_tokens
+from finetune.errors import UserError
+from finetune.evaluation.long_audio import LONGEST_AT_ONCE
+from finetune.evaluation.recognise import evaluation_limits, score_stream
+from finetune.evaluation.significance import RESAMPLES, block_names
+from finetune.models.loading import load_model, move_to_device
+from finetune.security.safe_text import json_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from finetune.data.batching import BatchLimits
+    from finetune.evaluation.scores import Counts, Utterance, WerAccumulator
+    from finetune.models.protocols import Transducer
+
+
+def open_sources(data: Any, split: str, key: str = "--data") -> list[OpenSource]:
+    """Open data sets.
+
+    Args:
+        data: one data set or several, as in a run file.
+        split: of a folder or hub data set.
+        key: name of the setting, for messages.
+
+    Raises:
+        UserError: a data set cannot be opened.
+    """
+    return [open_source(source, key) for source in parse_sources(data, key, split)]
+
+
+def stream_in_order(
+    sources: list[OpenSource], sample_rate: int, limits: BatchLimits, *, max_samples: int = -1, workers: int = 1
+) -> UtteranceStream:
+    """One pass over sources in their order; utterances without a text stay."""
+    options = StreamOptions(
+        limits=limits, sample_rate=sample_rate, shuffle=False, max_samples=max_samples, keep_empty_text=True
+    )
+    return UtteranceStream(sources, options, no_tokens, workers=workers)
+
+
+@dataclass
+class EvaluationSettings:
+    """What `evaluate_model` evaluates on, and how."""
+
+    data: list[str]
+    split: str = "test"
+    batch_size: int = 16
+    chunk: float = LONGEST_AT_ONCE
+    """Seconds; longer utterances are decoded in chunks."""
+    normalization: str = "basic"
+    max_samples: int = -1
+    workers: int = 1
+    device: str = "cpu"
+    tokenizer: str | None = None
+    """Tokenizer directory, for a NeMo model YAML."""
+    resamples: int = RESAMPLES
+    """Of the bootstrap; 0: no intervals."""
+    block_pattern: str | None = None
+    """Regular expression; utterances in whose ids it matches the same are drawn as one block."""
+
+
+def count_errors(
+    model: Transducer,
+    sources: list[OpenSource],
+    settings: EvaluationSettings,
+    on_utterance: Callable[[Utterance, Counts], None] | None = None,
+) -> WerAccumulator:
+    """Decode the sources and count errors.
+
+    Raises:
+        UserError: a source cannot be read.
+    """
+    s = settings
+    rate, limits = model.preprocessor._sample_rate, evaluation_limits(s.batch_size, s.chunk)
+    stream = stream_in_order(sources, rate, limits, max_samples=s.max_samples, workers=s.workers)
+    clips = [source.clips for source in sources if source.clips]
+    total = sum(clips) if len(clips) == len(sources) else None
+    if total is not None and s.max_samples >= 0:
+        total = min(total, s.max_samples)
+    return score_stream(
+        model,
+        stream,
+        normalization=s.normalization,
+        description="evaluate",
+        longest=s.chunk,
+        total=total,
+        on_utterance=on_utterance,
+    )
+
+
+def evaluate_model(
+    name: str, settings: EvaluationSettings, file: Path | None = None, keep: list[Utterance] | None = None
+) -> dict[str, Any]:
+    """Evaluate one model.
+
+    Args:
+        name: as `model.name`.
+        file: gets one JSON line an utterance.
+        keep: gets every utterance.
+
+    Returns:
+        wer, cer and their intervals, clips, counts, by_language, rtfx, quarantined and more, for `evaluate --json`.
+
+    Raises:
+        UserError: model or data cannot be used, no utterance can be scored, or `file` cannot be written.
+    """
+    s = settings
+    sources = open_sources(s.data, s.split)
+    model = move_to_device(load_model(name, s.tokenizer), s.device)
+    blocks: list[str] = []
+    with _naming(file):
+        lines = file.open("w", encoding="utf-8", errors="backslashreplace") if file else None
+
+    def on_utterance(utterance: Utterance, counts: Counts) -> None:
+        if keep is not None:
+            keep.append(utterance)
+        if s.block_pattern is not None and counts.clips:  # a pattern that does not match fails now, not at the end
+            blocks.extend(block_names([utterance.id], s.block_pattern))
+        if lines is not None:
+            numbers = {"words": counts.words, "word_errors": counts.word_errors, "normalization": s.normalization}
+            with _naming(file):
+                lines.write(json_line({**vars(utterance), **numbers}) + "\n")
+
+    started = time.perf_counter()
+    wer = count_errors(model, sources, s, on_utterance)
+    seconds = time.perf_counter() - started
+    if lines is not None:
+        with _naming(file):
+            lines.close()
+    if wer.total.clips == 0:
+        raise UserError(
+            f"--data: {' '.join(s.data)} holds no clip that can be used ({len(wer.quarantined)} in quarantine, "
+            f"{wer.left_out} without a reference).",
+            1,
+        )
+    result = {
+        "model": name,
+        "data": s.data,
+        "normalization": s.normalization,
+        **wer.result(),
+        "left_out": wer.left_out,
+        "audio_seconds": wer.audio_seconds,
+        "decoding_seconds": wer.decoding_seconds,
+        "seconds": seconds,
+        "rtfx": wer.audio_seconds / wer.decoding_seconds,
+        "rtfx_whole": wer.audio_seconds / seconds,
+        "quarantined": wer.quarantined,
+        "filtered": wer.filtered,
+    }
+    if s.resamples:
+        block_N = None
+        if s.block_pattern is not None:
+            distinct, block_N = np.unique(blocks, return_inverse=True)
+            result["blocks"] = len(distinct)
+        intervals = wer.utterance_counts.intervals(s.resamples, block_N)
+        for language, found in intervals.pop("by_language").items():
+            result["by_language"][language].update(found)
+        result.update(intervals)
+    return result
+
+
+@contextlib.contextmanager
+def _naming(file: Path | None) -> Iterator[None]:
+    """Turn an OSError into a UserError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{file} cannot be written: {error}. Make room, or name another file.", 1) from error

@@ -1,0 +1,64 @@
+"""Options that several commands share. Nothing heavy is imported, so that --help answers at once."""
+
+import argparse
+from pathlib import Path
+
+MODEL = "a .nemo file, a run's directory, an adapter's or a Hugging Face directory, a hub name, or a NeMo model YAML"
+DATA = "a NeMo manifest, a folder or glob of parquet or tar shards, an audio folder, or a hub data set name"
+
+
+def command(name: str, description: str, example: str) -> argparse.ArgumentParser:
+    """The parser of `python -m finetune.NAME`.
+
+    Args:
+        description: may be a module's docstring.
+        example: a command line to copy, shown below the options.
+    """
+    return argparse.ArgumentParser(
+        prog=f"python -m finetune.{name}",
+        description=description,
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def positive(text: str) -> int:
+    """Parse an integer from 1 on, for argparse."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("has to be 1 or more")
+    return int(text)
+
+
+def add_model(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    parser.add_argument("--model", required=required, metavar="M", help=MODEL)
+    parser.add_argument("--tokenizer", metavar="DIR", help="tokenizer directory, for a NeMo model YAML")
+
+
+def add_data(parser: argparse.ArgumentParser, purpose: str) -> None:
+    parser.add_argument("--data", nargs="+", metavar="D", help=f"{purpose}; each {DATA}")
+    parser.add_argument("--split", default="test", help="split of a folder or hub data set (default: test)")
+    parser.add_argument("--max-samples", type=int, default=-1, metavar="N", help="only the first N clips")
+
+
+def add_decoding(parser: argparse.ArgumentParser, batch_size: int, what: str = "clips") -> None:
+    parser.add_argument(
+        "--batch-size",
+        type=positive,
+        default=batch_size,
+        metavar="N",
+        help=f"{what} decoded together (default: {batch_size})",
+    )
+    parser.add_argument("--device", help="such as cpu or cuda:1 (default: cuda if there is a GPU, else cpu)")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
+
+
+def device_of(arguments: argparse.Namespace) -> str:
+    """The device of `--device`, or the default."""
+    if arguments.device is None:
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return arguments.device

@@ -1,0 +1,74 @@
+"""Write a model as a .nemo file, kept only if it is the same model when it is read again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from finetune.errors import UserError
+from finetune.evaluation.recognise import evaluation_mode, recognise_batch
+from finetune.models.loading import load_model
+from finetune.models.nemo_archive import save_nemo
+
+if TYPE_CHECKING:
+    from finetune.models.protocols import Transducer
+
+
+def output_file(output: Path, models: list[str]) -> Path:
+    """`output`/model.nemo.
+
+    Raises:
+        UserError: that is the file of one of the models.
+    """
+    path = output / "model.nemo"
+    for name in models:
+        for source in (Path(name), Path(name) / "model.nemo"):
+            if path.is_file() and source.is_file() and path.samefile(source):
+                which = "the model itself" if len(models) == 1 else "one of the models"
+                raise UserError(f"--output: {path} is {which}. Name another directory.")
+    return path
+
+
+def write_checked(model: Transducer, path: Path) -> None:
+    """Write a .nemo file, and put it in place if it has the same weights and texts when it is read again.
+
+    Raises:
+        UserError: it has not.
+    """
+    aside = path.with_name(f".{path.stem}.tmp.nemo")
+    try:
+        save_nemo(model, aside)
+        _compare(model, load_model(str(aside)), path)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _compare(model: Transducer, again: Transducer, path: Path) -> None:
+    rate = model.preprocessor._sample_rate
+    audio_BS = torch.randn(2, 3 * rate, generator=torch.Generator().manual_seed(0)) * 0.1
+    lengths_B = torch.tensor([3 * rate, 2 * rate])
+    with evaluation_mode(model), evaluation_mode(again):
+        texts, texts_again = ([h.text for h in recognise_batch(m, audio_BS, lengths_B)] for m in (model, again))
+    weights, weights_again = model.state_dict(), again.state_dict()
+    equal = weights.keys() == weights_again.keys() and all(
+        torch.equal(t, weights_again[n]) for n, t in weights.items()
+    )
+    if texts != texts_again or not equal:
+        raise UserError(
+            f"{path} read again is not the same model (texts {texts} and {texts_again}); nothing was kept.", 1
+        )
+
+
+def export_nemo(model_name: str, output: Path, tokenizer: str | None = None) -> Path:
+    """Write a model as `output`/model.nemo.
+
+    Raises:
+        UserError: the file does not give the same texts when it is read again.
+    """
+    path = output_file(output, [model_name])
+    write_checked(load_model(model_name, tokenizer), path)
+    return path

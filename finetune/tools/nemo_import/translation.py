@@ -1,0 +1,328 @@
+"""What each key of NeMo's fine-tuning YAML becomes in a run file."""
+
+from typing import Any
+
+from finetune.tools.nemo_import.data_translation import translate_data
+from finetune.tools.nemo_import.source import Import
+
+OPTIMIZER_NAMES = {
+    "adamw": "adamw",
+    "adam": "adamw",
+    "fused_adam": "adamw",
+    "distributed_fused_adam": "adamw",
+    "megatron_fused_adam": "adamw",
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw8bit": "adamw_8bit",
+    "adamw_8bit": "adamw_8bit",
+    "8bit_adamw": "adamw_8bit",
+    "adam8bit": "adamw_8bit",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "paged_adamw_8bit": "paged_adamw_8bit",
+    "lion": "lion_8bit",
+    "lion_8bit": "lion_8bit",
+    "adamw_torch_8bit": "adamw_8bit_ao",
+    "adamw_torch_4bit": "adamw_4bit_ao",
+}
+SCHEDULE_NAMES = {
+    "CosineAnnealing": "cosine",
+    "NoamAnnealing": "inverse_sqrt",
+    "NoamHoldAnnealing": "inverse_sqrt",
+    "InverseSquareRootAnnealing": "inverse_sqrt",
+    "T5InverseSquareRootAnnealing": "inverse_sqrt",
+    "WarmupAnnealing": "linear",
+    "WarmupHoldAnnealLinear": "linear",
+    "PolynomialDecayAnnealing": "polynomial",
+    "PolynomialHoldDecayAnnealing": "polynomial",
+    "WarmupPolicy": "constant_with_warmup",
+    "WarmupHoldPolicy": "constant_with_warmup",
+    "OneCycleLR": "onecycle",
+    "SquareAnnealing": "polynomial",
+    "SquareRootAnnealing": "polynomial",
+}
+ENGINES = {"deepspeed_stage_1": "zero1", "deepspeed_stage_2": "zero2", "deepspeed_stage_3": "zero3", "fsdp": "fsdp2"}
+ENGINES |= {
+    "deepspeed_stage_2_offload": "zero2_offload",
+    "deepspeed_stage_3_offload": "zero3_offload",
+    "fsdp2": "fsdp2",
+}
+
+
+def is_nemo(tree: dict[str, Any]) -> bool:
+    """Whether it is NeMo's kind, rather than one with `training:`."""
+    model = tree.get("model")
+    inside = isinstance(model, dict) and {"train_ds", "optim", "encoder", "joint"} & model.keys()
+    return bool(inside or "trainer" in tree or any(str(key).startswith("init_from_") for key in tree))
+
+
+def translate(imported: Import) -> None:
+    """NeMo's kind: `model:` with its data sets and optimizer, `trainer:`, `exp_manager:`."""
+    _model(imported)
+    translate_data(imported)
+    _optimizer(imported)
+    _trainer(imported)
+    _exp_manager(imported)
+    for key, value in imported.leaves.items():
+        # References are resolved where they are used; null says nothing.
+        if value is None:
+            imported.used.add(key)
+
+
+# ---- model ---------------------------------------------------------------------------------------------------------
+
+
+def _model(imported: Import) -> None:
+    for source in ("init_from_nemo_model", "init_from_pretrained_model"):
+        value = imported.get(source)
+        if isinstance(value, dict):  # model0: {path: ..., include: [...]}
+            first = next(iter(value.values()))
+            value = first.get("path") or first.get("name") if isinstance(first, dict) else first
+        if value and "model.name" not in imported.settings:
+            imported.set("model.name", value, source)
+            if source == "init_from_pretrained_model" and "/" not in str(value):
+                imported.set("model.name", f"nvidia/{value}", f"{source} {value}, as the hub names it")
+    layout = bool(imported.section("model.encoder"))
+    if "model.name" not in imported.settings and layout:
+        imported.set(
+            "model.name", str(imported.file), "no init_from_...: the layout of this file, with random weights"
+        )
+        for key in list(imported.leaves):
+            if key.split(".")[1:2] and key.split(".")[1] in _LAYOUT:
+                imported.get(key)
+        tokenizer = imported.get("model.tokenizer.dir")
+        imported.set("model.tokenizer", tokenizer or "???", "model.tokenizer.dir")
+        if not tokenizer:
+            imported.to_fill["model.tokenizer"] = "model.tokenizer.dir"
+        imported.get("model.tokenizer")
+    elif "model.name" not in imported.settings:
+        imported.to_fill["model.name"] = "init_from_nemo_model or init_from_pretrained_model"
+    _change_vocabulary(imported)
+    for name in ("gradient_checkpointing", "activation_checkpointing", "use_gradient_checkpointing"):
+        for section in ("model.encoder", "encoder", "model.decoder", "decoder"):
+            if imported.get(f"{section}.{name}"):
+                comment = f"{section}.{name}, which NeMo's modules do not have"
+                imported.set("model.gradient_checkpointing", True, comment)
+    masks = imported.section("model.spec_augment")
+    if masks.get("freq_masks") == masks.get("time_masks") == 0:
+        imported.get("model.spec_augment")
+        imported.set("model.spec_augment", False, "model.spec_augment: no masks")
+    kind = next((k for k in ("tdt_kwargs", "warprnnt_numba_kwargs") if imported.get(f"model.loss.{k}")), "tdt_kwargs")
+    kwargs = f"model.loss.{kind}"
+    for name in ("sigma", "omega", "fastemit_lambda"):
+        imported.copy(f"{kwargs}.{name}", f"model.{name}")
+    reduction = imported.get("model.rnnt_reduction")
+    if reduction in ("mean_batch", "mean_volume"):
+        imported.set("training.loss_reduction", reduction, "model.rnnt_reduction")
+    elif reduction:
+        imported.leave("model.rnnt_reduction", "training.loss_reduction is mean_batch or mean_volume")
+    if imported.get("model.log_prediction") is False:
+        imported.set("training.sample_predictions", 0, "model.log_prediction")
+    for name in ("fuse_loss_wer", "fused_batch_size"):
+        why = "the loss works block by block in any case; model.joint_memory_budget sets the size of a block"
+        imported.leave(f"model.joint.{name}", why)
+    if imported.get("model.sample_rate", 16000) != 16000:
+        imported.leave("model.sample_rate", "audio is resampled to the model's own rate")
+
+
+_LAYOUT = {"model_defaults", "preprocessor", "spec_augment", "encoder", "decoder", "joint", "decoding", "loss"}
+
+
+# ---- optimizer and schedule ----------------------------------------------------------------------------------------
+
+
+def _change_vocabulary(imported: Import) -> None:
+    """`update_tokenizer` of NeMo's fine-tuning script; characters in place of pieces have no counterpart."""
+    if imported.get("model.char_labels.update_labels"):
+        why = "models of characters are not supported"
+        imported.leave("model.char_labels.update_labels", why)
+    else:
+        imported.get("model.char_labels")
+    if not imported.get("model.tokenizer.update_tokenizer"):
+        imported.get("model.tokenizer")
+        return
+    directory, kind = imported.get("model.tokenizer.dir"), imported.get("model.tokenizer.type")
+    if directory and kind in (None, "bpe"):
+        comment = "model.tokenizer.update_tokenizer; extend_from would keep the model's own pieces"
+        imported.set("model.tokenizer", {"replace_with": directory}, comment)
+    else:
+        why = (
+            "a vocabulary is replaced by one SentencePiece tokenizer: model.tokenizer.replace_with names its directory"
+        )
+        imported.leave("model.tokenizer.update_tokenizer", why)
+
+
+def _optimizer(imported: Import) -> None:
+    optim = "model.optim"
+    name = str(imported.get(f"{optim}.name") or "adamw")
+    if name.lower() in OPTIMIZER_NAMES:
+        ours = OPTIMIZER_NAMES[name.lower()]
+        imported.set("training.optimizer", ours, f"{optim}.name" + (f" {name}" if name != ours else ""))
+    else:
+        imported.set("training.optimizer", "adamw", f"in place of {optim}.name {name}")
+        imported.leave(
+            f"{optim}.name", f"there is no optimizer {name}; adamw takes its place, and its learning rate may not fit"
+        )
+    imported.copy(f"{optim}.lr", "training.learning_rate")
+    imported.copy(f"{optim}.weight_decay", "training.weight_decay")
+    betas, eps = imported.get(f"{optim}.betas"), imported.get(f"{optim}.eps")
+    is_lion = imported.settings["training.optimizer"][0].startswith("lion")
+    arguments = {"betas": [float(b) for b in betas]} if betas else {} if is_lion else {"betas": [0.9, 0.999]}
+    if eps is not None and not is_lion:
+        arguments["eps"] = eps
+    if arguments:
+        imported.set(
+            "training.optimizer_args", arguments, f"{optim}.betas" if betas else "torch's own, as NeMo takes them"
+        )
+    _schedule(imported, f"{optim}.sched")
+
+
+def _schedule(imported: Import, sched: str) -> None:
+    name = imported.get(f"{sched}.name")
+    steps, ratio = imported.get(f"{sched}.warmup_steps"), imported.get(f"{sched}.warmup_ratio")
+    imported.copy(f"{sched}.warmup_steps", "training.warmup_steps")
+    if ratio is not None and not steps:
+        imported.set("training.warmup_ratio", ratio, f"{sched}.warmup_ratio")
+    elif not steps:
+        imported.set("training.warmup_ratio", 0.0, "NeMo has no warm-up where none is set")
+    if not name:
+        value = "constant_with_warmup" if steps or ratio else "constant"
+        imported.set("training.lr_scheduler_type", value, f"no {sched}")
+        return
+    ours = SCHEDULE_NAMES.get(str(name))
+    floor, peak = imported.get(f"{sched}.min_lr") or 0.0, imported.get("model.optim.lr")
+    comment = f"{sched}.name {name}"
+    if ours is None:
+        ours, comment = "cosine", f"in place of {sched}.name {name}"
+        imported.leave(f"{sched}.name", f"there is no schedule {name}; cosine takes its place")
+    if str(name) in ("SquareAnnealing", "SquareRootAnnealing"):
+        comment += ", nearest to it"
+    if str(name).startswith("Noam"):
+        _noam_peak(imported, sched, steps, peak)
+    elif floor and peak and ours == "cosine" and float(floor) >= 0.05 * float(peak):
+        ours = "cosine_with_min_lr"
+        comment += f" with min_lr {floor:g}: here the floor is a tenth of the peak, {float(peak) / 10:g}"
+    elif floor:
+        imported.leave(f"{sched}.min_lr", "the schedule has no floor")
+    imported.set("training.lr_scheduler_type", ours, comment)
+
+
+def _noam_peak(imported: Import, sched: str, steps: Any, factor: Any) -> None:
+    """Noam's lr is a factor of d_model^-0.5 x warmup^-0.5, which is the peak."""
+    width = imported.get(f"{sched}.d_model")
+    if isinstance(width, int) and isinstance(steps, int) and steps > 0 and factor:
+        peak = float(f"{float(factor) * width**-0.5 * steps**-0.5:.4g}")
+        imported.set("training.learning_rate", peak, f"peak of Noam's schedule with model.optim.lr {factor}")
+    else:
+        imported.settings.pop("training.learning_rate", None)
+        why = "the peak of Noam's schedule needs d_model and warmup_steps as numbers; set training.learning_rate"
+        imported.leave("model.optim.lr", why)
+
+
+# ---- trainer -------------------------------------------------------------------------------------------------------
+
+
+def _trainer(imported: Import) -> None:
+    _devices(imported)
+    steps = imported.get("trainer.max_steps")
+    if isinstance(steps, int) and steps > 0:
+        imported.set("training.max_steps", steps, "trainer.max_steps")
+        if imported.get("trainer.max_epochs"):
+            imported.leave("trainer.max_epochs", "training.max_steps ends the run")
+    else:
+        imported.copy("trainer.max_epochs", "training.num_train_epochs")
+    take_precision(imported, "trainer.precision")
+    imported.copy("trainer.accumulate_grad_batches", "training.gradient_accumulation_steps")
+    clip = imported.get("trainer.gradient_clip_val")
+    comment = "trainer.gradient_clip_val" if clip is not None else "NeMo does not clip where nothing is set"
+    imported.set("training.max_grad_norm", float(clip or 0.0), comment)
+    imported.copy("trainer.log_every_n_steps", "training.logging_steps")
+    every = imported.get("trainer.val_check_interval")
+    if isinstance(every, int) and not isinstance(every, bool) and every > 1:
+        accumulated = imported.get("trainer.accumulate_grad_batches") or 1
+        comment = "trainer.val_check_interval" + (f" {every} batches, in steps" if accumulated > 1 else "")
+        imported.set("training.eval_steps", max(1, every // accumulated), comment)
+    elif every is not None:
+        imported.leave(
+            "trainer.val_check_interval", "a share of an epoch: set training.eval_steps, in optimizer steps"
+        )
+    if imported.get("trainer.sync_batchnorm") and imported.processes != 1:
+        imported.set("model.sync_batchnorm", True, "trainer.sync_batchnorm; refused on a machine without a GPU")
+    for key in (
+        "trainer.accelerator",
+        "trainer.enable_checkpointing",
+        "trainer.logger",
+        "trainer.enable_progress_bar",
+    ):
+        imported.get(key)  # exp_manager's part, or found by itself
+
+
+def _devices(imported: Import) -> None:
+    devices, nodes = imported.get("trainer.devices", 1), imported.get("trainer.num_nodes", 1)
+    if isinstance(devices, list):
+        devices = len(devices)
+    elif isinstance(devices, str):
+        devices = (
+            int(devices) if devices.lstrip("-").isdigit() else -1 if devices == "auto" else len(devices.split(","))
+        )
+    imported.processes = devices
+    imported.nodes = nodes if isinstance(nodes, int) else 1
+    if devices > 0 and devices * imported.nodes > 1:
+        imported.set("training.num_gpus", devices * imported.nodes, "trainer.devices x trainer.num_nodes")
+    strategy = imported.get("trainer.strategy")
+    target = strategy.get("_target_", "") if isinstance(strategy, dict) else str(strategy or "")
+    engine = ENGINES.get(target)
+    if engine is None and "DeepSpeed" in target:
+        stage = str(strategy.get("stage", 2)) if isinstance(strategy, dict) else "2"
+        offload = (
+            "_offload" if isinstance(strategy, dict) and strategy.get("offload_optimizer") and stage != "1" else ""
+        )
+        engine = f"zero{stage}{offload}"
+    elif engine is None and ("FSDP" in target or "ModelParallel" in target):
+        engine = "fsdp2"
+    if engine is None and (devices != 1 or imported.nodes > 1):
+        engine = "ddp"
+    if engine is not None:
+        imported.strategies.append(engine)
+
+
+def take_precision(imported: Import, key: str) -> None:
+    """Mixed precision, as Lightning names it."""
+    value = imported.get(key)
+    name = str(value).lower()
+    if name.startswith("bf16"):
+        imported.set("training.bf16", True, f"{key} {value}")
+        if name == "bf16-true":
+            imported.notes.append(
+                "weights in bf16 (bf16-true): add --strategy bf16_stochastic_rounding, which rounds updates safely"
+            )
+    elif name in ("16", "16-mixed", "fp16"):
+        imported.set("training.fp16", True, f"{key} {value}; bf16 is safer on GPUs since Ampere")
+    elif value is not None and name not in ("32", "32-true", "no", "fp32"):
+        imported.leave(key, "float32, bf16 or fp16; TensorFloat-32 is training.tf32")
+
+
+def _exp_manager(imported: Import) -> None:
+    folder = imported.get("exp_manager.exp_dir")
+    name = imported.get("exp_manager.name") or imported.get("name") or imported.file.stem
+    imported.get("name")
+    value = f"{str(folder).rstrip('/')}/{name}" if folder else f"runs/{name}"
+    imported.set("training.output_dir", value, "exp_manager.exp_dir and name" if folder else "no exp_manager.exp_dir")
+    trackers = [
+        tracker
+        for tracker in ("tensorboard", "wandb", "clearml", "mlflow")
+        if imported.get(f"exp_manager.create_{tracker}_logger", tracker == "tensorboard" or None)
+    ]
+    if trackers and trackers != ["tensorboard"]:
+        imported.set("training.report_to", trackers, "exp_manager.create_..._logger")
+    elif not trackers:
+        imported.set("training.report_to", "none", "exp_manager.create_tensorboard_logger")
+    if imported.get("exp_manager.resume_if_exists"):
+        imported.set("training.resume_from_checkpoint", True, "exp_manager.resume_if_exists")
+    imported.get("exp_manager.resume_ignore_no_checkpoint")  # always so: without a checkpoint it starts at step 0
+    callback = "exp_manager.checkpoint_callback_params"
+    kept = imported.get(f"{callback}.save_top_k")
+    if isinstance(kept, int) and kept > 0:
+        imported.set(
+            "training.save_total_limit", kept, f"{callback}.save_top_k: the newest here, with the best beside them"
+        )
+    imported.copy(f"{callback}.every_n_train_steps", "training.save_steps")
