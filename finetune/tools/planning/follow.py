@@ -26,7 +26,7 @@ from finetune.models.loss_module import TransducerLossModule
 from finetune.models.nemo import cast_parameters, prepare_for_training
 from finetune.strategies.encoder import apply_encoder_options
 from finetune.tools.planning.accounting import TensorAccount
-from finetune.tools.planning.cuda_kernels import CudaKernels
+from finetune.tools.planning.cuda_kernels import cuda_kernels
 from finetune.tools.planning.layout import Layout, Skeleton
 from finetune.tools.planning.worst_case import worst_case
 
@@ -237,7 +237,7 @@ class Follower:
         module.train()
         account = PhaseAccount({tuple(p.shape) for p in module.parameters() if p.ndim > 1})
         trained = [p for p in module.parameters() if p.requires_grad]
-        kernels = CudaKernels() if kind.cuda else contextlib.nullcontext()
+        kernels = cuda_kernels() if kind.cuda else contextlib.nullcontext()
         precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind.precision)
         hooks = [p.register_post_accumulate_grad_hook(self._gradient(account, kind)) for p in trained]
         hooks += self._marks(account, model)
@@ -258,7 +258,7 @@ class Follower:
                     account.enter("loss backward", "joint")
                     loss = losses_B.sum() / clips
                     del losses_B
-                    torch.autograd.backward(loss)
+                    loss.backward()
                     account.enter("step", "temporary")
         finally:
             for hook in hooks:
