@@ -55,6 +55,7 @@ def test_the_help_of_a_command_has_an_example_that_parses(command, capsys):
     text = capsys.readouterr().out
     assert text.startswith(f"usage: parakeet-finetune {command} ")
     assert "python -m" not in text
+    assert "--verbose" in text
     examples = re.findall(rf"^ +(parakeet-finetune {command} [^\[\n]+)$", text, re.MULTILINE)
     assert examples, text
     words = shlex.split(examples[-1], comments=True)

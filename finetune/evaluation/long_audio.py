@@ -200,11 +200,11 @@ def splice(left: list[Token], right: list[Token], seam: int, tolerance: int) -> 
             return abs((one.start + other.start) / 2 - seam) + (0 if one.begins_word else 2 * tolerance)
 
         return min(pairs, key=badness)
-    agreed = [{a for a, _ in pairs}, {b for _, b in pairs}]
+    paired = [{a for a, _ in pairs}, {b for _, b in pairs}]
 
     def two_readings(k: int, other: int) -> bool:
         alone = all(
-            seen.isdisjoint(u.tokens) for u, seen in zip((units_left[k], units_right[other]), agreed, strict=True)
+            seen.isdisjoint(u.tokens) for u, seen in zip((units_left[k], units_right[other]), paired, strict=True)
         )
         return alone and abs(units_left[k].middle - units_right[other].middle) <= tolerance
 

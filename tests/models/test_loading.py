@@ -1,0 +1,88 @@
+"""Names of models that are no local files."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from finetune.errors import UserError
+from finetune.models.loading import load_model
+from finetune.tools.export.hugging_face import nemo_file
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with the directories of two runs."""
+    for name in ("quickstart", "large"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("runs/quikstart", " Did you mean runs/quickstart?"),
+        ("./runs/quikstart", " Did you mean runs/quickstart?"),
+        ("runs/large/checkpoint", ""),
+        ("./nowhere", ""),
+        ("/nowhere/at/all", ""),
+    ],
+)
+def test_a_mistyped_path_is_no_hub_name(runs: Path, name: str, hint: str) -> None:
+    message = f"there is no file or directory {name} (looked in {runs}).{hint}"
+    with pytest.raises(UserError) as loading:
+        load_model(name)
+    assert (str(loading.value), loading.value.exit_code) == (f"model.name: {message}", 2)
+    with pytest.raises(UserError) as exporting:
+        nemo_file(name, runs)
+    assert (str(exporting.value), exporting.value.exit_code) == (f"--model: {message}", 2)
+
+
+@pytest.mark.parametrize("offline", ["0", "1"])
+def test_a_hub_out_of_reach_is_asked_once(tmp_path: Path, offline: str) -> None:
+    """Neither NeMo is imported nor a retry waited for."""
+    code = """
+import sys
+from pathlib import Path
+from finetune.errors import UserError
+from finetune.models.loading import load_model
+from finetune.tools.export.hugging_face import nemo_file
+
+def wait(seconds):
+    raise AssertionError("a retry")
+
+import time
+time.sleep = wait
+for find in (load_model, lambda name: nemo_file(name, Path())):
+    try:
+        find("nobody/no-such-model")
+    except UserError as error:
+        print(error.exit_code, error)
+assert "nemo.collections.asr.models" not in sys.modules
+"""
+    environment = {
+        **os.environ,
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_OFFLINE": offline,
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+    }
+    environment.pop("HF_HUB_CACHE", None)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+    assert done.returncode == 0, done.stderr
+    loading, exporting = done.stdout.splitlines()
+    assert loading.startswith(
+        "1 model.name: nobody/no-such-model is no local file, and loading it from the hub failed: "
+    )
+    assert exporting.startswith(
+        "1 --model: nobody/no-such-model is not a local file, and downloading no-such-model.nemo "
+    )
