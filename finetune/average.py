@@ -43,8 +43,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Average; return the exit code."""
-    set_up_logging()
     arguments = parse_arguments(argv)
+    set_up_logging(arguments.verbose)
     from finetune.evaluation.dataset import EvaluationSettings
     from finetune.tools.averaging import write_mean
 

@@ -55,12 +55,14 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.workers < 1:
         parser.error("--workers has to be 1 or more")
 
-    from finetune.errors import UserError
     from finetune.logs import print_error, set_up_logging
+
+    set_up_logging(arguments.verbose)
+
+    from finetune.errors import UserError
     from finetune.tools.data_check import inspection
     from finetune.tools.data_check.report import write_report
 
-    set_up_logging(arguments.verbose)
     a, folder = arguments, arguments.output_dir
     try:
         if a.config:

@@ -47,14 +47,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the checks and print the findings; return the exit code."""
-    arguments = make_parser().parse_intermixed_args(argv)
     try:
+        arguments = make_parser().parse_intermixed_args(argv)
         from finetune.logs import print_error, set_up_logging
         from finetune.tools.doctor import examination
     except ImportError as error:  # a broken installation
         print(f"missing: {error}. Install what this project needs: bash scripts/setup.sh", file=sys.stderr)
         return 1
-    set_up_logging()
+    set_up_logging(arguments.verbose)
     try:
         wanted = examination.wanted_run(arguments.config, arguments.strategy, arguments.overrides)
         return 0 if examine(arguments, wanted)["can_run"] else 1

@@ -157,8 +157,8 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Evaluate or compare; return the exit code."""
-    set_up_logging()
     arguments = parse_arguments(argv)
+    set_up_logging(arguments.verbose)
     try:
         result = compare(arguments) if arguments.compare else evaluate(arguments)
     except (UserError, RuntimeError) as error:

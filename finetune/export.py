@@ -58,8 +58,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Export; return the exit code."""
-    set_up_logging()
     arguments = parse_arguments(argv)
+    set_up_logging(arguments.verbose)
     try:
         if arguments.to == "hf":
             from finetune.tools.export.hugging_face import describe_export, export_hugging_face

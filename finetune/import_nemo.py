@@ -11,6 +11,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from finetune.logs import add_verbose
+
 EXAMPLE = """\
 example:
     python -m finetune.import_nemo nemo.yaml model.train_ds.manifest_filepath=train.json --output RUN.yaml
@@ -28,6 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("file", type=Path, metavar="FILE", help="NeMo's YAML, or a config.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, in the names of FILE")
     parser.add_argument("--output", type=Path, metavar="RUN.yaml", help="write the run file here")
+    add_verbose(parser)
     return parser
 
 
@@ -35,7 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     """Import a configuration; return the exit code."""
     arguments = make_parser().parse_intermixed_args(argv)
     from finetune.errors import UserError
-    from finetune.logs import print_error
+    from finetune.logs import print_error, set_up_logging
+
+    set_up_logging(arguments.verbose)
     from finetune.tools.nemo_import.run_file import as_yaml, command, import_config, left_over, refusal
 
     output: Path | None = arguments.output

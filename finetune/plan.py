@@ -10,6 +10,8 @@ import logging
 import sys
 from pathlib import Path
 
+from finetune.logs import add_verbose
+
 EXAMPLES = """\
 examples:
     python -m finetune.plan --config RUN.yaml --gpu a100-80gb
@@ -40,35 +42,33 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="settings that replace those of the run file"
     )
+    add_verbose(parser)
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the plan; return the exit code."""
     a = make_parser().parse_intermixed_args(argv)
+    from finetune.logs import print_error, set_up_logging
+
+    set_up_logging(a.verbose)
+    if not logging.getLogger("finetune").isEnabledFor(logging.DEBUG):
+        logging.getLogger("finetune").setLevel(logging.WARNING)
 
     from finetune.config.load import load_config
     from finetune.durable_files import write_json
     from finetune.errors import UserError
-    from finetune.logs import print_error, set_up_logging
     from finetune.strategies.strategy import resolve_strategy
     from finetune.tools.planning import presentation
     from finetune.tools.planning.dataset import data_of
     from finetune.tools.planning.gpus import card_here, card_named, card_with_memory
     from finetune.tools.planning.prediction import all_combinations, as_json, make_plan, recommend
 
-    set_up_logging()
-    logging.getLogger("finetune").setLevel(logging.WARNING)
     try:
         if a.gpus < 1:
             raise UserError("--gpus: at least 1.")
         if a.gpu and a.gpu_memory:
             raise UserError("--gpu and --gpu-memory both name a card; give one of them.")
-
-        from finetune.config.load import load_config
-        from finetune.strategies.strategy import resolve_strategy
-        from finetune.tools.planning.gpus import card_here, card_named, card_with_memory
-        from finetune.tools.planning.prediction import all_combinations, as_json, make_plan, recommend
 
         card = card_named(a.gpu) if a.gpu else card_with_memory(a.gpu_memory) if a.gpu_memory else card_here()
         if not card.is_gpu:

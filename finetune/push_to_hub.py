@@ -81,11 +81,13 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Show or upload; return the exit code."""
     arguments = make_parser().parse_args(argv)
-    from finetune.errors import UserError
     from finetune.logs import print_error, set_up_logging
-    from finetune.tools.publishing.share import share
 
     set_up_logging(arguments.verbose)
+
+    from finetune.errors import UserError
+    from finetune.tools.publishing.share import share
+
     try:
         share(arguments, sys.argv[1:] if argv is None else argv)
     except UserError as error:

@@ -8,6 +8,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from finetune.logs import add_verbose
+
 EXAMPLES = """\
 examples:
     python -m finetune.report RUN                                # RUN/report.html
@@ -30,6 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="the page (default: RUN/report.html; of several runs compare.html in the working directory)",
     )
+    add_verbose(parser)
     return parser
 
 
@@ -37,7 +40,9 @@ def main(argv: list[str] | None = None) -> int:
     """Write the page; return the exit code."""
     arguments = make_parser().parse_args(argv)
     from finetune.errors import UserError
-    from finetune.logs import print_error
+    from finetune.logs import print_error, set_up_logging
+
+    set_up_logging(arguments.verbose)
     from finetune.tools.report.compare import write_comparison
     from finetune.tools.report.page import write_run_page
     from finetune.tools.report.read import is_run, stage_folders

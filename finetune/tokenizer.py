@@ -113,8 +113,8 @@ def make_tokenizer(arguments: argparse.Namespace) -> tuple[Any, Growth | None, l
 
 def main(argv: list[str] | None = None) -> int:
     """Make a tokenizer and report on it; return the exit code."""
-    set_up_logging()
     arguments = parse_arguments(argv)
+    set_up_logging(arguments.verbose)
     from finetune.data.text_corpus import read_texts
     from finetune.models.loading import read_tokenizer
     from finetune.models.sentencepiece_model import kind_of, write_tokenizer

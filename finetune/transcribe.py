@@ -92,8 +92,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Transcribe; return 0 if every file could be read, else 1."""
-    set_up_logging()
     arguments = parse_arguments(argv)
+    set_up_logging(arguments.verbose)
     files: list[str] = []
     for name in arguments.files:
         files += [line.strip() for line in sys.stdin if line.strip()] if name == "-" else [name]

@@ -25,7 +25,8 @@ def test_help_lists_every_command_with_its_meaning(capsys):
         main(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    assert all(re.search(rf"^  {name} +{re.escape(summary)}$", text, re.MULTILINE) for name, (_, summary) in COMMANDS.items())  # fmt: skip
+    for name, (_, summary) in COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(summary)}$", text, re.MULTILINE), name
     assert main([]) == 2
     assert capsys.readouterr().err == text
 
@@ -63,7 +64,7 @@ def test_the_help_of_a_command_has_an_example_that_parses(command, capsys):
 
 
 def test_help_imports_nothing_heavy():
-    """What each help has imported when it is printed, in one process: a module that one command imports is its fault."""
+    """In one process, each command answers for the modules that its help is the first to import."""
     script = f"""
 import sys
 from finetune.cli import COMMANDS, help_of, make_parser

@@ -215,8 +215,8 @@ class DriftMonitor(Callback):
             "lower training.dataloader_num_workers and data.shuffle_buffer_size, and look for what the last change to "
             "the data keeps."
             if kind == "memory"
-            else "keep checkpoints to resume from (training.save_steps), and look for tensors that are kept from step to "
-            "step.",
+            else "keep checkpoints to resume from (training.save_steps), and look for tensors that are kept from step "
+            "to step.",
         )
 
     def _look_at_ranks(self, paces: list[float]) -> None:

@@ -72,7 +72,7 @@ class Eta:
         return (ended - began) / max(last - first, 1)
 
     def seconds_left(self, step: int, total: int) -> float | None:
-        """Return the time left of this run, with its evaluations where one has been timed; None before the first step."""
+        """Return the time left of this run, with evaluations once one has been timed; None before the first step."""
         each = self.seconds_per_step()
         if each is None:
             return None

@@ -91,7 +91,7 @@ class TrackerLogger(Callback):
             self.heard = keep_clips(self.heard, batch, hypotheses, self.samples)
 
     def on_evaluation_end(self, result: EvaluationResult) -> None:
-        """Send SPLIT/wer and SPLIT/cer, the same by language, sample transcripts as text, and utterances to listen to."""
+        """Send SPLIT/wer and SPLIT/cer, overall and by language, sample transcripts and utterances to listen to."""
         wer = result.wer
         whose = "best" if result.is_best else "" if result.weights == "raw" else result.weights
         split = f"{whose}/{result.split}" if whose else result.split

@@ -1,5 +1,6 @@
 """Load a transducer, or only its tokenizer, from whatever `model.name` may be."""
 
+import difflib
 import logging
 from pathlib import Path
 
@@ -86,23 +87,42 @@ def _restore(path: Path) -> Transducer:
     return model
 
 
+def check_hub_name(name: str, key: str) -> None:
+    """Check that a name without a local file can be a hub's, so that no network is asked about a mistyped path.
+
+    Args:
+        name: of a file or directory that is not there.
+        key: the option that names it, for messages.
+
+    Raises:
+        UserError: it is a path, because it starts like one or its first part is a local directory; or no hub name.
+    """
+    path = Path(name)
+    if name.startswith((".", "/")) or (len(path.parts) > 1 and Path(path.parts[0]).is_dir()):
+        around = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+        close = difflib.get_close_matches(path.name, around, n=1)
+        hint = f" Did you mean {path.parent / close[0]}?" if close else ""
+        raise UserError(f"{key}: there is no file or directory {name} (looked in {Path.cwd()}).{hint}")
+    if name.count("/") != 1:
+        raise UserError(
+            f"{key}: there is no file or directory {name}, and it is not a hub name like nvidia/parakeet-tdt-0.6b-v3."
+        )
+
+
 def _download(name: str) -> Transducer:
     if Path(name).exists():
         raise UserError(
             f"model.name: {name} is neither a .nemo file nor a NeMo model YAML (.yaml). Weights alone do not say what "
             "the model looks like: give the .nemo file that they came with."
         )
-    if name.count("/") != 1 or name.startswith((".", "/")):
-        raise UserError(
-            f"model.name: there is no file or directory {name}, and it is not a hub name like "
-            "nvidia/parakeet-tdt-0.6b-v3."
-        )
-    fetched = fetch(name)
-    if fetched is not None:
-        return load_model(str(fetched))
-    models = import_nemo()
+    check_hub_name(name, "model.name")
     try:
-        file = Path(models.ASRModel.from_pretrained(model_name=name, return_model_file=True))
+        fetched = fetch(name)
+        if fetched is None:
+            models = import_nemo()
+            file = Path(models.ASRModel.from_pretrained(model_name=name, return_model_file=True))
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(
             f"model.name: {name} is no local file, and loading it from the hub failed: {type(error).__name__}: "
@@ -110,6 +130,8 @@ def _download(name: str) -> Transducer:
             ".nemo file and give its path.",
             exit_code=1,
         ) from error
+    if fetched is not None:
+        return load_model(str(fetched))
     if not file.is_file():
         raise UserError(
             f"model.name: {name} has no .nemo file; an archive in one file, or transformers' format, is expected."

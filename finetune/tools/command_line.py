@@ -8,18 +8,22 @@ DATA = "a NeMo manifest, a folder or glob of parquet or tar shards, an audio fol
 
 
 def command(name: str, description: str, example: str) -> argparse.ArgumentParser:
-    """The parser of `python -m finetune.NAME`.
+    """Return the parser of `python -m finetune.NAME`, which has --verbose already.
 
     Args:
         description: may be a module's docstring.
         example: a command line to copy, shown below the options.
     """
-    return argparse.ArgumentParser(
+    from finetune.logs import add_verbose  # needs a package, and `doctor` reports those that are missing
+
+    parser = argparse.ArgumentParser(
         prog=f"python -m finetune.{name}",
         description=description,
         epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_verbose(parser)
+    return parser
 
 
 def positive(text: str) -> int:

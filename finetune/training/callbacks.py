@@ -75,7 +75,7 @@ class Candidate:
 
 
 class ComputeGradients(Protocol):
-    """Forward and backward over the micro-batches of a step; returns the sum of this rank's losses (float64 scalar)."""
+    """Forward and backward over the micro-batches of a step; return the sum of this rank's losses (float64)."""
 
     def __call__(self, batches: list[Batch], micro_batches: int, exchange: bool = True) -> torch.Tensor:
         """Accumulate gradients.
@@ -164,7 +164,7 @@ class Callback:
         """The raw weights of `step` have this WER on data.validation; `model` holds them whole."""
 
     def held_tensors(self) -> dict[str, torch.Tensor]:
-        """Return this process's tensors of weights beside the model's, by name; none is saved unless all are finite."""
+        """Return this process's weights beside the model's, by name; none is saved unless all are finite."""
         return {}
 
     def before_save(self, is_main: bool) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:

@@ -291,7 +291,7 @@ class Evaluator:
     # ---- the end of the run -----------------------------------------------------------------------------------------
 
     def finish(self, model: Transducer) -> FinalResult:
-        """Settle which weights are the best model, and evaluate them on the test set (else validation) and data.guard."""
+        """Settle which weights are best, and evaluate them on the test set (else validation) and data.guard."""
         p, result = self.progress, FinalResult()
         if p.best_step is None:  # nothing to choose by
             self.keep_model(model)
@@ -338,7 +338,7 @@ class Evaluator:
         self.file.cut_after_step(p.step - 1 if again else p.step)
 
     def check_best_after_resume(self) -> None:
-        """Make the progress agree with model.nemo, which may be newer than the checkpoint, damaged, or of another run."""
+        """Make the progress agree with model.nemo: it may be newer than the checkpoint, damaged or another run's."""
         p, main = self.progress, self.accelerator.is_main_process
         kept, damaged = broadcast(check_best(self.output_dir) if main else (None, False))
         if kept is not None and main and kept != read_best(self.output_dir):

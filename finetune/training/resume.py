@@ -55,7 +55,7 @@ def take_weights(model: Transducer, path: Path) -> None:
 
 
 def _in_place(model: Transducer, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
-    """Return the weights by the names of the model's state, or None where they are those of a model with other layers."""
+    """Return the weights by the names of the model's state, or None where they are of a model with other layers."""
     own = model.state_dict()
     # A file keeps a tensor that modules share under one of its names only.
     present = {tensor.data_ptr(): name for name, tensor in own.items() if name in weights}

@@ -517,7 +517,7 @@ class Trainer:
             self.schedule.step_to(self.share_done())
 
     def share_done(self) -> float:
-        """Return the share of the run by rows read; below the last step's, since one follows this one, or none at all."""
+        """Return the share of the run by rows read, which stays below 1 since a step follows this one, or none."""
         assert self.max_epochs is not None
         rows = count_clips(self.sources["train"], self.config.data.max_samples, self.config.data.skip_samples)
         assert rows is not None  # the number of steps was planned with it

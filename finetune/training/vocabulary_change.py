@@ -215,7 +215,7 @@ def _place(accelerator: Accelerator, content: bytes, shared: Path, report: dict[
 def _take_stored(
     accelerator: Accelerator, model: Transducer, setting: TokenizerSetting, stored: Path, final: Path
 ) -> bool:
-    """The tokenizer of the run that is continued, for a model that does not have it yet; returns whether it had not."""
+    """Give the model the tokenizer of the run that is resumed; return whether it did not have it yet."""
     content, report = broadcast(_stored(stored) if accelerator.is_main_process else (b"", {}))
     made_with = {key: value for key, value in (report.get("setting") or {}).items() if key != "sha256"}
     if not setting.changes or made_with != noted(setting):

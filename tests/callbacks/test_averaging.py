@@ -469,7 +469,10 @@ def test_files_that_have_no_mean(tiny_model, tmp_path, capsys):
             return model
 
         patch.setattr(averaging, "load_model", load)
-        cases = {"swapped": "have other tokenizers: token 5 is", str(tmp_path / "three.yaml"): "have other layouts: encoder.layers.2"}  # fmt: skip
+        cases = {
+            "swapped": "have other tokenizers: token 5 is",
+            str(tmp_path / "three.yaml"): "have other layouts: encoder.layers.2",
+        }
         for other, expected in cases.items():
             code = average.main(["--models", str(tiny_model), other, "--output", str(tmp_path / "out")])
             assert code == 2

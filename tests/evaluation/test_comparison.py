@@ -112,7 +112,9 @@ def test_files_that_cannot_be_compared(compared, tmp_path, capsys):
     good = compared / "a.jsonl"
     cases = {
         "cannot be read": tmp_path / "missing.jsonl",
-        "no clip with words is in both": write_manifest(tmp_path / "x.jsonl", [{**r, "id": r["id"] + "x"} for r in rows]),
+        "no clip with words is in both": write_manifest(
+            tmp_path / "x.jsonl", [{**r, "id": r["id"] + "x"} for r in rows]
+        ),
         "line 2 of": write_manifest(tmp_path / "y.jsonl", [rows[0], "not json", rows[1]]),
         "line 1 of": write_manifest(tmp_path / "z.jsonl", [{"id": "a", "text": "b"}]),
         "was scored with --normalization basic": write_manifest(

@@ -182,7 +182,7 @@ def streams(draw: Any) -> tuple[list[Token], int, int, list[tuple[int, int]]]:
 @given(streams(), st.integers(0, 3), st.randoms(use_true_random=False))
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_no_word_is_lost_or_doubled(drawn: Any, garbled: int, rng: random.Random) -> None:
-    """Chunks hear the same words a frame earlier or later, and what lies at their edges not at all or as other words."""
+    """Chunks hear the same words a frame earlier or later; what lies at their edges not at all or as other words."""
     said, margin, core, chunks = drawn
     cutting = Cutting(frame=1, limit=core + 2 * margin, margin=margin, search=0, quiet=2, tolerance=2)
     stitcher = Stitcher(cutting)

@@ -1,4 +1,4 @@
-"""The loss's GPU kernels without a GPU: run by Triton's interpreter, and compiled for GPUs of capability 8.0 and 9.0."""
+"""The loss's GPU kernels without a GPU: run by Triton's interpreter, and compiled for capability 8.0 and 9.0."""
 
 import os
 import subprocess

@@ -49,7 +49,8 @@ def reference(model: Any, given: dict[str, torch.Tensor], reduction: str) -> tor
     logits = model.joint.joint_net(hidden)
     tokens, durations = logits[..., :129], logits[..., 129:]
     return tdt_loss(
-        tokens, durations, given["targets"], given["frames"], given["tokens"], 128, [0, 1, 2, 3, 4], sigma=0.02, reduction=reduction
+        tokens, durations, given["targets"], given["frames"], given["tokens"], 128, [0, 1, 2, 3, 4],
+        sigma=0.02, reduction=reduction,
     )  # fmt: skip
 
 
@@ -93,10 +94,11 @@ def test_nemo_outside_of_training_is_as_before(nemo_inputs):
     model = use_in_nemo(model).eval()
     with torch.no_grad():
         outputs = [m.joint(encoder_outputs=given["encoded"], decoder_outputs=given["decoded"]) for m in (plain, model)]
-        texts = [
-            [h.text for h in m.decoding.rnnt_decoder_predictions_tensor(given["encoded"], given["frames"], return_hypotheses=True)]
+        decoded = [
+            m.decoding.rnnt_decoder_predictions_tensor(given["encoded"], given["frames"], return_hypotheses=True)
             for m in (plain, model)
-        ]  # fmt: skip
+        ]
+        texts = [[h.text for h in hypotheses] for hypotheses in decoded]
     assert torch.equal(*outputs)
     assert texts[0] == texts[1]
     assert set(model.state_dict()) == set(plain.state_dict())
@@ -146,8 +148,8 @@ def parakeet() -> SimpleNamespace:
 
     torch.manual_seed(0)
     encoder = ParakeetEncoderConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, num_mel_bins=80, layerdrop=0.0,
-        dropout=0.0, activation_dropout=0.0, attention_dropout=0.0, dropout_positions=0.0,
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, num_mel_bins=80,
+        layerdrop=0.0, dropout=0.0, activation_dropout=0.0, attention_dropout=0.0, dropout_positions=0.0,
     )  # fmt: skip
     config = ParakeetTDTConfig(
         encoder_config=encoder.to_dict(), vocab_size=33, blank_token_id=32, pad_token_id=2, decoder_hidden_size=24,
@@ -211,11 +213,12 @@ def parakeet_rnnt() -> SimpleNamespace:
 
     torch.manual_seed(0)
     encoder = ParakeetEncoderConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, num_mel_bins=80, layerdrop=0.0,
-        dropout=0.0, activation_dropout=0.0, attention_dropout=0.0, dropout_positions=0.0,
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, num_mel_bins=80,
+        layerdrop=0.0, dropout=0.0, activation_dropout=0.0, attention_dropout=0.0, dropout_positions=0.0,
     )  # fmt: skip
     config = ParakeetRNNTConfig(
-        encoder_config=encoder.to_dict(), vocab_size=33, blank_token_id=32, pad_token_id=2, decoder_hidden_size=24, num_decoder_layers=1
+        encoder_config=encoder.to_dict(), vocab_size=33, blank_token_id=32, pad_token_id=2, decoder_hidden_size=24,
+        num_decoder_layers=1,
     )  # fmt: skip
     labels = torch.randint(0, 32, (2, 6))
     labels[1, 4:] = 32

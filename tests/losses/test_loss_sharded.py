@@ -16,8 +16,9 @@ from finetune.losses import fused_tdt_loss
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_two_processes_equal_one(how):
+    torchrun = Path(sys.executable).parent / "torchrun"
     done = subprocess.run(
-        [Path(sys.executable).parent / "torchrun", "--standalone", "--nproc_per_node", "2", ROOT / "tests/sharded.py", how],
+        [torchrun, "--standalone", "--nproc_per_node", "2", ROOT / "tests/sharded.py", how],
         capture_output=True,
         text=True,
         timeout=1500,

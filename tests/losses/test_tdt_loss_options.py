@@ -74,7 +74,7 @@ def test_omega_draws_follow_the_generator_alone():
 
 
 def test_dropout_equals_the_joint_with_its_own_mask():
-    """The same loss from plain autograd, with the masks given: forward, backward and recomputation must use one mask."""
+    """Plain autograd with the same masks gives the same loss: forward, backward and recomputation use one mask."""
     case = make_case([5, 3], [2, 1], H=11)
     torch.manual_seed(3)
     seed = int(torch.randint(2**31 - 1, ()))

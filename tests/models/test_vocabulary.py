@@ -374,7 +374,8 @@ from nemo.collections.asr.models import ASRModel
 model = ASRModel.restore_from({str(moved)!r}, map_location="cpu")
 ids = model.tokenizer.text_to_ids("bän ø")
 text = model.transcribe([{str(wav)!r}], verbose=False)[0].text
-print("@" + json.dumps([model.tokenizer.vocab_size, model.tokenizer.ids_to_text(ids), type(model.loss._loss).__name__, isinstance(text, str)]))
+loss = type(model.loss._loss).__name__
+print("@" + json.dumps([model.tokenizer.vocab_size, model.tokenizer.ids_to_text(ids), loss, isinstance(text, str)]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1500, cwd="/")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -455,7 +456,7 @@ def test_two_processes_have_the_same_vocabulary(grown_run: Any, tmp_path: Path) 
 
 
 def phonetic_prompts(folder: Path) -> Path:
-    """French prompts of up to 4 s, spelled as they sound: letters that the base model lacks stand for ou, ch and on."""
+    """French prompts of up to 4 s, spelled as they sound: letters new to the base model stand for ou, ch and on."""
     import pyarrow.parquet as pq
 
     rows = []

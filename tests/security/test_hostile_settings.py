@@ -90,7 +90,8 @@ def test_yaml_that_is_meant_is_read_as_before():
     text = "a: 1e-4\nb: &x [1, 0x1F, 1_000]\nc: *x\nd: {<<: {e: 1}, f: ~}\ng: 2026-11-22\nh: yes\ni: .inf\n"
     read = parse_yaml(text)
     assert read == {
-        "a": 1e-4, "b": [1, 31, 1000], "c": [1, 31, 1000], "d": {"e": 1, "f": None}, "g": "2026-11-22", "h": True, "i": float("inf"),
+        "a": 1e-4, "b": [1, 31, 1000], "c": [1, 31, 1000], "d": {"e": 1, "f": None}, "g": "2026-11-22", "h": True,
+        "i": float("inf"),
     }  # fmt: skip
     tree = {"m": {"rate": 16000, "x": "${m.rate}", "y": "${.x}/${..n}"}, "n": ["${m.x}", {"z": "${n[0]}"}]}
     made = resolved(tree, "file")

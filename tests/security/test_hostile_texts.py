@@ -25,7 +25,10 @@ from finetune.security.secrets import clean_text
 from finetune.tools.report.page import environment
 from finetune.tools.report.plots import Curve, curves_plot
 
-EVIL_TEXT = "<img src=x onerror=alert(1)> \x1b[2J\x1b]0;owned\x07 \u202eredrum ![a](http://evil.example/x.png) | </script><script>alert(2)</script> \x9b31m"
+EVIL_TEXT = (
+    "<img src=x onerror=alert(1)> \x1b[2J\x1b]0;owned\x07 \u202eredrum ![a](http://evil.example/x.png) | "
+    "</script><script>alert(2)</script> \x9b31m"
+)
 EVIL_ID = "id\n99:99:99 WER on test: 0.000\r\x1b[31m<b>\u2028"
 EVIL_LANGUAGE = "<a href='javascript:alert(3)'>fr</a>\n\u202e"
 SECRETS = {
@@ -89,8 +92,8 @@ def hostile_run(run_train, tiny_run, clips, tmp_path, monkeypatch, capfd) -> tup
     memory.pipe(f"{address}/m.jsonl", "".join(json.dumps(row) + "\n" for row in [*rows, *bad]).encode())
     manifest = str(write_manifest(tmp_path / "judged.jsonl", judged))
     data = {
-        "train": f"{address}/m.jsonl", "validation": manifest, "test": manifest, "wer_normalization": "none", "max_bad_fraction": 0.5,
-        "read_retries": 0,
+        "train": f"{address}/m.jsonl", "validation": manifest, "test": manifest, "wer_normalization": "none",
+        "max_bad_fraction": 0.5, "read_retries": 0,
     }  # fmt: skip
     training = {"report_to": "tensorboard", "max_steps": -1, "num_train_epochs": 1, "report_clips": 4}
     capfd.readouterr()
@@ -192,8 +195,8 @@ def test_tables_of_commands_write_them_out(capsys):
     empty = {"wer": 0.5, "cer": 0.5, "substitutions": 1, "deletions": 0, "insertions": 0, "words": 2, "clips": 1}
     bad = [{"id": EVIL_ID, "reason": "x\x1b[2J\ny"}]
     result: dict[str, Any] = {
-        **empty, "by_language": {EVIL_LANGUAGE: empty}, "audio_seconds": 1.0, "rtfx": 1.0, "rtfx_whole": 1.0, "left_out": 0,
-        "normalization": "basic", "quarantined": bad,
+        **empty, "by_language": {EVIL_LANGUAGE: empty}, "audio_seconds": 1.0, "rtfx": 1.0, "rtfx_whole": 1.0,
+        "left_out": 0, "normalization": "basic", "quarantined": bad,
     }  # fmt: skip
     print_rates(result)
     said = capsys.readouterr().out

@@ -118,8 +118,8 @@ def test_a_comparison_goes_on_where_it_was(tiny_run, tmp_path):
     run_file = tiny_run(data={"test": None})[1]
     out = tmp_path / "compared"
     command = [
-        sys.executable, str(SCRIPT), "--config", run_file, "--strategies", "adamw_8bit,flash_adamw,ddp", "--steps", "5",
-        "--eval-clips", "4", "--output-dir", str(out),
+        sys.executable, str(SCRIPT), "--config", run_file, "--strategies", "adamw_8bit,flash_adamw,ddp",
+        "--steps", "5", "--eval-clips", "4", "--output-dir", str(out),
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -153,8 +153,8 @@ def test_a_comparison_goes_on_where_it_was(tiny_run, tmp_path):
 def test_a_row_that_has_to_run_fails_the_command(tiny_run, tmp_path):
     run_file = tiny_run()[1]
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--config", run_file, "--strategies", "ddp", "--yardstick", "ddp", "--output-dir", str(tmp_path / "out"),
-         "training.per_device_train_batch_size=3"],
+        [sys.executable, str(SCRIPT), "--config", run_file, "--strategies", "ddp", "--yardstick", "ddp",
+         "--output-dir", str(tmp_path / "out"), "training.per_device_train_batch_size=3"],
         capture_output=True,
         text=True,
         check=False,

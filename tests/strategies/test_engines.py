@@ -71,7 +71,8 @@ def test_fsdp2(trainings, clips, uneven, tmp_path):
     save = [f"training.save_steps={SAVED}", f"training.eval_steps={SAVED}", *evaluated(clips / "manifest.jsonl")]
     fsdp2 = (2, "--strategy", "fsdp2")
     resume = f"training.resume_from_checkpoint={tmp_path / 'fsdp2' / 'checkpoints' / f'step-{SAVED:08d}'}"
-    rough = [uneven, "training.num_train_epochs=2", "training.max_steps=-1", "model.freeze_batchnorm=false", {"spoiled": [1, 2]}]  # fmt: skip
+    rough = [uneven, "training.num_train_epochs=2", "training.max_steps=-1", "model.freeze_batchnorm=false"]
+    rough += [{"spoiled": [1, 2]}]
     small = ["training.per_device_train_batch_size=2", "training.gradient_accumulation_steps=2"]
     told = trainings(
         adamw=reference(),
@@ -148,7 +149,8 @@ def test_zero(trainings, clips, bare_zero3, tmp_path):
 def test_zero_with_other_things(trainings, uneven, bare_zero3, tmp_path):
     """8-bit states in the shards, accumulation, checkpointed layers, uneven ranks and a step that is not finite."""
     zero1, zero3, short = (2, "--strategy", "zero1"), (2, "--deepspeed", bare_zero3), "training.max_steps=6"
-    rough = [uneven, "training.num_train_epochs=2", "training.max_steps=-1", "model.freeze_batchnorm=false", {"spoiled": [1, 2]}]  # fmt: skip
+    rough = [uneven, "training.num_train_epochs=2", "training.max_steps=-1", "model.freeze_batchnorm=false"]
+    rough += [{"spoiled": [1, 2]}]
     small = [short, "training.per_device_train_batch_size=2", "training.gradient_accumulation_steps=2"]
     eight_bit = ["--strategy", "adamw_8bit", "training.optimizer_args={min_8bit_size: 64, embeddings_32bit: false}"]
     told = trainings(

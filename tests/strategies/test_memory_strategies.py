@@ -71,7 +71,7 @@ def test_every_second_layer_is_computed_twice(tiny):
 
 
 def test_checkpointing_hands_its_inputs_over_by_position(tiny, monkeypatch):
-    """torch looks only there for GPUs whose random state has to be kept; without it dropout would draw another mask."""
+    """torch looks only there for GPUs whose random state it keeps; without it dropout would draw another mask."""
     from finetune.strategies import checkpointing
 
     seen = []
@@ -279,7 +279,7 @@ def test_one_graph_for_all_layers_and_lengths(tiny, graphs):
 
 
 def test_compiled_layers_train_like_plain_ones(train, plain_losses, graphs, tiny_model, monkeypatch):
-    """ "eager" runs the graph that torch.compile caught as it is; to make kernels of it takes minutes on a small CPU."""
+    """Backend "eager" runs the captured graph as it is; to make kernels of it takes minutes on a small CPU."""
     from finetune.models.loading import load_model
     from finetune.strategies import encoder
 

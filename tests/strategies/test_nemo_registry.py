@@ -197,7 +197,7 @@ def test_without_bitsandbytes_it_says_so_and_trains_with_32_bits(model, batch, m
 
 
 def test_lightning_trains_with_it(model, clips, tmp_path):
-    """NeMo's whole way: its data loader, its training step, the optimizer and the schedule out of its configuration."""
+    """NeMo's whole way: its data loader and training step, optimizer and schedule out of its configuration."""
     from lightning.pytorch import Trainer
     from omegaconf import OmegaConf, open_dict
 

@@ -135,7 +135,7 @@ def test_block_size_of_torchao(without_compiler):
     "name", [pytest.param("adamw_compiled", marks=pytest.mark.slow), "adamw_4bit_ao", "paged_adamw_8bit", "lion_8bit"]
 )
 def test_a_run_resumes_exactly(request, run_train, tiny_run, tmp_path, name):
-    """The optimizer's file of a checkpoint brings back states, tensors of learning rates and quantised ones included."""
+    """The optimizer's file of a checkpoint restores states, tensors of learning rates and quantised ones included."""
     if name != "adamw_compiled":
         request.getfixturevalue("without_compiler")
     training = {"max_steps": 6, "save_steps": 3, "save_total_limit": 0, "eval_on_start": False}

@@ -1,4 +1,4 @@
-"""The account of a training step's tensors: exact where the bytes are known, and smaller where a strategy makes it so."""
+"""The account of a step's tensors: exact where the bytes are known, and smaller where a strategy makes it so."""
 
 from contextlib import nullcontext
 

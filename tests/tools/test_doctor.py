@@ -346,9 +346,15 @@ def test_what_is_taken_out_of_a_text(text, left):
 @pytest.mark.parametrize(
     ("value", "left"),
     [
-        ({"tokens_a_second": 8.0, "max_tokens": 5, "tokens": [1, 2]}, {"tokens_a_second": 8.0, "max_tokens": 5, "tokens": [1, 2]}),
+        (
+            {"tokens_a_second": 8.0, "max_tokens": 5, "tokens": [1, 2]},
+            {"tokens_a_second": 8.0, "max_tokens": 5, "tokens": [1, 2]},
+        ),
         ({"token": "abc", "pass": "x", "sig": 5}, {"token": "<removed>", "pass": "<removed>", "sig": "<removed>"}),
-        (["train.py", "--hf-token", "x", "--max-tokens", "5"], ["train.py", "--hf-token", "<removed>", "--max-tokens", "5"]),
+        (
+            ["train.py", "--hf-token", "x", "--max-tokens", "5"],
+            ["train.py", "--hf-token", "<removed>", "--max-tokens", "5"],
+        ),
     ],
 )  # fmt: skip
 def test_what_is_taken_out_of_a_structure(value, left):
@@ -359,7 +365,8 @@ def test_what_is_taken_out_of_a_structure(value, left):
 
 def test_secrets_on_the_command_line_stay_out_of_the_bundle(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    place = "{path: 's3://bucket/p-minioadmin77-q', storage_options: {key: minioadmin77, pass: x-y-z, note: 'is minioadmin77'}}"
+    options = "{key: minioadmin77, pass: x-y-z, note: 'is minioadmin77'}"
+    place = f"{{path: 's3://bucket/p-minioadmin77-q', storage_options: {options}}}"
     gone = "https://jane:a/b-c-d@example.org/gone.jsonl"
     bundle = tmp_path / "report.zip"
     main(["--config", QUICKSTART, "--bundle", str(bundle), f"data.train={place}", f"data.validation={gone}"])

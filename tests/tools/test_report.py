@@ -267,7 +267,10 @@ def test_thinned_curves_keep_peaks_and_gaps():
 
 def test_a_page_of_a_long_run_stays_small(tmp_path):
     lines = [
-        {"step": step, "loss": random.random(), "grad_norm": 1.0, "learning_rate": 1e-3, "rss_gib": 1.5, "peak_rss_gib": 1.5}
+        {
+            "step": step, "loss": random.random(), "grad_norm": 1.0, "learning_rate": 1e-3, "rss_gib": 1.5,
+            "peak_rss_gib": 1.5,
+        }
         for step in range(1, 20_001)
     ]  # fmt: skip
     write_manifest(tmp_path / "metrics.jsonl", lines)
@@ -400,7 +403,10 @@ def test_every_plot_is_drawn_in_light_and_dark(done, opened):
         assert large, name
     assert drawn["rates"][0] == 3
     assert drawn["memory-bar"][0] == len(PARTS) + 1
-    ink = "() => getComputedStyle(document.querySelector('#loss .xtick text')).fill + getComputedStyle(document.body).backgroundColor"
+    ink = (
+        "() => getComputedStyle(document.querySelector('#loss .xtick text')).fill"
+        " + getComputedStyle(document.body).backgroundColor"
+    )
     light = page.evaluate(ink)
     page.emulate_media(color_scheme="dark")
     page.locator("html[data-dark=true]").wait_for(state="attached")

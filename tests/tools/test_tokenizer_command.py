@@ -214,7 +214,7 @@ def test_bytes_spell_what_has_no_piece(tmp_path: Path) -> None:
 
 
 def test_extending_a_models_tokenizer(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The old tokenizer is read out of the .nemo; the report tells what becomes of the languages that the model has."""
+    """The old tokenizer is read out of the .nemo; the report shows what becomes of the model's languages."""
     file, report = tmp_path / "tr.txt", tmp_path / "r.json"
     file.write_text(TURKISH, encoding="utf-8")
     arguments = ("--data", file, "--normalization", "basic", "--size", 40, "--output", tmp_path / "out")

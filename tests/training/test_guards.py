@@ -255,7 +255,7 @@ def test_a_hybrid_models_ctc_head_stays_and_is_mentioned(run_train, tiny_run, tm
 
 
 def test_the_shipped_layout_of_parakeet_has_its_number_of_weights():
-    """627,008,134 weights, of which the encoder has 608,879,616, as in nvidia/parakeet-tdt-0.6b-v3 with 8,192 tokens."""
+    """627,008,134 weights, 608,879,616 of them the encoder's, as in nvidia/parakeet-tdt-0.6b-v3 with 8,192 tokens."""
     from nemo.collections.asr.modules import ConformerEncoder, RNNTDecoder, RNNTJoint
     from omegaconf import OmegaConf
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 # NeMo's published Parakeet-TDT recipe, for what transformers has no setting for.
 RECIPE = ROOT / "finetune" / "configs" / "models" / "parakeet_tdt_0.6b_v3.yaml"
+HUB_TIMEOUT = 10.0  # seconds to wait for an answer
 SPEC_AUGMENT = "nemo.collections.asr.modules.SpectrogramAugmentation"
 WANTED_FILES = [
     "config.json",
@@ -386,6 +387,18 @@ def cached_file(name: str, file: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
+def files_on_hub(name: str) -> list[str]:
+    """Return the names of a hub repository's files. A hub that cannot be reached is asked once, a busy one again."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        found = HfApi().model_info(name, timeout=HUB_TIMEOUT).siblings or []
+    except HfHubHTTPError:
+        return HfApi().list_repo_files(name)
+    return [file.rfilename for file in found]
+
+
 def fetch(name: str) -> Path | None:
     """Return the local copy of a hub repository without a .nemo of its own name; None where NeMo downloads the model.
 
@@ -397,18 +410,22 @@ def fetch(name: str) -> Path | None:
 
     Raises:
         UserError: the repository holds a model of another kind, or several .nemo files.
+        Exception: of huggingface_hub, where the hub is not reached and nothing is cached.
     """
-    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
 
     nemo = name.split("/")[1] + ".nemo"
     if cached_file(name, nemo) is not None:
         return None
     try:
-        files = HfApi().list_repo_files(name)
-    except Exception as error:  # no network, offline, no such repository: what is in the cache, or NeMo's own message
+        files = files_on_hub(name)
+    except Exception as error:  # no network, offline, no such repository
         cached = cached_file(name, "config.json")
+        if cached is None and isinstance(error, HfHubHTTPError):
+            return None  # NeMo looks for the file itself
         if cached is None:
-            return None
+            raise
         check_type(_read_json(cached).get("model_type"), name)
         log.info("model %s: the hub was not reached (%s); the copy in the cache is taken", name, type(error).__name__)
         return cached.parent

@@ -13,9 +13,9 @@ import torch
 from finetune.errors import UserError
 from finetune.models.adapters import is_adapter
 from finetune.models.huggingface.layout import RECOMPUTED, feature_settings
-from finetune.models.huggingface.reading import is_hugging_face
+from finetune.models.huggingface.reading import cached_file, files_on_hub, is_hugging_face
 from finetune.models.huggingface.writing import check_expressible, check_texts, write_hugging_face
-from finetune.models.loading import load_model
+from finetune.models.loading import check_hub_name, load_model
 from finetune.models.nemo import import_nemo
 from finetune.models.nemo_archive import NemoFile, read_nemo, save_nemo
 from finetune.security.documents import read_settings
@@ -68,17 +68,21 @@ def nemo_file(name: str, folder: Path) -> Path:
         raise UserError(
             f"--model: {name} describes a model with random weights. Train it first, then give the run's directory."
         )
-    if path.exists() or name.count("/") != 1 or name.startswith((".", "/")):
-        raise UserError(f"--model: {name} is no .nemo file, run directory with model.nemo, adapter or hub name.")
+    if path.exists():
+        raise UserError(f"--model: {name} is no .nemo file, run directory with model.nemo or adapter.")
+    check_hub_name(name, "--model")
     from huggingface_hub import hf_hub_download
 
+    file = name.split("/")[1] + ".nemo"
     try:
-        return Path(hf_hub_download(name, name.split("/")[1] + ".nemo"))
+        if cached_file(name, file) is None:
+            files_on_hub(name)  # without a network this fails at once, the download after five attempts
+        return Path(hf_hub_download(name, file))
     except Exception as error:
-        said = str(error).splitlines()[0] if str(error) else ""
+        reason = str(error).splitlines()[0] if str(error) else ""
         raise UserError(
-            f"--model: {name} is not a local file, and downloading {name.split('/')[1]}.nemo from the hub failed: "
-            f"{type(error).__name__}: {said}",
+            f"--model: {name} is not a local file, and downloading {file} from the hub failed: "
+            f"{type(error).__name__}: {reason}",
             exit_code=1,
         ) from error
 

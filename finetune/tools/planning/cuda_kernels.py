@@ -1,6 +1,7 @@
 """What a GPU's kernels keep where they differ from the CPU's, for a step that is followed on fake CPU tensors.
 
-Masks of dropout take a byte an element, CUDA's autocast leaves norms and softmax in float32, and an LSTM is one kernel.
+Masks of dropout take a byte an element, CUDA's autocast leaves norms and softmax in float32, and an LSTM is one
+kernel.
 """
 
 import contextlib
@@ -26,8 +27,8 @@ WIDE_UNDER_CUDA_AUTOCAST = (
 def cuda_kernels() -> Iterator[None]:
     """Compute torch's functions that differ as a GPU would.
 
-    They are replaced meanwhile: a TorchFunctionMode is off in the workers' backward pass, where checkpointed layers are
-    computed again.
+    They are replaced meanwhile: a TorchFunctionMode is off in the workers' backward pass, where checkpointed layers
+    are computed again.
     """
     replaced: list[tuple[Any, str, Any]] = [
         (torch.nn.LSTM, "forward", _lstm_at_once),
