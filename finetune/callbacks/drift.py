@@ -64,11 +64,11 @@ class ForwardClock:
         event.record()
         return event
 
-    def _before(self, module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+    def _before(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         self.samples += inputs[0].numel()
         self.started = self._now()
 
-    def _after(self, module: Any, inputs: Any, output: Any) -> None:
+    def _after(self, module: torch.nn.Module, inputs: object, output: object) -> None:
         if self.device.type == "cuda":
             self.events.append((self.started, self._now()))  # read at the logged step, when they have passed
         else:
