@@ -51,18 +51,18 @@ class Attempts:
         started = time.perf_counter()
         go, values = True, {}
         try:
-            said, values = part()
+            line, values = part()
         except Exception as error:
-            go, said = False, self._reason(error)
+            go, line = False, self._reason(error)
         seconds = time.perf_counter() - started
-        self.found.append({"part": name, "go": go, "seconds": round(seconds, 2), "said": said, **values})
-        (log.info if go else log.error)("%-6s  %-14s %5.1f s  %s", "go" if go else "NO-GO", name, seconds, said)
+        self.found.append({"part": name, "go": go, "seconds": round(seconds, 2), "said": line, **values})
+        (log.info if go else log.error)("%-6s  %-14s %5.1f s  %s", "go" if go else "NO-GO", name, seconds, line)
         if not go and self.accelerator is not None and self.accelerator.num_processes > 1:
             path = trial.result_path(self.config, "dry_run")
             if not path.exists():  # else another rank has written it, and this one failed since that one left
                 self._write()
             rank = self.accelerator.process_index
-            raise UserError(f"NO-GO: {name} on rank {rank}: {said}\nresult: {path}", exit_code=1)
+            raise UserError(f"NO-GO: {name} on rank {rank}: {line}\nresult: {path}", exit_code=1)
         return go
 
     def warn(self, text: str) -> None:

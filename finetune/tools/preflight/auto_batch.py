@@ -11,7 +11,6 @@ from accelerate import Accelerator
 
 from finetune.callbacks.memory_recovery import MemoryRecovery, describe_report, earlier_limits
 from finetune.config.schema import RunConfig
-from finetune.data.batch import Batch
 from finetune.distributed import broadcast
 from finetune.durable_files import write_json
 from finetune.errors import UserError
@@ -190,7 +189,11 @@ def _try_worst_batches(trainer: Trainer, recovery: MemoryRecovery) -> None:
         set_batchnorm_mode(trainer.model, training=False)
         try:
             for name, batch in worst.items():
-                _try_batch(trainer, recovery, name, batch)
+                before = [list(pair) for pair in recovery.bounds]
+                trainer.compute_gradients(trial.worst_step(trainer, batch))
+                trainer.optimizer.zero_grad()
+                pieces = "" if before == recovery.bounds else ", in smaller pieces"
+                log.info("auto batch: %s fit%s: %s", name, pieces, describe_report(recovery.describe(batch)))
         finally:
             del states
             for training, module in norms:
@@ -210,11 +213,3 @@ def state_bytes_of(trainer: Trainer) -> int:
         for p in trainer.model.parameters()
         if p.requires_grad
     )
-
-
-def _try_batch(trainer: Trainer, recovery: MemoryRecovery, name: str, batch: Batch) -> None:
-    before = [list(pair) for pair in recovery.bounds]
-    trainer.compute_gradients(trial.worst_step(trainer, batch))
-    trainer.optimizer.zero_grad()
-    changed = "" if before == recovery.bounds else ", in smaller pieces"
-    log.info("auto batch: %s fit%s: %s", name, changed, describe_report(recovery.describe(batch)))

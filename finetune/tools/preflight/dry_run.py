@@ -1,4 +1,4 @@
-"""`finetune/train.py --dry-run`: each part of a run once and small, with go or no-go, before a night is lost."""
+"""`finetune/train.py --dry-run`: each part of a run once and small, with go or no-go for each."""
 
 import contextlib
 import functools
@@ -118,18 +118,18 @@ class DryRun:
                 "training.overwrite_output_dir=true or another training.output_dir"
             )
         processes, device = self.accelerator.num_processes, self.accelerator.device
-        said = (
+        line = (
             f"strategy {'+'.join(self.strategy.names) or 'none'}, engine "
             f"{engine_with(self.strategy.engine, processes)}, {processes} process(es) on {device.type}, "
             f"{'bf16' if t.bf16 else 'fp16' if t.fp16 else 'fp32'}, optimizer {t.optimizer}"
         )
-        return said, {"processes": processes, "device": str(device)}
+        return line, {"processes": processes, "device": str(device)}
 
     def open_sources(self) -> Found:
         self.sources = run.open_sources(self.settings)
         rows = {key: count_rows(opened) for key, opened in self.sources.items()}
-        said = ", ".join(f"{key} {'an unknown number of' if n is None else f'{n:,}'} rows" for key, n in rows.items())
-        return said, {"rows": rows}
+        line = ", ".join(f"{key} {'an unknown number of' if n is None else f'{n:,}'} rows" for key, n in rows.items())
+        return line, {"rows": rows}
 
     def load_model(self) -> Found:
         self.model = run.build_model(self.accelerator, self.settings)
@@ -188,7 +188,7 @@ class DryRun:
         density = f", {rate:.1f} tokens a second of audio" if rate is not None else ""
         if not lost:
             return f"writes all of {texts} texts{density}", values
-        said = (
+        line = (
             f"cannot write {len(lost)} of {texts} texts ({len(lost) / texts:.1%}), {unknown.total()} of {characters} "
             f"characters ({unknown.total() / max(characters, 1):.2%}): "
             f"{' '.join(f'{c} {n}x' for c, n in unknown.most_common(20))}{density}"
@@ -199,10 +199,10 @@ class DryRun:
         )
         if len(lost) > d.max_bad_fraction * texts:
             raise UserError(
-                f"{said}. More than data.max_bad_fraction={d.max_bad_fraction:g}: {advice}, such as {lost[0]!r}."
+                f"{line}. More than data.max_bad_fraction={d.max_bad_fraction:g}: {advice}, such as {lost[0]!r}."
             )
         self.warn(f"texts with unknown characters go to quarantine; {advice}")
-        return said, values
+        return line, values
 
     def decode_clips(self) -> Found:
         """Take the first utterances through the run's own stream and workers.
@@ -238,22 +238,22 @@ class DryRun:
         filtered = sum((part[3] for part in by_rank), Counter())
         rows = clips + len(quarantined) + filtered.total()
         reasons = "".join(f", {n} {reason}" for reason, n in filtered.most_common())
-        said = (
+        line = (
             f"{clips} of {rows} clips decoded; filters take {filtered.total()}{reasons}; "
             f"quarantine takes {len(quarantined)}"
         )
         if quarantined:
-            said += f", such as {quarantined[0]['id']}: {quarantined[0]['reason']}"
+            line += f", such as {quarantined[0]['id']}: {quarantined[0]['reason']}"
         if not clips:
-            raise UserError(f"data.train: no clip is left to train on: {said}", exit_code=1)
+            raise UserError(f"data.train: no clip is left to train on: {line}", exit_code=1)
         limit = self.settings.data.max_bad_fraction
         if len(quarantined) > limit * rows:
-            problem = f"{said}. More than data.max_bad_fraction={limit:g}: mend the data, or raise it."
+            problem = f"{line}. More than data.max_bad_fraction={limit:g}: mend the data, or raise it."
             all_read = rows >= sum(source.clips or rows + 1 for source in sources)
             if exceeds_bad_fraction(len(quarantined), rows, limit, all_read):
                 raise UserError(problem, exit_code=1)
             self.warn(problem)
-        return said, {
+        return line, {
             "decoded": clips,
             "quarantined": len(quarantined),
             "filtered": filtered,
@@ -281,7 +281,7 @@ class DryRun:
         """
         limit = self.settings.data.max_eval_samples
         few = min(EVALUATED, limit) if limit >= 0 else EVALUATED
-        said, rates = [], {}
+        lines, rates = [], {}
         clips = seconds = 0.0
         with self.trainer.whole_model() as model:
             for split in (s for s in ("validation", "test", "guard") if s in self.sources):
@@ -296,16 +296,16 @@ class DryRun:
                         exit_code=1,
                     )
                 rate = rates[split] = wer.total.rates()["wer"]
-                said.append(f"WER {rate:.3f} on {wer.total.clips} clips of {split}")
+                lines.append(f"WER {rate:.3f} on {wer.total.clips} clips of {split}")
                 if bad:
                     self.warn(f"data.{split}: {len(bad)} clip(s) cannot be used, such as {bad[0]}")
                 if rate >= 1 and not self.settings.model.name.endswith((".yaml", ".yml")):
                     self.warn(f"data.{split}: WER {rate:.2f} is that of a model that does not know this language")
-        if not said:
+        if not lines:
             self.warn("no data.validation: nothing can tell whether the model gets better")
             return "nothing to evaluate", {}
         self.clips_per_second = clips / seconds
-        return ", ".join(said), {"wer": rates, "clips_per_second": self.clips_per_second}
+        return ", ".join(lines), {"wer": rates, "clips_per_second": self.clips_per_second}
 
     def step_on_worst_batches(self) -> Found:
         """Take two optimizer steps with each of the batches that need most.
@@ -320,21 +320,21 @@ class DryRun:
         peaks: list[tuple[int, str]] = []
         memory: dict[str, Any] = {}
         for name, step_batches in trial.worst_steps(trainer, worst):
-            said = f"{name}: {trial.format_batch(trial.describe_step(trainer.model, step_batches))}"
+            line = f"{name}: {trial.format_batch(trial.describe_step(trainer.model, step_batches))}"
             try:
                 result, memory = meter.train_on(step_batches)
             except trial.StepDoesNotFit as error:
                 raise UserError(f"{name}: {error}") from error
             if result.skipped is not None and self.accelerator.scaler is None:
-                raise UserError(f"{said}: loss or gradient is not finite. Lower training.learning_rate.", exit_code=1)
-            peaks.append((memory["peak_tensors"] or memory["peak_resident"], said))
-        peak, said = max(gather(max(peaks)))
+                raise UserError(f"{line}: loss or gradient is not finite. Lower training.learning_rate.", exit_code=1)
+            peaks.append((memory["peak_tensors"] or memory["peak_resident"], line))
+        peak, line = max(gather(max(peaks)))
         if not trial.saw_all(survey):
             self.warn(f"{survey}; longer ones may come, up to data.max_duration={self.settings.data.max_duration:g} s")
         kind = "tensors" if memory["peak_tensors"] is not None else "resident memory"
         of = f" of the GPU's {memory['total'] / GIB:.1f} GiB" if meter.gpu else ""
         values = {"peak_gib": peak / GIB, "total_gib": memory["total"] / GIB, "rows_looked_at": survey.looked}
-        return f"peak {trial.format_bytes(peak)} of {kind}{of}, with {said}", values
+        return f"peak {trial.format_bytes(peak)} of {kind}{of}, with {line}", values
 
     def save_and_resume(self) -> Found:
         """Write a checkpoint, overwrite what is in memory, resume and compare.
@@ -364,20 +364,20 @@ class DryRun:
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         count = 1 + (t.save_total_limit or max(1, trainer.total_steps // max(t.save_steps, 1)))
         needed, free = size * count, shutil.disk_usage(trainer.output_dir).free
-        said = (
+        line = (
             f"{trial.format_bytes(size)}, written in {write_seconds:.1f} s, read back in {read_seconds:.1f} s "
             f"with equal weights, optimizer state and progress; {count} of them need {trial.format_bytes(needed)}, "
             f"{trial.format_bytes(free)} are free"
         )
         if needed > free:
             raise UserError(
-                f"{said}: too little. Set a smaller training.save_total_limit, or training.output_dir on a larger "
+                f"{line}: too little. Set a smaller training.save_total_limit, or training.output_dir on a larger "
                 "disk.",
                 exit_code=1,
             )
         values = {"checkpoint_bytes": size, "free_bytes": free, "checkpoints": count}
         self.write_seconds = write_seconds
-        return said, {**values, "write_seconds": write_seconds, "read_seconds": read_seconds}
+        return line, {**values, "write_seconds": write_seconds, "read_seconds": read_seconds}
 
     def export(self) -> Found:
         """Write the model as .nemo and open it again.
@@ -437,13 +437,13 @@ class DryRun:
         saving = (total // t.save_steps if t.save_steps else 0) * self.write_seconds
         hours = {"training": per_step * total / 3600, "evaluations": evaluating / 3600, "checkpoints": saving / 3600}
         audio_rate = audio / sum(times)
-        said = (
+        line = (
             f"{per_step:.2f} s a step ({audio_rate:.0f} s of audio a second), {total:,} steps in "
             f"{hours['training']:.1f} h, validation {hours['evaluations']:.1f} h, checkpoints "
             f"{hours['checkpoints']:.1f} h: {sum(hours.values()):.1f} h in all"
         )
         values = {"seconds_per_step": per_step, "timed_steps": len(times), "steps": total, "hours": hours}
-        return said, {**values, "audio_seconds_per_second": audio_rate}
+        return line, {**values, "audio_seconds_per_second": audio_rate}
 
 
 def count_rows(sources: list[OpenSource]) -> int | None:

@@ -158,15 +158,15 @@ def assess_steps(by_rank: list[list[dict[str, Any]]], *, gpu: bool, planned: int
     # Resident memory keeps what the allocator has not returned, and so does not show which step needed it.
     key = "peak_tensors" if by_rank[0][0]["peak_tensors"] is not None else "peak_resident"
     rank = max(range(len(by_rank)), key=lambda r: max(row[key] for row in by_rank[r]))
-    at = max(by_rank[rank], key=lambda row: row[key])
+    peak_row = max(by_rank[rank], key=lambda row: row[key])
     growths = [{"rank": r, **g} for r, rows in enumerate(by_rank) for g in growth_of(rows)]
     growth = max(growths, key=lambda g: (g["leaking"], g["what"] == "tensors", g["mib_per_1000_steps"]))
     headroom = min(headroom_of(rows, gpu, len(by_rank)) for rows in by_rank)
-    total = at["total"]
+    total = peak_row["total"]
     problems = []
     if headroom < 0:
         problems.append(
-            f"memory does not suffice: the peak of step {at['step']} leaves {headroom / GIB:.2f} GiB of the "
+            f"memory does not suffice: the peak of step {peak_row['step']} leaves {headroom / GIB:.2f} GiB of the "
             f"{'GPU' if gpu else 'host'}'s {total / GIB:.1f} GiB beside what others hold; lower "
             "training.per_device_train_batch_size, or take a strategy that needs less (python -m finetune.plan lists "
             "them)"
@@ -192,13 +192,13 @@ def assess_steps(by_rank: list[list[dict[str, Any]]], *, gpu: bool, planned: int
         "verdict": "bad" if problems else "good",
         "problems": problems,
         "rank": rank,
-        "peak_gib": at[key] / GIB,
+        "peak_gib": peak_row[key] / GIB,
         "peak_of": "tensors" if key == "peak_tensors" else "resident",
         "peak_resident_gib": max(row["peak_resident"] for rows in by_rank for row in rows) / GIB,
         "reserved_gib": max(row["reserved"] for row in by_rank[rank]) / GIB if gpu else None,
-        "peak_step": at["step"],
-        "peak_clips": at["clips"],
-        "peak_batch": at["batch"],
+        "peak_step": peak_row["step"],
+        "peak_clips": peak_row["clips"],
+        "peak_batch": peak_row["batch"],
         "growth": growth,
         "certain": len(by_rank[0]) >= CERTAIN_FROM,
         "headroom_gib": headroom / GIB,
