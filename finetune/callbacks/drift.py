@@ -64,11 +64,11 @@ class ForwardClock:
         event.record()
         return event
 
-    def _before(self, module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+    def _before(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         self.samples += inputs[0].numel()
         self.started = self._now()
 
-    def _after(self, module: Any, inputs: Any, output: Any) -> None:
+    def _after(self, module: torch.nn.Module, inputs: object, output: object) -> None:
         if self.device.type == "cuda":
             self.events.append((self.started, self._now()))  # read at the logged step, when they have passed
         else:
@@ -215,7 +215,8 @@ class DriftMonitor(Callback):
             "lower training.dataloader_num_workers and data.shuffle_buffer_size, and look for what the last change to "
             "the data keeps."
             if kind == "memory"
-            else "keep checkpoints to resume from (training.save_steps), and look for tensors that are kept from step to step.",
+            else "keep checkpoints to resume from (training.save_steps), and look for tensors that are kept from step to "
+            "step.",
         )
 
     def _look_at_ranks(self, paces: list[float]) -> None:

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 import torch
@@ -119,7 +119,7 @@ def spark_line(values: list[float]) -> str:
     return "".join(BARS[round((v - low) * scale)] for v in finite)
 
 
-def takes_a_panel(stream: Any) -> bool:
+def takes_a_panel(stream: TextIO) -> bool:
     """Whether the stream is a terminal that can move its cursor."""
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
 

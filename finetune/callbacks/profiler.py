@@ -89,7 +89,7 @@ class PartClock:
             with record_function(f"part: {part}"):  # a mark in the trace
                 self.marks.append((part, self.now()))
 
-    def gradient(self, *_: Any) -> None:
+    def gradient(self, *_: object) -> None:
         """A parameter has its gradient. What comes after the last one waits for the other ranks."""
         if self.running:
             self.last_gradient = self.now()

@@ -172,6 +172,8 @@ class Transducer(Module):
     change_decoding_strategy: Callable[..., None]
     extract_rnnt_loss_cfg: Callable[[Any], tuple[str, dict[str, Any]]]
     save_to: Callable[[str | Path], None]
+    artifacts: dict[str, Any]
+    """NeMo's ArtifactItem by key of the configuration: the files of the archive."""
     transcribe: Callable[..., list[Any]]
 
     # Set by this project; missing where the run does not use them.

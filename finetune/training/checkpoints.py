@@ -11,6 +11,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -34,7 +35,7 @@ def checkpoint_path(output_dir: Path, step: int) -> Path:
 
 
 def checkpoints_of(output_dir: Path) -> list[Path]:
-    """Finished checkpoints, oldest first. One that was being written when the run died has another name."""
+    """Return finished checkpoints, oldest first. One that was being written when the run died has another name."""
     return sorted(p for p in (output_dir / "checkpoints").glob("step-*") if p.is_dir())
 
 
@@ -42,7 +43,7 @@ def checkpoints_of(output_dir: Path) -> list[Path]:
 
 
 def begin_checkpoint(output_dir: Path, step: int) -> Path:
-    """An empty folder to write a checkpoint into, which does not count until `seal`."""
+    """Return an empty folder to write a checkpoint into, which does not count until `seal`."""
     aside = aside_of(output_dir, step)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -51,13 +52,13 @@ def begin_checkpoint(output_dir: Path, step: int) -> Path:
 
 
 def aside_of(output_dir: Path, step: int) -> Path:
-    """The folder of `begin_checkpoint`."""
+    """Return the folder of `begin_checkpoint`."""
     final = checkpoint_path(output_dir, step)
     return final.with_name(f".{final.name}.tmp")
 
 
 def sync_folder(folder: Path) -> None:
-    """Pushes a folder's files to the disk."""
+    """Push a folder's files to the disk."""
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):  # another rank's, which has its name now
             if path.is_file():
@@ -68,7 +69,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def seal(output_dir: Path, step: int) -> Path:
-    """Makes what lies in the folder of `begin_checkpoint` a checkpoint: checksums, everything pushed to the disk, and
+    """Make what lies in the folder of `begin_checkpoint` a checkpoint: checksums, everything pushed to the disk, and
     its name at last."""
     aside, final = aside_of(output_dir, step), checkpoint_path(output_dir, step)
     files = {str(p.relative_to(aside)): _described(p) for p in sorted(aside.rglob("*")) if p.is_file()}
@@ -85,7 +86,7 @@ def seal(output_dir: Path, step: int) -> Path:
 
 
 def give_up(output_dir: Path, step: int) -> None:
-    """Removes what was written of a checkpoint."""
+    """Remove what was written of a checkpoint."""
     shutil.rmtree(aside_of(output_dir, step), ignore_errors=True)
 
 
@@ -101,7 +102,7 @@ def _condemned(checkpoint: Path) -> Path:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Takes its name away first: killed half-way through, a removal must not leave what looks whole."""
+    """Take its name away first: killed half-way through, a removal must not leave what looks whole."""
     condemned = checkpoint.with_name(f".{checkpoint.name}.gone.tmp")
     shutil.rmtree(condemned, ignore_errors=True)
     os.replace(checkpoint, condemned)
@@ -109,7 +110,7 @@ def _remove(checkpoint: Path) -> None:
 
 
 def remove_old_checkpoints(output_dir: Path, keep: int, best_step: int | None = None) -> None:
-    """Keeps the newest `keep` checkpoints, and that of the best evaluation; 0 keeps all.
+    """Keep the newest `keep` checkpoints, and that of the best evaluation; 0 keeps all.
 
     Also removes remains of unfinished ones.
     """
@@ -122,7 +123,7 @@ def remove_old_checkpoints(output_dir: Path, keep: int, best_step: int | None = 
 
 
 def remove_later_checkpoints(output_dir: Path, step: int) -> None:
-    """Removes the checkpoints behind the step that a run is resumed from: they belong to a course that is given up."""
+    """Remove the checkpoints behind the step that a run is resumed from: they belong to a course that is given up."""
     for path in checkpoints_of(output_dir):
         if path > checkpoint_path(output_dir, step):
             _remove(path)
@@ -132,7 +133,7 @@ def remove_later_checkpoints(output_dir: Path, step: int) -> None:
 
 
 def put_back(output_dir: Path) -> None:
-    """Gives a checkpoint its name back that was to be replaced when the process died."""
+    """Give a checkpoint its name back that was to be replaced when the process died."""
     for before in (output_dir / "checkpoints").glob(".step-*.old.tmp"):
         final = before.with_name(before.name.removeprefix(".").removesuffix(".old.tmp"))
         if not final.exists():
@@ -140,7 +141,7 @@ def put_back(output_dir: Path) -> None:
 
 
 def damage_of(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint's files, or None where all are as they were written.
+    """Return what is wrong with a checkpoint's files, or None where all are as they were written.
 
     One of an earlier version of this program, which wrote no checksums, is taken as it is.
     """
@@ -172,8 +173,10 @@ def _damages(checkpoint: Path, files: dict[str, dict[str, Any]]) -> Iterator[str
         yield f"{CHECKSUMS_FILE} does not name {STATE_FILE}"
 
 
-def find_checkpoint(resume: Any, output_dir: Path) -> Path | None:
-    """The checkpoint to continue from, or None to start at step 0. A damaged one is said, and the one before it taken.
+def find_checkpoint(resume: bool | str, output_dir: Path) -> Path | None:
+    """Return the checkpoint to continue from, or None to start at step 0.
+
+    A damaged one is reported, and the one before it taken.
 
     Args:
         resume: `training.resume_from_checkpoint`: true, false or a path.
@@ -221,7 +224,7 @@ def find_checkpoint(resume: Any, output_dir: Path) -> Path | None:
 
 
 def read_checkpoint_state(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The common state that a checkpoint was written with, and those of all ranks.
+    """Return the common state that a checkpoint was written with, and those of all ranks.
 
     Raises:
         UserError: it cannot be read, or the state of a rank is missing.
@@ -243,8 +246,8 @@ def read_checkpoint_state(path: Path) -> tuple[dict[str, Any], list[dict[str, An
     return state, [read_json_object(file, "training.resume_from_checkpoint") for file in rank_files]
 
 
-def load_checkpoint(accelerator: Any, path: Path) -> None:
-    """Model, optimizer, scaler and random states of this rank.
+def load_checkpoint(accelerator: Accelerator, path: Path) -> None:
+    """Load model, optimizer, scaler and random states of this rank.
 
     Raises:
         UserError: the checkpoint belongs to another model, or a pickle in it would run something.
@@ -267,7 +270,7 @@ def load_checkpoint(accelerator: Any, path: Path) -> None:
 
 
 def does_not_fit(path: Path, error: BaseException) -> str:
-    """The message for a checkpoint that cannot be loaded."""
+    """Return the message for a checkpoint that cannot be loaded."""
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     return (
         f"{path} does not fit this model or optimizer, or is damaged: {reason} Resume with the run file that wrote "

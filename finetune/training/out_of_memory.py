@@ -5,19 +5,19 @@ from typing import Any
 import torch
 
 from finetune.config.compatibility import find_conflicts
+from finetune.config.schema import RunConfig
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the GPU's or the host's memory ran out."""
+    """Return whether the GPU's or the host's memory ran out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     text = str(error)
     return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
 
 
-def remedies(config: Any, gpu: bool, engine: str = "none") -> list[str]:
-    """Settings that would help, are not in use yet, and go with the rest of the configuration; those that cost least
-    first.
+def remedies(config: RunConfig, gpu: bool, engine: str = "none") -> list[str]:
+    """Return settings that would help, are not in use yet, and go with the rest of the configuration, cheapest first.
 
     Args:
         config: the run's configuration.
@@ -95,7 +95,7 @@ def remedies(config: Any, gpu: bool, engine: str = "none") -> list[str]:
     return [text for helps, text, sets in candidates if helps and not _conflicts_with(config, sets, engine)]
 
 
-def _smaller_batches(config: Any) -> tuple[bool, str, dict[str, Any]]:
+def _smaller_batches(config: RunConfig) -> tuple[bool, str, dict[str, Any]]:
     """The same step in smaller pieces, by clips or by duration."""
     t, seconds = config.training, config.data.batch_duration
     key, size = "training.per_device_train_batch_size", t.per_device_train_batch_size
@@ -107,11 +107,11 @@ def _smaller_batches(config: Any) -> tuple[bool, str, dict[str, Any]]:
     return helps, text, {key: half, "training.gradient_accumulation_steps": parts}
 
 
-def _conflicts_with(config: Any, sets: dict[str, Any], engine: str) -> bool:
+def _conflicts_with(config: RunConfig, sets: dict[str, Any], engine: str) -> bool:
     return bool(find_conflicts(config.replaced(sets), engine))
 
 
-def out_of_memory_message(error: BaseException, config: Any, gpu: bool, engine: str = "none") -> str:
+def out_of_memory_message(error: BaseException, config: RunConfig, gpu: bool, engine: str = "none") -> str:
     """One message: what ran out, and what would help."""
     reason = " ".join(str(error).split("\n")[0].split()) or type(error).__name__
     lines = "\n".join(f"  - {remedy}" for remedy in remedies(config, gpu, engine))

@@ -39,8 +39,8 @@ LAUNCHERS = ("accelerate", "deepspeed", "torchrun")
 
 
 def read_best(output_dir: Path) -> dict[str, Any] | None:
-    """Step, validation WER and kind of weights (raw, ema, average) of the model.nemo that lies there; None where there
-    is none."""
+    """Return step, validation WER and kind of weights (raw, ema, average) of the model.nemo that lies there; None
+    where there is none."""
     path = output_dir / "checkpoints" / "best.json"
     if not path.is_file() or not (output_dir / "model.nemo").is_file():
         return None
@@ -48,7 +48,7 @@ def read_best(output_dir: Path) -> dict[str, Any] | None:
 
 
 def check_best(output_dir: Path) -> tuple[dict[str, Any] | None, bool]:
-    """What `read_best` says of the model.nemo that really lies there, and whether that file is damaged.
+    """Return what `read_best` says of the model.nemo that really lies there, and whether that file is damaged.
 
     A run that dies while it replaces model.nemo leaves the one before, of which best.json knows as well.
     """
@@ -94,7 +94,7 @@ class LineFile:
         """Whether the file's name was pushed to the disk."""
 
     def append(self, *rows: dict[str, Any]) -> None:
-        """Adds lines. What a full or broken disk does not take waits, which is said, and is tried again with the next
+        """Add lines. What a full or broken disk does not take waits, which is said, and is tried again with the next
         lines."""
         before = len(self.waiting)
         self.waiting += [json_line(row, default=float) + "\n" for row in rows]
@@ -115,7 +115,7 @@ class LineFile:
         self.waiting = []
 
     def sync(self) -> bool:
-        """Pushes the lines to the disk; whether all of them are there."""
+        """Push the lines to the disk; whether all of them are there."""
         if self.waiting:
             self.append()
         try:
@@ -130,7 +130,7 @@ class LineFile:
         return not self.waiting
 
     def pairs(self, first: str, second: str, lines: int) -> set[tuple[str, str]]:
-        """Two keys of each of the first `lines` lines."""
+        """Return two keys of each of the first `lines` lines."""
         found = set()
         if self.path.is_file():
             with self.path.open(encoding="utf-8", errors="replace") as file:
@@ -141,7 +141,7 @@ class LineFile:
         return found
 
     def cut(self, lines: int) -> None:
-        """Keeps the first `lines` whole lines."""
+        """Keep the first `lines` whole lines."""
         kept = []
         if self.path.is_file():
             with self.path.open(encoding="utf-8", errors="replace") as file:
@@ -149,7 +149,7 @@ class LineFile:
         write_text(self.path, "".join(kept))
 
     def cut_after_step(self, step: int) -> None:
-        """Keeps the rows up to a step, without the closing ones of a finished run."""
+        """Keep the rows up to a step, without the closing ones of a finished run."""
         keep = 0
         if self.path.is_file():
             with self.path.open(encoding="utf-8", errors="replace") as file:
@@ -166,7 +166,7 @@ class LineFile:
 
 
 def environment(seed: int) -> dict[str, Any]:
-    """Versions, devices, git revision, seed and command line."""
+    """Return versions, devices, git revision, seed and command line."""
     versions = {}
     for name in VERSIONS:
         try:
@@ -197,7 +197,7 @@ def environment(seed: int) -> dict[str, Any]:
 
 
 def command_line() -> list[str]:
-    """The words that started this run: its launcher's, where train.py has one, or else this process's own."""
+    """Return the words that started this run: its launcher's, where train.py has one, or else this process's own."""
     import psutil
 
     own = psutil.Process()
@@ -216,19 +216,19 @@ def command_line() -> list[str]:
 
 
 def rss_gib() -> float:
-    """Resident memory of this process now, GiB."""
+    """Return the resident memory of this process now, GiB."""
     import psutil
 
     return psutil.Process().memory_info().rss / 2**30
 
 
 def peak_rss_gib() -> float:
-    """Largest resident memory of this process so far, GiB."""
+    """Return the largest resident memory of this process so far, GiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def peak_memory_gib() -> float:
-    """Peak of the CUDA allocator; on a machine without a GPU the peak resident memory. GiB."""
+    """Return the peak of the CUDA allocator; on a machine without a GPU the peak resident memory. GiB."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     return peak_rss_gib()

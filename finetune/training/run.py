@@ -142,7 +142,7 @@ def output_directory(accelerator: Accelerator, config: RunConfig) -> Iterator[Pa
 
 
 def find_checkpoint(config: RunConfig) -> Path | None:
-    """The checkpoint that the run continues from; None starts at step 0."""
+    """Return the checkpoint that the run continues from; None starts at step 0."""
     t = config.training
     found, problem = None, None
     if int(os.environ.get("RANK", "0")) == 0:  # the others need not read gigabytes as well
@@ -192,8 +192,8 @@ def build_model(accelerator: Accelerator, config: RunConfig, checkpoint: Path | 
 
 
 def plan_steps(accelerator: Accelerator, config: RunConfig, sources: dict[str, list[OpenSource]]) -> int:
-    """Optimizer steps of the run; from the number of clips where the epochs decide (filters may make it fewer), and
-    from the mean length of some of them where batches are made by duration."""
+    """Return the optimizer steps of the run: from the number of clips where the epochs decide (filters may make it
+    fewer), and from the mean length of some of them where batches are made by duration."""
     t = config.training
     if t.max_steps > 0:
         return t.max_steps
@@ -212,7 +212,8 @@ def plan_steps(accelerator: Accelerator, config: RunConfig, sources: dict[str, l
 
 
 def epoch_limit(config: RunConfig) -> int | None:
-    """Whole passes that end the run; None where max_steps does, or a part of a pass that only steps can measure."""
+    """Return the whole passes that end the run; None where max_steps does, or a part of a pass that only steps can
+    measure."""
     t = config.training
     return int(t.num_train_epochs) if t.max_steps <= 0 and float(t.num_train_epochs).is_integer() else None
 
@@ -300,7 +301,7 @@ def trackers_of(config: RunConfig) -> list[str]:
 
 
 def flat_settings(config: RunConfig) -> dict[str, Any]:
-    """Dotted keys and plain values, the form that every tracker takes; without passwords and signatures, since
+    """Return dotted keys and plain values, the form that every tracker takes; without passwords and signatures, since
     trackers may be hosted."""
     flat = {}
     for section, values in without_secrets(config)[0].items():
@@ -310,7 +311,7 @@ def flat_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def end_stage(accelerator: Accelerator) -> None:
-    """Lets go of what a run holds beside its variables, so that another may begin in this process and its process
+    """Release what a run holds beside its variables, so that another may begin in this process and its process
     group."""
     from accelerate.state import AcceleratorState, GradientState
 
@@ -327,7 +328,7 @@ def end_stage(accelerator: Accelerator) -> None:
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Lets float32 products of a GPU round their factors to TensorFloat-32. Without it torch's own choice stays:
+    """Let float32 products of a GPU round their factors to TensorFloat-32. Without it torch's own choice stays:
     products no, convolutions yes."""
     if not allowed:
         return
@@ -340,14 +341,14 @@ def allow_tf32(allowed: bool) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds Python, NumPy and torch."""
+    """Seed Python, NumPy and torch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def set_allocator(cuda_alloc_conf: str | None) -> None:
-    """Settings of the GPU's memory allocator, which have to stand before the first tensor on a GPU."""
+    """Set the GPU's memory allocator, which have to stand before the first tensor on a GPU."""
     if not cuda_alloc_conf:
         return
     theirs = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
@@ -372,7 +373,7 @@ def set_allocator(cuda_alloc_conf: str | None) -> None:
 def warnings_for(
     config: RunConfig, *, pretrained: bool, parameters: int, clips_per_step: int, total_steps: int
 ) -> list[str]:
-    """One sentence for each risky setting.
+    """Return one sentence for each risky setting.
 
     Args:
         config: the run's configuration.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from finetune.config.schema import RunConfig
 from finetune.distributed import broadcast
 from finetune.errors import UserError
 from finetune.training.elastic_restart import is_same_launch, own_agent
@@ -41,7 +42,7 @@ class Stage:
 
 
 def stages_of(stages: list[Any], output_dir: Path) -> list[Stage]:
-    """The stages of `training.stages`.
+    """Return the stages of `training.stages`.
 
     Each trains in a directory of its own and begins with the model of the one before.
 
@@ -79,9 +80,9 @@ def stages_of(stages: list[Any], output_dir: Path) -> list[Stage]:
 
 
 def run_stages(
-    stages: list[Stage], train: Callable[[Stage], Any], *, resume: Any, margin: float, only: int | None = None
+    stages: list[Stage], train: Callable[[Stage], None], *, resume: bool | str, margin: float, only: int | None = None
 ) -> None:
-    """Trains stage after stage. One that has been finished is not run again on resume.
+    """Train stage after stage. One that has been finished is not run again on resume.
 
     Args:
         stages: from `stages_of`.
@@ -111,17 +112,17 @@ def run_stages(
             log.info("%s of %d in %s", stage.name, len(stages), stage.folder)
             train(stage)
             set_aside(stages[stage.number :])
-        judge(stage, broadcast(read_summary(stage.folder)) or {}, before, margin)
+        check_progress(stage, broadcast(read_summary(stage.folder)) or {}, before, margin)
 
 
 def was_restarted(stages: list[Stage]) -> bool:
-    """Whether the launcher that started this process has begun one of the stages already."""
+    """Return whether the launcher that started this process has begun one of the stages already."""
     own = own_agent()
     return own is not None and any(is_same_launch(stage.folder, [own]) for stage in stages)
 
 
 def stage_numbered(stages: list[Stage], number: int) -> Stage:
-    """The stage of a number.
+    """Return the stage of a number.
 
     Raises:
         UserError: there is none.
@@ -131,8 +132,9 @@ def stage_numbered(stages: list[Stage], number: int) -> Stage:
     return stages[number - 1]
 
 
-def config_to_try(stage: Stage, config: Any, first: Any) -> Any:
-    """The configuration of a stage that is only tried: where the stage before has left no model yet, the plan's first
+def config_to_try(stage: Stage, config: RunConfig, first: RunConfig) -> RunConfig:
+    """Return the configuration of a stage that is only tried: where the stage before has left no model yet, the plan's
+        first
         one stands in.
 
     Args:
@@ -148,7 +150,7 @@ def config_to_try(stage: Stage, config: Any, first: Any) -> Any:
 
 
 def set_aside(stages: list[Stage]) -> None:
-    """Renames what later stages left: it came from an older model of the stage that has just been trained."""
+    """Rename what later stages left: it came from an older model of the stage that has just been trained."""
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
         return
     for stage in stages:
@@ -162,8 +164,8 @@ def set_aside(stages: list[Stage]) -> None:
             log.warning("%s came from an older model of the stage before: its folder is %s now", stage.name, aside)
 
 
-def judge(stage: Stage, done: dict[str, Any], before: dict[str, Any] | None, margin: float) -> None:
-    """Stops the plan where a stage made the model worse by more than the margin."""
+def check_progress(stage: Stage, done: dict[str, Any], before: dict[str, Any] | None, margin: float) -> None:
+    """Stop the plan where a stage made the model worse by more than the margin."""
     now, then = done.get("wer_after"), before.get("wer_after") if before else done.get("wer_before")
     if before and None not in (done.get("best_validation_wer"), before.get("best_validation_wer")):
         now, then = done["best_validation_wer"], before["best_validation_wer"]
@@ -181,6 +183,6 @@ def judge(stage: Stage, done: dict[str, Any], before: dict[str, Any] | None, mar
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """summary.json of a finished run; None where there is none."""
+    """Return summary.json of a finished run; None where there is none."""
     file = folder / "summary.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None

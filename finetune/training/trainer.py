@@ -551,9 +551,17 @@ class Trainer:
             return batches[-1]
         rate = self.model.preprocessor._sample_rate
         return Batch(
-            ["silence"], [""], [""], torch.zeros(1, rate), torch.tensor([rate]), torch.zeros(1, 1, dtype=torch.int64), torch.tensor([1]), -1, {},
+            ids=["silence"],
+            texts=[""],
+            languages=[""],
+            audio_BS=torch.zeros(1, rate),
+            audio_lengths_B=torch.tensor([rate]),
+            tokens_BU=torch.zeros(1, 1, dtype=torch.int64),
+            token_lengths_B=torch.tensor([1]),
+            worker_shard=-1,
+            position={},
             feasible_B=torch.tensor([True]),
-        )  # fmt: skip
+        )
 
     def _to_device(self, batch: Batch) -> tuple[torch.Tensor, ...]:
         self._part("data")

@@ -11,13 +11,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from accelerate import Accelerator
 from omegaconf import OmegaConf
 
+from finetune.config.schema import RunConfig
 from finetune.config.tokenizer_setting import TokenizerSetting, default_growth, tokenizer_setting
 from finetune.data.text_corpus import Text, read_texts
 from finetune.distributed import broadcast
 from finetune.errors import UserError
 from finetune.models.loading import is_tokenizer, read_tokenizer
+from finetune.models.protocols import Transducer
 from finetune.models.sentencepiece_model import (
     FILE,
     kind_of,
@@ -39,8 +42,8 @@ FOLDER, REPORT = "tokenizer", "report.json"
 WAITING = ".tokenizer.new"
 
 
-def set_vocabulary(accelerator: Any, model: Any, config: Any, checkpoint: Path | None) -> bool:
-    """Gives the model the vocabulary that `model.tokenizer` asks for, in place; nothing where it asks for none.
+def set_vocabulary(accelerator: Accelerator, model: Transducer, config: RunConfig, checkpoint: Path | None) -> bool:
+    """Give the model the vocabulary that `model.tokenizer` asks for, in place; nothing where it asks for none.
 
     A checkpoint's run has its tokenizer already. Else the main process makes one, and all take its file, byte by byte.
     A model that was changed in the same way by the same texts before, as in an earlier stage, is left as it is.
@@ -79,8 +82,8 @@ def set_vocabulary(accelerator: Any, model: Any, config: Any, checkpoint: Path |
     return True
 
 
-def move_tokenizer_into_run(models: list[Any], output_dir: Path) -> None:
-    """Moves a tokenizer that was made for this run to its place in the run's directory. On the main process.
+def move_tokenizer_into_run(models: list[Transducer | None], output_dir: Path) -> None:
+    """Move a tokenizer that was made for this run to its place in the run's directory. On the main process.
 
     Args:
         models: those that may be saved later and have to know the place; None among them is passed over.
@@ -101,9 +104,9 @@ def move_tokenizer_into_run(models: list[Any], output_dir: Path) -> None:
             model.cfg.tokenizer.dir = str(final)
 
 
-def tokenizer_of_run(model: Any, config: Any) -> Any:
-    """The tokenizer that a run's texts are written with: the model's, or the one that `model.tokenizer` asks for, made
-    anew.
+def tokenizer_of_run(model: Transducer, config: RunConfig) -> Any:
+    """Return the tokenizer that a run's texts are encoded with: the model's, or the one that `model.tokenizer` asks
+    for, made anew.
 
     Args:
         model: NeMo transducer, which stays as it is.
@@ -121,26 +124,28 @@ def tokenizer_of_run(model: Any, config: Any) -> Any:
 
 
 def noted(setting: TokenizerSetting) -> dict[str, Any]:
-    """The setting of a change, as it is kept in the model."""
+    """Return the setting of a change as the model keeps it."""
     kind = "extend_from" if setting.extend_from is not None else "replace_with"
     return {kind: setting.origin, "size": setting.size, "pieces": setting.pieces, "coverage": setting.coverage}
 
 
 def _digest(content: bytes) -> str:
-    """Tells one text or tokenizer from another of the same name."""
+    """Return a digest that tells one text or tokenizer from another of the same name."""
     return hashlib.sha256(content).hexdigest()
 
 
-def _has_already(model: Any, note: dict[str, Any]) -> bool:
-    """Whether the model's vocabulary was changed in this way, and not replaced since."""
+def _has_already(model: Transducer, note: dict[str, Any]) -> bool:
+    """Return whether the model's vocabulary was changed in this way, and not replaced since."""
     changes = [change.get("setting") or {} for change in changes_of(model)]
     replaced = [i for i, change in enumerate(changes) if "replace_with" in change]
     return note in changes[replaced[-1] if replaced else 0 :]
 
 
-def make_tokenizer(model: Any, setting: TokenizerSetting, normalization: str) -> tuple[bytes | None, dict[str, Any]]:
-    """The file that a setting asks for, which may be the old one, and the report on it; no file where the model was
-    changed in this way already, by the same texts or tokenizer.
+def make_tokenizer(
+    model: Transducer, setting: TokenizerSetting, normalization: str
+) -> tuple[bytes | None, dict[str, Any]]:
+    """Return the file that a setting asks for, which may be the old one, and the report on it; no file where the model
+    was changed in this way already, by the same texts or tokenizer.
 
     Args:
         model: NeMo transducer with the old tokenizer.
@@ -191,7 +196,7 @@ def make_tokenizer(model: Any, setting: TokenizerSetting, normalization: str) ->
     return new.SerializeToString(), report
 
 
-def _place(accelerator: Any, content: bytes, shared: Path, report: dict[str, Any] | None) -> Path:
+def _place(accelerator: Accelerator, content: bytes, shared: Path, report: dict[str, Any] | None) -> Path:
     """Directory with the tokenizer's files: the main process's is kept, the others may not see its disk and have one
     of their own."""
     if accelerator.is_main_process:
@@ -207,7 +212,9 @@ def _place(accelerator: Any, content: bytes, shared: Path, report: dict[str, Any
     return place
 
 
-def _take_stored(accelerator: Any, model: Any, setting: TokenizerSetting, stored: Path, final: Path) -> bool:
+def _take_stored(
+    accelerator: Accelerator, model: Transducer, setting: TokenizerSetting, stored: Path, final: Path
+) -> bool:
     """The tokenizer of the run that is continued, for a model that does not have it yet; returns whether it had not."""
     content, report = broadcast(_stored(stored) if accelerator.is_main_process else (b"", {}))
     made_with = {key: value for key, value in (report.get("setting") or {}).items() if key != "sha256"}
