@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 
 from finetune.callbacks.defaults import add_step_callbacks
 from finetune.config.schema import RunConfig
@@ -97,6 +98,7 @@ class DryRun:
         self.config, self.strategy, self.attempts, self.warn = config, strategy, attempts, attempts.warn
         self.settings = trial.trial_config(config, "dry_run")
         self.sources: dict[str, list[OpenSource]] = {}
+        self.accelerator: Accelerator
         self.model: Transducer
         self.trainer: Trainer
         self.clips_per_second: float | None = None

@@ -77,7 +77,7 @@ def write_result(config: RunConfig, name: str, result: dict[str, Any]) -> Path:
     return path
 
 
-def ordinary_steps(trainer: Trainer) -> Generator[StepBatches]:
+def ordinary_steps(trainer: Trainer) -> Generator[StepBatches, None, None]:
     """Yield the batches of ordinary steps, epoch after epoch.
 
     Raises:
