@@ -8,7 +8,10 @@ import torch
 import yaml
 from conftest import read_lines, write_manifest
 
-PARTS = ["configuration", "sources", "model", "tokenizer", "clips", "engine", "evaluation", "worst batch", "checkpoint", "model file", "time"]  # fmt: skip
+PARTS = [
+    *("configuration", "sources", "model", "tokenizer", "clips", "engine", "evaluation", "worst batch", "checkpoint"),
+    *("model file", "time"),
+]
 
 
 def parts(folder: Path) -> dict:

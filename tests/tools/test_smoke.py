@@ -1,4 +1,4 @@
-"""`--smoke N`: a healthy run passes; a planted leak, a batch that does not fit and a loss that is not finite do not."""
+"""`--smoke N`: a healthy run passes; a planted leak, a batch that does not fit and a loss that is not finite fail."""
 
 import json
 
@@ -125,12 +125,12 @@ def rows(resident, tensors=lambda i: 10**6):
     """Steps as `assess_steps` takes them; resident and tensors tell bytes after step i."""
     return [
         {
-            "step": i + 1, "clips": "some", "batch": {}, "loss": 1.0, "tensors": tensors(i), "peak_tensors": 2 * 10**6 + i % 7,
-            "resident": resident(i), "peak_resident": resident(i) + 10**6, "reserved": None, "outside": None,
-            "total": 2**34, "available": 2**33,
+            **{"step": i + 1, "clips": "some", "batch": {}, "loss": 1.0, "reserved": None, "outside": None},
+            **{"tensors": tensors(i), "peak_tensors": 2 * 10**6 + i % 7, "total": 2**34, "available": 2**33},
+            **{"resident": resident(i), "peak_resident": resident(i) + 10**6},
         }
         for i in range(100)
-    ]  # fmt: skip
+    ]
 
 
 MIB = 2**20
