@@ -9,9 +9,9 @@ import yaml
 from conftest import read_lines, write_manifest
 
 PARTS = [
-    "configuration", "sources", "model", "tokenizer", "clips", "engine", "evaluation", "worst batch", "checkpoint",
-    "model file", "time",
-]  # fmt: skip
+    *("configuration", "sources", "model", "tokenizer", "clips", "engine", "evaluation", "worst batch", "checkpoint"),
+    *("model file", "time"),
+]
 
 
 def parts(folder: Path) -> dict:
@@ -87,7 +87,7 @@ def test_a_worst_batch_that_does_not_fit(tried, tiny_run, tmp_path, monkeypatch)
 
 
 def test_a_checkpoint_that_does_not_come_back(tried, tiny_run, tmp_path, monkeypatch):
-    monkeypatch.setattr("finetune.tools.preflight.dry_run_parts.resume", lambda *_: None)
+    monkeypatch.setattr("finetune.training.trainer.Trainer._resume", lambda *_: None)
     tried(1, *tiny_run(data={"test": None, "validation": None}), "--dry-run")
     assert "other weights and optimizer state and progress" in parts(tmp_path / "run")["checkpoint"]["said"]
 

@@ -1,4 +1,4 @@
-"""`--smoke N`: a healthy run passes; a planted leak, a batch that does not fit and a non-finite loss do not."""
+"""`--smoke N`: a healthy run passes; a planted leak, a batch that does not fit and a loss that is not finite fail."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from finetune.data.survey import survey_lengths
-from finetune.tools.preflight.smoke import judge
+from finetune.tools.preflight.smoke import assess_steps
 
 LEAKED_BYTES = 4000  # a step
 
@@ -122,15 +122,15 @@ def test_halved_bounds_are_said(run_train, tiny_run, tmp_path, monkeypatch, caps
 
 
 def rows(resident, tensors=lambda i: 10**6):
-    """Steps as `judge` takes them; resident and tensors tell bytes after step i."""
+    """Steps as `assess_steps` takes them; resident and tensors tell bytes after step i."""
     return [
         {
-            "step": i + 1, "clips": "some", "batch": {}, "loss": 1.0, "tensors": tensors(i),
-            "peak_tensors": 2 * 10**6 + i % 7, "resident": resident(i), "peak_resident": resident(i) + 10**6,
-            "reserved": None, "outside": None, "total": 2**34, "available": 2**33,
+            **{"step": i + 1, "clips": "some", "batch": {}, "loss": 1.0, "reserved": None, "outside": None},
+            **{"tensors": tensors(i), "peak_tensors": 2 * 10**6 + i % 7, "total": 2**34, "available": 2**33},
+            **{"resident": resident(i), "peak_resident": resident(i) + 10**6},
         }
         for i in range(100)
-    ]  # fmt: skip
+    ]
 
 
 MIB = 2**20
@@ -147,7 +147,7 @@ MIB = 2**20
     ],
 )
 def test_resident_memory_may_settle_but_not_grow(resident, leaking):
-    found = judge([rows(lambda i: 1000 * MIB), rows(resident)], gpu=False, planned=1000, scaled=False)
+    found = assess_steps([rows(lambda i: 1000 * MIB), rows(resident)], gpu=False, planned=1000, scaled=False)
     assert found["growth"]["leaking"] == leaking
     assert (found["verdict"] == "bad") == leaking
     if leaking:
@@ -159,13 +159,13 @@ def test_a_peak_above_the_memory_is_bad():
     steps = [
         {**row, "available": 10 * MIB, "peak_resident": row["resident"] + 11 * MIB} for row in rows(lambda i: MIB)
     ]
-    found = judge([rows(lambda i: MIB), steps], gpu=False, planned=1000, scaled=False)
+    found = assess_steps([rows(lambda i: MIB), steps], gpu=False, planned=1000, scaled=False)
     assert found["verdict"] == "bad"
     assert found["headroom_gib"] < 0
     assert "memory does not suffice" in found["problems"][0]
     # On a GPU others' memory counts: here they leave less than the tensors' peak.
     held = [{**row, "outside": row["total"] - 10**6, "reserved": 3 * 10**6} for row in rows(lambda i: MIB)]
-    found = judge([held], gpu=True, planned=1000, scaled=False)
+    found = assess_steps([held], gpu=True, planned=1000, scaled=False)
     assert "the GPU's 16.0 GiB" in found["problems"][0]
 
 

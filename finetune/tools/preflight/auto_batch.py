@@ -7,60 +7,56 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 
 from finetune.callbacks.memory_recovery import MemoryRecovery, describe_report, earlier_limits
-from finetune.data.batch import Batch
+from finetune.config.schema import RunConfig
 from finetune.distributed import broadcast
 from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.models.nemo import learning_batchnorms, set_batchnorm_mode
 from finetune.strategies.optimizers import RELEASES_GRADIENTS
+from finetune.strategies.strategy import Strategy
 from finetune.tools.planning import cache
 from finetune.tools.planning.dataset import TOKENS_A_SECOND, Data
 from finetune.tools.planning.engines import engine_of
 from finetune.tools.planning.follow import Kind
 from finetune.tools.planning.gpus import GIB, card_here
-from finetune.tools.planning.layout import layout_of
+from finetune.tools.planning.layout import Layout, layout_of
 from finetune.tools.planning.optimizer_memory import state_bytes
-from finetune.tools.planning.prediction import (
-    RUN_FILE,
-    Predictor,
-    as_json,
-    followed_lengths,
-    row_of,
-)
+from finetune.tools.planning.prediction import RUN_FILE, Predictor, as_json, followed_lengths, row_of
 from finetune.tools.preflight import trial
 from finetune.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 EDGES = (1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 5 / 6, 1)
-"""Of the longest clip, where one bound ends and the next begins."""
+"""Where one bound ends and the next begins, as shares of the longest utterance."""
 MOST_CLIPS = 512
 PLAN_FILE = "plan.json"
 
 
-def set_bounds(accelerator: Any, config: Any, strategy: Any) -> dict[str, Any] | None:
-    """Fills `data.batch_bounds` where the run file asks for `training.auto_batch`; a run that goes on keeps what it had.
+def set_bounds(accelerator: Accelerator, config: RunConfig, strategy: Strategy) -> dict[str, Any] | None:
+    """Set `data.batch_bounds` where the run file asks for `training.auto_batch`; a resumed run keeps its own.
 
     Returns:
         The run's prediction, as finetune.plan's `--json`; None where none was made.
 
     Raises:
-        UserError: not even one clip fits, or the model's layout is not known before it is loaded.
+        UserError: not even one utterance fits, or the model's layout is not known before it is loaded.
     """
-    t, output_dir = config.training, Path(config.training.output_dir)
+    t = config.training
     if not t.auto_batch:
         return None
-    earlier = earlier_limits(output_dir) if t.resume_from_checkpoint else None
+    earlier = earlier_limits(Path(t.output_dir)) if t.resume_from_checkpoint else None
     if earlier is not None:
         config.data.batch_bounds = earlier["bounds"]
-        log.info("auto batch: bounds of the run that goes on")
+        log.info("auto batch: the bounds of the resumed run")
         return None
     usable = usable_bytes(accelerator, t.memory_limit_gib)
-    problem, bounds, plan = broadcast(
-        _planned(accelerator, config, strategy, usable) if accelerator.is_main_process else None
-    )
+    processes = accelerator.num_processes
+    planned = _plan_bounds(config, strategy, processes, usable) if accelerator.is_main_process else ("", [], {})
+    problem, bounds, plan = broadcast(planned)
     if problem:
         raise UserError(problem)
     config.data.batch_bounds = bounds
@@ -71,8 +67,8 @@ def set_bounds(accelerator: Any, config: Any, strategy: Any) -> dict[str, Any] |
     return plan
 
 
-def usable_bytes(accelerator: Any, limit_gib: float | None) -> float:
-    """Bytes that tensors may take on the card that has least."""
+def usable_bytes(accelerator: Accelerator, limit_gib: float | None) -> float:
+    """Return the bytes that tensors may take on the device that has least."""
     card = card_here()
     usable = card.usable
     if accelerator.device.type == "cuda":
@@ -85,79 +81,79 @@ def usable_bytes(accelerator: Any, limit_gib: float | None) -> float:
         least = torch.tensor([usable], dtype=torch.float64, device=accelerator.device)
         torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
         usable = float(least)
-        if not card.is_gpu:
-            usable = usable if limit_gib is not None else usable / accelerator.num_processes
+        if not card.is_gpu and limit_gib is None:
+            usable /= accelerator.num_processes
     return usable
 
 
-def predictor_for(config: Any, strategy: Any, processes: int, follow: bool = True) -> Predictor | None:
-    """Predicts this run's steps on this machine.
-
-    Args:
-        follow: follow a step where that was not done before; else None is returned then.
+def predictor_for(config: RunConfig, strategy: Strategy, processes: int) -> Predictor:
+    """Return what predicts this run's steps on this machine.
 
     Raises:
-        UserError: it cannot be followed.
+        UserError: a step of the run cannot be followed.
     """
-    t, card = config.training, card_here()
-    layout = layout_of(config)
-    data = Data(config.data.max_duration, config.data.max_duration / 2, None, TOKENS_A_SECOND)
-    lengths = followed_lengths(data.longest)
-    precision = "bf16" if t.bf16 else "fp16" if t.fp16 else "no"
-    kind = Kind(config.model, precision, t.optimizer in RELEASES_GRADIENTS, card.is_gpu)
-    if not follow and cache.find(cache.key_of(layout, kind, lengths, data.tokens_a_second)) is None:
-        return None
-    with torch.random.fork_rng([]):  # following makes random weights of its own
+    layout, kind, data, lengths = _what_to_follow(config)
+    with torch.random.fork_rng([]):  # following a step initialises weights
         memory = next(iter(cache.follow_all(layout, [kind], lengths, data.tokens_a_second).values()))
     if isinstance(memory, str):
         raise UserError(f"a step of this run cannot be followed: {memory}.")
-    predictor = Predictor(config, engine_of(strategy, processes), card, data, layout, memory)
-    if t.auto_batch and predictor.engine.name == "ddp":
-        # Gradients that are exchanged by hand lie beside DDP's buckets.
+    predictor = Predictor(config, engine_of(strategy, processes), card_here(), data, layout, memory)
+    if config.training.auto_batch and predictor.engine.name == "ddp":
+        # MemoryRecovery exchanges gradients itself: they lie beside DDP's buckets.
         predictor.weights = replace(predictor.weights, gradient_copies=2)
     return predictor
 
 
-def _planned(
-    accelerator: Any, config: Any, strategy: Any, usable: float
-) -> tuple[str | None, list[list[float]], dict[str, Any] | None]:
-    """What is wrong, or pairs (seconds, clips) and the prediction."""
+def is_followed(config: RunConfig) -> bool:
+    """Return whether a step of this run has been followed before, which makes `predictor_for` quick."""
+    layout, kind, data, lengths = _what_to_follow(config)
+    return cache.find(cache.key_of(layout, kind, lengths, data.tokens_a_second)) is not None
+
+
+def _what_to_follow(config: RunConfig) -> tuple[Layout, Kind, Data, list[float]]:
+    t, longest = config.training, config.data.max_duration
+    precision = "bf16" if t.bf16 else "fp16" if t.fp16 else "no"
+    kind = Kind(config.model, precision, t.optimizer in RELEASES_GRADIENTS, card_here().is_gpu)
+    return layout_of(config), kind, Data(longest, longest / 2, None, TOKENS_A_SECOND), followed_lengths(longest)
+
+
+def _plan_bounds(
+    config: RunConfig, strategy: Strategy, processes: int, usable: float
+) -> tuple[str, list[list[float]], dict[str, Any]]:
+    """Return what is wrong ("": nothing), the bounds as pairs (seconds, clips), and the prediction."""
     try:
-        predictor = predictor_for(config, strategy, accelerator.num_processes)
+        predictor = predictor_for(config, strategy, processes)
     except UserError as error:
-        return f"training.auto_batch: {error} Or set training.auto_batch: false.", [], None
+        return f"training.auto_batch: {error} Or set training.auto_batch: false.", [], {}
     longest = config.data.max_duration
-    bounds = []
-    for edge in EDGES:
-        seconds = math.ceil(10 * edge * longest) / 10
-        bounds.append([seconds, min(predictor.most_clips(seconds, usable), MOST_CLIPS)])
+    ends = [math.ceil(10 * edge * longest) / 10 for edge in EDGES]
+    bounds = [[seconds, min(predictor.most_clips(seconds, usable), MOST_CLIPS)] for seconds in ends]
     if bounds[-1][1] < 1:
-        needed = predictor.peak(1, longest) / GIB
-        return (
-            f"training.auto_batch: one clip of data.max_duration={longest:g} s needs {needed:.2f} GiB, and {usable / GIB:.2f} can be used. Lower "
-            "data.max_duration, or take a strategy that needs less (python -m finetune.plan lists them).",
-            [],
-            None,
+        problem = (
+            f"training.auto_batch: one clip of data.max_duration={longest:g} s needs "
+            f"{predictor.peak(1, longest) / GIB:.2f} GiB, and {usable / GIB:.2f} can be used. Lower "
+            "data.max_duration, or take a strategy that needs less (python -m finetune.plan lists them)."
         )
+        return problem, [], {}
     predictor.config = config.replaced({"data.batch_bounds": bounds})
-    return None, bounds, _as_plan(predictor, strategy, accelerator.num_processes, usable)
+    return "", bounds, _as_plan(predictor, strategy, usable)
 
 
-def _as_plan(predictor: Predictor, strategy: Any, processes: int, usable: float) -> dict[str, Any]:
+def _as_plan(predictor: Predictor, strategy: Strategy, usable: float) -> dict[str, Any]:
     row = row_of("+".join(strategy.names) or RUN_FILE, predictor, "")
-    row.fits = row.peak_memory_gib * GIB <= usable
+    row.fits = predictor.peak(*predictor.worst()) <= usable
+    processes = predictor.engine.processes
     return as_json([row], predictor.card, processes, predictor.data, None, "the run's own prediction")
 
 
-def keep_prediction(trainer: Trainer, strategy: Any, plan: dict[str, Any] | None) -> None:
-    """Writes plan.json: the prediction that bounds were made by, else one that was followed before; else there is none."""
+def keep_prediction(trainer: Trainer, strategy: Strategy, plan: dict[str, Any] | None) -> None:
+    """Write plan.json: the prediction that set the bounds, else one of a step that was followed before, else none."""
     if not trainer.accelerator.is_main_process:
         return
     try:
-        if plan is None:
-            processes = trainer.accelerator.num_processes
-            predictor = predictor_for(trainer.config, strategy, processes, follow=False)
-            plan = predictor and _as_plan(predictor, strategy, processes, predictor.card.usable)
+        if plan is None and is_followed(trainer.config):
+            predictor = predictor_for(trainer.config, strategy, trainer.accelerator.num_processes)
+            plan = _as_plan(predictor, strategy, predictor.card.usable)
         if plan is not None:
             write_json(trainer.output_dir / PLAN_FILE, plan)
     except (UserError, OSError) as error:
@@ -165,10 +161,10 @@ def keep_prediction(trainer: Trainer, strategy: Any, plan: dict[str, Any] | None
 
 
 def confirm(trainer: Trainer, recovery: MemoryRecovery | None) -> None:
-    """Run forward and backward of the worst batches that the bounds allow; where memory runs out the bounds are halved.
+    """Run forward and backward of the worst batches that the bounds allow, and halve the bounds where memory runs out.
 
-    Nothing is learnt: gradients are dropped; random states, counters and BatchNorm's statistics stay. As much memory as the optimizer's
-    states will need is taken meanwhile.
+    Nothing is learnt: gradients are dropped; random states, counters and BatchNorm statistics stay. Memory for the
+    optimizer's states is held meanwhile.
 
     Args:
         trainer: of the run, before its first step.
@@ -193,7 +189,11 @@ def _try_worst_batches(trainer: Trainer, recovery: MemoryRecovery) -> None:
         set_batchnorm_mode(trainer.model, training=False)
         try:
             for name, batch in worst.items():
-                _try_batch(trainer, recovery, name, batch)
+                before = [list(pair) for pair in recovery.bounds]
+                trainer.compute_gradients(trial.worst_step(trainer, batch))
+                trainer.optimizer.zero_grad()
+                pieces = "" if before == recovery.bounds else ", in smaller pieces"
+                log.info("auto batch: %s fit%s: %s", name, pieces, describe_report(recovery.describe(batch)))
         finally:
             del states
             for training, module in norms:
@@ -204,7 +204,7 @@ def _try_worst_batches(trainer: Trainer, recovery: MemoryRecovery) -> None:
 
 
 def state_bytes_of(trainer: Trainer) -> int:
-    """Bytes of the optimizer's states on the device, which the first step makes."""
+    """Return the bytes that the first step allocates on the device for the optimizer's states."""
     t = trainer.config.training
     args = dict(t.optimizer_args)
     embeddings = {id(m.weight) for m in trainer.model.modules() if isinstance(m, torch.nn.Embedding)}
@@ -213,11 +213,3 @@ def state_bytes_of(trainer: Trainer) -> int:
         for p in trainer.model.parameters()
         if p.requires_grad
     )
-
-
-def _try_batch(trainer: Trainer, recovery: MemoryRecovery, name: str, batch: Batch) -> None:
-    before = [list(pair) for pair in recovery.bounds]
-    trainer.compute_gradients(trial.worst_step(trainer, batch))
-    trainer.optimizer.zero_grad()
-    changed = "" if before == recovery.bounds else ", in smaller pieces"
-    log.info("auto batch: %s fit%s: %s", name, changed, describe_report(recovery.describe(batch)))

@@ -1,4 +1,4 @@
-"""`finetune/train.py --smoke N`: N steps of the real configuration, the longest clips first, to see whether memory suffices and stays."""
+"""`finetune/train.py --smoke N`: N real steps, the worst batches first, to see whether memory suffices and stays."""
 
 import itertools
 import logging
@@ -11,37 +11,41 @@ from tqdm import tqdm
 
 from finetune.callbacks.defaults import add_step_callbacks
 from finetune.callbacks.memory_recovery import MemoryRecovery
+from finetune.config.schema import RunConfig
 from finetune.data.batch import Batch
+from finetune.distributed import gather
 from finetune.errors import UserError
-from finetune.strategies.strategy import engine_with
+from finetune.strategies.strategy import Strategy
 from finetune.tools.preflight import auto_batch, trial
 from finetune.training import run
-from finetune.training.out_of_memory import is_out_of_memory
 from finetune.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-FIRST_PART = 1 / 3  # of the steps, in which caches fill and lengths are met for the first time
+FIRST_PART = 1 / 3  # of the steps: caches fill, and lengths come for the first time
 CERTAIN_FROM = 30  # steps
 FEWEST_POINTS = 6
 PAIRS_OF = 400  # points, whose slopes are compared two by two
 NOISES = 3.0
-# What counts as a leak: bytes a step, and bytes over the steps that are judged. Live tensors are counted exactly; resident memory
-# creeps for a while, since small blocks lie scattered among what was freed.
-TENSORS = (1000.0, 4096.0)
-RESIDENT = (2**20, 2**25)
+# What counts as a leak: bytes a step, and bytes over the assessed steps. Live tensors are counted exactly; resident
+# memory creeps for a while, since small blocks lie scattered among what was freed.
+LEAKS = {"tensors": (1000.0, 4096.0), "resident": (2.0**20, 2.0**25)}
+LEAKING = {
+    "tensors": "live tensors",
+    "resident": "the process's resident memory and with it objects that are no tensors",
+}
 TIGHT = 0.05  # share of the memory that should stay free
 MIB, GIB = 2**20, 2**30
 
 
-def smoke(config: Any, strategy: Any, steps: int, observe: Callable[[Trainer], None] | None = None) -> int:
-    """Runs the steps, says what they need, and writes OUTPUT_DIR/smoke.json.
+def smoke(config: RunConfig, strategy: Strategy, steps: int, observe: Callable[[Trainer], None] | None = None) -> int:
+    """Run the steps, log what they need, and write OUTPUT_DIR/smoke.json.
 
     Args:
         config: of the run, whose directory stays as it is.
         strategy: of the run.
         steps: optimizer steps.
-        observe: called with the Trainer before it begins.
+        observe: called with the Trainer when it has begun.
 
     Returns:
         Exit code: 0 memory suffices and stays, 1 it does not, or a loss is not finite.
@@ -52,10 +56,9 @@ def smoke(config: Any, strategy: Any, steps: int, observe: Callable[[Trainer], N
         sources = run.open_sources(settings)
         auto_batch.set_bounds(accelerator, settings, strategy)
         planned = run.plan_steps(accelerator, settings, sources)
+        settings.training.max_steps = planned  # the whole run's schedule, by steps
         model = run.build_model(accelerator, settings)
         trainer = run.build_trainer(accelerator, model, sources, settings, planned)
-        # The schedule is that of the whole run.
-        trainer.total_steps, trainer.max_epochs = steps, None
         recovery = add_step_callbacks(trainer)
         trainer.begin(None)
         if observe is not None:
@@ -63,10 +66,8 @@ def smoke(config: Any, strategy: Any, steps: int, observe: Callable[[Trainer], N
         run.describe(trainer, strategy)
         worst, survey = trial.worst_batches(trainer)
         log.info("%s", survey)
-        if survey.rows is None or survey.looked < survey.rows:
+        if not trial.saw_all(survey):
             log.warning("longer clips may come: up to data.max_duration=%g s", settings.data.max_duration)
-        for name, batch in worst.items():
-            log.info("%s: %s", name, trial.say_batch(trial.batch_size(trainer.model, batch)))
         result = {
             "steps": steps,
             "planned_steps": planned,
@@ -75,124 +76,108 @@ def smoke(config: Any, strategy: Any, steps: int, observe: Callable[[Trainer], N
             "rows_looked_at": survey.looked,
             "longest_clip_seconds": survey.longest,
         }
-        taken, stopped = take_steps(trainer, worst, steps, engine_with(strategy.engine, accelerator.num_processes))
-        result |= halved(trainer, recovery)
-        if stopped is not None:
-            # Others may wait for this rank: it says so itself, and the launcher ends them.
-            verdict = {"verdict": "bad", "problems": [stopped]}
-            path = trial.write_result(config, "smoke", {**verdict, **result, "by_step": taken})
-            raise UserError(f"smoke test of {steps} steps: {stopped}\nresult: {path}", exit_code=1)
-        by_rank = trial.gathered(accelerator, taken)
-        verdict = judge(
-            by_rank, gpu=accelerator.device.type == "cuda", planned=planned, scaled=accelerator.scaler is not None
-        )
+        rows, problem = take_steps(trainer, strategy, worst, steps)
+        result |= report_bounds(trainer, recovery)
+        if problem is not None:
+            # Other ranks may wait for this one: it writes the result itself, and the launcher ends them.
+            found = {"verdict": "bad", "problems": [problem], **result, "by_step": rows}
+            path = trial.write_result(config, "smoke", found)
+            raise UserError(f"smoke test of {steps} steps: {problem}\nresult: {path}", exit_code=1)
+        by_rank = gather(rows)
+        gpu, scaled = accelerator.device.type == "cuda", accelerator.scaler is not None
+        found = assess_steps(by_rank, gpu=gpu, planned=planned, scaled=scaled)
         if accelerator.is_main_process:
-            path = trial.write_result(config, "smoke", {**verdict, **result, "by_step": by_rank[verdict["rank"]]})
-            say(verdict, steps)
+            path = trial.write_result(config, "smoke", {**found, **result, "by_step": by_rank[found["rank"]]})
+            log_result(found, steps)
             log.info("result: %s", path)
     accelerator.end_training()
-    return 0 if verdict["verdict"] == "good" else 1
+    return 0 if found["verdict"] == "good" else 1
 
 
 def take_steps(
-    trainer: Trainer, worst: dict[str, Batch], steps: int, engine: str
+    trainer: Trainer, strategy: Strategy, worst: dict[str, Batch], steps: int
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Steps with the worst batches, each twice, since the optimizer's states are there from the second on; then ordinary ones.
-
-    Args:
-        trainer: what is tried.
-        worst: batches by what they are.
-        steps: optimizer steps.
-        engine: as in finetune.config.compatibility.
+    """Take steps with the worst batches, each twice, then ordinary ones.
 
     Returns:
-        Bytes, batch and loss of each step of this rank; and why it could not go on.
+        Bytes, batch and loss of each step of this rank; and what stopped it.
     """
-    first = [(name, trial.worst_step(trainer, batch)) for _ in range(2) for name, batch in worst.items()]
     ordinary = (("ordinary clips", step_batches) for step_batches in trial.ordinary_steps(trainer))
-    taken: list[dict[str, Any]] = []
+    all_steps = itertools.chain(trial.worst_steps(trainer, worst), ordinary)
+    rows: list[dict[str, Any]] = []
     trainer.module.train()
-    bar = tqdm(total=steps, desc="smoke", unit="step", disable=not trainer.accelerator.is_main_process)
-    meter = trial.MemoryMeter(trainer)
-    with bar:
-        for number, (kind, step_batches) in enumerate(itertools.islice(itertools.chain(first, ordinary), steps), 1):
+    meter = trial.MemoryMeter(trainer, strategy)
+    with tqdm(total=steps, desc="smoke", unit="step", disable=not trainer.accelerator.is_main_process) as bar:
+        for number, (kind, step_batches) in enumerate(itertools.islice(all_steps, steps), 1):
+            size = trial.describe_step(trainer.model, step_batches)
+            if kind in worst and number <= len(worst):
+                log.info("%s: %s", kind, trial.format_batch(size))
             try:
-                with meter.step(step_batches.batches):
-                    done = trainer.train_on(step_batches)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                said = trial.say_out_of_memory(error, trainer, engine, step_batches)
-                return taken, f"step {number} does not fit, with {kind}: {said}"
-            except UserError as error:  # too many steps that are not finite
-                return taken, f"step {number}: {error}"
-            memory = meter.read()
-            finite = done.skipped is None
-            taken.append(
-                {
-                    "step": number,
-                    "clips": kind,
-                    "loss": done.loss if finite else None,
-                    "batch": trial.describe_step(trainer.model, step_batches),
-                    **memory,
-                }
-            )
+                done, memory = meter.train_on(step_batches)
+            except trial.StepDoesNotFit as error:
+                return rows, f"step {number} does not fit, with {kind}: {error}"
+            except UserError as error:
+                return rows, f"step {number}: {error}"
+            loss = done.loss if done.skipped is None else None
+            rows.append({"step": number, "clips": kind, "loss": loss, "batch": size, **memory})
             bar.update(1)
             bar.set_postfix(mem=f"{(memory['peak_tensors'] or memory['peak_resident']) / GIB:.2f}G", refresh=False)
-    return taken, None
+    return rows, None
 
 
-def halved(trainer: Trainer, recovery: MemoryRecovery | None) -> dict[str, Any]:
-    """With training.auto_batch: how often memory ran out and batches came in smaller pieces, and the bounds that are left; said too."""
+def report_bounds(trainer: Trainer, recovery: MemoryRecovery | None) -> dict[str, Any]:
+    """Log and return, with training.auto_batch, how often memory ran out and which bounds were halved."""
     if recovery is None:
         return {}
     times, planned, left = trainer.progress.out_of_memory, trainer.config.data.batch_bounds, recovery.bounds
     if times:
-        smaller = [
+        halved = [
             f"{now:g} in place of {was:g} up to {seconds:g} s"
-            for (seconds, was), (_, now) in zip(planned, left)
+            for (seconds, was), (_, now) in zip(planned, left, strict=True)
             if now < was
         ]
         log.warning(
             "auto batch: memory ran out %s; clips a batch: %s",
             "once" if times == 1 else f"{times} times",
-            ", ".join(smaller) or "as planned",
+            ", ".join(halved) or "as planned",
         )
     else:
         log.info("auto batch: memory never ran out, the bounds stay as planned")
     return {"out_of_memory": times, "batch_bounds": {"planned": [list(pair) for pair in planned], "now": left}}
 
 
-def judge(by_rank: list[list[dict[str, Any]]], *, gpu: bool, planned: int, scaled: bool) -> dict[str, Any]:
-    """Peak, growth and headroom; of each the rank counts that is worst.
+def assess_steps(by_rank: list[list[dict[str, Any]]], *, gpu: bool, planned: int, scaled: bool) -> dict[str, Any]:
+    """Return peak, growth and headroom, each of the rank where it is worst, and the verdict.
 
     Args:
         by_rank: rows of `take_steps` of each rank.
-        gpu: whether a GPU's memory is meant.
+        gpu: whether the memory is a GPU's.
         planned: steps of the whole run.
         scaled: whether fp16's loss scaling is on, which finds its scale by steps that are not finite.
     """
-    # Resident memory keeps what the allocator has not given back, so that it does not tell which step needed it.
+    # Resident memory keeps what the allocator has not returned, and so does not show which step needed it.
     key = "peak_tensors" if by_rank[0][0]["peak_tensors"] is not None else "peak_resident"
     rank = max(range(len(by_rank)), key=lambda r: max(row[key] for row in by_rank[r]))
-    at = max(by_rank[rank], key=lambda row: row[key])
+    peak_row = max(by_rank[rank], key=lambda row: row[key])
     growths = [{"rank": r, **g} for r, rows in enumerate(by_rank) for g in growth_of(rows)]
     growth = max(growths, key=lambda g: (g["leaking"], g["what"] == "tensors", g["mib_per_1000_steps"]))
     headroom = min(headroom_of(rows, gpu, len(by_rank)) for rows in by_rank)
-    total = at["total"]
+    total = peak_row["total"]
     problems = []
     if headroom < 0:
         problems.append(
-            f"memory does not suffice: the peak of step {at['step']} leaves {headroom / GIB:.2f} GiB of the {'GPU' if gpu else 'host'}'s "
-            f"{total / GIB:.1f} GiB beside what others hold; lower training.per_device_train_batch_size, or take a strategy that needs less "
-            "(python -m finetune.plan lists them)"
+            f"memory does not suffice: the peak of step {peak_row['step']} leaves {headroom / GIB:.2f} GiB of the "
+            f"{'GPU' if gpu else 'host'}'s {total / GIB:.1f} GiB beside what others hold; lower "
+            "training.per_device_train_batch_size, or take a strategy that needs less (python -m finetune.plan lists "
+            "them)"
         )
     if growth["leaking"]:
         rate = growth["mib_per_1000_steps"]
         full = max(headroom, 0) / (rate * MIB / 1000)
         until = f"full after some {full:,.0f} steps" if full < 100 * planned else "far from full in this run"
         problems.append(
-            f"leaking: {WORDS[growth['what']]} grow by {rate:.1f} MiB per 1,000 steps, {until} ({planned:,} are planned)"
+            f"leaking: {LEAKING[growth['what']]} grow by {rate:.1f} MiB per 1,000 steps, {until} ({planned:,} are "
+            "planned)"
         )
     # A loss scale is looked for in the first steps.
     bad = sorted(
@@ -200,20 +185,20 @@ def judge(by_rank: list[list[dict[str, Any]]], *, gpu: bool, planned: int, scale
     )
     if bad:
         problems.append(
-            f"loss or gradient is not finite in step {', '.join(map(str, bad[:8]))} of {len(by_rank[0])}; lower training.learning_rate, "
-            "or look at the clips that the log names"
+            f"loss or gradient is not finite in step {', '.join(map(str, bad[:8]))} of {len(by_rank[0])}; lower "
+            "training.learning_rate, or look at the clips that the log names"
         )
     return {
         "verdict": "bad" if problems else "good",
         "problems": problems,
         "rank": rank,
-        "peak_gib": at[key] / GIB,
+        "peak_gib": peak_row[key] / GIB,
         "peak_of": "tensors" if key == "peak_tensors" else "resident",
         "peak_resident_gib": max(row["peak_resident"] for rows in by_rank for row in rows) / GIB,
         "reserved_gib": max(row["reserved"] for row in by_rank[rank]) / GIB if gpu else None,
-        "peak_step": at["step"],
-        "peak_clips": at["clips"],
-        "peak_batch": at["batch"],
+        "peak_step": peak_row["step"],
+        "peak_clips": peak_row["clips"],
+        "peak_batch": peak_row["batch"],
         "growth": growth,
         "certain": len(by_rank[0]) >= CERTAIN_FROM,
         "headroom_gib": headroom / GIB,
@@ -223,46 +208,41 @@ def judge(by_rank: list[list[dict[str, Any]]], *, gpu: bool, planned: int, scale
     }
 
 
-WORDS = {
-    "tensors": "live tensors",
-    "resident": "the process's resident memory and with it objects that are no tensors",
-}
-
-
 def growth_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Slope of live tensors and of resident memory over the later steps of a rank, and whether that is a leak."""
+    """Return the slopes of live tensors and of resident memory over a rank's later steps, and whether they leak."""
     found = []
     later = rows[min(math.ceil(len(rows) * FIRST_PART), len(rows) - 1) :]
-    for what, (a_step, in_all) in (("tensors", TENSORS), ("resident", RESIDENT)):
+    for what, (per_step, overall) in LEAKS.items():
         held = np.array([row[what] for row in later if row[what] is not None], float)
+        if not len(held):
+            continue
         slope, noise = slope_of(held)
-        # What creeps less and less is no leak: the last half has to grow as well.
+        # Growth that slows down is no leak: the last half has to grow as well.
         leaking = (
             len(held) >= FEWEST_POINTS
-            and grows(held, a_step, in_all)
-            and grows(held[len(held) // 2 :], a_step, in_all / 2)
+            and grows(held, per_step, overall)
+            and grows(held[len(held) // 2 :], per_step, overall / 2)
         )
-        if len(held):
-            found.append(
-                {
-                    "what": what,
-                    "leaking": leaking,
-                    "mib_per_1000_steps": 1000 * slope / MIB,
-                    "noise_mib": noise / MIB,
-                    "judged_steps": len(held),
-                }
-            )
+        found.append(
+            {
+                "what": what,
+                "leaking": leaking,
+                "mib_per_1000_steps": 1000 * slope / MIB,
+                "noise_mib": noise / MIB,
+                "judged_steps": len(held),
+            }
+        )
     return found
 
 
-def grows(held: np.ndarray, a_step: float, in_all: float) -> bool:
-    """Whether memory grows by more than so many bytes a step, in all by more than so many bytes, and by more than its noise."""
+def grows(held: np.ndarray, per_step: float, overall: float) -> bool:
+    """Return whether memory grows by more than so many bytes a step and overall, and by more than its noise."""
     slope, noise = slope_of(held)
-    return slope > a_step and slope * (len(held) - 1) > max(in_all, NOISES * noise)
+    return slope > per_step and slope * (len(held) - 1) > max(overall, NOISES * noise)
 
 
 def slope_of(held: np.ndarray) -> tuple[float, float]:
-    """Theil and Sen's slope, the median of those between any two points, and the noise around it (1.48 times the median deviation)."""
+    """Return the Theil-Sen slope, the median of those between any two points, and the noise (1.48 times the MAD)."""
     if len(held) < 2:
         return 0.0, 0.0
     x = np.unique(np.linspace(0, len(held) - 1, min(len(held), PAIRS_OF)).astype(int))
@@ -274,24 +254,25 @@ def slope_of(held: np.ndarray) -> tuple[float, float]:
 
 
 def headroom_of(rows: list[dict[str, Any]], gpu: bool, processes: int) -> int:
-    """Bytes that stay free at the peak: of the GPU beside what others hold there, or of the host whose processes peak together."""
+    """Return the bytes that stay free at the peak: of the GPU beside what others hold, or of the host, where all
+    processes may peak together."""
     if gpu:
         return min(row["total"] - row["outside"] - row["peak_tensors"] for row in rows)
     return min(row["available"] - processes * (row["peak_resident"] - row["resident"]) for row in rows)
 
 
-def say(verdict: dict[str, Any], steps: int) -> None:
-    """The closing lines."""
-    v, growth = verdict, verdict["growth"]
+def log_result(v: dict[str, Any], steps: int) -> None:
+    """Log what `assess_steps` returned."""
+    growth = v["growth"]
     where = f" on rank {v['rank']}" if v["rank"] else ""
     log.info(
         "peak %s of %s at step %d%s, with %s: %s%s",
-        trial.say_bytes(v["peak_gib"] * GIB),
+        trial.format_bytes(v["peak_gib"] * GIB),
         "tensors" if v["peak_of"] == "tensors" else "resident memory",
         v["peak_step"],
         where,
         v["peak_clips"],
-        trial.say_batch(v["peak_batch"]),
+        trial.format_batch(v["peak_batch"]),
         f"; {v['reserved_gib']:.2f} GiB reserved by the allocator" if v["reserved_gib"] is not None else "",
     )
     if growth["judged_steps"] < FEWEST_POINTS:

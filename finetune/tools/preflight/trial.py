@@ -1,35 +1,38 @@
-"""What `--smoke` and `--dry-run` have in common: a run's own configuration, tried in a folder of its own that is removed afterwards.
-
-T encoder frames, U target tokens.
-"""
+"""What `--smoke` and `--dry-run` share: a folder of their own, the worst batches, and steps with measured memory."""
 
 import contextlib
 import ctypes
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from accelerate import Accelerator
 
+from finetune.config.schema import RunConfig
 from finetune.data.batch import Batch, describe_batch
 from finetune.data.survey import Survey, batch_of, survey_lengths
 from finetune.distributed import broadcast
 from finetune.durable_files import write_json
+from finetune.errors import UserError
 from finetune.models.nemo import encoder_lengths
+from finetune.models.protocols import Transducer
+from finetune.strategies.strategy import Strategy, engine_with
 from finetune.tools.planning.accounting import StepAccount
 from finetune.training import run
 from finetune.training.batches import StepBatches
-from finetune.training.out_of_memory import out_of_memory_message
+from finetune.training.callbacks import StepResult
+from finetune.training.out_of_memory import is_out_of_memory, out_of_memory_message
 from finetune.training.trainer import Trainer
 
 LONGEST, COSTLIEST, FULLEST = "the longest clips", "the clips with the most lattice cells", "the most audio in a batch"
 
 
-def trial_config(config: Any, name: str) -> Any:
-    """The configuration with a folder of its own below training.output_dir, where it neither continues a run nor meets one."""
+def trial_config(config: RunConfig, name: str) -> RunConfig:
+    """Return the configuration with a folder of its own below training.output_dir; it resumes nothing."""
     return config.replaced(
         {
             "training.output_dir": str(Path(config.training.output_dir) / name),
@@ -40,45 +43,45 @@ def trial_config(config: Any, name: str) -> Any:
 
 
 @contextlib.contextmanager
-def trial_folder(accelerator: Any, trial: Any) -> Iterator[Path]:
-    """The folder, locked while it is used and removed at the end. Trackers get nothing of a trial, and an older result goes.
+def trial_folder(accelerator: Accelerator, trial: RunConfig) -> Iterator[None]:
+    """Lock the trial's folder, and remove it at the end. Remove an older result, and send nothing to trackers.
 
     Raises:
-        UserError: it cannot be written, or another trial is in it.
+        UserError: it cannot be written, or another trial uses it.
     """
-    # They were looked for when the accelerator was made; from here on nothing goes to them.
+    # The accelerator was made with them, which checks that they are installed.
     trial.training.report_to = "none"
     with run.output_directory(accelerator, trial) as folder:
         if accelerator.is_main_process:
             folder.with_suffix(".json").unlink(missing_ok=True)
         accelerator.wait_for_everyone()
         try:
-            yield folder
+            yield
         finally:
             if accelerator.is_main_process:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def result_path(config: Any, name: str) -> Path:
-    """OUTPUT_DIR/name.json."""
+def result_path(config: RunConfig, name: str) -> Path:
+    """Return OUTPUT_DIR/name.json, the one file that a trial leaves."""
     return Path(config.training.output_dir) / f"{name}.json"
 
 
-def write_result(config: Any, name: str, result: dict[str, Any]) -> Path:
-    """Writes OUTPUT_DIR/name.json, the one file that a trial leaves."""
+def write_result(config: RunConfig, name: str, result: dict[str, Any]) -> Path:
+    """Write OUTPUT_DIR/name.json; several ranks may when memory runs out."""
     path = result_path(config, name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")  # when memory runs out several processes may write
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
     write_json(aside, result)
     os.replace(aside, path)
     return path
 
 
-def ordinary_steps(trainer: Trainer) -> Iterator[StepBatches]:
-    """Ordinary steps, epoch after epoch.
+def ordinary_steps(trainer: Trainer) -> Generator[StepBatches, None, None]:
+    """Yield the batches of ordinary steps, epoch after epoch.
 
     Raises:
-        UserError: no clip is left to train on, or the data cannot be read.
+        UserError: no utterance is left to train on, or the data cannot be read.
     """
     while True:
         before = trainer.progress.samples
@@ -94,10 +97,14 @@ def ordinary_steps(trainer: Trainer) -> Iterator[StepBatches]:
 
 
 def worst_batches(trainer: Trainer) -> tuple[dict[str, Batch], Survey]:
-    """The batches that need most memory, the same on all ranks: of the longest clips, of those with the most text and length, and,
-    where other bounds let shorter clips fill a batch better, the fullest one; and what was looked at to find them."""
-    survey = broadcast(survey_lengths(trainer.stream) if trainer.accelerator.is_main_process else None)
-    found = {}
+    """Find the batches that need most memory, the same on all ranks.
+
+    Returns:
+        Batches by what they hold: the longest utterances, those with the most lattice cells, and, where other bounds
+        let shorter ones fill a batch better, the most audio; and the survey that found them.
+    """
+    found: dict[str, Batch] = {}
+    survey = broadcast(survey_lengths(trainer.stream) if trainer.accelerator.is_main_process else Survey())
     for name, refs in ((LONGEST, survey.by_seconds), (COSTLIEST, survey.by_cells)):
         batch = batch_of(trainer.stream, refs)
         if batch is not None and all(batch.ids != other.ids for other in found.values()):
@@ -111,69 +118,91 @@ def worst_batches(trainer: Trainer) -> tuple[dict[str, Batch], Survey]:
     return found, survey
 
 
+def saw_all(survey: Survey) -> bool:
+    """Return whether a survey looked at every row, so that no longer utterance can come."""
+    return survey.rows is not None and survey.looked >= survey.rows
+
+
 def worst_step(trainer: Trainer, batch: Batch) -> StepBatches:
-    """An optimizer step that holds a batch as often as the run accumulates."""
+    """Return an optimizer step that holds a batch as often as the run accumulates."""
     repeated = iter([batch] * trainer.config.training.gradient_accumulation_steps)
     return trainer.batcher.next_step(repeated)
 
 
-def batch_size(model: Any, batch: Batch) -> dict[str, Any]:
-    """`describe_batch` with the frames of the model's encoder."""
-    frames_B = encoder_lengths(model, batch.audio_lengths_B)
-    return describe_batch(batch, frames_B, model.preprocessor._sample_rate)
+def worst_steps(trainer: Trainer, worst: dict[str, Batch]) -> list[tuple[str, StepBatches]]:
+    """Return the worst batches as steps, each twice: the second time the optimizer's states are there."""
+    return [(name, worst_step(trainer, batch)) for _ in range(2) for name, batch in worst.items()]
 
 
-def describe_step(model: Any, step_batches: StepBatches) -> dict[str, Any]:
-    """The largest batch of this rank's step, as `describe_batch` tells it."""
-    sizes = [batch_size(model, batch) for batch in step_batches.batches]
+def describe_step(model: Transducer, step_batches: StepBatches) -> dict[str, Any]:
+    """Return `describe_batch` of the largest batch of this rank's step; {} where it has none."""
+    rate = model.preprocessor._sample_rate
+    sizes = [describe_batch(b, encoder_lengths(model, b.audio_lengths_B), rate) for b in step_batches.batches]
     return max(sizes, key=lambda size: size["padded_seconds"], default={})
 
 
-def say_batch(size: dict[str, Any]) -> str:
-    """A batch in words."""
+def format_batch(size: dict[str, Any]) -> str:
+    """Return what `describe_step` found as text."""
     if not size:
         return "no batch of its own"
     return (
-        f"{size['clips']} clips of up to {size['longest_seconds']:.1f} s, {size['padded_seconds']:.0f} s with padding, "
-        f"{size['tokens']} tokens, {size['cells']} cells"
+        f"{size['clips']} clips of up to {size['longest_seconds']:.1f} s, {size['padded_seconds']:.0f} s with "
+        f"padding, {size['tokens']} tokens, {size['cells']} cells"
     )
 
 
-def say_bytes(n: float) -> str:
-    """Bytes in words."""
+def format_bytes(n: float) -> str:
     return f"{n / 2**30:.2f} GiB" if n >= 2**29 else f"{n / 2**20:.1f} MiB"
 
 
-def say_out_of_memory(error: BaseException, trainer: Trainer, engine: str, step_batches: StepBatches) -> str:
-    """The message for a step that did not fit, with its batch and what would help."""
-    gpu = trainer.accelerator.device.type == "cuda"
-    batch = say_batch(describe_step(trainer.model, step_batches))
-    return f"{batch}: {out_of_memory_message(error, trainer.config, gpu, engine)}"
+class StepDoesNotFit(UserError):
+    """A step ran out of memory; the text names its batch and what would help."""
 
 
 class MemoryMeter:
-    """Bytes of this process in and after each optimizer step: `with meter.step(batches): ...`, then `meter.read()`.
+    """Steps of a trainer, and the bytes that this process holds in and after each.
 
-    On a GPU the allocator tells. Elsewhere every tensor that an operation of a step makes is followed (finetune.tools.planning.accounting),
-    which takes time; not where the encoder is compiled, whose tensors are made out of sight.
+    On a GPU the allocator tells. Elsewhere every tensor that an operation of a step makes is accounted for
+    (finetune.tools.planning.accounting), which takes time; not where the encoder is compiled, whose tensors are made
+    out of sight.
 
     Args:
         trainer: whose steps are measured.
+        strategy: of the run, for what would help where memory runs out.
     """
 
-    def __init__(self, trainer: Trainer):
-        self.device = trainer.accelerator.device
+    def __init__(self, trainer: Trainer, strategy: Strategy):
+        self.trainer, self.device = trainer, trainer.accelerator.device
+        self.engine = engine_with(strategy.engine, trainer.accelerator.num_processes)
         self.gpu = self.device.type == "cuda"
-        followed = not self.gpu and not trainer.config.model.compile
-        averages = [t for callback in trainer.callbacks for t in callback.held_tensors().values()]
-        self.follow = StepAccount(trainer.module, trainer.optimizer, averages=averages) if followed else None
-        if self.follow:
+        self.follow: StepAccount | None = None
+        if not self.gpu and not trainer.config.model.compile:
+            averages = [t for callback in trainer.callbacks for t in callback.held_tensors().values()]
+            self.follow = StepAccount(trainer.module, trainer.optimizer, averages=averages)
             self.follow.account.parts["inputs"] = 0
         self.process = psutil.Process()
 
+    def train_on(self, step_batches: StepBatches) -> tuple[StepResult, dict[str, Any]]:
+        """Take a step; return its result and its memory (`_read`).
+
+        Raises:
+            StepDoesNotFit: memory ran out.
+            UserError: the run ends here, such as after too many steps that are not finite.
+        """
+        try:
+            with self._measure(step_batches.batches):
+                result = self.trainer.train_on(step_batches)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            batch = format_batch(describe_step(self.trainer.model, step_batches))
+            message = out_of_memory_message(error, self.trainer.config, self.gpu, self.engine)
+            raise StepDoesNotFit(f"{batch}: {message}") from error
+        return result, self._read()
+
     @contextlib.contextmanager
-    def step(self, batches: list[Batch]) -> Iterator[None]:
-        """Around a step with these batches, which do not count on the host: the next ones are there when the step is over."""
+    def _measure(self, batches: list[Batch]) -> Iterator[None]:
+        """Measure a step with these batches, which do not count on the host: they are not of the step's making."""
         if self.gpu:
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -184,20 +213,23 @@ class MemoryMeter:
                 account.peak = account.total
             yield
 
-    def read(self) -> dict[str, int | None]:
-        """Bytes after the step and at its peak.
+    def _read(self) -> dict[str, Any]:
+        """Return bytes after the step and at its peak.
 
         Returns:
-            tensors, peak_tensors (allocated ones), reserved (by the GPU's allocator, at its peak), resident, peak_resident (of the
-            process, on the host), outside (of torch's allocator on this GPU, other processes included), total (the GPU's memory, or the
-            host's), available (the host's memory that nobody uses); None where it cannot be told.
+            tensors, peak_tensors: allocated ones; None where they cannot be counted.
+            resident, peak_resident: of the process, on the host.
+            reserved, outside: on a GPU, by the allocator at its peak, and by others than the allocator, other
+                processes included; else None.
+            total: the GPU's memory, or the host's.
+            available: host memory that nobody uses.
         """
         peak_resident, account = _resident_peak(), self.follow and self.follow.account
         inputs = account.parts["inputs"] if account else 0
-        _give_back_freed()
+        _return_freed_memory()
         resident = self.process.memory_info().rss
         host = psutil.virtual_memory()
-        found: dict[str, int | None] = {
+        found: dict[str, Any] = {
             "resident": resident,
             "peak_resident": max(peak_resident or resident, resident),
             "total": host.total,
@@ -232,16 +264,7 @@ def _resident_peak() -> int | None:
     return None
 
 
-def _give_back_freed() -> None:
-    """What was freed goes back to the system, so that resident memory is what is in use; glibc would keep some for later."""
+def _return_freed_memory() -> None:
+    """Return freed memory to the system, which glibc may keep, so that resident memory is what is in use."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def gathered(accelerator: Any, value: Any) -> list[Any]:
-    """A value of each rank, on all of them."""
-    if accelerator.num_processes == 1:
-        return [value]
-    from accelerate.utils import gather_object
-
-    return gather_object([value])
