@@ -70,26 +70,26 @@ def test_columns_keep_their_width_whatever_the_numbers(loss):
 
 
 def test_time_left_counts_evaluations_and_later_stages(monkeypatch):
-    from finetune.callbacks import eta as pace
+    from finetune.callbacks import eta as module
 
     clock = [0.0]
-    monkeypatch.setattr(pace.time, "perf_counter", lambda: clock[0])
-    watch = pace.Eta(eval_steps=10, judged=("test",))
-    watch.check_evaluation("validation", 5.0)
-    watch.check_evaluation("test", 7.0)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
+    eta = module.Eta(eval_steps=10, judged=("test",))
+    eta.evaluated("validation", 5.0)
+    eta.evaluated("test", 7.0)
     clock[0] = 12.0
-    watch.begin(0)
+    eta.begin(0)
     for step in range(1, 11):
         clock[0] += 60.0 if step == 1 else 2.0  # the first one compiles
-        watch.stepped(step)
+        eta.stepped(step)
     clock[0] += 5.0
-    watch.check_evaluation("validation", 5.0)
+    eta.evaluated("validation", 5.0)
     # 90 steps, 9 evaluations, the test at the end
-    assert watch.seconds_left(10, 100) == pytest.approx(90 * 2 + 9 * 5 + 7)
-    assert watch.seconds_left(10, 95) == pytest.approx(85 * 2 + 9 * 5 + 7)
-    place = pace.place_in_plan(2, [50, 100, 30, 40])
-    assert watch.plan_left(10, 100, place) == pytest.approx(90 * 2 + 9 * 5 + 7 + 70 * 2)
-    assert watch.plan_left(10, 100, pace.place_in_plan(1, [50, -1])) is None
+    assert eta.seconds_left(10, 100) == pytest.approx(90 * 2 + 9 * 5 + 7)
+    assert eta.seconds_left(10, 95) == pytest.approx(85 * 2 + 9 * 5 + 7)
+    place = module.place_in_plan(2, [50, 100, 30, 40])
+    assert eta.plan_left(10, 100, place) == pytest.approx(90 * 2 + 9 * 5 + 7 + 70 * 2)
+    assert eta.plan_left(10, 100, module.place_in_plan(1, [50, -1])) is None
 
 
 # ---- the panel ------------------------------------------------------------------------------------------------------
@@ -293,19 +293,19 @@ def test_the_guard_set_is_evaluated_as_often_as_told():
 
 
 def test_time_left_counts_the_guard_set(monkeypatch):
-    from finetune.callbacks import eta as pace
+    from finetune.callbacks import eta as module
 
     clock = [0.0]
-    monkeypatch.setattr(pace.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
     for guard_steps, times in ((-1, 8), (0, 0), (30, 3)):
-        watch = pace.Eta(10, ("test", "guard"), guard_steps)
+        eta = module.Eta(10, ("test", "guard"), guard_steps)
         for split, seconds in (("validation", 5.0), ("test", 7.0), ("guard", 3.0)):
-            watch.check_evaluation(split, seconds)
-        watch.begin(0)
+            eta.evaluated(split, seconds)
+        eta.begin(0)
         for step in range(1, 11):
             clock[0] += 2.0
-            watch.stepped(step)
-        assert watch.seconds_left(10, 100) == pytest.approx(90 * 2 + 9 * 5 + times * 3 + 7 + 3), guard_steps
+            eta.stepped(step)
+        assert eta.seconds_left(10, 100) == pytest.approx(90 * 2 + 9 * 5 + times * 3 + 7 + 3), guard_steps
 
 
 def test_steps_that_are_not_finite_are_counted(watch, messages):

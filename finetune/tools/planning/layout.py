@@ -74,7 +74,8 @@ def layout_of(config: RunConfig) -> Layout:
     if not setting.changes:
         return layout
     if setting.size is None and is_tokenizer(setting.origin):
-        setting = replace(setting, size=len(read_tokenizer(setting.origin, setting.key).pieces))
+        size = len(read_tokenizer(setting.origin, setting.key).pieces)
+        setting = setting.model_copy(update={"size": size})
     return replace(layout, tokens=setting.most_pieces(layout.tokens))
 
 
