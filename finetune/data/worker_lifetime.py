@@ -7,13 +7,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 SECONDS_AFTER_SIGTERM = 60
 
 
-def end_with_parent(parent: int, *_: Any) -> None:
+def end_with_parent(parent: int, *_: object) -> None:
     """Let the kernel kill this worker when its parent, by process id, is gone. Linux only.
 
     A worker of torch looks for its parent only between batches, and at its end waits for its last batches to be read;
@@ -26,7 +25,7 @@ def end_with_parent(parent: int, *_: Any) -> None:
         os._exit(1)
 
 
-def begin_worker(parent: int, *_: Any) -> None:
+def begin_worker(parent: int, *_: object) -> None:
     """Let this worker end with its parent, and not before: its signals are the parent's to handle.
 
     A terminal and Slurm signal all processes of a run, whose main one needs data until it has saved a checkpoint.

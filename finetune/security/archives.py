@@ -65,7 +65,7 @@ class CheckedHeader(tarfile.TarInfo):
         self._of_bounded_length(archive)
         return super()._proc_pax(archive)  # type: ignore[misc]
 
-    def _has_holes(self, *_: Any) -> Any:
+    def _has_holes(self, *_: object) -> Any:
         raise Refused(f"{one_line(self.name)[:200]!r} is a file with holes")
 
     _proc_sparse = _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _has_holes

@@ -72,7 +72,7 @@ class TensorAccount(TorchDispatchMode):
         torch.UntypedStorage.resize_ = counted  # pyright: ignore[reportAttributeAccessIssue]  # same signature
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         torch.UntypedStorage.resize_ = self._resize
         super().__exit__(*error)
 
@@ -178,7 +178,7 @@ class StepAccount:
         if p.grad is not None:
             self.account.add([p.grad], "gradients")
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self.account.__exit__(*error)
         for hook in self.hooks:
             hook.remove()

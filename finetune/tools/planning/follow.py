@@ -288,11 +288,11 @@ class Follower:
             if tensor.requires_grad:
                 tensor.register_hook(lambda grad: account.enter(name, "temporary"))
 
-        def after_encoder(module: Module, args: Any, output: tuple[torch.Tensor, ...]) -> None:
+        def after_encoder(module: Module, args: object, output: tuple[torch.Tensor, ...]) -> None:
             account.enter("loss forward", "joint")
             enter_at_gradient(output[0], "backward above the layers")
 
-        def before_encoder(module: Module, args: Any) -> None:
+        def before_encoder(module: Module, args: object) -> None:
             account.enter("subsampling forward", "encoder")
 
         hooks = [
@@ -301,7 +301,7 @@ class Follower:
         ]
         for i, layer in enumerate(model.encoder.layers):
 
-            def before_layer(module: Module, args: Any, kwargs: dict[str, Any], i: int = i) -> None:
+            def before_layer(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], i: int = i) -> None:
                 account.enter(f"forward of layer {i}", "encoder")
                 if i == 0:
                     enter_at_gradient(args[0] if args else kwargs["x"], "backward below the layers")
