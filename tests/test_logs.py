@@ -22,8 +22,8 @@ from finetune.models.nemo import import_nemo
 import_nemo()
 from nemo.utils import logging as nemo_logging
 from deepspeed.utils import logger as deepspeed_logger
-logging.getLogger("some.library").warning("a record of %s", "a library")
-logging.getLogger("some.library").warning("a record %s that does not fit", 1, 2)
+logging.getLogger("some.package").warning("a record of %s", "a library")
+logging.getLogger("some.package").warning("a record %s that does not fit", 1, 2)
 nemo_logging.warning("a record of NeMo")
 deepspeed_logger.warning("a record of DeepSpeed")
 logging.getLogger("torch.utils.cpp_extension").warning("a record of torch")
@@ -34,8 +34,8 @@ with capture_prints():
 """
 """What libraries report while they are imported, and afterwards in each way."""
 REPORTED = [
-    "some.library: a record of a library",
-    "some.library: a record %s that does not fit",
+    "some.package: a record of a library",
+    "some.package: a record %s that does not fit",
     "nemo_logger: a record of NeMo",
     "DeepSpeed: a record of DeepSpeed",
     "torch.utils.cpp_extension: a record of torch",
@@ -70,9 +70,9 @@ def test_what_libraries_report_is_shown_with_verbose_only():
 def test_errors_of_libraries_are_shown():
     code = "import logging; from finetune.logs import set_up_logging; set_up_logging()\n"
     code += (
-        "logging.getLogger('some.library').error('no disk'); logging.getLogger('nv_one_logger.x').error('telemetry')"
+        "logging.getLogger('some.package').error('no disk'); logging.getLogger('nv_one_logger.x').error('telemetry')"
     )
-    assert OWN_LINE.fullmatch(run_python("-c", code).stderr.strip())[0].endswith("some.library: no disk")
+    assert OWN_LINE.fullmatch(run_python("-c", code).stderr.strip())[0].endswith("some.package: no disk")
 
 
 @pytest.mark.parametrize("command", ["transcribe", "train", "evaluate"])
