@@ -66,11 +66,7 @@ def merge_saved_lora(state: dict[str, torch.Tensor], scaling: float) -> dict[str
 
 
 def merged_state_dict(model: Transducer) -> dict[str, torch.Tensor]:
-    """Return the weights as a model without adapters has them; the model's own are not changed.
-
-    Args:
-        model: NeMo transducer, with adapters from `add_lora` or without.
-    """
+    """Return the weights as a model without adapters has them; the model's own are not changed."""
     state = model.state_dict()
     return merge_saved_lora(state, model.lora_scaling) if hasattr(model, "lora_scaling") else state
 
@@ -79,22 +75,20 @@ def load_merged_state_dict(model: Transducer, weights: dict[str, torch.Tensor]) 
     """Load weights without adapters into the model's base layers, in place; its adapters then add nothing.
 
     Args:
-        model: NeMo transducer, with adapters from `add_lora` or without.
         weights: what `merged_state_dict` returned.
+
+    Raises:
+        KeyError: names differ.
     """
-    full = {}
-    names = ((key.replace(".base_layer.", "."), tensor) for key, tensor in model.state_dict().items())
-    present = {tensor.data_ptr(): name for name, tensor in names if name in weights}
+    full, plain = {}, {key: key.replace(".base_layer.", ".") for key in model.state_dict()}
+    present = {t.data_ptr(): plain[key] for key, t in model.state_dict().items() if plain[key] in weights}
     for key, tensor in model.state_dict().items():
-        found = LORA_KEY.match(key)
-        if found:
+        if found := LORA_KEY.match(key):
             full[key] = torch.zeros_like(tensor) if found[2] == "B" else tensor
         else:
-            name = key.replace(".base_layer.", ".")
             # A file keeps a tensor that modules share under one of its names only.
-            full[key] = weights[name] if name in weights else weights[present[tensor.data_ptr()]]
-    unexpected = sorted(set(weights) - {key.replace(".base_layer.", ".") for key in full})
-    if unexpected:
+            full[key] = weights[plain[key] if plain[key] in weights else present[tensor.data_ptr()]]
+    if unexpected := sorted(set(weights) - set(plain.values())):
         raise KeyError(f"weights without a place in the model: {', '.join(unexpected[:8])}")
     model.load_state_dict(full)
 
@@ -104,21 +98,12 @@ class Adapter:
     """An adapter read from its files."""
 
     path: Path
-    rank: int
-    alpha: float
-    dropout: float
-    targets: list[str]
-    """Names of linear layers within a Conformer layer."""
-    train_decoder: bool
-    """Whether prediction network and joint are part of it."""
+    settings: dict[str, Any]
+    """Those of `lora_settings` that decide what fits: rank, alpha, targets and train_decoder."""
     base: dict[str, Any]
     """base_model.json: `name` and `sha256`."""
     tensors: dict[str, torch.Tensor]
     """By PEFT's names without their prefix: factors `encoder...lora_A.weight`, and weights under their own names."""
-
-    @property
-    def scaling(self) -> float:
-        return self.alpha / self.rank
 
 
 def is_adapter(path: Path) -> bool:
@@ -126,15 +111,23 @@ def is_adapter(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
+def _adapter_names(model: Transducer, train_decoder: bool) -> dict[str, str]:
+    """Return what an adapter holds of a model, by PEFT's names without their prefix: the names in its state dict."""
+    names = {}
+    for name in model.state_dict():
+        if found := LORA_KEY.match(name):
+            names[f"{found[1]}.lora_{found[2]}.weight"] = name
+        elif train_decoder and name.startswith(TRAINED_WHOLE):
+            names[name] = name
+    return names
+
+
 def base_hash(model: Transducer, train_decoder: bool) -> str:
-    """Hash what an adapter needs of its base model: names, shapes, types and values of the weights, and the tokens.
+    """Return the SHA-256 of what an adapter needs of its base model: names, shapes, types and values of the weights,
+    and the tokens. LoRA layers change nothing of it.
 
     Args:
-        model: NeMo transducer, with LoRA layers or without; the same either way.
         train_decoder: prediction network and joint come with the adapter, so they are left out.
-
-    Returns:
-        SHA-256 as hexadecimal digits.
     """
     digest = hashlib.sha256(json.dumps(list(model.joint.vocabulary)).encode())
     state = {n.replace(".base_layer.", "."): t for n, t in model.state_dict().items() if not LORA_KEY.match(n)}
@@ -177,14 +170,9 @@ def write_adapter(model: Transducer, folder: Path) -> None:
     Args:
         model: NeMo transducer with whole weights; its `lora_base` names the base model.
     """
-    settings, state, tensors = model.lora_settings, model.state_dict(), {}
-    for name, tensor in state.items():
-        found = LORA_KEY.match(name)
-        if found:
-            name = f"{found[1]}.lora_{found[2]}.weight"
-        elif not (settings["train_decoder"] and name.startswith(TRAINED_WHOLE)):
-            continue
-        tensors[PREFIX + name] = tensor.detach().to("cpu", copy=True).contiguous()
+    state = model.state_dict()
+    names = _adapter_names(model, model.lora_settings["train_decoder"])
+    tensors = {PREFIX + name: state[own].detach().to("cpu", copy=True).contiguous() for name, own in names.items()}
     aside = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -230,35 +218,32 @@ def read_adapter(path: Path) -> Adapter:
         config, base = (parse_json(read_text(path / name)) for name in (CONFIG, BASE))
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(path / WEIGHTS).items()}
         found = str(config["target_modules"])
-        targets = found[found.rindex("(") + 1 : found.rindex(")")].split("|")
-        rank, alpha = int(config["r"]), float(config["lora_alpha"])
-        dropout = float(config.get("lora_dropout") or 0.0)
-        whole = any(name.startswith(TRAINED_WHOLE) for name in tensors)
+        settings = {
+            "rank": int(config["r"]),
+            "alpha": float(config["lora_alpha"]),
+            "targets": found[found.rindex("(") + 1 : found.rindex(")")].split("|"),
+            "train_decoder": any(name.startswith(TRAINED_WHOLE) for name in tensors),
+        }
         plain = not (config.get("use_dora") or config.get("use_rslora") or config.get("rank_pattern"))
-        if config.get("peft_type") != "LORA" or not plain or rank < 1:
+        if config.get("peft_type") != "LORA" or not plain or settings["rank"] < 1:
             raise ValueError("it is no plain LoRA adapter")
         if not {"name", "sha256"} <= base.keys():
             raise ValueError(f"{BASE} names no base model")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, SafetensorError) as error:
-        reason = first_line(error)
         raise UserError(
-            f"{path} cannot be read as an adapter: {reason}. It needs {CONFIG}, {WEIGHTS} and {BASE}, as a LoRA run "
-            "leaves them in training.output_dir/adapter."
+            f"{path} cannot be read as an adapter: {first_line(error)}. It needs {CONFIG}, {WEIGHTS} and {BASE}, as a "
+            "LoRA run leaves them in training.output_dir/adapter."
         ) from error
-    return Adapter(path, rank, alpha, dropout, targets, whole, base, tensors)
+    return Adapter(path, settings, base, tensors)
 
 
 def check_base(adapter: Adapter, model: Transducer, name: str) -> None:
-    """Check that the base model is the one that the adapter was trained on.
-
-    Args:
-        model: the base model as it was loaded.
-        name: of the base model, for the message.
+    """Check that the base model, as it was loaded, is the one that the adapter was trained on.
 
     Raises:
         UserError: weights or tokens differ.
     """
-    found = base_hash(model, adapter.train_decoder)
+    found = base_hash(model, adapter.settings["train_decoder"])
     if found != adapter.base["sha256"]:
         raise UserError(
             f"the adapter {adapter.path} was trained on another base model than {name}: weights or tokens differ "
@@ -288,21 +273,20 @@ def merge_adapter(model: Transducer, adapter: Adapter) -> None:
     """
     weights = model.state_dict()
     factors = {n.removesuffix(".lora_A.weight") for n in adapter.tensors if n.endswith(".lora_A.weight")}
-    own = {n for n in weights if adapter.train_decoder and n.startswith(TRAINED_WHOLE)}
+    own = set(_adapter_names(model, adapter.settings["train_decoder"]))
     _check_names(adapter, {f"{n}.lora_{x}.weight" for n in factors for x in "AB"} | own)
+    scaling = adapter.settings["alpha"] / adapter.settings["rank"]
     added = 0.0
     try:
         for name in factors:
             a, b = (adapter.tensors[f"{name}.lora_{x}.weight"].float() for x in "AB")
-            weight, update = weights[f"{name}.weight"], adapter.scaling * (b @ a)
+            weight, update = weights[f"{name}.weight"], scaling * (b @ a)
             weight.copy_((weight.float() + update).to(weight.dtype))
             added = max(added, float(update.abs().max()))
         for name in own:
             weights[name].copy_(adapter.tensors[name])
     except (KeyError, RuntimeError) as error:
-        raise UserError(
-            f"the adapter {adapter.path} does not fit this model: {str(error).splitlines()[0]}."
-        ) from error
+        raise UserError(f"the adapter {adapter.path} does not fit this model: {first_line(error)}.") from error
     if not added:
         log.warning("the adapter %s changes no weight of the encoder: its second factors are zero", adapter.path)
 
@@ -317,34 +301,25 @@ def load_into_lora(model: Transducer, adapter: Adapter) -> None:
     Raises:
         UserError: the layers have other settings than the adapter's.
     """
-    ours = model.lora_settings
-    theirs = {
-        "rank": adapter.rank,
-        "alpha": adapter.alpha,
-        "targets": sorted(adapter.targets),
-        "train_decoder": adapter.train_decoder,
-    }
     wrong = [
         f"model.lora_{key}: {str(value).replace(chr(39), '').replace('True', 'true').replace('False', 'false')}"
-        for key, value in theirs.items()
-        if value != (sorted(ours[key]) if key == "targets" else ours[key])
+        for key, value in adapter.settings.items()
+        if (
+            sorted(value) != sorted(model.lora_settings[key])
+            if key == "targets"
+            else value != model.lora_settings[key]
+        )
     ]
     if wrong:
         raise UserError(
             f"model.adapter: {adapter.path} was trained with other settings than this run's. Write {', '.join(wrong)}."
         )
-    state, places = model.state_dict(), {}
-    for name in state:
-        found = LORA_KEY.match(name)
-        if found:
-            places[f"{found[1]}.lora_{found[2]}.weight"] = name
-        elif adapter.train_decoder and name.startswith(TRAINED_WHOLE):
-            places[name] = name
-    _check_names(adapter, set(places))
-    for name, place in places.items():
-        if state[place].shape != adapter.tensors[name].shape:
+    state, names = model.state_dict(), _adapter_names(model, adapter.settings["train_decoder"])
+    _check_names(adapter, set(names))
+    for name, own in names.items():
+        if state[own].shape != adapter.tensors[name].shape:
             raise UserError(
                 f"model.adapter: {adapter.path} does not fit this model: {name} is "
-                f"{tuple(adapter.tensors[name].shape)} there and {tuple(state[place].shape)} here."
+                f"{tuple(adapter.tensors[name].shape)} there and {tuple(state[own].shape)} here."
             )
-        state[place].copy_(adapter.tensors[name])
+        state[own].copy_(adapter.tensors[name])

@@ -28,7 +28,7 @@ def load_model(name: str, tokenizer: str | None = None) -> Transducer:
         name: a .nemo file, a run's output directory (its model.nemo), the directory of an adapter (its base model with
             the adapter merged), a Hugging Face directory (ParakeetForTDT), a hub name, or a NeMo model YAML (random
             weights).
-        tokenizer: directory with `tokenizer.model`, for a YAML that names none.
+        tokenizer: directory with `tokenizer.model`, for a YAML.
 
     Raises:
         UserError: nothing is found under the name, or it is not a transducer that this project trains.
@@ -40,9 +40,7 @@ def load_model(name: str, tokenizer: str | None = None) -> Transducer:
         if is_adapter(path):
             return _merge_into_base(path)
         if is_hugging_face(path):
-            model = load_hugging_face(path)
-            check_head(model, name)
-            return model
+            return _checked(load_hugging_face(path), path)
         raise UserError(
             f"model.name: the directory {name} holds no model.nemo and no config.json. Give a .nemo file, a finished "
             "run's directory or a Hugging Face directory."
@@ -64,8 +62,7 @@ def _merge_into_base(path: Path) -> Transducer:
     except UserError as error:
         raise UserError(
             f"model.name: {path} is an adapter of the base model {base}, which cannot be loaded: {error} Put it "
-            "there, "
-            f"or write its present place as `name` into {path / 'base_model.json'}.",
+            f"there, or write its present place as `name` into {path / 'base_model.json'}.",
             exit_code=error.exit_code,
         ) from error
     check_base(adapter, model, base)
@@ -73,18 +70,20 @@ def _merge_into_base(path: Path) -> Transducer:
     return model
 
 
+def _checked(model: Transducer, path: Path) -> Transducer:
+    check_head(model, str(path))
+    return model
+
+
 def _restore(path: Path) -> Transducer:
-    import_nemo()
     try:
-        model = nemo_archive.restore(path)
+        return _checked(nemo_archive.restore(path), path)
     except UserError:
         raise
     except Exception as error:
         raise UserError(
             f"model.name: {path} cannot be read as a NeMo model: {type(error).__name__}: {error}"
         ) from error
-    check_head(model, str(path))
-    return model
 
 
 def check_hub_name(name: str, key: str) -> None:
@@ -118,9 +117,6 @@ def _download(name: str) -> Transducer:
     check_hub_name(name, "model.name")
     try:
         fetched = fetch(name)
-        if fetched is None:
-            models = import_nemo()
-            file = Path(models.ASRModel.from_pretrained(model_name=name, return_model_file=True))
     except UserError:
         raise
     except Exception as error:
@@ -130,13 +126,7 @@ def _download(name: str) -> Transducer:
             ".nemo file and give its path.",
             exit_code=1,
         ) from error
-    if fetched is not None:
-        return load_model(str(fetched))
-    if not file.is_file():
-        raise UserError(
-            f"model.name: {name} has no .nemo file; an archive in one file, or transformers' format, is expected."
-        )
-    return _restore(file)
+    return load_model(str(fetched))
 
 
 def _build(path: Path, tokenizer: str | None) -> Transducer:
@@ -165,8 +155,7 @@ def _build(path: Path, tokenizer: str | None) -> Transducer:
         model = models.EncDecRNNTBPEModel(cfg=OmegaConf.create(layout))
     except Exception as error:
         raise UserError(f"{path}: NeMo cannot build this model: {type(error).__name__}: {error}") from error
-    check_head(model, str(path))
-    return model
+    return _checked(model, path)
 
 
 def move_to_device(model: Transducer, device: str) -> Transducer:
@@ -208,7 +197,14 @@ def read_tokenizer(name: str, key: str) -> SentencePieceModel:
         return parse(file.read_bytes(), f"{key}: {file}")
     archive = path / "model.nemo" if path.is_dir() else path
     if archive.suffix == ".nemo" and archive.is_file():
-        return parse(_tokenizer_in(archive, key), f"{key}: the tokenizer of {archive}")
+        with reading(archive, key) as (tar, found):
+            members = [m for m in found if m.isreg() and m.name.endswith(FILE)]
+            if len(members) > 1:
+                raise UserError(f"{key}: {archive} has an aggregate of {len(members)} tokenizers; one is expected.")
+            if not members:
+                raise UserError(f"{key}: {archive} holds no SentencePiece tokenizer.")
+            content = content_of(tar, members[0])
+        return parse(content, f"{key}: the tokenizer of {archive}")
     try:
         if is_adapter(path):
             return read_tokenizer(str(read_adapter(path).base["name"]), key)
@@ -223,13 +219,3 @@ def read_tokenizer(name: str, key: str) -> SentencePieceModel:
     except UserError as error:
         reason = str(error).removeprefix("model.name: ").removeprefix(f"{key}: ")
         raise UserError(f"{key}: {reason}", error.exit_code) from error
-
-
-def _tokenizer_in(archive: Path, key: str) -> bytes:
-    with reading(archive, key) as (tar, found):
-        members = [m for m in found if m.isreg() and m.name.endswith(FILE)]
-        if len(members) > 1:
-            raise UserError(f"{key}: {archive} has an aggregate of {len(members)} tokenizers; one is expected.")
-        if not members:
-            raise UserError(f"{key}: {archive} holds no SentencePiece tokenizer.")
-        return content_of(tar, members[0])

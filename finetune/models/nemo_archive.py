@@ -7,7 +7,6 @@ import contextlib
 import functools
 import re
 import tarfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from finetune.errors import UserError
 from finetune.models.adapters import load_merged_state_dict, merged_state_dict
 from finetune.models.nemo import import_nemo
 from finetune.models.protocols import Transducer
-from finetune.models.sentencepiece_model import parse
+from finetune.models.sentencepiece_model import SentencePieceModel, parse
 from finetune.security.archives import check_archive, content_of, named, reading, unpack
 from finetune.security.documents import leaves, parse_settings, resolved
 from finetune.security.pickles import load_tensors
@@ -72,13 +71,15 @@ ADAPTERS = (
     )
 )
 """What may be named anywhere below `adapters`."""
-NAMES_A_CLASS = ("_target_", "target", "cls", "class_name", "classname")
+NAMES_A_CLASS = ("_target_", "target", "cls")
+MAY_NAME_A_CLASS = ("class_name", "classname")
+"""With a dotted name as their value."""
 NOT_BUILT = ("train_ds", "validation_ds", "test_ds", "optim")
 """Sections of a training, which nothing here builds anything of."""
 NOT_AT_THE_TOP = ("_target_", "cls", "params", "model")
 """With one of these NeMo would build the sections above too, or take what is below it for the whole."""
-TOKENS = ("labels", "vocabulary")
-"""Lists of pieces, which may look like anything."""
+TOKEN = re.compile(r"(.*\.)?(labels|vocabulary)\[\d+\]")
+"""Keys of pieces, which may look like anything."""
 NOTES = ("vocabulary_changes",)
 """Sections that only tell."""
 
@@ -103,9 +104,11 @@ def check_model_config(config: dict[str, Any], name: str, folder: set[str] | Non
             raise UserError(f"{name}: {key}: {value[:200]!r} is refused: a reference is left in it.")
     if config.get("target") is not None:  # first: the parts of another kind of model are none of this one
         _check_class(str(config["target"]), "", "target", name)
-    for key, value in _leaves({k: v for k, v in config.items() if k not in (*NOT_BUILT, *NOTES)}):
+    for key, value in leaves({k: v for k, v in config.items() if k not in (*NOT_BUILT, *NOTES)}):
+        if TOKEN.fullmatch(key):
+            continue
         place, _, last = key.rpartition(".")
-        names_a_class = last in ("_target_", "target", "cls") or (last in NAMES_A_CLASS and "." in str(value))
+        names_a_class = last in NAMES_A_CLASS or (last in MAY_NAME_A_CLASS and "." in str(value))
         if names_a_class and value is not None:
             _check_class(str(value), place, key, name)
         if last == "trust_remote_code" and value:
@@ -147,33 +150,12 @@ def _is_a_file_here(text: str) -> bool:
         return False
 
 
-def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            if name not in TOKENS or not _is_plain(inner):
-                yield from _leaves(inner, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list):
-        for i, inner in enumerate(value):
-            yield from _leaves(inner, f"{key}.{i}")
-    else:
-        yield key, value
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether it is a list of plain values only."""
-    return isinstance(value, list) and not any(isinstance(item, dict | list) for item in value)
-
-
 def check_size(config: dict[str, Any], weight_bytes: int, name: str) -> None:
     """Refuse a configuration of far more parameters than there are weights for: building it would fill the memory.
 
     Args:
         config: resolved.
         weight_bytes: of the weights' file.
-        name: for messages.
-
-    Raises:
-        UserError: with both sizes.
     """
 
     def number(*keys: str) -> int:
@@ -186,9 +168,8 @@ def check_size(config: dict[str, Any], weight_bytes: int, name: str) -> None:
     pred, joint = number("decoder", "prednet", "pred_hidden"), number("joint", "jointnet", "joint_hidden")
     classes = max(number("decoder", "vocab_size"), number("joint", "num_classes"))
     # A lower bound: attention alone has 4 d² a layer, an LSTM 8 d² a layer.
-    least = 4 * width * width * number("encoder", "n_layers") + 8 * pred * pred * number(
-        "decoder", "prednet", "pred_rnn_layers"
-    )
+    least = 4 * width * width * number("encoder", "n_layers")
+    least += 8 * pred * pred * number("decoder", "prednet", "pred_rnn_layers")
     least += classes * (pred + joint) + width * number("encoder", "feat_in")
     if least > max(weight_bytes, 2**20):
         raise UserError(
@@ -198,11 +179,7 @@ def check_size(config: dict[str, Any], weight_bytes: int, name: str) -> None:
 
 
 def config_in(archive: tarfile.TarFile, members: list[tarfile.TarInfo], name: str) -> dict[str, Any]:
-    """Return the resolved configuration of an archive from `reading`, checked.
-
-    Raises:
-        UserError: there is none, or it is refused.
-    """
+    """Return the resolved configuration of an archive from `reading`, checked."""
     member = named(members, CONFIG)
     if member is None:
         raise UserError(f"{name} holds no {CONFIG}; it is no NeMo model.")
@@ -229,17 +206,10 @@ def config_in(archive: tarfile.TarFile, members: list[tarfile.TarInfo], name: st
 
 
 def weights_in(archive: tarfile.TarFile, members: list[tarfile.TarInfo], name: str) -> dict[str, torch.Tensor]:
-    """Return the weights of an archive from `reading`: tensors, read without running any code.
-
-    Raises:
-        UserError: there are none, or they are something else.
-    """
+    """Return the weights of an archive from `reading`: tensors, read without running any code."""
     member = named(members, WEIGHTS)
-    if member is None:
+    if member is None or (file := archive.extractfile(member)) is None:
         raise UserError(f"{name} holds no {WEIGHTS}; it is no NeMo model.")
-    file = archive.extractfile(member)
-    if file is None:
-        raise UserError(f"{name}: {WEIGHTS} is no regular file.")
     weights = load_tensors(file, f"{name}: {WEIGHTS}", member.size)
     if not isinstance(weights, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
         raise UserError(f"{name}: {WEIGHTS} is refused: it is no mapping of names to tensors.")
@@ -247,11 +217,7 @@ def weights_in(archive: tarfile.TarFile, members: list[tarfile.TarInfo], name: s
 
 
 def read_config(path: Path, key: str = "model.name") -> dict[str, Any]:
-    """Read the resolved configuration of a .nemo file; nothing is unpacked.
-
-    Raises:
-        UserError: it is no NeMo model, or is refused.
-    """
+    """Read the resolved configuration of a .nemo file; nothing is unpacked."""
     with reading(path, key) as (archive, members):
         return config_in(archive, members, f"{key}: {path}")
 
@@ -286,11 +252,9 @@ def restore(path: Path) -> Transducer:
     Raises:
         UserError: the file is refused; whatever NeMo raises where it cannot build it.
     """
-    config = read_config(path)
-    models = import_nemo()
-    connector = _connector()()
-    return models.ASRModel.restore_from(
-        str(path), override_config_path=OmegaConf.create(config), map_location="cpu", save_restore_connector=connector
+    config = OmegaConf.create(read_config(path))
+    return import_nemo().ASRModel.restore_from(
+        str(path), override_config_path=config, map_location="cpu", save_restore_connector=_connector()()
     )
 
 
@@ -306,10 +270,15 @@ class NemoFile:
     """The tokenizer's file; None where it has not exactly one."""
 
     @property
+    def tokenizer(self) -> SentencePieceModel:
+        """Raises UserError where the model has not exactly one SentencePiece tokenizer."""
+        return parse(self.sentencepiece or b"", f"--model: the tokenizer of {self.path}")
+
+    @property
     def tokens(self) -> int:
         """Pieces of the tokenizer, without the blank."""
         if self.sentencepiece is not None:
-            return len(parse(self.sentencepiece, f"the tokenizer of {self.path}").pieces)
+            return len(self.tokenizer.pieces)
         return len((self.config.get("joint") or {}).get("vocabulary") or [])
 
 

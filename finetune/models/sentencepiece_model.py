@@ -2,10 +2,9 @@
 
 import io
 import itertools
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableSequence
 from pathlib import Path
-from typing import Any, Protocol, Self, overload
+from typing import Any, Protocol, Self
 
 import sentencepiece.sentencepiece_model_pb2 as messages
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
@@ -29,13 +28,7 @@ class Piece(Protocol):
     type: int
 
 
-class Pieces(Protocol):
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Piece]: ...
-    @overload
-    def __getitem__(self, index: int, /) -> Piece: ...
-    @overload
-    def __getitem__(self, index: slice, /) -> list[Piece]: ...
+class Pieces(MutableSequence[Piece]):
     def add(self, **fields: Any) -> Piece: ...
 
 
@@ -50,7 +43,6 @@ class SentencePieceModel(Protocol):
     def normalizer_spec(self) -> Any: ...
     @classmethod
     def FromString(cls, content: bytes, /) -> Self: ...
-    def CopyFrom(self, other: Any, /) -> None: ...
     def SerializeToString(self) -> bytes: ...
 
 
@@ -75,9 +67,7 @@ def parse(content: bytes, name: str) -> SentencePieceModel:
 
 
 def copy_of(model: SentencePieceModel) -> SentencePieceModel:
-    copy = ModelProto()
-    copy.CopyFrom(model)
-    return copy
+    return ModelProto.FromString(model.SerializeToString())
 
 
 def kind_of(model: SentencePieceModel) -> str:
@@ -104,7 +94,6 @@ def processor(model: SentencePieceModel, **changes: Any) -> SentencePieceProcess
     """Return what encodes and decodes with a message.
 
     Args:
-        model: the tokenizer.
         changes: settings of its normaliser in this processor only, such as add_dummy_prefix=False.
     """
     if changes:
@@ -155,9 +144,9 @@ def train_tokenizer(
 
     Args:
         texts: normalised.
-        size: pieces, <unk> and bytes included.
+        size: pieces, <unk> and the 256 of `byte_fallback` included.
         kind: "bpe" (arXiv 1508.07909) or "unigram" (arXiv 1804.10959).
-        byte_fallback: spell characters without a piece as UTF-8 bytes, which takes 256 pieces.
+        byte_fallback: spell characters without a piece as UTF-8 bytes.
         coverage: share of the texts' characters that get a piece; the rarest go without.
         key: the option that asks for it, for messages.
 
@@ -181,9 +170,8 @@ def train_tokenizer(
         )
     except (RuntimeError, OSError) as error:
         reason = str(error).split("] ")[-1].strip() or type(error).__name__
-        reason = reason.replace("vocab_size", "the size").replace(
-            "character_coverage with --character_coverage option", "the coverage"
-        )
+        reason = reason.replace("vocab_size", "the size")
+        reason = reason.replace("character_coverage with --character_coverage option", "the coverage")
         raise UserError(f"{key}: SentencePiece cannot train {size} pieces on these texts: {reason}") from error
     return parse(written.getvalue(), key)
 
@@ -191,8 +179,7 @@ def train_tokenizer(
 def write_tokenizer(model: SentencePieceModel, directory: Path) -> None:
     """Write tokenizer.model, tokenizer.vocab and vocab.txt, which NeMo wants beside each other.
 
-    vocab.txt has WordPiece's spelling, without special tokens, as NeMo's `create_spt_model` writes it.
-    Nothing reads it.
+    vocab.txt, which nothing reads, has WordPiece's spelling as NeMo's `create_spt_model` writes it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / FILE).write_bytes(model.SerializeToString())
@@ -201,18 +188,3 @@ def write_tokenizer(model: SentencePieceModel, directory: Path) -> None:
     pieces = [p.piece for p in model.pieces if p.piece not in NOT_IN_VOCAB_TXT]
     words = (piece.removeprefix(SPACE) or SPACE if piece.startswith(SPACE) else f"##{piece}" for piece in pieces)
     (directory / "vocab.txt").write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
-
-
-def append(model: SentencePieceModel, pieces: Iterable[tuple[str, float]]) -> SentencePieceModel:
-    """Return a copy with more pieces behind the old ones, each with its score."""
-    model = copy_of(model)
-    for piece, score in pieces:
-        model.pieces.add(piece=piece, score=score, type=NORMAL)
-    model.trainer_spec.vocab_size = len(model.pieces)
-    return model
-
-
-def lowest_score(model: SentencePieceModel) -> float:
-    """Return the least score of the pieces that texts are encoded with."""
-    scores = [p.score for p in model.pieces if p.type in (NORMAL, USER_DEFINED)]
-    return min(scores) if scores and math.isfinite(min(scores)) else 0.0

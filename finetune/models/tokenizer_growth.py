@@ -25,9 +25,8 @@ from finetune.models.sentencepiece_model import (
     USER_DEFINED,
     SentencePieceModel,
     alphabet,
-    append,
+    copy_of,
     kind_of,
-    lowest_score,
     piece_encoder,
     processor,
     without_bytes,
@@ -103,7 +102,7 @@ def grow_on_texts(
     Raises:
         UserError: the new characters alone are more than `size`.
     """
-    words = count_words(model, texts)
+    words = _count_words(model, texts)
     old, own = alphabet(model), {p.piece for p in model.pieces}
     characters, left_out = _lacking(words, own, coverage)
     if len(characters) > size:
@@ -114,11 +113,12 @@ def grow_on_texts(
     new = set(characters) - old
 
     def allowed(piece: str) -> bool:
-        return pieces == "all" or any(c in new for c in piece)
+        wanted = pieces == "all" or any(c in new for c in piece)
+        return wanted and len(piece) <= LONGEST_PIECE and _is_word_part(piece)
 
     writable = own | set(characters)
     usable = Counter({w: n for w, n in words.items() if all(s in writable for s in w)})
-    merges = merge_on(dict(usable.most_common(MOST_WORDS)), own, size - len(characters), allowed)
+    merges = _merge_on(dict(usable.most_common(MOST_WORDS)), own, size - len(characters), allowed)
     return Growth(_appended(model, characters, merges), len(model.pieces), characters, left_out)
 
 
@@ -155,29 +155,33 @@ def grow_from_tokenizer(
 
 def _appended(model: SentencePieceModel, characters: list[str], merges: list[tuple[str, Word]]) -> SentencePieceModel:
     """Return the tokenizer with characters and merged pieces behind the old ones."""
-    lowest = lowest_score(model)
-    if kind_of(model) == "bpe":
-        names = [*characters, *(piece for piece, _ in merges)]
-        return append(model, [(name, lowest - 1 - i) for i, name in enumerate(names)])
     scores = {p.piece: p.score for p in model.pieces if p.type in (NORMAL, USER_DEFINED)}
-    scores |= dict.fromkeys(characters, lowest)
-    encode = piece_encoder(append(model, [(c, lowest) for c in characters]))
+    lowest = min(scores.values(), default=0.0)
+    names = [*characters, *(piece for piece, _ in merges)]
+    if kind_of(model) == "bpe":
+        return _append(model, {name: lowest - 1 - i for i, name in enumerate(names)})
+    new = dict.fromkeys(characters, lowest)
+    scores |= new
+    encode = piece_encoder(_append(model, new))
     for rank, (piece, parts) in enumerate(merges):
         # A longer one wins against its beginning. The same gain for all would make AB+C and A+BC equally good, and
         # implementations choose differently then; so an earlier merge gains more.
         gain = (UNIGRAM_GAIN if parts else UNIGRAM_GAIN * (len(piece) - 1)) * (1 + 1 / math.sqrt(2 + rank))
         known = parts or encode(piece)
         scores[piece] = sum(scores.get(part, lowest) for part in known) + gain
-    return append(model, [(name, scores[name]) for name in [*characters, *(piece for piece, _ in merges)]])
+    return _append(model, {name: scores[name] for name in names})
 
 
-def count_words(model: SentencePieceModel, texts: Iterable[str]) -> Counter[Word]:
-    """Count the words, each as the pieces that encode it; what has no piece stands as its characters.
+def _append(model: SentencePieceModel, scores: Mapping[str, float]) -> SentencePieceModel:
+    model = copy_of(model)
+    for piece, score in scores.items():
+        model.pieces.add(piece=piece, score=score, type=NORMAL)
+    model.trainer_spec.vocab_size = len(model.pieces)
+    return model
 
-    Args:
-        model: the tokenizer.
-        texts: normalised; the tokenizer's own rules come on top.
-    """
+
+def _count_words(model: SentencePieceModel, texts: Iterable[str]) -> Counter[Word]:
+    """Count the words, each as the pieces that encode it; what has no piece stands as its characters."""
     counts: Counter[str] = Counter()
     normalize = processor(model).normalize
     for text in texts:
@@ -211,7 +215,7 @@ def _lacking(words: Counter[Word], own: set[str], coverage: float) -> tuple[list
     return ordered[:taken], ordered[taken:]
 
 
-def merge_on(
+def _merge_on(
     words: Mapping[Word, int], own: set[str], count: int, allowed: Callable[[str], bool]
 ) -> list[tuple[str, Word]]:
     """Continue BPE training (arXiv 1508.07909).
@@ -246,13 +250,7 @@ def merge_on(
             continue
         if -n < LEAST_COUNT:
             break
-        if (
-            piece in own
-            or piece in found
-            or len(piece) > LONGEST_PIECE
-            or not _is_word_part(piece)
-            or not allowed(piece)
-        ):
+        if piece in own or piece in found or not allowed(piece):
             continue
         found[piece], ranks[piece] = parts[piece], len(ranks)
         more: set[str] = set()

@@ -98,11 +98,12 @@ def test_a_hub_that_does_not_answer_is_done_without(ask, directory):
 
 
 @pytest.mark.slow
-def test_a_nemo_of_the_repositorys_name_is_left_to_nemo(ask, directory, tmp_path):
+def test_a_nemo_of_the_repositorys_name_comes_first(ask, directory, tmp_path):
     both = shutil.copytree(directory, tmp_path / "both")
     shutil.copy(BASE, both / "small-tdt.nemo")
+    shutil.copy(BASE, both / "last.nemo")
     answer, asked = fetched(ask, both)
-    assert answer == {"path": "None"}
+    assert Path(answer["path"]).name == "small-tdt.nemo"
     assert not any("safetensors" in line for line in asked)
 
 

@@ -4,7 +4,6 @@ import io
 import json
 import unicodedata
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -26,6 +25,7 @@ from finetune.models.huggingface.tokenizer import (
     sentencepiece_of,
 )
 from finetune.models.huggingface.writing import check_texts
+from finetune.models.nemo_archive import NemoFile
 from finetune.models.sentencepiece_model import ModelProto, train_tokenizer
 from finetune.models.tokenizer_growth import grow_on_texts
 
@@ -239,7 +239,7 @@ def test_letters_with_combining_marks(model_type, size):
 
 def test_texts_that_are_not_nfc_are_said_and_not_refused(messages):
     proto = ModelProto.FromString((TOKENIZER / "tokenizer.model").read_bytes())
-    nemo = SimpleNamespace(path=Path("m.nemo"), sentencepiece=proto.SerializeToString())
+    nemo = NemoFile(Path("m.nemo"), {}, {}, proto.SerializeToString())
     composed = ["où est l'été", "ça va"]
     check_texts(nemo, composed)
     assert messages == []

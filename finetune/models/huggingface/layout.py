@@ -45,28 +45,21 @@ TARGETS = {
 ACTIVATIONS = ("relu", "sigmoid", "tanh")
 MAX_SYMBOLS = 10  # a frame, where the NeMo configuration names no limit
 
-# NeMo's defaults of what a configuration may leave out, as far as transformers has a setting for it or fixes it.
-ENCODER_DEFAULTS = {
-    "feat_out": -1,
-    "causal_downsampling": False,
-    "subsampling": "striding",
-    "subsampling_factor": 4,
-    "subsampling_conv_channels": -1,
-    "reduction": None,
-    "ff_expansion_factor": 4,
-    "self_attention_model": "rel_pos",
-    "n_heads": 4,
-    "att_context_size": None,
-    "xscaling": True,
-    "pos_emb_max_len": 5000,
-    "conv_kernel_size": 31,
-    "conv_norm_type": "batch_norm",
-    "conv_context_size": None,
-    "use_bias": True,
-    "dropout": 0.1,
-    "dropout_emb": 0.1,
-    "dropout_att": 0.0,
-    "stochastic_depth_drop_prob": 0.0,
+# NeMo's key of the encoder: transformers' key, and NeMo's default where a configuration may leave it out.
+ENCODER = {
+    "d_model": ("hidden_size", None),
+    "n_layers": ("num_hidden_layers", None),
+    "n_heads": ("num_attention_heads", 4),
+    "feat_in": ("num_mel_bins", None),
+    "conv_kernel_size": ("conv_kernel_size", 31),
+    "subsampling_factor": ("subsampling_factor", 4),
+    "subsampling_conv_channels": ("subsampling_conv_channels", -1),
+    "pos_emb_max_len": ("max_position_embeddings", 5000),
+    "use_bias": ("attention_bias", True),
+    "xscaling": ("scale_input", True),
+    "dropout": ("dropout", 0.1),
+    "dropout_emb": ("dropout_positions", 0.1),
+    "dropout_att": ("attention_dropout", 0.0),
 }
 PREPROCESSOR_DEFAULTS = {
     "sample_rate": 16000,
@@ -74,21 +67,32 @@ PREPROCESSOR_DEFAULTS = {
     "window_stride": 0.01,
     "n_window_size": None,
     "n_window_stride": None,
-    "window": "hann",
-    "normalize": "per_feature",
     "n_fft": None,
     "preemph": 0.97,
     "features": 64,
-    "lowfreq": 0,
-    "highfreq": None,
-    "log": True,
-    "log_zero_guard_type": "add",
-    "log_zero_guard_value": 2**-24,
-    "frame_splicing": 1,
-    "exact_pad": False,
-    "pad_value": 0,
-    "mag_power": 2.0,
-    "mel_norm": "slaney",
+}
+# What transformers has no setting for, with the values that it computes as; the first is NeMo's default.
+FIXED_ENCODER = {
+    "causal_downsampling": (False,),
+    "self_attention_model": ("rel_pos",),
+    "att_context_size": (None, [-1, -1]),
+    "conv_norm_type": ("batch_norm",),
+    "conv_context_size": (None,),
+    "reduction": (None,),
+    "feat_out": (-1, None, 0),
+}
+FIXED_PREPROCESSOR = {
+    "window": ("hann",),
+    "normalize": ("per_feature",),
+    "log": (True,),
+    "log_zero_guard_type": ("add",),
+    "log_zero_guard_value": (2**-24,),
+    "lowfreq": (0, None),
+    "frame_splicing": (1,),
+    "exact_pad": (False,),
+    "pad_value": (0,),
+    "mag_power": (2,),
+    "mel_norm": ("slaney",),
 }
 
 
@@ -129,12 +133,9 @@ def misfits(weights: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Te
     return "; ".join(problems[:8]) + more
 
 
-def _windows(p: Mapping[str, Any]) -> tuple[int, int]:
-    """Return window and hop in samples, truncated as NeMo does."""
-    rate = p["sample_rate"]
-    window = p["n_window_size"] or int(p["window_size"] * rate)
-    hop = p["n_window_stride"] or int(p["window_stride"] * rate)
-    return int(window), int(hop)
+def preprocessor_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the preprocessor's section with NeMo's defaults for what it leaves out."""
+    return {**PREPROCESSOR_DEFAULTS, **config["preprocessor"]}
 
 
 def feature_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,13 +144,15 @@ def feature_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         config: NeMo model configuration, resolved.
     """
-    p = {**PREPROCESSOR_DEFAULTS, **config["preprocessor"]}
-    window, hop = _windows(p)
+    p = preprocessor_settings(config)
+    rate = p["sample_rate"]
+    # NeMo truncates seconds to samples.
+    window = int(p["n_window_size"] or p["window_size"] * rate)
     return {
         "feature_size": int(p["features"]),
-        "sampling_rate": int(p["sample_rate"]),
+        "sampling_rate": int(rate),
         "win_length": window,
-        "hop_length": hop,
+        "hop_length": int(p["n_window_stride"] or p["window_stride"] * rate),
         "n_fft": int(p["n_fft"] or 2 ** math.ceil(math.log2(window))),
         "preemphasis": p["preemph"],
         "padding_value": 0.0,
@@ -164,31 +167,17 @@ def durations_of(config: Mapping[str, Any]) -> list[int]:
 
 
 def encoder_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of transformers' ParakeetEncoderConfig.
-
-    Args:
-        config: NeMo model configuration, resolved.
-    """
-    e = {**ENCODER_DEFAULTS, **config["encoder"]}
-    channels = e["subsampling_conv_channels"]
+    """Return the settings of transformers' ParakeetEncoderConfig."""
+    encoder = config["encoder"]
+    settings = {theirs: encoder.get(ours, default) for ours, (theirs, default) in ENCODER.items()}
+    if settings["subsampling_conv_channels"] == -1:
+        settings["subsampling_conv_channels"] = settings["hidden_size"]
     return {
-        "hidden_size": e["d_model"],
-        "num_hidden_layers": e["n_layers"],
-        "num_attention_heads": e["n_heads"],
-        "intermediate_size": e["d_model"] * e["ff_expansion_factor"],
-        "attention_bias": e["use_bias"],
-        "convolution_bias": e["use_bias"],
-        "conv_kernel_size": e["conv_kernel_size"],
-        "subsampling_factor": e["subsampling_factor"],
-        "subsampling_conv_channels": e["d_model"] if channels == -1 else channels,
-        "num_mel_bins": e["feat_in"],
-        "dropout": e["dropout"],
-        "activation_dropout": e["dropout"],
-        "dropout_positions": e["dropout_emb"],
-        "attention_dropout": e["dropout_att"],
-        "layerdrop": e["stochastic_depth_drop_prob"],
-        "max_position_embeddings": e["pos_emb_max_len"],
-        "scale_input": e["xscaling"],
+        **settings,
+        "intermediate_size": settings["hidden_size"] * encoder.get("ff_expansion_factor", 4),
+        "convolution_bias": settings["attention_bias"],
+        "activation_dropout": settings["dropout"],
+        "layerdrop": encoder.get("stochastic_depth_drop_prob", 0.0),
     }
 
 
@@ -200,6 +189,7 @@ def model_settings(config: Mapping[str, Any], tokens: int, pad_id: int) -> dict[
         tokens: pieces of the tokenizer, without the blank, which comes after them.
         pad_id: id of the padding token.
     """
+    greedy = (config.get("decoding") or {}).get("greedy") or {}
     return {
         "vocab_size": tokens + 1,
         "blank_token_id": tokens,
@@ -207,15 +197,10 @@ def model_settings(config: Mapping[str, Any], tokens: int, pad_id: int) -> dict[
         "decoder_hidden_size": config["decoder"]["prednet"]["pred_hidden"],
         "num_decoder_layers": config["decoder"]["prednet"].get("pred_rnn_layers", 1),
         "hidden_act": config["joint"]["jointnet"]["activation"],
-        "max_symbols_per_step": _max_symbols(config),
+        "max_symbols_per_step": int(greedy.get("max_symbols") or greedy.get("max_symbols_per_step") or MAX_SYMBOLS),
         "durations": durations_of(config),
         "encoder_config": encoder_settings(config),
     }
-
-
-def _max_symbols(config: Mapping[str, Any]) -> int:
-    greedy = (config.get("decoding") or {}).get("greedy") or {}
-    return int(greedy.get("max_symbols") or greedy.get("max_symbols_per_step") or MAX_SYMBOLS)
 
 
 def generation_settings(tokens: int, pad_id: int, durations: int) -> dict[str, Any]:
@@ -226,8 +211,7 @@ def generation_settings(tokens: int, pad_id: int, durations: int) -> dict[str, A
     emitted, and only switches on the padding of finished rows.
 
     Args:
-        tokens: pieces of the tokenizer, without the blank.
-        pad_id: id of the padding token.
+        tokens, pad_id: as for `model_settings`.
         durations: outputs of the duration head.
     """
     return {
@@ -259,66 +243,38 @@ def reasons_against(config: Mapping[str, Any], weights: Mapping[str, torch.Tenso
         found = str(config[part].get("_target_", target))
         if found.rsplit(".", 1)[-1] != target.rsplit(".", 1)[-1]:
             reasons.append(f"{part}._target_: {found} is no {target.rsplit('.', 1)[-1]}")
-    reasons += _against_features(config)
-    reasons += _against_encoder(config)
+    highest = (None, preprocessor_settings(config)["sample_rate"] / 2)
+    reasons += _differences("preprocessor", config, {**FIXED_PREPROCESSOR, "highfreq": highest})
+    reasons += _differences("encoder", config, FIXED_ENCODER)
+    reasons += _against_subsampling(config)
     reasons += _against_transducer(config, tokens)
     return reasons or _against_weights(config, weights, tokens)
 
 
-def _differences(part: str, found: Mapping[str, Any], wanted: Mapping[str, tuple[Any, ...]]) -> list[str]:
+def _differences(part: str, config: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]) -> list[str]:
     return [
-        f"{part}.{key}: {found[key]!r}; transformers has only {values[0]!r}"
-        for key, values in wanted.items()
-        if found[key] not in values
+        f"{part}.{key}: {config[part][key]!r}; transformers has only {values[0]!r}"
+        for key, values in fixed.items()
+        if config[part].get(key, values[0]) not in values
     ]
 
 
-def _against_features(config: Mapping[str, Any]) -> list[str]:
-    p = {**PREPROCESSOR_DEFAULTS, **config["preprocessor"]}
-    wanted = {
-        "window": ("hann",),
-        "normalize": ("per_feature",),
-        "log": (True,),
-        "log_zero_guard_type": ("add",),
-        "log_zero_guard_value": (2**-24,),
-        "lowfreq": (0, None),
-        "highfreq": (None, p["sample_rate"] / 2),
-        "frame_splicing": (1,),
-        "exact_pad": (False,),
-        "pad_value": (0,),
-        "mag_power": (2,),
-        "mel_norm": ("slaney",),
-    }
-    return _differences("preprocessor", p, wanted)
-
-
-def _against_encoder(config: Mapping[str, Any]) -> list[str]:
-    e = {**ENCODER_DEFAULTS, **config["encoder"]}
-    context = e["att_context_size"]
-    e["att_context_size"] = None if context is None else list(context)
-    wanted = {
-        "subsampling": ("dw_striding",),
-        "causal_downsampling": (False,),
-        "self_attention_model": ("rel_pos",),
-        "att_context_size": ([-1, -1], None),
-        "conv_norm_type": ("batch_norm",),
-        "conv_context_size": (None,),
-        "reduction": (None,),
-        "feat_out": (-1, None, 0),
-    }
-    reasons = _differences("encoder", e, wanted)
-    factor = e["subsampling_factor"]
+def _against_subsampling(config: Mapping[str, Any]) -> list[str]:
+    kind = config["encoder"].get("subsampling", "striding")
+    reasons = [] if kind == "dw_striding" else [f"encoder.subsampling: {kind!r}; transformers has only 'dw_striding'"]
+    settings = encoder_settings(config)
+    factor, bins = settings["subsampling_factor"], settings["num_mel_bins"]
     if factor < 2 or factor & (factor - 1):
         return [*reasons, f"encoder.subsampling_factor: {factor}; transformers has only powers of two"]
-    bins = e["feat_in"]
+    left = bins
     for _ in range(int(math.log2(factor))):
-        bins = (bins - 1) // 2 + 1
-    if bins != e["feat_in"] // factor:
+        left = (left - 1) // 2 + 1
+    if left != bins // factor:
         reasons.append(
-            f"encoder.feat_in: {e['feat_in']} mel bins are not divisible by subsampling_factor {factor}: NeMo's "
-            f"subsampling ends in {bins} of them, transformers' in {e['feat_in'] // factor}"
+            f"encoder.feat_in: {bins} mel bins are not divisible by subsampling_factor {factor}: NeMo's subsampling "
+            f"ends in {left} of them, transformers' in {bins // factor}"
         )
-    elif e["feat_in"] != {**PREPROCESSOR_DEFAULTS, **config["preprocessor"]}["features"]:
+    elif bins != preprocessor_settings(config)["features"]:
         reasons.append("encoder.feat_in is not preprocessor.features")
     return reasons
 

@@ -19,8 +19,8 @@ from omegaconf import OmegaConf, open_dict
 from finetune.errors import UserError
 from finetune.models.huggingface.layout import (
     ACTIVATIONS,
+    ENCODER,
     NOT_KEPT,
-    PREPROCESSOR_DEFAULTS,
     RECOMPUTED,
     SENTENCEPIECE,
     TARGETS,
@@ -60,10 +60,7 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def load_hugging_face(directory: Path) -> Transducer:
-    """Load the NeMo model of a Hugging Face directory on the CPU, in float32.
-
-    Args:
-        directory: with config.json, tokenizer.json, processor_config.json and safetensors files of a ParakeetForTDT.
+    """Load the NeMo model of a ParakeetForTDT's directory on the CPU, in float32.
 
     Raises:
         UserError: it is of another kind, or NeMo's modules cannot express it.
@@ -93,15 +90,12 @@ def nemo_config(directory: Path, log_sources: bool = False) -> dict[str, Any]:
     """Return the NeMo model configuration of a Hugging Face directory, without its tokenizer.
 
     Args:
-        directory: as for `load_hugging_face`.
         log_sources: log where the settings come from that transformers does not keep.
 
     Raises:
         UserError: it is no ParakeetForTDT, or one that NeMo's modules cannot express.
     """
-    config = _read_json(directory / "config.json")
-    check_type(config.get("model_type"), str(directory))
-    config = _with_defaults(config, directory)
+    config = _config(directory)
     kept = directory / TRAINING_SETTINGS
     nemo = _read_kept(kept) if kept.is_file() else _recipe()
     try:
@@ -114,13 +108,10 @@ def nemo_config(directory: Path, log_sources: bool = False) -> dict[str, Any]:
         ) from error
     # A file of this machine that it names would be read, and packed into what is saved.
     check_model_config(nemo, f"model.name: {directory}", set())
-    if not log_sources:
-        return nemo
-    if not kept.is_file():
+    if log_sources and not kept.is_file():
         log.info(
             "model %s: it has no %s. What transformers does not keep (loss sigma %g, omega %g; SpecAugment; dropout "
-            "%g of the prediction "
-            "network and %g of the joint; dither) is taken from NeMo's published Parakeet recipe",
+            "%g of the prediction network and %g of the joint; dither) is taken from NeMo's published Parakeet recipe",
             directory,
             TRAINING_SETTINGS,
             nemo["loss"]["tdt_kwargs"].get("sigma", 0.0),
@@ -128,7 +119,7 @@ def nemo_config(directory: Path, log_sources: bool = False) -> dict[str, Any]:
             nemo["decoder"]["prednet"].get("dropout", 0.0),
             nemo["joint"]["jointnet"].get("dropout", 0.0),
         )
-    elif changed:
+    elif log_sources and changed:
         log.warning("model %s: config.json differs from %s and holds: %s", directory, kept.name, "; ".join(changed))
     return nemo
 
@@ -142,29 +133,29 @@ def check_type(model_type: object, name: str) -> None:
         )
 
 
-def _with_defaults(config: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Return the settings with transformers' defaults for what the file leaves out."""
+def _config(directory: Path) -> dict[str, Any]:
+    """Return config.json with transformers' defaults for what it leaves out."""
     from transformers import ParakeetTDTConfig
 
+    file = directory / "config.json"
+    config = read_json_object(file, "model.name")
+    check_type(config.get("model_type"), str(directory))
     try:
         return ParakeetTDTConfig.from_dict(config).to_dict()
     except Exception as error:
-        raise UserError(f"model.name: transformers does not take {directory / 'config.json'}: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return read_json_object(path, "model.name")
+        raise UserError(f"model.name: transformers does not take {file}: {error}") from error
 
 
 def _features(directory: Path) -> dict[str, Any]:
     """Return the feature extractor's settings, from processor_config.json or an older directory's own file."""
     processor, alone = directory / "processor_config.json", directory / "preprocessor_config.json"
-    found = _read_json(processor).get("feature_extractor") if processor.is_file() else None
-    found = found or (_read_json(alone) if alone.is_file() else None)
+    found = read_json_object(processor, "model.name").get("feature_extractor") if processor.is_file() else None
+    if not found and alone.is_file():
+        found = read_json_object(alone, "model.name")
     if not found:
         raise UserError(f"model.name: {directory} has no processor_config.json with the settings of its features.")
     defaults = {"feature_size": 80, "sampling_rate": 16000, "hop_length": 160, "n_fft": 512, "win_length": 400}
-    return {**defaults, "preemphasis": 0.97, "padding_value": 0.0, **found}
+    return {**defaults, "preemphasis": 0.97, **found}
 
 
 def _check_settings(config: dict[str, Any], directory: Path) -> None:
@@ -180,10 +171,8 @@ def _check_settings(config: dict[str, Any], directory: Path) -> None:
     if config["hidden_act"] not in ACTIVATIONS:
         problems.append(f"hidden_act: {config['hidden_act']!r}; NeMo's joint has {', '.join(ACTIVATIONS)}")
     if config["blank_token_id"] != config["vocab_size"] - 1:
-        problems.append(
-            f"blank_token_id: {config['blank_token_id']} is not the last of vocab_size {config['vocab_size']} ids, as "
-            "NeMo has it"
-        )
+        size = config["vocab_size"]
+        problems.append(f"blank_token_id: {config['blank_token_id']} is not the last of vocab_size {size} ids")
     if problems:
         raise UserError(f"model.name: {directory} cannot be expressed in NeMo: {'; '.join(problems)}.")
 
@@ -225,6 +214,7 @@ def _derived(config: dict[str, Any], features: dict[str, Any], preprocessor: dic
     e = config["encoder_config"]
     tokens, durations = int(config["vocab_size"]) - 1, [int(d) for d in config["durations"]]
     width = config["decoder_hidden_size"]
+    encoder = {ours: e[theirs] for ours, (theirs, _) in ENCODER.items()}
     return {
         "sample_rate": features["sampling_rate"],
         "model_defaults": {
@@ -236,21 +226,9 @@ def _derived(config: dict[str, Any], features: dict[str, Any], preprocessor: dic
         },
         "preprocessor": _preprocessor(features, preprocessor),
         "encoder": {
-            "d_model": e["hidden_size"],
-            "n_layers": e["num_hidden_layers"],
-            "n_heads": e["num_attention_heads"],
-            "ff_expansion_factor": e["intermediate_size"] // e["hidden_size"],
-            "feat_in": e["num_mel_bins"],
-            "conv_kernel_size": e["conv_kernel_size"],
+            **encoder,
             "subsampling": "dw_striding",
-            "subsampling_factor": e["subsampling_factor"],
-            "subsampling_conv_channels": e["subsampling_conv_channels"],
-            "pos_emb_max_len": e["max_position_embeddings"],
-            "use_bias": e["attention_bias"],
-            "xscaling": e["scale_input"],
-            "dropout": e["dropout"],
-            "dropout_emb": e["dropout_positions"],
-            "dropout_att": e["attention_dropout"],
+            "ff_expansion_factor": e["intermediate_size"] // e["hidden_size"],
         },
         "decoder": {
             "vocab_size": tokens,
@@ -277,11 +255,9 @@ def _derived(config: dict[str, Any], features: dict[str, Any], preprocessor: dic
 
 def _preprocessor(features: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
     """Return the features' settings under NeMo's keys; empty where the kept ones already agree."""
-    wanted = {
-        key: features[key]
-        for key in ("feature_size", "sampling_rate", "hop_length", "n_fft", "win_length", "preemphasis")
-    }
-    if feature_settings({"preprocessor": {**PREPROCESSOR_DEFAULTS, **kept}}) == {**wanted, "padding_value": 0.0}:
+    found = feature_settings({"preprocessor": kept})
+    del found["padding_value"]
+    if all(features[key] == value for key, value in found.items()):
         return {}
     rate = features["sampling_rate"]
 
@@ -338,18 +314,18 @@ def read_weights(directory: Path) -> dict[str, torch.Tensor]:
     index = directory / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.is_file():
-        parts = _read_json(index).get("weight_map")
+        parts = read_json_object(index, "model.name").get("weight_map")
         names = sorted({str(name) for name in parts.values()}) if isinstance(parts, dict) else []
         if outside := [name for name in names if Path(name).name != name]:
             raise UserError(f"model.name: {index} names {outside[0]!r}, which is no file of its folder.")
     weights: dict[str, torch.Tensor] = {}
     for name in names:
         try:
-            weights.update(load_file(directory / Path(name).name))
+            weights.update(load_file(directory / name))
         except (OSError, SafetensorError) as error:
+            file = directory / name
             raise UserError(
-                f"model.name: the weights {directory / name} cannot be read: {error}. Only safetensors files are "
-                "taken."
+                f"model.name: the weights {file} cannot be read: {error}. Only safetensors files are taken."
             ) from error
     return {key: t.float() if t.is_floating_point() else t for key, t in weights.items()}
 
@@ -367,8 +343,7 @@ def _take_weights(model: Transducer, directory: Path) -> None:
         # Training with transformers changes this row; NeMo's embedding has it as padding, which stays zero.
         log.warning(
             "model %s: the blank's row of the prediction network's embedding is not zero (up to %.3g), as after "
-            "training with transformers; "
-            "NeMo starts from zero, so it is set to zero and the model's output may change a little",
+            "training with transformers. NeMo starts from zero, so it is set to zero; the output may change a little",
             directory,
             largest,
         )
@@ -399,46 +374,38 @@ def files_on_hub(name: str) -> list[str]:
     return [file.rfilename for file in found]
 
 
-def fetch(name: str) -> Path | None:
-    """Return the local copy of a hub repository without a .nemo of its own name; None where NeMo downloads the model.
+def fetch(name: str) -> Path:
+    """Return the local copy of a hub repository: its .nemo file, else a directory in Hugging Face's format.
 
     Args:
         name: "owner/name".
 
-    Returns:
-        A directory in Hugging Face's format, or the .nemo file of another name that the repository has.
-
     Raises:
-        UserError: the repository holds a model of another kind, or several .nemo files.
+        UserError: the repository holds a model of another kind, or several .nemo files and none of its own name.
         Exception: of huggingface_hub, where the hub is not reached and nothing is cached.
     """
     from huggingface_hub import hf_hub_download, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
 
-    nemo = name.split("/")[1] + ".nemo"
-    if cached_file(name, nemo) is not None:
-        return None
+    own = name.split("/")[1] + ".nemo"
+    if (cached := cached_file(name, own)) is not None:
+        return cached
     try:
         files = files_on_hub(name)
     except Exception as error:  # no network, offline, no such repository
-        cached = cached_file(name, "config.json")
-        if cached is None and isinstance(error, HfHubHTTPError):
-            return None  # NeMo looks for the file itself
-        if cached is None:
+        if (cached := cached_file(name, "config.json")) is None:
             raise
-        check_type(_read_json(cached).get("model_type"), name)
+        check_type(read_json_object(cached, "model.name").get("model_type"), name)
         log.info("model %s: the hub was not reached (%s); the copy in the cache is taken", name, type(error).__name__)
         return cached.parent
-    others = [file for file in files if file.endswith(".nemo")]
-    if nemo in others:
-        return None
-    if len(others) > 1:
+    archives = [own] if own in files else [file for file in files if file.endswith(".nemo")]
+    if len(archives) > 1:
         raise UserError(
-            f"model.name: {name} has several .nemo files ({', '.join(others)}): download one and give its path."
+            f"model.name: {name} has several .nemo files ({', '.join(archives)}): download one and give its path."
         )
-    if others:
-        return Path(hf_hub_download(name, others[0]))
+    if archives:
+        return Path(hf_hub_download(name, archives[0]))
     if "config.json" not in files:
-        return None
-    check_type(_read_json(Path(hf_hub_download(name, "config.json"))).get("model_type"), name)
+        raise UserError(f"model.name: {name} has neither a .nemo file nor a model in transformers' format.")
+    config = Path(hf_hub_download(name, "config.json"))
+    check_type(read_json_object(config, "model.name").get("model_type"), name)
     return Path(snapshot_download(name, allow_patterns=WANTED_FILES))

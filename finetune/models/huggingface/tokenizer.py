@@ -52,17 +52,16 @@ def fast_tokenizer(proto: SentencePieceModel) -> "Tokenizer":
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers.convert_slow_tokenizer import generate_merges
 
-    trainer, rules = proto.trainer_spec, proto.normalizer_spec
+    rules, kind = proto.normalizer_spec, proto.trainer_spec.model_type
     scores = [(piece.piece, piece.score) for piece in proto.pieces]
-    unknown = next((p.piece for p in proto.pieces if p.type == UNKNOWN), "<unk>")
+    unknown = _unknown_id(proto)
     has_bytes = any(p.type == BYTE for p in proto.pieces)
-    if trainer.model_type == BPE:
+    if kind == BPE:
         ids = {piece: i for i, (piece, _) in enumerate(scores)}
         merges = generate_merges(ids, scores)
-        model = models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes)
-    elif trainer.model_type == UNIGRAM:
-        unknown_id = next(i for i, p in enumerate(proto.pieces) if p.type == UNKNOWN)
-        model = models.Unigram(scores, unk_id=unknown_id, byte_fallback=has_bytes)
+        model = models.BPE(ids, merges, unk_token=scores[unknown][0], fuse_unk=True, byte_fallback=has_bytes)
+    elif kind == UNIGRAM:
+        model = models.Unigram(scores, unk_id=unknown, byte_fallback=has_bytes)
     else:
         raise UserError("the tokenizer is a SentencePiece model of words or characters; only BPE and unigram convert.")
     tokenizer = Tokenizer(model)
@@ -87,6 +86,13 @@ def fast_tokenizer(proto: SentencePieceModel) -> "Tokenizer":
     return tokenizer
 
 
+def _unknown_id(proto: SentencePieceModel) -> int:
+    for i, piece in enumerate(proto.pieces):
+        if piece.type == UNKNOWN:
+            return i
+    raise UserError("the tokenizer has no piece for what it cannot write, which SentencePiece needs.")
+
+
 def processor_tokenizer(proto: SentencePieceModel) -> "ParakeetTokenizer":
     """Return transformers' ParakeetTokenizer with the blank as the id after the last piece.
 
@@ -101,10 +107,8 @@ def processor_tokenizer(proto: SentencePieceModel) -> "ParakeetTokenizer":
         raise UserError(f"the tokenizer has a piece {BLANK} of its own, the name of transformers' blank.")
     tokenizer = ParakeetTokenizer(tokenizer_object=fast_tokenizer(proto), clean_up_tokenization_spaces=False)
     tokenizer.add_tokens([BLANK], special_tokens=True)  # before any other token: its id has to be the next one
-    unknown = next((p.piece for p in proto.pieces if p.type == UNKNOWN), None)
     tokenizer.pad_token = "<pad>" if "<pad>" in names else BLANK
-    if unknown is not None:
-        tokenizer.unk_token = unknown
+    tokenizer.unk_token = proto.pieces[_unknown_id(proto)].piece
     if tokenizer.convert_tokens_to_ids(BLANK) != tokens or len(tokenizer) != tokens + 1:
         raise UserError(f"the tokenizer's blank has id {tokenizer.convert_tokens_to_ids(BLANK)}, not {tokens}.")
     return tokenizer
@@ -112,8 +116,7 @@ def processor_tokenizer(proto: SentencePieceModel) -> "ParakeetTokenizer":
 
 def sample_texts(proto: SentencePieceModel, count: int = 500) -> list[str]:
     """Return texts to test a tokenizer with: sentences, and random words of its own pieces, always the same."""
-    pieces = [p.piece for p in proto.pieces if p.type == NORMAL]
-    pieces = [p for p in pieces if p.strip(SPACE)]
+    pieces = [p.piece for p in proto.pieces if p.type == NORMAL and p.piece.strip(SPACE)]
     draw = random.Random(0)
     texts: list[str] = [*SENTENCES]
     for _ in range(count):
@@ -133,12 +136,11 @@ def encoding_differs(proto: SentencePieceModel, tokenizer: "Tokenizer", texts: l
         texts: default `sample_texts`.
     """
     reference = processor(proto)
-    written = list(SENTENCES) if texts is None else []
-    normal = [
-        reference.normalize(text).replace(SPACE, " ").strip()
-        for text in (sample_texts(proto) if texts is None else texts)
-    ]
-    for text in written + normal:
+    written: tuple[str, ...] = ()
+    if texts is None:
+        written, texts = SENTENCES, sample_texts(proto)
+    normal = [reference.normalize(text).replace(SPACE, " ").strip() for text in texts]
+    for text in (*written, *normal):
         theirs, ours = reference.encode(text), tokenizer.encode(text, add_special_tokens=False).ids
         if theirs != ours:
             return f"tokenizer: {text!r} is encoded as {theirs} by SentencePiece and as {ours} by the fast tokenizer"
@@ -162,8 +164,8 @@ def decoding_differs(proto: SentencePieceModel, tokenizer: "Tokenizer", count: i
     ids = [i for i, p in enumerate(proto.pieces) if p.type in (NORMAL, USER_DEFINED) and p.piece != "<pad>"]
     draw = random.Random(1)
     rows = [[draw.choice(ids) for _ in range(draw.randint(1, 12))] for _ in range(count)]
-    unknown = {i for i, p in enumerate(proto.pieces) if p.type == UNKNOWN}
-    rows += [row for text in sample_texts(proto) if not unknown & set(row := reference.encode(text))]
+    unknown = _unknown_id(proto)
+    rows += [row for text in sample_texts(proto) if unknown not in (row := reference.encode(text))]
     for row in rows:
         theirs, ours = reference.decode(row), tokenizer.decode(row, skip_special_tokens=True)
         if theirs != ours:
@@ -175,7 +177,6 @@ def sentencepiece_of(directory: Path, tokens: int) -> tuple[bytes, str]:
     """Return the SentencePiece model of a Hugging Face directory: the kept file, or one made from tokenizer.json.
 
     Args:
-        directory: with tokenizer.json, and tokenizer.model where it was kept.
         tokens: pieces that the model has, without the blank.
 
     Returns:
@@ -205,9 +206,8 @@ def sentencepiece_of(directory: Path, tokens: int) -> tuple[bytes, str]:
         try:
             proto = parse(kept.read_bytes(), f"model.name: {kept}")
         except UserError as error:
-            raise UserError(
-                f"{error} Put the right file there, or remove it: tokenizer.json is then taken alone."
-            ) from error
+            remedy = "Put the right file there, or remove it: tokenizer.json is then taken alone."
+            raise UserError(f"{error} {remedy}") from error
         if [p.piece for p in proto.pieces] == names and not encoding_differs(proto, fast):
             return kept.read_bytes(), "tokenizer.model"
     proto = _proto_of(content, names, file)
@@ -223,17 +223,14 @@ def sentencepiece_of(directory: Path, tokens: int) -> tuple[bytes, str]:
 def _names(content: dict[str, Any], tokens: int, file: Path) -> list[str]:
     """Return the pieces by id."""
     vocabulary = content["model"]["vocab"]
-    by_id = (
-        dict(enumerate(piece for piece, _ in vocabulary))
-        if isinstance(vocabulary, list)
-        else {i: piece for piece, i in vocabulary.items()}
-    )
-    by_id.update({token["id"]: token["content"] for token in content.get("added_tokens") or []})
-    missing = [i for i in range(tokens) if i not in by_id]
-    if missing:
+    if isinstance(vocabulary, list):  # of Unigram, with scores
+        by_id = dict(enumerate(piece for piece, _ in vocabulary))
+    else:
+        by_id = {i: piece for piece, i in vocabulary.items()}
+    by_id |= {token["id"]: token["content"] for token in content.get("added_tokens") or []}
+    if missing := [i for i in range(tokens) if i not in by_id]:
         raise UserError(
-            f"model.name: {file} has no piece with id {missing[0]}, but the model has {tokens} of them before its "
-            "blank."
+            f"model.name: {file} has no piece with id {missing[0]}; the model has {tokens} of them before its blank."
         )
     return [by_id[i] for i in range(tokens)]
 
@@ -276,20 +273,14 @@ def _proto_of(content: dict[str, Any], names: list[str], file: Path) -> Sentence
     trainer.vocab_size, trainer.byte_fallback = len(names), has_bytes
     trainer.unk_piece, trainer.unk_id = unknown, names.index(unknown)
     trainer.bos_id = trainer.eos_id = trainer.pad_id = -1
-    _set_rules(proto.normalizer_spec, content)
-    return proto
-
-
-def _set_rules(rules: Any, content: dict[str, Any]) -> None:
-    """Set SentencePiece's normaliser from those of a tokenizer.json."""
-    normalizer = content.get("normalizer") or {}
-    steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
-    rules.name = "identity"
-    for step in steps:
+    rules, normalizer = proto.normalizer_spec, content.get("normalizer") or {}
+    rules.name, rules.remove_extra_whitespaces = "identity", False
+    for step in normalizer.get("normalizers", [normalizer] if normalizer else []):
         if step["type"] == "Precompiled":
             rules.name = "user_defined"
             rules.precompiled_charsmap = base64.b64decode(step["precompiled_charsmap"])
-    replaced = any(step["type"] == "Replace" and step["pattern"].get("Regex") == " {2,}" for step in steps)
-    rules.remove_extra_whitespaces = replaced
+        elif step["type"] == "Replace" and step["pattern"].get("Regex") == " {2,}":
+            rules.remove_extra_whitespaces = True
     rules.add_dummy_prefix = (content.get("pre_tokenizer") or {}).get("prepend_scheme", "always") != "never"
     rules.escape_whitespaces = True
+    return proto

@@ -31,7 +31,6 @@ from finetune.models.huggingface.tokenizer import (
     processor_tokenizer,
 )
 from finetune.models.nemo_archive import NemoFile
-from finetune.models.sentencepiece_model import parse
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +47,14 @@ def check_expressible(nemo: NemoFile) -> None:
         reasons.append(f"tokenizer.type: {kind!r}; transformers' ParakeetTokenizer is one SentencePiece model (bpe)")
     reasons += reasons_against(nemo.config, nemo.weights, nemo.tokens)
     if nemo.sentencepiece is not None:
-        proto = parse(nemo.sentencepiece, f"--model: the tokenizer of {nemo.path}")
+        proto = nemo.tokenizer
         try:
             tokenizer = processor_tokenizer(proto).backend_tokenizer
             reasons += [r for r in (encoding_differs(proto, tokenizer), decoding_differs(proto, tokenizer)) if r]
         except UserError as error:
             reasons.append(str(error).rstrip("."))
-    _refuse(nemo, reasons)
+    if reasons:
+        raise _refusal(nemo, reasons)
 
 
 def check_texts(nemo: NemoFile, texts: list[str]) -> None:
@@ -66,10 +66,10 @@ def check_texts(nemo: NemoFile, texts: list[str]) -> None:
     Raises:
         UserError: with the text.
     """
-    assert nemo.sentencepiece is not None
-    proto = parse(nemo.sentencepiece, f"--model: the tokenizer of {nemo.path}")
+    proto = nemo.tokenizer
     tokenizer = processor_tokenizer(proto).backend_tokenizer
-    _refuse(nemo, [r for r in [encoding_differs(proto, tokenizer, texts)] if r])
+    if reason := encoding_differs(proto, tokenizer, texts):
+        raise _refusal(nemo, [reason])
     if differing := differing_as_written(proto, tokenizer, texts):
         log.warning(
             "labels made with transformers differ for text that is not NFC: %d of %d texts, such as %r. Normalise "
@@ -80,13 +80,12 @@ def check_texts(nemo: NemoFile, texts: list[str]) -> None:
         )
 
 
-def _refuse(nemo: NemoFile, reasons: list[str]) -> None:
-    if reasons:
-        raise UserError(
-            f"--to hf: {nemo.path} cannot be expressed as transformers' ParakeetForTDT:\n"
-            + "\n".join(f"  {reason}." for reason in reasons)
-            + "\nNothing was written. --to nemo keeps such a model as it is."
-        )
+def _refusal(nemo: NemoFile, reasons: list[str]) -> UserError:
+    return UserError(
+        f"--to hf: {nemo.path} cannot be expressed as transformers' ParakeetForTDT:\n"
+        + "\n".join(f"  {reason}." for reason in reasons)
+        + "\nNothing was written. --to nemo keeps such a model as it is."
+    )
 
 
 def write_hugging_face(nemo: NemoFile, directory: Path, dtype: str = "float32") -> None:
@@ -109,16 +108,14 @@ def write_hugging_face(nemo: NemoFile, directory: Path, dtype: str = "float32") 
         ParakeetTDTConfig,
     )
 
-    assert nemo.sentencepiece is not None
-    proto = parse(nemo.sentencepiece, f"--model: the tokenizer of {nemo.path}")
-    tokenizer = processor_tokenizer(proto)
+    tokenizer = processor_tokenizer(nemo.tokenizer)
     pad_id = cast(int, tokenizer.pad_token_id)
     config = ParakeetTDTConfig(
         **model_settings(nemo.config, nemo.tokens, pad_id), dtype=dtype, architectures=["ParakeetForTDT"]
     )
     with torch.device("meta"):
         expected = ParakeetForTDT(config).state_dict()
-    weights = renamed(nemo.weights, expected, nemo.path)
+    weights = _renamed(nemo.weights, expected, nemo.path)
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / "model.safetensors"
     save_file(
@@ -140,23 +137,15 @@ def write_hugging_face(nemo: NemoFile, directory: Path, dtype: str = "float32") 
             factor,
             factor / 8,
         )
-    (directory / SENTENCEPIECE).write_bytes(nemo.sentencepiece)
-    (directory / TRAINING_SETTINGS).write_text(training_settings(nemo.config), encoding="utf-8")
+    if nemo.sentencepiece is not None:
+        (directory / SENTENCEPIECE).write_bytes(nemo.sentencepiece)
+    (directory / TRAINING_SETTINGS).write_text(_training_settings(nemo.config), encoding="utf-8")
 
 
-def renamed(
+def _renamed(
     weights: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], path: Path
 ) -> dict[str, torch.Tensor]:
-    """Return a NeMo model's tensors under transformers' names, each with its own memory.
-
-    Args:
-        weights: NeMo state dict.
-        expected: state dict of the transformers model; only its names and shapes are read.
-        path: of the model, for messages.
-
-    Raises:
-        UserError: names or shapes are not those expected.
-    """
+    """Return a NeMo model's tensors under transformers' names, each with its own memory."""
     head = head_of(weights)
     found = {new: t for key, t in weights.items() if (new := to_hugging_face(key, head)) is not None}
     if problems := misfits(found, expected):
@@ -170,12 +159,8 @@ def renamed(
     return own
 
 
-def training_settings(config: Mapping[str, Any]) -> str:
-    """Return the NeMo configuration as YAML, without what the other files of the directory hold.
-
-    Loss, SpecAugment, dither, dropout of prediction network and joint, and whatever else transformers has no setting
-    for, stay as they are.
-    """
+def _training_settings(config: Mapping[str, Any]) -> str:
+    """Return the NeMo configuration as YAML, without what the other files of the directory hold."""
     kept = {key: value for key, value in config.items() if key not in NOT_KEPT}
     kept["joint"] = {key: value for key, value in config["joint"].items() if key != "vocabulary"}
     head = (
