@@ -1,5 +1,4 @@
-"""Tar archives that others made: looked through from the first header to the last before anything is taken out of
-them.
+"""Tar archives that others made: looked through from the first header to the last before anything is taken out.
 
 Python's tarfile reads headers whose sizes nobody checked: a negative one keeps it going in circles, one of gigabytes
 fills the memory.
@@ -7,13 +6,12 @@ fills the memory.
 
 import errno
 import gzip
-import io
 import tarfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 from finetune.errors import UserError
 from finetune.security.documents import first_line
@@ -76,30 +74,22 @@ def bound_headers() -> None:
     tarfile.TarFile.tarinfo = CheckedHeader
 
 
-class _Bounded(io.RawIOBase):
-    """A decompressed archive, up to a number of bytes."""
+class _Bounded(gzip.GzipFile):
+    """A compressed archive, unpacked up to a number of bytes."""
 
-    def __init__(self, inner: gzip.GzipFile, most: int):
-        self.inner, self.most = inner, most
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.inner.tell()
+    def __init__(self, file: IO[bytes], most: int):
+        super().__init__(fileobj=file)
+        self.most = most
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        if whence == 0 and offset > self.most:
+        if offset > self.most:
             raise self._too_much()
-        return self.inner.seek(offset, whence)
+        return super().seek(offset, whence)
 
-    def read(self, size: int = -1) -> bytes:
-        left = self.most - self.inner.tell() + 1
-        content = self.inner.read(left if size < 0 else min(size, left))
-        if self.inner.tell() > self.most:
+    def read(self, size: int | None = -1) -> bytes:
+        left = self.most - self.tell() + 1
+        content = super().read(left if size is None or size < 0 else min(size, left))
+        if self.tell() > self.most:
             raise self._too_much()
         return content
 
@@ -113,14 +103,9 @@ def _open(path: Path) -> Iterator[tarfile.TarFile]:
     with path.open("rb") as file:
         packed = file.read(2) == GZIP
         file.seek(0)
-        if not packed:
-            with tarfile.open(fileobj=file, mode="r:", tarinfo=CheckedHeader) as archive:
-                yield archive
-            return
-        with gzip.GzipFile(fileobj=file) as inner:
-            unpacked = _Bounded(inner, max(LARGEST_RATIO * path.stat().st_size, FREE_BYTES))
-            with tarfile.open(fileobj=unpacked, mode="r:", tarinfo=CheckedHeader) as archive:
-                yield archive
+        plain = _Bounded(file, max(LARGEST_RATIO * path.stat().st_size, FREE_BYTES)) if packed else file
+        with tarfile.open(fileobj=plain, mode="r:", tarinfo=CheckedHeader) as archive:
+            yield archive
 
 
 def _check_members(archive: tarfile.TarFile, size: int | None) -> list[tarfile.TarInfo]:
@@ -162,15 +147,7 @@ def _check_members(archive: tarfile.TarFile, size: int | None) -> list[tarfile.T
 
 
 def check_archive(path: Path, key: str) -> list[tarfile.TarInfo]:
-    """Return the members of a .nemo; nothing is written anywhere when it is refused.
-
-    Args:
-        path: of the archive.
-        key: names it at the beginning of a message.
-
-    Raises:
-        UserError: it is no archive, or holds what a model has no business with.
-    """
+    """Return the members of a .nemo; raises as `reading`."""
     with reading(path, key) as (_, members):
         return members
 
@@ -179,8 +156,11 @@ def check_archive(path: Path, key: str) -> list[tarfile.TarInfo]:
 def reading(path: Path, key: str) -> Iterator[tuple[tarfile.TarFile, list[tarfile.TarInfo]]]:
     """Open a .nemo with all its members checked. Errors within are reported as the archive's fault.
 
+    Args:
+        key: names it at the beginning of a message.
+
     Raises:
-        UserError: as `check_archive`.
+        UserError: it is no archive, or holds what a model has no business with. Nothing was written anywhere.
     """
     try:
         with _open(path) as archive:
@@ -188,16 +168,7 @@ def reading(path: Path, key: str) -> Iterator[tuple[tarfile.TarFile, list[tarfil
             yield archive, _check_members(archive, None if packed else path.stat().st_size)
     except Refused as error:
         raise UserError(f"{key}: {path} is refused: {error}. Nothing of it was unpacked.") from error
-    except (
-        tarfile.TarError,
-        OSError,
-        EOFError,
-        zlib.error,
-        ValueError,
-        RecursionError,
-        KeyError,
-        IndexError,
-    ) as error:
+    except (tarfile.TarError, OSError, EOFError, zlib.error, ValueError, RecursionError, LookupError) as error:
         if isinstance(error, OSError) and error.errno in NO_ROOM:  # of what is written while it is read
             raise
         raise UserError(
@@ -207,11 +178,7 @@ def reading(path: Path, key: str) -> Iterator[tuple[tarfile.TarFile, list[tarfil
 
 
 def content_of(archive: tarfile.TarFile, member: tarfile.TarInfo, most: int = 2**26) -> bytes:
-    """Return a small file of an archive.
-
-    Raises:
-        Refused: it is larger than `most` bytes.
-    """
+    """Return a small file of an archive; raises Refused where it has more than `most` bytes."""
     if member.size > most:
         raise Refused(f"{one_line(member.name)!r} has {member.size:,} bytes; {most:,} at most are expected")
     file = archive.extractfile(member)
@@ -224,16 +191,10 @@ def named(members: list[tarfile.TarInfo], name: str) -> tarfile.TarInfo | None:
 
 
 def unpack(path: Path, folder: Path, key: str, wanted: set[str] | None = None) -> None:
-    """Unpack an archive into an empty folder.
+    """Check an archive as `reading` does, and unpack it into an empty folder.
 
     Args:
-        path: of the archive, which is checked first.
-        folder: where it goes.
-        key: as for `check_archive`.
         wanted: names of the members; None takes all.
-
-    Raises:
-        UserError: as `check_archive`.
     """
     with reading(path, key) as (archive, members):
         for member in members:

@@ -43,9 +43,8 @@ def _loader() -> type[yaml.SafeLoader]:
                 raise ComposerError(None, None, f"it is nested more than {DEEPEST} levels deep", event.start_mark)
             tag = getattr(event, "tag", None)
             if tag not in (None, "!") and tag not in CORE_TAGS:
-                raise ComposerError(
-                    None, None, f"the tag {tag} is refused: a file of settings makes no objects", event.start_mark
-                )
+                said = f"the tag {tag} is refused: a file of settings makes no objects"
+                raise ComposerError(None, None, said, event.start_mark)
             self.depth += 1
             try:
                 return super().compose_node(parent, index)
@@ -54,12 +53,8 @@ def _loader() -> type[yaml.SafeLoader]:
 
         def construct_document(self, node: Any) -> Any:
             if _size(node, {}, set()) > MOST_VALUES:
-                raise ConstructorError(
-                    None,
-                    None,
-                    f"with its references written out it has more than {MOST_VALUES:,} values",
-                    node.start_mark,
-                )
+                said = f"with its references written out it has more than {MOST_VALUES:,} values"
+                raise ConstructorError(None, None, said, node.start_mark)
             return super().construct_document(node)
 
         def construct_yaml_int(self, node: Any) -> Any:
@@ -87,11 +82,7 @@ def _size(node: yaml.Node, known: dict[int, int], inside: set[int]) -> int:
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse a YAML text.
-
-    Raises:
-        ValueError: it is none, or passes a bound; the message has the place.
-    """
+    """Parse a YAML text; raises ValueError where it is none, or passes a bound."""
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"it is longer than {MOST_CHARACTERS:,} characters")
     try:
@@ -100,16 +91,12 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(str(error)) from error
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    except (TypeError, OverflowError, AttributeError, KeyError, IndexError) as error:
+    except (TypeError, OverflowError, AttributeError, LookupError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text.
-
-    Raises:
-        ValueError: it is none, or nested too deeply.
-    """
+    """Parse a JSON text; raises ValueError where it is none, or nested too deeply."""
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"it is longer than {MOST_CHARACTERS:,} characters")
     try:
@@ -124,12 +111,7 @@ def first_line(error: object) -> str:
 
 
 def read_text(path: Path) -> str:
-    """Read a file of settings.
-
-    Raises:
-        ValueError: it is too long, or no UTF-8.
-        OSError: it cannot be read.
-    """
+    """Read a file of settings; raises ValueError where it is too long, or no UTF-8."""
     with path.open("rb") as file:
         content = file.read(MOST_CHARACTERS + 1)
     if len(content) > MOST_CHARACTERS:
@@ -138,14 +120,10 @@ def read_text(path: Path) -> str:
 
 
 def read_json_object(path: Path, what: str) -> dict[str, Any]:
-    """Read a JSON file that is one object.
+    """Read a JSON file that is one object; raises UserError where it is not.
 
     Args:
-        path: the file.
         what: names it at the beginning of a message, such as "model.name".
-
-    Raises:
-        UserError: it cannot be read, or is something else.
     """
     try:
         value = parse_json(read_text(path))
@@ -157,14 +135,10 @@ def read_json_object(path: Path, what: str) -> dict[str, Any]:
 
 
 def read_settings(path: Path, what: str) -> dict[str, Any]:
-    """A YAML mapping that others wrote, with its `${...}` as they stand.
+    """Read a file that is a YAML mapping, with its `${...}` as they stand; raises UserError where it is not.
 
     Args:
-        path: the file.
         what: names it at the beginning of a message.
-
-    Raises:
-        UserError: it cannot be read, or is something else.
     """
     try:
         text = read_text(path)
@@ -174,11 +148,7 @@ def read_settings(path: Path, what: str) -> dict[str, Any]:
 
 
 def parse_settings(text: str, name: str) -> dict[str, Any]:
-    """Parse a YAML mapping; see `read_settings`.
-
-    Raises:
-        UserError: as `read_settings`.
-    """
+    """Parse a YAML mapping; see `read_settings`."""
     try:
         values = parse_yaml(text)
     except ValueError as error:
@@ -189,14 +159,10 @@ def parse_settings(text: str, name: str) -> dict[str, Any]:
 
 
 def resolved(values: dict[str, Any], name: str) -> dict[str, Any]:
-    """Settings whose `${key}` are replaced by what stands under the key; a key of the same file, and nothing else.
+    """Replace each `${key}` of a plain mapping by what stands under this key of the same mapping.
 
     OmegaConf's own resolution has no bounds, and calls functions: `${oc.env:HF_TOKEN}` reads what the file has no
     business with.
-
-    Args:
-        values: a plain mapping.
-        name: of the file, for messages.
 
     Raises:
         UserError: a reference leads nowhere, in a circle or out of the file, or too much comes of them.
@@ -212,10 +178,9 @@ def resolved(values: dict[str, Any], name: str) -> dict[str, Any]:
 def check_references(
     values: dict[str, Any], allowed: Callable[[str], str | None], at: tuple[str, ...] = ()
 ) -> list[str]:
-    """What is wrong with the `${...}` of a user's own settings, which OmegaConf resolves afterwards.
+    """Return what is wrong with the `${...}` of a user's own settings, which OmegaConf resolves afterwards.
 
     Args:
-        values: a plain mapping.
         allowed: why a call such as `oc.env:NAME` is refused, or None.
         at: the part that is looked at; the whole by default.
 
@@ -271,8 +236,7 @@ class _References:
             return self.follow(whole[1], at, through)
         text = REFERENCE.sub(lambda found: str(self.follow(found[1], at, through)), value)
         self.spend(len(text), key)
-        # In what was put together too: a `$` and a `{...}` from two places make a reference that OmegaConf would
-        # follow.
+        # A `$` and a `{...}` from two places would make a reference that OmegaConf follows.
         if "${" in REFERENCE.sub("", value) or "${" in text:
             raise ValueError(
                 f"{key}: {value[:200]!r} is refused: a reference is ${{key}}, with nothing computed in it"
