@@ -144,7 +144,6 @@ def name_base(model: Transducer, m: "ModelConfig", base: str, started_from: str 
     """Set `model.lora_base`, by which an adapter names its base model; where it cannot, no adapter is written.
 
     Args:
-        m: the run's `model:` section.
         base: hash of the base model as it was loaded.
         started_from: the same hash when a checkpoint's weights were loaded; None: no checkpoint.
         changed: whether the vocabulary differs from the base model's.
@@ -165,11 +164,7 @@ def name_base(model: Transducer, m: "ModelConfig", base: str, started_from: str 
 
 
 def write_adapter(model: Transducer, folder: Path) -> None:
-    """Write the adapter of a model with LoRA layers from `add_lora`, over an earlier one.
-
-    Args:
-        model: NeMo transducer with whole weights; its `lora_base` names the base model.
-    """
+    """Write the adapter of a model with LoRA layers and whole weights, over an earlier one."""
     state = model.state_dict()
     names = _adapter_names(model, model.lora_settings["train_decoder"])
     tensors = {PREFIX + name: state[own].detach().to("cpu", copy=True).contiguous() for name, own in names.items()}
@@ -209,11 +204,7 @@ def _config(model: Transducer) -> "LoraConfig":
 
 
 def read_adapter(path: Path) -> Adapter:
-    """Read an adapter from a directory that `write_adapter` or PEFT has written.
-
-    Raises:
-        UserError: it is not whole, or not an adapter that this project makes.
-    """
+    """Read an adapter that `write_adapter` or PEFT has written; raise UserError where it is not whole, or another."""
     try:
         config, base = (parse_json(read_text(path / name)) for name in (CONFIG, BASE))
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(path / WEIGHTS).items()}
@@ -238,11 +229,7 @@ def read_adapter(path: Path) -> Adapter:
 
 
 def check_base(adapter: Adapter, model: Transducer, name: str) -> None:
-    """Check that the base model, as it was loaded, is the one that the adapter was trained on.
-
-    Raises:
-        UserError: weights or tokens differ.
-    """
+    """Raise UserError if weights or tokens of the base model, as it was loaded, are not those of the adapter's."""
     found = base_hash(model, adapter.settings["train_decoder"])
     if found != adapter.base["sha256"]:
         raise UserError(
@@ -263,10 +250,7 @@ def _check_names(adapter: Adapter, expected: set[str]) -> None:
 
 @torch.no_grad()
 def merge_adapter(model: Transducer, adapter: Adapter) -> None:
-    """Add the updates to the base model's weights, in place, with the same sums as in a LoRA run's model.nemo.
-
-    Args:
-        model: the base model, checked by `check_base`, without LoRA layers.
+    """Add the updates to the weights of a checked base model, in place, with the same sums as in a run's model.nemo.
 
     Raises:
         UserError: the adapter has no place in the model.
@@ -293,10 +277,7 @@ def merge_adapter(model: Transducer, adapter: Adapter) -> None:
 
 @torch.no_grad()
 def load_into_lora(model: Transducer, adapter: Adapter) -> None:
-    """Load the adapter into the LoRA layers of a model, in place, to continue its training.
-
-    Args:
-        model: base model with layers of `add_lora`.
+    """Load the adapter into the LoRA layers of a base model, in place, to continue its training.
 
     Raises:
         UserError: the layers have other settings than the adapter's.

@@ -87,14 +87,9 @@ def _restore(path: Path) -> Transducer:
 
 
 def check_hub_name(name: str, key: str) -> None:
-    """Check that a name without a local file can be a hub's, so that no network is asked about a mistyped path.
+    """Raise UserError if the name of a missing file can be no hub's, so that no network is asked about a typing slip.
 
-    Args:
-        name: of a file or directory that is not there.
-        key: the option that names it, for messages.
-
-    Raises:
-        UserError: it is a path, because it starts like one or its first part is a local directory; or no hub name.
+    A path starts like one, or its first part is a local directory.
     """
     path = Path(name)
     if name.startswith((".", "/")) or (len(path.parts) > 1 and Path(path.parts[0]).is_dir()):
@@ -159,11 +154,7 @@ def _build(path: Path, tokenizer: str | None) -> Transducer:
 
 
 def move_to_device(model: Transducer, device: str) -> Transducer:
-    """Move the model to a device of this machine.
-
-    Raises:
-        UserError: there is no such device.
-    """
+    """Move the model to a device; raise UserError if this machine has no such device."""
     try:
         return model.to(device)
     except (RuntimeError, AssertionError) as error:

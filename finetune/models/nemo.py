@@ -27,11 +27,7 @@ def import_nemo() -> Any:
 
 
 def check_head(model: Transducer, name: str) -> None:
-    """Check that the joint's head has as many outputs as tokens, blank and durations need.
-
-    Raises:
-        UserError: it has not, and would silently be trained with the wrong loss.
-    """
+    """Raise UserError if the joint's outputs are not tokens, blank and durations: its loss would be the wrong one."""
     durations = tdt_durations(model)
     outputs = model.joint.joint_net[-1].out_features
     expected = model.tokenizer.vocab_size + 1 + len(durations)
@@ -70,18 +66,24 @@ def prepare_for_training(
         # NeMo's SpecAugment keeps a private unseeded generator; the global one is seeded and saved in checkpoints.
         if hasattr(module, "_rng"):
             object.__setattr__(module, "_rng", random)
-        if dropout is not None and isinstance(module, torch.nn.Dropout):
-            module.p = dropout
-        if dropout is not None and isinstance(module, torch.nn.LSTM):
-            module.dropout = dropout
     if dropout is not None:
-        for layer in model.encoder.layers:
-            layer.self_attn.dropout_rate = dropout
+        _set_dropout(model, dropout)
     if hasattr(model, "ctc_decoder"):
         model.ctc_decoder.requires_grad_(False)
         log.warning("this is a hybrid model: its transducer head is trained, its CTC head stays as it is")
     model.freeze_batchnorm = freeze_batchnorm
-    disable_cuda_graphs(model)
+    if hasattr(model.decoding.decoding, "disable_cuda_graphs"):
+        model.decoding.decoding.disable_cuda_graphs()  # they disturb later work in the same process (NeMo issue 15423)
+
+
+def _set_dropout(model: Transducer, p: float) -> None:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = p
+        elif isinstance(module, torch.nn.LSTM):
+            module.dropout = p
+    for layer in model.encoder.layers:
+        layer.self_attn.dropout_rate = p
 
 
 def cast_parameters(model: Transducer, dtype: torch.dtype) -> None:
@@ -98,13 +100,6 @@ def cast_parameters(model: Transducer, dtype: torch.dtype) -> None:
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point():
                     setattr(module, name, buffer.to(dtype))
-
-
-def disable_cuda_graphs(model: Transducer) -> None:
-    """Decode without CUDA graphs, which disturb later work in the same process (NeMo issue 15423)."""
-    greedy = model.decoding.decoding
-    if hasattr(greedy, "disable_cuda_graphs"):
-        greedy.disable_cuda_graphs()
 
 
 def set_train_mode(model: Transducer) -> None:

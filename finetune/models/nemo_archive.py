@@ -154,7 +154,6 @@ def check_size(config: dict[str, Any], weight_bytes: int, name: str) -> None:
     """Refuse a configuration of far more parameters than there are weights for: building it would fill the memory.
 
     Args:
-        config: resolved.
         weight_bytes: of the weights' file.
     """
 
@@ -283,11 +282,7 @@ class NemoFile:
 
 
 def read_nemo(path: Path) -> NemoFile:
-    """Read a .nemo file without NeMo: the YAML, the weights (as tensors only), the SentencePiece file.
-
-    Raises:
-        UserError: it is none.
-    """
+    """Read a .nemo file without NeMo: the YAML, the weights (as tensors only), the SentencePiece file."""
     with reading(path, "--model") as (archive, members):
         config = config_in(archive, members, f"--model: {path}")
         for section in NOT_BUILT:

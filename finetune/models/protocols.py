@@ -22,7 +22,6 @@ else:
 class Featurizer(Module):
     """Mel filter bank (`FilterbankFeatures`)."""
 
-    dither: float
     get_seq_len: Callable[[torch.Tensor], torch.Tensor]
     """Samples -> mel frames, (B,) each."""
 
@@ -145,7 +144,6 @@ class Tokenizer(Protocol):
     tokenizer: Any
     """The `SentencePieceProcessor`."""
     text_to_ids: Callable[[str], list[int]]
-    ids_to_text: Callable[[Sequence[int]], str]
     ids_to_tokens: Callable[[Sequence[int]], list[str]]
 
 

@@ -51,11 +51,7 @@ ModelProto: type[SentencePieceModel] = vars(messages)["ModelProto"]
 
 
 def parse(content: bytes, name: str) -> SentencePieceModel:
-    """Read a tokenizer's message.
-
-    Raises:
-        UserError: it is no SentencePiece model, or neither BPE nor unigram.
-    """
+    """Read a tokenizer's message; raise UserError if it is no SentencePiece model of type BPE or unigram."""
     try:
         model = ModelProto.FromString(content)
         kind = model.trainer_spec.model_type
@@ -76,11 +72,7 @@ def kind_of(model: SentencePieceModel) -> str:
 
 
 def tokenizer_of(model: Transducer, key: str) -> SentencePieceModel:
-    """Return the tokenizer of a loaded NeMo model.
-
-    Raises:
-        UserError: it is an aggregate, or no SentencePiece tokenizer.
-    """
+    """Return the tokenizer of a loaded NeMo model; raise UserError if it is not one of SentencePiece alone."""
     inner = getattr(model.tokenizer, "tokenizer", None)
     if inner is None or not hasattr(inner, "serialized_model_proto"):
         what = "an aggregate of tokenizers" if model.tokenizer_type == "agg" else f"a {type(model.tokenizer).__name__}"
@@ -91,11 +83,7 @@ def tokenizer_of(model: Transducer, key: str) -> SentencePieceModel:
 
 
 def processor(model: SentencePieceModel, **changes: Any) -> SentencePieceProcessor:
-    """Return what encodes and decodes with a message.
-
-    Args:
-        changes: settings of its normaliser in this processor only, such as add_dummy_prefix=False.
-    """
+    """Return what encodes and decodes, with other settings of the normaliser, such as add_dummy_prefix=False."""
     if changes:
         model = copy_of(model)
         for name, value in changes.items():

@@ -127,10 +127,7 @@ def grow_from_tokenizer(
 ) -> Growth:
     """Append the pieces of another tokenizer that the old one lacks, characters first, then by score.
 
-    Pieces that the old merges would never make are left out and counted.
-
-    Args, Raises:
-        as `grow_on_texts`.
+    Pieces that the old merges would never make are left out and counted. The rest is as in `grow_on_texts`.
     """
     own, old = {p.piece for p in model.pieces}, alphabet(model)
     usable = sorted((p for p in other.pieces if p.type in (NORMAL, USER_DEFINED)), key=lambda p: -p.score)

@@ -109,13 +109,10 @@ def _open(path: Path) -> Iterator[tarfile.TarFile]:
 
 
 def _check_members(archive: tarfile.TarFile, size: int | None) -> list[tarfile.TarInfo]:
-    """Return all members, once each is known to do no harm.
+    """Return all members, or raise Refused with the name of the one that would do harm.
 
     Args:
         size: bytes of the archive; None where it is compressed: reading to its end tells.
-
-    Raises:
-        Refused: with the name of the member.
     """
     seen: set[PurePosixPath] = set()
     members = []

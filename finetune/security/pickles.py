@@ -179,7 +179,7 @@ def check_checkpoint(folder: Path) -> None:
     """Check every pickle of a checkpoint before Accelerate, DeepSpeed or torch's distributed checkpoints read it.
 
     Args:
-        folder: of the checkpoint; it may be a link itself, and holds none.
+        folder: it may be a link itself, and holds none.
 
     Raises:
         UserError: names the file, and what it would have run.

@@ -158,7 +158,7 @@ CONFIGS = {
     "module of nemo": (lambda c: c["joint"].update(_target_="nemo.utils.exp_manager.exp_manager"), r"joint\._target_"),
     "deep": (
         lambda c: c.update(adapters={"a": [{"b": {"_target_": "subprocess.Popen"}}]}),
-        r"adapters\.a\.0\.b\._target_",
+        r"adapters\.a\[0\]\.b\._target_",
     ),
     "class of the model": (lambda c: c.update(target="builtins.exec"), r"target: 'builtins\.exec' is refused"),
     "environment": (
@@ -211,7 +211,7 @@ CONFIGS = {
     ),
     "in a list of labels": (
         lambda c: c["encoder"].update(vocabulary=["a", {"_target_": "os.system"}]),
-        r"encoder\.vocabulary\.1\._target_: 'os\.system' is refused",
+        r"encoder\.vocabulary\[1\]\._target_: 'os\.system' is refused",
     ),
     "reference in two parts": (
         lambda c: c.update(a="$", b="${a}{oc.env:HF_TOKEN}"),

@@ -139,11 +139,7 @@ def preprocessor_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def feature_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of transformers' ParakeetFeatureExtractor.
-
-    Args:
-        config: NeMo model configuration, resolved.
-    """
+    """Return the settings of transformers' ParakeetFeatureExtractor."""
     p = preprocessor_settings(config)
     rate = p["sample_rate"]
     # NeMo truncates seconds to samples.
@@ -185,9 +181,7 @@ def model_settings(config: Mapping[str, Any], tokens: int, pad_id: int) -> dict[
     """Return the settings of transformers' ParakeetTDTConfig.
 
     Args:
-        config: NeMo model configuration, resolved.
         tokens: pieces of the tokenizer, without the blank, which comes after them.
-        pad_id: id of the padding token.
     """
     greedy = (config.get("decoding") or {}).get("greedy") or {}
     return {
@@ -209,10 +203,6 @@ def generation_settings(tokens: int, pad_id: int, durations: int) -> dict[str, A
     Without a suppressed duration head a duration could win over all tokens; without an end of sequence finished rows
     of a batch go on emitting until its longest utterance ends. The end of sequence is a suppressed id: it is never
     emitted, and only switches on the padding of finished rows.
-
-    Args:
-        tokens, pad_id: as for `model_settings`.
-        durations: outputs of the duration head.
     """
     return {
         "decoder_start_token_id": tokens,
@@ -223,13 +213,7 @@ def generation_settings(tokens: int, pad_id: int, durations: int) -> dict[str, A
 
 
 def reasons_against(config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], tokens: int) -> list[str]:
-    """Return what ParakeetForTDT cannot express of a NeMo model, one line each; empty where it can be converted.
-
-    Args:
-        config: NeMo model configuration, resolved.
-        weights: its state dict.
-        tokens: pieces of the tokenizer.
-    """
+    """Return what ParakeetForTDT cannot express of a NeMo model, one line each; empty where it can be converted."""
     reasons: list[str] = []
     kind = str(config.get("target", "EncDecRNNTBPEModel")).rsplit(".", 1)[-1]
     if kind != "EncDecRNNTBPEModel":

@@ -94,11 +94,7 @@ def _unknown_id(proto: SentencePieceModel) -> int:
 
 
 def processor_tokenizer(proto: SentencePieceModel) -> "ParakeetTokenizer":
-    """Return transformers' ParakeetTokenizer with the blank as the id after the last piece.
-
-    Raises:
-        UserError: the SentencePiece model has a piece of the blank's name.
-    """
+    """Return transformers' ParakeetTokenizer with the blank as the id after the last piece."""
     from transformers import ParakeetTokenizer
 
     tokens = len(proto.pieces)
@@ -130,10 +126,8 @@ def encoding_differs(proto: SentencePieceModel, tokenizer: "Tokenizer", texts: l
 
     Texts are compared as SentencePiece's normaliser leaves them: `tokenizers` takes a letter and its combining marks
     as one, and cannot compose every such sequence as SentencePiece does (`differing_as_written` counts what that
-    changes). Ordinary sentences are also compared as they are written, so that a missing normaliser is found.
-
-    Args:
-        texts: default `sample_texts`.
+    changes). Without `texts`, those of `sample_texts` are compared, and ordinary sentences also as they are written,
+    so that a missing normaliser is found.
     """
     reference = processor(proto)
     written: tuple[str, ...] = ()
@@ -174,13 +168,9 @@ def decoding_differs(proto: SentencePieceModel, tokenizer: "Tokenizer", count: i
 
 
 def sentencepiece_of(directory: Path, tokens: int) -> tuple[bytes, str]:
-    """Return the SentencePiece model of a Hugging Face directory: the kept file, or one made from tokenizer.json.
+    """Return the SentencePiece model of a Hugging Face directory, and where it comes from, in words.
 
-    Args:
-        tokens: pieces that the model has, without the blank.
-
-    Returns:
-        The file's content, and where it comes from, as words.
+    It is the kept tokenizer.model, or one made from tokenizer.json, of so many pieces without the blank.
 
     Raises:
         UserError: neither gives a SentencePiece model that encodes as tokenizer.json does.

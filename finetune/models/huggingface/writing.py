@@ -36,11 +36,7 @@ log = logging.getLogger(__name__)
 
 
 def check_expressible(nemo: NemoFile) -> None:
-    """Refuse a model that transformers' ParakeetForTDT cannot express.
-
-    Raises:
-        UserError: with every reason.
-    """
+    """Raise UserError, with every reason, for a model that transformers' ParakeetForTDT cannot express."""
     reasons = []
     if nemo.sentencepiece is None:
         kind = (nemo.config.get("tokenizer") or {}).get("type")
@@ -58,13 +54,9 @@ def check_expressible(nemo: NemoFile) -> None:
 
 
 def check_texts(nemo: NemoFile, texts: list[str]) -> None:
-    """Refuse a model whose tokenizer encodes one of these texts differently in transformers.
+    """Raise UserError for a model whose tokenizer encodes one of these texts differently in transformers.
 
-    Call it after `check_expressible`. Texts that differ only before they are normalised are counted in a warning:
-    recognising needs no encoding.
-
-    Raises:
-        UserError: with the text.
+    Texts that differ only before they are normalised are counted in a warning: recognising needs no encoding.
     """
     proto = nemo.tokenizer
     tokenizer = processor_tokenizer(proto).backend_tokenizer
@@ -93,7 +85,6 @@ def write_hugging_face(nemo: NemoFile, directory: Path, dtype: str = "float32") 
 
     Args:
         nemo: a model that passes `check_expressible`.
-        directory: for the files; made if it is missing.
         dtype: of all weights, "float32", "bfloat16" or "float16".
 
     Raises:
