@@ -5,14 +5,13 @@ import logging
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 
 from finetune.errors import UserError
 from finetune.models import nemo_archive
 from finetune.models.adapters import check_base, is_adapter, merge_adapter, read_adapter
 from finetune.models.huggingface.reading import fetch, is_hugging_face, load_hugging_face, nemo_config
 from finetune.models.huggingface.tokenizer import sentencepiece_of
-from finetune.models.nemo import check_head, import_nemo
+from finetune.models.nemo import build, check_head
 from finetune.models.protocols import Transducer
 from finetune.models.sentencepiece_model import FILE, SentencePieceModel, parse, tokenizer_of
 from finetune.security.archives import content_of, reading
@@ -87,7 +86,7 @@ def _restore(path: Path) -> Transducer:
 
 
 def check_hub_name(name: str, key: str) -> None:
-    """Raise UserError if the name of a missing file can be no hub's, so that no network is asked about a typing slip.
+    """Raise UserError if the name of a missing file can be no hub's, so that a mistyped path asks no network.
 
     A path starts like one, or its first part is a local directory.
     """
@@ -145,12 +144,7 @@ def _build(path: Path, tokenizer: str | None) -> Transducer:
             f"model.tokenizer: {path} needs a SentencePiece tokenizer, and there is no tokenizer.model in "
             f"{directory!r}. Set model.tokenizer to its directory (python -m finetune.tokenizer makes one)."
         )
-    models = import_nemo()
-    try:
-        model = models.EncDecRNNTBPEModel(cfg=OmegaConf.create(layout))
-    except Exception as error:
-        raise UserError(f"{path}: NeMo cannot build this model: {type(error).__name__}: {error}") from error
-    return _checked(model, path)
+    return _checked(build(layout, str(path)), path)
 
 
 def move_to_device(model: Transducer, device: str) -> Transducer:

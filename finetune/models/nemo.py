@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 
 from finetune.errors import UserError
 from finetune.models.protocols import Transducer
@@ -24,6 +25,15 @@ def import_nemo() -> Any:
     from nemo.collections.asr import models
 
     return models
+
+
+def build(config: dict[str, Any], name: str) -> Transducer:
+    """Return a model of a checked NeMo configuration with random weights; raise UserError if NeMo cannot build it."""
+    models = import_nemo()
+    try:
+        return models.EncDecRNNTBPEModel(cfg=OmegaConf.create(config))
+    except Exception as error:
+        raise UserError(f"model.name: NeMo cannot build {name}: {type(error).__name__}: {error}") from error
 
 
 def check_head(model: Transducer, name: str) -> None:

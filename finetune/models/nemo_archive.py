@@ -20,7 +20,7 @@ from finetune.models.adapters import load_merged_state_dict, merged_state_dict
 from finetune.models.nemo import import_nemo
 from finetune.models.protocols import Transducer
 from finetune.models.sentencepiece_model import SentencePieceModel, parse
-from finetune.security.archives import check_archive, content_of, named, reading, unpack
+from finetune.security.archives import content_of, named, reading, unpack
 from finetune.security.documents import leaves, parse_settings, resolved
 from finetune.security.pickles import load_tensors
 
@@ -229,8 +229,8 @@ def _connector() -> type:
     class CheckedConnector(SaveRestoreConnector):
         @staticmethod
         def _filtered_tar_info(tar_path: str, filter_fn: Any = None) -> list[tarfile.TarInfo]:
-            members = check_archive(Path(tar_path), "model.name")
-            return [m for m in members if filter_fn is None or filter_fn(m.name)]
+            with reading(Path(tar_path), "model.name") as (_, members):
+                return [m for m in members if filter_fn is None or filter_fn(m.name)]
 
         @staticmethod
         def _unpack_nemo_file(path2file: str, out_folder: str, members: Any = None) -> str:

@@ -139,28 +139,30 @@ def grow_from_tokenizer(
     new = set(letters) - old
     candidates = [p.piece for p in usable if p.piece not in own and len(p.piece) > 1]
     candidates = [p for p in candidates if pieces == "all" or any(c in new for c in p)][: size - len(letters)]
-    kept: list[tuple[str, Word]] = [(p, ()) for p in candidates]
-    count = len(kept)
+    kept = candidates
     while True:  # without an unreachable piece others may become unreachable
-        grown = _appended(model, letters, kept)
+        grown = _appended(model, letters, dict.fromkeys(kept, ()))
         encode = piece_encoder(grown)
-        reached = [(p, parts) for p, parts in kept if encode(p) == [p]]
+        reached = [piece for piece in kept if encode(piece) == [piece]]
         if len(reached) == len(kept):
-            return Growth(grown, len(model.pieces), letters, unreachable=count - len(kept))
+            return Growth(grown, len(model.pieces), letters, unreachable=len(candidates) - len(kept))
         kept = reached
 
 
-def _appended(model: SentencePieceModel, characters: list[str], merges: list[tuple[str, Word]]) -> SentencePieceModel:
-    """Return the tokenizer with characters and merged pieces behind the old ones."""
+def _appended(model: SentencePieceModel, characters: list[str], merges: Mapping[str, Word]) -> SentencePieceModel:
+    """Return the tokenizer with characters and merged pieces, by the parts that they are made of, behind the old ones.
+
+    Without parts a piece is made of what encodes it.
+    """
     scores = {p.piece: p.score for p in model.pieces if p.type in (NORMAL, USER_DEFINED)}
     lowest = min(scores.values(), default=0.0)
-    names = [*characters, *(piece for piece, _ in merges)]
+    names = [*characters, *merges]
     if kind_of(model) == "bpe":
         return _append(model, {name: lowest - 1 - i for i, name in enumerate(names)})
     new = dict.fromkeys(characters, lowest)
     scores |= new
     encode = piece_encoder(_append(model, new))
-    for rank, (piece, parts) in enumerate(merges):
+    for rank, (piece, parts) in enumerate(merges.items()):
         # A longer one wins against its beginning. The same gain for all would make AB+C and A+BC equally good, and
         # implementations choose differently then; so an earlier merge gains more.
         gain = (UNIGRAM_GAIN if parts else UNIGRAM_GAIN * (len(piece) - 1)) * (1 + 1 / math.sqrt(2 + rank))
@@ -212,9 +214,7 @@ def _lacking(words: Counter[Word], own: set[str], coverage: float) -> tuple[list
     return ordered[:taken], ordered[taken:]
 
 
-def _merge_on(
-    words: Mapping[Word, int], own: set[str], count: int, allowed: Callable[[str], bool]
-) -> list[tuple[str, Word]]:
+def _merge_on(words: Mapping[Word, int], own: set[str], count: int, allowed: Callable[[str], bool]) -> dict[str, Word]:
     """Continue BPE training (arXiv 1508.07909).
 
     Args:
@@ -266,7 +266,7 @@ def _merge_on(
         for joined in more:
             if total[joined] >= LEAST_COUNT:
                 heapq.heappush(heap, (-total[joined], joined))
-    return list(found.items())
+    return found
 
 
 def _join(symbols: list[str], ranks: dict[str, int]) -> None:

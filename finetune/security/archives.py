@@ -143,12 +143,6 @@ def _check_members(archive: tarfile.TarFile, size: int | None) -> list[tarfile.T
     return members
 
 
-def check_archive(path: Path, key: str) -> list[tarfile.TarInfo]:
-    """Return the members of a .nemo; raises as `reading`."""
-    with reading(path, key) as (_, members):
-        return members
-
-
 @contextmanager
 def reading(path: Path, key: str) -> Iterator[tuple[tarfile.TarFile, list[tarfile.TarInfo]]]:
     """Open a .nemo with all its members checked. Errors within are reported as the archive's fault.

@@ -16,6 +16,7 @@ from conftest import TOKENIZER, tiny_layout
 from hostile_files import bomb, evil_torch_file, member, members_of, write_archive
 
 from finetune.errors import UserError
+from finetune.models.huggingface.writing import write_hugging_face
 from finetune.models.loading import load_model, read_tokenizer
 from finetune.models.nemo_archive import (
     ADAPTERS,
@@ -358,10 +359,9 @@ def test_code_in_a_hugging_face_directory_is_not_run(tiny_model, tmp_path):
     """auto_map of model, tokenizer and processor name a file that leaves a mark where it is imported; a pickle lies
     there beside."""
     from finetune.tools.export.equal_texts import load_written
-    from finetune.tools.export.hugging_face import export_hugging_face
 
     directory, mark = tmp_path / "hf", tmp_path / "mark"
-    export_hugging_face(str(tiny_model), directory)
+    write_hugging_face(read_nemo(tiny_model), directory)
     (directory / "evil.py").write_text(CODE.format(mark=str(mark)))
     for file, keys in (
         ("config.json", ("AutoConfig", "AutoModelForTDT", "AutoModel")),

@@ -365,7 +365,7 @@ def test_addresses_of_odd_storage_are_refused_in_rows(url):
 
 
 def test_a_run_with_data_root_puts_the_others_into_quarantine(run_train, tiny_run, clips, tmp_path, capfd):
-    rows = read_lines(clips / "manifest.jsonl")
+    rows = read_lines(clips / "manifest.jsonl")[:8]
     shutil.copy(clips / rows[0]["audio_filepath"], tmp_path / "secret.flac")
     rows[0]["audio_filepath"] = str(tmp_path / "secret.flac")
     for row in rows[1:]:

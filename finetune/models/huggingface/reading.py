@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf, open_dict
+from omegaconf import open_dict
 
 from finetune.errors import UserError
 from finetune.models.huggingface.layout import (
@@ -31,7 +31,7 @@ from finetune.models.huggingface.layout import (
     to_nemo,
 )
 from finetune.models.huggingface.tokenizer import sentencepiece_of
-from finetune.models.nemo import import_nemo
+from finetune.models.nemo import build
 from finetune.models.nemo_archive import NOT_BUILT, check_model_config, check_size
 from finetune.models.protocols import Transducer
 from finetune.models.sentencepiece_model import parse, write_tokenizer
@@ -70,15 +70,10 @@ def load_hugging_face(directory: Path) -> Transducer:
     if not weight_bytes:
         read_weights(directory)  # raises before a model is built
     check_size(config, weight_bytes, f"model.name: {directory}")
-    tokens = int(config["decoder"]["vocab_size"])
-    content, source = sentencepiece_of(directory, tokens)
+    content, source = sentencepiece_of(directory, int(config["decoder"]["vocab_size"]))
     log.info("model %s: Hugging Face format; tokenizer from %s", directory, source)
     config["tokenizer"] = {"dir": str(_tokenizer_directory(content)), "type": "bpe"}
-    models = import_nemo()
-    try:
-        model = models.EncDecRNNTBPEModel(cfg=OmegaConf.create(config))
-    except Exception as error:
-        raise UserError(f"model.name: NeMo cannot build {directory}: {type(error).__name__}: {error}") from error
+    model = build(config, str(directory))
     with open_dict(model.cfg):
         model.cfg.tokenizer.dir = str(directory)
         model.cfg.validation_ds = {"use_start_end_token": False}  # NeMo's own transcribe() reads this key
