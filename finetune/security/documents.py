@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from yaml.composer import ComposerError
 from yaml.constructor import ConstructorError
 
 from finetune.errors import UserError
@@ -24,6 +23,7 @@ MOST_VALUES = 2_000_000
 MOST_CHARACTERS = 32 * 2**20
 MOST_DIGITS = 30
 REFERENCE = re.compile(r"(?<!\\)\$\{([^${}]+)\}")
+INTEGER = "tag:yaml.org,2002:int"
 CORE_TAGS = {
     f"tag:yaml.org,2002:{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null", "merge", "value")
 }
@@ -31,66 +31,59 @@ CORE_TAGS = {
 
 @functools.cache
 def _loader() -> type[yaml.SafeLoader]:
-    """OmegaConf's loader, which reads 1e-4 as a number and refuses a key that stands twice, with bounds."""
+    """Return OmegaConf's loader, which reads 1e-4 as a number and refuses a key that stands twice."""
     from omegaconf._utils import get_yaml_loader
 
-    class Bounded(get_yaml_loader()):  # type: ignore[misc]
-        depth = 0
-
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            event = self.peek_event()
-            if self.depth >= DEEPEST:
-                raise ComposerError(None, None, f"it is nested more than {DEEPEST} levels deep", event.start_mark)
-            tag = getattr(event, "tag", None)
-            if tag not in (None, "!") and tag not in CORE_TAGS:
-                said = f"the tag {tag} is refused: a file of settings makes no objects"
-                raise ComposerError(None, None, said, event.start_mark)
-            self.depth += 1
-            try:
-                return super().compose_node(parent, index)
-            finally:
-                self.depth -= 1
-
-        def construct_document(self, node: Any) -> Any:
-            if _size(node, {}, set()) > MOST_VALUES:
-                said = f"with its references written out it has more than {MOST_VALUES:,} values"
-                raise ConstructorError(None, None, said, node.start_mark)
-            return super().construct_document(node)
-
-        def construct_yaml_int(self, node: Any) -> Any:
-            if len(node.value) > MOST_DIGITS:
-                raise ConstructorError(None, None, f"a number of more than {MOST_DIGITS} digits", node.start_mark)
-            return super().construct_yaml_int(node)
-
-    Bounded.add_constructor("tag:yaml.org,2002:int", Bounded.construct_yaml_int)
-    return Bounded
+    return get_yaml_loader()
 
 
-def _size(node: yaml.Node, known: dict[int, int], inside: set[int]) -> int:
-    """Values below a node with references written out; one that holds itself has no end."""
-    if isinstance(node, yaml.ScalarNode):
-        return 1
+def _count(node: yaml.Node, known: dict[int, int], inside: set[int]) -> int:
+    """Return the values below a node with references written out, or raise ConstructorError where it passes a bound.
+
+    Args:
+        known: values below nodes that were counted, by their id.
+        inside: ids of the nodes that this one is a part of.
+    """
+
+    def refused(reason: str) -> ConstructorError:
+        return ConstructorError(None, None, reason, node.start_mark)
+
     if id(node) in inside:
-        raise ConstructorError(None, None, "a part of it refers to itself", node.start_mark)
-    if id(node) not in known:
-        inside.add(id(node))
-        mapping = isinstance(node, yaml.MappingNode)
-        parts = [part for pair in node.value for part in pair] if mapping else node.value
-        known[id(node)] = 1 + sum(_size(part, known, inside) for part in parts)
-        inside.discard(id(node))
+        raise refused("a part of it refers to itself")
+    if id(node) in known:
+        return known[id(node)]
+    if len(inside) >= DEEPEST:
+        raise refused(f"it is nested more than {DEEPEST} levels deep")
+    if node.tag not in CORE_TAGS:
+        raise refused(f"the tag {node.tag} is refused: a file of settings makes no objects")
+    if node.tag == INTEGER and len(node.value) > MOST_DIGITS:
+        raise refused(f"a number of more than {MOST_DIGITS} digits")
+    parts = [] if isinstance(node, yaml.ScalarNode) else node.value
+    if isinstance(node, yaml.MappingNode):
+        parts = [part for pair in parts for part in pair]
+    inside.add(id(node))
+    known[id(node)] = 1 + sum(_count(part, known, inside) for part in parts)
+    inside.discard(id(node))
+    if known[id(node)] > MOST_VALUES:
+        raise refused(f"with its references written out it has more than {MOST_VALUES:,} values")
     return known[id(node)]
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse a YAML text; raises ValueError where it is none, or passes a bound."""
+    """Parse a YAML text; raise ValueError where it is none, or passes a bound."""
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"it is longer than {MOST_CHARACTERS:,} characters")
     try:
-        return yaml.load(text, Loader=_loader())
+        loader = _loader()(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _count(node, {}, set())
+        return loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
     except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+        raise ValueError(f"it is nested more than {DEEPEST} levels deep") from error
     except (TypeError, OverflowError, AttributeError, LookupError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
