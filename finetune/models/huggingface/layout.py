@@ -250,13 +250,10 @@ def _against_subsampling(config: Mapping[str, Any]) -> list[str]:
     factor, bins = settings["subsampling_factor"], settings["num_mel_bins"]
     if factor < 2 or factor & (factor - 1):
         return [*reasons, f"encoder.subsampling_factor: {factor}; transformers has only powers of two"]
-    left = bins
-    for _ in range(int(math.log2(factor))):
-        left = (left - 1) // 2 + 1
-    if left != bins // factor:
+    if bins % factor:
         reasons.append(
             f"encoder.feat_in: {bins} mel bins are not divisible by subsampling_factor {factor}: NeMo's subsampling "
-            f"ends in {left} of them, transformers' in {bins // factor}"
+            f"ends in {bins // factor + 1} of them, transformers' in {bins // factor}"
         )
     elif bins != preprocessor_settings(config)["features"]:
         reasons.append("encoder.feat_in is not preprocessor.features")
