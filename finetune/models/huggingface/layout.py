@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-SENTENCEPIECE = "tokenizer.model"
 TRAINING_SETTINGS = "nemo_config.yaml"
 # Not kept in it: what the tokenizer's file says too, paths, and what belongs to a training run.
 NOT_KEPT = ("labels", "tokenizer", "train_ds", "validation_ds", "test_ds", "optim", "target")

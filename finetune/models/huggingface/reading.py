@@ -22,7 +22,6 @@ from finetune.models.huggingface.layout import (
     ENCODER,
     NOT_KEPT,
     RECOMPUTED,
-    SENTENCEPIECE,
     TARGETS,
     TRAINING_SETTINGS,
     feature_settings,
@@ -34,7 +33,7 @@ from finetune.models.huggingface.tokenizer import sentencepiece_of
 from finetune.models.nemo import build
 from finetune.models.nemo_archive import NOT_BUILT, check_model_config, check_size
 from finetune.models.protocols import Transducer
-from finetune.models.sentencepiece_model import parse, write_tokenizer
+from finetune.models.sentencepiece_model import FILE, parse, write_tokenizer
 from finetune.paths import ROOT
 from finetune.security.documents import first_line, read_json_object, read_settings, resolved
 
@@ -66,10 +65,8 @@ def load_hugging_face(directory: Path) -> Transducer:
         UserError: it is of another kind, or NeMo's modules cannot express it.
     """
     config = nemo_config(directory, log_sources=True)
-    weight_bytes = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-    if not weight_bytes:
-        read_weights(directory)  # raises before a model is built
-    check_size(config, weight_bytes, f"model.name: {directory}")
+    weights = read_weights(directory)
+    check_size(config, sum(tensor.nbytes for tensor in weights.values()), f"model.name: {directory}")
     content, source = sentencepiece_of(directory, int(config["decoder"]["vocab_size"]))
     log.info("model %s: Hugging Face format; tokenizer from %s", directory, source)
     config["tokenizer"] = {"dir": str(_tokenizer_directory(content)), "type": "bpe"}
@@ -77,7 +74,7 @@ def load_hugging_face(directory: Path) -> Transducer:
     with open_dict(model.cfg):
         model.cfg.tokenizer.dir = str(directory)
         model.cfg.validation_ds = {"use_start_end_token": False}  # NeMo's own transcribe() reads this key
-    _take_weights(model, directory)
+    _take_weights(model, weights, directory)
     return model.eval()
 
 
@@ -293,7 +290,7 @@ def _tokenizer_directory(sentencepiece: bytes) -> Path:
     maker = os.getpid()
     atexit.register(lambda: os.getpid() == maker and shutil.rmtree(directory, ignore_errors=True))
     write_tokenizer(parse(sentencepiece, "model.name: the tokenizer"), directory)
-    (directory / SENTENCEPIECE).write_bytes(sentencepiece)  # byte for byte
+    (directory / FILE).write_bytes(sentencepiece)  # byte for byte
     return directory
 
 
@@ -325,11 +322,11 @@ def read_weights(directory: Path) -> dict[str, torch.Tensor]:
     return {key: t.float() if t.is_floating_point() else t for key, t in weights.items()}
 
 
-def _take_weights(model: Transducer, directory: Path) -> None:
+def _take_weights(model: Transducer, saved: dict[str, torch.Tensor], directory: Path) -> None:
     """Load a directory's weights into the NeMo model, in place; every tensor has to fit."""
     own = model.state_dict()
     head = head_of(own)
-    weights = {to_nemo(key, head): tensor for key, tensor in read_weights(directory).items()}
+    weights = {to_nemo(key, head): tensor for key, tensor in saved.items()}
     expected = {key: tensor for key, tensor in own.items() if not RECOMPUTED.match(key)}
     if problems := misfits(weights, expected):
         raise UserError(f"model.name: the weights of {directory} do not fit: {problems}.")

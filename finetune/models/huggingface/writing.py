@@ -12,7 +12,6 @@ from omegaconf import OmegaConf
 from finetune.errors import UserError
 from finetune.models.huggingface.layout import (
     NOT_KEPT,
-    SENTENCEPIECE,
     TRAINING_SETTINGS,
     durations_of,
     encoder_settings,
@@ -31,6 +30,7 @@ from finetune.models.huggingface.tokenizer import (
     processor_tokenizer,
 )
 from finetune.models.nemo_archive import NemoFile
+from finetune.models.sentencepiece_model import FILE
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ def write_hugging_face(nemo: NemoFile, directory: Path, dtype: str = "float32") 
             factor / 8,
         )
     if nemo.sentencepiece is not None:
-        (directory / SENTENCEPIECE).write_bytes(nemo.sentencepiece)
+        (directory / FILE).write_bytes(nemo.sentencepiece)
     (directory / TRAINING_SETTINGS).write_text(_training_settings(nemo.config), encoding="utf-8")
 
 
