@@ -212,7 +212,7 @@ def read_adapter(path: Path) -> Adapter:
         settings = {
             "rank": int(config["r"]),
             "alpha": float(config["lora_alpha"]),
-            "targets": found[found.rindex("(") + 1 : found.rindex(")")].split("|"),
+            "targets": sorted(found[found.rindex("(") + 1 : found.rindex(")")].split("|")),
             "train_decoder": any(name.startswith(TRAINED_WHOLE) for name in tensors),
         }
         plain = not (config.get("use_dora") or config.get("use_rslora") or config.get("rank_pattern"))
@@ -282,14 +282,11 @@ def load_into_lora(model: Transducer, adapter: Adapter) -> None:
     Raises:
         UserError: the layers have other settings than the adapter's.
     """
+    ours = {**model.lora_settings, "targets": sorted(model.lora_settings["targets"])}
     wrong = [
         f"model.lora_{key}: {str(value).replace(chr(39), '').replace('True', 'true').replace('False', 'false')}"
         for key, value in adapter.settings.items()
-        if (
-            sorted(value) != sorted(model.lora_settings[key])
-            if key == "targets"
-            else value != model.lora_settings[key]
-        )
+        if value != ours[key]
     ]
     if wrong:
         raise UserError(
