@@ -196,13 +196,6 @@ def export(*arguments: object) -> int:
     return main([str(a) for a in arguments])
 
 
-def first_clips(clips: Path, count: int, manifest: Path) -> Path:
-    rows = [
-        {**row, "audio_filepath": str(clips / row["audio_filepath"])} for row in read_lines(clips / "manifest.jsonl")
-    ]
-    return write_manifest(manifest, rows[:count])
-
-
 def test_a_model_that_is_not_the_same_is_not_kept(tmp_path, monkeypatch, clips, capsys):
     from finetune.tools.export import hugging_face as module
 
@@ -211,16 +204,16 @@ def test_a_model_that_is_not_the_same_is_not_kept(tmp_path, monkeypatch, clips, 
         write_hugging_face(nemo, directory, dtype)
 
     monkeypatch.setattr(module, "write_hugging_face", damaged)
-    manifest = first_clips(clips, 4, tmp_path / "four.jsonl")
-    assert export("--model", BASE, "--to", "hf", "--output", tmp_path / "out", "--data", manifest) == 1
+    arguments = ["--model", BASE, "--to", "hf", "--output", tmp_path / "out", "--data", clips / "manifest.jsonl"]
+    assert export(*arguments) == 1
     said = capsys.readouterr().err
     assert "encoder outputs of NeMo single and transformers single differ" in said
     assert "allowed 0.001" in said
     found = re.search(r"clip (\S+): NeMo single gives '(.*)', transformers single gives '(.*)'", said)
     assert found is not None
     assert found[2] != found[3]
-    assert found[1] in manifest.read_text()
-    assert list(tmp_path.iterdir()) == [manifest]
+    assert found[1] in (clips / "manifest.jsonl").read_text()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_model_that_stays_on_a_frame_is_refused_with_the_cause(tiny_model, clips, tmp_path, capsys):
@@ -234,7 +227,10 @@ def test_a_model_that_stays_on_a_frame_is_refused_with_the_cause(tiny_model, cli
         bias_V[128] = -50.0  # the blank
         bias_V[129] = 50.0  # duration 0
     save_nemo(model, tmp_path / "stuck.nemo")
-    two = first_clips(clips, 2, tmp_path / "two.jsonl")
+    rows = [
+        {**row, "audio_filepath": str(clips / row["audio_filepath"])} for row in read_lines(clips / "manifest.jsonl")
+    ]
+    two = write_manifest(tmp_path / "two.jsonl", rows[:2])
     arguments = ["--model", tmp_path / "stuck.nemo", "--to", "hf", "--output", tmp_path / "out", "--data", two]
     assert export(*arguments) == 1
     said = capsys.readouterr().err
