@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from finetune.config.compatibility import find_conflicts, find_contradictions
 from finetune.config.messages import explain
-from finetune.config.schema import RENAMED, SECTIONS, RunConfig, extra_of, schema_fields
+from finetune.config.schema import RENAMED, SECTIONS, RunConfig, meaning_of, option_of, schema_fields
 from finetune.config.suggestions import did_you_mean
 from finetune.errors import UserError
 from finetune.paths import OVERLAYS
@@ -133,7 +133,7 @@ class Layers:
         for key, field in FIELDS.items():
             value = self.values.get(key)
             if key not in self.refused and (value == NOT_SET or (key in REQUIRED and not value)):
-                self._refuse(key, f"{key} is not set. {field.description}")
+                self._refuse(key, f"{key} is not set. {meaning_of(field)}")
         try:
             config = RunConfig.model_validate(_nested(PLACEHOLDERS | self.values))
         except ValidationError as error:
@@ -178,7 +178,7 @@ class Layers:
             section, name, *inside = found["loc"]
             key = f"{section}.{name}"
             field = FIELDS[key]
-            if inside and not extra_of(field)["form"]:
+            if inside and not option_of(field).form:
                 problem = f"{'.'.join(map(str, found['loc']))}: {explain(found)}"
             else:
                 problem = f"{key}: {explain(found, field, values[key])}"
