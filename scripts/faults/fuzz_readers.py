@@ -102,8 +102,8 @@ OPTIONS = StreamOptions(limits=BatchLimits(clips=4), sample_rate=16_000, text_no
 
 @cache
 def _source(root: str | None) -> OpenSource:
-    filters = Filters(0.1, 40.0)
-    return OpenSource(Source("m.jsonl"), [], "/nowhere", 1, COLUMNS, is_manifest=True, filters=filters, root=root)
+    filters = Filters(min_duration=0.1, max_duration=40.0)
+    return OpenSource(Source(path="m.jsonl"), [], "/nowhere", 1, COLUMNS, is_manifest=True, filters=filters, root=root)
 
 
 def examine_line(data: bytes, folder: Path) -> None:
