@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.data.options import StreamOptions
-from finetune.data.order import Piece, chosen_pieces, deal, from_json, interleave, shuffled
+from finetune.data.order import Piece, chosen_pieces, deal, interleave, shuffled
 from finetune.data.retry import UnreadableShard, wait_before
 from finetune.data.shards import NumberedRows, Row, Shard
 from finetune.data.sources import OpenSource
@@ -99,30 +99,28 @@ def fetch(group: Group, wanted: Iterable[tuple[int, int]], retries: int) -> dict
     return found
 
 
+@dataclass
 class GroupReader:
-    """The rows of one worker shard of a group, from the beginning of the epoch or from `set_position` on.
+    """The rows of one worker shard of a group, from the beginning of the epoch or from `set_position` on."""
 
-    Args:
-        group: the shards.
-        limit: rows of the group that take part; -1 for all.
-        options: subset, order and retries.
-        epoch, worker_shard, worker_shards: what the order follows from, besides the seed.
-    """
+    group: Group
+    limit: int
+    """Rows of the group that take part; -1 for all."""
+    options: StreamOptions
+    epoch: int
+    worker_shard: int
+    worker_shards: int
 
-    def __init__(
-        self, group: Group, limit: int, options: StreamOptions, epoch: int, worker_shard: int, worker_shards: int
-    ):
-        self.group, self.limit, self.options = group, limit, options
-        self.epoch, self.worker_shard, self.worker_shards = epoch, worker_shard, worker_shards
+    def __post_init__(self) -> None:
         # Where a source does not tell its rows, a limit is kept by counting, and all worker shards read all shards.
-        self.counts = limit >= 0 and any(shard.rows is None for _, shard in group)
+        self.counts = self.limit >= 0 and any(shard.rows is None for _, shard in self.group)
         self.set_position({"passes": 0})
 
     def set_position(self, position: dict[str, Any]) -> None:
         """Go to where `position` was taken; {"passes": n} is the beginning of a pass."""
         self.passes = position["passes"]
         own = position.get("pieces")
-        self.pieces = self._pieces_of_pass() if own is None else from_json(own)
+        self.pieces = self._pieces_of_pass() if own is None else [Piece(*piece) for piece in own]
         self.own, self.changed = own is not None, False
         self.at, self.row = position.get("at", 0), position.get("row")
         self.seen, self.failed = position.get("seen", 0), set(position.get("failed", ()))
@@ -163,7 +161,7 @@ class GroupReader:
         pieces = self.pieces[self.at :]
         if pieces and self.row is not None:
             pieces[0] = pieces[0]._replace(start=self.row)
-        return [p for p in pieces if p.stop is None or p.start < p.stop]
+        return [piece for piece in pieces if not piece.is_empty]
 
     def next_row(self) -> tuple[int, int, Row, bool] | None:
         """Return (shard, row, content, whether it is read for the first time), or None at the end of the pass.

@@ -79,11 +79,7 @@ def _check_files(leave_out: LeaveOut, sources: list[OpenSource]) -> None:
 
 
 def weigh_languages(sources: list[OpenSource], temperature: float) -> None:
-    """Weight each source, in place: its language's utterances to the power of 1 / temperature, shared by its own.
-
-    Raises:
-        UserError: a source has a weight already, or does not tell its language or its number of utterances.
-    """
+    """Weight each source, in place: its language's utterances to the power of 1 / temperature, shared by its own."""
     counts: dict[str, int] = {}
     for source in sources:
         language, path = source.source.language, source.source.path

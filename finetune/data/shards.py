@@ -116,17 +116,6 @@ def read_manifest_chunk(path: str, start: int, end: int, first: int = 0) -> Numb
             yield number, parse_line(line)
 
 
-def lines_of(path: str) -> Iterator[bytes]:
-    """Yield the lines of a file with their ends."""
-    rest = b""
-    with open_binary(path) as file:
-        while block := file.read(SCAN_BYTES):
-            *lines, rest = (rest + block).split(b"\n")
-            yield from (line + b"\n" for line in lines)
-    if rest:
-        yield rest
-
-
 def parse_line(line: bytes) -> Row:
     """Parse a manifest's line; a bad one becomes a row whose BAD_LINE tells why."""
     if len(line) > LONGEST_LINE:

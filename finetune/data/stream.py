@@ -13,16 +13,11 @@ from typing import Any
 
 import torch
 
-from finetune.data.batch import Batch, collate
-from finetune.data.batching import Entry
-from finetune.data.filters import FilteredUtterance
+from finetune.data.batch import Batch
 from finetune.data.options import StreamOptions
 from finetune.data.position import FINISHED, ORDERING, SAVED, SUBSET, Positions, reshard
-from finetune.data.quarantine import BadUtterance, Report
 from finetune.data.reader import group_sources
-from finetune.data.retry import Unreachable
 from finetune.data.sources import OpenSource
-from finetune.data.utterances import DecodedUtterance, decode
 from finetune.data.worker_lifetime import begin_worker, ends_with_this_process
 from finetune.data.worker_shards import WorkerShard
 
@@ -43,45 +38,8 @@ class WorkerShardDataset(torch.utils.data.IterableDataset):
         position = s.positions.get(number)
         if position == FINISHED:
             return
-        shard = WorkerShard(
-            s.sources,
-            s.options,
-            s.encode,
-            epoch=s.epoch,
-            number=number,
-            count=s.ranks * workers,
-            worker=worker,
-            position=position,
-        )
-        for entries, report, position in shard.batches():
-            try:
-                utterances = decode_all(entries, s.options, s.epoch, report)
-            except Unreachable as error:
-                utterances, report.error = [], str(error)
-            batch = collate(utterances, number, position)
-            batch.quarantined, batch.filtered = report.quarantined, report.filtered
-            batch.rows_read, batch.error = report.rows_read, report.error
-            yield batch
-            if batch.error:
-                return
-
-
-def decode_all(entries: list[Entry], options: StreamOptions, epoch: int, report: Report) -> list[DecodedUtterance]:
-    """Decode the utterances of a batch; those that cannot be used go into the report."""
-    utterances = []
-    for entry in entries:
-        try:
-            utterances.append(decode(entry, options, epoch))
-        except FilteredUtterance as reason:
-            report.count_filtered(str(reason))
-        except BadUtterance as reason:
-            report.quarantine(entry.id, entry.place, str(reason))
-    if options.fits is None or not utterances:
-        return utterances
-    fitting = options.fits([len(u.audio_S) for u in utterances], [len(u.tokens) for u in utterances])
-    for _ in range(fitting.count(False)):
-        report.count_filtered("more_tokens_than_frames")
-    return [u for u, fits in zip(utterances, fitting, strict=True) if fits]
+        count = s.ranks * workers
+        yield from WorkerShard(s.sources, s.options, s.encode, s.epoch, number, count, worker, position).batches()
 
 
 class UtteranceStream:

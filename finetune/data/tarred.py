@@ -3,16 +3,18 @@
 Paths may hold ranges, as NeMo writes them (`audio__OP_0..127_CL_.tar`) or in braces (`audio_{0..127}.tar`).
 """
 
+import io
 import re
 import tarfile
 from array import array
 from collections.abc import Callable
 from functools import partial
 from pathlib import PurePosixPath
+from typing import cast
 
 import numpy as np
 
-from finetune.data.shards import BAD_LINE, NumberedRows, Row, Shard, lines_of, parse_line
+from finetune.data.shards import BAD_LINE, SCAN_BYTES, NumberedRows, Row, Shard, parse_line
 from finetune.data.storage import expand, open_binary
 from finetune.errors import UserError
 from finetune.security.archives import CheckedHeader
@@ -87,10 +89,12 @@ def by_shard(path: str, count: int, shard_of: Callable[[int, bytes], int]) -> li
     """
     lines = [array("q") for _ in range(count)]
     offset = 0
-    for number, line in enumerate(lines_of(path), 1):
-        if line.strip():
-            lines[shard_of(number, line)].extend((offset, len(line)))
-        offset += len(line)
+    with open_binary(path) as file:
+        # A remote file's own readline fetches and searches a block of megabytes.
+        for number, line in enumerate(io.BufferedReader(cast(io.RawIOBase, file), SCAN_BYTES), 1):
+            if line.strip():
+                lines[shard_of(number, line)].extend((offset, len(line)))
+            offset += len(line)
     return [np.array(own).reshape(-1, 2) for own in lines]
 
 
