@@ -212,18 +212,11 @@ def _merged(before: Any, value: dict[str, Any]) -> dict[str, Any]:
 
 
 def environment_refused(call: str) -> str | None:
-    """Return why a call in `${...}` is refused; None for reading a variable of the environment that holds no secret.
-
-    Args:
-        call: such as "oc.env:HOME" or "oc.env:DATA,/data".
-    """
+    """Return why a call in `${...}`, such as "oc.env:HOME", is refused; None for a variable that holds no secret."""
     function, _, rest = call.partition(":")
     name = rest.partition(",")[0].strip().strip("'\"")
     if function.strip() != "oc.env":
-        return (
-            "a run file refers to its own keys, as ${training.seed}, and to variables of the environment, as "
-            "${oc.env:NAME}"
-        )
+        return "a run file refers to its own keys, as ${training.seed}, and to the environment, as ${oc.env:NAME}"
     if is_secret_name(name):
         return (
             f"the name {name} is that of a secret, which would end up in paths, addresses and logs. Storage and "
@@ -233,11 +226,7 @@ def environment_refused(call: str) -> str | None:
 
 
 def read_yaml(path: Path, what: str) -> dict[str, Any]:
-    """Return a YAML mapping.
-
-    Args:
-        path: the file.
-        what: names it at the beginning of a message.
+    """Return a YAML mapping; `what` names it in messages.
 
     Raises:
         UserError: with the place of a syntax error.

@@ -76,11 +76,7 @@ def changes_vocabulary(config: RunConfig) -> bool:
 
 
 def parse_tokenizer(value: Any, key: str = "model.tokenizer") -> TokenizerSetting:
-    """Return what `model.tokenizer` asks for.
-
-    Args:
-        value: None, a directory, or a mapping.
-        key: its name, for messages.
+    """Return what `model.tokenizer` asks for: None, a directory, or a mapping.
 
     Raises:
         UserError: unknown keys, or values that they cannot have.

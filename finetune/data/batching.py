@@ -99,10 +99,7 @@ class BatchLimits:
 class Buffer:
     """Utterances that wait for a batch.
 
-    Args:
-        limits: of a batch.
-        shuffle: draw batches at random; else they come in the order of the utterances.
-        group: put similar lengths together; no effect without `shuffle`.
+    With `shuffle` batches are drawn at random, and `group` puts similar lengths together; else they come in order.
     """
 
     def __init__(self, limits: BatchLimits, shuffle: bool, group: bool):

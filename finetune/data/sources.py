@@ -97,12 +97,7 @@ class OpenSource:
 
 
 def parse_sources(value: Any, key: str, split: str) -> list[Source]:
-    """Parse the sources that a key of the run file names.
-
-    Args:
-        value: a string, a mapping, or a list of these.
-        key: such as "data.train", for messages.
-        split: default split.
+    """Parse the sources that a key of the run file names: a string, a mapping, or a list of these.
 
     Raises:
         UserError: unknown keys, missing paths, or weights on only some sources.

@@ -11,11 +11,12 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 
 from finetune.data.batch import Batch
 from finetune.data.options import StreamOptions
-from finetune.data.position import FINISHED, ORDERING, SAVED, SUBSET, Positions, reshard
+from finetune.data.position import FINISHED, ORDERING, SAVED, SUBSET, Position, reshard
 from finetune.data.reader import group_sources
 from finetune.data.sources import OpenSource
 from finetune.data.worker_lifetime import begin_worker, ends_with_this_process
@@ -73,7 +74,8 @@ class UtteranceStream:
         self.sources = group_sources(sources, options.max_samples)
         self.epoch = 0
         self.next_worker = 0
-        self.positions = Positions()
+        self.positions: dict[int, Position] = {}
+        """By the number of the worker shard."""
 
     @property
     def worker_shards(self) -> range:
@@ -82,8 +84,6 @@ class UtteranceStream:
 
     def batches(self) -> Generator[Batch, None, None]:
         """Yield the rest of the present epoch. After each batch the stream's position lies behind it."""
-        for number in list(self.positions):
-            self.positions.take(number, self.positions.whole(number))  # workers report positions from here on
         # A generator of its own: the loader draws a seed at each start, which must not move torch's global one.
         loader = torch.utils.data.DataLoader(
             WorkerShardDataset(self),
@@ -96,19 +96,19 @@ class UtteranceStream:
         )
         for batch in loader:
             if batch.error is None:  # else a resumed run continues with the shard that could not be read
-                self.positions.take(batch.worker_shard, batch.position)
+                self.positions[batch.worker_shard] = batch.position
             self.next_worker = (batch.worker_shard // self.ranks + 1) % max(1, self.workers)
             yield batch
 
     def next_epoch(self) -> None:
         """Go to the next epoch. A separate call, since other ranks may still have batches of this one."""
-        self.epoch, self.next_worker, self.positions = self.epoch + 1, 0, Positions()
+        self.epoch, self.next_worker, self.positions = self.epoch + 1, 0, {}
 
-    def snapshot(self) -> tuple[Positions, int]:
+    def snapshot(self) -> tuple[dict[int, Position], int]:
         """Return the position, for `go_back`."""
-        return self.positions.copied(), self.next_worker
+        return dict(self.positions), self.next_worker
 
-    def go_back(self, snapshot: tuple[Positions, int]) -> None:
+    def go_back(self, snapshot: tuple[dict[int, Position], int]) -> None:
         """Take back the batches since a snapshot of the same epoch, for the next `batches` or checkpoint."""
         self.positions, self.next_worker = snapshot
 
@@ -123,7 +123,10 @@ class UtteranceStream:
             "shards": self.sources.digest(),
             "options": {name: getattr(self.options, name) for name in SAVED}
             | {"limits": json.loads(json.dumps(asdict(self.options.limits)))},
-            "positions": self.positions.to_json(),
+            "positions": {
+                str(number): {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in position.items()}
+                for number, position in self.positions.items()
+            },
         }
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> list[str]:
@@ -153,9 +156,8 @@ class UtteranceStream:
         alike = (first["ranks"], max(1, first["workers"])) == (self.ranks, max(1, self.workers))
         if alike and all(first["options"][name] == now["options"][name] for name in ORDERING):
             own = next(state for state in states if state["rank"] == self.rank)
-            self.next_worker, self.positions = own["next_worker"], Positions()
-            for number, position in own["positions"].items():
-                self.positions.take(int(number), position)
+            self.next_worker = own["next_worker"]
+            self.positions = {int(number): position for number, position in own["positions"].items()}
             return changes
         if not alike:
             changes.append(

@@ -42,8 +42,7 @@ def spread_rows(
     They come without the audio where the format allows that and lengths are known without it.
 
     Args:
-        sources: as the stream has them.
-        options: of the stream; subset and seed count.
+        sources, options: of the stream; subset and seed count.
         rows: at most.
         seconds: after this time no shard is begun or read on.
         lengths: whether rows that do not state their length have to come with the audio that tells it.

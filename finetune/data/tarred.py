@@ -46,9 +46,6 @@ def tarred_shards(manifest: str, tars: str, key: str) -> tuple[list[Shard], int]
         manifest: path of one manifest with `shard_id` in its rows, or of one a tar file, with ranges.
         tars: path of the tar files, with ranges.
         key: for messages.
-
-    Raises:
-        UserError: the numbers of files do not match, files are missing, or rows have no `shard_id`.
     """
     manifests, files = expand_ranges(manifest), expand_ranges(tars)
     if len(manifests) not in (1, len(files)):
@@ -82,10 +79,7 @@ def tarred_shards(manifest: str, tars: str, key: str) -> tuple[list[Shard], int]
 def by_shard(path: str, count: int, shard_of: Callable[[int, bytes], int]) -> list[np.ndarray]:
     """Return the (n, 2) offsets and lengths of a manifest's lines that are not blank, by shard.
 
-    Args:
-        path: of the manifest.
-        count: shards.
-        shard_of: the shard of a line by its number, from 1 on, and content.
+    `shard_of` tells the shard of a line by its number, from 1 on, and content.
     """
     lines = [array("q") for _ in range(count)]
     offset = 0

@@ -48,9 +48,6 @@ def read_texts(
         normalization: as `data.text_normalization`; a source's own goes before it.
         split: of a data set that names none.
         rows, seconds: bounds of the search in data sets.
-
-    Raises:
-        UserError: a source cannot be opened, or there is no text.
     """
     found: list[Text] = []
     named = []
