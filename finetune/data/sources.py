@@ -25,10 +25,13 @@ log = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # to open a source
 MANIFEST_SUFFIXES = (".json", ".jsonl", ".ndjson")
-TEXT_COLUMNS = ("text", "sentence", "transcription", "transcript", "normalized_text", "raw_text", "txt")
-LANGUAGE_COLUMNS = ("language", "lang", "locale")
-AUDIO_COLUMNS = ("audio", "audio_filepath", "wav", "flac", "mp3", "ogg", "opus")
-ID_COLUMNS = ("id", "__key__", "utt_id", "file_name")
+COLUMNS = {
+    "audio": ("audio", "audio_filepath", "wav", "flac", "mp3", "ogg", "opus"),
+    "text": ("text", "sentence", "transcription", "transcript", "normalized_text", "raw_text", "txt"),
+    "language": ("language", "lang", "locale"),
+    "id": ("id", "__key__", "utt_id", "file_name"),
+}
+"""What columns are called where a source does not name them; the first one found counts."""
 
 
 @dataclass
@@ -257,22 +260,17 @@ def _first_row(dataset: datasets.IterableDataset, key: str, path: str) -> dict[s
 
 def _find_columns(source: Source, columns: list[str], key: str) -> dict[str, str]:
     found = {}
-    wanted = {
-        "audio": (source.audio_column, AUDIO_COLUMNS, True),
-        "text": (source.text_column, TEXT_COLUMNS, True),
-        "language": (source.language_column, LANGUAGE_COLUMNS, False),
-        "id": (source.id_column, ID_COLUMNS, False),
-    }
-    for role, (named, guesses, required) in wanted.items():
+    for role, guesses in COLUMNS.items():
+        named = getattr(source, f"{role}_column")
         if named is not None and named not in columns:
             raise UserError(f"{key}: {source.path} has no column {named!r}; it has {columns}.")
         column = named or next((c for c in guesses if c in columns), None)
-        if column is None and required:
+        if column is not None:
+            found[role] = column
+        elif role in ("audio", "text"):
             raise UserError(
                 f"{key}: {source.path} has no column of {role}; it has {columns}. Set `{role}_column` of the source."
             )
-        if column is not None:
-            found[role] = column
     return found
 
 

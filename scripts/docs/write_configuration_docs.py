@@ -56,8 +56,8 @@ def page() -> str:
     fields = schema_fields()
     common = {key: field for key, field in fields.items() if option_of(field).common}
     parts = [INTRODUCTION, f"## The {len(common)} keys that most runs set", _table(common)]
-    for group, heading in GROUPS.items():
-        others = {k: f for k, f in fields.items() if option_of(f).group == group and k not in common}
+    for heading in GROUPS.values():
+        others = {k: f for k, f in fields.items() if GROUPS[option_of(f).group] == heading and k not in common}
         if others:
             parts += [f"## {heading}", _table(others)]
     renamed = [f"* `{old}` is `{new}` now." for old, new in RENAMED.items()]
