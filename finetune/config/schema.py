@@ -507,19 +507,15 @@ def choices_of(field: FieldInfo) -> tuple[Any, ...]:
     return get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
 
 
-def type_of(field: FieldInfo) -> str:
-    """Return the type in a few words, such as "float or null"."""
-    return _type_name(field.annotation)
-
-
-def _type_name(annotation: Any) -> str:
+def type_of(annotation: Any) -> str:
+    """Return a field's type in a few words, such as "float or null"."""
     origin, inside = get_origin(annotation), get_args(annotation)
     if annotation is type(None):
         return "null"
     if origin is Literal:
         return "str"
     if origin in (Union, types.UnionType):
-        return " or ".join(_type_name(part) for part in inside)
+        return " or ".join(type_of(part) for part in inside)
     kind = origin or annotation
     return "dict" if is_typeddict(kind) else kind.__name__
 

@@ -48,7 +48,7 @@ def row(key: str, field: FieldInfo) -> str:
     """Return a key's row."""
     within = ", ".join(f"`{choice}`" for choice in choices_of(field)) or range_of(field)
     unit, meaning = option_of(field).unit, meaning_of(field)
-    return f"| `{key}` | {type_of(field)} | {default_of(field)} | {within} | {unit} | {meaning} |"
+    return f"| `{key}` | {type_of(field.annotation)} | {default_of(field)} | {within} | {unit} | {meaning} |"
 
 
 def page() -> str:
