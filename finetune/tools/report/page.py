@@ -1,10 +1,8 @@
 """Write pages that need nothing but themselves."""
 
-import contextlib
 import datetime
 import json
 import logging
-import os
 import re
 import time
 from functools import cache
@@ -12,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.durable_files import write_text
 from finetune.errors import UserError
 from finetune.security.safe_text import lines
 from finetune.tools.report.formats import text_of
@@ -33,7 +32,7 @@ LONGEST_SHARE = 0.01  # of the time of a run
 
 
 def write_page(template: str, path: Path, title: str, plots: list[Plot | None], **values: object) -> Path:
-    """Write a page aside and rename it, so that a reader never finds half of it.
+    """Write a page.
 
     Args:
         template: its file under templates/.
@@ -65,13 +64,9 @@ def write_page(template: str, path: Path, title: str, plots: list[Plot | None], 
             **values,
         )
     )
-    aside = path.with_name(f".{path.name}.tmp")
     try:
-        aside.write_text(page, encoding="utf-8", errors="replace")
-        os.replace(aside, path)
+        write_text(path, page)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
         raise UserError(f"{path} cannot be written: {error}.") from error
     return path
 
