@@ -86,9 +86,9 @@ def run_of_adapter(path: Path) -> str:
     return last_part(str(folder.parent if (folder.parent / "config.yaml").is_file() else folder))
 
 
-def run_of_named_adapter(name: object, folders: list[Path]) -> str | None:
+def run_of_named_adapter(name: str | None, folders: list[Path]) -> str | None:
     """Return the same for `model.adapter` of a run; None where it has none."""
-    if not isinstance(name, str) or not name:
+    if not name:
         return None
     path = _existing(name, folders)
     return run_of_adapter(path) if path is not None else last_part(re.sub(r"(?<=[^/])/+adapter/*$", "", name))
@@ -106,13 +106,9 @@ def is_hub_data_form(path: str) -> bool:
 
 def run_folders(run: Path) -> list[Path]:
     """Return the folders in which the run may have been started: its relative paths begin there."""
-    output = _section(run, "training").get("output_dir")
-    found = []
-    if isinstance(output, str) and not Path(output).is_absolute():
-        resolved, parts = run.resolve(), Path(output).parts
-        if parts and resolved.parts[-len(parts) :] == parts:
-            found.append(Path(*resolved.parts[: -len(parts)]))
-    return [*found, Path.cwd()]
+    here, parts = run.resolve().parts, Path(_section(run, "training").get("output_dir", "/")).parts
+    is_below = parts[:1] != ("/",) and here[-len(parts) :] == parts
+    return [Path(*here[: -len(parts)]), Path.cwd()] if is_below else [Path.cwd()]
 
 
 def with_answers(base: Base, hub: str | None, licence: str | None) -> Base:

@@ -165,33 +165,42 @@ def result_notes(run: Run) -> list[str]:
 # ---- the run -------------------------------------------------------------------------------------------------------
 
 
-def what_was_run(run: Run) -> list[tuple[str, Any]]:
-    """Return what was trained, how, on what data and on what machine."""
+def training_rows(run: Run) -> list[tuple[str, str]]:
+    """Return how a run trains, for its page and for the model card."""
     s, e = run.summary, run.environment
     processes = e.get("processes") or s.get("world_size") or 1
     accumulated = run.setting("training", "gradient_accumulation_steps", 1)
-    seconds = run.setting("data", "batch_duration")
-    batch = (
-        f"{seconds:g} s of audio" if seconds else f"{run.setting('training', 'per_device_train_batch_size', 1)} clips"
-    )
+    batch = f"{run.setting('training', 'per_device_train_batch_size', 1)} clips"
+    if seconds := run.setting("data", "batch_duration"):
+        batch = f"{seconds:g} s of audio"
+    elif run.setting("data", "batch_bounds") or run.setting("training", "auto_batch"):
+        batch = "as many clips of like length as fit"
     precision = next((name for name in ("bf16", "fp16") if run.setting("training", name)), "fp32")
     schedule = run.setting("training", "lr_scheduler_type", "")
-    machine = f"no GPU, {e.get('cpus', '?')} CPU threads ({e.get('processor', '?')})"
-    rows = [
-        ("Model", run.setting("model", "name")),
-        ("Vocabulary", vocabulary_text(run)),
+    warmup = run.setting("training", "warmup_steps") or run.setting("training", "warmup_ratio")
+    return [
         ("Strategy", run.strategy),
         ("Optimizer", s.get("optimizer") or run.setting("training", "optimizer")),
         ("Precision", f"{precision}, weights in {run.setting('model', 'dtype', 'float32')}"),
         ("A step", f"{processes} process(es) × {accumulated} accumulated × {batch}"),
-        ("Learning rate", f"{text_of(run.setting('training', 'learning_rate'))}, {schedule}"),
+        ("Learning rate", f"{text_of(run.setting('training', 'learning_rate'))}, {schedule}, warm-up {warmup or 0}"),
+    ]
+
+
+def what_was_run(run: Run) -> list[tuple[str, Any]]:
+    """Return what was trained, how, on what data and on what machine."""
+    s, e = run.summary, run.environment
+    machine = f"no GPU, {e.get('cpus', '?')} CPU threads ({e.get('processor', '?')})"
+    rows = [
+        ("Model", run.setting("model", "name", "–")),
+        ("Vocabulary", vocabulary_text(run)),
+        *training_rows(run),
         *((f"Data: {split}", source_text(run.setting("data", split))) for split in SPLITS),
         ("Machine", ", ".join(map(str, e.get("gpus") or [])) or machine),
         ("System", f"{e.get('system', '?')}, Python {e.get('python', '?')}"),
         ("Continued from", f"step {s['resumed_from']}" if s.get("resumed_from") is not None else None),
     ]
-    optional = ("Vocabulary", "Data: ", "Continued from")
-    return [(name, value) for name, value in rows if value is not None or not name.startswith(optional)]
+    return [(name, value) for name, value in rows if value is not None]
 
 
 def vocabulary_text(run: Run) -> str | None:
