@@ -64,10 +64,10 @@ def test_a_run_brings_its_own_clips_and_without_any_it_is_said(tmp_path, clips, 
     (run / "config.yaml").write_text(f"data:\n  validation: {clips / 'manifest.jsonl'}\n")
     samples = samples_for(str(run), None, "validation", 16000)
     assert len(samples.ids) == 16
-    assert samples.speech
+    assert samples.texts
     (run / "config.yaml").write_text("data:\n  validation: gone/manifest.jsonl\n")
     samples = samples_for(str(run), None, "validation", 16000)
-    assert not samples.speech
+    assert not samples.texts
     assert any("no speech was compared" in m and "gone/manifest.jsonl" in m and "--data" in m for m in messages)
     with pytest.raises(UserError, match="gone"):
         samples_for(str(run), ["gone/manifest.jsonl"], "validation", 16000)

@@ -44,8 +44,6 @@ def make_card(
     """Return the card of a model.
 
     Args:
-        facts: what is known.
-        repo: OWNER/NAME.
         formats: which of nemo, hf and adapter are uploaded.
         architecture: NeMo's configuration of the model; empty where it is not at hand.
         licence: of the model itself; None: that of its base.
@@ -120,9 +118,8 @@ def front_matter(
     facts: Facts, name: str, formats: Set[str], architecture: dict[str, Any], licence: str | None, languages: list[str]
 ) -> ModelCardData:
     """Return what the Hub reads: licence, base, languages, library, data sets, tags and results."""
-    base = facts.base
+    base, results = facts.base, eval_results(facts)
     own = licence is not None and licence != base.licence
-    results = eval_results(facts)
     relation = "adapter" if formats == {"adapter"} else "finetune"
     return ModelCardData(
         license=licence or base.licence,
@@ -242,17 +239,12 @@ def parts_of(architecture: dict[str, Any], summary: dict[str, Any]) -> list[str]
 
 def vocabulary_change(architecture: dict[str, Any]) -> str | None:
     """Return what became of the vocabulary, from the notes in a model's configuration; None where nothing did."""
-    changes = architecture.get(VOCABULARY_CHANGES)
-    if not isinstance(changes, list) or not changes:
+    settings = [change.get("setting") or {} for change in architecture.get(VOCABULARY_CHANGES) or []]
+    if not settings:
         return None
-    done = []
-    for change in changes:
-        setting = change.get("setting") if isinstance(change, dict) else None
-        setting = setting if isinstance(setting, dict) else {}
-        done.append("extended" if "extend_from" in setting else "replaced" if "replace_with" in setting else "changed")
-    labels, decoder = architecture.get("labels"), architecture.get("decoder") or {}
-    pieces = len(labels) if isinstance(labels, list) else number(decoder.get("vocab_size"))
-    return " and ".join(dict.fromkeys(done)) + (f": {pieces:,} pieces now" if pieces else "")
+    done = dict.fromkeys("extended" if "extend_from" in setting else "replaced" for setting in settings)
+    pieces = len(architecture.get("labels") or []) or (architecture.get("decoder") or {}).get("vocab_size")
+    return " and ".join(done) + (f": {pieces:,} pieces now" if pieces else "")
 
 
 def settings_of(facts: Facts) -> list[tuple[str, Any]]:

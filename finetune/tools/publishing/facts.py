@@ -89,7 +89,7 @@ def facts_of(model: Path) -> Facts:
     unsure: list[str] = []
     data = {split: _sources(run.setting("data", split), folders, secrets, unsure) for split in SPLITS}
     base = replace(
-        find_base(run.setting("model", "name"), folders),
+        find_base(run.setting("model", "name", ""), folders),
         went_on=run_of_named_adapter(run.setting("model", "adapter"), folders),
     )
     keep = {source.hub for sources in data.values() for source in sources if source.hub}

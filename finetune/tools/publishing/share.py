@@ -38,7 +38,7 @@ def share(arguments: argparse.Namespace, argv: list[str]) -> None:
 
     Args:
         arguments: of `python -m finetune.push_to_hub`.
-        argv: the words that they were read from.
+        argv: the words that they were read from, for the line to type.
 
     Raises:
         UserError: wrong arguments, something private in a file, or the Hub refuses.
@@ -108,11 +108,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def gather(arguments: argparse.Namespace, folder: Path) -> Share:
-    """Return the model's files and what is known of it.
-
-    Args:
-        arguments: of the command.
-        folder: for a Hugging Face export that is made on the way.
+    """Return the model's files and what is known of it; a Hugging Face export is made in `folder` where needed.
 
     Raises:
         UserError: a format that was asked for is not there.
@@ -162,13 +158,11 @@ def hugging_face_directory(model: Path, folder: Path) -> Path:
     Raises:
         UserError: the format cannot hold this model, or the export gives other texts.
     """
-    from finetune.tools.export.hugging_face import TOLERANCE, describe_export, export_hugging_face
+    from finetune.tools.export.hugging_face import export_hugging_face
 
     print("converting the model for transformers, and comparing it ...", file=sys.stderr)
-    output = folder / "hf"
-    samples, agreement = export_hugging_face(str(model), output)
-    print(describe_export(output, samples, agreement, TOLERANCE, "float32"), file=sys.stderr)
-    return output
+    print(export_hugging_face(str(model), folder / "hf"), file=sys.stderr)
+    return folder / "hf"
 
 
 def rename_data(facts: Facts, names: list[str]) -> None:
@@ -190,9 +184,10 @@ def rename_data(facts: Facts, names: list[str]) -> None:
     else:
         facts.data["train"] = [Data(name, hub=name if is_hub_data_form(name) else None) for name in names]
         data["train"] = list(names)
-        for key in ORIGINS if isinstance(tokenizer, dict) else ():
-            if _renamed(tokenizer.get(key), dict.fromkeys(old, "")) != tokenizer.get(key):
-                tokenizer[key] = list(names)
+        made_from = tokenizer if isinstance(tokenizer, dict) else {}
+        for key in ORIGINS:
+            if _renamed(made_from.get(key), dict.fromkeys(old, "")) != made_from.get(key):
+                made_from[key] = list(names)
     facts.unsure = [text for text in facts.unsure if "--data-name" not in text]
 
 

@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Nothing is fetched from anywhere.
-POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:; media-src data:"
-)
 NUMBER = re.compile(r"[-+−]?\d[\d.,]*(e[-+]\d+)?( %)?")
 SLOW_SECONDS = 2.0
 LONGEST_SHARE = 0.01  # of the time of a run
@@ -55,9 +51,6 @@ def write_page(template: str, path: Path, title: str, plots: list[Plot | None], 
         .get_template(template)
         .render(
             title=title,
-            policy=Markup(POLICY),
-            style=Markup(_resource("page.css")),
-            script=Markup(_resource("page.js")),
             plotly=Markup(_plotly()) if drawn else "",
             drawn=Markup(data) if drawn else "",
             written=datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
@@ -100,10 +93,6 @@ def numeric_columns(rows: list[list[Any]]) -> list[bool]:
     """Return which columns of a table hold numbers only."""
     columns = [[value for value in column if value is not None] for column in zip(*rows, strict=True)]
     return [bool(column) and all(NUMBER.fullmatch(text_of(value)) for value in column) for column in columns]
-
-
-def _resource(name: str) -> str:
-    return files("finetune.tools.report").joinpath("templates", name).read_text(encoding="utf-8")
 
 
 @cache
