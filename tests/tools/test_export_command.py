@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, read_lines, write_manifest
 
 from finetune.errors import UserError
 
@@ -39,7 +39,11 @@ sys.exit(code)
 
 def test_without_nemo(tmp_path, clips):
     """The archive is written by what is in it; single is compared with batched, and that is said."""
-    arguments = ["--model", BASE, "--to", "hf", "--output", tmp_path / "out", "--data", clips / "manifest.jsonl"]
+    rows = [
+        {**row, "audio_filepath": str(clips / row["audio_filepath"])} for row in read_lines(clips / "manifest.jsonl")
+    ]
+    data = write_manifest(tmp_path / "few.jsonl", rows[:4])
+    arguments = ["--model", BASE, "--to", "hf", "--output", tmp_path / "out", "--data", data]
     done = subprocess.run(
         [sys.executable, "-c", BLOCKED, *map(str, arguments)],
         cwd=ROOT,
