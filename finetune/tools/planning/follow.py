@@ -7,7 +7,6 @@ B batch, S samples, U target tokens, T encoder frames.
 """
 
 import contextlib
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -113,7 +113,7 @@ def card_with_memory(text: str) -> Card:
 
 
 def rates_of(name: str, memory: float) -> Rates | None:
-    """Row of the table for a card that names itself, such as "NVIDIA A100-SXM4-80GB"; None where it is not in there."""
+    """Return the rates of a card that names itself, such as "NVIDIA A100-SXM4-80GB"; None where it is not listed."""
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
     alike = [key for key in _CARDS if _words(key) <= words]
     alike.sort(key=lambda key: (-len(_words(key)), abs(_CARDS[key][0] * GIB - memory)))

@@ -66,8 +66,7 @@ def _measured(name: str, args: str, shape: tuple[int, ...], dtype: torch.dtype, 
 
 
 def step_bytes(name: str, shapes: list[ParameterShape]) -> int:
-    """Return the most bytes that a step holds at once beside weights, gradients and states: followed on fake tensors.
-    """
+    """Follow a step on fake tensors; return the most bytes at once beside weights, gradients and states."""
     if name not in STEPS_FOLLOWED:
         return 0
     with FakeTensorMode():

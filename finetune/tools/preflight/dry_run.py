@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import json
 import shutil
 import time
@@ -223,7 +224,8 @@ class DryRun:
         )
         if any(errors_R):
             raise UserError(f"data.train: {next(filter(None, errors_R))}", exit_code=1)
-        clips, quarantined, filtered = sum(clips_R), sum(quarantined_R, []), sum(filtered_R, Counter())
+        clips, filtered = sum(clips_R), sum(filtered_R, Counter())
+        quarantined = list(itertools.chain(*quarantined_R))
         rows = clips + len(quarantined) + filtered.total()
         reasons = "".join(f", {n} {reason}" for reason, n in filtered.most_common())
         line = f"{clips} of {rows} clips decoded; filters take {filtered.total()}{reasons}; "
@@ -374,9 +376,13 @@ class DryRun:
         if not self.accelerator.is_main_process:
             return "opened by the first process", {}
         opened = load_model(str(path)).state_dict()
-        same = {n for n, tensor in opened.items() if n in weights and torch.equal(tensor.to(weights[n].dtype), weights[n])}
+        same = {
+            n for n, tensor in opened.items() if n in weights and torch.equal(tensor.to(weights[n].dtype), weights[n])
+        }
         if different := sorted(weights.keys() - same)[:4]:
-            raise UserError(f"model.nemo has other weights when it is opened again: {', '.join(different)}.", exit_code=1)
+            raise UserError(
+                f"model.nemo has other weights when it is opened again: {', '.join(different)}.", exit_code=1
+            )
         size = path.stat().st_size
         return f"model.nemo, {trial.format_bytes(size)}, opens with the same weights", {"model_bytes": size}
 
