@@ -447,7 +447,7 @@ def read_records(data: bytes, folder: Path) -> None:
     put(folder, RECORDS[len(data) % len(RECORDS)], data)
     put(folder, RECORDS[(len(data) + 1) % len(RECORDS)], data)
     run = read_run(folder)
-    run.best("test"), run.base("test"), run.judged_on, run.step
+    run.best("test"), run.judged_on, run.step
 
 
 def utterances_seeds() -> list[bytes]:
