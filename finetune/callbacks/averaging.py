@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from finetune.config.schema import RunConfig
-from finetune.distributed import broadcast
+from finetune.distributed import broadcast, on_main
 from finetune.durable_files import put_in_place
 from finetune.errors import UserError
 from finetune.models.nemo import learning_batchnorms
@@ -35,11 +35,8 @@ EMA_FILE = "ema.safetensors"
 
 
 def averaged_tensors(model: Transducer) -> dict[str, torch.Tensor]:
-    """Return what training changes, by name: trained parameters, and running statistics of learning BatchNorm modules.
-
-    Args:
-        model: NeMo transducer, whole or sharded.
-    """
+    """Return what training changes, by name: trained parameters, and running statistics of learning BatchNorm modules,
+    of a model that may be sharded."""
     found: dict[str, torch.Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     names = {id(module): name for name, module in model.named_modules()}
     for norm in learning_batchnorms(model):
@@ -170,12 +167,7 @@ class Ema(Callback):
 
 
 class CheckpointAverage(Callback):
-    """Keeps the weights of some evaluations, and offers their mean as the best model at the end.
-
-    Args:
-        accelerator, config, progress: of the run.
-        model: as it is trained.
-    """
+    """Keeps the weights of some evaluations, and offers their mean as the best model at the end."""
 
     def __init__(self, accelerator: Accelerator, config: RunConfig, progress: Progress, model: Transducer):
         t = config.training
@@ -189,20 +181,7 @@ class CheckpointAverage(Callback):
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def on_validated(self, model: Transducer, step: int, wer: float) -> None:
-        problem = None
-        if self.accelerator.is_main_process:
-            try:
-                self._keep(model, step, wer)
-            except CANNOT_WRITE as error:
-                problem = (
-                    f"the weights of step {step}, kept for training.average_checkpoints, cannot be written: {error}. "
-                    "Make room or mend the disk, then start the same command again with "
-                    "training.resume_from_checkpoint=true."
-                )
-            self._prune()
-        problem = broadcast(problem)
-        if problem:
-            raise UserError(problem, exit_code=1)
+        on_main(lambda: self._keep(model, step, wer))
 
     def candidates(self, model: Transducer, final: bool) -> list[Candidate]:
         if not final or self._already_judged():
@@ -235,13 +214,22 @@ class CheckpointAverage(Callback):
         return {} if self.earlier is None else {"average_checkpoints": self.earlier}
 
     def _keep(self, model: Transducer, step: int, wer: float) -> None:
-        """Write the weights of an evaluation, aside and renamed."""
-        path = self.folder / f"step-{step:08d}.safetensors"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside, state = path.with_name(f".{path.name}.tmp"), _all_tensors(model)
+        """Write the weights of an evaluation, and remove those that are not among the ones to keep any more."""
+        path, state = self.folder / f"step-{step:08d}.safetensors", _all_tensors(model)
         whole = {n: state[n].detach().to("cpu", copy=True).contiguous() for n in averaged_tensors(self.model)}
-        save_file(whole, aside, metadata={"kept": json.dumps({"step": step, "validation_wer": wer})})
-        put_in_place(aside, path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside = path.with_name(f".{path.name}.tmp")
+            save_file(whole, aside, metadata={"kept": json.dumps({"step": step, "validation_wer": wer})})
+            put_in_place(aside, path)
+        except CANNOT_WRITE as error:
+            raise UserError(
+                f"the weights of step {step}, kept for training.average_checkpoints, cannot be written: {error}. "
+                "Make room or mend the disk, then start the same command again with "
+                "training.resume_from_checkpoint=true.",
+                exit_code=1,
+            ) from error
+        self._prune()
 
     def _kept(self) -> list[tuple[Path, int, float]]:
         """Return file, step and validation WER of the states that are there, in the order of their steps."""

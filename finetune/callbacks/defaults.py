@@ -37,9 +37,7 @@ def add_run_callbacks(
     """Register what watches a run and shows it.
 
     Args:
-        trainer: of the run.
-        write_report: writes the page of a run's directory; its second argument logs where it is.
-        place: in a plan of stages.
+        write_report: as of `ReportWriter`.
         profile_steps: steps to record with torch.profiler; None: none.
 
     Returns:

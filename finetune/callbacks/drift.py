@@ -73,12 +73,10 @@ class ForwardClock:
 
 
 class DriftMonitor(Callback):
-    """Warns once when something begins to drift, again only after many lines, and counts.
+    """Warns once when something begins to drift, again only after many lines, and counts by kind.
 
     Args:
-        accelerator: of the run.
         module: whose forward passes are timed, where there are several ranks.
-        progress: counts the warnings by kind.
         workers: training.dataloader_num_workers.
     """
 

@@ -40,10 +40,7 @@ class MemoryRecovery(Callback):
     A batch that is too large for the bounds is cut into smaller ones, over which gradients add up to the same.
 
     Args:
-        accelerator, config, progress: of the run.
-        module, optimizer: prepared; gradients are averaged over the module's parameters and dropped through the
-            optimizer.
-        model: gives sample rate and encoder lengths.
+        module, optimizer: prepared.
         resumed: whether the run goes on, with the bounds that its earlier part left.
     """
 
@@ -90,11 +87,6 @@ class MemoryRecovery(Callback):
 
     def gradients(self, compute: ComputeGradients, batches: list[Batch], micro_batches: int) -> torch.Tensor:
         """Compute a step's gradients, again with smaller batches where memory runs out; return the sum of the losses.
-
-        Args:
-            compute: forward and backward.
-            batches: of this rank.
-            micro_batches: the most that any rank has.
 
         Raises:
             UserError: one utterance alone does not fit, or the engine cannot take a step back.

@@ -139,7 +139,6 @@ class ProgressPanel(Callback):
     """Shows a run on the main process; nothing here communicates.
 
     Args:
-        accelerator, config, progress: of the run.
         judged: the split that is evaluated at the end, beside data.guard.
         expected_steps: returns the steps of the whole run, as far as is known.
         place: in a plan of stages.

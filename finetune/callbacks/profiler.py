@@ -71,10 +71,7 @@ class Profiler(Callback):
     on the modules.
 
     Args:
-        accelerator, config, progress: of the run.
-        model: its encoder and prediction network are told apart.
-        loss_module: the module around it.
-        total_steps: of the run.
+        loss_module: the module around the model.
         steps: to record.
         pause: called with seconds that are no part of the training.
     """

@@ -40,7 +40,6 @@ class TrackerLogger(Callback):
     """Sends a run's numbers and samples to Accelerate's trackers. On the main process; the others have no trackers.
 
     Args:
-        accelerator: its trackers are read when something is sent.
         sample_rate: of the audio, Hz.
         samples: utterances of each evaluation to listen to, at most.
     """

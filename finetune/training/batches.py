@@ -67,10 +67,6 @@ class StepBatcher:
     """Collects the batches of each step.
 
     Args:
-        accelerator, config: of the run.
-        model: gives sample rate, encoder lengths and durations.
-        progress: its counters are added to.
-        quarantine: takes the bad utterances.
         wishes: whether this rank wants the run to stop, and a checkpoint; what any rank wants comes with each step's
             counts.
         on_part: called with the part of the step that begins.

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from finetune.config.schema import RunConfig
 from finetune.data.batch import Batch
 from finetune.data.sources import OpenSource
-from finetune.distributed import broadcast, gather, sum_over_ranks
+from finetune.distributed import broadcast, gather, on_main, sum_over_ranks
 from finetune.durable_files import put_in_place, sha256_of, write_json
 from finetune.errors import UserError
 from finetune.evaluation.mistakes import Mistakes
@@ -55,11 +55,6 @@ class Evaluator:
     """Evaluates a run's model and keeps the best one.
 
     Args:
-        accelerator, config: of the run.
-        sources: opened sources by key.
-        progress: takes the best step and its WER.
-        quarantine: takes unusable utterances.
-        callbacks: of the run.
         require_finite: raises UserError where a model's weights are not finite.
     """
 
@@ -85,7 +80,6 @@ class Evaluator:
 
         Args:
             model: whole, on the device.
-            split: a key of the sources.
             max_clips: instead of data.max_eval_samples.
 
         Raises:
@@ -218,41 +212,37 @@ class Evaluator:
         """
         if not self.keeps_models:
             return
-        problem = None
         self.require_finite(model)
-        if self.accelerator.is_main_process:
-            try:
-                self._write_model(model)
-            except torch.OutOfMemoryError:
-                raise
-            except CANNOT_WRITE as error:
-                problem = (
-                    f"{self.output_dir / 'model.nemo'}, the best model so far (step {self.progress.best_step}), "
-                    f"cannot be written: {error}. Make room or mend the disk, then start the same command again with "
-                    "training.resume_from_checkpoint=true: the evaluation is made again."
-                )
-                for remains in self.output_dir.glob(".model.nemo.tmp*"):
-                    remains.unlink(missing_ok=True)
-        problem = broadcast(problem)
-        if problem:
-            raise UserError(problem, exit_code=1)
+        on_main(lambda: self._write_model(model))
 
     def _write_model(self, model: Transducer) -> None:
         p, folder = self.progress, self.output_dir
-        (folder / "checkpoints").mkdir(exist_ok=True)
-        aside = write_nemo(model, folder / "model.nemo")
-        best = {"step": p.best_step, "validation_wer": p.best_wer, "weights": p.best_weights}
-        best |= {"bytes": aside.stat().st_size, "sha256": sha256_of(aside)}
-        # Of the one before, too: it is the one that lies there if the process dies between the next two lines.
-        before = read_best(folder)
-        earlier = before.pop("previous", None) if before is not None else None
-        same = before is not None and (before["step"], before["weights"]) == (p.best_step, p.best_weights)
-        write_json(folder / "checkpoints" / "best.json", {**best, "previous": earlier if same else before})
-        put_in_place(aside, folder / "model.nemo")
-        if getattr(model, "lora_base", None) is not None:
-            write_adapter(model, folder / "adapter")
-        else:  # an earlier one would not be that of this model
-            shutil.rmtree(folder / "adapter", ignore_errors=True)
+        try:
+            (folder / "checkpoints").mkdir(exist_ok=True)
+            aside = write_nemo(model, folder / "model.nemo")
+            best = {"step": p.best_step, "validation_wer": p.best_wer, "weights": p.best_weights}
+            best |= {"bytes": aside.stat().st_size, "sha256": sha256_of(aside)}
+            # Of the one before, too: it is the one that lies there if the process dies between the next two lines.
+            before = read_best(folder)
+            earlier = before.pop("previous", None) if before is not None else None
+            same = before is not None and (before["step"], before["weights"]) == (p.best_step, p.best_weights)
+            write_json(folder / "checkpoints" / "best.json", {**best, "previous": earlier if same else before})
+            put_in_place(aside, folder / "model.nemo")
+            if getattr(model, "lora_base", None) is not None:
+                write_adapter(model, folder / "adapter")
+            else:  # an earlier one would not be that of this model
+                shutil.rmtree(folder / "adapter", ignore_errors=True)
+        except torch.OutOfMemoryError:
+            raise
+        except CANNOT_WRITE as error:
+            for remains in folder.glob(".model.nemo.tmp*"):
+                remains.unlink(missing_ok=True)
+            raise UserError(
+                f"{folder / 'model.nemo'}, the best model so far (step {p.best_step}), cannot be written: {error}. "
+                "Make room or mend the disk, then start the same command again with "
+                "training.resume_from_checkpoint=true: the evaluation is made again.",
+                exit_code=1,
+            ) from error
 
     def check_decoding(self, model: Transducer) -> None:
         """Compare batched with single decoding on a few utterances; a difference makes every WER doubtful."""

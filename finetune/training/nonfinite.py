@@ -52,8 +52,6 @@ class StepFilter:
     """Decides which steps count, and keeps the account of those that do not. All ranks decide alike.
 
     Args:
-        accelerator, model, optimizer, config: of the run.
-        progress: its counters are added to.
         other_weights: returns tensors that are saved beside the model's weights, by name.
     """
 

@@ -30,11 +30,7 @@ def take_weights(model: Transducer, path: Path) -> None:
     """Load a checkpoint's weights, in place, into a model that no engine has taken apart yet.
 
     What the same strategy continues exactly, `load_states` loads again; for another strategy this is what carries
-    over.
-
-    Args:
-        model: with its strategy's adapters.
-        path: a whole checkpoint of any strategy.
+    over. The model has its strategy's adapters.
 
     Raises:
         UserError: the checkpoint belongs to another model.
@@ -76,14 +72,7 @@ def load_states(
     kind: dict[str, str],
     now: dict[str, str],
 ) -> None:
-    """Load everything that Accelerate keeps, where the checkpoint is of the same kind.
-
-    Args:
-        module: prepared.
-        path: the checkpoint.
-        kind: what wrote it (`kind_of`).
-        now: what reads it.
-    """
+    """Load everything that Accelerate keeps, where the `kind_of` what wrote the checkpoint is that of `now`."""
     if kind != now:
         stages = [{**k, "engine": k.get("engine", "").split(" of ")[0]} for k in (kind, now)]
         only_processes = stages[0] == stages[1] and now["engine"].startswith("deepspeed")

@@ -23,7 +23,7 @@ from finetune.config.tokenizer_setting import tokenizer_setting
 from finetune.data.run_file import count_clips, mean_seconds, train_limits
 from finetune.data.run_file import open_sources as open_sources
 from finetune.data.sources import OpenSource
-from finetune.distributed import broadcast
+from finetune.distributed import broadcast, on_main
 from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.models.adapters import base_hash, check_base, load_into_lora, name_base, read_adapter
@@ -94,27 +94,28 @@ def output_directory(accelerator: Accelerator, config: RunConfig) -> Iterator[Pa
     Raises:
         UserError: another process uses it, or it holds a run that is not to be resumed.
     """
-    t, problem, again = config.training, None, False
-    path, agents = Path(t.output_dir), elastic_restart.agents()
+    t, path, agents = config.training, Path(config.training.output_dir), elastic_restart.agents()
     with contextlib.ExitStack() as lock:
-        if accelerator.is_main_process:
+
+        def take() -> bool:
+            """Lock the directory; return whether this launch has begun the run in it."""
             try:
                 path.mkdir(parents=True, exist_ok=True)
                 # A record lock: it ends with this process, and processes forked from it (loader workers) have none.
                 fcntl.lockf(lock.enter_context((path / ".lock").open("w")), fcntl.LOCK_EX | fcntl.LOCK_NB)
                 again = elastic_restart.is_same_launch(path, agents)
                 problem = None if again else _why_not_into(path, config)
+                if problem is None:
+                    elastic_restart.record_launch(path, agents)
+                    return again
             except BlockingIOError:
                 problem = f"{path} is in use by another process. Wait for it or name another directory."
             except OSError as error:
                 problem = f"{path} cannot be written: {error}."
-        problem, again = broadcast((problem, again))
-        if problem:
             raise UserError(f"training.output_dir: {problem}")
-        if again:
+
+        if on_main(take):
             elastic_restart.continue_run(t)
-        if accelerator.is_main_process:
-            elastic_restart.record_launch(path, agents)
         yield path
 
 
@@ -139,16 +140,8 @@ def _why_not_into(path: Path, config: RunConfig) -> str | None:
 def find_checkpoint(config: RunConfig) -> Path | None:
     """Return the checkpoint that the run continues from; None starts at step 0."""
     t = config.training
-    found, problem = None, None
-    if int(os.environ.get("RANK", "0")) == 0:  # the others need not read gigabytes as well
-        try:
-            found = checkpoints.find_checkpoint(t.resume_from_checkpoint, Path(t.output_dir))
-        except UserError as error:
-            problem = (str(error), error.exit_code)
-    found, problem = broadcast((found, problem))
-    if problem:
-        raise UserError(*problem)
-    return found
+    # The other ranks need not read gigabytes as well.
+    return on_main(lambda: checkpoints.find_checkpoint(t.resume_from_checkpoint, Path(t.output_dir)))
 
 
 def build_model(accelerator: Accelerator, config: RunConfig, checkpoint: Path | None = None) -> Transducer:
@@ -341,14 +334,7 @@ def set_allocator(cuda_alloc_conf: str | None) -> None:
 
 
 def warnings_for(config: RunConfig, parameters: int, clips_per_step: int, total_steps: int) -> list[str]:
-    """Return one sentence for each risky setting.
-
-    Args:
-        config: of the run.
-        parameters: of the model.
-        clips_per_step: over all processes and accumulated batches.
-        total_steps: optimizer steps of the run.
-    """
+    """Return one sentence for each risky setting; `clips_per_step` is over all processes and accumulated batches."""
     m, t, found = config.model, config.training, []
     pretrained = not str(m.name).endswith((".yaml", ".yml"))
     rates = (t.learning_rate, t.encoder_learning_rate, t.decoder_learning_rate, t.joint_learning_rate)

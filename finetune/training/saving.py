@@ -63,11 +63,10 @@ class CheckpointWriter:
         replica: Transducer | None,
         tensors: dict[str, dict[str, torch.Tensor]],
     ) -> None:
-        """Write a checkpoint, or begin to; `wait` returns when it is there and whether it could be written. All ranks
+        """Write a checkpoint, or begin to; `wait` returns when it is there. All ranks
         call it.
 
         Args:
-            step: of the run.
             state: what is the same on all ranks (JSON).
             rank_state: what each rank has of its own (JSON).
             replica: the present model with whole weights, written too where the engine's own files hold them in

@@ -80,10 +80,7 @@ def run_stages(
     """Train stage after stage. One that has been finished is not run again on resume.
 
     Args:
-        stages: from `stages_of`.
-        train: trains one of them.
-        resume: `training.resume_from_checkpoint`: whether stages that are done stay as they are, and one that was
-            begun goes on.
+        resume: `training.resume_from_checkpoint`.
         margin: by how much WER may be worse than after the stage before.
         only: number of the one stage to run.
 

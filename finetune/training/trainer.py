@@ -116,11 +116,8 @@ class Trainer:
     # ---- the story of a run ----------------------------------------------------------------------------------------
 
     def begin(self, checkpoint: Path | None) -> None:
-        """Continue from a checkpoint, or begin at step 0 and remove what another run left.
-
-        Raises:
-            UserError: the checkpoint does not fit, or the part of a process is missing.
-        """
+        """Continue from a checkpoint, or begin at step 0 and remove what another run left. UserError where the
+        checkpoint does not fit."""
         if checkpoint is not None:
             self._resume(checkpoint)
             return
@@ -183,11 +180,8 @@ class Trainer:
     # ---- saving and resuming ---------------------------------------------------------------------------------------
 
     def save(self, wait: bool = False) -> None:
-        """Write a checkpoint of the present step, or begin to.
-
-        Args:
-            wait: until it is there; UserError where it cannot be written.
-        """
+        """Write a checkpoint of the present step, or begin to; `wait` until it is there, with a UserError where it
+        cannot be written."""
         if not self.saves_checkpoints:
             return
         self._part("saving")

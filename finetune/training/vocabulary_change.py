@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from finetune.config.schema import RunConfig
 from finetune.config.tokenizer_setting import TokenizerSetting, default_growth, tokenizer_setting
 from finetune.data.text_corpus import Text, read_texts
-from finetune.distributed import broadcast
+from finetune.distributed import broadcast, on_main
 from finetune.errors import UserError
 from finetune.models.loading import is_tokenizer, read_tokenizer
 from finetune.models.protocols import Transducer
@@ -60,15 +60,7 @@ def set_vocabulary(accelerator: Accelerator, model: Transducer, config: RunConfi
         return _take_stored(accelerator, model, setting, stored, folder / FOLDER)
     if not setting.changes:
         return False
-    content, problem, report = None, None, {}
-    if accelerator.is_main_process:
-        try:
-            content, report = make_tokenizer(model, setting, config.data.text_normalization)
-        except UserError as error:
-            problem = (str(error), error.exit_code)
-    content, problem, note = broadcast((content, problem, report.get("setting")))
-    if problem is not None:
-        raise UserError(*problem)
+    content, report = on_main(lambda: make_tokenizer(model, setting, config.data.text_normalization))
     if content is None:
         log.info("%s: the model has this vocabulary already", setting.key)
         return False
@@ -77,7 +69,7 @@ def set_vocabulary(accelerator: Accelerator, model: Transducer, config: RunConfi
             f"{setting.key}: {checkpoint} was written without it, and its vocabulary cannot change on the way. Take "
             "out the key, or begin a new run from the model."
         )
-    change_vocabulary(model, _place(accelerator, content, folder / WAITING, report), {"setting": note})
+    change_vocabulary(model, _place(accelerator, content, folder / WAITING, report), {"setting": report["setting"]})
     log.info("vocabulary of %d pieces; it will be in %s", model.tokenizer.vocab_size, folder / FOLDER)
     return True
 

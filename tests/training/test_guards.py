@@ -124,8 +124,8 @@ def test_the_judged_split_has_intervals_and_a_p_value(run_train, tiny_run, tmp_p
     arguments = tiny_run(
         training={"max_steps": 30, "eval_steps": 30, "learning_rate": 3e-3, "overwrite_output_dir": True}
     )
-    for seed in (1, 2):  # the second one overwrites the first, and what it kept of the base model
-        assert run_train(*arguments, f"training.seed={seed}") == 0
+    for seed, steps in ((1, 2), (2, 30)):  # the second one overwrites the first, and what it kept of the base model
+        assert run_train(*arguments, f"training.seed={seed}", f"training.max_steps={steps}") == 0
     told = json.loads((tmp_path / "run" / "summary.json").read_text())
     config = yaml.safe_load((tmp_path / "RUN.yaml").read_text())
     result = tmp_path / "compared.json"
