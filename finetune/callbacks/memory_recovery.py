@@ -153,10 +153,10 @@ class MemoryRecovery(Callback):
         """Halve the bound of the batch that ran out, and of all longer clips that have a larger one; alike on all
         ranks."""
         self.progress.out_of_memory += 1
-        text = "step %d: out of memory with %s; clips of up to %.1f s come %d at most from here on, and the step is "
+        text = "step %d: out of memory with %s; it is repeated, and clips of up to %.1f s come %d at most from here on"
         for report in reports:
             fewer, longest = self._lower(report), report["longest_seconds"]
-            log.warning(text + "repeated", self.progress.step + 1, describe_report(report), longest, fewer)
+            log.warning(text, self.progress.step + 1, describe_report(report), longest, fewer)
         if self.accelerator.is_main_process:
             self.write()
 

@@ -197,10 +197,8 @@ class StepBatcher:
         new = ", ".join(map(str, sorted(finished - self.finished_ranks)))
         self.finished_ranks |= finished
         if new:
-            text = (
-                "rank %s has no more clips in this epoch and keeps step with the others without adding to the gradient"
-            )
-            log.info("step %d: " + text, self.progress.step + 1, new)
+            text = "step %d: rank %s has no more clips in this epoch and keeps step with the others, at weight zero"
+            log.info(text, self.progress.step + 1, new)
 
     def nothing_left(self) -> UserError:
         """Return the error for an epoch without a single usable utterance."""

@@ -79,8 +79,12 @@ def load_states(
         if only_processes and _redistribute(module, path):
             return
         changed = "; ".join(f"{key} was {kind.get(key)}, is {now[key]}" for key in now if kind.get(key) != now[key])
-        text = "%s was written under another strategy (%s). Weights, step, schedule, position in the data and counts "
-        log.warning(text + "carry over; the optimizer's state and the random states start anew.", path.name, changed)
+        log.warning(
+            "%s was written under another strategy (%s). Weights, step, schedule, position in the data and counts "
+            "carry over; the optimizer's state and the random states start anew.",
+            path.name,
+            changed,
+        )
         return
     groups = [{k: v for k, v in g.items() if k not in ("params", "initial_lr")} for g in optimizer.param_groups]
     checkpoints.load_checkpoint(accelerator, path)

@@ -187,8 +187,11 @@ class CheckpointWriter:
         needed = sum(t.nbytes for t in leaves if isinstance(t, torch.Tensor))
         ready = sum(t.nbytes for t in self.pinned.values())
         if self.in_thread and needed - ready > 0.9 * psutil.virtual_memory().available:
-            text = "training.async_save: a copy of the state (%.1f GB) does not fit into the free host memory; from "
-            log.warning(text + "here on training waits while a checkpoint is written", needed / 1e9)
+            log.warning(
+                "training.async_save: a copy of the state (%.1f GB) does not fit into the free host memory; from here "
+                "on training waits while a checkpoint is written",
+                needed / 1e9,
+            )
             self.in_thread, self.pinned = False, {}
         if not self.in_thread:
             return state
@@ -247,11 +250,9 @@ class CheckpointWriter:
         free = "unknown"
         with contextlib.suppress(OSError):
             free = f"{shutil.disk_usage(self.output_dir).free / 1e9:.2f} GB"
-        text = (
-            "the checkpoint of step %d could not be written: %s (free in %s: %s). Training goes on; a run that ended "
-        )
-        text += "now would continue from %s"
-        log.warning(text, self.step, _reason(error), self.output_dir, free, self._newest())
+        text = "the checkpoint of step %d could not be written: %s (free in %s: %s). Training goes on"
+        log.warning(text, self.step, _reason(error), self.output_dir, free)
+        log.warning("a run that ended now would continue from %s", self._newest())
 
     def _newest(self) -> str:
         found = checkpoints.checkpoints_of(self.output_dir)

@@ -548,8 +548,11 @@ class Trainer:
         t, p = self.config.training, self.progress
         if not self._optimizer_logged:
             self._optimizer_logged = True
-            text = "optimizer %(optimizer)s: %(optimizer_state_bytes)d bytes of state %(optimizer_state_dtypes)s"
-            log.info(text + " on %(optimizer_state_devices)s", describe_optimizer(self.optimizer))
+            log.info(
+                "optimizer %(optimizer)s: %(optimizer_state_bytes)d bytes of state %(optimizer_state_dtypes)s on "
+                "%(optimizer_state_devices)s",
+                describe_optimizer(self.optimizer),
+            )
         if p.step % t.logging_steps == 0 or p.step == 1 or self._done():
             self._log_window()
         p.evaluation_due = bool(t.eval_steps and p.step % t.eval_steps == 0) or self._at_last_step()
