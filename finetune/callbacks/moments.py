@@ -18,9 +18,9 @@ def moment(device: torch.device) -> Moment:
 
 def seconds_between(began: Moment, ended: Moment) -> float:
     """Return the seconds between two moments of one device; waits until a GPU has passed them."""
-    if isinstance(began, float) or isinstance(ended, float):
-        assert isinstance(began, float)
-        assert isinstance(ended, float)
-        return ended - began
-    ended.synchronize()
-    return began.elapsed_time(ended) / 1000
+    if isinstance(began, torch.cuda.Event):
+        assert isinstance(ended, torch.cuda.Event)
+        ended.synchronize()
+        return began.elapsed_time(ended) / 1000
+    assert not isinstance(ended, torch.cuda.Event)
+    return ended - began
