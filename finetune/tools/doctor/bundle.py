@@ -42,9 +42,6 @@ def write_bundle(
         text: the report as printed.
         config_file: the run file.
         output_dir: of the run; its records are packed.
-
-    Raises:
-        UserError: the archive cannot be written.
     """
     files: dict[str, Any] = {}
     if config_file is not None:
@@ -77,8 +74,6 @@ def write_bundle(
             for name, content in contents.items():
                 archive.writestr(name, content)
         os.replace(aside, path)
-    except OSError as error:
-        raise UserError(f"--bundle: {path} cannot be written: {error}") from error
     finally:
         aside.unlink(missing_ok=True)
     return list(contents)

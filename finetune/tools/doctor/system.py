@@ -83,42 +83,44 @@ def parameters_of(model: str) -> float | None:
 
 
 def limits(wanted: Wanted) -> Iterator[Finding]:
-    """Open files, locked memory, and the shared memory through which workers pass batches."""
+    """Open files and locked memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < OPEN_FILES:
-        most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
-        reachable = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, 65536)
-        remedy = f"ulimit -n {reachable} in the shell that starts the training"
+        unlimited = hard == resource.RLIM_INFINITY
+        remedy = f"ulimit -n {OPEN_FILES if unlimited else min(hard, 65536)} in the shell that starts the training"
         if 0 <= hard < OPEN_FILES:
             remedy += f", after raising nofile in /etc/security/limits.conf to {OPEN_FILES}"
+        most = "unlimited" if unlimited else hard
         found = f"up to {soft} (hard limit {most}); shards, workers and sockets of a large run need more"
         yield warning("open files", found, remedy)
     else:
         yield ok("open files", f"up to {soft}")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     found = "unlimited" if locked == resource.RLIM_INFINITY else f"up to {locked // 1024} KiB"
+    found += " (matters to NCCL over InfiniBand; CUDA's pinned memory does not count)"
     if locked != resource.RLIM_INFINITY and torch.cuda.device_count() > 1:
-        found += "; NCCL over InfiniBand locks more, and CUDA's own pinned memory does not count"
         remedy = "ulimit -l unlimited (memlock in /etc/security/limits.conf; docker run --ulimit memlock=-1)"
         yield warning("locked memory", found, remedy)
     else:
-        yield ok("locked memory", f"{found} (matters to NCCL over InfiniBand; CUDA's pinned memory does not count)")
-    yield _shared_memory(wanted)
+        yield ok("locked memory", found)
 
 
-def _shared_memory(wanted: Wanted) -> Finding:
+def shared_memory(wanted: Wanted) -> Iterator[Finding]:
+    """The shared memory through which workers pass batches."""
     path = Path("/dev/shm")
     if not path.is_dir():
         remedy = "Set training.dataloader_num_workers=0."
-        return warning("/dev/shm", "there is none; workers cannot pass batches", remedy)
+        yield warning("/dev/shm", "there is none; workers cannot pass batches", remedy)
+        return
     usage = shutil.disk_usage(path)
     found = f"{usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
     if usage.free / 2**30 >= SHARED_MEMORY_GIB or not wanted.config.training.dataloader_num_workers:
-        return ok("/dev/shm", found)
+        yield ok("/dev/shm", found)
+        return
     remedy = "docker run --shm-size=8g (Kubernetes: an emptyDir of medium Memory at /dev/shm), or "
     remedy += "training.dataloader_num_workers=0"
     found += "; workers pass batches through it, and a full one kills them with a bus error"
-    return warning("/dev/shm", found, remedy)
+    yield warning("/dev/shm", found, remedy)
 
 
 def main_port(wanted: Wanted) -> Iterator[Finding]:
@@ -135,5 +137,5 @@ def main_port(wanted: Wanted) -> Iterator[Finding]:
             found = f"{port} cannot be used ({error}), most likely by another run; one process needs none"
             remedy = f"accelerate launch --main_process_port {free}, torchrun --master_port {free}, or "
             yield warning("port", found, f"{remedy}deepspeed --master_port {free}")
-        else:
-            yield ok("port", f"{port} is free")
+            return
+    yield ok("port", f"{port} is free")

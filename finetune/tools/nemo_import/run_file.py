@@ -120,7 +120,7 @@ def refusal(text: str, output: Path | None) -> str | None:
     return None
 
 
-def command(imported: Import, run_file: str) -> str:
+def start_line(imported: Import, run_file: str) -> str:
     """Return the line that starts the training."""
     processes = imported.processes
     arguments = f"--config {run_file}" + "".join(f" --strategy {name}" for name in imported.strategies)
