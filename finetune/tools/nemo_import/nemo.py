@@ -41,15 +41,6 @@ SCHEDULE_NAMES = {
     "SquareAnnealing": "polynomial",
     "SquareRootAnnealing": "polynomial",
 }
-ENGINES = {
-    "deepspeed_stage_1": "zero1",
-    "deepspeed_stage_2": "zero2",
-    "deepspeed_stage_2_offload": "zero2_offload",
-    "deepspeed_stage_3": "zero3",
-    "deepspeed_stage_3_offload": "zero3_offload",
-    "fsdp": "fsdp2",
-    "fsdp2": "fsdp2",
-}
 COPIED = {
     "model.optim.lr": "training.learning_rate",
     "model.optim.weight_decay": "training.weight_decay",
@@ -238,17 +229,18 @@ def _devices(imported: Import) -> None:
         imported.set("training.num_gpus", devices * imported.nodes, "trainer.devices x trainer.num_nodes")
     strategy = imported.get("trainer.strategy")
     options = strategy if isinstance(strategy, dict) else {}
-    target = options.get("_target_", "") if options else str(strategy or "")
-    engine = ENGINES.get(target)
-    if engine is None and "DeepSpeed" in target:
+    target = str(options.get("_target_", "") if options else strategy or "")
+    if target.startswith("deepspeed_stage_"):  # deepspeed_stage_2_offload
+        imported.strategies.append(target.replace("deepspeed_stage_", "zero"))
+    elif "DeepSpeed" in target:
         stage = str(options.get("stage", 2))
-        engine = f"zero{stage}" + ("_offload" if options.get("offload_optimizer") and stage != "1" else "")
-    elif engine is None and ("FSDP" in target or "ModelParallel" in target):
-        engine = "fsdp2"
-    if engine is None and (devices != 1 or imported.nodes > 1):
-        engine = "ddp"
-    if engine is not None:
-        imported.strategies.append(engine)
+        imported.strategies.append(
+            f"zero{stage}" + ("_offload" if options.get("offload_optimizer") and stage != "1" else "")
+        )
+    elif "fsdp" in target.lower() or "ModelParallel" in target:
+        imported.strategies.append("fsdp2")
+    elif devices != 1 or imported.nodes > 1:
+        imported.strategies.append("ddp")
 
 
 def _trainer(imported: Import) -> None:

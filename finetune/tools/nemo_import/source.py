@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from finetune.config.load import parse_overrides, read_yaml
 from finetune.errors import UserError
@@ -88,45 +88,35 @@ def read_source(file: Path, overrides: list[str]) -> Import:
     # Calls stay as they are, for a run file to refuse or to take; what is followed here has bounds.
     if problems := check_references(tree, lambda call: None):
         raise UserError(f"{file}: {problems[0]}.")
-    plain = [text.lstrip("+") for text in overrides]
+    given = parse_overrides([text.lstrip("+") for text in overrides])
     try:
-        values = OmegaConf.merge(OmegaConf.create(tree), OmegaConf.create(parse_overrides(plain)))
+        merged = OmegaConf.to_container(OmegaConf.merge(tree, given))
+        resolved = _resolved(OmegaConf.create(_escaped(merged)))
     except (OmegaConfBaseException, ValueError, TypeError) as error:
-        raise UserError(f"{file}: it is no configuration: {first_line(error)}.") from error
-    assert isinstance(values, DictConfig)  # read_yaml takes mappings only
-    resolved = _resolve(values, OmegaConf.to_container(values), "", file)
+        key, reason = getattr(error, "full_key", None), first_line(error)
+        if key:
+            raise UserError(f"{file}: {key}: {reason}. Set what it refers to, as {key}=VALUE.") from error
+        raise UserError(f"{file}: it is no configuration: {reason}.") from error
     return Import(file, resolved, leaves=dict(_leaves(resolved)))
 
 
-def _resolve(node: DictConfig, written: Any, prefix: str, file: Path) -> dict[str, Any]:
-    """Follow the references of a mapping; `???` stays, as do calls, which only Hydra knows.
+def _escaped(value: Any) -> Any:
+    """Escape calls, which only Hydra knows, and variables of the environment, which a run file reads as well."""
+    if isinstance(value, dict):
+        return {key: _escaped(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_escaped(inner) for inner in value]
+    is_call = isinstance(value, str) and (RESOLVER.search(value) or "${oc.env:" in value)
+    return value.replace("${", "\\${") if is_call else value
 
-    Args:
-        node: the mapping.
-        written: the mapping as it stands in the file.
-        prefix: of its keys.
-        file: for messages.
-    """
-    found: dict[str, Any] = {}
-    for name, raw in written.items():
-        key = f"{prefix}{name}"
-        if isinstance(raw, dict):
-            found[name] = _resolve(node[name], raw, f"{key}.", file)
-        elif isinstance(raw, str) and (RESOLVER.search(raw) or "${oc.env:" in raw):
-            found[name] = raw  # a run file reads variables of the environment, too
-        elif raw == NOT_SET:
-            found[name] = NOT_SET
-        else:
-            try:
-                value = node[name]
-                found[name] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-            except OmegaConfBaseException as error:
-                if "MissingMandatory" in type(error).__name__ or NOT_SET in str(error):
-                    found[name] = NOT_SET
-                    continue
-                reason = str(error).splitlines()[0]
-                raise UserError(f"{file}: {key}: {reason}. Set what it refers to, as {key}=VALUE.") from error
-    return found
+
+def _resolved(values: Any) -> dict[str, Any]:
+    """Follow the references; one that leads to `???` becomes `???`."""
+    while True:
+        try:
+            return OmegaConf.to_container(values, resolve=True)
+        except InterpolationToMissingValueError as error:
+            OmegaConf.update(values, error.full_key, NOT_SET)
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
