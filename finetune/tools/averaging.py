@@ -61,27 +61,24 @@ def write_mean(
 def _check_layout(
     name: str, model: Transducer, first: str, tokens: list[str], tensors: dict[str, torch.Tensor]
 ) -> None:
-    """Check a model against the tokens and tensors of the first one.
-
-    Raises:
-        UserError: they differ.
-    """
-    why = ""
-    ours, shapes = list(model.joint.vocabulary), {n: tuple(t.shape) for n, t in tensors.items()}
-    theirs = {n: tuple(t.shape) for n, t in model.state_dict().items()}
+    """Raise UserError where a model has other tokens or tensors than the first one."""
+    ours, theirs = list(model.joint.vocabulary), model.state_dict()
+    odd = [n for n in {**tensors, **theirs} if _shape(tensors, n) != _shape(theirs, n)]
     if len(ours) != len(tokens):
         why = f"{name} has {len(ours)} tokens, {first} has {len(tokens)}"
     elif ours != tokens:
-        i = next(i for i, (a, b) in enumerate(zip(ours, tokens, strict=True)) if a != b)
-        why = (
-            f"{name} and {first} have other tokenizers: token {i} is {ours[i]!r} in one and {tokens[i]!r} in the other"
-        )
-    elif theirs != shapes:
-        odd = min(n for n in {*theirs, *shapes} if theirs.get(n) != shapes.get(n))
-        sizes = f"{odd} is {theirs.get(odd, 'missing')} and {shapes.get(odd, 'missing')}"
+        i, a, b = next((i, a, b) for i, (a, b) in enumerate(zip(ours, tokens, strict=True)) if a != b)
+        why = f"{name} and {first} have other tokenizers: token {i} is {a!r} in one and {b!r} in the other"
+    elif odd:
+        sizes = f"{min(odd)} is {_shape(theirs, min(odd))} and {_shape(tensors, min(odd))}"
         why = f"{name} and {first} have other layouts: {sizes}"
-    if why:
-        raise UserError(f"--models: {why}. Only models of one layout and one tokenizer have a mean.")
+    else:
+        return
+    raise UserError(f"--models: {why}. Only models of one layout and one tokenizer have a mean.")
+
+
+def _shape(tensors: dict[str, torch.Tensor], name: str) -> tuple[int, ...] | str:
+    return tuple(tensors[name].shape) if name in tensors else "missing"
 
 
 def _rates(model: Transducer, sources: list[OpenSource], settings: EvaluationSettings | None) -> dict[str, Any]:

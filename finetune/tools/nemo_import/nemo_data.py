@@ -33,7 +33,7 @@ def translate_data(imported: Import) -> None:
         if imported.get(f"{section}.normalize_text"):
             imported.set("data.text_normalization", "basic", f"{section}.normalize_text: nearest to it")
         if imported.leaves.get(f"{section}.use_start_end_token") is False:
-            imported.get(f"{section}.use_start_end_token")
+            imported.used.add(f"{section}.use_start_end_token")
     for name in REFERRED_TO:
         imported.get(f"model.{name}")
     for source, key in COPIED.items():

@@ -7,6 +7,7 @@ reason where it is known. What NeMo does where a key is not set, and this projec
 import difflib
 import fnmatch
 import tempfile
+import textwrap
 from pathlib import Path
 
 import yaml
@@ -36,10 +37,8 @@ def import_config(file: Path, overrides: list[str]) -> Import:
         elif {"model", "data", "training"} & tree.keys():
             similar.translate(imported)
     except (TypeError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"{file}: a value is of another kind than NeMo reads there ({error}). Numbers have to be numbers, and "
-            "sections mappings."
-        ) from error
+        why = f"a value is of another kind than NeMo reads there ({error})"
+        raise UserError(f"{file}: {why}. Numbers have to be numbers, and sections mappings.") from error
     if not imported.settings and not imported.to_fill:
         raise UserError(
             f"{file}: neither NeMo's `trainer:` and `model.train_ds`, nor `model:`, `data:` or `training:` of a run "
@@ -89,7 +88,7 @@ def as_yaml(imported: Import) -> str:
         else:
             block = yaml.safe_dump({name: value}, width=110, allow_unicode=True, sort_keys=False)
             lines += [f"  # {comment}"] if comment else []
-            lines += ["  " + line for line in block.splitlines()]
+            lines.append(textwrap.indent(block, "  ").rstrip())
     return "\n".join(lines) + "\n"
 
 

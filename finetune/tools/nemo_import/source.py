@@ -1,16 +1,17 @@
 """A configuration that becomes a run file: read, resolved, and accounted for key by key."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from finetune.config.load import parse_overrides, read_yaml
 from finetune.errors import UserError
-from finetune.security.documents import check_references, first_line
+from finetune.security.documents import check_references
 
 NOT_SET = "???"
 RESOLVER = re.compile(r"\$\{\s*(?!oc\.env:)[\w.]+:")
@@ -93,7 +94,7 @@ def read_source(file: Path, overrides: list[str]) -> Import:
         merged = OmegaConf.to_container(OmegaConf.merge(tree, given))
         resolved = _resolved(OmegaConf.create(_escaped(merged)))
     except (OmegaConfBaseException, ValueError, TypeError) as error:
-        key, reason = getattr(error, "full_key", None), first_line(error)
+        key, reason = getattr(error, "full_key", None), str(error).partition("\n")[0]
         if key:
             raise UserError(f"{file}: {key}: {reason}. Set what it refers to, as {key}=VALUE.") from error
         raise UserError(f"{file}: it is no configuration: {reason}.") from error
@@ -110,20 +111,18 @@ def _escaped(value: Any) -> Any:
     return value.replace("${", "\\${") if is_call else value
 
 
-def _resolved(values: Any) -> dict[str, Any]:
+def _resolved(values: DictConfig | ListConfig) -> Any:
     """Follow the references; one that leads to `???` becomes `???`."""
     while True:
         try:
             return OmegaConf.to_container(values, resolve=True)
         except InterpolationToMissingValueError as error:
-            OmegaConf.update(values, error.full_key, NOT_SET)
+            OmegaConf.update(values, str(error.full_key), NOT_SET)
 
 
-def _leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found = []
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
         if isinstance(value, dict) and value:
-            found += _leaves(value, f"{prefix}{name}.")
+            yield from _leaves(value, f"{prefix}{name}.")
         else:
-            found.append((f"{prefix}{name}", value))
-    return found
+            yield f"{prefix}{name}", value

@@ -34,7 +34,6 @@ class Transcript:
     pending: int = 0
     """Chunks that are not recognised yet."""
     error: str | None = None
-    read: bool = False
 
     def blocks(self, sample_rate: int) -> Iterator[np.ndarray]:
         """Read the file block by block, counting samples."""
@@ -57,8 +56,7 @@ def transcribe_files(
 
     Yields:
         One row a file, in their order: file, duration in seconds, text, and on demand words and segments. For a file
-            that cannot
-        be read: file and error; and duration and text of what was recognised before the error, if anything was.
+            that cannot be read: file and error, and duration and text of what was recognised before the error.
     """
     pieces, rate = Pieces(model.tokenizer), model.preprocessor._sample_rate
     waiting: deque[Transcript] = deque()
@@ -82,8 +80,7 @@ def transcribe_files(
                     recognise()
         except BadUtterance as reason:
             transcript.error = str(reason)
-        transcript.read = True
-        while waiting and waiting[0].read and not waiting[0].pending:
+        while waiting and not waiting[0].pending:
             yield _row_of(model, waiting.popleft(), timestamps)
     if batch:
         recognise()
