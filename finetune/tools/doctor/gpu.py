@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import itertools
 import os
 import re
 import time
@@ -120,8 +119,6 @@ def process_groups(wanted: Wanted) -> Iterator[Finding]:
     yield _process_group("gloo", "gloo", needed and not gpu, remedy)
     if not gpu:
         yield ok("NCCL", "not tried: without a GPU processes communicate over gloo")
-    elif torch.cuda.device_count() > 1:
-        yield _peers()
 
 
 def _process_group(backend: str, version: str, needed: bool, remedy: str) -> Finding:
@@ -142,16 +139,6 @@ def _process_group(backend: str, version: str, needed: bool, remedy: str) -> Fin
         return problem(needed, name, f"{version} cannot add up a tensor in one process: {reason_of(error)}", remedy)
     seconds = time.perf_counter() - started
     return ok(name, f"{version} added up a tensor in a group of one process in {seconds:.1f} s")
-
-
-def _peers() -> Finding:
-    count = torch.cuda.device_count()
-    for i, j in itertools.permutations(range(count), 2):
-        if not torch.cuda.can_device_access_peer(i, j):
-            found = f"GPUs {i} and {j} do not reach each other's memory; gradients go through the host, more slowly"
-            remedy = "Choose GPUs of one NVLink or PCIe switch by CUDA_VISIBLE_DEVICES (nvidia-smi topo -m)."
-            return warning("peer access", found, remedy)
-    return ok("peer access", f"each of {count} GPUs reaches the others' memory")
 
 
 def loss_kernels(wanted: Wanted) -> Iterator[Finding]:

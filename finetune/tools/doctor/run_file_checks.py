@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import threading
 import time
@@ -23,7 +24,6 @@ from finetune.models.huggingface.reading import cached_file, is_hugging_face
 from finetune.security.secrets import clean_text, clean_urls
 from finetune.strategies.strategy import engine_with, number_of_processes
 from finetune.tools.doctor.findings import Finding, Wanted, ok, problem, reason_of, warning
-from finetune.tools.doctor.system import parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -231,8 +231,7 @@ def _request_head(url: str) -> str:
 def output_disk(wanted: Wanted) -> Iterator[Finding]:
     """Room at output_dir for what the run writes, and the speed of writing and reading there."""
     given = wanted.config_file is not None
-    t = wanted.config.training
-    target = Path(t.output_dir) if given else Path.cwd()
+    target = Path(wanted.config.training.output_dir) if given else Path.cwd()
     folder = target.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -254,19 +253,27 @@ def output_disk(wanted: Wanted) -> Iterator[Finding]:
         yield warning(name, f"{found}; slow, and each checkpoint waits for it", remedy)
     else:
         yield ok(name, found + (f"; the run takes about {need:.1f} GiB" if need else ""))
-    if given and (target / "config.yaml").is_file() and not t.resume_from_checkpoint and not t.overwrite_output_dir:
-        remedy = "Continue it with training.resume_from_checkpoint=true, or name another directory."
-        yield warning(name, f"{target} holds another run; training refuses to overwrite it", remedy)
 
 
 def _room(wanted: Wanted) -> float | None:
     """GiB for model.nemo and checkpoints while one more is written than is kept; None for a model of unknown size."""
     parameters = parameters_of(str(wanted.config.model.name))
-    if parameters is None:
-        return None
     # AdamW's checkpoint: weights and two states, 4 bytes each. The best model is kept as weights and as model.nemo.
     kept = max(int(wanted.config.training.save_total_limit), 1)
-    return parameters * (12 * (kept + 1) + 8) / 2**30
+    return parameters * (12 * (kept + 1) + 8) / 2**30 if parameters else None
+
+
+def parameters_of(model: str) -> float | None:
+    """Parameters of a model, by the size of its file or by a hub name such as parakeet-tdt-0.6b-v3; None: unknown."""
+    path = Path(model) / "model.nemo" if Path(model).is_dir() else Path(model)
+    if path.suffix == ".nemo" and path.is_file():
+        return path.stat().st_size / 4
+    if is_hugging_face(Path(model)):
+        size = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+        half = re.search(r'"(torch_)?dtype": "b?float16"', (Path(model) / "config.json").read_text(encoding="utf-8"))
+        return size / (2 if half else 4)
+    size = re.search(r"(\d+(?:\.\d+)?)b(?![a-z])", model.rsplit("/", 1)[-1])
+    return float(size[1]) * 1e9 if size and not path.exists() else None
 
 
 def _disk_speed(folder: Path) -> tuple[float, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import resource
 import shutil
 import socket
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from finetune.models.huggingface.reading import is_hugging_face
 from finetune.tools.doctor.findings import Finding, Wanted, ok, problem, warning
 
 if TYPE_CHECKING:
@@ -45,14 +43,7 @@ def memory(wanted: Wanted) -> Iterator[Finding]:
     if limit is not None and limit < total:
         found += f", limited to {limit:.1f} GiB by the control group"
         free = min(free, limit)
-    offloads = wanted.chosen and (wanted.engine.endswith("_offload") or wanted.optimizer.startswith("cpu_offload"))
-    parameters = parameters_of(str(wanted.config.model.name)) if offloads else None
-    # float32 weights, gradients and two states, 4 bytes each.
-    need = 16 * parameters / 2**30 if parameters else 0.0
-    if need > free:
-        remedy = "Free memory, or use a strategy without offload."
-        yield warning("memory", f"{found}; the offloaded optimizer takes about {need:.0f} GiB", remedy)
-    elif free < 4:
+    if free < 4:
         yield warning("memory", found, "Free memory: loading NeMo and a small model takes about 3 GiB.")
     else:
         yield ok("memory", found)
@@ -67,19 +58,6 @@ def _cgroup_limit() -> float | None:
             continue
         return int(text) / 2**30 if text.isdigit() and int(text) < 2**60 else None
     return None
-
-
-def parameters_of(model: str) -> float | None:
-    """Parameters of a model, by the size of its file or by a hub name such as parakeet-tdt-0.6b-v3; None: unknown."""
-    path = Path(model) / "model.nemo" if Path(model).is_dir() else Path(model)
-    if path.suffix == ".nemo" and path.is_file():
-        return path.stat().st_size / 4
-    if is_hugging_face(Path(model)):
-        size = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
-        half = re.search(r'"(torch_)?dtype": "b?float16"', (Path(model) / "config.json").read_text(encoding="utf-8"))
-        return size / (2 if half else 4)
-    size = re.search(r"(\d+(?:\.\d+)?)b(?![a-z])", model.rsplit("/", 1)[-1])
-    return float(size[1]) * 1e9 if size and not path.exists() else None
 
 
 def limits(wanted: Wanted) -> Iterator[Finding]:
