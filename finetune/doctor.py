@@ -62,11 +62,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def examine(arguments: argparse.Namespace, wanted: Wanted) -> int:
-    """Run the checks, print the findings, and write what --json and --bundle ask for; return the exit code.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Run the checks, print the findings, and write what --json and --bundle ask for; return the exit code."""
     from finetune.durable_files import write_json
     from finetune.tools.doctor.bundle import write_bundle
     from finetune.tools.doctor.examination import conclusion, format_finding, run_checks

@@ -81,11 +81,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def transcribe(arguments: argparse.Namespace, files: list[str]) -> int:
-    """Transcribe files and print or write the results; return the number of files that could not be read.
-
-    Raises:
-        UserError: the model cannot be loaded, or two results would have the same name.
-    """
+    """Transcribe files and print or write the results; return the number of files that could not be read."""
     from tqdm import tqdm
 
     from finetune.evaluation.long_audio import Cutting

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import textwrap
 import time
 from typing import TYPE_CHECKING
@@ -57,14 +56,8 @@ def wanted_run(config_file: Path | None, strategies: list[str], overrides: list[
     Raises:
         UserError: training would refuse it on any machine.
     """
-    project = logging.getLogger("finetune")
-    level = project.level
-    project.setLevel(logging.WARNING)  # training logs which values are replaced
-    try:
-        strategy = resolve_strategy(strategies)
-        config, _ = load_config(config_file or NEUTRAL, strategy.names, overrides)
-    finally:
-        project.setLevel(level)
+    strategy = resolve_strategy(strategies)
+    config, _ = load_config(config_file or NEUTRAL, strategy.names, overrides)
     precision = resolve_precision(config.training.bf16, config.training.fp16, strategy)
     config.training.bf16, config.training.fp16 = precision == "bf16", precision == "fp16"
     return Wanted(config, config_file, strategy.names, strategy.engine)

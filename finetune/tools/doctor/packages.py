@@ -100,11 +100,7 @@ def decoders(wanted: Wanted) -> Iterator[Finding]:
 def _try_step(
     make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], dtype: torch.dtype = torch.float32
 ) -> None:
-    """Take one step, where training would, on a parameter that is large enough for 8-bit states.
-
-    Raises:
-        Exception: the step fails or changes nothing.
-    """
+    """Take one step, where training would, on a parameter that is large enough for 8-bit states."""
     parameter = torch.nn.Parameter(torch.ones(64, 256, device=DEVICE, dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
     make([parameter]).step()

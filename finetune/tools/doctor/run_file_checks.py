@@ -277,11 +277,7 @@ def parameters_of(model: str) -> float | None:
 
 
 def _disk_speed(folder: Path) -> tuple[float, float]:
-    """MiB/s of writing (to the disk itself) and of reading up to 64 MiB, each for four seconds at most.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """MiB/s of writing (to the disk itself) and of reading up to 64 MiB, each for four seconds at most."""
     path = folder / f".doctor-{os.getpid()}.tmp"
     chunk = os.urandom(CHUNK_MIB * 2**20)
     try:

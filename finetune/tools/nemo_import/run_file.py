@@ -22,12 +22,8 @@ from finetune.tools.nemo_import.source import NOT_SET, RESOLVER, Import, read_so
 def import_config(file: Path, overrides: list[str]) -> Import:
     """Return the settings of a file, what of it is left, and what has to be filled in.
 
-    Args:
-        file: NeMo's YAML, or a config.yaml with `model:`, `data:` and `training:`.
-        overrides: `key=value` in the source's own names.
-
     Raises:
-        UserError: neither kind.
+        UserError: neither NeMo's YAML nor a config.yaml with `model:`, `data:` and `training:`.
     """
     imported = read_source(file, overrides)
     tree = imported.tree

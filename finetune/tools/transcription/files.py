@@ -103,11 +103,7 @@ def _row_of(model: Transducer, transcript: Transcript, timestamps: bool) -> dict
 
 
 def output_files(files: list[str], folder: Path, formats: tuple[str, ...]) -> dict[str, dict[str, Path]]:
-    """Name the results of each file, FOLDER/NAME.FORMAT, and make the folder.
-
-    Raises:
-        UserError: the results of two files would have the same name.
-    """
+    """Name the results of each file, FOLDER/NAME.FORMAT, and make the folder."""
     files_by_stem: dict[str, str] = {}
     for file in files:
         stem = Path(file).stem
@@ -121,13 +117,7 @@ def output_files(files: list[str], folder: Path, formats: tuple[str, ...]) -> di
 
 
 def write_formats(row: dict[str, Any], shown: dict[str, Any], paths: dict[str, Path]) -> None:
-    """Write the result of one file in each format.
-
-    Args:
-        row: with words and segments, unless json is the only format.
-        shown: the part of it that goes into JSON.
-        paths: file by format.
-    """
+    """Write the result of one file in each format; JSON has the part that is shown."""
     for kind, path in paths.items():
         if kind == "json":
             text = json.dumps(shown, ensure_ascii=False, indent=1) + "\n"
