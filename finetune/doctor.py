@@ -56,9 +56,6 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print_error(error)
         return error.exit_code
-    except OSError as error:
-        print_error(f"--json or --bundle cannot be written: {error}")
-        return 2
 
 
 def examine(arguments: argparse.Namespace, wanted: Wanted) -> int:
@@ -95,11 +92,16 @@ def examine(arguments: argparse.Namespace, wanted: Wanted) -> int:
         "seconds": round(time.perf_counter() - started, 1),
         "lines": [asdict(finding) for finding in findings],
     }
-    if arguments.json:
-        write_json(arguments.json, report)
-    if arguments.bundle:
-        output_dir = Path(wanted.config.training.output_dir) if arguments.config else None
-        names = write_bundle(arguments.bundle, report, "\n".join(printed) + "\n", arguments.config, output_dir)
+    output_dir = Path(wanted.config.training.output_dir) if arguments.config else None
+    names: list[str] = []
+    try:
+        if arguments.json:
+            write_json(arguments.json, report)
+        if arguments.bundle:
+            names = write_bundle(arguments.bundle, report, "\n".join(printed) + "\n", arguments.config, output_dir)
+    except OSError as error:
+        raise UserError(f"--json or --bundle cannot be written: {error}") from error
+    if names:
         caution = "Recognised secrets are removed; look into it before you send it."
         print(f"{arguments.bundle}: {', '.join(names)}. {caution}")
     return 0 if can_run else 1

@@ -39,15 +39,15 @@ def main(argv: list[str] | None = None) -> int:
         imported = import_config(arguments.file, arguments.overrides)
         text = as_yaml(imported)
         if output:
-            output.write_text(text, encoding="utf-8")
+            try:
+                output.write_text(text, encoding="utf-8")
+            except OSError as error:
+                raise UserError(f"--output: {output} cannot be written: {error}") from error
         else:
             print(text, end="")
     except UserError as error:
         print_error(error)
         return error.exit_code
-    except OSError as error:
-        print_error(f"--output: {output} cannot be written: {error}")
-        return 2
     notes = [f"  {line}" for line in left_over(imported)]
     if notes:
         notes.insert(0, f"without a counterpart ({len(imported.left)} keys):")
