@@ -33,17 +33,7 @@ RECORDS = ("config.yaml", "environment.json", "summary.json", "metrics.jsonl", "
 def write_bundle(
     path: Path, report: dict[str, Any], text: str, config_file: Path | None, output_dir: Path | None
 ) -> list[str]:
-    """Write the archive; return the names of its files.
-
-    Args:
-        report: the doctor's report, as for --json.
-        text: the report as printed.
-        config_file: the run file.
-        output_dir: of the run; its records are packed.
-
-    Raises:
-        UserError: the archive cannot be written.
-    """
+    """Write the archive, with the report as for --json and as printed; return the names of its files."""
     files: dict[str, Any] = {}
     if config_file is not None:
         files["run_file.yaml"] = read_yaml(config_file, "--config")
@@ -75,8 +65,6 @@ def write_bundle(
             for name, content in contents.items():
                 archive.writestr(name, content)
         os.replace(aside, path)
-    except OSError as error:
-        raise UserError(f"--bundle: {path} cannot be written: {error}") from error
     finally:
         aside.unlink(missing_ok=True)
     return list(contents)
