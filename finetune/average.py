@@ -17,13 +17,11 @@ from finetune.errors import UserError
 from finetune.logs import print_error, set_up_logging
 from finetune.tools.command_line import MODEL, add_data, add_decoding, add_json, command, device_of
 
+EXAMPLE = "python -m finetune.average --models runs/one runs/two --output runs/mean --data examples/voice_prompts"
+
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = command(
-        "average",
-        __doc__ or "",
-        "python -m finetune.average --models runs/one runs/two --output runs/mean --data examples/voice_prompts",
-    )
+    parser = command("average", __doc__ or "", EXAMPLE)
     parser.add_argument("--models", required=True, nargs="+", metavar="M", help=f"two or more, each {MODEL}")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="directory for model.nemo")
     add_data(parser, "data sets on which the models and their mean are evaluated")
@@ -33,17 +31,12 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+def main(argv: list[str] | None = None) -> int:
+    """Average; return the exit code."""
     parser = make_parser()
     arguments = parser.parse_args(argv)
     if len(arguments.models) < 2:
         parser.error("--models: a mean takes two models or more")
-    return arguments
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Average; return the exit code."""
-    arguments = parse_arguments(argv)
     set_up_logging(arguments.verbose)
     from finetune.evaluation.dataset import EvaluationSettings
     from finetune.tools.averaging import write_mean

@@ -1,9 +1,12 @@
 """Collectives over the ranks of a run: every rank calls them, in the same order. A lone process needs no group."""
 
+from collections.abc import Callable
 from typing import TypeVar, cast
 
 import torch
 from accelerate import Accelerator
+
+from finetune.errors import UserError
 
 T = TypeVar("T")
 
@@ -19,6 +22,22 @@ def broadcast(value: T) -> T:
     values = [value]
     torch.distributed.broadcast_object_list(values)
     return values[0]
+
+
+def on_main(work: Callable[[], T]) -> T:
+    """Call `work` on rank 0 alone; return its value, or raise its UserError, on every rank."""
+    if _is_alone():
+        return work()
+    found: tuple[T | None, tuple[str, int] | None] = None, None
+    if torch.distributed.get_rank() == 0:
+        try:
+            found = work(), None
+        except UserError as error:
+            found = None, (str(error), error.exit_code)
+    value, problem = broadcast(found)
+    if problem is not None:
+        raise UserError(*problem)
+    return cast(T, value)
 
 
 def gather(value: T) -> list[T]:

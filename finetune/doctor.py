@@ -16,7 +16,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.errors import UserError
 from finetune.tools.command_line import add_json, command
@@ -24,24 +24,19 @@ from finetune.tools.command_line import add_json, command
 if TYPE_CHECKING:
     from finetune.tools.doctor.findings import Finding, Wanted
 
+EXAMPLE = (
+    "python -m finetune.doctor --config finetune/configs/quickstart.yaml --strategy adamw_8bit training.bf16=true"
+)
+
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = command(
-        "doctor",
-        __doc__ or "",
-        "python -m finetune.doctor --config finetune/configs/quickstart.yaml --strategy adamw_8bit training.bf16=true",
-    )
-    parser.add_argument(
-        "--config", type=Path, metavar="RUN.yaml", help="run file: model, data and output_dir are checked too"
-    )
-    parser.add_argument(
-        "--strategy", action="append", default=[], metavar="NAME", help="memory strategy; repeat to combine"
-    )
+    parser = command("doctor", __doc__ or "", EXAMPLE)
+    add = parser.add_argument
+    add("--config", type=Path, metavar="RUN.yaml", help="run file: model, data and output_dir are checked too")
+    add("--strategy", action="append", default=[], metavar="NAME", help="memory strategy; repeat to combine")
     add_json(parser)
-    parser.add_argument(
-        "--bundle", type=Path, metavar="FILE.zip", help="pack report and records for a bug report, without secrets"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the run file's")
+    add("--bundle", type=Path, metavar="FILE.zip", help="pack report and records for a bug report, without secrets")
+    add("overrides", nargs="*", metavar="key=value", help="settings that replace the run file's")
     return parser
 
 
@@ -50,29 +45,25 @@ def main(argv: list[str] | None = None) -> int:
     try:
         arguments = make_parser().parse_intermixed_args(argv)
         from finetune.logs import print_error, set_up_logging
-        from finetune.tools.doctor import examination
+        from finetune.tools.doctor.examination import wanted_run
     except ImportError as error:  # a broken installation
         print(f"missing: {error}. Install what this project needs: bash scripts/setup.sh", file=sys.stderr)
         return 1
     set_up_logging(arguments.verbose)
     try:
-        wanted = examination.wanted_run(arguments.config, arguments.strategy, arguments.overrides)
-        return 0 if examine(arguments, wanted)["can_run"] else 1
+        wanted = wanted_run(arguments.config, arguments.strategy, arguments.overrides)
+        return examine(arguments, wanted)
     except UserError as error:
         print_error(error)
         return error.exit_code
 
 
-def examine(arguments: argparse.Namespace, wanted: Wanted) -> dict[str, Any]:
-    """Run the checks, print the findings, and write what --json and --bundle ask for.
-
-    Raises:
-        UserError: a file cannot be written.
-    """
+def examine(arguments: argparse.Namespace, wanted: Wanted) -> int:
+    """Run the checks, print the findings, and write what --json and --bundle ask for; return the exit code."""
     from finetune.durable_files import write_json
     from finetune.tools.doctor.bundle import write_bundle
-    from finetune.tools.doctor.examination import SECTIONS, conclusion, format_finding
-    from finetune.tools.doctor.findings import MISSING, run_checks
+    from finetune.tools.doctor.examination import conclusion, format_finding, run_checks
+    from finetune.tools.doctor.findings import MISSING
 
     started = time.perf_counter()
     width = max(min(shutil.get_terminal_size((120, 24)).columns, 140), 70)
@@ -83,15 +74,16 @@ def examine(arguments: argparse.Namespace, wanted: Wanted) -> dict[str, Any]:
         printed.append(text)
         print(text, flush=True)
 
-    for finding in run_checks(SECTIONS, wanted):
+    for finding in run_checks(wanted):
         if not findings or findings[-1].section != finding.section:
             show(finding.section)
         findings.append(finding)
         show(format_finding(finding, width))
     verdict = conclusion(findings, wanted)
     show(f"\n{verdict}")
+    can_run = not any(finding.state == MISSING for finding in findings)
     report = {
-        "can_run": not any(finding.state == MISSING for finding in findings),
+        "can_run": can_run,
         "verdict": verdict,
         "config": str(arguments.config) if arguments.config else None,
         "strategy": wanted.names,
@@ -100,18 +92,19 @@ def examine(arguments: argparse.Namespace, wanted: Wanted) -> dict[str, Any]:
         "seconds": round(time.perf_counter() - started, 1),
         "lines": [asdict(finding) for finding in findings],
     }
-    if arguments.json:
-        try:
+    output_dir = Path(wanted.config.training.output_dir) if arguments.config else None
+    names: list[str] = []
+    try:
+        if arguments.json:
             write_json(arguments.json, report)
-        except OSError as error:
-            raise UserError(f"--json: {arguments.json} cannot be written: {error}") from error
-    if arguments.bundle:
-        output_dir = Path(wanted.config.training.output_dir) if arguments.config else None
-        names = write_bundle(arguments.bundle, report, "\n".join(printed) + "\n", arguments.config, output_dir)
-        print(
-            f"{arguments.bundle}: {', '.join(names)}. Recognised secrets are removed; look into it before you send it."
-        )
-    return report
+        if arguments.bundle:
+            names = write_bundle(arguments.bundle, report, "\n".join(printed) + "\n", arguments.config, output_dir)
+    except OSError as error:
+        raise UserError(f"--json or --bundle cannot be written: {error}") from error
+    if names:
+        caution = "Recognised secrets are removed; look into it before you send it."
+        print(f"{arguments.bundle}: {', '.join(names)}. {caution}")
+    return 0 if can_run else 1
 
 
 if __name__ == "__main__":

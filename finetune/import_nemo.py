@@ -11,37 +11,26 @@ import argparse
 import sys
 from pathlib import Path
 
-from finetune.logs import add_verbose
+from finetune.errors import UserError
+from finetune.logs import print_error, set_up_logging
+from finetune.tools.command_line import command
 
-EXAMPLE = """\
-example:
-    python -m finetune.import_nemo nemo.yaml model.train_ds.manifest_filepath=train.json --output RUN.yaml
-"""
+EXAMPLE = "python -m finetune.import_nemo nemo.yaml model.train_ds.manifest_filepath=train.json --output RUN.yaml"
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m finetune.import_nemo",
-        description=__doc__,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("import_nemo", __doc__ or "", EXAMPLE)
     parser.add_argument("file", type=Path, metavar="FILE", help="NeMo's YAML, or a config.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, in the names of FILE")
     parser.add_argument("--output", type=Path, metavar="RUN.yaml", help="write the run file here")
-    add_verbose(parser)
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Import a configuration; return the exit code."""
     arguments = make_parser().parse_intermixed_args(argv)
-    from finetune.errors import UserError
-    from finetune.logs import print_error, set_up_logging
-
     set_up_logging(arguments.verbose)
-    from finetune.tools.nemo_import.run_file import as_yaml, command, import_config, left_over, refusal
+    from finetune.tools.nemo_import.run_file import as_yaml, import_config, left_over, refusal, start_line
 
     output: Path | None = arguments.output
     try:
@@ -71,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     elif problem := refusal(text, output):
         notes.append(f"training would refuse it: {problem}")
     else:
-        notes.append(f"start: {command(imported, str(output or 'RUN.yaml'))}")
+        notes.append(f"start: {start_line(imported, str(output or 'RUN.yaml'))}")
     print("\n".join(notes), file=sys.stderr)
     return 1 if imported.to_fill or problem else 0
 

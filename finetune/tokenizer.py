@@ -26,46 +26,27 @@ if TYPE_CHECKING:
     from finetune.data.text_corpus import Text
     from finetune.models.tokenizer_growth import Growth
 
+EXAMPLE = "python -m finetune.tokenizer --data examples/voice_prompts --size 128 --output tokenizer --json report.json"
 COVERAGE = 0.9995  # SentencePiece's own default
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = command(
-        "tokenizer",
-        __doc__ or "",
-        "python -m finetune.tokenizer --data examples/voice_prompts --size 128 --output tokenizer --json report.json",
-    )
+    parser = command("tokenizer", __doc__ or "", EXAMPLE)
     add = parser.add_argument
-    add(
-        "--data", nargs="+", required=True, metavar="D", help="data sets to learn from; with --extend also a tokenizer"
-    )
+    add("--data", nargs="+", required=True, metavar="D", help="texts to learn from; with --extend also a tokenizer")
     add("--split", default="train", help="split of a data set (default: train)")
     add("--size", type=positive, required=True, metavar="N", help="pieces; with --extend: at most so many new ones")
-    add(
-        "--output",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="directory for tokenizer.model, tokenizer.vocab and vocab.txt",
-    )
+    add("--output", type=Path, required=True, metavar="DIR", help="for tokenizer.model, tokenizer.vocab and vocab.txt")
     add("--type", choices=("bpe", "unigram"), help="default: bpe; with --extend that of the old one")
     add("--byte-fallback", action="store_true", help="spell characters without a piece as bytes (256 pieces)")
-    add(
-        "--coverage",
-        type=float,
-        help=f"share of the texts' characters that get a piece (default: {COVERAGE}; with --extend: 1)",
-    )
+    share = f"share of the texts' characters that get a piece (default: {COVERAGE}; with --extend: 1)"
+    add("--coverage", type=float, help=share)
     add("--normalization", default="none", choices=NORMALIZATIONS, help="of the texts, as data.text_normalization")
     add("--against", metavar="M", help="tokenizer to compare with (default: that of --extend)")
     add("--extend", metavar="M", help="append pieces to this tokenizer; the old ones keep their ids")
     add("--pieces", choices=NEW_PIECES, help="with --extend: those with a new character (default), or all")
-    add(
-        "--report-on",
-        nargs="+",
-        default=[],
-        metavar="D",
-        help="further texts for the report, such as languages the model has",
-    )
+    more = "further texts for the report, such as languages the model has"
+    add("--report-on", nargs="+", default=[], metavar="D", help=more)
     add_json(parser)
     return parser
 
@@ -83,11 +64,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def make_tokenizer(arguments: argparse.Namespace) -> tuple[Any, Growth | None, list[Text]]:
-    """Make a tokenizer.
-
-    Returns:
-        The SentencePiece message, how it grew out of an old one if it did, and the texts that it learned from.
-    """
+    """Return the SentencePiece message, how it grew if it extends an old one, and the texts that it learned from."""
     from finetune.data.text_corpus import read_texts
     from finetune.models.loading import is_tokenizer, read_tokenizer
     from finetune.models.sentencepiece_model import train_tokenizer

@@ -19,53 +19,26 @@ from finetune.logs import print_error, set_up_logging
 from finetune.tools.command_line import add_decoding, add_model, command, device_of, positive
 
 FORMATS = ("json", "srt", "vtt", "txt")
+EXAMPLE = "python -m finetune.transcribe --model runs/quickstart talk.mp3 --format srt --output subtitles"
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = command(
-        "transcribe",
-        __doc__ or "",
-        "python -m finetune.transcribe --model runs/quickstart talk.mp3 --format srt --output subtitles",
-    )
+    parser = command("transcribe", __doc__ or "", EXAMPLE)
     add_model(parser, required=True)
-    parser.add_argument("files", nargs="+", metavar="FILE", help="audio files, or - for a list on standard input")
-    parser.add_argument(
-        "--timestamps", action="store_true", help="add words and segments: start and end in seconds, and a confidence"
-    )
-    parser.add_argument(
-        "--format",
-        default="json",
-        metavar="F[,F]",
-        help=f"{', '.join(FORMATS)}: files to write into --output, one for each input (default: json)",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="DIR",
-        help="directory for the files of --format, instead of JSON lines on stdout",
-    )
-    parser.add_argument(
-        "--chunk",
-        "--longest",
-        type=float,
-        metavar="SECONDS",
-        help=f"longest stretch decoded at once (default: {CHUNK_SECONDS:g}; with --attention local the whole file)",
-    )
-    parser.add_argument(
-        "--overlap",
-        type=float,
-        metavar="SECONDS",
-        help=f"of two chunks (default: {OVERLAP_SECONDS:g}, a quarter of short chunks); 0 cuts at silence only",
-    )
-    parser.add_argument(
-        "--attention",
-        default="full",
-        choices=("full", "local"),
-        help="local: each frame sees --context frames on either side, so that a whole file can be decoded at once",
-    )
-    parser.add_argument(
-        "--context", type=positive, default=256, metavar="FRAMES", help="of --attention local (default: 256)"
-    )
+    add = parser.add_argument
+    add("files", nargs="+", metavar="FILE", help="audio files, or - for a list on standard input")
+    add("--timestamps", action="store_true", help="add words and segments: start and end in seconds, and a confidence")
+    kinds = f"{', '.join(FORMATS)}: files to write into --output, one for each input (default: json)"
+    add("--format", default="json", metavar="F[,F]", help=kinds)
+    instead = "directory for the files of --format, instead of JSON lines on stdout"
+    add("--output", type=Path, metavar="DIR", help=instead)
+    longest = f"longest stretch decoded at once (default: {CHUNK_SECONDS:g}; with --attention local the whole file)"
+    add("--chunk", "--longest", type=float, metavar="SECONDS", help=longest)
+    overlap = f"of two chunks (default: {OVERLAP_SECONDS:g}, a quarter of short chunks); 0 cuts at silence only"
+    add("--overlap", type=float, metavar="SECONDS", help=overlap)
+    local = "local: each frame sees --context frames on either side, so that a whole file can be decoded at once"
+    add("--attention", default="full", choices=("full", "local"), help=local)
+    add("--context", type=positive, default=256, metavar="FRAMES", help="of --attention local (default: 256)")
     add_decoding(parser, 8, "chunks of one file or several")
     return parser
 
@@ -108,11 +81,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def transcribe(arguments: argparse.Namespace, files: list[str]) -> int:
-    """Transcribe files and print or write the results; return the number of files that could not be read.
-
-    Raises:
-        UserError: the model cannot be loaded, or two results would have the same name.
-    """
+    """Transcribe files and print or write the results; return the number of files that could not be read."""
     from tqdm import tqdm
 
     from finetune.evaluation.long_audio import Cutting

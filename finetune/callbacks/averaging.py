@@ -9,7 +9,6 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from finetune.config.schema import RunConfig
-from finetune.distributed import broadcast
+from finetune.distributed import broadcast, on_main
 from finetune.durable_files import put_in_place
 from finetune.errors import UserError
 from finetune.models.nemo import learning_batchnorms
@@ -36,11 +35,8 @@ EMA_FILE = "ema.safetensors"
 
 
 def averaged_tensors(model: Transducer) -> dict[str, torch.Tensor]:
-    """Return what training changes, by name: trained parameters, and running statistics of learning BatchNorm modules.
-
-    Args:
-        model: NeMo transducer, whole or sharded.
-    """
+    """Return what training changes, by name: trained parameters, and running statistics of learning BatchNorm modules,
+    of a model that may be sharded."""
     found: dict[str, torch.Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     names = {id(module): name for name, module in model.named_modules()}
     for norm in learning_batchnorms(model):
@@ -49,9 +45,17 @@ def averaged_tensors(model: Transducer) -> dict[str, torch.Tensor]:
     return found
 
 
+def _all_tensors(model: Transducer) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this process's part of a sharded tensor, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Ema(Callback):
@@ -59,8 +63,8 @@ class Ema(Callback):
 
     With update n, counted from 1, average <- d average + (1 - d) weights, where d = min(decay, (1 + n) / (10 + n)) as
     in TensorFlow's ExponentialMovingAverage, so that the first weights are forgotten soon. It begins as the weights
-    are. Sharded parameters (FSDP2)
-    have their average sharded alike. Running statistics of BatchNorm are averaged with the same d.
+    are. Sharded parameters (FSDP2) have their average sharded alike. Running statistics of BatchNorm are averaged with
+    the same d.
 
     Args:
         model: as it is trained, prepared by its engine.
@@ -76,33 +80,11 @@ class Ema(Callback):
             copy = tensor.detach().to(torch.float32, copy=True)
             self.average[name] = copy.cpu() if device == "cpu" else copy
 
-    def on_step_end(self, result: StepResult) -> None:
-        if result.skipped is None:
-            self.update()
-
-    def held_tensors(self) -> dict[str, torch.Tensor]:
-        return {f"moving average {i}": _local(tensor) for i, tensor in enumerate(self.average.values())}
-
-    def candidates(self, model: Transducer, final: bool) -> list[Candidate]:
-        if final:
-            return []
-        self.mean_over_processes()
-        return [Candidate("ema", self.inside(model))]
-
-    def before_save(self, is_main: bool) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
-        self.mean_over_processes()
-        return {"ema_updates": self.updates}, {EMA_FILE: self.whole_state(keep=is_main)}
-
-    def on_resume(self, checkpoint: Path, state: dict[str, Any]) -> None:
-        if not self.load(checkpoint, state.get("ema_updates")):
-            log.warning(
-                "%s holds no moving average of what is trained now: it starts anew from the present weights",
-                checkpoint.name,
-            )
-
     @torch.no_grad()
-    def update(self) -> None:
+    def on_step_end(self, result: StepResult) -> None:
         """Take the present weights in, after a step that counts."""
+        if result.skipped is not None:
+            return
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         weights = averaged_tensors(self.model)
@@ -113,6 +95,44 @@ class Ema(Callback):
         for average, weight in pairs:
             if (average.dtype, average.device) != (weight.dtype, weight.device):
                 average.lerp_(weight.to(average), 1 - decay)  # one by one: a copy of all would double the memory
+
+    def held_tensors(self) -> dict[str, torch.Tensor]:
+        return {f"moving average {i}": _local(tensor) for i, tensor in enumerate(self.average.values())}
+
+    def candidates(self, model: Transducer, final: bool) -> list[Candidate]:
+        if final:
+            return []
+        self.mean_over_processes()
+        return [Candidate("ema", self._inside(model))]
+
+    @torch.no_grad()
+    def before_save(self, is_main: bool) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
+        self.mean_over_processes()
+        state = {}
+        for name, tensor in self.average.items():
+            whole = _whole(tensor)  # all ranks take part
+            if is_main:
+                state[name] = whole.to("cpu", copy=True).contiguous()
+        return {"ema_updates": self.updates}, {EMA_FILE: state}
+
+    @torch.no_grad()
+    def on_resume(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        """Take over the average of a checkpoint of any engine and number of processes; where it has none of these
+        tensors, begin as the weights are."""
+        file, updates = checkpoint / EMA_FILE, state.get("ema_updates")
+        saved = load_file(file) if updates is not None and file.is_file() else {}
+        if {n: t.shape for n, t in saved.items()} != {n: t.shape for n, t in self.average.items()}:
+            text = "%s holds no moving average of what is trained now: it starts anew from the present weights"
+            log.warning(text, checkpoint.name)
+            saved, updates = averaged_tensors(self.model), 0
+        self.updates = updates or 0
+        for name, average in self.average.items():
+            value = saved[name].detach()
+            if isinstance(average, DTensor) and not isinstance(value, DTensor):
+                mesh = average.device_mesh
+                # Without a source rank each process cuts its own part out.
+                value = distribute_tensor(value.to(mesh.device_type), mesh, average.placements, src_data_rank=None)
+            _local(average).copy_(_local(value))
 
     @torch.no_grad()
     def mean_over_processes(self) -> None:
@@ -128,221 +148,122 @@ class Ema(Callback):
 
     @contextlib.contextmanager
     @torch.no_grad()
-    def inside(self, model: Transducer) -> Iterator[None]:
+    def _inside(self, model: Transducer) -> Iterator[None]:
         """Put the average in place of a model's weights; on exit they are as before.
 
         Args:
             model: the one that is trained, or its whole replica under an engine that shards; all processes enter.
         """
-        targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        before = {}
+        targets, before = _all_tensors(model), {}
         for name, average in self.average.items():
             target = targets[name]
-            whole = average.full_tensor() if isinstance(average, DTensor) else average
             # No copy where type and device are the weights' own.
-            before[name], target.data = target.data, whole.to(target.device, target.dtype)
+            before[name], target.data = target.data, _whole(average).to(target.device, target.dtype)
         try:
             yield
         finally:
             for name, tensor in before.items():
                 targets[name].data = tensor
 
-    @torch.no_grad()
-    def whole_state(self, keep: bool) -> dict[str, torch.Tensor]:
-        """Return the average with whole tensors on the host, for a checkpoint. All ranks enter.
-
-        Args:
-            keep: whether this process writes it; the others return nothing.
-        """
-        state = {}
-        for name, tensor in self.average.items():
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if keep:
-                state[name] = whole.to("cpu", copy=True).contiguous()
-        return state
-
-    @torch.no_grad()
-    def load(self, checkpoint: Path, updates: int | None) -> bool:
-        """Take over the average of a checkpoint; where it has none of these tensors, begin as the weights are.
-
-        Args:
-            checkpoint: of any engine and number of processes.
-            updates: how many the checkpoint's average has seen; None: it has none.
-
-        Returns:
-            Whether it was taken.
-        """
-        file = checkpoint / EMA_FILE
-        saved = load_file(file) if updates is not None and file.is_file() else {}
-        if {n: t.shape for n, t in saved.items()} != {n: t.shape for n, t in self.average.items()}:
-            self.updates = 0
-            for name, tensor in averaged_tensors(self.model).items():
-                _local(self.average[name]).copy_(_local(tensor.detach()))
-            return False
-        for name, average in self.average.items():
-            whole = saved[name]
-            if isinstance(average, DTensor):
-                whole = distribute_tensor(
-                    whole.to(average.device_mesh.device_type),
-                    average.device_mesh,
-                    average.placements,
-                    src_data_rank=None,  # each process cuts its own part out
-                ).to_local()
-            _local(average).copy_(whole)
-        self.updates = updates or 0
-        return True
-
-
-# ---- the mean of evaluated states ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class KeptState:
-    """A state of the weights that was kept at an evaluation."""
-
-    path: Path
-    step: int
-    wer: float
-    """On validation."""
-
-
-def kept_folder(output_dir: Path) -> Path:
-    return output_dir / "checkpoints" / "average"
-
-
-def keep_state(output_dir: Path, tensors: dict[str, torch.Tensor], step: int, wer: float) -> None:
-    """Writes the weights of an evaluation, aside and renamed.
-
-    Args:
-        tensors: whole, by name.
-        wer: on validation.
-    """
-    path = kept_folder(output_dir) / f"step-{step:08d}.safetensors"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.tmp")
-    whole = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    save_file(whole, aside, metadata={"kept": json.dumps({"step": step, "validation_wer": wer})})
-    put_in_place(aside, path)
-
-
-def kept_states(output_dir: Path) -> list[KeptState]:
-    """Those that are there, in the order of their steps."""
-    found = []
-    for path in sorted(kept_folder(output_dir).glob("step-*.safetensors")):
-        with safe_open(path, "pt") as file:
-            kept = json.loads(file.metadata()["kept"])
-        found.append(KeptState(path, kept["step"], kept["validation_wer"]))
-    return found
-
-
-def prune(output_dir: Path, number: int, by: str) -> None:
-    """Removes all but the last `number` states, or the best by validation WER (`by` is last or best)."""
-    states = kept_states(output_dir)
-    if by == "best":
-        states = sorted(states, key=lambda s: (-s.wer, -s.step))
-    for state in states[:-number]:
-        state.path.unlink()
-
-
-def drop_foreign(output_dir: Path, step: int, shapes: dict[str, list[int]]) -> None:
-    """On a resume: removes states behind the step, which belong to a course that is given up, and those of other
-        tensors.
-
-    Args:
-        shapes: of the tensors that are averaged now.
-    """
-    for state in kept_states(output_dir):
-        with safe_open(state.path, "pt") as file:
-            same = {name: list(file.get_slice(name).get_shape()) for name in file.keys()} == shapes  # noqa: SIM118
-        if state.step > step or not same:
-            state.path.unlink()
-            if not same:
-                log.warning("%s holds other tensors than are trained now: it is left out of the average", state.path)
-
-
-def mean_of(paths: list[Path]) -> dict[str, torch.Tensor]:
-    """The mean of files with the same tensors, summed up in float32, in their own type."""
-    sums: dict[str, torch.Tensor] = {}
-    types = {}
-    for path in paths:
-        for name, tensor in load_file(path).items():
-            types[name] = tensor.dtype
-            sums[name] = tensor.float() if name not in sums else sums[name].add_(tensor.float())
-    return {name: (total / len(paths)).to(types[name]) for name, total in sums.items()}
-
-
-@torch.no_grad()
-def put_in(model: Transducer, tensors: dict[str, torch.Tensor]) -> None:
-    """Copy tensors into the parameters and buffers of these names."""
-    targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for name, tensor in tensors.items():
-        targets[name].copy_(tensor)
-
 
 class CheckpointAverage(Callback):
-    """Keeps the weights of some evaluations, and offers their mean as the best model at the end.
-
-    Args:
-        accelerator, config, progress: of the run.
-        model: as it is trained.
-    """
+    """Keeps the weights of some evaluations, and offers their mean as the best model at the end."""
 
     def __init__(self, accelerator: Accelerator, config: RunConfig, progress: Progress, model: Transducer):
         t = config.training
         self.accelerator, self.progress, self.model = accelerator, progress, model
         self.output_dir, self.number, self.by = Path(t.output_dir), t.average_checkpoints, t.average_by
+        self.folder = self.output_dir / "checkpoints" / "average"
         self.earlier: dict[str, Any] | None = None
         """What summary.json of this run says of the average already."""
 
     def on_fresh_run(self) -> None:
-        shutil.rmtree(kept_folder(self.output_dir), ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def on_validated(self, model: Transducer, step: int, wer: float) -> None:
-        problem = None
-        if self.accelerator.is_main_process:
-            state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-            try:
-                keep_state(self.output_dir, {n: state[n] for n in averaged_tensors(self.model)}, step, wer)
-            except CANNOT_WRITE as error:
-                problem = (
-                    f"the weights of step {step}, kept for training.average_checkpoints, cannot be written: {error}. "
-                    "Make room or mend the disk, then start the same command again with "
-                    "training.resume_from_checkpoint=true."
-                )
-            prune(self.output_dir, self.number, self.by)
-        problem = broadcast(problem)
-        if problem:
-            raise UserError(problem, exit_code=1)
+        on_main(lambda: self._keep(model, step, wer))
 
     def candidates(self, model: Transducer, final: bool) -> list[Candidate]:
         if not final or self._already_judged():
             return []
         if self.accelerator.is_main_process:  # the settings may be others than when the states were kept
-            prune(self.output_dir, self.number, self.by)
-        states = broadcast([(s.step, s.path) for s in kept_states(self.output_dir)])
+            self._prune()
+        states = broadcast(self._kept())
         if len(states) < 2:
-            log.info(
-                "training.average_checkpoints: %d state(s) of the weights were kept, and a mean takes two", len(states)
-            )
+            log.info("training.average_checkpoints: %d state(s) of weights were kept; a mean takes two", len(states))
             return []
-        steps = [step for step, _ in states]
-        return [
-            Candidate(
-                "average",
-                self._averaged(model, [path for _, path in states]),
-                f"mean of the weights of steps {', '.join(map(str, steps))}",
-                {"steps": steps},
-            )
-        ]
+        steps = [step for _, step, _ in states]
+        description = f"mean of the weights of steps {', '.join(map(str, steps))}"
+        averaged = self._averaged(model, [path for path, _, _ in states])
+        return [Candidate("average", averaged, description, {"steps": steps})]
+
+    def on_resume(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        """Remove states behind the step, which belong to a course that is given up, and those of other tensors."""
+        if not self.accelerator.is_main_process:
+            return
+        shapes = {n: list(t.shape) for n, t in averaged_tensors(self.model).items()}
+        for path, step, _ in self._kept():
+            with safe_open(path, "pt") as file:
+                same = {name: list(file.get_slice(name).get_shape()) for name in file.keys()} == shapes  # noqa: SIM118
+            if step > self.progress.step or not same:
+                path.unlink()
+            if not same:
+                log.warning("%s holds other tensors than are trained now: it is left out of the average", path)
+
+    def summary(self) -> dict[str, Any]:
+        return {} if self.earlier is None else {"average_checkpoints": self.earlier}
+
+    def _keep(self, model: Transducer, step: int, wer: float) -> None:
+        """Write the weights of an evaluation, and remove those that are not among the ones to keep any more."""
+        path, state = self.folder / f"step-{step:08d}.safetensors", _all_tensors(model)
+        whole = {n: state[n].detach().to("cpu", copy=True).contiguous() for n in averaged_tensors(self.model)}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside = path.with_name(f".{path.name}.tmp")
+            save_file(whole, aside, metadata={"kept": json.dumps({"step": step, "validation_wer": wer})})
+            put_in_place(aside, path)
+        except CANNOT_WRITE as error:
+            raise UserError(
+                f"the weights of step {step}, kept for training.average_checkpoints, cannot be written: {error}. "
+                "Make room or mend the disk, then start the same command again with "
+                "training.resume_from_checkpoint=true.",
+                exit_code=1,
+            ) from error
+        self._prune()
+
+    def _kept(self) -> list[tuple[Path, int, float]]:
+        """Return file, step and validation WER of the states that are there, in the order of their steps."""
+        found = []
+        for path in sorted(self.folder.glob("step-*.safetensors")):
+            with safe_open(path, "pt") as file:
+                kept = json.loads(file.metadata()["kept"])
+            found.append((path, kept["step"], kept["validation_wer"]))
+        return found
+
+    def _prune(self) -> None:
+        """Remove all but the last states, or the best by validation WER."""
+        states = self._kept()
+        if self.by == "best":
+            states.sort(key=lambda state: (-state[2], -state[1]))
+        for path, _, _ in states[: -self.number]:
+            path.unlink()
 
     @contextlib.contextmanager
+    @torch.no_grad()
     def _averaged(self, model: Transducer, paths: list[Path]) -> Iterator[None]:
-        """Put the mean into the model, and leave it there: a copy of the weights would double the memory."""
-        put_in(model, mean_of(paths))
+        """Put the mean, summed up in float32, into the model, and leave it there: a copy of the weights would double
+        the memory."""
+        sums: dict[str, torch.Tensor] = {}
+        for path in paths:
+            for name, tensor in load_file(path).items():
+                sums[name] = sums[name].add_(tensor.float()) if name in sums else tensor.float()
+        targets = _all_tensors(model)
+        for name, total in sums.items():
+            targets[name].copy_(total / len(paths))
         yield
 
     def _already_judged(self) -> bool:
-        """Whether this is a finished run that was started again.
+        """Return whether this is a finished run that was started again.
 
         A run that died after the mean was taken is judged once more against the single model before it.
         """
@@ -357,11 +278,3 @@ class CheckpointAverage(Callback):
         p.best_step, p.best_wer = single.get("step"), single.get("validation_wer")
         p.best_weights = single.get("weights", "raw")
         return False
-
-    def on_resume(self, checkpoint: Path, state: dict[str, Any]) -> None:
-        if self.accelerator.is_main_process:
-            shapes = {n: list(t.shape) for n, t in averaged_tensors(self.model).items()}
-            drop_foreign(self.output_dir, self.progress.step, shapes)
-
-    def summary(self) -> dict[str, Any]:
-        return {} if self.earlier is None else {"average_checkpoints": self.earlier}

@@ -25,15 +25,8 @@ def add_step_callbacks(trainer: Trainer) -> MemoryRecovery | None:
         trainer.add_callback(Ema(trainer.model, t.ema_decay, t.ema_device, trainer.accelerator.num_processes))
     if not (t.auto_batch and config.data.batch_bounds):
         return None
-    recovery = MemoryRecovery(
-        trainer.accelerator,
-        config,
-        trainer.progress,
-        trainer.module,
-        trainer.optimizer,
-        trainer.model,
-        resumed=bool(t.resume_from_checkpoint),
-    )
+    what, resumed = (trainer.module, trainer.optimizer, trainer.model), bool(t.resume_from_checkpoint)
+    recovery = MemoryRecovery(trainer.accelerator, config, trainer.progress, *what, resumed)
     trainer.add_callback(recovery)
     return recovery
 
@@ -44,9 +37,7 @@ def add_run_callbacks(
     """Register what watches a run and shows it.
 
     Args:
-        trainer: of the run.
-        write_report: writes the page of a run's directory; its second argument logs where it is.
-        place: in a plan of stages.
+        write_report: as of `ReportWriter`.
         profile_steps: steps to record with torch.profiler; None: none.
 
     Returns:
@@ -57,18 +48,8 @@ def add_run_callbacks(
     if t.average_checkpoints:
         trainer.add_callback(CheckpointAverage(accelerator, config, progress, trainer.model))
     if profile_steps is not None:
-        trainer.add_callback(
-            Profiler(
-                accelerator,
-                config,
-                progress,
-                trainer.model,
-                trainer.loss_module,
-                trainer.total_steps,
-                profile_steps,
-                trainer.pause,
-            )
-        )
+        what = (trainer.model, trainer.loss_module, trainer.total_steps, profile_steps, trainer.pause)
+        trainer.add_callback(Profiler(accelerator, config, progress, *what))
     trainer.add_callback(TrackerLogger(accelerator, trainer.model.preprocessor._sample_rate, t.sample_predictions))
     trainer.add_callback(DriftMonitor(accelerator, trainer.loss_module, progress, workers=t.dataloader_num_workers))
     judged = "test" if "test" in trainer.sources else "validation"

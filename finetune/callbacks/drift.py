@@ -5,7 +5,6 @@ import itertools
 import logging
 import os
 import statistics
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from finetune.callbacks.moments import Moment, moment, seconds_between
 from finetune.distributed import gather_rows
 from finetune.evaluation.significance import p_value_text
 from finetune.training.callbacks import LOST_ON_GUARD, Callback, EvaluationResult
@@ -50,47 +50,33 @@ class ForwardClock:
     """
 
     def __init__(self, module: torch.nn.Module, device: torch.device):
-        self.device = device
-        self.seconds = self.samples = 0.0
-        self.events: list[tuple[Any, Any]] = []
-        self.started: Any = None
+        self.device, self.samples = device, 0
+        self.began = moment(device)
+        self.passes: list[tuple[Moment, Moment]] = []
+        """Begin and end of each forward pass, read at the logged step, when they have passed."""
         module.register_forward_pre_hook(self._before)
         module.register_forward_hook(self._after)
 
-    def _now(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def _before(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         self.samples += inputs[0].numel()
-        self.started = self._now()
+        self.began = moment(self.device)
 
     def _after(self, module: torch.nn.Module, inputs: object, output: object) -> None:
-        if self.device.type == "cuda":
-            self.events.append((self.started, self._now()))  # read at the logged step, when they have passed
-        else:
-            self.seconds += time.perf_counter() - self.started
+        self.passes.append((self.began, moment(self.device)))
 
     def take(self) -> float:
-        """Seconds for a million samples, padding included, since the last call."""
-        for began, ended in self.events:
-            ended.synchronize()
-            self.seconds += began.elapsed_time(ended) / 1000
-        pace = 1e6 * self.seconds / max(self.samples, 1)
-        self.events, self.seconds, self.samples = [], 0.0, 0.0
+        """Return seconds for a million samples, padding included, since the last call."""
+        seconds = sum(seconds_between(began, ended) for began, ended in self.passes)
+        pace = 1e6 * seconds / max(self.samples, 1)
+        self.passes, self.samples = [], 0
         return pace
 
 
 class DriftMonitor(Callback):
-    """Warns once when something begins to drift, again only after many lines, and counts.
+    """Warns once when something begins to drift, again only after many lines, and counts by kind.
 
     Args:
-        accelerator: of the run.
         module: whose forward passes are timed, where there are several ranks.
-        progress: counts the warnings by kind.
         workers: training.dataloader_num_workers.
     """
 
@@ -102,14 +88,18 @@ class DriftMonitor(Callback):
         self.reported: dict[str, int] = {}
         self.waits: deque[tuple[int, float, float]] = deque()
         self.memory: dict[str, deque[tuple[int, float]]] = {}
-        self.slow: dict[int, int] = {}
-        self.late: dict[int, int] = {}
+        self.lasting: dict[str, int] = {}
+        """By kind and rank: logged lines in a row in which a rank was slow."""
 
     def on_train_begin(self) -> None:
         self.step, self.skipped = self.progress.step, self._skipped_steps()
 
     def on_log(self, row: dict[str, Any], own_wait_seconds: float) -> None:
-        paces, waits = self._gather_paces(own_wait_seconds)
+        paces, waits = [], []
+        if self.clock is not None:  # of each rank; all enter
+            own = torch.tensor([[self.clock.take(), own_wait_seconds]], dtype=torch.float64)
+            table_R2 = gather_rows(self.accelerator, own.to(self.accelerator.device))
+            paces, waits = table_R2.T.tolist()
         if self.accelerator.is_main_process:
             self.check_row(row, self._skipped_steps(), paces, waits)
 
@@ -121,18 +111,7 @@ class DriftMonitor(Callback):
     def _skipped_steps(self) -> int:
         return self.progress.skipped_steps + self.progress.scale_skips
 
-    def _gather_paces(self, waited: float) -> tuple[list[float], list[float]]:
-        """Return each rank's pace (`ForwardClock.take`) and its own wait for data; empty with one process.
-
-        All ranks enter.
-        """
-        if self.clock is None:
-            return [], []
-        own = torch.tensor([[self.clock.take(), waited]], dtype=torch.float64, device=self.accelerator.device)
-        table_R2 = gather_rows(self.accelerator, own)
-        return table_R2[:, 0].tolist(), table_R2[:, 1].tolist()
-
-    def _warn_if(self, kind: str, drifts: bool, text: str, *values: object) -> None:
+    def _warn_if(self, kind: str, drifts: bool, text: str) -> None:
         """Log a warning that begins, or that has lasted for many lines since it was logged."""
         if not drifts:
             self.reported.pop(kind, None)
@@ -140,7 +119,7 @@ class DriftMonitor(Callback):
             self.reported[kind] = self.lines
             name = kind.split(":")[0]
             self.progress.drift_warnings[name] = self.progress.drift_warnings.get(name, 0) + 1
-            log.warning("drift: " + text, *values)
+            log.warning("drift: %s", text)
 
     def check_row(self, row: dict[str, Any], skipped: int, paces: list[float], waits: Sequence[float] = ()) -> None:
         """Look at a logged step.
@@ -152,31 +131,31 @@ class DriftMonitor(Callback):
             waits: for its own data, of each rank, seconds.
         """
         self.lines += 1
-        steps = row["step"] - self.step
-        self.step = row["step"]
-        self._look_at_loss(row["step"], skipped, steps)
-        if self.lines > 1:  # the first line holds the start: workers, compilers, caches
-            self._look_at_waiting(steps, steps * row["seconds_per_step"], row["data_wait_fraction"])
-        self._look_at_memory("memory", "resident memory", row["step"], row["rss_gib"])
-        if self.accelerator.device.type == "cuda":
-            allocated = torch.cuda.memory_allocated(self.accelerator.device) / 2**30
-            self._look_at_memory("gpu_memory", "memory in use on the GPU", row["step"], allocated)
-        self._look_at_ranks(paces)
-        self._look_at_waits(waits, steps * row["seconds_per_step"])
-
-    def _look_at_loss(self, step: int, skipped: int, steps: int) -> None:
+        step, steps = row["step"], row["step"] - self.step
+        self.step, seconds = step, steps * row["seconds_per_step"]
         new, self.skipped = skipped - self.skipped, skipped
         self._warn_if(
             "loss_not_finite",
             new > self.allowed_skips,
-            "loss or gradient was not finite in %d of the %d steps before step %d, %d in all; they changed nothing. "
-            "Lower training.learning_rate, lengthen training.warmup_steps, or set training.max_grad_norm; look at "
-            "the clips that are named.",
-            new,
-            steps,
-            step,
-            skipped,
+            f"loss or gradient was not finite in {new} of the {steps} steps before step {step}, {skipped} in all; "
+            "they changed nothing. Lower training.learning_rate, lengthen training.warmup_steps, or set "
+            "training.max_grad_norm; look at the clips that are named.",
         )
+        if self.lines > 1:  # the first line holds the start: workers, compilers, caches
+            self._look_at_waiting(steps, seconds, row["data_wait_fraction"])
+        remedy = (
+            "lower training.dataloader_num_workers and data.shuffle_buffer_size, and look for what the last change to "
+            "the data keeps."
+        )
+        self._look_at_memory("memory", "resident memory", step, row["rss_gib"], remedy)
+        if self.accelerator.device.type == "cuda":
+            allocated = torch.cuda.memory_allocated(self.accelerator.device) / 2**30
+            remedy = (
+                "keep checkpoints to resume from (training.save_steps), and look for tensors that are kept from step "
+                "to step."
+            )
+            self._look_at_memory("gpu_memory", "memory in use on the GPU", step, allocated, remedy)
+        self._look_at_ranks(paces, waits, seconds)
 
     def _look_at_waiting(self, steps: int, seconds: float, share: float) -> None:
         self.waits.append((steps, seconds, share))
@@ -189,15 +168,12 @@ class DriftMonitor(Callback):
         self._warn_if(
             "data_wait",
             waited > (WAIT_OVER if "data_wait" in self.reported else WAIT_LIMIT),
-            "training waited for data in %.0f %% of the last %d steps' time. Raise training.dataloader_num_workers "
-            "(now %d; this machine has %d cores), or bring the data nearer: local disk, larger shards, 16 kHz audio.",
-            100 * waited,
-            count,
-            self.workers,
-            os.cpu_count() or 1,
+            f"training waited for data in {100 * waited:.0f} % of the last {count} steps' time. Raise "
+            f"training.dataloader_num_workers (now {self.workers}; this machine has {os.cpu_count() or 1} cores), or "
+            "bring the data nearer: local disk, larger shards, 16 kHz audio.",
         )
 
-    def _look_at_memory(self, kind: str, name: str, step: int, gib: float) -> None:
+    def _look_at_memory(self, kind: str, name: str, step: int, gib: float, remedy: str) -> None:
         if self.lines <= MEMORY_SKIPPED_LINES:
             return
         values = self.memory.setdefault(kind, deque(maxlen=MEMORY_LINES))
@@ -206,48 +182,34 @@ class DriftMonitor(Callback):
         self._warn_if(
             kind,
             slope is not None,
-            "%s keeps growing by %.0f MiB per 1000 steps (%.2f GiB at step %d). If it goes on, the run ends out of "
-            "memory: %s",
-            name,
-            slope or 0.0,
-            gib,
-            step,
-            "lower training.dataloader_num_workers and data.shuffle_buffer_size, and look for what the last change to "
-            "the data keeps."
-            if kind == "memory"
-            else "keep checkpoints to resume from (training.save_steps), and look for tensors that are kept from step "
-            "to step.",
+            f"{name} keeps growing by {slope or 0.0:.0f} MiB per 1000 steps ({gib:.2f} GiB at step {step}). If it "
+            f"goes on, the run ends out of memory: {remedy}",
         )
 
-    def _look_at_ranks(self, paces: list[float]) -> None:
+    def _look_at_ranks(self, paces: Sequence[float], waits: Sequence[float], seconds: float) -> None:
         for rank, pace in enumerate(paces):
             others = statistics.median(p for r, p in enumerate(paces) if r != rank)
             ratio = pace / others if others > 0 else 1.0
-            self.slow[rank] = self.slow.get(rank, 0) + 1 if ratio > SLOW_RANK else 0
-            self._warn_if(
+            self._warn_if_lasting(
                 f"slow_rank:{rank}",
-                self.slow[rank] >= SLOW_RANK_LINES,
-                "rank %d computes %.2f times as long as the others for the same audio, and all wait for it. Look at "
-                "its device: other processes on it, its clocks and temperature (nvidia-smi -q -d PERFORMANCE), its "
-                "CPU cores.",
-                rank,
-                ratio,
+                ratio > SLOW_RANK,
+                f"rank {rank} computes {ratio:.2f} times as long as the others for the same audio, and all wait for "
+                "it. Look at its device: other processes on it, its clocks and temperature (nvidia-smi -q -d "
+                "PERFORMANCE), its CPU cores.",
             )
-
-    def _look_at_waits(self, waits: Sequence[float], seconds: float) -> None:
-        """Under every engine: a rank waits for its data alone, and the others for it."""
-        for rank, waited in enumerate(waits):
+        for rank, waited in enumerate(waits):  # under every engine: a rank waits for its data alone
             others = statistics.median(w for r, w in enumerate(waits) if r != rank)
             share = (waited - others) / seconds if seconds > 0 else 0.0
-            self.late[rank] = self.late.get(rank, 0) + 1 if self.lines > 1 and share > WAIT_LIMIT else 0
-            self._warn_if(
+            self._warn_if_lasting(
                 f"slow_data:{rank}",
-                self.late[rank] >= SLOW_RANK_LINES,
-                "rank %d waits for its data %.0f %% of the time longer than the others, and all wait for it. Look "
-                "at its machine's disk, network and CPU cores, and at what lies in its part of the data.",
-                rank,
-                100 * share,
+                self.lines > 1 and share > WAIT_LIMIT,
+                f"rank {rank} waits for its data {100 * share:.0f} % of the time longer than the others, and all wait "
+                "for it. Look at its machine's disk, network and CPU cores, and at what lies in its part of the data.",
             )
+
+    def _warn_if_lasting(self, kind: str, slow: bool, text: str) -> None:
+        self.lasting[kind] = self.lasting.get(kind, 0) + 1 if slow else 0
+        self._warn_if(kind, self.lasting[kind] >= SLOW_RANK_LINES, text)
 
     def check_evaluation(
         self, step: int, split: str, wer: float, base: float | None, change: dict[str, Any] | None = None
@@ -257,38 +219,26 @@ class DriftMonitor(Callback):
         Args:
             base: WER of the base model on the same split; None where it was not measured.
             change: of data.guard, the paired comparison with the base model. It is tested many times in a run, so that
-                a warning
-                needs more than the usual level.
+                a warning needs more than the usual level.
         """
-        if split == "guard":
-            self._look_at_guard(step, change)
-            return
-        self._warn_if(
-            f"wer_above_base:{split}",
-            base is not None and wer > base,
-            "WER on %s is %.3f at step %d, above the base model's %.3f. Lower training.learning_rate or lengthen "
-            "the warm-up; compare the samples' spelling with the references' (data.text_normalization). The best "
-            "model so far is kept.",
-            split,
-            wer,
-            step,
-            base or 0.0,
-        )
-
-    def _look_at_guard(self, step: int, change: dict[str, Any] | None) -> None:
-        lost = change is not None and change["difference"] > 0 and change["p_value"] < GUARD_LEVEL
-        rates = change if change is not None and lost else {"wer_b": 0.0, "wer_a": 0.0, "p_value": 1.0}
-        self._warn_if(
-            "guard_lost",
-            lost,
-            "WER on guard is %.3f at step %d, above the base model's %.3f by more than chance (%s): the model "
-            "forgets its original domain. %s",
-            rates["wer_b"],
-            step,
-            rates["wer_a"],
-            p_value_text(rates),
-            LOST_ON_GUARD,
-        )
+        if split != "guard":
+            self._warn_if(
+                f"wer_above_base:{split}",
+                base is not None and wer > base,
+                f"WER on {split} is {wer:.3f} at step {step}, above the base model's {base or 0.0:.3f}. Lower "
+                "training.learning_rate or lengthen the warm-up; compare the samples' spelling with the references' "
+                "(data.text_normalization). The best model so far is kept.",
+            )
+        elif change is not None and change["difference"] > 0 and change["p_value"] < GUARD_LEVEL:
+            self._warn_if(
+                "guard_lost",
+                True,
+                f"WER on guard is {change['wer_b']:.3f} at step {step}, above the base model's {change['wer_a']:.3f} "
+                f"by more than chance ({p_value_text(change)}): the model forgets its original domain. "
+                f"{LOST_ON_GUARD}",
+            )
+        else:
+            self._warn_if("guard_lost", False, "")
 
 
 def steady_growth(values: list[tuple[int, float]]) -> float | None:

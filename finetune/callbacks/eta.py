@@ -9,17 +9,13 @@ STEPS_TO_AVERAGE = 200
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run stands in its plan of stages.
-
-    Attributes:
-        number: of the stage, from 1 on.
-        stages: how many there are.
-        steps_after: optimizer steps of the later stages; None where they are not known beforehand.
-    """
+    """Where a run stands in its plan of stages."""
 
     number: int = 1
+    """Of the stage, from 1 on."""
     stages: int = 1
     steps_after: int | None = 0
+    """Optimizer steps of the later stages; None where they are not known beforehand."""
 
 
 def place_in_plan(number: int, max_steps: list[int]) -> Place:
@@ -45,19 +41,16 @@ class Eta:
         self.begun = 0
 
     def begin(self, step: int) -> None:
-        """Begin at this step."""
         self.marks.clear()
         self.marks.append((step, self._now()))
         self.begun = step
 
     def stepped(self, step: int) -> None:
-        """Count a step that is done."""
         if len(self.marks) == 2 and self.marks[0][0] == self.begun:
             self.marks.popleft()  # the first step warms up
         self.marks.append((step, self._now()))
 
     def evaluated(self, split: str, seconds: float) -> None:
-        """Count an evaluation."""
         self.evaluation_seconds[split] = seconds
         self.paused += seconds
 
@@ -81,18 +74,11 @@ class Eta:
         if step < total and (not self.eval_steps or total % self.eval_steps):
             evaluations += 1
         guarded = 0
-        if (
-            self.eval_steps and self.guard_steps and total > step
-        ):  # not at the last step, which the closing ones follow
+        if self.eval_steps and self.guard_steps and step < total:  # not at the last step: the closing ones follow it
             every = max(self.eval_steps, self.guard_steps)
             guarded = (total - 1) // every - step // every
-        closing = sum(known.get(split, 0.0) for split in self.judged)
-        return (
-            (total - step) * each
-            + evaluations * known.get("validation", 0.0)
-            + guarded * known.get("guard", 0.0)
-            + closing
-        )
+        during = evaluations * known.get("validation", 0.0) + guarded * known.get("guard", 0.0)
+        return (total - step) * each + during + sum(known.get(split, 0.0) for split in self.judged)
 
     def plan_left(self, step: int, total: int, place: Place) -> float | None:
         """Return the time left of this run and the later stages at the same pace; None where their steps are not

@@ -17,7 +17,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from finetune.config.schema import RunConfig
 from finetune.data.batch import Batch, cut, describe_batch
 from finetune.data.batching import bound_at, lower_bounds
-from finetune.distributed import broadcast, gather
+from finetune.distributed import broadcast, gather, sum_over_ranks
 from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.models.nemo import encoder_lengths
@@ -37,14 +37,10 @@ REDUCED_AT_ONCE = 25 * 2**20  # bytes of gradients in one exchange
 class MemoryRecovery(Callback):
     """Bounds of batches that memory has shown to be too large, and what happens when it runs out.
 
-    The stream's own bounds stay as they are, so that the order of the utterances does: a batch that is too large for
-    the bounds here is cut into smaller ones, over which gradients add up to the same.
+    A batch that is too large for the bounds is cut into smaller ones, over which gradients add up to the same.
 
     Args:
-        accelerator, config, progress: of the run.
-        module, optimizer: prepared; gradients are averaged over the module's parameters and dropped through the
-            optimizer.
-        model: gives sample rate and encoder lengths.
+        module, optimizer: prepared.
         resumed: whether the run goes on, with the bounds that its earlier part left.
     """
 
@@ -92,21 +88,19 @@ class MemoryRecovery(Callback):
     def gradients(self, compute: ComputeGradients, batches: list[Batch], micro_batches: int) -> torch.Tensor:
         """Compute a step's gradients, again with smaller batches where memory runs out; return the sum of the losses.
 
-        Args:
-            compute: forward and backward.
-            batches: of this rank.
-            micro_batches: the most that any rank has.
-
         Raises:
             UserError: one utterance alone does not fit, or the engine cannot take a step back.
         """
         while True:
-            cut = self.cut(batches)
+            # The stream's own bounds stay, and with them the order of the utterances: what is too large is cut here.
+            parts = [p for batch in batches for p in cut(batch, bound_at(self.bounds, self._seconds(batch)))]
             failed, loss = None, torch.zeros(())
             try:
+                most = torch.tensor(max(len(parts), micro_batches), device=self.accelerator.device)
+                if self.distributed:
+                    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
                 # DDP would wait for ranks that ran out of memory: gradients are exchanged when all have theirs.
-                most = self._most(max(len(cut), micro_batches))
-                loss = compute(cut, most, exchange=not self.ddp)
+                loss = compute(parts, int(most), exchange=not self.ddp)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -115,11 +109,12 @@ class MemoryRecovery(Callback):
                 if not self.steps_back:
                     self._give_up(failed, error)
             # The error's frames hold the step's tensors; they are gone here.
-            reports = self._of_all_ranks(failed)
-            if not reports:
+            anywhere = sum_over_ranks(torch.tensor(1 if failed else 0, device=self.accelerator.device))
+            if not anywhere:
                 if self.ddp:
                     self._average_gradients()
                 return loss
+            reports = [report for report in gather(failed) if report]
             if failed:
                 self._keep_batch()
             self.batch = None
@@ -129,48 +124,20 @@ class MemoryRecovery(Callback):
                 torch.cuda.empty_cache()
             self._halve(reports)
 
-    def cut(self, batches: list[Batch]) -> list[Batch]:
-        """Return the batches, those above their bound in pieces."""
-        return [part for batch in batches for part in cut(batch, bound_at(self.bounds, self._seconds(batch)))]
-
-    def _most(self, batches: int) -> int:
-        """The most batches of any rank, now that some may be cut."""
-        if not self.distributed:
-            return batches
-        count = torch.tensor([batches], device=self.accelerator.device)
-        torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX)
-        return int(count)
-
-    def _of_all_ranks(self, failed: dict[str, Any] | None) -> list[dict[str, Any]]:
-        """What ran out on any rank: one small exchange, and a larger one only where something did."""
-        if not self.distributed:
-            return [failed] if failed else []
-        flag = torch.tensor([1 if failed else 0], device=self.accelerator.device)
-        torch.distributed.all_reduce(flag)
-        return [report for report in gather(failed) if report] if int(flag) else []
-
     def _average_gradients(self) -> None:
-        """What DDP does in its backward pass: means over the ranks, a piece at a time."""
-        ranks = self.accelerator.num_processes
-        waiting: list[torch.Tensor] = []
-
-        def exchange() -> None:
-            flat = torch.cat([grad.reshape(-1) for grad in waiting]).div_(ranks)
+        """Average over the ranks as DDP does in its backward pass, a piece at a time."""
+        pieces: list[list[torch.Tensor]] = []
+        for grad in (p.grad for p in self.module.parameters() if p.requires_grad and p.grad is not None):
+            last = pieces[-1] if pieces else []
+            if last and last[0].dtype == grad.dtype and sum(g.nbytes for g in last) + grad.nbytes <= REDUCED_AT_ONCE:
+                last.append(grad)
+            else:
+                pieces.append([grad])
+        for piece in pieces:
+            flat = torch.cat([grad.reshape(-1) for grad in piece]).div_(self.accelerator.num_processes)
             torch.distributed.all_reduce(flat)
-            for grad, mean in zip(waiting, flat.split([grad.numel() for grad in waiting])):
+            for grad, mean in zip(piece, flat.split([grad.numel() for grad in piece])):
                 grad.copy_(mean.view_as(grad))
-            waiting.clear()
-
-        for p in self.module.parameters():
-            if p.requires_grad and p.grad is not None:
-                if waiting and (
-                    waiting[0].dtype != p.grad.dtype
-                    or sum(g.nbytes for g in waiting) + p.grad.nbytes > REDUCED_AT_ONCE
-                ):
-                    exchange()
-                waiting.append(p.grad)
-        if waiting:
-            exchange()
 
     # ---- memory ran out --------------------------------------------------------------------------------------------
 
@@ -183,31 +150,26 @@ class MemoryRecovery(Callback):
         return {**describe_batch(batch, frames_B, self.sample_rate), "ids": batch.ids[:16]}
 
     def _halve(self, reports: list[dict[str, Any]]) -> None:
-        """Halves the bound of the batch that ran out, and of all longer clips that have a larger one; alike on all
+        """Halve the bound of the batch that ran out, and of all longer clips that have a larger one; alike on all
         ranks."""
-        p, step = self.progress, self.progress.step + 1
-        p.out_of_memory += 1
+        self.progress.out_of_memory += 1
+        text = "step %d: out of memory with %s; it is repeated, and clips of up to %.1f s come %d at most from here on"
         for report in reports:
-            fewer = self._lower(report)
-            log.warning(
-                "step %d: out of memory with %s; clips of up to %.1f s come %d at most from here on, and the step is "
-                "repeated",
-                step,
-                describe_report(report),
-                report["longest_seconds"],
-                fewer,
-            )
+            fewer, longest = self._lower(report), report["longest_seconds"]
+            log.warning(text, self.progress.step + 1, describe_report(report), longest, fewer)
         if self.accelerator.is_main_process:
             self.write()
 
     def _lower(self, report: dict[str, Any]) -> int:
-        """Half the clips of a batch as the bound for its length and all above; that number.
+        """Take half the clips of a batch as the bound for its length and all above; return that number.
 
         Raises:
             UserError: it was one clip.
         """
         if report["clips"] == 1:
-            raise self._hopeless(report)
+            gpu, engine = self.accelerator.device.type == "cuda", "ddp" if self.ddp else "none"
+            message = out_of_memory_message(MemoryError(report["reason"]), self.config, gpu, engine)
+            raise UserError(f"{describe_report(report)}: {message}", exit_code=1)
         fewer = report["clips"] // 2
         lower_bounds(self.bounds, report["longest_seconds"], fewer)
         return fewer
@@ -216,12 +178,6 @@ class MemoryRecovery(Callback):
         """Keeps the bounds for a run that goes on later."""
         d = self.config.data
         write_json(self.file, {"bounds": [list(pair) for pair in d.batch_bounds], "now": self.bounds})
-
-    def _hopeless(self, report: dict[str, Any]) -> UserError:
-        gpu = self.accelerator.device.type == "cuda"
-        engine = "ddp" if self.ddp else "none"
-        message = out_of_memory_message(MemoryError(report["reason"]), self.config, gpu, engine)
-        return UserError(f"{describe_report(report)}: {message}", exit_code=1)
 
     def _give_up(self, failed: dict[str, Any], error: BaseException) -> None:
         """Where a step cannot be taken back: the bound is halved for the next start."""

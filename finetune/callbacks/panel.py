@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any
 
 import psutil
 import torch
@@ -49,15 +49,8 @@ def fit(value: float | None, width: int, digits: int) -> str:
         return f"{'-':>{width}}"
     if not math.isfinite(value):
         return f"{value:>{width}}"[:width]
-    for places in range(digits, -1, -1):
-        text = f"{value:.{places}f}"
-        if len(text) <= width:
-            return f"{text:>{width}}"
-    return f"{f'{value:.0e}':>{width}}"[:width]
-
-
-def percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share
+    texts = [f"{value:.{places}f}" for places in range(digits, -1, -1)] + [f"{value:.0e}"]
+    return f"{next((text for text in texts if len(text) <= width), texts[-1]):>{width}}"[:width]
 
 
 def real_time_factor(row: dict[str, Any]) -> float | None:
@@ -86,27 +79,15 @@ def line_cells(
         ("lr", f"{row['learning_rate']:8.2e}"),
         ("audio s/s", fit(row["audio_seconds_per_second"], 9, 1)),
         ("RTF", fit(real_time_factor(row), 7, 5)),
-        ("wait %", fit(percent(row["data_wait_fraction"]), 6, 1)),
-        ("pad %", fit(percent(row["padding_fraction"]), 5, 1)),
+        ("wait %", fit(100 * row["data_wait_fraction"], 6, 1)),
+        ("pad %", fit(100 * row["padding_fraction"], 5, 1)),
         ("mem GiB", fit(row["peak_memory_gib"], 7, 2)),
         ("mem %", fit(100 * row["peak_memory_gib"] / memory_gib, 5, 0)),
         ("best WER", fit(best_wer, 8, 3)),
         ("time left", left.rjust(9)),
     ]
-    if plan_left is not None:
-        cells.append(("plan left", plan_left.rjust(9)))
+    cells += [] if plan_left is None else [("plan left", plan_left.rjust(9))]
     return [(name.rjust(len(value)), value) for name, value in cells]
-
-
-def _left(seconds: float | None) -> str:
-    return "" if seconds is None else f"{as_clock(seconds)} left"
-
-
-def memory_of(device: torch.device) -> float:
-    """Memory of the card, or of the machine where the run has none, GiB."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory / 2**30
-    return psutil.virtual_memory().total / 2**30
 
 
 def spark_line(values: list[float]) -> str:
@@ -117,11 +98,6 @@ def spark_line(values: list[float]) -> str:
     low, high = min(finite), max(finite)
     scale = (len(BARS) - 1) / (high - low or 1)
     return "".join(BARS[round((v - low) * scale)] for v in finite)
-
-
-def takes_a_panel(stream: TextIO) -> bool:
-    """Whether the stream is a terminal that can move its cursor."""
-    return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
 @dataclass
@@ -135,6 +111,14 @@ class Evaluation:
     logged: float
     done: int = 0
     wer: float | None = None
+
+
+@contextlib.contextmanager
+def _lost_terminal_is_silent() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:  # the terminal was closed
+        logs.silence_lost_terminal(error)
 
 
 class Drawn:
@@ -155,7 +139,6 @@ class ProgressPanel(Callback):
     """Shows a run on the main process; nothing here communicates.
 
     Args:
-        accelerator, config, progress: of the run.
         judged: the split that is evaluated at the end, beside data.guard.
         expected_steps: returns the steps of the whole run, as far as is known.
         place: in a plan of stages.
@@ -171,15 +154,12 @@ class ProgressPanel(Callback):
         place: Place,
     ):
         t = config.training
-        self.is_main, self.progress, self.expected_steps, self.place = (
-            accelerator.is_main_process,
-            progress,
-            expected_steps,
-            place,
-        )
-        self.title = t.output_dir
+        self.is_main, self.progress = accelerator.is_main_process, progress
+        self.expected_steps, self.place, self.title = expected_steps, place, t.output_dir
         self.eta = Eta(t.eval_steps, (judged, "guard"), t.guard_steps)
-        self.memory_gib = memory_of(accelerator.device)
+        on_gpu, device = accelerator.device.type == "cuda", accelerator.device
+        memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else psutil.virtual_memory().total
+        self.memory_gib = memory / 2**30
         self.lines = 0
         self.row: dict[str, Any] | None = None
         self.losses: deque[float] = deque(maxlen=LOSSES_TO_DRAW)
@@ -191,35 +171,27 @@ class ProgressPanel(Callback):
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """Show the panel where stderr is a terminal; take it away on exit, however that comes."""
-        if not (self.is_main and takes_a_panel(sys.stderr)):
+        """Show the panel where stderr is a terminal that can move its cursor; take it away on exit, however that
+        comes."""
+        moves = sys.stderr.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+        if not (self.is_main and moves):
             yield
             return
         console = Console(file=sys.stderr)
+        first, redirect = Drawn(console, self.panel()), sys.stdout.isatty()
         # No thread draws: a worker process forked while it does would inherit its lock.
-        live = Live(
-            Drawn(console, self.panel()),
-            console=console,
-            auto_refresh=False,
-            transient=True,
-            redirect_stdout=sys.stdout.isatty(),
-        )
-        try:
+        live = Live(first, console=console, auto_refresh=False, transient=True, redirect_stdout=redirect)
+        with _lost_terminal_is_silent():
             live.start()
             console.show_cursor(True)  # so that a process that is killed leaves the terminal as it was
-        except OSError as error:
-            logs.silence_lost_terminal(error)
-        else:
             self.live = live
         with logs.above(console):
             try:
                 yield
             finally:
                 self.live = None
-                try:
+                with _lost_terminal_is_silent():
                     live.stop()
-                except OSError as error:
-                    logs.silence_lost_terminal(error)
 
     def draw(self, now: bool = False) -> None:
         """Draw the panel anew, at most four times a second and never for more than its share of the time."""
@@ -227,11 +199,10 @@ class ProgressPanel(Callback):
             return
         started = time.perf_counter()
         if now or started - self.drawn >= max(SECONDS_BETWEEN_REFRESHES, self.cost / SHARE_OF_TIME):
-            try:
-                self.live.update(Drawn(self.live.console, self.panel()), refresh=True)
-            except OSError as error:  # the terminal was closed, and the run goes on
-                logs.silence_lost_terminal(error)
-                self.live = None
+            live, self.live = self.live, None
+            with _lost_terminal_is_silent():  # the run goes on
+                live.update(Drawn(live.console, self.panel()), refresh=True)
+                self.live = live
             self.drawn = time.perf_counter()
             self.cost = self.drawn - started
 
@@ -274,15 +245,17 @@ class ProgressPanel(Callback):
         self.draw()
         if self.is_main and self.live is None and now - e.logged >= SECONDS_BETWEEN_EVALUATION_LINES:
             e.logged = now
-            left = as_clock((now - e.started) / e.done * (e.clips - e.done)) if e.clips else "-"
+            left = as_clock((now - e.started) / max(e.done, 1) * (e.clips - e.done)) if e.clips else "-"
             rate = "-" if e.wer is None else f"{e.wer:.3f}"
             log.info("evaluate %s: %d of %s clips, WER so far %s, %s left", split, e.done, e.clips or "?", rate, left)
 
     def on_evaluation_cancelled(self, split: str) -> None:
-        self._end_evaluation()
+        if self.evaluation is not None:
+            self.eta.evaluated(split, time.perf_counter() - self.evaluation.started)
+            self.evaluation = None
 
     def on_evaluation_end(self, result: EvaluationResult) -> None:
-        self._end_evaluation()
+        self.on_evaluation_cancelled(result.split)
         name = result.split if result.weights == "raw" or result.is_best else f"{result.split} ({result.weights})"
         rate = result.wer.total.rates()["wer"]
         if rate is not None:
@@ -291,33 +264,25 @@ class ProgressPanel(Callback):
             self.samples = (f"{name}, step {result.step}", result.wer.pairs[:SAMPLES_TO_SHOW])
         self.draw(now=True)
 
-    def _end_evaluation(self) -> None:
-        if self.evaluation is not None:
-            self.eta.evaluated(self.evaluation.split, time.perf_counter() - self.evaluation.started)
-            self.evaluation = None
-
     # ---- the panel --------------------------------------------------------------------------------------------------
 
     def panel(self) -> Panel:
         """Return the panel as it stands."""
-        step, total = self.progress.step, self.expected_steps()
+        step, total, e = self.progress.step, self.expected_steps(), self.evaluation
         bars = Table.grid(padding=(0, 1), expand=True)
         for ratio in (None, 1, None, None):
             bars.add_column(ratio=ratio, no_wrap=ratio is None)
-        bars.add_row(
-            "train", ProgressBar(total, step), f"{step}/{total} steps", _left(self.eta.seconds_left(step, total))
-        )
+        left = self.eta.seconds_left(step, total)
+        bars.add_row("train", ProgressBar(total, step), f"{step}/{total} steps", _left(left))
         if self.place.stages > 1:
-            done = self.place.number - 1 + step / max(total, 1)
+            bar = ProgressBar(self.place.stages, self.place.number - 1 + step / max(total, 1))
             plan = _left(self.eta.plan_left(step, total, self.place))
-            place = f"stage {self.place.number} of {self.place.stages}"
-            bars.add_row("plan", ProgressBar(self.place.stages, done), place, plan)
-        if self.evaluation is not None:
-            e = self.evaluation
+            bars.add_row("plan", bar, f"stage {self.place.number} of {self.place.stages}", plan)
+        if e is not None:
             bar = ProgressBar(e.clips or 1, e.done, pulse=e.clips is None)
             rate = "" if e.wer is None else f"WER {e.wer:.3f}"
             bars.add_row(f"evaluate {e.split}", bar, f"{e.done}/{e.clips or '?'} clips", rate)
-        parts: list[Any] = [bars, Text(), self._figures(), *self._notes(), *self._samples()]
+        parts = [bars, Text(), self._figures(), *self._notes(), *self._samples()]
         return Panel(Group(*parts), title=Text(one_line(self.title)), title_align="left")
 
     def _figures(self) -> Table:
@@ -331,30 +296,27 @@ class ProgressPanel(Callback):
         same = len(set(rates.values())) == 1
         rate = f"{row['learning_rate']:.2e}" if same else " ".join(f"{k} {v:.1e}" for k, v in rates.items())
         loss = "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
-        peak = row["peak_memory_gib"]
-        memory = f"{peak:.2f} of {self.memory_gib:.1f} GiB ({100 * peak / self.memory_gib:.0f} %)"
+        share = row["peak_memory_gib"] / self.memory_gib
+        memory = f"{row['peak_memory_gib']:.2f} of {self.memory_gib:.1f} GiB ({100 * share:.0f} %)"
+        speed, loss = f"{row['audio_seconds_per_second']:.1f}", f"{loss} {spark_line(list(self.losses))}"
+        grid.add_row("loss", loss, "audio s/s", speed)
         factor = fit(real_time_factor(row), 7, 5).strip()
-        grid.add_row(
-            "loss", f"{loss} {spark_line(list(self.losses))}", "audio s/s", f"{row['audio_seconds_per_second']:.1f}"
-        )
         grid.add_row("grad norm", fit(row["grad_norm"], 8, 3).strip(), "real-time factor", factor)
         grid.add_row("learning rate", rate, "seconds a step", f"{row['seconds_per_step']:.3f}")
-        grid.add_row("epoch", str(row["epoch"]), "data wait", f"{percent(row['data_wait_fraction']):.1f} %")
-        grid.add_row("peak memory", memory, "padding", f"{percent(row['padding_fraction']):.1f} %")
+        grid.add_row("epoch", str(row["epoch"]), "data wait", f"{100 * row['data_wait_fraction']:.1f} %")
+        grid.add_row("peak memory", memory, "padding", f"{100 * row['padding_fraction']:.1f} %")
         return grid
 
     def _notes(self) -> list[Text]:
         """Return WER by split, and what drifted."""
         p, notes = self.progress, []
-        base = p.base_wer
         for split, wer in self.wers.items():
-            before = f", base model {base[split]:.3f}" if split in base else ""
-            best = (
-                f", best {p.best_wer:.3f} at step {p.best_step}"
-                if split == "validation" and p.best_wer is not None
-                else ""
-            )
-            notes.append(f"WER {split} {wer:.3f}{before}{best}")
+            note = f"WER {split} {wer:.3f}"
+            if split in p.base_wer:
+                note += f", base model {p.base_wer[split]:.3f}"
+            if split == "validation" and p.best_wer is not None:
+                note += f", best {p.best_wer:.3f} at step {p.best_step}"
+            notes.append(note)
         if p.drift_warnings:
             notes.append("warnings: " + ", ".join(f"{k.replace('_', ' ')} {n}" for k, n in p.drift_warnings.items()))
         return [Text(note, no_wrap=True, overflow="ellipsis") for note in notes]
@@ -366,3 +328,7 @@ class ProgressPanel(Callback):
             for name, style in (("reference", "dim"), ("hypothesis", "")):
                 texts.append(Text(f"{name:<11}{one_line(pair[name])}", style=style, no_wrap=True, overflow="ellipsis"))
         return texts
+
+
+def _left(seconds: float | None) -> str:
+    return "" if seconds is None else f"{as_clock(seconds)} left"

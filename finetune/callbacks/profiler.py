@@ -2,8 +2,7 @@
 
 The table comes from a clock that is read at the boundaries between parts, so that each moment counts for exactly one
 part; on a GPU it is a clock of the GPU's own (CUDA events). In the backward pass the boundaries are where gradients
-reach the outputs of encoder and
-prediction network.
+reach the outputs of encoder and prediction network.
 """
 
 import gzip
@@ -19,7 +18,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.hooks import RemovableHandle
 
+from finetune.callbacks.moments import Moment, moment, seconds_between
 from finetune.config.schema import RunConfig
 from finetune.durable_files import write_json
 from finetune.errors import UserError
@@ -62,55 +63,6 @@ def check_steps_left(steps: int, progress: Progress, total_steps: int, max_epoch
         )
 
 
-class PartClock:
-    """Reads the clock where one part of a step ends and the next begins.
-
-    Args:
-        device: of the training.
-    """
-
-    def __init__(self, device: torch.device):
-        self.on_gpu = device.type == "cuda"
-        self.marks: list[tuple[str, Any]] = []
-        self.last_gradient: Any = None
-        self.running = False
-
-    def now(self) -> Any:
-        """A moment on the GPU's time line, or in seconds."""
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def begin(self, part: str) -> None:
-        """From here on time counts for `part`."""
-        if self.running:
-            with record_function(f"part: {part}"):  # a mark in the trace
-                self.marks.append((part, self.now()))
-
-    def gradient(self, *_: object) -> None:
-        """A parameter has its gradient. What comes after the last one waits for the other ranks."""
-        if self.running:
-            self.last_gradient = self.now()
-
-    def end_backward(self) -> None:
-        """The backward pass is done."""
-        if self.running and self.last_gradient is not None:
-            self.marks.append(("communication", self.last_gradient))
-        self.last_gradient = None
-        self.begin("other")
-
-    def seconds(self) -> dict[str, float]:
-        """Seconds of each part between the first and the last mark."""
-        if self.on_gpu:
-            torch.cuda.synchronize()
-        sums = dict.fromkeys([*PARTS, *BETWEEN_STEPS], 0.0)
-        for (part, began), (_, ended) in itertools.pairwise(self.marks):
-            sums[part] += began.elapsed_time(ended) / 1000 if self.on_gpu else ended - began
-        return sums
-
-
 class Profiler(Callback):
     """Records some steps, after two for warming up, and writes profile/table.txt, table.json and trace.json.gz on the
     main process.
@@ -119,12 +71,9 @@ class Profiler(Callback):
     on the modules.
 
     Args:
-        accelerator, config, progress: of the run.
-        model: its encoder and prediction network are told apart.
-        loss_module: the module around it.
-        total_steps: of the run.
+        loss_module: the module around the model.
         steps: to record.
-        on_pause: called with seconds that are no part of the training.
+        pause: called with seconds that are no part of the training.
     """
 
     def __init__(
@@ -136,25 +85,34 @@ class Profiler(Callback):
         loss_module: torch.nn.Module,
         total_steps: int,
         steps: int,
-        on_pause: Callable[[float], None],
+        pause: Callable[[float], None],
     ):
         self.accelerator, self.config, self.progress = accelerator, config, progress
         self.model, self.loss_module, self.total_steps, self.steps = model, loss_module, total_steps, steps
-        self.on_pause_of_run = on_pause
+        self.device, self.pause = accelerator.device, pause
+        self.on_gpu = self.device.type == "cuda"
         self.done = self.recorded = 0
-        self.clock = PartClock(accelerator.device)
-        self.hooks: list[Any] = []
+        self.marks: list[tuple[str, Moment]] = []
+        """Where a part begins."""
+        self.last_gradient: Moment | None = None
+        self.hooks: list[RemovableHandle] = []
         self.profiler: profile | None = None
+        """While it records."""
         self.finished = not accelerator.is_main_process
-        self.began = self.wall = 0.0
+        self.began = 0.0
 
     # ---- moments of the run -----------------------------------------------------------------------------------------
 
     def on_part(self, part: str) -> None:
+        if self.profiler is None:
+            return
         if part == "after_backward":
-            self.clock.end_backward()
-        else:
-            self.clock.begin(part)
+            part = "other"
+            if self.last_gradient is not None:  # what comes after the last one waits for the other ranks
+                self.marks.append(("communication", self.last_gradient))
+                self.last_gradient = None
+        with record_function(f"part: {part}"):  # a mark in the trace
+            self.marks.append((part, moment(self.device)))
 
     def on_step_end(self, result: StepResult) -> None:
         if self.finished:
@@ -163,20 +121,17 @@ class Profiler(Callback):
         if self.profiler is not None:
             self.recorded += 1
             if self.recorded == self.steps:
-                self.finish()
+                self._finish(self.profiler)
         elif self.done >= WARM_UP_STEPS and self._may_start():
             self._start()
 
     def on_steps_end(self, failed: bool) -> None:
-        if self.finished:
-            return
-        if failed and self.profiler is not None:
-            self.finished = True
-            self._stop()
-        elif self.profiler is None and not failed:
+        if self.profiler is not None and failed:
+            self._stop(self.profiler)
+        elif self.profiler is not None:
+            self._finish(self.profiler)
+        elif not self.finished and not failed:
             log.warning("--profile: the data ended before a step was recorded")
-        else:
-            self.finish()
 
     # ---- recording --------------------------------------------------------------------------------------------------
 
@@ -184,131 +139,121 @@ class Profiler(Callback):
         """Return whether no evaluation and no checkpoint falls into the steps ahead, or waiting would not keep them
         out."""
         t, step = self.config.training, self.progress.step
-        last = self.total_steps - self.steps
 
         def undisturbed(begin: int) -> bool:
             end = begin + self.steps - 1
             intervals = [every for every in (t.eval_steps, t.save_steps) if every]
             return all(begin % every and begin // every == end // every for every in intervals)
 
-        return undisturbed(step) or not any(undisturbed(later) for later in range(step + 1, last + 1))
+        later_ones = range(step + 1, self.total_steps - self.steps + 1)
+        return undisturbed(step) or not any(undisturbed(later) for later in later_ones)
 
     def _start(self) -> None:
         began = time.perf_counter()
         os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # it complains where there is no GPU
-        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.clock.on_gpu else [])
+        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.on_gpu else [])
         self.profiler = profile(activities=activities, acc_events=True)
         self.profiler.start()
-        self._add_hooks()
-        self.clock.running = True
-        if self.clock.on_gpu:
-            torch.cuda.synchronize()
-        self.on_pause_of_run(time.perf_counter() - began)
-        self.began = time.perf_counter()
-        self.clock.begin("other")
-
-    def _add_hooks(self) -> None:
         if self.accelerator.num_processes > 1:
-            for parameter in self.loss_module.parameters():
-                if parameter.requires_grad:
-                    self.hooks.append(parameter.register_post_accumulate_grad_hook(self.clock.gradient))
+            trained = [p for p in self.loss_module.parameters() if p.requires_grad]
+            self.hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in trained]
         self._mark_forward(self.loss_module, "features", "other")
         self._mark_forward(self.model.encoder, "encoder_forward", "joint_loss_forward", "encoder_backward")
         self._mark_forward(self.model.decoder, "prediction_forward", "joint_loss_forward", "prediction_backward")
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        self.pause(time.perf_counter() - began)
+        self.began = time.perf_counter()
+        self.on_part("other")
+
+    def _on_gradient(self, _parameter: torch.Tensor) -> None:
+        self.last_gradient = moment(self.device)
 
     def _mark_forward(self, module: torch.nn.Module, part: str, after: str, backward: str | None = None) -> None:
         """Mark the module's forward pass, and the moment when the gradient of its first output arrives."""
 
         def before_forward(_module: torch.nn.Module, _inputs: tuple[object, ...]) -> None:
             if torch.is_grad_enabled():
-                self.clock.begin(part)
+                self.on_part(part)
 
         def after_forward(_module: torch.nn.Module, _inputs: object, output: object) -> None:
             if not torch.is_grad_enabled():
                 return
-            self.clock.begin(after)
+            self.on_part(after)
             first = output[0] if isinstance(output, tuple) else output
             if backward is not None and isinstance(first, torch.Tensor) and first.requires_grad:
-                part_of_backward = backward
-                first.register_hook(lambda gradient: self.clock.begin(part_of_backward))
+                first.register_hook(lambda gradient, part=backward: self.on_part(part))
 
         self.hooks.append(module.register_forward_pre_hook(before_forward))
         self.hooks.append(module.register_forward_hook(after_forward))
 
-    def _stop(self) -> None:
-        self.clock.begin("other")
-        self.clock.running = False
+    def _stop(self, profiler: profile) -> float:
+        """Stop recording, for good; return the seconds that were recorded."""
+        self.on_part("other")
+        self.profiler, self.finished = None, True
         for hook in self.hooks:
             hook.remove()
-        if self.clock.on_gpu:
+        if self.on_gpu:
             torch.cuda.synchronize()
-        self.wall = time.perf_counter() - self.began
-        if self.profiler is not None:
-            self.profiler.stop()
+        wall = time.perf_counter() - self.began
+        profiler.stop()
+        return wall
 
-    def finish(self) -> None:
-        """Write the results, once."""
-        if self.profiler is None:
-            return
-        self.finished = True
+    def _finish(self, profiler: profile) -> None:
+        """Write the results."""
         began = time.perf_counter()
-        self._stop()
+        table = self._table(self._stop(profiler))
         folder = Path(self.config.training.output_dir) / "profile"
         folder.mkdir(exist_ok=True)
-        table = part_table(self.clock.seconds(), self.wall, self.recorded, self.clock.on_gpu)
-        events = self.profiler.key_averages()
-        if self.clock.on_gpu:
-            table["nccl_ms_per_step"] = _collectives_ms(events) / self.recorded
+        events = profiler.key_averages()
+        if self.on_gpu:  # NCCL's kernels, those that ran beside computation included
+            nccl = sum(event.self_device_time_total for event in events if "nccl" in event.key.lower())
+            table["nccl_ms_per_step"] = nccl / 1000 / self.recorded
         write_json(folder / "table.json", table)
-        order = "self_cuda_time_total" if self.clock.on_gpu else "self_cpu_time_total"
-        text = table_text(table)
+        order, text = "self_cuda_time_total" if self.on_gpu else "self_cpu_time_total", table_text(table)
         operations = events.table(sort_by=order, row_limit=OPERATIONS_TO_LIST, max_name_column_width=60)
         (folder / "table.txt").write_text(f"{text}\n\n{operations}\n", encoding="utf-8")
-        self._write_trace(self.profiler, folder / "trace.json.gz")
-        log.info("profile of %d steps, in %s:\n%s", self.recorded, folder, Block(text))
-        self.on_pause_of_run(time.perf_counter() - began)
-
-    @staticmethod
-    def _write_trace(profiler: profile, path: Path) -> None:
-        plain = path.with_suffix("")
+        plain = folder / "trace.json"
         profiler.export_chrome_trace(str(plain))
-        with plain.open("rb") as source, gzip.open(path, "wb", compresslevel=6) as target:
+        with plain.open("rb") as source, gzip.open(folder / "trace.json.gz", "wb", compresslevel=6) as target:
             shutil.copyfileobj(source, target)
         plain.unlink()
+        log.info("profile of %d steps, in %s:\n%s", self.recorded, folder, Block(text))
+        self.pause(time.perf_counter() - began)
 
+    def _table(self, wall: float) -> dict[str, Any]:
+        """Return milliseconds a step of each part and its share of the wall time.
 
-def _collectives_ms(events: Any) -> float:
-    """Milliseconds of NCCL's kernels, those that ran beside computation included."""
-    return sum(event.self_device_time_total for event in events if "nccl" in event.key.lower()) / 1000
-
-
-def part_table(seconds: dict[str, float], wall: float, steps: int, on_gpu: bool) -> dict[str, Any]:
-    """The table as an object: milliseconds a step of each part and its share of the wall time.
-
-    Args:
-        seconds: of each part, over all steps.
-        wall: seconds of all steps, with what happened between them.
-    """
-    wall -= sum(seconds[part] for part in BETWEEN_STEPS)
-    rows = [
-        {"part": part, "ms_per_step": 1000 * seconds[part] / steps, "share": seconds[part] / wall}
-        for part in PARTS
-        if seconds[part] > 0 and part not in BETWEEN_STEPS
-    ]
-    covered = sum(row["share"] for row in rows if row["part"] != "other")
-    clock = "CUDA events" if on_gpu else "CPU time line"
-    return {"steps": steps, "wall_ms_per_step": 1000 * wall / steps, "covered": covered, "clock": clock, "rows": rows}
+        Args:
+            wall: seconds of all steps, with what happened between them.
+        """
+        seconds = dict.fromkeys([*PARTS, *BETWEEN_STEPS], 0.0)
+        for (part, began), (_, ended) in itertools.pairwise(self.marks):
+            seconds[part] += seconds_between(began, ended)
+        wall -= sum(seconds.pop(part) for part in BETWEEN_STEPS)
+        steps = self.recorded
+        rows = [
+            {"part": part, "ms_per_step": 1000 * spent / steps, "share": spent / wall}
+            for part, spent in seconds.items()
+            if spent > 0
+        ]
+        return {
+            "steps": steps,
+            "wall_ms_per_step": 1000 * wall / steps,
+            "covered": sum(row["share"] for row in rows if row["part"] != "other"),
+            "clock": "CUDA events" if self.on_gpu else "CPU time line",
+            "rows": rows,
+        }
 
 
 def table_text(table: dict[str, Any]) -> str:
-    """The table for people."""
+    """Return the table for people."""
     lines = [f"{'part':56} {'ms a step':>10} {'share':>7}"]
     for row in table["rows"]:
         lines.append(f"{PARTS[row['part']]:56} {row['ms_per_step']:10.1f} {100 * row['share']:6.1f} %")
     lines.append(f"{'wall time, slowed by the profiler':56} {table['wall_ms_per_step']:10.1f} {100.0:6.1f} %")
     lines.append(f"named parts cover {100 * table['covered']:.1f} % of the wall time ({table['clock']})")
     if table.get("nccl_ms_per_step"):
-        lines.append(
-            f"NCCL's kernels in all, most of them beside the backward pass: {table['nccl_ms_per_step']:.1f} ms a step"
-        )
+        text = "NCCL's kernels in all, most of them beside the backward pass"
+        lines.append(f"{text}: {table['nccl_ms_per_step']:.1f} ms a step")
     return "\n".join(lines)

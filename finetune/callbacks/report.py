@@ -7,13 +7,7 @@ from finetune.training.callbacks import Callback
 
 
 class ReportWriter(Callback):
-    """Writes the page of a run on the main process.
-
-    Args:
-        is_main: whether this process writes.
-        output_dir: of the run.
-        write: writes the page of a run's directory; its second argument logs where it is.
-    """
+    """Writes the page of a run on the main process: `write` takes its directory, and whether to log where it is."""
 
     def __init__(self, is_main: bool, output_dir: Path, write: Callable[[Path, bool], None]):
         self.is_main, self.output_dir, self.write = is_main, output_dir, write

@@ -36,27 +36,10 @@ class HeardClip:
     audio_S: np.ndarray
 
 
-def keep_clips(kept: list[HeardClip], batch: Batch, hypotheses: list[str], number: int) -> list[HeardClip]:
-    """The clips whose ids have the smallest checksums, of those kept so far and a batch: the same ones each time."""
-    ids = [clip.id for clip in kept] + batch.ids
-    chosen = sorted(range(len(ids)), key=lambda i: zlib.crc32(ids[i].encode()))[:number]
-    clips = []
-    for i in chosen:
-        if i < len(kept):
-            clips.append(kept[i])
-            continue
-        b = i - len(kept)
-        samples = int(batch.audio_lengths_B[b])
-        audio_S = as_float(batch.audio_BS[b, :samples]).cpu().numpy().copy()
-        clips.append(HeardClip(batch.ids[b], batch.languages[b], batch.texts[b], hypotheses[b], audio_S))
-    return clips
-
-
 class TrackerLogger(Callback):
     """Sends a run's numbers and samples to Accelerate's trackers. On the main process; the others have no trackers.
 
     Args:
-        accelerator: its trackers are read when something is sent.
         sample_rate: of the audio, Hz.
         samples: utterances of each evaluation to listen to, at most.
     """
@@ -87,8 +70,16 @@ class TrackerLogger(Callback):
         self.heard = []
 
     def on_evaluation_batch(self, split: str, batch: Batch, hypotheses: list[str], wer: WerAccumulator) -> None:
-        if self.trackers and self.samples:
-            self.heard = keep_clips(self.heard, batch, hypotheses, self.samples)
+        """Keep the clips whose ids have the smallest checksums: the same ones each time."""
+        if not (self.trackers and self.samples):
+            return
+        ids = [clip.id for clip in self.heard] + batch.ids
+        chosen = sorted(range(len(ids)), key=lambda i: zlib.crc32(ids[i].encode()))[: self.samples]
+        clips = [self.heard[i] for i in chosen if i < len(self.heard)]
+        for b in (i - len(self.heard) for i in chosen if i >= len(self.heard)):
+            audio_S = as_float(batch.audio_BS[b, : int(batch.audio_lengths_B[b])]).cpu().numpy().copy()
+            clips.append(HeardClip(batch.ids[b], batch.languages[b], batch.texts[b], hypotheses[b], audio_S))
+        self.heard = sorted(clips, key=lambda clip: zlib.crc32(clip.id.encode()))
 
     def on_evaluation_end(self, result: EvaluationResult) -> None:
         """Send SPLIT/wer and SPLIT/cer, overall and by language, sample transcripts and utterances to listen to."""
@@ -105,12 +96,13 @@ class TrackerLogger(Callback):
         ]
         clips = [] if result.split in self.sent_audio else self.heard
         self.sent_audio.add(result.split)
-        for tracker in self.trackers:
-            send = {"tensorboard": _to_tensorboard, "wandb": _to_wandb, "trackio": _to_trackio}.get(_name(tracker))
-            if send is not None and rows:
-                self._attempt(tracker, "sample texts", send, tracker, result.step, split, rows, [], self.sample_rate)
-            if send is not None and clips:
-                self._attempt(tracker, "sample audio", send, tracker, result.step, split, [], clips, self.sample_rate)
+        senders = {"tensorboard": _to_tensorboard, "wandb": _to_wandb, "trackio": _to_trackio}
+        for tracker in (tracker for tracker in self.trackers if _name(tracker) in senders):
+            send, where = senders[_name(tracker)], (tracker, result.step, split)
+            if rows:
+                self._attempt(tracker, "sample texts", send, *where, rows, [], self.sample_rate)
+            if clips:
+                self._attempt(tracker, "sample audio", send, *where, [], clips, self.sample_rate)
 
     def on_train_end(self) -> None:
         """Let the trackers write what they still have, and let go of them."""
@@ -132,14 +124,9 @@ class TrackerLogger(Callback):
             call(*values, **options)
         except Exception as error:  # whatever a tracker's library, disk or server comes up with
             self.refused.add((_name(tracker), kind))
-            reason = " ".join(str(error).split()) or "no message"
-            log.warning(
-                "%s took no %s and gets no more of them in this run; the output directory has all: %s: %s",
-                _name(tracker),
-                kind,
-                type(error).__name__,
-                reason[:500],
-            )
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500] or 'no message'}"
+            text = "%s took no %s and gets no more of them in this run; the output directory has all: %s"
+            log.warning(text, _name(tracker), kind, reason)
 
 
 def _name(tracker: GeneralTracker) -> str:

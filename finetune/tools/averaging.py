@@ -23,12 +23,8 @@ def write_mean(
 ) -> tuple[Path, list[dict[str, Any]]]:
     """Write the mean of models as `output`/model.nemo.
 
-    Args:
-        names: of the models, as `model.name`.
-        settings: data to evaluate on; None: no evaluation.
-
     Returns:
-        The file, and a row for each model and the mean: model, and wer, cer and clips if they were evaluated.
+        The file, and a row for each model and the mean: model, and wer, cer and clips with settings to evaluate.
 
     Raises:
         UserError: the models have different layouts, or the file would replace one of them.
@@ -61,27 +57,21 @@ def write_mean(
 def _check_layout(
     name: str, model: Transducer, first: str, tokens: list[str], tensors: dict[str, torch.Tensor]
 ) -> None:
-    """Check a model against the tokens and tensors of the first one.
-
-    Raises:
-        UserError: they differ.
-    """
-    why = ""
-    ours, shapes = list(model.joint.vocabulary), {n: tuple(t.shape) for n, t in tensors.items()}
-    theirs = {n: tuple(t.shape) for n, t in model.state_dict().items()}
+    """Raise UserError where a model has other tokens or tensors than the first one."""
+    ours = list(model.joint.vocabulary)
+    shapes, theirs = ({n: tuple(t.shape) for n, t in state.items()} for state in (tensors, model.state_dict()))
     if len(ours) != len(tokens):
         why = f"{name} has {len(ours)} tokens, {first} has {len(tokens)}"
     elif ours != tokens:
-        i = next(i for i, (a, b) in enumerate(zip(ours, tokens, strict=True)) if a != b)
-        why = (
-            f"{name} and {first} have other tokenizers: token {i} is {ours[i]!r} in one and {tokens[i]!r} in the other"
-        )
+        i, a, b = next((i, a, b) for i, (a, b) in enumerate(zip(ours, tokens, strict=True)) if a != b)
+        why = f"{name} and {first} have other tokenizers: token {i} is {a!r} in one and {b!r} in the other"
     elif theirs != shapes:
         odd = min(n for n in {*theirs, *shapes} if theirs.get(n) != shapes.get(n))
         sizes = f"{odd} is {theirs.get(odd, 'missing')} and {shapes.get(odd, 'missing')}"
         why = f"{name} and {first} have other layouts: {sizes}"
-    if why:
-        raise UserError(f"--models: {why}. Only models of one layout and one tokenizer have a mean.")
+    else:
+        return
+    raise UserError(f"--models: {why}. Only models of one layout and one tokenizer have a mean.")
 
 
 def _rates(model: Transducer, sources: list[OpenSource], settings: EvaluationSettings | None) -> dict[str, Any]:

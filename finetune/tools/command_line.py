@@ -8,12 +8,7 @@ DATA = "a NeMo manifest, a folder or glob of parquet or tar shards, an audio fol
 
 
 def command(name: str, description: str, example: str) -> argparse.ArgumentParser:
-    """Return the parser of `python -m finetune.NAME`, which has --verbose already.
-
-    Args:
-        description: may be a module's docstring.
-        example: a command line to copy, shown below the options.
-    """
+    """Return the parser of `python -m finetune.NAME`, which has --verbose; the example is a command line to copy."""
     from finetune.logs import add_verbose  # needs a package, and `doctor` reports those that are missing
 
     parser = argparse.ArgumentParser(

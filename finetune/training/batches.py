@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from finetune.data.quarantine import REPORT_AFTER_ROWS, Record, check_bad_fracti
 from finetune.distributed import gather, gather_rows
 from finetune.errors import UserError
 from finetune.losses import feasible_clips
-from finetune.models.nemo import encoder_lengths
+from finetune.models.nemo import encoder_lengths, tdt_durations
 from finetune.models.protocols import Transducer
 from finetune.training.outputs import LineFile
 from finetune.training.progress import Progress
@@ -41,13 +40,7 @@ class StepBatches:
 
 
 class Quarantine:
-    """quarantine.jsonl of a run: each unusable utterance once, with its reason.
-
-    Args:
-        accelerator: only the main process writes.
-        file: quarantine.jsonl.
-        progress: counts the lines.
-    """
+    """quarantine.jsonl of a run, written by the main process: each unusable utterance once, with its reason."""
 
     def __init__(self, accelerator: Accelerator, file: LineFile, progress: Progress):
         self.is_main, self.file, self.progress = accelerator.is_main_process, file, progress
@@ -74,12 +67,6 @@ class StepBatcher:
     """Collects the batches of each step.
 
     Args:
-        accelerator: of the run.
-        model: gives sample rate and encoder lengths.
-        durations: of its TDT head.
-        config: of the run.
-        progress: its counters are added to.
-        quarantine: takes the bad utterances.
         wishes: whether this rank wants the run to stop, and a checkpoint; what any rank wants comes with each step's
             counts.
         on_part: called with the part of the step that begins.
@@ -89,18 +76,19 @@ class StepBatcher:
         self,
         accelerator: Accelerator,
         model: Transducer,
-        durations: tuple[int, ...],
         config: RunConfig,
         progress: Progress,
         quarantine: Quarantine,
-        wishes: Callable[[], tuple[bool, bool]] = lambda: (False, False),
-        on_part: Callable[[str], None] = lambda part: None,
+        wishes: Callable[[], tuple[bool, bool]],
+        on_part: Callable[[str], None],
     ):
-        self.accelerator, self.model, self.durations, self.config = accelerator, model, durations, config
+        self.accelerator, self.model, self.config = accelerator, model, config
         self.progress, self.quarantine, self.wishes, self.on_part = progress, quarantine, wishes, on_part
+        self.durations = tdt_durations(model)
         self.stop_wanted = self.save_wanted = False
         """What any rank asked for at the last step."""
-        self.finished_ranks: list[int] = []
+        self.finished_ranks: set[int] = set()
+        """Ranks that have no more utterances in this epoch."""
         self.waited = 0.0
 
     def next_step(self, iterator: Iterator[Batch]) -> StepBatches:
@@ -136,104 +124,81 @@ class StepBatcher:
 
     def _account(self, batches: list[Batch], received: list[Batch], exhausted: bool) -> tuple[StepBatches, bool]:
         """Count over all ranks; return also whether every rank is at the end of its epoch."""
-        p = self.progress
-        clips = tokens = 0
+        p, rate = self.progress, self.model.preprocessor._sample_rate
+        clips = tokens = audio = padded = 0
         without_alignment: list[str] = []
-        samples = padded = 0.0
         for batch in batches:
             frames_B = encoder_lengths(self.model, batch.audio_lengths_B)
-            feasible_B = feasible_clips(frames_B, batch.token_lengths_B, self.durations)
-            batch.feasible_B = feasible_B
+            batch.feasible_B = feasible_B = feasible_clips(frames_B, batch.token_lengths_B, self.durations)
             clips += int(feasible_B.sum())
             tokens += int(batch.token_lengths_B[feasible_B].sum())
             without_alignment += [i for i, ok in zip(batch.ids, feasible_B.tolist(), strict=True) if not ok]
-            samples += float(batch.audio_lengths_B.sum())
-            padded += float(batch.audio_BS.numel())
-        infeasible = len(without_alignment)
-        error = next((b.error for b in received if b.error), None)
-        rows = sum(b.rows_read for b in received)
+            audio += int(batch.audio_lengths_B.sum())
+            padded += batch.audio_BS.numel()
         reporting = bool(without_alignment) or any(b.quarantined or b.filtered or b.error for b in received)
-        counts = [clips, tokens, infeasible, rows, samples, padded, not exhausted, reporting, *self.wishes()]
-        sums, micro_batches, finished = self._over_ranks(counts, len(batches))
-        more, self.stop_wanted, self.save_wanted = sums[6] > 0, sums[8] > 0, sums[9] > 0
-        self._log_finished_ranks(finished)
-        reports, filtered, errors, without_alignment = self._reports_of_ranks(
-            received, error, without_alignment, anything=sums[7] > 0
+        table_RN = self._gather_counts(
+            [
+                *(clips, tokens, len(without_alignment), sum(b.rows_read for b in received), audio, padded),
+                *(not exhausted, reporting, *self.wishes(), len(batches)),
+            ]
         )
+        sums = table_RN.sum(0).tolist()
+        clips, tokens, infeasible, rows, audio, padded, more, anything, stop, save, _ = sums
+        seconds, padded_seconds = audio / rate, padded / rate
+        self.stop_wanted, self.save_wanted = stop > 0, save > 0
+        self._log_finished_ranks({rank for rank, left in enumerate(table_RN[:, 6].tolist()) if not left})
+        quarantined = [record for b in received for record in b.quarantined]
+        error = next((b.error for b in received if b.error), None)
+        own = (quarantined, [b.filtered for b in received], error, without_alignment)
+        by_rank = gather(own) if anything else [own]  # exchanged only where any rank has something to report
+        without_alignment = [clip for part in by_rank for clip in part[3]]
         if without_alignment:
-            log.warning(
-                "no alignment exists for %s: too few encoder frames for the tokens; left out of the loss and counted",
-                ", ".join(without_alignment),
+            text = (
+                "no alignment exists for %s: too few encoder frames for the tokens; left out of the loss and counted"
             )
+            log.warning(text, ", ".join(without_alignment))
+        errors = [part[2] for part in by_rank if part[2]]
         if errors:
             raise UserError(f"data.train: {errors[0]}", exit_code=1)
-        rate = self.model.preprocessor._sample_rate
-        clips, tokens, infeasible, rows, audio_seconds, padded_seconds = sums[:4] + [sums[4] / rate, sums[5] / rate]
         p.rows_read += int(rows)
-        p.audio_seconds += audio_seconds
+        p.audio_seconds += seconds
         p.padded_seconds += padded_seconds
         p.infeasible += int(infeasible)
-        for reason, n in filtered.items():
-            p.filtered[reason] = p.filtered.get(reason, 0) + n
-        p.quarantined += len(reports)
-        self.quarantine.add(reports)
+        for counts in (counts for part in by_rank for counts in part[1]):
+            for reason, n in counts.items():
+                p.filtered[reason] = p.filtered.get(reason, 0) + n
+        quarantined = [record for part in by_rank for record in part[0]]
+        p.quarantined += len(quarantined)
+        self.quarantine.add(quarantined)
         if more or p.audio_seconds:  # without one usable utterance `nothing_left` says more
             limit = self.config.data.max_bad_fraction
             check_bad_fraction(p.quarantined, p.rows_read, limit, not more, self.quarantine.file.path)
-        samples = int(clips + infeasible)
-        step_batches = StepBatches(batches, micro_batches, clips, tokens, samples, audio_seconds, padded_seconds)
-        return step_batches, not more
+        micro_batches, samples = int(table_RN[:, -1].max()), int(clips + infeasible)
+        return StepBatches(batches, micro_batches, clips, tokens, samples, seconds, padded_seconds), not more
 
-    def _over_ranks(self, values: list[float], micro_batches: int) -> tuple[list[float], int, list[int]]:
-        """Return sums over the ranks, the most micro-batches of any rank, and the ranks that have run out of
-        utterances.
+    def _gather_counts(self, counts: list[float]) -> torch.Tensor:
+        """Return a row of counts for each rank.
 
         One small exchange a step: a rank that has run out keeps step with the others instead of hanging them.
         """
         if self.accelerator.num_processes == 1:
-            return [float(v) for v in values], micro_batches, []
+            return torch.tensor([counts], dtype=torch.float64)
         self.on_part("communication")
-        row = torch.tensor([[*values, micro_batches]], dtype=torch.float64, device=self.accelerator.device)
+        row = torch.tensor([counts], dtype=torch.float64, device=self.accelerator.device)
         table_RN = gather_rows(self.accelerator, row)
         self.on_part("data")
-        finished = [rank for rank, more in enumerate(table_RN[:, 6].tolist()) if not more]
-        return table_RN[:, :-1].sum(0).tolist(), int(table_RN[:, -1].max()), finished
+        return table_RN
 
-    def _log_finished_ranks(self, finished: list[int]) -> None:
+    def _log_finished_ranks(self, finished: set[int]) -> None:
         """Log once an epoch which ranks have no more utterances while others go on."""
         if len(finished) == self.accelerator.num_processes:
-            self.finished_ranks = []
+            self.finished_ranks = set()
             return
-        new = [rank for rank in finished if rank not in self.finished_ranks]
-        self.finished_ranks += new
+        new = ", ".join(map(str, sorted(finished - self.finished_ranks)))
+        self.finished_ranks |= finished
         if new:
-            log.info(
-                "step %d: rank %s has no more clips in this epoch and keeps step with the others without adding to "
-                "the gradient",
-                self.progress.step + 1,
-                ", ".join(map(str, new)),
-            )
-
-    def _reports_of_ranks(
-        self, received: list[Batch], error: str | None, without_alignment: list[str], anything: bool
-    ) -> tuple[list[Record], dict[str, int], list[str], list[str]]:
-        """Return quarantined utterances, filter counts, errors and utterances without alignment of all ranks.
-
-        The ranks exchange them only where any has some.
-        """
-        reports = [q for b in received for q in b.quarantined]
-        own = (reports, [b.filtered for b in received], [error] if error else [], without_alignment)
-        parts = gather(own) if anything else [own]
-        filtered: Counter[str] = Counter()
-        for _, counts, _, _ in parts:
-            for count in counts:
-                filtered.update(count)
-        return (
-            [report for part in parts for report in part[0]],
-            dict(filtered),
-            [e for part in parts for e in part[2]],
-            [i for part in parts for i in part[3]],
-        )
+            text = "step %d: rank %s has no more clips in this epoch and keeps step with the others, at weight zero"
+            log.info(text, self.progress.step + 1, new)
 
     def nothing_left(self) -> UserError:
         """Return the error for an epoch without a single usable utterance."""

@@ -107,12 +107,7 @@ class Callback:
         """A step is done."""
 
     def on_log(self, row: dict[str, Any], own_wait_seconds: float) -> None:
-        """A line of metrics.jsonl is written.
-
-        Args:
-            row: the line.
-            own_wait_seconds: time this rank waited for its own data since the last line.
-        """
+        """A line of metrics.jsonl is written; this rank waited for its own data so long since the last one."""
 
     def on_evaluation_begin(self, split: str, clips: int | None) -> None:
         """An evaluation begins; `clips` is this rank's share, None where unknown."""
@@ -152,12 +147,7 @@ class Callback:
         return compute
 
     def candidates(self, model: Transducer, final: bool) -> list[Candidate]:
-        """Return other weights to evaluate on data.validation.
-
-        Args:
-            model: the whole model that is being evaluated.
-            final: whether training is over.
-        """
+        """Return other weights to evaluate on data.validation; `model` is whole, `final` where training is over."""
         return []
 
     def on_validated(self, model: Transducer, step: int, wer: float) -> None:
@@ -169,11 +159,7 @@ class Callback:
 
     def before_save(self, is_main: bool) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
         """Return what a checkpoint keeps of this callback: JSON by key, the same on all ranks, and tensors by
-            safetensors file.
-
-        Args:
-            is_main: whether this process writes; the others return no tensors.
-        """
+        safetensors file, on the main process."""
         return {}, {}
 
     def on_resume(self, checkpoint: Path, state: dict[str, Any]) -> None:

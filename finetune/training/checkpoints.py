@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -42,19 +41,18 @@ def checkpoints_of(output_dir: Path) -> list[Path]:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-def begin_checkpoint(output_dir: Path, step: int) -> Path:
-    """Return an empty folder to write a checkpoint into, which does not count until `seal`."""
+def aside_of(output_dir: Path, step: int) -> Path:
+    """Return the folder into which a checkpoint is written, which does not count until `seal`."""
+    final = checkpoint_path(output_dir, step)
+    return final.with_name(f".{final.name}.tmp")
+
+
+def begin_checkpoint(output_dir: Path, step: int) -> None:
+    """Make `aside_of` an empty folder."""
     aside = aside_of(output_dir, step)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     sync_directory(output_dir)  # which `checkpoints` may be new in
-    return aside
-
-
-def aside_of(output_dir: Path, step: int) -> Path:
-    """Return the folder of `begin_checkpoint`."""
-    final = checkpoint_path(output_dir, step)
-    return final.with_name(f".{final.name}.tmp")
 
 
 def sync_folder(folder: Path) -> None:
@@ -68,37 +66,26 @@ def sync_folder(folder: Path) -> None:
     sync_directory(folder)
 
 
-def seal(output_dir: Path, step: int) -> Path:
-    """Make what lies in the folder of `begin_checkpoint` a checkpoint: checksums, everything pushed to the disk, and
-    its name at last."""
+def seal(output_dir: Path, step: int) -> None:
+    """Make what lies in `aside_of` a checkpoint: checksums, everything pushed to the disk, and its name at last."""
     aside, final = aside_of(output_dir, step), checkpoint_path(output_dir, step)
-    files = {str(p.relative_to(aside)): _described(p) for p in sorted(aside.rglob("*")) if p.is_file()}
+    files = {
+        str(path.relative_to(aside)): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        for path in sorted(aside.rglob("*"))
+        if path.is_file()
+    }
     write_json(aside / CHECKSUMS_FILE, {"algorithm": "sha256", "files": files})
     sync_folder(aside)
-    before = _condemned(final)
-    if final.exists():  # what `put_back` finds if the process dies between the two names
+    before = final.with_name(f".{final.name}.old.tmp")
+    if final.exists():  # what `find_checkpoint` puts back if the process dies between the two names
         shutil.rmtree(before, ignore_errors=True)
         os.replace(final, before)
     os.replace(aside, final)
     sync_directory(final.parent)
     shutil.rmtree(before, ignore_errors=True)
-    return final
-
-
-def give_up(output_dir: Path, step: int) -> None:
-    """Remove what was written of a checkpoint."""
-    shutil.rmtree(aside_of(output_dir, step), ignore_errors=True)
-
-
-def _described(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 # ---- removing -------------------------------------------------------------------------------------------------------
-
-
-def _condemned(checkpoint: Path) -> Path:
-    return checkpoint.with_name(f".{checkpoint.name}.old.tmp")
 
 
 def _remove(checkpoint: Path) -> None:
@@ -110,10 +97,7 @@ def _remove(checkpoint: Path) -> None:
 
 
 def remove_old_checkpoints(output_dir: Path, keep: int, best_step: int | None = None) -> None:
-    """Keep the newest `keep` checkpoints, and that of the best evaluation; 0 keeps all.
-
-    Also removes remains of unfinished ones.
-    """
+    """Remove all but the newest `keep` checkpoints (0: all stay) and that of the best step, and unfinished ones."""
     for leftover in (output_dir / "checkpoints").glob(".step-*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
     if keep:
@@ -132,14 +116,6 @@ def remove_later_checkpoints(output_dir: Path, step: int) -> None:
 # ---- finding --------------------------------------------------------------------------------------------------------
 
 
-def put_back(output_dir: Path) -> None:
-    """Give a checkpoint its name back that was to be replaced when the process died."""
-    for before in (output_dir / "checkpoints").glob(".step-*.old.tmp"):
-        final = before.with_name(before.name.removeprefix(".").removesuffix(".old.tmp"))
-        if not final.exists():
-            os.replace(before, final)
-
-
 def damage_of(checkpoint: Path) -> str | None:
     """Return what is wrong with a checkpoint's files, or None where all are as they were written.
 
@@ -147,36 +123,27 @@ def damage_of(checkpoint: Path) -> str | None:
     """
     try:
         state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-        if not (checkpoint / CHECKSUMS_FILE).is_file():
-            if not state.get("checksums"):
-                log.warning("%s has no checksums: whether its files are as they were written is not known", checkpoint)
-                return None
-            return f"{CHECKSUMS_FILE} is missing"
+        if not state.get("checksums") and not (checkpoint / CHECKSUMS_FILE).is_file():
+            log.warning("%s has no checksums: whether its files are as they were written is not known", checkpoint)
+            return None
         files = json.loads((checkpoint / CHECKSUMS_FILE).read_text(encoding="utf-8"))["files"]
-        return next(_damages(checkpoint, files), None)
+        for name, written in files.items():
+            path = checkpoint / name
+            size = path.stat().st_size
+            if size != written["bytes"]:
+                return f"{name} has {size} bytes instead of {written['bytes']}"
+            if sha256_of(path) != written["sha256"]:
+                return f"{name} is not as it was written (its checksum differs)"
+        return None if STATE_FILE in files else f"{CHECKSUMS_FILE} does not name {STATE_FILE}"
     except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
+        return f"{Path(error.filename).relative_to(checkpoint)} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its lists cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
 
 
-def _damages(checkpoint: Path, files: dict[str, dict[str, Any]]) -> Iterator[str]:
-    for name, written in files.items():
-        path = checkpoint / name
-        if not path.is_file():
-            yield f"{name} is missing"
-        elif path.stat().st_size != written["bytes"]:
-            yield f"{name} has {path.stat().st_size} bytes instead of {written['bytes']}"
-        elif sha256_of(path) != written["sha256"]:
-            yield f"{name} is not as it was written (its checksum differs)"
-    if STATE_FILE not in files:
-        yield f"{CHECKSUMS_FILE} does not name {STATE_FILE}"
-
-
 def find_checkpoint(resume: bool | str, output_dir: Path) -> Path | None:
-    """Return the checkpoint to continue from, or None to start at step 0.
-
-    A damaged one is reported, and the one before it taken.
+    """Return the checkpoint to continue from, or None to start at step 0. A damaged one is reported, and the one
+    before it taken.
 
     Args:
         resume: `training.resume_from_checkpoint`: true, false or a path.
@@ -190,7 +157,7 @@ def find_checkpoint(resume: bool | str, output_dir: Path) -> Path | None:
         path = Path(str(resume))
         if not (path / STATE_FILE).is_file():
             raise UserError(
-                f"training.resume_from_checkpoint: {path} is no whole checkpoint (it has no trainer_state.json)."
+                f"training.resume_from_checkpoint: {path} is no whole checkpoint (it has no {STATE_FILE})."
             )
         damage = damage_of(path)
         if damage:
@@ -200,7 +167,10 @@ def find_checkpoint(resume: bool | str, output_dir: Path) -> Path | None:
                 exit_code=1,
             )
         return path
-    put_back(output_dir)
+    for before in (output_dir / "checkpoints").glob(".step-*.old.tmp"):  # the process died while it was replaced
+        final = before.with_name(before.name.removeprefix(".").removesuffix(".old.tmp"))
+        if not final.exists():
+            os.replace(before, final)
     found = checkpoints_of(output_dir)
     damages = []
     for path in reversed(found):
@@ -236,11 +206,11 @@ def read_checkpoint_state(path: Path) -> tuple[dict[str, Any], list[dict[str, An
             f"training.resume_from_checkpoint: {path / STATE_FILE} is none of this program: world_size is "
             f"{str(ranks)[:50]}."
         )
-    rank_files = [path / f"stream-{rank}.json" for rank in range(state["world_size"])]
+    rank_files = [path / f"stream-{rank}.json" for rank in range(ranks)]
     missing = [file.name for file in rank_files if not file.is_file()]
     if missing:
         raise UserError(
-            f"{path} lacks {', '.join(missing)}: each of the {state['world_size']} processes that wrote it left one. "
+            f"{path} lacks {', '.join(missing)}: each of the {ranks} processes that wrote it left one. "
             "On a cluster training.output_dir has to be a directory that all nodes share."
         )
     return state, [read_json_object(file, "training.resume_from_checkpoint") for file in rank_files]
@@ -257,15 +227,7 @@ def load_checkpoint(accelerator: Accelerator, path: Path) -> None:
         accelerator.load_state(str(path))
     except torch.OutOfMemoryError:
         raise
-    except (
-        RuntimeError,
-        KeyError,
-        ValueError,
-        OSError,
-        SafetensorError,
-        UnpicklingError,
-        CheckpointException,
-    ) as error:
+    except (KeyError, ValueError, UnpicklingError, *CANNOT_WRITE) as error:
         raise UserError(does_not_fit(path, error)) from error
 
 

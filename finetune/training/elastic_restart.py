@@ -33,9 +33,7 @@ LAUNCH_FILE = ".launch.json"
 
 
 def own_agent() -> str | None:
-    """Return an identifier of the launcher process that would restart this one; None under launchers that restart
-    nothing.
-    """
+    """Return an identifier of the launcher process that would restart this one; None where none would."""
     if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
         return None
     parent = os.getppid()
@@ -53,11 +51,7 @@ def agents() -> list[str]:
 
 
 def is_same_launch(output_dir: Path, present: list[str]) -> bool:
-    """Return whether the run in a directory was begun by the launch that started this process.
-
-    Args:
-        present: from `agents`.
-    """
+    """Return whether the run in a directory was begun by the launch of these `agents`."""
     try:
         earlier = json.loads((output_dir / LAUNCH_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -78,11 +72,8 @@ def rendezvous(timeout: float) -> None:
     Each rank leaves a key of its own in the launcher's store and accepts only the answer to it; rank 0 answers until
     all have accepted.
 
-    Args:
-        timeout: seconds to wait for the other ranks.
-
     Raises:
-        UserError: a rank has not come.
+        UserError: a rank has not come within `timeout` seconds.
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or torch.distributed.is_initialized():
@@ -128,16 +119,11 @@ def _poll(deadline: float, missing: str) -> None:
 
 def continue_run(training: TrainingConfig) -> None:
     """Have a restarted run continue from its newest checkpoint, or from the start where it has none; sets the
-    configuration in place.
-
-    Args:
-        training: `resume_from_checkpoint` may name a checkpoint that the first start began with.
-    """
+    configuration in place, which may name a checkpoint that the first start began with."""
     training.overwrite_output_dir = False  # the first start has overwritten it
     named = training.resume_from_checkpoint
     newest = checkpoints_of(Path(training.output_dir))[-1:]
     if isinstance(named, bool) or (newest and newest[0].name > Path(str(named)).name):
         training.resume_from_checkpoint = True
-    log.info(
-        "restarted by the launcher: the run goes on from %s", newest[0].name if newest else "step 0, nothing was saved"
-    )
+    place = newest[0].name if newest else "step 0, nothing was saved"
+    log.info("restarted by the launcher: the run goes on from %s", place)

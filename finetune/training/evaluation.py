@@ -6,6 +6,7 @@ those that callbacks add beside them (ema), and at the end the mean of some eval
 
 import contextlib
 import logging
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from accelerate import Accelerator
 from finetune.config.schema import RunConfig
 from finetune.data.batch import Batch
 from finetune.data.sources import OpenSource
-from finetune.distributed import broadcast, gather
+from finetune.distributed import broadcast, gather, on_main, sum_over_ranks
 from finetune.durable_files import put_in_place, sha256_of, write_json
 from finetune.errors import UserError
 from finetune.evaluation.mistakes import Mistakes
@@ -54,11 +55,6 @@ class Evaluator:
     """Evaluates a run's model and keeps the best one.
 
     Args:
-        accelerator, config: of the run.
-        sources: opened sources by key.
-        progress: takes the best step and its WER.
-        quarantine: takes unusable utterances.
-        callbacks: of the run.
         require_finite: raises UserError where a model's weights are not finite.
     """
 
@@ -78,17 +74,12 @@ class Evaluator:
         self.file = LineFile(self.output_dir / "evaluations.jsonl")
         self.keeps_models = True
         """False measures a run without writing model.nemo."""
-        self.replaced = False
-        """Whether a final candidate has left other weights in the model."""
-
-    # ---- one split --------------------------------------------------------------------------------------------------
 
     def evaluate_split(self, model: Transducer, split: str, max_clips: int | None = None) -> WerAccumulator:
         """Count the errors on a split over all ranks; every rank gets the merged counts.
 
         Args:
             model: whole, on the device.
-            split: a key of the sources.
             max_clips: instead of data.max_eval_samples.
 
         Raises:
@@ -97,11 +88,11 @@ class Evaluator:
         config, sources = self.config, self.sources[split]
         limit = config.data.max_eval_samples if max_clips is None else max_clips
         stream = make_stream(self.accelerator, model, config, sources, training=False, max_clips=limit)
-        clips = [s.clips for s in sources]
+        clips = [s.clips for s in sources if s.clips]
         share = None
-        if all(clips):
-            total = sum(c for c in clips if c is not None)
-            share = -(-(min(total, limit) if limit >= 0 else total) // self.accelerator.num_processes)
+        if len(clips) == len(sources):
+            total = min(sum(clips), limit) if limit >= 0 else sum(clips)
+            share = math.ceil(total / self.accelerator.num_processes)
 
         def on_batch(batch: Batch, hypotheses: list[str], wer: WerAccumulator) -> None:
             if requested():
@@ -140,47 +131,40 @@ class Evaluator:
     def _evaluate_splits(
         self, model: Transducer, splits: tuple[str, ...], step: int, weights: str = "raw", is_best: bool = False
     ) -> dict[str, WerAccumulator]:
-        """Evaluate those splits that the run file names, write their lines, and tell the callbacks."""
-        found: dict[str, WerAccumulator] = {}
+        """Evaluate those splits that the run file names, write their lines, and tell the callbacks.
+
+        What step 0 finds is kept as the base model's; later evaluations of data.guard are compared with it.
+        """
+        p, folder, main = self.progress, self.output_dir, self.accelerator.is_main_process
         marks = ({"model": "best"} if is_best else {}) | ({} if weights == "raw" else {"weights": weights})
+        found: dict[str, WerAccumulator] = {}
         for split in (s for s in splits if s in self.sources):
             found[split] = wer = self.evaluate_split(model, split)
             self.quarantine.add(wer.quarantined)
-            self._warn_of_bad_clips(split, wer)
             log_evaluation(step, split if weights == "raw" else f"{split} ({weights})", wer)
-            result = self._result(split, wer, weights, is_best)
-            if self.accelerator.is_main_process:
-                self.file.append(*({**row, **marks} for row in evaluation_rows(step, split, wer)))
+            bad, clips = len(wer.quarantined), len(wer.quarantined) + wer.total.clips
+            if bad > self.config.data.max_bad_fraction * clips:
+                log.warning(
+                    f"{bad} of {clips} clips of {split} cannot be used, more than "
+                    f"data.max_bad_fraction={self.config.data.max_bad_fraction:g}: its WER speaks for the others only"
+                )
+            rate, change = wer.total.rates()["wer"], None
+            if marks == {} and p.step == 0 and rate is not None:
+                p.base_wer[split] = rate
+                if main:
+                    keep_base(folder, split, wer)
+            elif marks == {} and split == "guard" and main:
+                change = compare_with_base(folder, split, wer)
+            if main:
+                counts = {None: wer.total, **dict(sorted(wer.by_language.items()))}  # None: all languages
+                rows = [{"step": step, "split": split, "language": n, **c.rates()} for n, c in counts.items()]
+                self.file.append(*({**row, **marks} for row in rows))
                 if weights == "raw" or is_best:  # the page shows mistakes of the model in training, then of the best
-                    write_mistakes(self.output_dir, step, split, wer, marks)
+                    write_mistakes(folder, step, split, wer, marks)
+            result = EvaluationResult(p.step, split, wer, weights, is_best, p.base_wer.get(split), change)
             for callback in self.callbacks:
                 callback.on_evaluation_end(result)
         return found
-
-    def _result(self, split: str, wer: WerAccumulator, weights: str, is_best: bool) -> EvaluationResult:
-        """Keep what step 0 found as the base model's, and compare later evaluations of data.guard with it."""
-        p, rate = self.progress, wer.total.rates()["wer"]
-        change = None
-        if weights == "raw" and not is_best and rate is not None:
-            if p.step == 0:
-                p.base_wer[split] = rate
-                if self.accelerator.is_main_process:
-                    keep_base(self.output_dir, split, wer)
-            elif split == "guard" and self.accelerator.is_main_process:
-                change = compare_with_base(self.output_dir, split, wer)
-        return EvaluationResult(p.step, split, wer, weights, is_best, p.base_wer.get(split), change)
-
-    def _warn_of_bad_clips(self, split: str, wer: WerAccumulator) -> None:
-        bad, limit = len(wer.quarantined), self.config.data.max_bad_fraction
-        if bad > limit * (bad + wer.total.clips):
-            log.warning(
-                "%d of %d clips of %s cannot be used, more than data.max_bad_fraction=%g: its WER speaks for the "
-                "others only",
-                bad,
-                bad + wer.total.clips,
-                split,
-                limit,
-            )
 
     # ---- during the run ---------------------------------------------------------------------------------------------
 
@@ -191,10 +175,10 @@ class Evaluator:
         if "validation" in found:
             p.last_evaluated = p.step
             self._offer(model, found["validation"], "raw")
-            if p.step and found["validation"].total.words:
-                for callback in self.callbacks:
-                    callback.on_validated(model, p.step, found["validation"].total.rates()["wer"])
             if p.step:
+                if found["validation"].total.words:
+                    for callback in self.callbacks:
+                        callback.on_validated(model, p.step, found["validation"].total.rates()["wer"])
                 for candidate in self._candidates(model, final=False):
                     self._evaluate_candidate(model, candidate)
         for callback in self.callbacks:
@@ -213,11 +197,8 @@ class Evaluator:
 
     def _offer(self, model: Transducer, wer: WerAccumulator, weights: str) -> bool:
         """Keep the model where its validation WER is the best so far; return whether it is."""
-        p = self.progress
-        if not wer.total.words:
-            return False
-        rate = wer.total.rates()["wer"]
-        if p.best_wer is not None and rate >= p.best_wer:
+        p, rate = self.progress, wer.total.rates()["wer"]
+        if rate is None or (p.best_wer is not None and rate >= p.best_wer):
             return False
         p.best_wer, p.best_step, p.best_weights = rate, p.step, weights
         self.keep_model(model)
@@ -231,39 +212,37 @@ class Evaluator:
         """
         if not self.keeps_models:
             return
-        p, folder, problem = self.progress, self.output_dir, None
         self.require_finite(model)
-        if self.accelerator.is_main_process:
-            try:
-                (folder / "checkpoints").mkdir(exist_ok=True)
-                aside = write_nemo(model, folder / "model.nemo")
-                best = {"step": p.best_step, "validation_wer": p.best_wer, "weights": p.best_weights}
-                best |= {"bytes": aside.stat().st_size, "sha256": sha256_of(aside)}
-                # Of the one before, too: it is the one that lies there if the process dies before the next line but
-                # one.
-                before = read_best(folder)
-                earlier = before.pop("previous", None) if before is not None else None
-                same = before is not None and (before["step"], before["weights"]) == (p.best_step, p.best_weights)
-                best["previous"] = earlier if same else before
-                write_json(folder / "checkpoints" / "best.json", best)
-                put_in_place(aside, folder / "model.nemo")
-                if getattr(model, "lora_base", None) is not None:
-                    write_adapter(model, folder / "adapter")
-                else:  # an earlier one would not be that of this model
-                    shutil.rmtree(folder / "adapter", ignore_errors=True)
-            except torch.OutOfMemoryError:
-                raise
-            except CANNOT_WRITE as error:
-                problem = (
-                    f"{folder / 'model.nemo'}, the best model so far (step {p.best_step}), cannot be written: "
-                    f"{error}. Make room or mend the disk, then start the same command again with "
-                    "training.resume_from_checkpoint=true: the evaluation is made again."
-                )
-                for remains in folder.glob(".model.nemo.tmp*"):
-                    remains.unlink(missing_ok=True)
-        problem = broadcast(problem)
-        if problem:
-            raise UserError(problem, exit_code=1)
+        on_main(lambda: self._write_model(model))
+
+    def _write_model(self, model: Transducer) -> None:
+        p, folder = self.progress, self.output_dir
+        try:
+            (folder / "checkpoints").mkdir(exist_ok=True)
+            aside = write_nemo(model, folder / "model.nemo")
+            best = {"step": p.best_step, "validation_wer": p.best_wer, "weights": p.best_weights}
+            best |= {"bytes": aside.stat().st_size, "sha256": sha256_of(aside)}
+            # Of the one before, too: it is the one that lies there if the process dies between the next two lines.
+            before = read_best(folder)
+            earlier = before.pop("previous", None) if before is not None else None
+            same = before is not None and (before["step"], before["weights"]) == (p.best_step, p.best_weights)
+            write_json(folder / "checkpoints" / "best.json", {**best, "previous": earlier if same else before})
+            put_in_place(aside, folder / "model.nemo")
+            if getattr(model, "lora_base", None) is not None:
+                write_adapter(model, folder / "adapter")
+            else:  # an earlier one would not be that of this model
+                shutil.rmtree(folder / "adapter", ignore_errors=True)
+        except torch.OutOfMemoryError:
+            raise
+        except CANNOT_WRITE as error:
+            for remains in folder.glob(".model.nemo.tmp*"):
+                remains.unlink(missing_ok=True)
+            raise UserError(
+                f"{folder / 'model.nemo'}, the best model so far (step {p.best_step}), cannot be written: {error}. "
+                "Make room or mend the disk, then start the same command again with "
+                "training.resume_from_checkpoint=true: the evaluation is made again.",
+                exit_code=1,
+            ) from error
 
     def check_decoding(self, model: Transducer) -> None:
         """Compare batched with single decoding on a few utterances; a difference makes every WER doubtful."""
@@ -279,33 +258,24 @@ class Evaluator:
         if not differing:
             log.info("batched and single decoding agree")
             return
-        clip_id, alone, batched = differing[0]
-        log.warning(
-            "batched decoding differs from single decoding on %d of 4 clips, such as %s: %r alone, %r in a batch",
-            len(differing),
-            clip_id,
-            alone,
-            batched,
-        )
+        text = "batched decoding differs from single decoding on %d of 4 clips, such as %s: %r alone, %r in a batch"
+        log.warning(text, len(differing), *differing[0])
 
     # ---- the end of the run -----------------------------------------------------------------------------------------
 
     def finish(self, model: Transducer) -> FinalResult:
         """Settle which weights are best, and evaluate them on the test set (else validation) and data.guard."""
-        p, result = self.progress, FinalResult()
+        p, result, replaced = self.progress, FinalResult(), False
         if p.best_step is None:  # nothing to choose by
             self.keep_model(model)
         for candidate in self._candidates(model, final=True):
             before, before_weights = p.best_wer, p.best_weights
             rate, taken = self._evaluate_candidate(model, candidate)
-            self.replaced = True
+            replaced = True  # a final candidate may leave its weights in the model
             log.info(
-                "%s: WER %s on validation, the best single model's (%s) %s: the %s is model.nemo",
-                candidate.description,
-                _four_digits(rate),
-                before_weights,
-                _four_digits(before),
-                candidate.weights if taken else "single model",
+                f"{candidate.description}: WER {_four_digits(rate)} on validation, the best single model's "
+                f"({before_weights}) {_four_digits(before)}: the {candidate.weights if taken else 'single model'} is "
+                "model.nemo"
             )
             found = {"validation_wer": rate, "best_single_validation_wer": before, "taken": taken}
             result.candidates[candidate.weights] = {**candidate.details, **found}
@@ -313,13 +283,13 @@ class Evaluator:
             log.info(
                 "no evaluation was better than the base model's WER %.3f: model.nemo is the base model", p.best_wer
             )
-        present = p.best_step == p.step and p.best_weights == "raw" and not self.replaced
-        if not present and (p.best_step is not None or self.replaced):
+        present = p.best_step is None or (p.best_step == p.step and p.best_weights == "raw")
+        if replaced or not present:
             if broadcast(self.accelerator.is_main_process and check_best(self.output_dir)[1]):
                 raise UserError(
-                    f"{self.output_dir / 'model.nemo'} is damaged: it is not as it was written at step {p.best_step} "
-                    "(its checksum differs). Start the same command again with "
-                    "training.resume_from_checkpoint=true: the best model is chosen anew.",
+                    f"{self.output_dir / 'model.nemo'} is damaged: its checksum is not that of step {p.best_step}. "
+                    "Start the same command again with training.resume_from_checkpoint=true: the best model is "
+                    "chosen anew.",
                     exit_code=1,
                 )
             load_weights(model, self.output_dir / "model.nemo")
@@ -345,12 +315,11 @@ class Evaluator:
             write_json(self.output_dir / "checkpoints" / "best.json", kept)  # of the one that really lies there
         if p.best_step is None:
             return
-        known = (p.best_step, p.best_wer, p.best_weights)
         if kept is None:
             what = "model.nemo is damaged (its checksum differs)" if damaged else "there is no model.nemo"
             log.warning("%s in %s: the best model is chosen anew", what, self.output_dir)
             p.best_step, p.best_wer, p.best_weights = None, None, "raw"
-        elif known != (kept["step"], kept["validation_wer"], kept["weights"]):
+        else:
             p.best_step, p.best_wer, p.best_weights = kept["step"], kept["validation_wer"], kept["weights"]
 
 
@@ -368,25 +337,17 @@ def splits_due(step: int, last: bool, eval_steps: int, guard_steps: int) -> tupl
     return ("validation", "guard") if guarded and not last else ("validation",)
 
 
-def average_batchnorm(accelerator: Accelerator, model: Transducer) -> None:
+def average_batchnorm(model: Transducer) -> None:
     """Average BatchNorm's running statistics over the ranks: under DDP each rank has its own, and the means are
     evaluated and saved."""
-    if accelerator.num_processes > 1:
+    if torch.distributed.is_initialized():
         for module in learning_batchnorms(model):
             for statistics in (module.running_mean, module.running_var):
-                if statistics is not None:
-                    torch.distributed.all_reduce(statistics)
-                    statistics /= accelerator.num_processes
+                if isinstance(statistics, torch.Tensor):
+                    sum_over_ranks(statistics).div_(torch.distributed.get_world_size())
 
 
 # ---- what an evaluation leaves --------------------------------------------------------------------------------------
-
-
-def evaluation_rows(step: int, split: str, wer: WerAccumulator) -> list[dict[str, Any]]:
-    """Return lines of evaluations.jsonl: the whole split (language null), then each language."""
-    rows = [{"step": step, "split": split, "language": None, **wer.total.rates()}]
-    rows += [{"step": step, "split": split, "language": n, **c.rates()} for n, c in sorted(wer.by_language.items())]
-    return rows
 
 
 def write_mistakes(folder: Path, step: int, split: str, wer: WerAccumulator, marks: dict[str, str]) -> None:
@@ -407,34 +368,18 @@ def log_evaluation(step: int, split: str, wer: WerAccumulator) -> None:
     if rates["wer"] is None:
         log.warning("evaluation of %s: no clip with words in it", split)
         return
-    by_language = " ".join(
-        f"{name} {counts.rates()['wer']:.3f}" for name, counts in sorted(wer.by_language.items()) if counts.words
-    )
-    log.info(
-        "step %d %s: WER %.3f CER %.3f (%s) on %d clips",
-        step,
-        split,
-        rates["wer"],
-        rates["cer"],
-        by_language,
-        rates["clips"],
-    )
+    languages = " ".join(f"{n} {c.rates()['wer']:.3f}" for n, c in sorted(wer.by_language.items()) if c.words)
+    figures = f"WER {rates['wer']:.3f} CER {rates['cer']:.3f} ({languages}) on {rates['clips']} clips"
+    log.info("step %d %s: %s", step, split, figures)
     if wer.left_out:
         log.info("  %d clips of %s have no reference after normalisation and are left out", wer.left_out, split)
     if wer.normalization == "open_asr" and "unknown" in wer.by_language:
         log.info("  %d clips of %s name no language: taken for English", wer.by_language["unknown"].clips, split)
 
 
-# ---- the base model -------------------------------------------------------------------------------------------------
-
-
-def _base_file(folder: Path, split: str) -> Path:
-    return folder / f"base-{split}.npz"
-
-
 def keep_base(folder: Path, split: str, wer: WerAccumulator) -> None:
     """Keep the base model's counts by utterance in the run's folder, where a resumed run finds them."""
-    wer.utterance_counts.save(_base_file(folder, split))
+    wer.utterance_counts.save(folder / f"base-{split}.npz")
 
 
 def forget_base(folder: Path) -> None:
@@ -449,7 +394,7 @@ def compare_with_base(folder: Path, split: str, wer: WerAccumulator) -> dict[str
     None where the base model was not measured, or no utterance with words is in both.
     """
     try:
-        base = UtteranceCounts.load(_base_file(folder, split))
+        base = UtteranceCounts.load(folder / f"base-{split}.npz")
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

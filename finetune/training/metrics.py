@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from finetune.data.batch import Batch
 from finetune.training.batches import StepBatches
 from finetune.training.outputs import peak_memory_gib, peak_rss_gib, rss_gib
 from finetune.training.progress import Progress
@@ -30,26 +29,16 @@ class MetricsWindow:
         self.steps, self.finite_steps, self.loss, self.grad_norm, self.waited = 0, 0, 0.0, 0.0, 0.0
         self.audio_seconds = self.padded_seconds = 0.0
         self.batch_lengths: dict[str, list[float]] = {}
+        """Of this process: seconds of a batch's longest clip, rounded up -> batches, clips, seconds, padded ones."""
 
     def state_dict(self) -> dict[str, Any]:
         """The sums so far, so that the first line after a resume averages over all its steps."""
-        names = (
-            "steps",
-            "finite_steps",
-            "loss",
-            "grad_norm",
-            "audio_seconds",
-            "padded_seconds",
-            "waited",
-            "batch_lengths",
-        )
-        return {**{name: getattr(self, name) for name in names}, "seconds": time.perf_counter() - self.started}
+        sums = {k: v for k, v in vars(self).items() if k not in ("sample_rate", "started", "earlier_seconds")}
+        return {**sums, "seconds": time.perf_counter() - self.started}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            if name != "seconds":
-                setattr(self, name, value)
         self.earlier_seconds = state["seconds"]
+        vars(self).update({k: v for k, v in state.items() if k != "seconds"})
 
     def add(self, loss: float, grad_norm: float | None, batches: StepBatches, counted: bool = True) -> None:
         self.steps += 1
@@ -60,15 +49,10 @@ class MetricsWindow:
         self.audio_seconds += batches.audio_seconds
         self.padded_seconds += batches.padded_seconds
         for batch in batches.batches:
-            self._count_lengths(batch)
-
-    def _count_lengths(self, batch: Batch) -> None:
-        """Adds a batch to those whose longest clip has as many whole seconds, rounded up."""
-        clips, samples = batch.audio_BS.shape
-        sums = self.batch_lengths.setdefault(str(math.ceil(samples / self.sample_rate)), [0, 0, 0.0, 0.0])
-        audio = float(batch.audio_lengths_B.sum())
-        for i, n in enumerate((1, clips, audio / self.sample_rate, clips * samples / self.sample_rate)):
-            sums[i] = round(sums[i] + n, 3)
+            clips, samples = batch.audio_BS.shape
+            seconds, padded = (n / self.sample_rate for n in (float(batch.audio_lengths_B.sum()), clips * samples))
+            sums = self.batch_lengths.setdefault(str(math.ceil(samples / self.sample_rate)), [0, 0, 0.0, 0.0])
+            sums[:] = [round(total + n, 3) for total, n in zip(sums, (1, clips, seconds, padded))]
 
     def row(self, progress: Progress, rates: dict[str, float]) -> dict[str, Any]:
         """One line of metrics.jsonl: means over the steps since the line before.
@@ -96,8 +80,6 @@ class MetricsWindow:
             "rss_gib": rss_gib(),
             "peak_rss_gib": peak_rss_gib(),
             "seconds_per_step": seconds / steps,
-            # Of this process: whole seconds of a batch's longest clip -> batches, clips, audio seconds, seconds with
-            # padding.
             "batch_lengths": self.batch_lengths,
         }
 

@@ -1,6 +1,7 @@
 """The files that a run leaves in training.output_dir."""
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -8,10 +9,12 @@ import platform
 import resource
 import shutil
 import subprocess
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from finetune.durable_files import sha256_of, sync_directory, sync_file, write_text
@@ -53,11 +56,10 @@ def check_best(output_dir: Path) -> tuple[dict[str, Any] | None, bool]:
     A run that dies while it replaces model.nemo leaves the one before, of which best.json knows as well.
     """
     best = read_best(output_dir)
-    if best is None or "sha256" not in best:  # of an earlier version of this program
-        return best, False
-    found = sha256_of(output_dir / "model.nemo")
-    before = best.get("previous")
-    match = next((entry for entry in (best, before) if entry is not None and entry.get("sha256") == found), None)
+    if best is None:
+        return None, False
+    found, entries = sha256_of(output_dir / "model.nemo"), (best, best.get("previous") or {})
+    match = next((entry for entry in entries if entry.get("sha256") == found), None)
     return match, match is None
 
 
@@ -129,40 +131,36 @@ class LineFile:
             return False
         return not self.waiting
 
+    def _lines(self) -> Iterator[str]:
+        if self.path.is_file():
+            with self.path.open(encoding="utf-8", errors="replace") as file:
+                yield from file
+
     def pairs(self, first: str, second: str, lines: int) -> set[tuple[str, str]]:
         """Return two keys of each of the first `lines` lines."""
         found = set()
-        if self.path.is_file():
-            with self.path.open(encoding="utf-8", errors="replace") as file:
-                for _, line in zip(range(lines), file, strict=False):
-                    with contextlib.suppress(ValueError, KeyError):  # a line that was cut off when the machine died
-                        row = json.loads(line)
-                        found.add((row[first], row[second]))
+        for line in itertools.islice(self._lines(), lines):
+            with contextlib.suppress(ValueError, KeyError):  # a line that was cut off when the machine died
+                row = json.loads(line)
+                found.add((row[first], row[second]))
         return found
 
     def cut(self, lines: int) -> None:
         """Keep the first `lines` whole lines."""
-        kept = []
-        if self.path.is_file():
-            with self.path.open(encoding="utf-8", errors="replace") as file:
-                kept = [line for _, line in zip(range(lines), file, strict=False)]
-        write_text(self.path, "".join(kept))
+        write_text(self.path, "".join(itertools.islice(self._lines(), lines)))
 
     def cut_after_step(self, step: int) -> None:
         """Keep the rows up to a step, without the closing ones of a finished run."""
-        keep = 0
-        if self.path.is_file():
-            with self.path.open(encoding="utf-8", errors="replace") as file:
-                for line in file:
-                    try:
-                        row = json.loads(line)
-                        closing = row.get("model") == "best" or row.get("weights") == "average"
-                        if row["step"] > step or closing:
-                            break
-                    except (ValueError, KeyError):
-                        break  # a line that was cut off when the run died
-                    keep += 1
-        self.cut(keep)
+
+        def belongs(line: str) -> bool:
+            try:
+                row = json.loads(line)
+                closing = row.get("model") == "best" or row.get("weights") == "average"
+                return row["step"] <= step and not closing
+            except (ValueError, KeyError):  # a line that was cut off when the run died
+                return False
+
+        write_text(self.path, "".join(itertools.takewhile(belongs, self._lines())))
 
 
 def environment(seed: int) -> dict[str, Any]:
@@ -173,14 +171,14 @@ def environment(seed: int) -> dict[str, Any]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = None
-    try:
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-        revision = git.stdout.strip() or None
-        changes = subprocess.run(
-            ["git", "diff", "--quiet", "HEAD"], cwd=ROOT, capture_output=True, check=False
-        ).returncode
-    except OSError:  # no git on this machine
-        revision, changes = None, 0
+
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    revision, changed = None, False
+    with contextlib.suppress(OSError):  # no git on this machine
+        revision = git("rev-parse", "HEAD").stdout.strip() or None
+        changed = revision is not None and git("diff", "--quiet", "HEAD").returncode == 1
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "python": platform.python_version(),
@@ -190,7 +188,7 @@ def environment(seed: int) -> dict[str, Any]:
         "gpus": devices,
         "versions": versions,
         "git_revision": revision,
-        "git_changes": revision is not None and changes == 1,
+        "git_changes": changed,
         "seed": seed,
         "command": command_line(),
     }
@@ -198,8 +196,6 @@ def environment(seed: int) -> dict[str, Any]:
 
 def command_line() -> list[str]:
     """Return the words that started this run: its launcher's, where train.py has one, or else this process's own."""
-    import psutil
-
     own = psutil.Process()
     found = own.cmdline()
     for parent in own.parents()[:6]:
@@ -217,8 +213,6 @@ def command_line() -> list[str]:
 
 def rss_gib() -> float:
     """Return the resident memory of this process now, GiB."""
-    import psutil
-
     return psutil.Process().memory_info().rss / 2**30
 
 

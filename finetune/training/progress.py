@@ -1,6 +1,6 @@
 """The counters of a run."""
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -46,12 +46,5 @@ class Progress:
         return asdict(self)
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Take over the counters of a snapshot, in place; what it lacks gets its default."""
-        restored = Progress(**values)
-        for f in fields(self):
-            own, value = getattr(self, f.name), getattr(restored, f.name)
-            if isinstance(own, dict) and isinstance(value, dict):  # others hold these dictionaries
-                own.clear()
-                own.update(value)
-            else:
-                setattr(self, f.name, value)
+        """Take over the counters of a snapshot; what it lacks gets its default."""
+        vars(self).update(vars(Progress(**values)))

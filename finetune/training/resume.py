@@ -30,11 +30,7 @@ def take_weights(model: Transducer, path: Path) -> None:
     """Load a checkpoint's weights, in place, into a model that no engine has taken apart yet.
 
     What the same strategy continues exactly, `load_states` loads again; for another strategy this is what carries
-    over.
-
-    Args:
-        model: with its strategy's adapters.
-        path: a whole checkpoint of any strategy.
+    over. The model has its strategy's adapters.
 
     Raises:
         UserError: the checkpoint belongs to another model.
@@ -76,17 +72,12 @@ def load_states(
     kind: dict[str, str],
     now: dict[str, str],
 ) -> None:
-    """Load everything that Accelerate keeps, where the checkpoint is of the same kind.
-
-    Args:
-        module: prepared.
-        path: the checkpoint.
-        kind: what wrote it (`kind_of`).
-        now: what reads it.
-    """
-    if kind != now and _differs_in_processes(kind, now) and _redistribute(module, path):
-        return
+    """Load everything that Accelerate keeps, where the `kind_of` what wrote the checkpoint is that of `now`."""
     if kind != now:
+        stages = [{**k, "engine": k.get("engine", "").split(" of ")[0]} for k in (kind, now)]
+        only_processes = stages[0] == stages[1] and now["engine"].startswith("deepspeed")
+        if only_processes and _redistribute(module, path):
+            return
         changed = "; ".join(f"{key} was {kind.get(key)}, is {now[key]}" for key in now if kind.get(key) != now[key])
         log.warning(
             "%s was written under another strategy (%s). Weights, step, schedule, position in the data and counts "
@@ -108,13 +99,6 @@ def load_states(
                     state["step"] = state["step"].to(p.device)  # adamw_loop keeps it in host memory
 
 
-def _differs_in_processes(before: dict[str, str], now: dict[str, str]) -> bool:
-    """Return whether only the number of processes differs, under the same ZeRO stage."""
-    stage = now["engine"].split(" of ")[0]
-    same = {**before, "engine": before.get("engine", "").split(" of ")[0]} == {**now, "engine": stage}
-    return stage.startswith("deepspeed") and same
-
-
 def _redistribute(module: torch.nn.Module, path: Path) -> bool:
     """Take ZeRO's optimizer state of another number of processes; return whether all ranks could."""
     problem = None
@@ -125,11 +109,8 @@ def _redistribute(module: torch.nn.Module, path: Path) -> bool:
         problem = f"{type(error).__name__}: {error}"
     problem = next((p for p in gather(problem) if p is not None), None)
     if problem is not None:
-        log.warning(
-            "the optimizer's state of %s cannot be redistributed to another number of processes (%s)",
-            path.name,
-            problem,
-        )
+        text = "the optimizer's state of %s cannot be redistributed to another number of processes (%s)"
+        log.warning(text, path.name, problem)
     return problem is None
 
 
@@ -148,9 +129,8 @@ def kind_of(
         engine = "none"
     trained = "everything"
     if m.lora_rank:
-        trained = (
-            f"LoRA of rank {m.lora_rank}, scaled by {model.lora_scaling:g}, on {', '.join(sorted(m.lora_targets))}"
-        )
+        targets = ", ".join(sorted(m.lora_targets))
+        trained = f"LoRA of rank {m.lora_rank}, scaled by {model.lora_scaling:g}, on {targets}"
         trained += "" if m.lora_train_decoder else ", without prediction network and joint"
     elif m.freeze_encoder:
         trained = f"the last {m.unfreeze_encoder_layers} layers of the encoder, prediction network and joint"
@@ -199,6 +179,5 @@ def log_changed_settings(before: dict[str, Any], now: dict[str, Any]) -> None:
     """Warn of each setting that is not what it was when the checkpoint was written."""
     for key, value in before.items():
         if value != now.get(key, value):
-            log.warning(
-                "%s was %s when the checkpoint was written and is %s now; the new value counts", key, value, now[key]
-            )
+            text = "%s was %s when the checkpoint was written and is %s now; the new value counts"
+            log.warning(text, key, value, now[key])

@@ -23,7 +23,7 @@ from finetune.config.tokenizer_setting import tokenizer_setting
 from finetune.data.run_file import count_clips, mean_seconds, train_limits
 from finetune.data.run_file import open_sources as open_sources
 from finetune.data.sources import OpenSource
-from finetune.distributed import broadcast
+from finetune.distributed import broadcast, on_main
 from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.models.adapters import base_hash, check_base, load_into_lora, name_base, read_adapter
@@ -94,66 +94,54 @@ def output_directory(accelerator: Accelerator, config: RunConfig) -> Iterator[Pa
     Raises:
         UserError: another process uses it, or it holds a run that is not to be resumed.
     """
+    t, path, agents = config.training, Path(config.training.output_dir), elastic_restart.agents()
+    with contextlib.ExitStack() as lock:
+
+        def take() -> bool:
+            """Lock the directory; return whether this launch has begun the run in it."""
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                # A record lock: it ends with this process, and processes forked from it (loader workers) have none.
+                fcntl.lockf(lock.enter_context((path / ".lock").open("w")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                again = elastic_restart.is_same_launch(path, agents)
+                problem = None if again else _why_not_into(path, config)
+                if problem is None:
+                    elastic_restart.record_launch(path, agents)
+                    return again
+            except BlockingIOError:
+                problem = f"{path} is in use by another process. Wait for it or name another directory."
+            except OSError as error:
+                problem = f"{path} cannot be written: {error}."
+            raise UserError(f"training.output_dir: {problem}")
+
+        if on_main(take):
+            elastic_restart.continue_run(t)
+        yield path
+
+
+def _why_not_into(path: Path, config: RunConfig) -> str | None:
+    """Return why a run may not begin in a directory, or None."""
     t = config.training
-    path = Path(t.output_dir)
-    lock = None
-    problem = None
-    agents = elastic_restart.agents()
-    again = False
-    if accelerator.is_main_process:
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            lock = (path / ".lock").open("w")
-            # A record lock: it ends with this process, and processes forked from it (loader workers) do not hold it
-            # on.
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            again = elastic_restart.is_same_launch(path, agents)
-            holds_run = (path / "config.yaml").is_file() or bool(checkpoints.checkpoints_of(path))
-            if holds_run and not again and not t.resume_from_checkpoint and not t.overwrite_output_dir:
-                problem = (
-                    f"training.output_dir: {path} holds another run. Continue it with "
-                    "training.resume_from_checkpoint=true, delete it with training.overwrite_output_dir=true, or "
-                    "name another directory."
-                )
-        except BlockingIOError:
-            problem = (
-                f"training.output_dir: {path} is in use by another process. Wait for it or name another directory."
-            )
-        except OSError as error:
-            problem = f"training.output_dir: {path} cannot be written: {error}."
+    holds_run = (path / "config.yaml").is_file() or bool(checkpoints.checkpoints_of(path))
+    if holds_run and not t.resume_from_checkpoint and not t.overwrite_output_dir:
+        return (
+            f"{path} holds another run. Continue it with training.resume_from_checkpoint=true, delete it with "
+            "training.overwrite_output_dir=true, or name another directory."
+        )
     for model in (Path(name) for name in (config.model.name, config.model.adapter) if name):
         if t.overwrite_output_dir and model.exists() and model.resolve().is_relative_to(path.resolve()):
-            problem = problem or (
-                f"training.overwrite_output_dir: {model} lies in {path}, which would be overwritten. Name another "
-                "training.output_dir, or copy the model elsewhere."
+            return (
+                f"{model} lies in {path}, which would be overwritten. Name another training.output_dir, or copy the "
+                "model elsewhere."
             )
-    problem, again = broadcast((problem, again))
-    if problem:
-        raise UserError(problem)
-    if again:
-        elastic_restart.continue_run(t)
-    if accelerator.is_main_process:
-        elastic_restart.record_launch(path, agents)
-    try:
-        yield path
-    finally:
-        if lock is not None:
-            lock.close()
+    return None
 
 
 def find_checkpoint(config: RunConfig) -> Path | None:
     """Return the checkpoint that the run continues from; None starts at step 0."""
     t = config.training
-    found, problem = None, None
-    if int(os.environ.get("RANK", "0")) == 0:  # the others need not read gigabytes as well
-        try:
-            found = checkpoints.find_checkpoint(t.resume_from_checkpoint, Path(t.output_dir))
-        except UserError as error:
-            problem = (str(error), error.exit_code)
-    found, problem = broadcast((found, problem))
-    if problem:
-        raise UserError(*problem)
-    return found
+    # The other ranks need not read gigabytes as well.
+    return on_main(lambda: checkpoints.find_checkpoint(t.resume_from_checkpoint, Path(t.output_dir)))
 
 
 def build_model(accelerator: Accelerator, config: RunConfig, checkpoint: Path | None = None) -> Transducer:
@@ -182,40 +170,29 @@ def build_model(accelerator: Accelerator, config: RunConfig, checkpoint: Path | 
     if m.lora_rank:
         name_base(model, m, base, started_from, changed)
     model.to(accelerator.device)
-    log.info(
-        "model %s: %.1f M parameters, loaded in %.0f s",
-        m.name,
-        count_parameters(model) / 1e6,
-        time.perf_counter() - started,
-    )
+    millions, seconds = count_parameters(model) / 1e6, time.perf_counter() - started
+    log.info("model %s: %.1f M parameters, loaded in %.0f s", m.name, millions, seconds)
     return model
 
 
 def plan_steps(accelerator: Accelerator, config: RunConfig, sources: dict[str, list[OpenSource]]) -> int:
     """Return the optimizer steps of the run: from the number of clips where the epochs decide (filters may make it
     fewer), and from the mean length of some of them where batches are made by duration."""
-    t = config.training
+    t, d = config.training, config.data
     if t.max_steps > 0:
         return t.max_steps
-    clips = count_clips(sources["train"], config.data.max_samples, config.data.skip_samples)
+    clips = count_clips(sources["train"], d.max_samples, d.skip_samples)
     if clips is None:
         raise UserError(
             "training.num_train_epochs: the number of clips of data.train is not known beforehand (a stream). Set "
             "training.max_steps."
         )
-    d, batch = config.data, t.per_device_train_batch_size
+    batch = t.per_device_train_batch_size
     if d.batch_duration or d.batch_bounds:
-        mean = broadcast(mean_seconds(sources["train"], config.data))
+        mean = broadcast(mean_seconds(sources["train"], d))
         batch = d.batch_duration / mean if d.batch_duration else train_limits(config).clips_of_length(mean)
     per_step = batch * t.gradient_accumulation_steps * accelerator.num_processes
     return max(1, math.ceil(clips / per_step * t.num_train_epochs))
-
-
-def epoch_limit(config: RunConfig) -> int | None:
-    """Return the whole passes that end the run; None where max_steps does, or a part of a pass that only steps can
-    measure."""
-    t = config.training
-    return int(t.num_train_epochs) if t.max_steps <= 0 and float(t.num_train_epochs).is_integer() else None
 
 
 def build_trainer(
@@ -247,17 +224,13 @@ def build_trainer(
     prepared, prepared_optimizer = accelerator.prepare(module, optimizer)
     stream = make_stream(accelerator, model, config, sources["train"], training=True)
     seed_everything(t.seed + 1000 * accelerator.process_index)
-    epochs = epoch_limit(config)
+    # A part of a pass only steps can measure.
+    epochs = int(t.num_train_epochs) if t.max_steps <= 0 and float(t.num_train_epochs).is_integer() else None
     trainer = Trainer(
         accelerator, prepared, prepared_optimizer, schedule, stream, sources, config, total_steps, epochs, replica
     )
-    for text in warnings_for(
-        config,
-        pretrained=not str(m.name).endswith((".yaml", ".yml")),
-        parameters=count_parameters(model),
-        clips_per_step=t.per_device_train_batch_size * t.gradient_accumulation_steps * accelerator.num_processes,
-        total_steps=total_steps,
-    ):
+    clips_per_step = t.per_device_train_batch_size * t.gradient_accumulation_steps * accelerator.num_processes
+    for text in warnings_for(config, count_parameters(model), clips_per_step, total_steps):
         log.warning("advice: %s", text)
     return trainer
 
@@ -268,12 +241,8 @@ def describe(trainer: Trainer, strategy: Strategy) -> None:
     t = config.training
     if accelerator.is_main_process:
         write_config(trainer.output_dir / "config.yaml", config)
-        started = {
-            "strategy": strategy.names,
-            "processes": accelerator.num_processes,
-            "total_steps": trainer.total_steps,
-        }
-        found = {**environment(t.seed), **started}
+        started = {"processes": accelerator.num_processes, "total_steps": trainer.total_steps}
+        found = {**environment(t.seed), "strategy": strategy.names, **started}
         write_json(trainer.output_dir / "environment.json", clean(found, known_secrets(found), personal=False))
         for name in ("metrics.jsonl", "evaluations.jsonl", "quarantine.jsonl"):
             (trainer.output_dir / name).touch()
@@ -281,16 +250,11 @@ def describe(trainer: Trainer, strategy: Strategy) -> None:
         accelerator.init_trackers("finetune", config=flat_settings(config))
     if strategy.engine == "ddp" and accelerator.num_processes == 1:
         log.warning("%s, but one process was started: it trains alone", strategy.engine_from)
+    clips = "batches by length" if not train_limits(config).clips else f"{t.per_device_train_batch_size} clips"
     log.info(
-        "strategy %s, engine %s, %d process(es), precision %s, %d steps of %d x %d x %s",
-        "+".join(strategy.names) or "none",
-        strategy.engine,
-        accelerator.num_processes,
-        "bf16" if t.bf16 else "fp16" if t.fp16 else "fp32",
-        trainer.total_steps,
-        accelerator.num_processes,
-        t.gradient_accumulation_steps,
-        "batches by length" if not train_limits(config).clips else f"{t.per_device_train_batch_size} clips",
+        f"strategy {'+'.join(strategy.names) or 'none'}, engine {strategy.engine}, {accelerator.num_processes} "
+        f"process(es), precision {'bf16' if t.bf16 else 'fp16' if t.fp16 else 'fp32'}, {trainer.total_steps} steps of "
+        f"{accelerator.num_processes} x {t.gradient_accumulation_steps} x {clips}"
     )
 
 
@@ -311,8 +275,7 @@ def flat_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def end_stage(accelerator: Accelerator) -> None:
-    """Release what a run holds beside its variables, so that another may begin in this process and its process
-    group."""
+    """Release what a run holds beside its variables, so that another may begin in this process."""
     from accelerate.state import AcceleratorState, GradientState
 
     accelerator.free_memory()
@@ -370,57 +333,37 @@ def set_allocator(cuda_alloc_conf: str | None) -> None:
 # ---- settings that are known to make a good model worse -------------------------------------------------------------
 
 
-def warnings_for(
-    config: RunConfig, *, pretrained: bool, parameters: int, clips_per_step: int, total_steps: int
-) -> list[str]:
-    """Return one sentence for each risky setting.
-
-    Args:
-        config: the run's configuration.
-        pretrained: whether the run starts from a trained model.
-        parameters: of the model.
-        clips_per_step: over all processes and accumulated batches.
-        total_steps: optimizer steps of the run.
-    """
-    t, found = config.training, []
-    rates = [
-        r for r in (t.learning_rate, t.encoder_learning_rate, t.decoder_learning_rate, t.joint_learning_rate) if r
-    ]
-    big = parameters > 100_000_000
-    if pretrained and big and max(rates) > 5e-5 and clips_per_step < 64:
+def warnings_for(config: RunConfig, parameters: int, clips_per_step: int, total_steps: int) -> list[str]:
+    """Return one sentence for each risky setting; `clips_per_step` is over all processes and accumulated batches."""
+    m, t, found = config.model, config.training, []
+    pretrained = not str(m.name).endswith((".yaml", ".yml"))
+    rates = (t.learning_rate, t.encoder_learning_rate, t.decoder_learning_rate, t.joint_learning_rate)
+    rate, big = max(r or 0.0 for r in rates), parameters > 100_000_000
+    if pretrained and big and rate > 5e-5 and clips_per_step < 64:
         found.append(
-            f"learning rate {max(rates):g} with {clips_per_step} clips a step: fine-tuning Parakeet at 8e-5 with 16 "
-            "clips has raised WER from 2.5 to 7.3 % on its own domain (NeMo issue 15382). Try "
-            "training.learning_rate=1e-5 or more accumulation, and watch data.guard."
+            f"learning rate {rate:g} with {clips_per_step} clips a step: fine-tuning Parakeet at 8e-5 with 16 clips "
+            "has raised WER from 2.5 to 7.3 % on its own domain (NeMo issue 15382). Try training.learning_rate=1e-5 "
+            "or more accumulation, and watch data.guard."
         )
-    elif pretrained and max(rates) > 2e-3:
-        found.append(f"learning rate {max(rates):g} is high for a trained model; 1e-3 is a lot even for a small one.")
-    if (
-        warmup_steps(t, total_steps) == 0
-        and t.lr_scheduler_type not in ("constant", "inverse_sqrt")
-        and total_steps > 20
-    ):
+    elif pretrained and rate > 2e-3:
+        found.append(f"learning rate {rate:g} is high for a trained model; 1e-3 is a lot even for a small one.")
+    starts_high = t.lr_scheduler_type not in ("constant", "inverse_sqrt") and warmup_steps(t, total_steps) == 0
+    if starts_high and total_steps > 20:
         found.append(
             "no warm-up: the first steps at full learning rate can wreck a trained model. Set "
             "training.warmup_ratio=0.1."
         )
-    if (
-        pretrained
-        and t.per_device_train_batch_size < 8
-        and not config.model.freeze_batchnorm
-        and not config.model.sync_batchnorm
-    ):
+    moves = not m.freeze_batchnorm and not m.sync_batchnorm
+    if pretrained and moves and t.per_device_train_batch_size < 8:
         found.append(
             f"batches of {t.per_device_train_batch_size} clips move the BatchNorm statistics with every small batch "
             "(accumulation does not help: it sees them one by one). Set model.freeze_batchnorm=true."
         )
-    if config.model.dtype == "bfloat16" and t.optimizer not in ROUNDS_SAFELY:
+    if m.dtype == "bfloat16" and t.optimizer not in ROUNDS_SAFELY:
         found.append(
             f"model.dtype bfloat16 with {t.optimizer}: updates smaller than a 256th of a weight are lost in rounding. "
             f"Take an optimizer that rounds safely: {', '.join(sorted(ROUNDS_SAFELY))}."
         )
     if not config.data.validation:
-        found.append(
-            "no data.validation: nothing can tell whether the model gets better, and the last weights are kept."
-        )
+        found.append("no data.validation: nothing can tell whether the model gets better; the last weights are kept.")
     return found

@@ -20,6 +20,7 @@ import psutil
 import torch
 from accelerate import Accelerator
 from safetensors.torch import save_file
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from finetune.distributed import gather
 from finetune.durable_files import write_json
@@ -44,8 +45,6 @@ class CheckpointWriter:
 
     def __init__(self, accelerator: Accelerator, output_dir: Path, keep: int, in_thread: bool):
         self.accelerator, self.output_dir, self.keep, self.in_thread = accelerator, output_dir, keep, in_thread
-        engine = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-        self.sharded = engine in ("DEEPSPEED", "FSDP")
         self.thread: threading.Thread | None = None
         self.step = -1
         self.error: BaseException | str | None = None
@@ -53,21 +52,21 @@ class CheckpointWriter:
         """Checkpoints that could not be written."""
         self.blocked_seconds = 0.0
         """Time that training waited for its checkpoints."""
-        self.pinned: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.pinned: dict[int, torch.Tensor] = {}
+        """Host memory for the tensors of a GPU, by their number in the state."""
 
     def save(
         self,
         step: int,
         state: dict[str, Any],
         rank_state: dict[str, Any],
-        replica: Transducer | None = None,
-        tensors: dict[str, dict[str, torch.Tensor]] | None = None,
+        replica: Transducer | None,
+        tensors: dict[str, dict[str, torch.Tensor]],
     ) -> None:
-        """Write a checkpoint, or begin to; `wait` returns when it is there and whether it could be written. All ranks
+        """Write a checkpoint, or begin to; `wait` returns when it is there. All ranks
         call it.
 
         Args:
-            step: of the run.
             state: what is the same on all ranks (JSON).
             rank_state: what each rank has of its own (JSON).
             replica: the present model with whole weights, written too where the engine's own files hold them in
@@ -80,10 +79,10 @@ class CheckpointWriter:
         # A copy: the thread writes it while the run goes on counting.
         state, self.step, self.error = copy.deepcopy({**state, "checksums": True}), step, None
         aside = checkpoints.aside_of(self.output_dir, step)
-        whole: dict[str, Any] = {}
+        contents: dict[str, Any] = {**tensors}
 
         def write_parts() -> None:
-            whole.update(self._write_parts(aside, rank_state))
+            contents.update(self._write_parts(aside, rank_state))
             if main and replica is not None:
                 write_whole_weights(aside, replica)
             checkpoints.sync_folder(aside)
@@ -92,17 +91,12 @@ class CheckpointWriter:
         errors = errors or self._attempt(write_parts)
         if errors:
             self._fail(errors[0])
+        elif main and self.in_thread:
+            self.thread = threading.Thread(target=self._write, args=(aside, contents, state), daemon=True)
+            self.thread.start()
         elif main:
-            best = state["progress"]["best_step"]
-            work = (aside, whole, tensors or {}, state, best)
-            if self.in_thread:
-                self.thread = threading.Thread(
-                    target=self._write, args=work, name=f"checkpoint of step {step}", daemon=True
-                )
-                self.thread.start()
-            else:
-                self._write(*work)
-                self._check_outcome()
+            self._write(aside, contents, state)
+            self._check_outcome()
         self.blocked_seconds += time.perf_counter() - began
 
     def _attempt(self, write: Callable[[], Any]) -> list[str]:
@@ -116,18 +110,14 @@ class CheckpointWriter:
             error = reason
         return self._over_ranks(error)
 
-    def wait(self) -> bool:
-        """Wait until nothing is being written, and return whether the last checkpoint is there.
-
-        Only the main process knows; the others go on.
-        """
+    def wait(self) -> None:
+        """Wait until nothing is being written. Only the main process knows; the others go on."""
         if self.thread is not None:
             began = time.perf_counter()
             self.thread.join()
             self.thread = None
             self.blocked_seconds += time.perf_counter() - began
             self._check_outcome()
-        return self.error is None
 
     def poll(self) -> None:
         """Report what became of the last checkpoint if that is known, without waiting."""
@@ -161,17 +151,17 @@ class CheckpointWriter:
         errors = self._over_ranks(self.error)  # the others wait here until the main process has written
         if errors:
             raise UserError(
-                f"the checkpoint of step {self.step} could not be written: {_reason(errors[0])}. Make room or mend "
-                f"the disk of {self.output_dir}, then start the same command again with "
+                f"the checkpoint of step {self.step} could not be written: {errors[0]}. Make room or mend the disk "
+                f"of {self.output_dir}, then start the same command again with "
                 f"training.resume_from_checkpoint=true: it continues from {self._newest()}.",
                 exit_code=1,
             )
 
     def _write_parts(self, aside: Path, rank_state: dict[str, Any]) -> dict[str, Any]:
-        """Write what each rank has of its own; return what the main process has to write for all."""
+        """Write what each rank has of its own; return what the main process has to write for all, by file."""
         accelerator, rank = self.accelerator, self.accelerator.process_index
-        whole: dict[str, Any] = {}
-        if self.sharded:
+        contents: dict[str, Any] = {}
+        if accelerator.distributed_type in ("DEEPSPEED", "FSDP"):
             accelerator.save_state(str(aside))
         else:
             from accelerate.checkpointing import save_accelerator_state
@@ -179,84 +169,65 @@ class CheckpointWriter:
             scaler = accelerator.scaler if accelerator.is_main_process else None
             save_accelerator_state(str(aside), [], [], [], [], rank, accelerator.step, scaler)  # the random states
             if accelerator.is_main_process:
-                whole = self._snapshot()
+                contents = self._snapshot()
         write_json(aside / f"stream-{rank}.json", rank_state)
-        return whole
+        return contents
 
+    @torch.no_grad()
     def _snapshot(self) -> dict[str, Any]:
-        """Return copies in host memory of weights and optimizer state, by the names of Accelerate's files."""
+        """Return weights and optimizer state by the names of Accelerate's files, copied into host memory where a
+        thread writes them. Pinned memory is reused from checkpoint to checkpoint."""
         from accelerate.utils import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, clean_state_dict_for_safetensors
 
         (module,), (optimizer,) = self.accelerator._models, self.accelerator._optimizers
         whole: Any = self.accelerator.get_state_dict(module, unwrap=False)
         weights = clean_state_dict_for_safetensors(dict(whole))
         state = {SAFE_WEIGHTS_NAME: weights, f"{OPTIMIZER_NAME}.bin": optimizer.state_dict()}
-        if not self.in_thread:
-            return state
-        needed = sum(t.numel() * t.element_size() for t in _tensors(state))
-        ready = sum(t.numel() * t.element_size() for t in self.pinned.values())
-        if needed - ready > 0.9 * psutil.virtual_memory().available:
+        leaves, structure = tree_flatten(state)
+        needed = sum(t.nbytes for t in leaves if isinstance(t, torch.Tensor))
+        ready = sum(t.nbytes for t in self.pinned.values())
+        if self.in_thread and needed - ready > 0.9 * psutil.virtual_memory().available:
             log.warning(
-                "training.async_save: a copy of the state (%.1f GB) does not fit into the free host memory; from "
-                "here on training waits while a checkpoint is written",
+                "training.async_save: a copy of the state (%.1f GB) does not fit into the free host memory; from here "
+                "on training waits while a checkpoint is written",
                 needed / 1e9,
             )
             self.in_thread, self.pinned = False, {}
+        if not self.in_thread:
             return state
-        copies = self._copied(state, {})
-        if any(t.is_cuda for t in _tensors(state)):
+        copies: dict[Any, torch.Tensor] = {}  # what several parameters share, as bitsandbytes' tables, stays one
+        for i, value in enumerate(leaves):
+            if not isinstance(value, torch.Tensor):
+                continue
+            plain = type(value.detach()) is torch.Tensor and value.numel()  # torchao's are several tensors in one
+            key = (value.data_ptr(), value.shape, value.stride(), value.dtype) if plain else i
+            if key not in copies:
+                copies[key] = self._copied(i, value.detach())
+            leaves[i] = copies[key]
+        if self.pinned:
             torch.cuda.current_stream().synchronize()
-        return copies
+        return tree_unflatten(leaves, structure)
 
-    def _copied(self, value: Any, copies: dict[tuple[Any, ...], torch.Tensor]) -> Any:
-        """Return the same structure with tensors copied into host memory; those of a GPU into pinned memory, which is
-        reused.
+    def _copied(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_cuda or type(tensor) is not torch.Tensor:
+            return tensor.to("cpu", copy=True)
+        place = self.pinned.get(number)
+        if place is None or (place.shape, place.dtype) != (tensor.shape, tensor.dtype):
+            place = self.pinned[number] = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        return place.copy_(tensor, non_blocking=True)
 
-        Args:
-            copies: made so far: what several parameters share, as bitsandbytes' tables, stays one tensor.
-        """
-        if isinstance(value, dict):
-            return {k: self._copied(v, copies) for k, v in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(self._copied(v, copies) for v in value)
-        if not isinstance(value, torch.Tensor):
-            return value
-        value = value.detach()
-        if type(value) is not torch.Tensor:  # torchao's, which are several tensors in one
-            return value.to("cpu", copy=True)
-        key = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else (len(copies),)
-        if key not in copies:
-            if value.is_cuda:
-                place = (len(copies), value.shape, value.dtype)
-                if place not in self.pinned:
-                    self.pinned[place] = torch.empty_like(value, device="cpu", pin_memory=True)
-                copies[key] = self.pinned[place].copy_(value, non_blocking=True)
-            else:
-                copies[key] = value.to("cpu", copy=True)
-        return copies[key]
-
-    def _write(
-        self,
-        aside: Path,
-        whole: dict[str, Any],
-        tensors: dict[str, dict[str, torch.Tensor]],
-        state: dict[str, Any],
-        best: int | None,
-    ) -> None:
+    def _write(self, aside: Path, contents: dict[str, Any], state: dict[str, Any]) -> None:
         """Write what the main process writes for all, in the thread."""
         try:
-            for name, content in whole.items():
+            for name, content in contents.items():
                 if name.endswith(".safetensors"):
                     save_file({k: t.contiguous() for k, t in content.items()}, aside / name, metadata={"format": "pt"})
                 else:
                     torch.save(content, aside / name)
-            for name, content in tensors.items():
-                save_file(content, aside / name)
             write_json(aside / checkpoints.STATE_FILE, state)
-            checkpoints.seal(self.output_dir, state["progress"]["step"])
-            self.error = None
+            checkpoints.seal(self.output_dir, self.step)
             try:
-                checkpoints.remove_old_checkpoints(self.output_dir, self.keep, best)
+                checkpoints.remove_old_checkpoints(self.output_dir, self.keep, state["progress"]["best_step"])
             except OSError as error:
                 log.warning("old checkpoints in %s cannot be removed: %s", self.output_dir, error)
         except BaseException as error:  # of a thread: raised by whoever waits for it
@@ -275,20 +246,13 @@ class CheckpointWriter:
         self.failed += 1
         if not self.accelerator.is_main_process:
             return
-        checkpoints.give_up(self.output_dir, self.step)
-        try:
-            free = f"{shutil.disk_usage(self.output_dir).free / 1e9:.2f} GB are"
-        except OSError:
-            free = "an unknown amount is"
-        log.warning(
-            "the checkpoint of step %d could not be written: %s (%s free in %s). Training goes on; a run that ended "
-            "now would continue from %s",
-            self.step,
-            _reason(error),
-            free,
-            self.output_dir,
-            self._newest(),
-        )
+        shutil.rmtree(checkpoints.aside_of(self.output_dir, self.step), ignore_errors=True)
+        free = "unknown"
+        with contextlib.suppress(OSError):
+            free = f"{shutil.disk_usage(self.output_dir).free / 1e9:.2f} GB"
+        text = "the checkpoint of step %d could not be written: %s (free in %s: %s). Training goes on"
+        log.warning(text, self.step, _reason(error), self.output_dir, free)
+        log.warning("a run that ended now would continue from %s", self._newest())
 
     def _newest(self) -> str:
         found = checkpoints.checkpoints_of(self.output_dir)
@@ -301,10 +265,3 @@ class CheckpointWriter:
 
 def _reason(error: BaseException | str) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [t for v in inside for t in _tensors(v)]

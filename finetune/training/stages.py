@@ -23,28 +23,23 @@ OWN_KEYS = ("max_samples", "seen")
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """One stage.
-
-    Attributes:
-        number: from 1 on.
-        folder: its training.output_dir.
-        settings: what it sets over the run file, the strategies and the command line, in nested form.
-    """
+    """One stage of a plan."""
 
     number: int
+    """From 1 on."""
     folder: Path
+    """Its training.output_dir."""
     settings: dict[str, Any]
+    """What it sets over the run file, the strategies and the command line, in nested form."""
 
     @property
     def name(self) -> str:
-        """For messages."""
         return f"stage {self.number}"
 
 
 def stages_of(stages: list[Any], output_dir: Path) -> list[Stage]:
-    """Return the stages of `training.stages`.
-
-    Each trains in a directory of its own and begins with the model of the one before.
+    """Return the stages of `training.stages`: each trains in a directory of its own and begins with the model of the
+    one before.
 
     Raises:
         UserError: an entry that is no stage, or one with less data than the one before that is to skip what was seen.
@@ -85,10 +80,7 @@ def run_stages(
     """Train stage after stage. One that has been finished is not run again on resume.
 
     Args:
-        stages: from `stages_of`.
-        train: trains one of them.
-        resume: `training.resume_from_checkpoint`: whether stages that are done stay as they are, and one that was
-            begun goes on.
+        resume: `training.resume_from_checkpoint`.
         margin: by how much WER may be worse than after the stage before.
         only: number of the one stage to run.
 
@@ -122,26 +114,15 @@ def was_restarted(stages: list[Stage]) -> bool:
 
 
 def stage_numbered(stages: list[Stage], number: int) -> Stage:
-    """Return the stage of a number.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the stage of a number; UserError where there is none."""
     if not 1 <= number <= len(stages):
         raise UserError(f"--stage {number}: the plan has stages 1 to {len(stages)}.")
     return stages[number - 1]
 
 
 def config_to_try(stage: Stage, config: RunConfig, first: RunConfig) -> RunConfig:
-    """Return the configuration of a stage that is only tried: where the stage before has left no model yet, the plan's
-        first
-        one stands in.
-
-    Args:
-        stage: the stage.
-        config: of the stage.
-        first: of the plan's first stage.
-    """
+    """Return the configuration of a stage that is only tried: where the stage before has left no model yet, that of
+    the plan's `first` configuration stands in."""
     before = stage.folder.parent / f"stage-{stage.number - 1}"
     if config.model.name == str(before) and not (before / "model.nemo").is_file():
         log.info("%s has left no model yet: %s takes its place", before, first.model.name)
@@ -151,16 +132,12 @@ def config_to_try(stage: Stage, config: RunConfig, first: RunConfig) -> RunConfi
 
 def set_aside(stages: list[Stage]) -> None:
     """Rename what later stages left: it came from an older model of the stage that has just been trained."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
+    if torch.distributed.is_initialized() and torch.distributed.get_rank():
         return
     for stage in stages:
         if stage.folder.exists():
-            aside = next(
-                p
-                for n in itertools.count(1)
-                if not (p := stage.folder.with_name(f"{stage.folder.name}.old-{n}")).exists()
-            )
-            stage.folder.rename(aside)
+            names = (stage.folder.with_name(f"{stage.folder.name}.old-{n}") for n in itertools.count(1))
+            aside = stage.folder.rename(next(name for name in names if not name.exists()))
             log.warning("%s came from an older model of the stage before: its folder is %s now", stage.name, aside)
 
 

@@ -40,6 +40,8 @@ def summarise(trainer: Trainer, strategy: Strategy, result: FinalResult) -> dict
     after = result.wer[judged].result() if judged in result.wer else {}
     by_language = {"before": before.get("by_language", {}), "after": after.get("by_language", {})}
     languages = sorted(set(by_language["before"]) | set(by_language["after"]))
+    adapter, model = trainer.output_dir / "adapter", trainer.output_dir / "model.nemo"
+    logged = trainer.metrics.path.read_text(encoding="utf-8").splitlines()
     summary = {
         "strategy": strategy.names,
         "engine": strategy.engine,
@@ -62,7 +64,8 @@ def summarise(trainer: Trainer, strategy: Strategy, result: FinalResult) -> dict
         "best_step": p.best_step,
         "best_validation_wer": p.best_wer,
         "best_weights": p.best_weights,
-        **_file_sizes(trainer.output_dir),
+        "model_bytes": model.stat().st_size if model.is_file() else None,
+        "adapter_bytes": sum(file.stat().st_size for file in adapter.iterdir()) if adapter.is_dir() else None,
         "peak_memory_gib": peak_memory_gib(),
         "peak_memory_is": "CUDA allocator" if torch.cuda.is_available() else "resident memory of the process",
         "peak_rss_gib": peak_rss_gib(),
@@ -84,7 +87,7 @@ def summarise(trainer: Trainer, strategy: Strategy, result: FinalResult) -> dict
         "saving_seconds": p.saving_seconds,
         "failed_checkpoints": p.failed_checkpoints,
         "resumed_from": trainer.resumed_from,
-        "final_loss": _last_loss(trainer.output_dir),
+        "final_loss": json.loads(logged[-1])["loss"] if logged else None,
         "effective_settings": json.loads(json.dumps(without_secrets(config)[0])),
         **significance(trainer.output_dir, result.wer, judged),
         "average_checkpoints": result.candidates.get("average"),
@@ -95,21 +98,6 @@ def summarise(trainer: Trainer, strategy: Strategy, result: FinalResult) -> dict
         summary["guard_wer_before"] = p.guard_before
         summary["guard_wer_after"] = result.wer["guard"].total.rates()["wer"]
     return summary
-
-
-def _last_loss(folder: Path) -> float | None:
-    """Return the loss of the last line of metrics.jsonl."""
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return json.loads(lines[-1])["loss"] if lines else None
-
-
-def _file_sizes(folder: Path) -> dict[str, int | None]:
-    """Return the bytes of model.nemo, and of the adapter beside it where there is one."""
-    adapter, model = folder / "adapter", folder / "model.nemo"
-    return {
-        "model_bytes": model.stat().st_size if model.is_file() else None,
-        "adapter_bytes": sum(file.stat().st_size for file in adapter.iterdir()) if adapter.is_dir() else None,
-    }
 
 
 def significance(folder: Path, results: dict[str, WerAccumulator], judged: str) -> dict[str, Any]:
@@ -134,26 +122,15 @@ def log_result(
 ) -> None:
     """Log both WERs, the same utterances before and after, and where everything is."""
     judged, found = summary["judged_on"], summary["significance"]
-    if before and after is not None and before.get("wer") is not None:
+    was, now = summary["wer_before"], summary["wer_after"]
+    if was is not None and now is not None and before and after:
+        text = "  reference  %s\n           before     %s\n           after      %s"
         for old, new in zip(before["pairs"], after.pairs, strict=False):
-            log.info(
-                "  reference  %s\n           before     %s\n           after      %s",
-                old["reference"],
-                old["hypothesis"],
-                new["hypothesis"],
-            )
-        was, now = summary["wer_before"], summary["wer_after"]
-        log.info(
-            "WER on %s: %.3f%s before, %.3f%s after (%+.0f %%), best step %s (%s weights)",
-            judged,
-            was,
-            _interval(summary["wer_before_interval"]),
-            now,
-            _interval(summary["wer_after_interval"]),
-            100 * (now - was) / was if was else 0.0,
-            summary["best_step"],
-            summary["best_weights"],
-        )
+            log.info(text, old["reference"], old["hypothesis"], new["hypothesis"])
+        before_after = f"{was:.3f}{_interval(summary['wer_before_interval'])} before, "
+        before_after += f"{now:.3f}{_interval(summary['wer_after_interval'])} after"
+        percent, best = 100 * (now - was) / was if was else 0.0, (summary["best_step"], summary["best_weights"])
+        log.info("WER on %s: %s (%+.0f %%), best step %s (%s weights)", judged, before_after, percent, *best)
         if judged in found:
             log.info("  %s", _describe_change(found[judged]))
         by_language = found.get(judged, {}).get("by_language", {})
@@ -170,21 +147,16 @@ def log_result(
         if guard_after > guard_before and (change is None or change["significant"]):
             log.warning("the model lost on data.guard. %s", LOST_ON_GUARD)
     if summary["adapter_bytes"]:
-        log.info(
-            "adapter: %s, %.2f MB beside model.nemo's %.2f MB",
-            output_dir / "adapter",
-            summary["adapter_bytes"] / 1e6,
-            summary["model_bytes"] / 1e6,
-        )
+        sizes = summary["adapter_bytes"] / 1e6, summary["model_bytes"] / 1e6
+        log.info("adapter: %s, %.2f MB beside model.nemo's %.2f MB", output_dir / "adapter", *sizes)
     log.info("model: %s   summary: %s", output_dir / "model.nemo", output_dir / "summary.json")
     log.info("transcribe a file: python -m finetune.transcribe --model %s FILE", output_dir)
 
 
 def _describe_change(result: dict[str, Any]) -> str:
     """Put the change since the base model in words."""
-    text = describe_difference(
-        result, "significantly better than the base model", "significantly worse than the base model"
-    )
+    text = "significantly {} than the base model"
+    text = describe_difference(result, text.format("better"), text.format("worse"))
     return text + (f"; {result['unmatched']} clips are in one of the two only" if result.get("unmatched") else "")
 
 

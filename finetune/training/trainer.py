@@ -31,13 +31,7 @@ from finetune.training import resume
 from finetune.training.batches import Quarantine, StepBatcher, StepBatches
 from finetune.training.callbacks import Callback, ComputeGradients, StepResult
 from finetune.training.checkpoints import read_checkpoint_state, remove_later_checkpoints
-from finetune.training.evaluation import (
-    Evaluator,
-    FinalResult,
-    average_batchnorm,
-    forget_base,
-    splits_due,
-)
+from finetune.training.evaluation import Evaluator, FinalResult, average_batchnorm, forget_base, splits_due
 from finetune.training.metrics import MetricsWindow, rates_by_part
 from finetune.training.nonfinite import StepFilter
 from finetune.training.outputs import LineFile, remove_run
@@ -57,13 +51,12 @@ class Trainer:
     batcher, sources, progress, evaluator, output_dir, total_steps, max_epochs, resumed_from, callbacks.
 
     Args:
-        accelerator: of the run.
+        accelerator, config: of the run.
         module: prepared TransducerLossModule.
         optimizer: prepared optimizer.
         schedule: learning rates.
         stream: training batches of this rank.
         sources: opened sources by key (train, validation, test, guard).
-        config: of the run.
         total_steps: optimizer steps of the run, which the schedule is laid out for.
         max_epochs: passes over the data that end the run, whatever `total_steps` estimated; None: `total_steps` ends
             it.
@@ -94,30 +87,15 @@ class Trainer:
         self.model: Transducer = loss_module.nemo
         self.replica = replica
         self.output_dir = Path(t.output_dir)
-        self.progress = Progress()
+        self.progress = p = Progress()
         self.callbacks: list[Callback] = []
         self.metrics = LineFile(self.output_dir / "metrics.jsonl")
         self.clips = LineFile(self.output_dir / "clips.jsonl")
-        self.quarantine = Quarantine(accelerator, LineFile(self.output_dir / "quarantine.jsonl"), self.progress)
-        self.step_filter = StepFilter(accelerator, self.model, optimizer, config, self.progress, self._held_tensors)
-        self.batcher = StepBatcher(
-            accelerator,
-            self.model,
-            self.loss_module.durations,
-            config,
-            self.progress,
-            self.quarantine,
-            self._wishes,
-            self._part,
-        )
+        self.quarantine = Quarantine(accelerator, LineFile(self.output_dir / "quarantine.jsonl"), p)
+        self.step_filter = StepFilter(accelerator, self.model, optimizer, config, p, self._held_tensors)
+        self.batcher = StepBatcher(accelerator, self.model, config, p, self.quarantine, self._wishes, self._part)
         self.evaluator = Evaluator(
-            accelerator,
-            config,
-            sources,
-            self.progress,
-            self.quarantine,
-            self.callbacks,
-            self.step_filter.require_finite,
+            accelerator, config, sources, p, self.quarantine, self.callbacks, self.step_filter.require_finite
         )
         self.writer = CheckpointWriter(accelerator, self.output_dir, t.save_total_limit, t.async_save)
         self.window = MetricsWindow(self.model.preprocessor._sample_rate)
@@ -138,11 +116,8 @@ class Trainer:
     # ---- the story of a run ----------------------------------------------------------------------------------------
 
     def begin(self, checkpoint: Path | None) -> None:
-        """Continue from a checkpoint, or begin at step 0 and remove what another run left.
-
-        Raises:
-            UserError: the checkpoint does not fit, or the part of a process is missing.
-        """
+        """Continue from a checkpoint, or begin at step 0 and remove what another run left. UserError where the
+        checkpoint does not fit."""
         if checkpoint is not None:
             self._resume(checkpoint)
             return
@@ -152,7 +127,7 @@ class Trainer:
             forget_base(self.output_dir)
             for callback in self.callbacks:
                 callback.on_fresh_run()
-            for file in (*self._line_files(), self.clips, self.step_filter.file):
+            for file in self._line_files():
                 if file.path.exists():
                     file.cut(0)
             move_tokenizer_into_run([self.model, self.replica], self.output_dir)
@@ -199,18 +174,14 @@ class Trainer:
         self.save(wait=True)
         with self.whole_model() as model:
             result = self.evaluator.finish(model)
-        self.count_wall_seconds()
-        p.saving_seconds, p.failed_checkpoints = self.writer.blocked_seconds, self.writer.failed
+        self._count_time()
         return result
 
     # ---- saving and resuming ---------------------------------------------------------------------------------------
 
     def save(self, wait: bool = False) -> None:
-        """Write a checkpoint of the present step, or begin to.
-
-        Args:
-            wait: until it is there; UserError where it cannot be written.
-        """
+        """Write a checkpoint of the present step, or begin to; `wait` until it is there, with a UserError where it
+        cannot be written."""
         if not self.saves_checkpoints:
             return
         self._part("saving")
@@ -222,26 +193,26 @@ class Trainer:
             self.writer.settle()
         self._part("other")
 
-    def count_wall_seconds(self) -> None:
+    def _count_time(self) -> None:
         """Add the time since the last call, so that the sum survives an interruption."""
-        now = time.perf_counter()
-        self.progress.wall_seconds += now - self._clock
+        p, now = self.progress, time.perf_counter()
+        p.wall_seconds += now - self._clock
         self._clock = now
+        p.saving_seconds, p.failed_checkpoints = self.writer.blocked_seconds, self.writer.failed
 
     def _save(self) -> None:
         p, accelerator = self.progress, self.accelerator
         self.step_filter.require_finite()
-        self.count_wall_seconds()
-        p.saving_seconds, p.failed_checkpoints = self.writer.blocked_seconds, self.writer.failed
+        self._count_time()
         p.omega_state = self.omega_generator.get_state().numpy().tobytes().hex()
-        average_batchnorm(accelerator, self.model)
+        average_batchnorm(self.model)
         state = {
             "progress": p.snapshot(),
             "schedule": self.schedule.state_dict(),
             "window": self.window.state_dict(),
             "step_guard": self.step_filter.state_dict(),
             "world_size": accelerator.num_processes,
-            "settings": resume.settings_of(self.config, accelerator.num_processes, self.total_steps),
+            "settings": self._settings(),
             "kind": self._kind(),
             "lora_scaling": getattr(self.model, "lora_scaling", None),
         }
@@ -254,7 +225,7 @@ class Trainer:
             sharded.copy_weights(self.model, self.replica)
         kept = sharded.model_to_keep(accelerator, self.model, self.replica)
         if accelerator.is_main_process:
-            for file in (*self._line_files(), self.clips, self.step_filter.file):
+            for file in self._line_files():
                 file.sync()  # what a resume finds up to this step has to outlive a power cut as well
         self.writer.save(p.step, state, self.stream.state_dict(), kept, tensors)
         self._last_saved, self._saved_at = p.step, time.monotonic()
@@ -266,18 +237,13 @@ class Trainer:
         which is logged. The model has the checkpoint's weights already (`resume.take_weights`).
         """
         state, rank_states = read_checkpoint_state(checkpoint)
-        if "kind" not in state:
-            raise UserError(
-                f"{checkpoint} was written by an earlier version of this program. Start afresh with another "
-                "training.output_dir."
-            )
         changes = self.stream.load_state_dict(rank_states)
         resume.load_states(self.accelerator, self.module, self.optimizer, checkpoint, state["kind"], self._kind())
         p = self.progress
         p.restore(state["progress"])
         self.writer.blocked_seconds, self.writer.failed = p.saving_seconds, p.failed_checkpoints
         self.window.load_state_dict(state["window"])
-        self.step_filter.load_state_dict(state.get("step_guard"))
+        self.step_filter.load_state_dict(state["step_guard"])
         for callback in self.callbacks:
             callback.on_resume(checkpoint, state)
         self.omega_generator.set_state(torch.frombuffer(bytearray.fromhex(p.omega_state), dtype=torch.uint8))
@@ -288,29 +254,26 @@ class Trainer:
         self.resumed_from = self._last_saved = p.step
         self.quarantine.resume()
         if self.accelerator.is_main_process:
-            self.metrics.cut_after_step(p.step)
+            for file in (self.metrics, self.clips, self.step_filter.file):
+                if file.path.is_file():
+                    file.cut_after_step(p.step)
             self.evaluator.cut_lines_after_resume()
-            if self.config.training.log_clips:
-                self.clips.cut_after_step(p.step)
-            if self.step_filter.file.path.is_file():
-                self.step_filter.file.cut_after_step(p.step)
             remove_later_checkpoints(self.output_dir, p.step)
         self.evaluator.check_best_after_resume()
         if changes:
-            log.warning(
-                "the clips come in another order than in an unbroken run: %s. What is left of the epoch comes once",
-                "; ".join(changes),
-            )
-        resume.log_changed_settings(
-            state["settings"], resume.settings_of(self.config, self.accelerator.num_processes, self.total_steps)
-        )
+            text = "the clips come in another order than in an unbroken run: %s. What is left of the epoch comes once"
+            log.warning(text, "; ".join(changes))
+        resume.log_changed_settings(state["settings"], self._settings())
         log.info("resumed from %s: step %d, epoch %d, %d clips", checkpoint.name, p.step, p.epoch, p.samples)
 
     def _kind(self) -> dict[str, str]:
         return resume.kind_of(self.accelerator, self.config, self.model, self.optimizer)
 
-    def _line_files(self) -> tuple[LineFile, LineFile, LineFile]:
-        return self.metrics, self.evaluator.file, self.quarantine.file
+    def _settings(self) -> dict[str, Any]:
+        return resume.settings_of(self.config, self.accelerator.num_processes, self.total_steps)
+
+    def _line_files(self) -> list[LineFile]:
+        return [self.metrics, self.evaluator.file, self.quarantine.file, self.clips, self.step_filter.file]
 
     def _held_tensors(self) -> dict[str, torch.Tensor]:
         return {name: tensor for callback in self.callbacks for name, tensor in callback.held_tensors().items()}
@@ -324,17 +287,14 @@ class Trainer:
 
     def whole_model(self) -> AbstractContextManager[Transducer]:
         """Return a context with the model to evaluate and to save: itself, or a whole replica where parameters are
-            sharded.
-
-        All ranks enter.
-        """
+        sharded. All ranks enter."""
         return sharded.whole_model(self.model, self.replica, self.accelerator.device)
 
     def evaluate(self, splits: tuple[str, ...]) -> dict[str, WerAccumulator]:
         """Evaluate the splits that the run file names; keep the best model by validation WER."""
         self._part("evaluation")
         self.step_filter.require_finite()
-        average_batchnorm(self.accelerator, self.model)
+        average_batchnorm(self.model)
         with self.whole_model() as model:
             found = self.evaluator.evaluate(model, splits)
         self._part("other")
@@ -413,7 +373,7 @@ class Trainer:
         Every loss is divided by what the whole step holds over all ranks and batches, so gradients equal those of one
         big batch however it is cut.
         """
-        p, t = self.progress, self.config.training
+        p = self.progress
         self.schedule.apply(self.optimizer)
         self._rates = self.schedule.rates()
         self.step_filter.begin()
@@ -429,12 +389,14 @@ class Trainer:
         self.optimizer.zero_grad()
         if reason is not None:
             self.step_filter.record(reason, loss, grad_norm)
-        else:
-            self._step_schedule()
+        elif self.max_epochs is None:
+            self.schedule.step()
+        else:  # the number of steps is an estimate, and rates of 0 before the end would waste what comes
+            self.schedule.step_to(self.share_done())
         p.step += 1
         p.samples += batches.samples
         self.window.add(loss, grad_norm, batches, counted=reason is None)
-        if t.log_clips:
+        if self.config.training.log_clips:
             ids_by_rank = gather([batch.ids for batch in batches.batches])
             if self.accelerator.is_main_process:
                 self.clips.append({"step": p.step, "ids_by_rank": ids_by_rank})
@@ -445,9 +407,8 @@ class Trainer:
 
         Args:
             batches: of the step.
-            rnnt_draw: the step's draw of omega: train it with the plain RNN-T loss. Drawn once a step, so that a step
-                cut into
-                more batches or ranks stays the same.
+            rnnt_draw: train the step with the plain RNN-T loss. Drawn once a step, so that a step cut into more
+                batches or ranks stays the same.
         """
         mean_over_clips = self.config.training.loss_reduction == "mean_batch"
         denominator = max(batches.clips if mean_over_clips else batches.tokens, 1.0)
@@ -463,15 +424,7 @@ class Trainer:
     def _forward_and_backward(
         self, batches: list[Batch], micro_batches: int, denominator: float, rnnt_draw: bool, exchange: bool
     ) -> torch.Tensor:
-        """Accumulate gradients.
-
-        Args:
-            batches: of this rank.
-            micro_batches: the most that any rank has.
-            denominator: of every loss.
-            rnnt_draw: the step's draw of omega.
-            exchange: average gradients over the ranks with the last batch.
-        """
+        """Accumulate gradients as `ComputeGradients`, with one denominator for every loss."""
         accelerator = self.accelerator
         loss_sum = torch.zeros((), dtype=torch.float64, device=accelerator.device)
         self.step_filter.begin_forward()
@@ -491,7 +444,7 @@ class Trainer:
                     loss = weight * losses_B[batch.feasible_B].sum() / denominator
                     loss_sum += loss.detach().double()
                     if weight:
-                        self.step_filter.add_losses(batch, losses_B)
+                        self.step_filter.losses.append((batch, losses_B.detach()))
                     if last:
                         loss = self.step_filter.filter_loss(loss, loss_sum)
                     if loss is not None:
@@ -505,17 +458,6 @@ class Trainer:
                     self.module.train()
         return loss_sum
 
-    def _step_schedule(self) -> None:
-        """Step by steps, or by the share of rows read where epochs end the run.
-
-        Windows and worker shards leave smaller batches, so the number of steps is an estimate then, and rates of 0
-        before the end would waste what comes.
-        """
-        if self.max_epochs is None:
-            self.schedule.step()
-        else:
-            self.schedule.step_to(self.share_done())
-
     def share_done(self) -> float:
         """Return the share of the run by rows read, which stays below 1 since a step follows this one, or none."""
         assert self.max_epochs is not None
@@ -525,13 +467,10 @@ class Trainer:
 
     def expected_steps(self) -> int:
         """Return the steps of the whole run; where epochs end it, from the share of rows that has been read."""
-        step, total = self.progress.step, self.total_steps
         if self.max_epochs is None:
-            return total
-        share = self.share_done()
-        if share > 0.02:
-            total = round(step / share)
-        return max(step, total)
+            return self.total_steps
+        step, share = self.progress.step, self.share_done()
+        return max(step, round(step / share) if share > 0.02 else self.total_steps)
 
     def _draw_rnnt(self) -> bool:
         if self.loss_module.omega <= 0:

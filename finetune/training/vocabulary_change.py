@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from finetune.config.schema import RunConfig
 from finetune.config.tokenizer_setting import TokenizerSetting, default_growth, tokenizer_setting
 from finetune.data.text_corpus import Text, read_texts
-from finetune.distributed import broadcast
+from finetune.distributed import broadcast, on_main
 from finetune.errors import UserError
 from finetune.models.loading import is_tokenizer, read_tokenizer
 from finetune.models.protocols import Transducer
@@ -60,15 +60,7 @@ def set_vocabulary(accelerator: Accelerator, model: Transducer, config: RunConfi
         return _take_stored(accelerator, model, setting, stored, folder / FOLDER)
     if not setting.changes:
         return False
-    content, problem, report = None, None, {}
-    if accelerator.is_main_process:
-        try:
-            content, report = make_tokenizer(model, setting, config.data.text_normalization)
-        except UserError as error:
-            problem = (str(error), error.exit_code)
-    content, problem, note = broadcast((content, problem, report.get("setting")))
-    if problem is not None:
-        raise UserError(problem[0], exit_code=problem[1])
+    content, report = on_main(lambda: make_tokenizer(model, setting, config.data.text_normalization))
     if content is None:
         log.info("%s: the model has this vocabulary already", setting.key)
         return False
@@ -77,7 +69,7 @@ def set_vocabulary(accelerator: Accelerator, model: Transducer, config: RunConfi
             f"{setting.key}: {checkpoint} was written without it, and its vocabulary cannot change on the way. Take "
             "out the key, or begin a new run from the model."
         )
-    change_vocabulary(model, _place(accelerator, content, folder / WAITING, report), {"setting": note})
+    change_vocabulary(model, _place(accelerator, content, folder / WAITING, report), {"setting": report["setting"]})
     log.info("vocabulary of %d pieces; it will be in %s", model.tokenizer.vocab_size, folder / FOLDER)
     return True
 
@@ -90,9 +82,7 @@ def move_tokenizer_into_run(models: list[Transducer | None], output_dir: Path) -
         output_dir: of the run.
     """
     waiting, final = (output_dir / WAITING).absolute(), (output_dir / FOLDER).absolute()
-    for model in models:
-        if model is None:
-            continue
+    for model in (model for model in models if model is not None):
         files = {k: f for k, f in model.artifacts.items() if Path(f.path).parent == waiting}
         if files and waiting.is_dir():
             shutil.rmtree(final, ignore_errors=True)
@@ -105,16 +95,8 @@ def move_tokenizer_into_run(models: list[Transducer | None], output_dir: Path) -
 
 
 def tokenizer_of_run(model: Transducer, config: RunConfig) -> Any:
-    """Return the tokenizer that a run's texts are encoded with: the model's, or the one that `model.tokenizer` asks
-    for, made anew.
-
-    Args:
-        model: NeMo transducer, which stays as it is.
-        config: of the run.
-
-    Returns:
-        What has NeMo's `text_to_ids` and `tokenizer`.
-    """
+    """Return the tokenizer that a run's texts are encoded with, which has NeMo's `text_to_ids` and `tokenizer`: the
+    model's, or the one that `model.tokenizer` asks for, made anew. The model stays as it is."""
     setting = tokenizer_setting(config)
     content = make_tokenizer(model, setting, config.data.text_normalization)[0] if setting.changes else None
     if content is None:
@@ -123,15 +105,10 @@ def tokenizer_of_run(model: Transducer, config: RunConfig) -> Any:
     return SimpleNamespace(tokenizer=encoder, text_to_ids=encoder.encode)
 
 
-def noted(setting: TokenizerSetting) -> dict[str, Any]:
+def _noted(setting: TokenizerSetting) -> dict[str, Any]:
     """Return the setting of a change as the model keeps it."""
     kind = "extend_from" if setting.extend_from is not None else "replace_with"
     return {kind: setting.origin, "size": setting.size, "pieces": setting.pieces, "coverage": setting.coverage}
-
-
-def _digest(content: bytes) -> str:
-    """Return a digest that tells one text or tokenizer from another of the same name."""
-    return hashlib.sha256(content).hexdigest()
 
 
 def _has_already(model: Transducer, note: dict[str, Any]) -> bool:
@@ -155,39 +132,38 @@ def make_tokenizer(
     Raises:
         UserError: see `finetune.models.tokenizer_growth` and `finetune.data.text_corpus`.
     """
-    old = tokenizer_of(model, setting.key)
+    key, old = setting.key, tokenizer_of(model, setting.key)
     texts: list[Text] = []
-    growth = None
+    other = None
     if is_tokenizer(setting.origin):
-        other = read_tokenizer(setting.origin, setting.key)
-        size = setting.size or len(other.pieces)
-        digest = _digest(other.SerializeToString())
+        other = read_tokenizer(setting.origin, key)
+        content = other.SerializeToString()
     else:
-        texts = read_texts(setting.origin, setting.key, normalization)
-        size = setting.size or default_growth(len(old.pieces))
-        digest = _digest("\n".join(sorted({text.text for text in texts})).encode("utf-8", "surrogatepass"))
-    note = {**noted(setting), "sha256": digest}
+        texts = read_texts(setting.origin, key, normalization)
+        content = "\n".join(sorted({text.text for text in texts})).encode("utf-8", "surrogatepass")
+    # The digest tells one text or tokenizer from another of the same name.
+    note = {**_noted(setting), "sha256": hashlib.sha256(content).hexdigest()}
+    report: dict[str, Any] = {"setting": note}
     if _has_already(model, note):
-        return None, {"setting": note}
-    plain = [text.text for text in texts]
-    key, coverage = setting.key, 1.0 if setting.coverage is None else setting.coverage
+        return None, report
+    plain, coverage = [text.text for text in texts], 1.0 if setting.coverage is None else setting.coverage
     if setting.extend_from is not None:
-        if texts:
+        if other is None:
+            size = setting.size or default_growth(len(old.pieces))
             growth = grow_on_texts(old, plain, size, pieces=setting.pieces, coverage=coverage, key=key)
         else:
+            size = setting.size or len(other.pieces)
             growth = grow_from_tokenizer(old, other, size, pieces=setting.pieces, key=key)
-        new = growth.model
+        new, report["growth"] = growth.model, growth.as_json()
         (log.info if growth.added else log.warning)("%s: %s", key, growth)
-    elif texts:
+    elif other is None:
         size = setting.size or len(old.pieces)
         new = train_tokenizer(plain, size, kind=kind_of(old), coverage=coverage, key=key)
     else:
         new = other
         if setting.size not in (None, len(new.pieces)):
             log.warning("model.tokenizer.size has no effect: %s has %d pieces", setting.origin, len(new.pieces))
-    report: dict[str, Any] = {"setting": note, "pieces": len(new.pieces)}
-    if growth is not None:
-        report["growth"] = growth.as_json()
+    report["pieces"] = len(new.pieces)
     if texts:
         report |= compare(texts, new, old)
         log.info("the tokenizer before and now, on the texts of %s:\n%s", key, Block(table(report)))
@@ -199,9 +175,9 @@ def make_tokenizer(
 def _place(accelerator: Accelerator, content: bytes, shared: Path, report: dict[str, Any] | None) -> Path:
     """Directory with the tokenizer's files: the main process's is kept, the others may not see its disk and have one
     of their own."""
+    place = shared
     if accelerator.is_main_process:
         shutil.rmtree(shared, ignore_errors=True)
-        place = shared
     else:
         place = Path(tempfile.mkdtemp(prefix="tokenizer-"))
         atexit.register(shutil.rmtree, place, ignore_errors=True)
@@ -216,20 +192,18 @@ def _take_stored(
     accelerator: Accelerator, model: Transducer, setting: TokenizerSetting, stored: Path, final: Path
 ) -> bool:
     """Give the model the tokenizer of the run that is resumed; return whether it did not have it yet."""
-    content, report = broadcast(_stored(stored) if accelerator.is_main_process else (b"", {}))
-    made_with = {key: value for key, value in (report.get("setting") or {}).items() if key != "sha256"}
-    if not setting.changes or made_with != noted(setting):
+    content, note = b"", None
+    if accelerator.is_main_process:
+        content, file = (stored / FILE).read_bytes(), stored / REPORT
+        note = json.loads(file.read_text(encoding="utf-8")).get("setting") if file.is_file() else None
+    content, note = broadcast((content, note))
+    made_with = {key: value for key, value in (note or {}).items() if key != "sha256"}
+    if not setting.changes or made_with != _noted(setting):
         log.warning("model.tokenizer: the vocabulary of %s counts, which was made with %s", stored, made_with)
     if tokenizer_of(model, "model.tokenizer").SerializeToString() == content:
         return False
     if accelerator.is_main_process and stored.resolve() != final.resolve():
         shutil.copytree(stored, final, dirs_exist_ok=True)
     place = final if accelerator.is_main_process else _place(accelerator, content, final, None)
-    change_vocabulary(model, place, {"setting": report.get("setting")})
+    change_vocabulary(model, place, {"setting": note})
     return True
-
-
-def _stored(directory: Path) -> tuple[bytes, dict[str, Any]]:
-    file = directory / REPORT
-    report = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return (directory / FILE).read_bytes(), report

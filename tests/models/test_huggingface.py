@@ -351,7 +351,7 @@ def test_the_plan_reads_the_directory(exported):
 def test_the_doctor_knows_the_directory(exported, run_file):
     from finetune.config.schema import RunConfig
     from finetune.tools.doctor.run_file_checks import model as model_line
-    from finetune.tools.doctor.system import parameters_of
+    from finetune.tools.doctor.run_file_checks import parameters_of
 
     class Wanted:
         config_file = "RUN.yaml"

@@ -242,7 +242,7 @@ def test_names_that_are_translated_to_exist():
 
     assert set(OPTIMIZER_NAMES.values()) <= set(OPTIMIZERS)
     assert set(SCHEDULE_NAMES.values()) <= set(SCHEDULES)
-    assert {*OTHER_NAMES, *nemo.COPIED.values(), *nemo_data.COPIED.values()} <= schema_fields().keys()
+    assert {*OTHER_NAMES.values(), *nemo.COPIED.values(), *nemo_data.COPIED.values()} <= schema_fields().keys()
     reasons = (ROOT / "finetune" / "tools" / "nemo_import" / "reasons.py").read_text(encoding="utf-8")
     named = set(re.findall(r"(?<![\w.])((?:data|training)\.[a-z]\w+)", reasons))
     assert not {n for n in named if n not in schema_fields() and n not in ("training.deepspeed", "data.md")}

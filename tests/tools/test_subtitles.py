@@ -173,3 +173,8 @@ def test_a_cue_has_lines_of_like_length_and_stays_a_second_where_it_can() -> Non
         "2\n00:00:01,800 --> 00:00:02,200\nyes.\n\n"
         "3\n00:00:02,200 --> 00:00:03,200\nno.\n\n"
     )
+
+
+def test_the_last_cue_stays_until_its_words_end() -> None:
+    (cue,) = cues_of([{"word": "slowly", "start": 0.0, "end": 3.0}])
+    assert (cue.start, cue.end) == (0, 3000)

@@ -124,8 +124,8 @@ def test_the_judged_split_has_intervals_and_a_p_value(run_train, tiny_run, tmp_p
     arguments = tiny_run(
         training={"max_steps": 30, "eval_steps": 30, "learning_rate": 3e-3, "overwrite_output_dir": True}
     )
-    for seed in (1, 2):  # the second one overwrites the first, and what it kept of the base model
-        assert run_train(*arguments, f"training.seed={seed}") == 0
+    for seed, steps in ((1, 2), (2, 30)):  # the second one overwrites the first, and what it kept of the base model
+        assert run_train(*arguments, f"training.seed={seed}", f"training.max_steps={steps}") == 0
     told = json.loads((tmp_path / "run" / "summary.json").read_text())
     config = yaml.safe_load((tmp_path / "RUN.yaml").read_text())
     result = tmp_path / "compared.json"
@@ -289,7 +289,7 @@ BIG = 600_000_000
         ({"learning_rate": 8e-5}, {}, {}, {"parameters": BIG, "clips_per_step": 128}, None),
         ({"encoder_learning_rate": 1e-3}, {}, {}, {"parameters": BIG, "clips_per_step": 16}, "learning rate 0.001"),
         ({"learning_rate": 5e-3}, {}, {}, {}, "learning rate 0.005 is high"),
-        ({"learning_rate": 5e-3}, {}, {}, {"pretrained": False}, None),
+        ({"learning_rate": 5e-3}, {"name": "layout.yaml"}, {}, {}, None),
         ({"warmup_ratio": 0.0}, {}, {}, {}, "no warm-up"),
         ({"warmup_ratio": 0.0, "warmup_steps": 5}, {}, {}, {}, None),
         ({"per_device_train_batch_size": 4}, {}, {}, {}, "freeze_batchnorm"),
@@ -314,12 +314,13 @@ def test_advice(training, model, data, given, word):
     }
     for name in ("encoder_learning_rate", "decoder_learning_rate", "joint_learning_rate"):
         t.setdefault(name, None)
+    m = {"name": "model.nemo", "freeze_batchnorm": False, "sync_batchnorm": False, "dtype": "float32", **model}
     config = SimpleNamespace(
         training=SimpleNamespace(**t),
-        model=SimpleNamespace(**{"freeze_batchnorm": False, "sync_batchnorm": False, "dtype": "float32", **model}),
+        model=SimpleNamespace(**m),
         data=SimpleNamespace(**{"validation": "v", **data}),
     )
-    facts = {"pretrained": True, "parameters": 3_000_000, "clips_per_step": 32, "total_steps": 1000, **given}
+    facts = {"parameters": 3_000_000, "clips_per_step": 32, "total_steps": 1000, **given}
     found = warnings_for(config, **facts)
     assert len(found) == (word is not None)
     assert word is None or word in found[0]

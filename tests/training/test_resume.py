@@ -72,14 +72,21 @@ def kill_behind_step(arguments: list[str], run: Path, step: int) -> None:
     process.wait()
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("kept") / "unbroken"
+
+
 @pytest.fixture
-def unbroken(run_train, tiny_run, tmp_path) -> Path:
-    training = {**TRAINING, "output_dir": str(tmp_path / "unbroken")}
-    assert run_train(*tiny_run(model=MODEL, data=DATA, training=training)) == 0
-    clips = [i for row in read_lines(tmp_path / "unbroken" / "clips.jsonl") for b in row["ids_by_rank"][0] for i in b]
-    assert clips[:24] != clips[24:48], "the second epoch has to have an order of its own"
-    assert sorted(clips[:24]) == sorted(clips[24:48])
-    return tmp_path / "unbroken"
+def unbroken(run_train, tiny_run, kept) -> Path:
+    """The run that nothing stops, once for all tests here, which leave it as it is."""
+    if not (kept / "summary.json").is_file():
+        training = {**TRAINING, "output_dir": str(kept)}
+        assert run_train(*tiny_run(model=MODEL, data=DATA, training=training)) == 0
+        clips = [i for row in read_lines(kept / "clips.jsonl") for b in row["ids_by_rank"][0] for i in b]
+        assert clips[:24] != clips[24:48], "the second epoch has to have an order of its own"
+        assert sorted(clips[:24]) == sorted(clips[24:48])
+    return kept
 
 
 def test_killed_twice_and_equal_to_unbroken(unbroken, run_train, tiny_run, tmp_path):

@@ -13,9 +13,9 @@ import multiprocessing
 import os
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from finetune.data.shards import Row, Shard
 from finetune.data.sources import OpenSource, Source, open_source, parse_sources
 from finetune.data.utterances import examine, read_samples, row_id, text_encoder
 from finetune.data.worker_lifetime import ends_with_this_process
+from finetune.durable_files import write_text
 from finetune.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -48,9 +49,9 @@ BINS = {
     "tokens": (0.0, 400.0, 80),
     "level in dB of full scale": (-80.0, 0.0, 80),
 }
-COUNTERS = ("seconds_by_language", "clips_by_language", "filtered", "sample_rates", "channels")
-SAMPLED_A_SHARD = 200
-"""Utterances of each shard whose lengths may take part in the estimate of padding."""
+COUNTED = {"clips_by_language": "language", "sample_rates": "sample_rate", "channels": "channels"}
+COUNTERS = ("seconds_by_language", "filtered", *COUNTED)
+SAMPLED_A_SHARD = 200  # utterances whose lengths may take part in the estimate of padding
 PADDING_SAMPLE = 20_000
 
 
@@ -71,9 +72,6 @@ class Work:
 
 
 _inherited: list[Work] = []
-
-
-# ---- what is inspected ---------------------------------------------------------------------------------------------
 
 
 def work_on_data(data: list[str], split: str, model: str | None, tokenizer: str | None, folder: Path) -> Work:
@@ -121,9 +119,6 @@ def len_of_characters(text: str) -> list[int]:
     return [0] * math.ceil(len(text) / 4)
 
 
-# ---- one shard -----------------------------------------------------------------------------------------------------
-
-
 def inspect_shard(index: int) -> Path:
     """Read a shard and write its part; one that was read to its end before is left as it is."""
     work = _inherited[0]
@@ -131,16 +126,9 @@ def inspect_shard(index: int) -> Path:
     file = work.parts / f"{index:06d}.json"
     if file.is_file() and json.loads(file.read_text(encoding="utf-8"))["error"] is None:
         return file
-    found: dict[str, Any] = {
-        "rows": 0,
-        "clips": 0,
-        **{name: Counter() for name in COUNTERS},
-        "problems": [],
-        "histograms": {name: np.zeros(bins, dtype=np.int64) for name, (_, _, bins) in BINS.items()},
-        "sample": [],
-        "error": None,
-    }
-    names, random = [], np.random.default_rng(index)
+    found: dict[str, Any] = {"rows": 0, "filtered": Counter(), "problems": [], "error": None}
+    clips: list[dict[str, Any]] = []
+    names: list[tuple[int, int]] = []
     try:
         for number, row in rows_from(shard, 0, options.read_retries if source.remote else 0):
             found["rows"] += 1
@@ -156,16 +144,24 @@ def inspect_shard(index: int) -> Path:
             except BadUtterance as reason:
                 found["problems"].append({"id": row_id(source, place, row), "source": place, "reason": str(reason)})
                 continue
-            _count(found, entry, len(audio_S) / options.sample_rate, samples_SC, rate, random)
+            seconds = len(audio_S) / options.sample_rate
+            clips.append(
+                {
+                    "language": entry.language or "?",
+                    "sample_rate": str(rate),
+                    "channels": str(samples_SC.shape[1] if samples_SC.ndim == 2 else 1),
+                    "seconds": seconds,
+                    "characters per second": len(entry.text) / max(seconds, 1e-3),
+                    "tokens": len(entry.tokens),
+                    "level in dB of full scale": level(samples_SC),
+                }
+            )
             part = f" from {entry.offset}" if entry.has_offset else ""  # parts of one file share its path
             names.append((hash_of(_whole_id(source, shard, row, place) + part), number))
     except (UnreadableShard, Unreachable) as error:
         found["error"] = str(error)
-    found["histograms"] = {name: counts.tolist() for name, counts in found["histograms"].items()}
     np.save(file.with_suffix(".npy"), np.array(names, dtype=np.uint64).reshape(-1, 2))
-    aside = file.with_suffix(".tmp")
-    aside.write_text(json.dumps(found), encoding="utf-8")
-    os.replace(aside, file)
+    write_text(file, json.dumps(found | figures_of(clips, index)))
     return file
 
 
@@ -176,64 +172,57 @@ def _whole_id(source: OpenSource, shard: Shard, row: Row, place: str) -> str:
     return f"{source.folder if source.is_manifest else shard.file}\0{row_id(source, place, row)}"
 
 
-def _count(
-    found: dict[str, Any], entry: Entry, seconds: float, samples_SC: np.ndarray, rate: int, random: np.random.Generator
-) -> None:
-    found["clips"] += 1
-    found["clips_by_language"][entry.language or "?"] += 1
-    found["seconds_by_language"][entry.language or "?"] += seconds
-    found["sample_rates"][str(rate)] += 1
-    found["channels"][str(samples_SC.shape[1] if samples_SC.ndim == 2 else 1)] += 1
-    values = {
-        "seconds": seconds,
-        "characters per second": len(entry.text) / max(seconds, 1e-3),
-        "tokens": len(entry.tokens),
-        "level in dB of full scale": level(samples_SC),
+def figures_of(clips: list[dict[str, Any]], seed: int) -> dict[str, Any]:
+    """Return counts and histograms of a shard's clips, and the lengths of some of them."""
+    seconds: Counter[str] = Counter()
+    for clip in clips:
+        seconds[clip["language"]] += clip["seconds"]
+    some = np.random.default_rng(seed).permutation(len(clips))[:SAMPLED_A_SHARD]
+    return {
+        "clips": len(clips),
+        "seconds_by_language": seconds,
+        **{name: Counter(clip[column] for clip in clips) for name, column in COUNTED.items()},
+        "histograms": {
+            name: np.histogram(np.clip([clip[name] for clip in clips], low, high), bins, (low, high))[0].tolist()
+            for name, (low, high, bins) in BINS.items()
+        },
+        "sample": [[round(clips[i]["seconds"], 3), clips[i]["tokens"]] for i in some],
     }
-    for name, value in values.items():
-        low, high, bins = BINS[name]
-        place = int((min(max(value, low), high) - low) / (high - low) * bins)
-        found["histograms"][name][min(place, bins - 1)] += 1
-    pair = [round(seconds, 3), len(entry.tokens)]
-    if len(found["sample"]) < SAMPLED_A_SHARD:
-        found["sample"].append(pair)
-    elif (place := int(random.integers(found["clips"]))) < SAMPLED_A_SHARD:
-        found["sample"][place] = pair
-
-
-# ---- all of them ---------------------------------------------------------------------------------------------------
 
 
 def gather(files: list[Path]) -> dict[str, Any]:
     """Return the sums over all shards."""
-    total: dict[str, Any] = {"rows": 0, "clips": 0, "errors": []}
+    rows, clips, errors = 0, 0, []
     lengths: list[np.ndarray] = []
     sums: dict[str, Counter[str]] = {name: Counter() for name in COUNTERS}
     histograms = {name: np.zeros(bins, dtype=np.int64) for name, (_, _, bins) in BINS.items()}
     problems: Counter[str] = Counter()
     for file in files:
         part = json.loads(file.read_text(encoding="utf-8"))
-        total["rows"] += part["rows"]
-        total["clips"] += part["clips"]
+        rows += part["rows"]
+        clips += part["clips"]
+        errors += [part["error"]] if part["error"] else []
         lengths.append(np.array(part["sample"], dtype=np.float64).reshape(-1, 2))  # lists take ten times as much
-        total["errors"] += [part["error"]] if part["error"] else []
         for name in COUNTERS:
             sums[name].update(part[name])
         for name in histograms:
             histograms[name] += np.array(part["histograms"][name])
         problems.update(kind_of(problem["reason"]) for problem in part["problems"])
-    total["sample"] = np.concatenate(lengths)
-    total["duplicates"] = find_duplicates(files)
+    duplicates = find_duplicates(files)
     return {
-        **total,
+        "rows": rows,
+        "clips": clips,
+        "errors": errors,
+        "sample": np.concatenate(lengths),
+        "duplicates": duplicates,
         **{name: dict(sorted(counter.items())) for name, counter in sums.items()},
         "hours": sum(sums["seconds_by_language"].values()) / 3600,
         "bad": sum(problems.values()),
         "problems": dict(problems.most_common()),
-        "duplicate_ids": sum(len(rows) for rows in total["duplicates"].values()),
+        "duplicate_ids": sum(map(len, duplicates.values())),
         "histograms": {
-            name: {"from": BINS[name][0], "to": BINS[name][1], "counts": counts.tolist()}
-            for name, counts in histograms.items()
+            name: {"from": low, "to": high, "counts": histograms[name].tolist()}
+            for name, (low, high, _) in BINS.items()
         },
     }
 
@@ -260,7 +249,7 @@ def kind_of(reason: str) -> str:
 
 def estimate_padding(sample: list[list[float]], limits: BatchLimits, buffer_size: int) -> dict[str, float]:
     """Return the share of padding in batches by duration and at random, from pairs (seconds, tokens)."""
-    found, nowhere = {}, OpenSource(Source(""), [])
+    found, nowhere = {}, OpenSource(Source(path=""), [])
     for name, group in (("by duration", True), ("at random", False)):
         buffer, used, padded, draws = Buffer(limits, True, group), 0.0, 0.0, 0
         rest = [
@@ -302,21 +291,19 @@ def inspect(work: Work, folder: Path, workers: int) -> dict[str, Any]:
 
 def read_all(work: Work, workers: int) -> list[Path]:
     """Inspect all shards in parallel; return their parts in order."""
-    shards = work.shards
+    shards, files = work.shards, []
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), ends_with_this_process()) as pool:
-        waiting = {pool.submit(inspect_shard, index): index for index in range(len(shards))}
-        files: dict[int, Path] = {}
+        parts = pool.map(inspect_shard, range(len(shards)))
         try:
-            for done in tqdm(as_completed(waiting), total=len(shards), desc="check", unit="shard"):
-                files[waiting[done]] = done.result()
+            for part in tqdm(parts, total=len(shards), desc="check", unit="shard"):
+                files.append(part)
         except BrokenProcessPool as error:
-            _, shard = shards[min(set(range(len(shards))) - set(files))]
             raise UserError(
-                f"a process was killed, most likely for want of memory, at {shard.place(0)} or in one of the "
-                f"{workers} shards behind it. What has been read is kept: start again, with fewer --workers.",
+                f"a process was killed, most likely for want of memory, at {shards[len(files)][1].place(0)} or in one "
+                f"of the {workers} shards behind it. What has been read is kept: start again, with fewer --workers.",
                 exit_code=1,
             ) from error
-    return [files[index] for index in range(len(shards))]
+    return files
 
 
 def begin(work: Work) -> int:
@@ -324,7 +311,7 @@ def begin(work: Work) -> int:
     shards: list[list[Any]] = [[shard.file, shard.first, shard.rows] for _, shard in work.shards]
     files = sorted({shard.file for _, shard in work.shards})
     shards += [[file, os.stat(file).st_size, os.stat(file).st_mtime_ns] for file in files if os.path.isfile(file)]
-    filters = [(asdict(source.filters), asdict(source.source)) for source in work.sources]
+    filters = [(source.filters.model_dump(), source.source.model_dump()) for source in work.sources]
     options = work.options
     key = json.dumps([shards, filters, options.text_normalization, options.sample_rate, work.model], default=str)
     mark = work.parts / "of.txt"

@@ -11,7 +11,7 @@ import yaml
 
 from finetune.config.load import read_yaml
 from finetune.errors import UserError
-from finetune.security.secrets import clean, clean_text, known_secrets
+from finetune.security.secrets import clean, clean_text, known_secrets, without_texts
 from finetune.tools.doctor.packages import installed_versions
 
 if TYPE_CHECKING:
@@ -27,25 +27,13 @@ VARIABLES = (
     *("TOKENIZERS_PARALLELISM", "TORCH_EXTENSIONS_DIR", "TRANSFORMERS_OFFLINE", "WORLD_SIZE"),
 )
 """Environment variables that are packed; of all others not even the name."""
-TEXTS = {"pairs", "reference", "hypothesis", "text", "samples_shown", "transcript"}
-"""Keys that hold transcripts."""
 RECORDS = ("config.yaml", "environment.json", "summary.json", "metrics.jsonl", "evaluations.jsonl")
 
 
 def write_bundle(
     path: Path, report: dict[str, Any], text: str, config_file: Path | None, output_dir: Path | None
 ) -> list[str]:
-    """Write the archive; return the names of its files.
-
-    Args:
-        report: the doctor's report, as for --json.
-        text: the report as printed.
-        config_file: the run file.
-        output_dir: of the run; its records are packed.
-
-    Raises:
-        UserError: the archive cannot be written.
-    """
+    """Write the archive, with the report as for --json and as printed; return the names of its files."""
     files: dict[str, Any] = {}
     if config_file is not None:
         files["run_file.yaml"] = read_yaml(config_file, "--config")
@@ -64,7 +52,7 @@ def write_bundle(
         "environment_variables.json": _json(clean(variables, secrets)),
     }
     for name, value in files.items():
-        value = clean(_without_texts(value), secrets)
+        value = clean(without_texts(value), secrets)
         if name.endswith(".jsonl"):
             contents[name] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in value)
         elif name.endswith(".yaml"):
@@ -77,8 +65,6 @@ def write_bundle(
             for name, content in contents.items():
                 archive.writestr(name, content)
         os.replace(aside, path)
-    except OSError as error:
-        raise UserError(f"--bundle: {path} cannot be written: {error}") from error
     finally:
         aside.unlink(missing_ok=True)
     return list(contents)
@@ -86,12 +72,6 @@ def write_bundle(
 
 def _json(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
-
-
-def _without_texts(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_texts(inner) for key, inner in value.items() if key not in TEXTS}
-    return [_without_texts(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _read_record(path: Path) -> Any:

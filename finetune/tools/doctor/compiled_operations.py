@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import importlib.util
 import os
@@ -14,8 +15,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
 
+from finetune.config.optimizers import TORCHAO
 from finetune.tools.doctor.findings import Finding, Wanted, ok, problem, reason_of, warning
 from finetune.tools.doctor.packages import INSTALL
 
@@ -36,18 +39,19 @@ def deepspeed(wanted: Wanted) -> Iterator[Finding]:
         # It needs CUDA_HOME if torch is built for CUDA.
         toolkit = f"Set CUDA_HOME to the folder of the CUDA toolkit {torch.version.cuda}."
         remedy = toolkit if "CUDA" in str(error) else INSTALL
-        yield problem(wanted.needs("deepspeed"), "deepspeed", f"cannot be imported: {reason_of(error)}", remedy)
+        yield problem(wanted.deepspeed, "deepspeed", f"cannot be imported: {reason_of(error)}", remedy)
     else:
         yield ok("deepspeed", f"{package.__version__}, imported")
 
 
 def compilers(wanted: Wanted) -> Iterator[Finding]:
     """The C++ compiler on a source with Python's and OpenMP's headers, ninja, and nvcc if there is a GPU."""
-    yield _cpp_compiler(wanted.needs("compiler"))
+    compiled = wanted.optimizer in (*TORCHAO, "adamw_compiled") or (wanted.chosen and wanted.config.model.compile)
+    yield _cpp_compiler(wanted.deepspeed or bool(compiled))
     ninja = shutil.which("ninja")
     if ninja is None:
         remedy = "source .venv/bin/activate (ninja is in .venv/bin), or pip install -c constraints.txt ninja"
-        needed = wanted.needs("deepspeed") and not _compiled("cpu_adam").is_file()
+        needed = wanted.deepspeed and not _compiled("cpu_adam").is_file()
         yield problem(needed, "ninja", "not on PATH; DeepSpeed's operations are built with it", remedy)
     else:
         yield ok("ninja", ninja)
@@ -82,7 +86,7 @@ def _output_of(*command: str) -> subprocess.CompletedProcess[str]:
 
 def _cuda_compiler(wanted: Wanted) -> Finding:
     gpu, ours = torch.cuda.is_available(), torch.version.cuda or "none"
-    needed = gpu and wanted.needs("cpu_adam") and not _compiled("cpu_adam").is_file()
+    needed = gpu and wanted.cpu_adam and not _compiled("cpu_adam").is_file()
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = str(Path(home) / "bin" / "nvcc") if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     if not Path(nvcc).is_file():
@@ -98,30 +102,26 @@ def _cuda_compiler(wanted: Wanted) -> Finding:
     return ok("nvcc", f"CUDA {theirs}, {nvcc}")
 
 
-def _extension_roots() -> list[Path]:
-    """Where torch keeps compiled extensions: the folder in the environment, else one for each Python and CUDA."""
-    named = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if named:
-        return [Path(named)]
-    return [path for path in (Path.home() / ".cache" / "torch_extensions").glob("*") if path.is_dir()]
+def _extensions() -> Path:
+    """The folder in which torch keeps compiled operations for this Python and CUDA."""
+    cuda = "cpu" if torch.version.cuda is None else "cu" + torch.version.cuda.replace(".", "")
+    default = Path.home() / ".cache" / "torch_extensions" / f"py{sys.version_info[0]}{sys.version_info[1]}_{cuda}"
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or default)
 
 
 def _compiled(name: str) -> Path:
-    """The compiled operation for this Python and CUDA, whether it exists or not."""
-    named = os.environ.get("TORCH_EXTENSIONS_DIR")
-    cuda = "cpu" if torch.version.cuda is None else "cu" + torch.version.cuda.replace(".", "")
-    default = Path.home() / ".cache" / "torch_extensions" / f"py{sys.version_info[0]}{sys.version_info[1]}_{cuda}"
-    return (Path(named) if named else default) / name / f"{name}.so"
+    """The compiled operation, whether it exists or not."""
+    return _extensions() / name / f"{name}.so"
 
 
 def deepspeed_locks(wanted: Wanted) -> Iterator[Finding]:
     """Locks of killed compilations, for which every later start would wait forever without a message."""
-    locks = [lock for root in _extension_roots() for lock in sorted(root.glob("*/lock"))]
+    locks = sorted(_extensions().glob("*/lock"))
     for lock in locks:
         holder = _holder(lock)
         if holder is None:
             found = f"{lock} was left by a compilation that was killed; DeepSpeed would wait for it forever"
-            yield problem(wanted.needs("deepspeed"), "compile lock", found, f"rm {lock}")
+            yield problem(wanted.deepspeed, "compile lock", found, f"rm {lock}")
         else:
             yield warning("compile lock", f"{lock}: process {holder} compiles now", "Wait for it to end.")
     if not locks:
@@ -130,17 +130,11 @@ def deepspeed_locks(wanted: Wanted) -> Iterator[Finding]:
 
 def _holder(path: Path) -> int | None:
     """A process that has the file open, as far as this user can see."""
-    try:
-        wanted = path.stat()
-    except OSError:  # removed in the meantime
-        return os.getpid()
-    for folder in Path("/proc").glob("[0-9]*/fd"):
-        try:
-            for entry in folder.iterdir():
-                if os.path.samestat(entry.stat(), wanted):
-                    return int(folder.parent.name)
-        except OSError:
-            continue
+    real = str(path.resolve())
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if any(file.path == real for file in process.open_files()):
+                return process.pid
     return None
 
 
@@ -156,10 +150,7 @@ def cpu_adam(wanted: Wanted) -> Iterator[Finding]:
         assert spec is not None
         loader.exec_module(importlib.util.module_from_spec(spec))
     except ImportError as error:
-        found, remedy = (
-            f"{path} does not load: {reason_of(error)}",
-            f"rm -r {path.parent}, so that it is compiled anew",
-        )
-        yield problem(wanted.needs("cpu_adam"), name, found, remedy)
+        remedy = f"rm -r {path.parent}, so that it is compiled anew"
+        yield problem(wanted.cpu_adam, name, f"{path} does not load: {reason_of(error)}", remedy)
     else:
         yield ok(name, f"compiled and loaded: {path}")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import textwrap
+import time
 from typing import TYPE_CHECKING
 
 from finetune.config.load import load_config
 from finetune.paths import ROOT
 from finetune.strategies.strategy import resolve_precision, resolve_strategy
-from finetune.tools.doctor import compiled_operations, gpu, hub_access, packages, run_file_checks, system
-from finetune.tools.doctor.findings import MISSING, WARNING, Check, Finding, Wanted
+from finetune.tools.doctor import compiled_operations, gpu, packages, run_file_checks, system
+from finetune.tools.doctor.findings import MISSING, WARNING, Check, Finding, Wanted, reason_of, warning
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 SECTIONS: dict[str, list[Check]] = {
@@ -20,6 +21,7 @@ SECTIONS: dict[str, list[Check]] = {
     "machine": [
         system.memory,
         system.limits,
+        system.shared_memory,
         gpu.gpus,
         gpu.allocator,
         gpu.process_groups,
@@ -27,7 +29,9 @@ SECTIONS: dict[str, list[Check]] = {
         gpu.loss_kernels,
     ],
     "optimizers and engines": [
-        packages.optimizers,
+        packages.bitsandbytes,
+        packages.torchao,
+        packages.flashoptim,
         compiled_operations.deepspeed,
         compiled_operations.compilers,
         compiled_operations.deepspeed_locks,
@@ -38,7 +42,7 @@ SECTIONS: dict[str, list[Check]] = {
         run_file_checks.gpu_count,
         run_file_checks.model,
         run_file_checks.data,
-        hub_access.hub,
+        run_file_checks.hub,
         run_file_checks.output_disk,
     ],
 }
@@ -52,44 +56,38 @@ def wanted_run(config_file: Path | None, strategies: list[str], overrides: list[
     Raises:
         UserError: training would refuse it on any machine.
     """
-    project = logging.getLogger("finetune")
-    level = project.level
-    project.setLevel(logging.WARNING)  # training logs which values are replaced
-    try:
-        strategy = resolve_strategy(strategies)
-        config, _ = load_config(config_file or NEUTRAL, strategy.names, overrides)
-    finally:
-        project.setLevel(level)
+    strategy = resolve_strategy(strategies)
+    config, _ = load_config(config_file or NEUTRAL, strategy.names, overrides)
     precision = resolve_precision(config.training.bf16, config.training.fp16, strategy)
     config.training.bf16, config.training.fp16 = precision == "bf16", precision == "fp16"
     return Wanted(config, config_file, strategy.names, strategy.engine)
+
+
+def run_checks(wanted: Wanted) -> Iterator[Finding]:
+    """Run all checks in their order; a check that raises becomes a warning that names it."""
+    for section, checks in SECTIONS.items():
+        for check in checks:
+            started = time.perf_counter()
+            try:
+                findings = list(check(wanted))
+            except Exception as error:
+                name = check.__name__.replace("_", " ")
+                findings = [warning(name, f"this check failed: {reason_of(error)}", "Report it, with --bundle.")]
+            seconds = time.perf_counter() - started
+            for finding in findings:
+                finding.section = section
+                finding.found += f" (checked in {seconds:.0f} s)" if seconds > 10 else ""
+                yield finding
 
 
 def format_finding(finding: Finding, width: int) -> str:
     """A finding as wrapped lines, with its remedy below."""
     hang = " " * 32
     head = f"  {finding.state:<8} {finding.name:<20} "
-    lines = textwrap.wrap(
-        finding.found,
-        width,
-        initial_indent=hang,
-        subsequent_indent=hang,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    if len(head) <= len(hang):
-        lines[0] = head.ljust(len(hang)) + lines[0][len(hang) :]
-    else:
-        lines.insert(0, head.rstrip())
-    lines += textwrap.wrap(
-        finding.remedy,
-        width,
-        initial_indent=hang + "-> ",
-        subsequent_indent=hang + "   ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return "\n".join(lines)
+    wrapper = textwrap.TextWrapper(width, head, hang, break_long_words=False, break_on_hyphens=False)
+    lines = wrapper.wrap(finding.found)
+    wrapper.initial_indent, wrapper.subsequent_indent = f"{hang}-> ", f"{hang}   "
+    return "\n".join(lines + wrapper.wrap(finding.remedy))
 
 
 def conclusion(findings: list[Finding], wanted: Wanted) -> str:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-from finetune.config.optimizers import BITSANDBYTES, TORCHAO
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,7 +14,7 @@ if TYPE_CHECKING:
 OK, WARNING, MISSING = "OK", "warning", "missing"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Finding:
     """Result of a check."""
 
@@ -50,25 +47,14 @@ class Wanted:
         """`training.optimizer` of the chosen run, or none."""
         return str(self.config.training.optimizer) if self.chosen else "none"
 
-    def needs(self, what: str) -> bool:
-        """Whether the chosen run cannot start, or not train as configured, without this.
+    @property
+    def deepspeed(self) -> bool:
+        return self.engine.startswith("deepspeed")
 
-        Args:
-            what: one of the keys below; cpu_adam is DeepSpeed's optimizer on the host.
-        """
-        optimizer, deepspeed = self.optimizer, self.engine.startswith("deepspeed")
-        return {
-            "bitsandbytes": optimizer in BITSANDBYTES,
-            "torchao": optimizer in TORCHAO or optimizer.startswith("cpu_offload"),
-            "flashoptim": optimizer.startswith("flash_adamw"),
-            "deepspeed": deepspeed,
-            "cpu_adam": deepspeed and self.engine.endswith("_offload"),
-            "compiler": deepspeed
-            or optimizer in TORCHAO
-            or optimizer == "adamw_compiled"
-            or (self.chosen and bool(self.config.model.compile)),
-            "processes": self.engine != "none",
-        }[what]
+    @property
+    def cpu_adam(self) -> bool:
+        """Whether DeepSpeed's optimizer on the host steps."""
+        return self.deepspeed and self.engine.endswith("_offload")
 
 
 Check = Callable[[Wanted], Iterator[Finding]]
@@ -91,19 +77,3 @@ def reason_of(error: BaseException) -> str:
     """An exception in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
-
-
-def run_checks(sections: dict[str, list[Check]], wanted: Wanted) -> Iterator[Finding]:
-    """Run all checks in their order; a check that raises becomes a warning that names it."""
-    for section, checks in sections.items():
-        for check in checks:
-            started = time.perf_counter()
-            try:
-                findings = list(check(wanted))
-            except Exception as error:
-                name = check.__name__.replace("_", " ")
-                findings = [warning(name, f"this check failed: {reason_of(error)}", "Report it, with --bundle.")]
-            seconds = time.perf_counter() - started
-            slow = f" (checked in {seconds:.0f} s)" if seconds > 10 else ""
-            for finding in findings:
-                yield replace(finding, section=section, found=finding.found + slow)

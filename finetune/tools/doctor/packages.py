@@ -21,6 +21,7 @@ from finetune.tools.doctor.findings import Finding, Wanted, ok, problem, reason_
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INSTALL = "pip install -c constraints.txt -e ."
 FORMATS = (
     ("WAV", "WAV", "PCM_16"),
@@ -96,75 +97,67 @@ def decoders(wanted: Wanted) -> Iterator[Finding]:
         yield ok("decoders", found)
 
 
-def optimizers(wanted: Wanted) -> Iterator[Finding]:
-    """One step of bitsandbytes, torchao and flashoptim on the device that training would use."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    yield _bitsandbytes(wanted, device)
-    yield _torchao(wanted, device)
-    yield _flashoptim(wanted, device)
-
-
 def _try_step(
-    make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], device: str, dtype: torch.dtype = torch.float32
+    make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], dtype: torch.dtype = torch.float32
 ) -> None:
-    """Take one step on a parameter that is large enough for 8-bit states.
-
-    Raises:
-        Exception: the step fails or changes nothing.
-    """
-    parameter = torch.nn.Parameter(torch.ones(64, 256, device=device, dtype=dtype))
+    """Take one step, where training would, on a parameter that is large enough for 8-bit states."""
+    parameter = torch.nn.Parameter(torch.ones(64, 256, device=DEVICE, dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
     make([parameter]).step()
     if not bool((parameter != 1).all()):
         raise RuntimeError("the step changed nothing")
 
 
-def _bitsandbytes(wanted: Wanted, device: str) -> Finding:
-    name = wanted.optimizer if wanted.needs("bitsandbytes") else "adamw_8bit"
+def bitsandbytes(wanted: Wanted) -> Iterator[Finding]:
+    """One step of the chosen optimizer of bitsandbytes."""
+    name = wanted.optimizer if wanted.optimizer in BITSANDBYTES else "adamw_8bit"
     started = time.perf_counter()
     try:
-        import bitsandbytes
+        import bitsandbytes as package
 
-        _try_step(lambda parameters: getattr(bitsandbytes.optim, BITSANDBYTES[name])(parameters, lr=1e-3), device)
+        _try_step(lambda parameters: getattr(package.optim, BITSANDBYTES[name])(parameters, lr=1e-3))
     except Exception as error:
-        found = f"{BITSANDBYTES[name]} fails on {device}: {reason_of(error)}; {name} would train with 32-bit AdamW, "
+        found = f"{BITSANDBYTES[name]} fails on {DEVICE}: {reason_of(error)}; {name} would train with 32-bit AdamW, "
         found += "whose states are several times as large"
-        return warning("bitsandbytes", found, "bash scripts/install_8bit_optimizer.sh installs and checks it")
+        yield warning("bitsandbytes", found, "bash scripts/install_8bit_optimizer.sh installs and checks it")
+        return
     seconds, version = time.perf_counter() - started, metadata.version("bitsandbytes")
-    return ok("bitsandbytes", f"{version}, {BITSANDBYTES[name]} stepped on {device} in {seconds:.1f} s")
+    yield ok("bitsandbytes", f"{version}, {BITSANDBYTES[name]} stepped on {DEVICE} in {seconds:.1f} s")
 
 
-def _torchao(wanted: Wanted, device: str) -> Finding:
+def torchao(wanted: Wanted) -> Iterator[Finding]:
+    """One step of the chosen optimizer of torchao, without compiling it."""
     name = wanted.optimizer if wanted.optimizer in TORCHAO else "adamw_8bit_ao"
-    needed = wanted.needs("torchao")
+    needed = wanted.optimizer in TORCHAO or wanted.optimizer.startswith("cpu_offload")
     if name == "adamw_fp8_ao" and gpu_lacks_fp8():
         remedy = "Use --strategy adamw_8bit_ao, whose states are as small."
-        return problem(needed, "torchao", "this GPU has no FP8", remedy)
+        yield problem(needed, "torchao", "this GPU has no FP8", remedy)
+        return
     try:
-        import torchao.optim
+        import torchao.optim as optimizers
 
         # Compiling the step takes 6 to 25 s; the compiler has its own check.
         with torch.compiler.set_stance("force_eager"):
-            _try_step(lambda parameters: getattr(torchao.optim, TORCHAO[name])(parameters, lr=1e-3), device)
+            _try_step(lambda parameters: getattr(optimizers, TORCHAO[name])(parameters, lr=1e-3))
     except Exception as error:
-        return problem(needed, "torchao", f"{TORCHAO[name]} fails on {device}: {reason_of(error)}", INSTALL)
-    found = f"{metadata.version('torchao')}, {TORCHAO[name].lstrip('_')} stepped on {device}, not compiled"
-    return ok("torchao", f"{found} (training compiles it at its first step)")
+        yield problem(needed, "torchao", f"{TORCHAO[name]} fails on {DEVICE}: {reason_of(error)}", INSTALL)
+        return
+    found = f"{metadata.version('torchao')}, {TORCHAO[name].lstrip('_')} stepped on {DEVICE}, not compiled"
+    yield ok("torchao", f"{found} (training compiles it at its first step)")
 
 
-def _flashoptim(wanted: Wanted, device: str) -> Finding:
-    needed = wanted.needs("flashoptim")
+def flashoptim(wanted: Wanted) -> Iterator[Finding]:
+    """One step of FlashAdamW on a GPU."""
+    needed = wanted.optimizer.startswith("flash_adamw")
     try:
         from flashoptim import FlashAdamW
 
         version = metadata.version("flashoptim")
+        if DEVICE == "cpu":
+            found = f"{version} is installed, but its kernels run on CUDA GPUs only"
+            yield problem(needed, "flashoptim", found, "Use --strategy bf16_full, or a machine with a GPU.")
+            return
+        _try_step(lambda p: FlashAdamW(p, lr=0.1, master_weight_bits=24), torch.bfloat16)
+        yield ok("flashoptim", f"{version}, FlashAdamW stepped on {DEVICE}")
     except Exception as error:
-        return problem(needed, "flashoptim", f"cannot be imported: {reason_of(error)}", INSTALL)
-    if device == "cpu":
-        found = f"{version} is installed, but its kernels run on CUDA GPUs only"
-        return problem(needed, "flashoptim", found, "Use --strategy bf16_full, or a machine with a GPU.")
-    try:
-        _try_step(lambda p: FlashAdamW(p, lr=0.1, master_weight_bits=24), device, torch.bfloat16)
-    except Exception as error:
-        return problem(needed, "flashoptim", f"FlashAdamW fails on {device}: {reason_of(error)}", INSTALL)
-    return ok("flashoptim", f"{version}, FlashAdamW stepped on {device}")
+        yield problem(needed, "flashoptim", f"FlashAdamW fails on {DEVICE}: {reason_of(error)}", INSTALL)

@@ -1,26 +1,29 @@
-"""Checks of the chosen run: its strategy on this machine, its model and data, and the disk that it writes to."""
+"""Checks of the chosen run: its strategy on this machine, its model and data, the hub, and the disk for its output."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
+import threading
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from finetune.config.compatibility import find_conflicts
 from finetune.config.tokenizer_setting import tokenizer_setting
-from finetune.data.sources import parse_sources
+from finetune.data.sources import MANIFEST_SUFFIXES, parse_sources
 from finetune.data.tarred import expand_ranges
 from finetune.errors import UserError
-from finetune.models.huggingface.reading import is_hugging_face
-from finetune.security.secrets import clean_urls
+from finetune.models.huggingface.reading import cached_file, is_hugging_face
+from finetune.security.secrets import clean_text, clean_urls
 from finetune.strategies.strategy import engine_with, number_of_processes
 from finetune.tools.doctor.findings import Finding, Wanted, ok, problem, reason_of, warning
-from finetune.tools.doctor.hub_access import DATA_KEYS, cached_model, is_hub_data, is_hub_name
-from finetune.tools.doctor.system import parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +31,9 @@ if TYPE_CHECKING:
 PROBE_MIB, CHUNK_MIB = 64, 16
 PROBE_SECONDS = 4.0
 SLOW_MIB_PER_SECOND = 50
+HUB_SECONDS = 4.0
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+DATA_KEYS = ("train", "validation", "test", "guard")
 
 
 def compatibility(wanted: Wanted) -> Iterator[Finding]:
@@ -91,14 +97,23 @@ def model(wanted: Wanted) -> Iterator[Finding]:
         if tokenizer is not None and not (Path(tokenizer) / "tokenizer.model").is_file():
             found = f"there is no {Path(tokenizer) / 'tokenizer.model'}"
             yield problem(file.suffix != ".nemo", "tokenizer", found, "python -m finetune.tokenizer makes one.")
-    elif is_hub_name(name):
-        yield ok(
-            "model", f"{name}, {'downloaded already' if cached_model(name) else 'will be downloaded from the hub'}"
-        )
+    elif _is_hub_model(name):
+        state = "downloaded already" if _is_cached(name) else "will be downloaded from the hub"
+        yield ok("model", f"{name}, {state}")
     else:
         found = f"{name} is neither a .nemo file nor a directory with model.nemo or config.json, and not a hub name"
         remedy = "Set model.name to a .nemo file or a name such as nvidia/parakeet-tdt-0.6b-v3."
         yield problem(True, "model", found, remedy)
+
+
+def _is_hub_model(name: str) -> bool:
+    """Apply the rule of `finetune.models.loading.load_model`."""
+    local = Path(name).suffix in (".yaml", ".yml", ".nemo") or os.path.exists(name)
+    return not local and name.count("/") == 1 and not name.startswith((".", "/"))
+
+
+def _is_cached(name: str) -> bool:
+    return any(cached_file(name, file) for file in (name.split("/")[1] + ".nemo", "model.safetensors"))
 
 
 def data(wanted: Wanted) -> Iterator[Finding]:
@@ -113,19 +128,17 @@ def data(wanted: Wanted) -> Iterator[Finding]:
     for name, value in named.items():
         if value is None:
             continue
-        held_out = name in ("data.validation", "data.test", "data.guard")
         try:
-            sources = parse_sources(value, name, "validation" if held_out else "train")
+            paths = _paths(value, name)
         except UserError as error:
             yield problem(True, name, str(error), "docs/data.md says what a source may be.")
             continue
-        paths = [path for s in sources for path in (s.path, s.tarred_audio) if path]
         if gone := [path for path in paths if not _exists(path)]:
             some = ", ".join(gone[:3]) + (f" and {len(gone) - 3} more" if len(gone) > 3 else "")
             remedy = "Correct the path, or start from the folder that it is relative to."
             yield problem(True, name, f"not found: {some} (looked in {Path.cwd()})", remedy)
         else:
-            remote = sum("://" in path or is_hub_data(path) for path in paths)
+            remote = sum(map(_is_remote, paths))
             found = clean_urls(", ".join(paths[:3])) + (" ..." if len(paths) > 3 else "")
             yield ok(name, found + (f" ({remote} remote, not asked)" if remote else ""))
     if settings.leave_out and not os.path.isfile(settings.leave_out):
@@ -136,8 +149,23 @@ def data(wanted: Wanted) -> Iterator[Finding]:
         yield warning("data.validation", found, "Name clips that are not trained on.")
 
 
+def _paths(value: Any, key: str) -> list[str]:
+    sources = parse_sources(value, key, "train")
+    return [path for source in sources for path in (source.path, source.tarred_audio) if path]
+
+
+def _is_hub_data(path: str) -> bool:
+    """Apply the rule of `finetune.data.sources`."""
+    local = path.endswith(MANIFEST_SUFFIXES) or path.startswith((".", "/", "~")) or path.count("/") > 1
+    return not (local or "://" in path or any(c in path for c in "*?[{") or os.path.exists(path))
+
+
+def _is_remote(path: str) -> bool:
+    return "://" in path or _is_hub_data(path)
+
+
 def _exists(path: str) -> bool:
-    if "://" in path or is_hub_data(path):
+    if _is_remote(path):
         return True
     if any(sign in path for sign in ("*", "?", "[", "{", "_OP_")):
         files = expand_ranges(path)
@@ -145,11 +173,65 @@ def _exists(path: str) -> bool:
     return os.path.exists(os.path.expanduser(path))
 
 
+def hub(wanted: Wanted) -> Iterator[Finding]:
+    """Whether the hub answers, and whether there is a token; never which."""
+    from huggingface_hub import constants, get_token
+
+    needed = _wanted_from_hub(wanted)
+    what = f"the run file takes {', '.join(needed)} from it" if needed else "nothing of this run needs it"
+    switched = [name for name in OFFLINE if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")]
+    if switched and needed:
+        remedy = f"unset {' '.join(switched)}, or give local paths."
+        yield problem(True, "hub", f"switched off by {', '.join(switched)}; {what}", remedy)
+    elif switched:
+        yield ok("hub", f"switched off by {', '.join(switched)}; {what}")
+    elif error := _request_head(constants.ENDPOINT):
+        found = f"{clean_text(constants.ENDPOINT)} does not answer ({clean_text(error)}); {what}"
+        remedy = "Check network and proxy (HTTPS_PROXY), or give local paths and export HF_HUB_OFFLINE=1."
+        yield problem(bool(needed), "hub", found, remedy)
+    else:
+        yield ok("hub", f"{clean_text(constants.ENDPOINT)} answers; {what}")
+    has_token = get_token() is not None
+    none = "none; only private and gated repositories need one"
+    yield ok("hub token", "one is set (its value is never shown)" if has_token else none)
+
+
+def _wanted_from_hub(wanted: Wanted) -> list[str]:
+    """What the run file takes from the hub, without models that are in the cache."""
+    if wanted.config_file is None:
+        return []
+    name = str(wanted.config.model.name)
+    found = [name] if _is_hub_model(name) and not _is_cached(name) else []
+    for value in filter(None, (getattr(wanted.config.data, key) for key in DATA_KEYS)):
+        with contextlib.suppress(UserError):  # which the check of the data tells
+            found += [path for path in _paths(value, "data") if _is_hub_data(path) or path.startswith("hf://")]
+    return list(dict.fromkeys(found))
+
+
+def _request_head(url: str) -> str:
+    """Request the head of a page; return the error, or nothing if any answer came in time."""
+    result = [f"no answer within {HUB_SECONDS:.0f} s"]
+
+    def request() -> None:
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=HUB_SECONDS):
+                result[0] = ""
+        except urllib.error.HTTPError as error:
+            result[0] = "" if error.code < 500 else reason_of(error)
+        except Exception as error:
+            result[0] = reason_of(error)
+
+    # A thread, because looking up a host name has no timeout of its own.
+    thread = threading.Thread(target=request, daemon=True)
+    thread.start()
+    thread.join(HUB_SECONDS + 0.5)
+    return result[0]
+
+
 def output_disk(wanted: Wanted) -> Iterator[Finding]:
     """Room at output_dir for what the run writes, and the speed of writing and reading there."""
     given = wanted.config_file is not None
-    t = wanted.config.training
-    target = Path(t.output_dir) if given else Path.cwd()
+    target = Path(wanted.config.training.output_dir) if given else Path.cwd()
     folder = target.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -171,27 +253,31 @@ def output_disk(wanted: Wanted) -> Iterator[Finding]:
         yield warning(name, f"{found}; slow, and each checkpoint waits for it", remedy)
     else:
         yield ok(name, found + (f"; the run takes about {need:.1f} GiB" if need else ""))
-    if given and (target / "config.yaml").is_file() and not t.resume_from_checkpoint and not t.overwrite_output_dir:
-        remedy = "Continue it with training.resume_from_checkpoint=true, or name another directory."
-        yield warning(name, f"{target} holds another run; training refuses to overwrite it", remedy)
 
 
 def _room(wanted: Wanted) -> float | None:
     """GiB for model.nemo and checkpoints while one more is written than is kept; None for a model of unknown size."""
     parameters = parameters_of(str(wanted.config.model.name))
-    if parameters is None:
-        return None
     # AdamW's checkpoint: weights and two states, 4 bytes each. The best model is kept as weights and as model.nemo.
     kept = max(int(wanted.config.training.save_total_limit), 1)
-    return parameters * (12 * (kept + 1) + 8) / 2**30
+    return parameters * (12 * (kept + 1) + 8) / 2**30 if parameters else None
+
+
+def parameters_of(model: str) -> float | None:
+    """Parameters of a model, by the size of its file or by a hub name such as parakeet-tdt-0.6b-v3; None: unknown."""
+    path = Path(model) / "model.nemo" if Path(model).is_dir() else Path(model)
+    if path.suffix == ".nemo" and path.is_file():
+        return path.stat().st_size / 4
+    if is_hugging_face(Path(model)):
+        size = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+        half = re.search(r'"(torch_)?dtype": "b?float16"', (Path(model) / "config.json").read_text(encoding="utf-8"))
+        return size / (2 if half else 4)
+    size = re.search(r"(\d+(?:\.\d+)?)b(?![a-z])", model.rsplit("/", 1)[-1])
+    return float(size[1]) * 1e9 if size and not path.exists() else None
 
 
 def _disk_speed(folder: Path) -> tuple[float, float]:
-    """MiB/s of writing (to the disk itself) and of reading up to 64 MiB, each for four seconds at most.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """MiB/s of writing (to the disk itself) and of reading up to 64 MiB, each for four seconds at most."""
     path = folder / f".doctor-{os.getpid()}.tmp"
     chunk = os.urandom(CHUNK_MIB * 2**20)
     try:

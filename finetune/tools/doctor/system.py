@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import resource
 import shutil
 import socket
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from finetune.models.huggingface.reading import is_hugging_face
 from finetune.tools.doctor.findings import Finding, Wanted, ok, problem, warning
 
 if TYPE_CHECKING:
@@ -45,14 +43,7 @@ def memory(wanted: Wanted) -> Iterator[Finding]:
     if limit is not None and limit < total:
         found += f", limited to {limit:.1f} GiB by the control group"
         free = min(free, limit)
-    offloads = wanted.chosen and (wanted.engine.endswith("_offload") or wanted.optimizer.startswith("cpu_offload"))
-    parameters = parameters_of(str(wanted.config.model.name)) if offloads else None
-    # float32 weights, gradients and two states, 4 bytes each.
-    need = 16 * parameters / 2**30 if parameters else 0.0
-    if need > free:
-        remedy = "Free memory, or use a strategy without offload."
-        yield warning("memory", f"{found}; the offloaded optimizer takes about {need:.0f} GiB", remedy)
-    elif free < 4:
+    if free < 4:
         yield warning("memory", found, "Free memory: loading NeMo and a small model takes about 3 GiB.")
     else:
         yield ok("memory", found)
@@ -69,56 +60,45 @@ def _cgroup_limit() -> float | None:
     return None
 
 
-def parameters_of(model: str) -> float | None:
-    """Parameters of a model, by the size of its file or by a hub name such as parakeet-tdt-0.6b-v3; None: unknown."""
-    path = Path(model) / "model.nemo" if Path(model).is_dir() else Path(model)
-    if path.suffix == ".nemo" and path.is_file():
-        return path.stat().st_size / 4
-    if is_hugging_face(Path(model)):
-        size = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
-        half = re.search(r'"(torch_)?dtype": "b?float16"', (Path(model) / "config.json").read_text(encoding="utf-8"))
-        return size / (2 if half else 4)
-    size = re.search(r"(\d+(?:\.\d+)?)b(?![a-z])", model.rsplit("/", 1)[-1])
-    return float(size[1]) * 1e9 if size and not path.exists() else None
-
-
 def limits(wanted: Wanted) -> Iterator[Finding]:
-    """Open files, locked memory, and the shared memory through which workers pass batches."""
+    """Open files and locked memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < OPEN_FILES:
-        most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
-        reachable = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, 65536)
-        remedy = f"ulimit -n {reachable} in the shell that starts the training"
+        unlimited = hard == resource.RLIM_INFINITY
+        remedy = f"ulimit -n {OPEN_FILES if unlimited else min(hard, 65536)} in the shell that starts the training"
         if 0 <= hard < OPEN_FILES:
             remedy += f", after raising nofile in /etc/security/limits.conf to {OPEN_FILES}"
+        most = "unlimited" if unlimited else hard
         found = f"up to {soft} (hard limit {most}); shards, workers and sockets of a large run need more"
         yield warning("open files", found, remedy)
     else:
         yield ok("open files", f"up to {soft}")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     found = "unlimited" if locked == resource.RLIM_INFINITY else f"up to {locked // 1024} KiB"
+    found += " (matters to NCCL over InfiniBand; CUDA's pinned memory does not count)"
     if locked != resource.RLIM_INFINITY and torch.cuda.device_count() > 1:
-        found += "; NCCL over InfiniBand locks more, and CUDA's own pinned memory does not count"
         remedy = "ulimit -l unlimited (memlock in /etc/security/limits.conf; docker run --ulimit memlock=-1)"
         yield warning("locked memory", found, remedy)
     else:
-        yield ok("locked memory", f"{found} (matters to NCCL over InfiniBand; CUDA's pinned memory does not count)")
-    yield _shared_memory(wanted)
+        yield ok("locked memory", found)
 
 
-def _shared_memory(wanted: Wanted) -> Finding:
+def shared_memory(wanted: Wanted) -> Iterator[Finding]:
+    """The shared memory through which workers pass batches."""
     path = Path("/dev/shm")
     if not path.is_dir():
         remedy = "Set training.dataloader_num_workers=0."
-        return warning("/dev/shm", "there is none; workers cannot pass batches", remedy)
+        yield warning("/dev/shm", "there is none; workers cannot pass batches", remedy)
+        return
     usage = shutil.disk_usage(path)
     found = f"{usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
     if usage.free / 2**30 >= SHARED_MEMORY_GIB or not wanted.config.training.dataloader_num_workers:
-        return ok("/dev/shm", found)
+        yield ok("/dev/shm", found)
+        return
     remedy = "docker run --shm-size=8g (Kubernetes: an emptyDir of medium Memory at /dev/shm), or "
     remedy += "training.dataloader_num_workers=0"
     found += "; workers pass batches through it, and a full one kills them with a bus error"
-    return warning("/dev/shm", found, remedy)
+    yield warning("/dev/shm", found, remedy)
 
 
 def main_port(wanted: Wanted) -> Iterator[Finding]:
@@ -135,5 +115,5 @@ def main_port(wanted: Wanted) -> Iterator[Finding]:
             found = f"{port} cannot be used ({error}), most likely by another run; one process needs none"
             remedy = f"accelerate launch --main_process_port {free}, torchrun --master_port {free}, or "
             yield warning("port", found, f"{remedy}deepspeed --master_port {free}")
-        else:
-            yield ok("port", f"{port} is free")
+            return
+    yield ok("port", f"{port} is free")

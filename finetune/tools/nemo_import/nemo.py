@@ -1,5 +1,6 @@
 """What each key of NeMo's fine-tuning YAML becomes in a run file: model, optimizer, trainer, experiment manager."""
 
+import itertools
 from typing import Any
 
 from finetune.tools.nemo_import.nemo_data import translate_data
@@ -40,15 +41,6 @@ SCHEDULE_NAMES = {
     "OneCycleLR": "onecycle",
     "SquareAnnealing": "polynomial",
     "SquareRootAnnealing": "polynomial",
-}
-ENGINES = {
-    "deepspeed_stage_1": "zero1",
-    "deepspeed_stage_2": "zero2",
-    "deepspeed_stage_2_offload": "zero2_offload",
-    "deepspeed_stage_3": "zero3",
-    "deepspeed_stage_3_offload": "zero3_offload",
-    "fsdp": "fsdp2",
-    "fsdp2": "fsdp2",
 }
 COPIED = {
     "model.optim.lr": "training.learning_rate",
@@ -108,11 +100,11 @@ def _model(imported: Import) -> None:
         else:
             imported.to_fill["model.name"] = "init_from_nemo_model or init_from_pretrained_model"
     _vocabulary(imported)
-    for name in ("gradient_checkpointing", "activation_checkpointing", "use_gradient_checkpointing"):
-        for section in ("model.encoder", "encoder", "model.decoder", "decoder"):
-            if imported.get(f"{section}.{name}"):
-                comment = f"{section}.{name}, which NeMo's modules do not have"
-                imported.set("model.gradient_checkpointing", True, comment)
+    names = ("gradient_checkpointing", "activation_checkpointing", "use_gradient_checkpointing")
+    for section, name in itertools.product(("model.encoder", "encoder", "model.decoder", "decoder"), names):
+        if imported.get(f"{section}.{name}"):
+            comment = f"{section}.{name}, which NeMo's modules do not have"
+            imported.set("model.gradient_checkpointing", True, comment)
     masks = imported.section("model.spec_augment")
     if masks.get("freq_masks") == masks.get("time_masks") == 0:
         imported.get("model.spec_augment")
@@ -165,24 +157,22 @@ def _vocabulary(imported: Import) -> None:
 
 
 def _optimizer(imported: Import) -> None:
-    optim = "model.optim"
-    name = str(imported.get(f"{optim}.name") or "adamw")
+    name = str(imported.get("model.optim.name") or "adamw")
     ours = OPTIMIZER_NAMES.get(name.lower())
     if ours is None:
-        ours, comment = "adamw", f"in place of {optim}.name {name}"
+        ours, comment = "adamw", f"in place of model.optim.name {name}"
         why = f"there is no optimizer {name}; adamw takes its place, and its learning rate may not fit"
-        imported.leave(f"{optim}.name", why)
+        imported.leave("model.optim.name", why)
     else:
-        comment = f"{optim}.name" + (f" {name}" if name != ours else "")
+        comment = "model.optim.name" + (f" {name}" if name != ours else "")
     imported.set("training.optimizer", ours, comment)
-    betas, eps, is_lion = imported.get(f"{optim}.betas"), imported.get(f"{optim}.eps"), ours.startswith("lion")
-    arguments: dict[str, Any] = {}
-    if betas or not is_lion:
-        arguments["betas"] = [float(b) for b in betas or (0.9, 0.999)]
-    if eps is not None and not is_lion:
-        arguments["eps"] = eps
+    betas, eps = imported.get("model.optim.betas"), imported.get("model.optim.eps")
+    if ours.startswith("lion"):
+        arguments = {"betas": betas} if betas else {}
+    else:
+        arguments = {"betas": betas or [0.9, 0.999]} | ({} if eps is None else {"eps": eps})
     if arguments:
-        comment = f"{optim}.betas" if betas else "torch's own, as NeMo takes them"
+        comment = "model.optim.betas" if betas else "torch's own, as NeMo takes them"
         imported.set("training.optimizer_args", arguments, comment)
 
 
@@ -238,17 +228,18 @@ def _devices(imported: Import) -> None:
         imported.set("training.num_gpus", devices * imported.nodes, "trainer.devices x trainer.num_nodes")
     strategy = imported.get("trainer.strategy")
     options = strategy if isinstance(strategy, dict) else {}
-    target = options.get("_target_", "") if options else str(strategy or "")
-    engine = ENGINES.get(target)
-    if engine is None and "DeepSpeed" in target:
+    target = str(options.get("_target_", "") if options else strategy or "")
+    if target.startswith("deepspeed_stage_"):  # deepspeed_stage_2_offload
+        imported.strategies.append(target.replace("deepspeed_stage_", "zero"))
+    elif "DeepSpeed" in target:
         stage = str(options.get("stage", 2))
-        engine = f"zero{stage}" + ("_offload" if options.get("offload_optimizer") and stage != "1" else "")
-    elif engine is None and ("FSDP" in target or "ModelParallel" in target):
-        engine = "fsdp2"
-    if engine is None and (devices != 1 or imported.nodes > 1):
-        engine = "ddp"
-    if engine is not None:
-        imported.strategies.append(engine)
+        imported.strategies.append(
+            f"zero{stage}" + ("_offload" if options.get("offload_optimizer") and stage != "1" else "")
+        )
+    elif "fsdp" in target.lower() or "ModelParallel" in target:
+        imported.strategies.append("fsdp2")
+    elif devices != 1 or imported.nodes > 1:
+        imported.strategies.append("ddp")
 
 
 def _trainer(imported: Import) -> None:
@@ -263,14 +254,12 @@ def _trainer(imported: Import) -> None:
     norm = imported.get("trainer.gradient_clip_val")
     comment = "trainer.gradient_clip_val" if norm is not None else "NeMo does not clip where nothing is set"
     imported.set("training.max_grad_norm", float(norm or 0.0), comment)
-    every = imported.get("trainer.val_check_interval")
-    if isinstance(every, int) and not isinstance(every, bool) and every > 1:
+    every = imported.leaves.get("trainer.val_check_interval")
+    if isinstance(every, int) and every > 1:
+        imported.get("trainer.val_check_interval")
         accumulated = imported.get("trainer.accumulate_grad_batches") or 1
         comment = "trainer.val_check_interval" + (f" {every} batches, in steps" if accumulated > 1 else "")
         imported.set("training.eval_steps", max(1, every // accumulated), comment)
-    elif every is not None:
-        why = "a share of an epoch: set training.eval_steps, in optimizer steps"
-        imported.leave("trainer.val_check_interval", why)
     if imported.get("trainer.sync_batchnorm") and imported.processes != 1:
         imported.set("model.sync_batchnorm", True, "trainer.sync_batchnorm; refused on a machine without a GPU")
 
@@ -282,9 +271,8 @@ def take_precision(imported: Import, key: str) -> None:
     if name.startswith("bf16"):
         imported.set("training.bf16", True, f"{key} {value}")
         if name == "bf16-true":
-            imported.notes.append(
-                "weights in bf16 (bf16-true): add --strategy bf16_stochastic_rounding, which rounds updates safely"
-            )
+            note = "weights in bf16 (bf16-true): add --strategy bf16_stochastic_rounding, which rounds updates safely"
+            imported.notes.append(note)
     elif name in ("16", "16-mixed", "fp16"):
         imported.set("training.fp16", True, f"{key} {value}; bf16 is safer on GPUs since Ampere")
     elif value is not None and name not in ("32", "32-true", "no", "fp32"):
@@ -296,11 +284,8 @@ def _exp_manager(imported: Import) -> None:
     name = imported.get("exp_manager.name") or imported.get("name") or imported.file.stem
     value = f"{str(folder).rstrip('/')}/{name}" if folder else f"runs/{name}"
     imported.set("training.output_dir", value, "exp_manager.exp_dir and name" if folder else "no exp_manager.exp_dir")
-    trackers = [
-        tracker
-        for tracker in ("tensorboard", "wandb", "clearml", "mlflow")
-        if imported.get(f"exp_manager.create_{tracker}_logger", tracker == "tensorboard" or None)
-    ]
+    trackers = ["tensorboard"] if imported.get("exp_manager.create_tensorboard_logger", True) else []
+    trackers += [name for name in ("wandb", "clearml", "mlflow") if imported.get(f"exp_manager.create_{name}_logger")]
     if not trackers:
         imported.set("training.report_to", "none", "exp_manager.create_tensorboard_logger")
     elif trackers != ["tensorboard"]:

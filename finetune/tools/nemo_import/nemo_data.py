@@ -33,7 +33,7 @@ def translate_data(imported: Import) -> None:
         if imported.get(f"{section}.normalize_text"):
             imported.set("data.text_normalization", "basic", f"{section}.normalize_text: nearest to it")
         if imported.leaves.get(f"{section}.use_start_end_token") is False:
-            imported.get(f"{section}.use_start_end_token")
+            imported.used.add(f"{section}.use_start_end_token")
     for name in REFERRED_TO:
         imported.get(f"model.{name}")
     for source, key in COPIED.items():
@@ -148,10 +148,7 @@ def _hub_sources(hub: Any, node: dict[str, Any]) -> list[dict[str, Any]]:
 def _input_sources(imported: Import, key: str, entries: list[Any], share: float | None) -> list[dict[str, Any]]:
     """Return the sources of Lhotse's input_cfg: entries of manifests, and groups of such, whose weights multiply.
 
-    Entries of one group without weights have equal ones.
-
-    Args:
-        share: weight of the group that the entries make; None where nothing has weights so far.
+    Entries without weights have equal shares of the group's weight; None: nothing has a weight so far.
     """
     found: list[dict[str, Any]] = []
     entries = [entry for entry in entries if isinstance(entry, dict)]

@@ -11,41 +11,25 @@ LAYOUT_SECTIONS = dict.fromkeys(LAYOUT, "comes with the model that model.name na
 }
 """Sections of `model:` that describe the network, and what becomes of them."""
 
-_LENGTHS = (
-    "batches hold clips of like length without bounds to find (data.group_by_duration); "
-    "data.batch_duration limits their audio"
-)
-_LIGHTNING = "a switch of Lightning's trainer, which is not used here"
+_LENGTHS = "batches hold clips of like length (data.group_by_duration); data.batch_duration limits their audio"
+_EVALUATION = "evaluations share a batch size, training.per_device_eval_batch_size, and decode texts in full"
 _KEPT = "the best model by validation WER is kept as model.nemo, and the newest checkpoints to continue from"
-_TRACKERS = "set the tracker's own environment variables (WANDB_PROJECT and the like)"
-_EVALUATION = (
-    "there is one batch size for all evaluations, training.per_device_eval_batch_size, "
-    "and their texts are decoded in full"
-)
 
 REASONS = (
     ("hydra.*", "Hydra is not used"),
-    (
-        "init_from_ptl_ckpt",
-        "a Lightning checkpoint does not hold the model's configuration: give the .nemo file as init_from_nemo_model",
-    ),
+    ("init_from_ptl_ckpt", "a checkpoint does not describe its model: give the .nemo file as init_from_nemo_model"),
     ("init_from_*", "one model is taken, whole"),
-    ("model.train_ds.bucket*", _LENGTHS),
-    ("model.train_ds.num_buckets", _LENGTHS),
+    ("model.train_ds.*bucket*", _LENGTHS),
     ("model.train_ds.num_cuts_for_bins_estimate", _LENGTHS),
-    ("model.train_ds.concurrent_bucketing", _LENGTHS),
-    ("model.train_ds.quadratic_duration", "data.batch_cells limits what grows faster than the audio"),
-    ("model.train_ds.quadratic_factor", "data.batch_cells limits what grows faster than the audio"),
+    ("model.train_ds.quadratic_*", "data.batch_cells limits what grows faster than the audio"),
     ("model.train_ds.batch_tokens", "data.batch_duration and data.batch_cells limit a batch"),
     ("model.train_ds.m??_tps", "tokens a second are not filtered; data.filters has m..._characters_per_second"),
     ("model.train_ds.augmentor*", "data.augment has speed, gain, noise and room, by probability"),
     ("model.train_ds.noise_*", "data.augment has noise: the probability, with noise_folder and noise_snr_db"),
     ("model.train_ds.rir_*", "data.augment has room: the probability, with room_folder"),
     ("model.train_ds.tarred_shard_strategy", "every clip is seen once an epoch over all processes"),
-    ("model.train_ds.shard_seed", "training.seed shuffles"),
-    ("model.train_ds.seed", "training.seed shuffles"),
-    ("model.*_ds.shar_path", "Lhotse's own formats are not read: give NeMo manifests, tar or parquet shards"),
-    ("model.*_ds.cuts_path", "Lhotse's own formats are not read: give NeMo manifests, tar or parquet shards"),
+    ("model.train_ds.*seed", "training.seed shuffles"),
+    ("model.*_ds.*_path", "Lhotse's own formats are not read: give NeMo manifests, tar or parquet shards"),
     ("model.*_ds.channel_selector", "channels are averaged"),
     ("model.*_ds.trim_silence", "audio is not trimmed"),
     ("model.*_ds.labels", "the texts' characters are those of the model's tokenizer"),
@@ -72,10 +56,10 @@ REASONS = (
     ("trainer.num_sanity_val_steps", "the base model is evaluated as step 0 (training.eval_on_start)"),
     ("trainer.gradient_clip_algorithm", "gradients are clipped by their norm"),
     ("trainer.max_time", "a run has no limit of time; it continues with training.resume_from_checkpoint"),
-    ("trainer.*", _LIGHTNING),
+    ("trainer.*", "a switch of Lightning's trainer, which is not used here"),
     ("exp_manager.checkpoint_callback_params.*", _KEPT),
     ("exp_manager.create_checkpoint_callback", _KEPT),
-    ("exp_manager.*_logger_kwargs.*", _TRACKERS),
+    ("exp_manager.*_logger_kwargs.*", "set the tracker's own environment variables (WANDB_PROJECT and the like)"),
     ("exp_manager.*early_stopping*", "a run is not stopped early; the best model by validation WER is what you keep"),
     ("exp_manager.ema.*", "weights are not averaged"),
     ("exp_manager.resume_from_checkpoint", "checkpoints of NeMo are not read: give the .nemo file as model.name"),

@@ -7,6 +7,7 @@ reason where it is known. What NeMo does where a key is not set, and this projec
 import difflib
 import fnmatch
 import tempfile
+import textwrap
 from pathlib import Path
 
 import yaml
@@ -21,12 +22,8 @@ from finetune.tools.nemo_import.source import NOT_SET, RESOLVER, Import, read_so
 def import_config(file: Path, overrides: list[str]) -> Import:
     """Return the settings of a file, what of it is left, and what has to be filled in.
 
-    Args:
-        file: NeMo's YAML, or a config.yaml with `model:`, `data:` and `training:`.
-        overrides: `key=value` in the source's own names.
-
     Raises:
-        UserError: neither kind.
+        UserError: neither NeMo's YAML nor a config.yaml with `model:`, `data:` and `training:`.
     """
     imported = read_source(file, overrides)
     tree = imported.tree
@@ -36,10 +33,8 @@ def import_config(file: Path, overrides: list[str]) -> Import:
         elif {"model", "data", "training"} & tree.keys():
             similar.translate(imported)
     except (TypeError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"{file}: a value is of another kind than NeMo reads there ({error}). Numbers have to be numbers, and "
-            "sections mappings."
-        ) from error
+        why = f"a value is of another kind than NeMo reads there ({error})"
+        raise UserError(f"{file}: {why}. Numbers have to be numbers, and sections mappings.") from error
     if not imported.settings and not imported.to_fill:
         raise UserError(
             f"{file}: neither NeMo's `trainer:` and `model.train_ds`, nor `model:`, `data:` or `training:` of a run "
@@ -89,7 +84,7 @@ def as_yaml(imported: Import) -> str:
         else:
             block = yaml.safe_dump({name: value}, width=110, allow_unicode=True, sort_keys=False)
             lines += [f"  # {comment}"] if comment else []
-            lines += ["  " + line for line in block.splitlines()]
+            lines.append(textwrap.indent(block, "  ").rstrip())
     return "\n".join(lines) + "\n"
 
 
@@ -120,7 +115,7 @@ def refusal(text: str, output: Path | None) -> str | None:
     return None
 
 
-def command(imported: Import, run_file: str) -> str:
+def start_line(imported: Import, run_file: str) -> str:
     """Return the line that starts the training."""
     processes = imported.processes
     arguments = f"--config {run_file}" + "".join(f" --strategy {name}" for name in imported.strategies)

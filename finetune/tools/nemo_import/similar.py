@@ -5,38 +5,41 @@ from finetune.tools.nemo_import.nemo import OPTIMIZER_NAMES, take_precision
 from finetune.tools.nemo_import.source import Import
 
 OTHER_NAMES = {
-    "model.gradient_checkpointing": (
-        "encoder.gradient_checkpointing",
-        "decoder.gradient_checkpointing",
-        "model.encoder.gradient_checkpointing",
-        "model.decoder.gradient_checkpointing",
-        "training.gradient_checkpointing",
-    ),
-    "model.name": ("model.pretrained_model", "model.model_name"),
-    "model.freeze_batchnorm": ("model.freeze_batch_norm",),
-    "data.train": ("data.train_manifest", "data.train_path", "data.train_data"),
-    "data.validation": (
-        "data.validation_manifest",
-        "data.val_manifest",
-        "data.eval_manifest",
-        "data.valid_manifest",
-    ),
-    "data.test": ("data.test_manifest",),
-    "data.max_samples": ("data.max_train_samples",),
-    "data.group_by_duration": ("training.group_by_length",),
-    "training.dataloader_num_workers": ("data.num_workers", "training.num_workers"),
-    "training.per_device_train_batch_size": ("training.batch_size", "training.train_batch_size"),
-    "training.per_device_eval_batch_size": ("training.eval_batch_size",),
-    "training.learning_rate": ("training.lr",),
-    "training.lr_scheduler_type": ("training.scheduler",),
-    "training.num_train_epochs": ("training.epochs", "training.num_epochs", "training.max_epochs"),
-    "training.max_grad_norm": ("training.gradient_clip_val",),
-    "training.gradient_accumulation_steps": ("training.accumulate_grad_batches",),
-    "training.optimizer": ("training.optim",),
-    "training.logging_steps": ("training.log_every_n_steps",),
-    "training.output_dir": ("training.checkpoint_dir",),
+    "encoder.gradient_checkpointing": "model.gradient_checkpointing",
+    "decoder.gradient_checkpointing": "model.gradient_checkpointing",
+    "model.encoder.gradient_checkpointing": "model.gradient_checkpointing",
+    "model.decoder.gradient_checkpointing": "model.gradient_checkpointing",
+    "training.gradient_checkpointing": "model.gradient_checkpointing",
+    "model.pretrained_model": "model.name",
+    "model.model_name": "model.name",
+    "model.freeze_batch_norm": "model.freeze_batchnorm",
+    "data.train_manifest": "data.train",
+    "data.train_path": "data.train",
+    "data.train_data": "data.train",
+    "data.validation_manifest": "data.validation",
+    "data.val_manifest": "data.validation",
+    "data.eval_manifest": "data.validation",
+    "data.valid_manifest": "data.validation",
+    "data.test_manifest": "data.test",
+    "data.max_train_samples": "data.max_samples",
+    "training.group_by_length": "data.group_by_duration",
+    "data.num_workers": "training.dataloader_num_workers",
+    "training.num_workers": "training.dataloader_num_workers",
+    "training.batch_size": "training.per_device_train_batch_size",
+    "training.train_batch_size": "training.per_device_train_batch_size",
+    "training.eval_batch_size": "training.per_device_eval_batch_size",
+    "training.lr": "training.learning_rate",
+    "training.scheduler": "training.lr_scheduler_type",
+    "training.epochs": "training.num_train_epochs",
+    "training.num_epochs": "training.num_train_epochs",
+    "training.max_epochs": "training.num_train_epochs",
+    "training.gradient_clip_val": "training.max_grad_norm",
+    "training.accumulate_grad_batches": "training.gradient_accumulation_steps",
+    "training.optim": "training.optimizer",
+    "training.log_every_n_steps": "training.logging_steps",
+    "training.checkpoint_dir": "training.output_dir",
 }
-"""Key of a run file -> what other scripts call it."""
+"""What other scripts call a key of a run file."""
 
 
 def translate(imported: Import) -> None:
@@ -48,7 +51,7 @@ def translate(imported: Import) -> None:
             imported.set(key, value, "")
         elif imported.is_blank(key) and key in REQUIRED:
             imported.to_fill[key] = key
-    for source, key in ((source, key) for key, sources in OTHER_NAMES.items() for source in sources):
+    for source, key in OTHER_NAMES.items():
         value = imported.get(source)
         if value is None or (source.endswith("gradient_checkpointing") and value is not True):
             continue

@@ -1,16 +1,17 @@
 """A configuration that becomes a run file: read, resolved, and accounted for key by key."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from finetune.config.load import parse_overrides, read_yaml
 from finetune.errors import UserError
-from finetune.security.documents import check_references, first_line
+from finetune.security.documents import check_references
 
 NOT_SET = "???"
 RESOLVER = re.compile(r"\$\{\s*(?!oc\.env:)[\w.]+:")
@@ -88,52 +89,40 @@ def read_source(file: Path, overrides: list[str]) -> Import:
     # Calls stay as they are, for a run file to refuse or to take; what is followed here has bounds.
     if problems := check_references(tree, lambda call: None):
         raise UserError(f"{file}: {problems[0]}.")
-    plain = [text.lstrip("+") for text in overrides]
+    given = parse_overrides([text.lstrip("+") for text in overrides])
     try:
-        values = OmegaConf.merge(OmegaConf.create(tree), OmegaConf.create(parse_overrides(plain)))
+        merged = OmegaConf.to_container(OmegaConf.merge(tree, given))
+        resolved = _resolved(OmegaConf.create(_escaped(merged)))
     except (OmegaConfBaseException, ValueError, TypeError) as error:
-        raise UserError(f"{file}: it is no configuration: {first_line(error)}.") from error
-    assert isinstance(values, DictConfig)  # read_yaml takes mappings only
-    resolved = _resolve(values, OmegaConf.to_container(values), "", file)
+        key, reason = getattr(error, "full_key", None), str(error).partition("\n")[0]
+        if key:
+            raise UserError(f"{file}: {key}: {reason}. Set what it refers to, as {key}=VALUE.") from error
+        raise UserError(f"{file}: it is no configuration: {reason}.") from error
     return Import(file, resolved, leaves=dict(_leaves(resolved)))
 
 
-def _resolve(node: DictConfig, written: Any, prefix: str, file: Path) -> dict[str, Any]:
-    """Follow the references of a mapping; `???` stays, as do calls, which only Hydra knows.
-
-    Args:
-        node: the mapping.
-        written: the mapping as it stands in the file.
-        prefix: of its keys.
-        file: for messages.
-    """
-    found: dict[str, Any] = {}
-    for name, raw in written.items():
-        key = f"{prefix}{name}"
-        if isinstance(raw, dict):
-            found[name] = _resolve(node[name], raw, f"{key}.", file)
-        elif isinstance(raw, str) and (RESOLVER.search(raw) or "${oc.env:" in raw):
-            found[name] = raw  # a run file reads variables of the environment, too
-        elif raw == NOT_SET:
-            found[name] = NOT_SET
-        else:
-            try:
-                value = node[name]
-                found[name] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-            except OmegaConfBaseException as error:
-                if "MissingMandatory" in type(error).__name__ or NOT_SET in str(error):
-                    found[name] = NOT_SET
-                    continue
-                reason = str(error).splitlines()[0]
-                raise UserError(f"{file}: {key}: {reason}. Set what it refers to, as {key}=VALUE.") from error
-    return found
+def _escaped(value: Any) -> Any:
+    """Escape calls, which only Hydra knows, and variables of the environment, which a run file reads as well."""
+    if isinstance(value, dict):
+        return {key: _escaped(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_escaped(inner) for inner in value]
+    is_call = isinstance(value, str) and (RESOLVER.search(value) or "${oc.env:" in value)
+    return value.replace("${", "\\${") if is_call else value
 
 
-def _leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found = []
+def _resolved(values: DictConfig | ListConfig) -> Any:
+    """Follow the references; one that leads to `???` becomes `???`."""
+    while True:
+        try:
+            return OmegaConf.to_container(values, resolve=True)
+        except InterpolationToMissingValueError as error:
+            OmegaConf.update(values, str(error.full_key), NOT_SET)
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
         if isinstance(value, dict) and value:
-            found += _leaves(value, f"{prefix}{name}.")
+            yield from _leaves(value, f"{prefix}{name}.")
         else:
-            found.append((f"{prefix}{name}", value))
-    return found
+            yield f"{prefix}{name}", value

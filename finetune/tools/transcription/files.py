@@ -34,7 +34,6 @@ class Transcript:
     pending: int = 0
     """Chunks that are not recognised yet."""
     error: str | None = None
-    read: bool = False
 
     def blocks(self, sample_rate: int) -> Iterator[np.ndarray]:
         """Read the file block by block, counting samples."""
@@ -57,8 +56,7 @@ def transcribe_files(
 
     Yields:
         One row a file, in their order: file, duration in seconds, text, and on demand words and segments. For a file
-            that cannot
-        be read: file and error; and duration and text of what was recognised before the error, if anything was.
+            that cannot be read: file and error, and duration and text of what was recognised before the error.
     """
     pieces, rate = Pieces(model.tokenizer), model.preprocessor._sample_rate
     waiting: deque[Transcript] = deque()
@@ -82,8 +80,7 @@ def transcribe_files(
                     recognise()
         except BadUtterance as reason:
             transcript.error = str(reason)
-        transcript.read = True
-        while waiting and waiting[0].read and not waiting[0].pending:
+        while waiting and not waiting[0].pending:
             yield _row_of(model, waiting.popleft(), timestamps)
     if batch:
         recognise()
@@ -106,11 +103,7 @@ def _row_of(model: Transducer, transcript: Transcript, timestamps: bool) -> dict
 
 
 def output_files(files: list[str], folder: Path, formats: tuple[str, ...]) -> dict[str, dict[str, Path]]:
-    """Name the results of each file, FOLDER/NAME.FORMAT, and make the folder.
-
-    Raises:
-        UserError: the results of two files would have the same name.
-    """
+    """Name the results of each file, FOLDER/NAME.FORMAT, and make the folder."""
     files_by_stem: dict[str, str] = {}
     for file in files:
         stem = Path(file).stem
@@ -124,13 +117,7 @@ def output_files(files: list[str], folder: Path, formats: tuple[str, ...]) -> di
 
 
 def write_formats(row: dict[str, Any], shown: dict[str, Any], paths: dict[str, Path]) -> None:
-    """Write the result of one file in each format.
-
-    Args:
-        row: with words and segments, unless json is the only format.
-        shown: the part of it that goes into JSON.
-        paths: file by format.
-    """
+    """Write the result of one file in each format; JSON has the part that is shown."""
     for kind, path in paths.items():
         if kind == "json":
             text = json.dumps(shown, ensure_ascii=False, indent=1) + "\n"

@@ -3,7 +3,9 @@
 Cues have at most two lines of 42 characters and seven seconds, the common limits of broadcasters; they never overlap.
 """
 
+import html
 import itertools
+import textwrap
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +23,7 @@ class Cue:
 
     start: int
     end: int
-    lines: list[str]
+    text: str
 
 
 def cues_of(words: list[dict[str, Any]]) -> list[Cue]:
@@ -33,21 +35,22 @@ def cues_of(words: list[dict[str, Any]]) -> list[Cue]:
     Returns:
         Cues with increasing times, each shown for at least a second if the next one leaves room.
     """
-    cues: list[Cue] = []
-    group: list[dict[str, Any]] = []
+    groups: list[list[dict[str, Any]]] = []
     for word in itertools.chain.from_iterable(map(_parts, words)):
-        if group and _begins_cue(group, word):
-            cues.append(_cue(group))
-            group = []
-        group.append(word)
-    if group:
-        cues.append(_cue(group))
-    for i, cue in enumerate(cues):
-        if i:
-            cue.start = max(cue.start, cues[i - 1].end)
-        following = cues[i + 1].start if i + 1 < len(cues) else cue.start + round(1000 * SHORTEST_SECONDS)
-        wanted = max(cue.end, cue.start + round(1000 * SHORTEST_SECONDS))
-        cue.end = max(min(wanted, following), cue.start + 1)
+        if groups and not _begins_cue(groups[-1], word):
+            groups[-1].append(word)
+        else:
+            groups.append([word])
+    cues = [
+        Cue(round(1000 * group[0]["start"]), round(1000 * group[-1]["end"]), _text([w["word"] for w in group]))
+        for group in groups
+    ]
+    shortest = round(1000 * SHORTEST_SECONDS)
+    for cue, following in itertools.zip_longest(cues, cues[1:]):
+        cue.end = max(cue.end, cue.start + shortest)
+        if following:
+            cue.end = max(min(cue.end, following.start), cue.start + 1)
+            following.start = max(following.start, cue.end)
     return cues
 
 
@@ -60,11 +63,13 @@ def _begins_cue(group: list[dict[str, Any]], word: dict[str, Any]) -> bool:
     )
 
 
-def _cue(group: list[dict[str, Any]]) -> Cue:
-    lines = wrap([w["word"] for w in group])
-    if len(lines) == 2:
-        lines = balance([w["word"] for w in group])
-    return Cue(round(1000 * group[0]["start"]), round(1000 * group[-1]["end"]), lines)
+def _text(words: list[str]) -> str:
+    """Join words to one line, or to two that are as equal in length as possible."""
+    if len(wrap(words)) == 1:
+        return " ".join(words)
+    splits = [[" ".join(words[:i]), " ".join(words[i:])] for i in range(1, len(words))]
+    fitting = [lines for lines in splits if max(map(len, lines)) <= LINE_CHARACTERS]
+    return "\n".join(min(fitting, key=lambda lines: abs(len(lines[0]) - len(lines[1]))))
 
 
 def _parts(word: dict[str, Any]) -> list[dict[str, Any]]:
@@ -74,56 +79,31 @@ def _parts(word: dict[str, Any]) -> list[dict[str, Any]]:
     if n <= 1:
         return [word]
     size, seconds = -(-len(text) // n), (word["end"] - word["start"]) / n
-    return [
-        {
-            "word": text[i * size : (i + 1) * size],
-            "start": word["start"] + i * seconds,
-            "end": word["start"] + (i + 1) * seconds,
-        }
-        for i in range(n)
-    ]
+    starts = [word["start"] + i * seconds for i in range(n)]
+    pieces = [text[i * size : (i + 1) * size] for i in range(n)]
+    return [{"word": w, "start": s, "end": s + seconds} for w, s in zip(pieces, starts, strict=True)]
 
 
 def wrap(words: list[str]) -> list[str]:
     """Fill lines of at most `LINE_CHARACTERS` characters."""
-    lines: list[str] = []
-    for word in words:
-        if lines and len(lines[-1]) + 1 + len(word) <= LINE_CHARACTERS:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(word)
-    return lines
-
-
-def balance(words: list[str]) -> list[str]:
-    """Two lines, as equal in length as possible, of words that fit into two."""
-    splits = [[" ".join(words[:i]), " ".join(words[i:])] for i in range(1, len(words))]
-    fitting = [lines for lines in splits if max(map(len, lines)) <= LINE_CHARACTERS]
-    return min(fitting, key=lambda lines: abs(len(lines[0]) - len(lines[1])))
+    return textwrap.wrap(" ".join(words), LINE_CHARACTERS, break_long_words=False, break_on_hyphens=False)
 
 
 def srt(cues: list[Cue]) -> str:
     """The text of a .srt file."""
-    return "".join(
-        # An arrow within the text would be read as a line of times.
-        f"{i}\n{_clock(cue.start, ',')} --> {_clock(cue.end, ',')}\n{_joined(cue).replace('-->', '->')}\n\n"
-        for i, cue in enumerate(cues, 1)
-    )
+    # An arrow within the text would be read as a line of times.
+    blocks = (f"{i}\n{_times(cue, ',')}\n{cue.text.replace('-->', '->')}\n\n" for i, cue in enumerate(cues, 1))
+    return "".join(blocks)
 
 
 def vtt(cues: list[Cue]) -> str:
     """The text of a .vtt file."""
-    return "WEBVTT\n\n" + "".join(
-        f"{_clock(cue.start, '.')} --> {_clock(cue.end, '.')}\n{_escaped(_joined(cue))}\n\n" for cue in cues
-    )
+    blocks = (f"{_times(cue, '.')}\n{html.escape(cue.text, quote=False)}\n\n" for cue in cues)
+    return "WEBVTT\n\n" + "".join(blocks)
 
 
-def _joined(cue: Cue) -> str:
-    return "\n".join(cue.lines)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+def _times(cue: Cue, point: str) -> str:
+    return f"{_clock(cue.start, point)} --> {_clock(cue.end, point)}"
 
 
 def _clock(milliseconds: int, point: str) -> str:

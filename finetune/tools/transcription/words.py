@@ -94,9 +94,8 @@ def segments_of(words: list[dict[str, Any]], pause: float = PAUSE_SECONDS) -> li
         pause: seconds without a word that end a segment.
 
     Returns:
-        text, start, end, and confidence if words have it: their mean. No segment is longer than SEGMENT_SECONDS,
-            unless it is a
-        single word.
+        text, start, end, and confidence if words have it: their mean. Only a single word may be longer than
+            SEGMENT_SECONDS.
     """
     groups: list[list[dict[str, Any]]] = []
     for word in words:
@@ -116,8 +115,7 @@ def segments_of(words: list[dict[str, Any]], pause: float = PAUSE_SECONDS) -> li
 
 
 def _split_long(words: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Split words that take more than SEGMENT_SECONDS at the longest pause in their middle half, until all parts are
-    shorter."""
+    """Split words at the longest pause in their middle half, until no part takes more than SEGMENT_SECONDS."""
     start, end = words[0]["start"], words[-1]["end"]
     if end - start <= SEGMENT_SECONDS or len(words) == 1:
         return [words]
