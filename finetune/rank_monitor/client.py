@@ -62,7 +62,9 @@ class MonitorProcess:
         for line in self._stdout:
             message = json.loads(line)
             if "unwatched" in message:
-                log.error("the other ranks will not learn of this one's death: rank 0's monitor, %s", message["unwatched"])
+                log.error(
+                    "the other ranks will not learn of this one's death: rank 0's monitor, %s", message["unwatched"]
+                )
             if "end" in message:
                 if sys.stderr.isatty():
                     os.write(2, SHOW_CURSOR)  # a panel may have hidden it

@@ -36,7 +36,9 @@ def fsdp_environment(values: dict[str, Any]) -> dict[str, str]:
     layers = settings.pop("fsdp_transformer_layer_cls_to_wrap", None)
     if layers:
         settings["fsdp_transformer_cls_to_wrap"] = layers
-    return {key.upper(): str(value).lower() if isinstance(value, bool) else str(value) for key, value in settings.items()}
+    return {
+        key.upper(): str(value).lower() if isinstance(value, bool) else str(value) for key, value in settings.items()
+    }
 
 
 def check_settings(environment: Mapping[str, str], origin: str) -> None:

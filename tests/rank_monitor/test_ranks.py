@@ -299,6 +299,7 @@ def test_a_launchers_sigterm_is_not_taken_for_the_cause():
 
 # ---- rendezvous of restarted ranks ----------------------------------------------------------------------------------
 
+
 def meet(rank: int, port: int, place: Connection) -> None:
     """A rank that torchrun has started; it sends the address at which the ranks meet."""
     launcher = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
