@@ -14,22 +14,15 @@ import os
 import sys
 from pathlib import Path
 
-from finetune.logs import add_verbose
-
-EXAMPLES = """\
-examples:
-    python -m finetune.check --data my_data/train.jsonl
-    python -m finetune.check --config RUN.yaml --output-dir runs/check     # data.train, filtered as in training
-"""
+from finetune.tools.command_line import command
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m finetune.check",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command(
+        "check",
+        __doc__ or "",
+        "python -m finetune.check --data my_data/train.jsonl",
+        "python -m finetune.check --config RUN.yaml --output-dir runs/check     # data.train, filtered as in training",
     )
     parser.add_argument("--data", nargs="+", metavar="D", help="one data set or several, read as one")
     parser.add_argument("--config", type=Path, help="run file: its data.train, filters and model")
@@ -40,7 +33,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output-dir", type=Path, default=Path("check"), help="folder of the report (default: check)")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the run file")
-    add_verbose(parser)
     return parser
 
 

@@ -11,26 +11,18 @@ import argparse
 import sys
 from pathlib import Path
 
-from finetune.logs import add_verbose
-
-EXAMPLE = """\
-example:
-    python -m finetune.import_nemo nemo.yaml model.train_ds.manifest_filepath=train.json --output RUN.yaml
-"""
+from finetune.tools.command_line import command
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m finetune.import_nemo",
-        description=__doc__,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command(
+        "import_nemo",
+        __doc__ or "",
+        "python -m finetune.import_nemo nemo.yaml model.train_ds.manifest_filepath=train.json --output RUN.yaml",
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="NeMo's YAML, or a config.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, in the names of FILE")
     parser.add_argument("--output", type=Path, metavar="RUN.yaml", help="write the run file here")
-    add_verbose(parser)
     return parser
 
 

@@ -10,21 +10,14 @@ import os
 import sys
 from pathlib import Path
 
-from finetune.logs import add_verbose
-
-EXAMPLE = """\
-example:
-    python -m finetune.push_to_hub --model runs/quickstart --repo OWNER/NAME --yes
-"""
+from finetune.tools.command_line import command
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m finetune.push_to_hub",
-        description=__doc__,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command(
+        "push_to_hub",
+        __doc__ or "",
+        "python -m finetune.push_to_hub --model runs/quickstart --repo OWNER/NAME --yes",
     )
     parser.add_argument("--model", required=True, type=Path, metavar="RUN_DIR", help="what is shared")
     parser.add_argument("--repo", required=True, metavar="OWNER/NAME", help="where it goes")
@@ -74,7 +67,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--yes", action="store_true", help="upload; without it nothing is asked of the Hub and nothing sent"
     )
-    add_verbose(parser)
     return parser
 
 

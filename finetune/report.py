@@ -8,22 +8,15 @@ import argparse
 import sys
 from pathlib import Path
 
-from finetune.logs import add_verbose
-
-EXAMPLES = """\
-examples:
-    python -m finetune.report RUN                                # RUN/report.html
-    python -m finetune.report RUN_A RUN_B --output compare.html  # several runs side by side
-"""
+from finetune.tools.command_line import command
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m finetune.report",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command(
+        "report",
+        __doc__ or "",
+        "python -m finetune.report RUN                                # RUN/report.html",
+        "python -m finetune.report RUN_A RUN_B --output compare.html  # several runs side by side",
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's output directory")
     parser.add_argument(
@@ -32,7 +25,6 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="the page (default: RUN/report.html; of several runs compare.html in the working directory)",
     )
-    add_verbose(parser)
     return parser
 
 

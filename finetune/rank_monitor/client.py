@@ -127,10 +127,10 @@ def own_address() -> str:
 
 
 def failed(error: BaseException | str) -> None:
-    """Record why this rank is about to end, for the message that the other ranks' user reads."""
+    """Record why this rank is about to end, for the other ranks' message; the first cause counts."""
     if _monitor is not None:
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        _monitor.cause = text.strip()
+        _monitor.cause = _monitor.cause or text.strip()
 
 
 def report_exit(code: int) -> None:

@@ -31,17 +31,13 @@ def bitsandbytes_optimizer(name: str, groups: list[dict[str, Any]], args: dict[s
         kind = getattr(bnb.optim, BITSANDBYTES[name])
         _try_step(kind, groups[0]["params"][0].device)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         log.warning(
-            "%s cannot be used here (%s: %s); training goes on with 32-bit AdamW, whose state is %s times as large. "
-            "The "
-            "learning-rate schedule stays as it is%s. `bash scripts/install_8bit_optimizer.sh` installs and checks "
-            "bitsandbytes.",
+            "%s cannot be used here (%s: %s); training goes on with 32-bit AdamW, whose state is %s. `bash "
+            "scripts/install_8bit_optimizer.sh` installs and checks bitsandbytes.",
             BITSANDBYTES[name],
             type(error).__name__,
-            reason,
-            "eight" if lion else "four",
-            ", though AdamW wants rates several times as high as Lion's" if lion else "",
+            str(error).strip().partition("\n")[0],
+            "eight times as large, and which wants higher learning rates" if lion else "four times as large",
         )
         betas = BETAS if lion else args["betas"]
         return torch.optim.AdamW(groups, fused=True, betas=betas, eps=args.get("eps", EPS))
