@@ -49,15 +49,7 @@ HINTS = {
     signal.SIGSEGV: "; a library crashed",
 }
 PIDFD_GET_INFO, PIDFD_INFO_EXIT, PIDFD_INFO_SIZE = 0xC040FF0B, 1 << 3, 64  # linux/pidfd.h, from Linux 6.15 on
-IGNORED = [
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGPIPE,
-]
+IGNORED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGPIPE")
 
 
 @dataclass
@@ -65,12 +57,10 @@ class Settings:
     """What a rank monitor is started with.
 
     Attributes:
-        rank: the rank it watches.
-        world: number of ranks.
         pid: process of the rank.
         token: secret shared by the ranks of this run.
         timeout: seconds of silence after which a rank is lost.
-        coordinator: address and port of the coordinator; None for rank 0.
+        coordinator: address and port; None for rank 0.
         coordinator_host: host name of rank 0.
         reports: write the loss of rank 0 to this host's log.
     """
@@ -145,7 +135,6 @@ def find_lost(members: list[Member], timeout: float, now: float) -> tuple[list[M
     """Return the ranks that are lost and the cause, or None where none is lost or all ended by themselves.
 
     Args:
-        members: all ranks that have joined.
         timeout: seconds of silence or of standing still.
         now: of the members' clock.
     """
@@ -186,13 +175,7 @@ def write_log(text: str) -> None:
 
 
 class JsonLines:
-    """JSON lines over file descriptors that never block.
-
-    Args:
-        reader: file descriptor.
-        writer: file descriptor; may be the same.
-        limit: bytes of the longest line that is accepted.
-    """
+    """JSON lines of at most `limit` bytes over two file descriptors, which may be one, without ever blocking."""
 
     def __init__(self, reader: int, writer: int, limit: int = LINE_LIMIT):
         self.reader, self.writer, self.limit, self.rest, self.open = reader, writer, limit, b"", True
@@ -279,13 +262,7 @@ class RankProcess:
 
 
 class Coordinator:
-    """Keeps the membership of all ranks, in the monitor of rank 0.
-
-    Args:
-        settings: of rank 0.
-        selector: of the process; calls `receive` and `accept`.
-        to_rank: lines to rank 0.
-    """
+    """Keeps the membership of all ranks, in the monitor of rank 0, whose selector calls `accept` and `receive`."""
 
     def __init__(self, settings: Settings, selector: selectors.BaseSelector, to_rank: JsonLines):
         self.settings, self.selector, self.to_rank = settings, selector, to_rank
@@ -528,8 +505,8 @@ class RankMonitor:
 
 def main() -> None:
     """Watch a rank until it has ended and the others know."""
-    for number in IGNORED:
-        signal.signal(number, signal.SIG_IGN)
+    for name in IGNORED:
+        signal.signal(signal.Signals[name], signal.SIG_IGN)
     with open(0, "rb", buffering=0, closefd=False) as stdin:  # unbuffered: later lines are for `JsonLines`
         settings = Settings(**json.loads(stdin.readline()))
     with contextlib.suppress(ProcessLookupError):

@@ -24,11 +24,7 @@ def is_true(environment: Mapping[str, str], name: str) -> bool:
 
 
 def fsdp_environment(values: dict[str, Any]) -> dict[str, str]:
-    """Return the variables that `accelerate launch` would set for an Accelerate file with `distributed_type: FSDP`.
-
-    Args:
-        values: the file's keys.
-    """
+    """Return the variables that `accelerate launch` would set for an Accelerate file with `distributed_type: FSDP`."""
     mesh = values.get("parallelism_config") or {}
     settings = {"accelerate_use_fsdp": True, **(values.get("fsdp_config") or {}), **mesh}
     if mesh:
@@ -42,11 +38,7 @@ def fsdp_environment(values: dict[str, Any]) -> dict[str, str]:
 
 
 def check_settings(environment: Mapping[str, str], origin: str) -> None:
-    """Refuse settings that this project does not train under.
-
-    Args:
-        environment: variables as `fsdp_environment` makes them, or the process's own.
-        origin: who set them, for the message.
+    """Refuse settings that this project does not train under, naming their origin.
 
     Raises:
         UserError: FSDP1, or FSDP's own activation checkpointing.

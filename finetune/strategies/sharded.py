@@ -78,9 +78,7 @@ def whole_model(model: Transducer, replica: Transducer | None, device: torch.dev
     """Provide the model with whole weights, on the device. All ranks enter.
 
     Args:
-        model: the NeMo model that is trained.
         replica: from `make_replica`; None where the engine keeps whole parameters and the model itself serves.
-        device: of the training.
     """
     if replica is None:
         yield model
