@@ -62,9 +62,9 @@ def main(argv: list[str] | None = None) -> int:
     set_up_logging(arguments.verbose)
     try:
         if arguments.to == "hf":
-            from finetune.tools.export.hugging_face import describe_export, export_hugging_face
+            from finetune.tools.export.hugging_face import export_hugging_face
 
-            samples, agreement = export_hugging_face(
+            report = export_hugging_face(
                 arguments.model,
                 arguments.output,
                 data=arguments.data,
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
                 tolerance=arguments.tolerance,
                 dtype=arguments.dtype,
             )
-            print(describe_export(arguments.output, samples, agreement, arguments.tolerance, arguments.dtype))
+            print(report)
         else:
             from finetune.tools.export.nemo import export_nemo
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from finetune.tools.command_line import command
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     from finetune.tools.planning import presentation
     from finetune.tools.planning.dataset import data_of
     from finetune.tools.planning.gpus import card_here, card_named, card_with_memory
-    from finetune.tools.planning.prediction import all_combinations, as_json, make_plan, recommend
+    from finetune.tools.planning.prediction import all_combinations, make_plan
 
     try:
         if a.gpus < 1:
@@ -69,14 +70,13 @@ def main(argv: list[str] | None = None) -> int:
         config, _ = load_config(a.config, a.strategy, a.overrides)
         data = data_of(config.data.max_duration, a.check, a.hours, a.mean_seconds, a.tokens_per_second)
         combinations = all_combinations(a.strategy, a.strategies)
-        rows = make_plan(a.config, a.overrides, combinations, card, a.gpus, data, _progress)
-        recommended, why = recommend(rows, card, a.gpus)
-        print(presentation.table(rows, card, a.gpus, data, recommended, why))
+        plan = make_plan(a.config, a.overrides, combinations, card, a.gpus, data, _progress)
+        print(presentation.table(plan))
         if a.json:
-            write_json(a.json, as_json(rows, card, a.gpus, data, recommended, why))
+            write_json(a.json, asdict(plan))
         if a.picture:
-            presentation.draw(rows, card, a.picture)
-        return 0 if recommended and any(row.fits for row in rows) else 1
+            presentation.draw(plan, a.picture)
+        return 0 if any(row.fits for row in plan.strategies) and plan.recommended else 1
     except UserError as error:
         print_error(error)
         return error.exit_code

@@ -14,11 +14,8 @@ from finetune.tools.command_line import command
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = command(
-        "push_to_hub",
-        __doc__ or "",
-        "python -m finetune.push_to_hub --model runs/quickstart --repo OWNER/NAME --yes",
-    )
+    example = "python -m finetune.push_to_hub --model runs/quickstart --repo OWNER/NAME --yes"
+    parser = command("push_to_hub", __doc__ or "", example)
     parser.add_argument("--model", required=True, type=Path, metavar="RUN_DIR", help="what is shared")
     parser.add_argument("--repo", required=True, metavar="OWNER/NAME", help="where it goes")
     parser.add_argument(

@@ -185,6 +185,7 @@ def _trainings() -> Iterator[Callable[..., int]]:
 
 run_train = pytest.fixture(name="run_train")(_trainings)
 run_train_for_module = pytest.fixture(scope="module", name="run_train_for_module")(_trainings)
+run_train_for_session = pytest.fixture(scope="session", name="run_train_for_session")(_trainings)
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from sharing_cases import EVIL_FILE, EVIL_LANGUAGE, PRIVATE_FOLDER
 from upload_server import TOKEN, State, serve_uploads
 
 
-@pytest.fixture(scope="module")
-def finished_run(tmp_path_factory, tiny_model, clips, run_train_for_module) -> Path:
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory, tiny_model, clips, run_train_for_session) -> Path:
     """A real run of the tiny model with train, validation, test and guard, in a folder with a telling name.
 
     One language has markup in its name.
@@ -41,7 +41,7 @@ def finished_run(tmp_path_factory, tiny_model, clips, run_train_for_module) -> P
         },
     }
     (folder / "RUN.yaml").write_text(yaml.safe_dump(run), encoding="utf-8")
-    assert run_train_for_module("--config", folder / "RUN.yaml") == 0
+    assert run_train_for_session("--config", folder / "RUN.yaml") == 0
     return folder / "run"
 
 

@@ -57,7 +57,7 @@ def opened(value: str, folder: str) -> list[OpenSource]:
 
 def make_stream(value: Any, *, rank: int = 0, ranks: int = 1, workers: int = 0, **options: Any) -> UtteranceStream:
     """A stream over what a run file would name, in small windows so that there are several."""
-    bounds = Filters(options.pop("min_duration", None), options.pop("max_duration", None))
+    bounds = Filters(min_duration=options.pop("min_duration", None), max_duration=options.pop("max_duration", None))
     sources = [
         replace(source, filters=parse_filters(source.source.filters, "filters", bounds))
         for source in opened(json.dumps(value), os.getcwd())

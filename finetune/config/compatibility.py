@@ -336,10 +336,7 @@ def find_contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
             )
     allowed = ALLOWED_ARGS[t.optimizer]
     for name in sorted(set(t.optimizer_args) - allowed):
-        yield (
-            "training.optimizer_args",
-            f"{t.optimizer} has no option {name}; it has {', '.join(sorted(allowed))}.",
-        )
+        yield "training.optimizer_args", f"{t.optimizer} has no option {name}; it has {', '.join(sorted(allowed))}."
     try:
         parse_tokenizer(m.tokenizer)
     except UserError as error:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from finetune.config.compatibility import find_conflicts, find_contradictions
 from finetune.config.messages import explain
-from finetune.config.schema import RENAMED, SECTIONS, RunConfig, extra_of, schema_fields
+from finetune.config.schema import RENAMED, SECTIONS, RunConfig, meaning_of, option_of, schema_fields
 from finetune.config.suggestions import did_you_mean
 from finetune.errors import UserError
 from finetune.paths import OVERLAYS
@@ -133,7 +133,7 @@ class Layers:
         for key, field in FIELDS.items():
             value = self.values.get(key)
             if key not in self.refused and (value == NOT_SET or (key in REQUIRED and not value)):
-                self._refuse(key, f"{key} is not set. {field.description}")
+                self._refuse(key, f"{key} is not set. {meaning_of(field)}")
         try:
             config = RunConfig.model_validate(_nested(PLACEHOLDERS | self.values))
         except ValidationError as error:
@@ -178,7 +178,7 @@ class Layers:
             section, name, *inside = found["loc"]
             key = f"{section}.{name}"
             field = FIELDS[key]
-            if inside and not extra_of(field)["form"]:
+            if inside and not option_of(field).form:
                 problem = f"{'.'.join(map(str, found['loc']))}: {explain(found)}"
             else:
                 problem = f"{key}: {explain(found, field, values[key])}"
@@ -212,18 +212,11 @@ def _merged(before: Any, value: dict[str, Any]) -> dict[str, Any]:
 
 
 def environment_refused(call: str) -> str | None:
-    """Return why a call in `${...}` is refused; None for reading a variable of the environment that holds no secret.
-
-    Args:
-        call: such as "oc.env:HOME" or "oc.env:DATA,/data".
-    """
+    """Return why a call in `${...}`, such as "oc.env:HOME", is refused; None for a variable that holds no secret."""
     function, _, rest = call.partition(":")
     name = rest.partition(",")[0].strip().strip("'\"")
     if function.strip() != "oc.env":
-        return (
-            "a run file refers to its own keys, as ${training.seed}, and to variables of the environment, as "
-            "${oc.env:NAME}"
-        )
+        return "a run file refers to its own keys, as ${training.seed}, and to the environment, as ${oc.env:NAME}"
     if is_secret_name(name):
         return (
             f"the name {name} is that of a secret, which would end up in paths, addresses and logs. Storage and "
@@ -233,11 +226,7 @@ def environment_refused(call: str) -> str | None:
 
 
 def read_yaml(path: Path, what: str) -> dict[str, Any]:
-    """Return a YAML mapping.
-
-    Args:
-        path: the file.
-        what: names it at the beginning of a message.
+    """Return a YAML mapping; `what` names it in messages.
 
     Raises:
         UserError: with the place of a syntax error.

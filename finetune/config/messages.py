@@ -6,7 +6,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from finetune.config.schema import extra_of, range_of
+from finetune.config.schema import option_of, range_of
 from finetune.config.suggestions import did_you_mean
 
 BOUNDS = {
@@ -26,7 +26,7 @@ def explain(error: ErrorDetails, field: FieldInfo | None = None, value: Any = No
         value: of the whole field.
     """
     kind, found, context = error["type"], error["input"], error.get("ctx", {})
-    if field is not None and (form := extra_of(field)["form"]) and kind != "value_error":
+    if field is not None and (form := option_of(field).form) and kind != "value_error":
         return f"has to be {form}, found {value!r}."
     if kind == "value_error":
         return str(context["error"])

@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from finetune.config.messages import explain
+from finetune.config.mappings import Mapping, parse_mapping
 from finetune.config.schema import RunConfig
 from finetune.errors import UserError
 
@@ -13,7 +13,7 @@ NEW_PIECES: tuple[str, ...] = get_args(Pieces)
 SMALLEST_GROWTH = 64
 
 
-class TokenizerSetting(BaseModel):
+class TokenizerSetting(Mapping):
     """What `model.tokenizer` asks for.
 
     Attributes:
@@ -26,14 +26,12 @@ class TokenizerSetting(BaseModel):
         coverage: share of the texts' characters that get pieces.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     dir: str | None = None
     extend_from: Any = None
     replace_with: Any = None
-    size: Annotated[int, Field(ge=1, strict=True)] | None = None
+    size: Annotated[int, Field(ge=1)] | None = None
     pieces: Pieces = "new_characters"
-    coverage: Annotated[float, Field(ge=0.9, le=1, strict=True)] | None = None
+    coverage: Annotated[float, Field(ge=0.9, le=1)] | None = None
 
     @property
     def changes(self) -> bool:
@@ -78,29 +76,18 @@ def changes_vocabulary(config: RunConfig) -> bool:
 
 
 def parse_tokenizer(value: Any, key: str = "model.tokenizer") -> TokenizerSetting:
-    """Return what `model.tokenizer` asks for.
-
-    Args:
-        value: None, a directory, or a mapping.
-        key: its name, for messages.
+    """Return what `model.tokenizer` asks for: None, a directory, or a mapping.
 
     Raises:
         UserError: unknown keys, or values that they cannot have.
     """
     if value is None or isinstance(value, str):
         return TokenizerSetting(dir=value)
-    known = ", ".join(TokenizerSetting.model_fields)
     if not isinstance(value, dict):
+        known = ", ".join(TokenizerSetting.model_fields)
         raise UserError(f"{key}: expected a directory, or a mapping of {known}, found {value!r}.")
     value = {name: given for name, given in value.items() if given is not None}
-    try:
-        setting = TokenizerSetting.model_validate(value)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = first["loc"][0]
-        if first["type"] == "extra_forbidden":
-            raise UserError(f"{key}: unknown key {name}; known are {known}.") from None
-        raise UserError(f"{key}.{name}: {explain(first)}") from None
+    setting = parse_mapping(TokenizerSetting, value, key)
     if setting.extend_from is not None and setting.replace_with is not None:
         raise UserError(f"{key}: extend_from keeps the vocabulary and replace_with does not. Set one of them.")
     if not setting.changes and set(value) - {"dir"}:

@@ -16,20 +16,10 @@ FILTER_WIDTH, ROLLOFF = 6, 0.99
 
 
 def read_blocks(audio: object, sample_rate: int, block_seconds: float = BLOCK_SECONDS) -> Iterator[np.ndarray]:
-    """Yield the samples that `decode_audio` gives for a file, in order, block by block.
-
-    The file is read from its beginning to its end without a seek.
-
-    Args:
-        audio: as `finetune.data.decode.decode_audio` takes it, but no array.
-        sample_rate: Hz of the result.
-        block_seconds: read at once.
-
-    Yields:
-        (S,) float32 in [-1, 1], channels averaged.
+    """Yield (S,) blocks of the samples that `finetune.data.decode.decode_audio` gives for a file, without a seek.
 
     Raises:
-        BadUtterance: missing, unreadable, empty, or not finite; the blocks before the fault are yielded first.
+        BadUtterance: as `decode_audio`; the blocks before the fault are yielded first.
     """
     with open_audio(audio, None) as sound:
         rate, frames = sound.samplerate, max(1, int(block_seconds * sound.samplerate))
@@ -74,10 +64,8 @@ def _polyphase(blocks: Iterable[np.ndarray], orig: int, new: int) -> Iterator[np
 
     width = math.ceil(FILTER_WIDTH * orig / (min(orig, new) * ROLLOFF))
     margin = math.ceil(width / orig) + 1  # steps
-    held_S, given = (
-        np.zeros(0, dtype=np.float32),
-        0,
-    )  # `given`: steps at the front of `held_S` that were yielded before
+    held_S = np.zeros(0, dtype=np.float32)
+    given = 0  # steps at the front of `held_S` that were yielded before
     for block_S in blocks:
         held_S = np.concatenate([held_S, block_S])
         steps = len(held_S) // orig

@@ -31,10 +31,7 @@ def check_root(root: str | None, key: str = "data.root") -> str | None:
 def check_place(audio: object, folder: str | Path | None, root: str | None) -> None:
     """Raise BadUtterance for audio on an odd kind of storage or outside of `root`; audio within the row itself passes.
 
-    Args:
-        audio: a path, or a mapping with "path" and "bytes".
-        folder: directory or URL where relative paths start.
-        root: from `check_root`; None lets every local path pass.
+    Relative paths start at `folder`, a directory or URL; without a root every local path passes.
     """
     if isinstance(audio, dict):
         if audio.get("bytes") is not None or audio.get("array") is not None:

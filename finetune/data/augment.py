@@ -5,15 +5,16 @@ and on any number of ranks.
 """
 
 import logging
-from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import torchaudio
+from pydantic import AfterValidator, Field
 
+from finetune.config.mappings import Mapping, parse_mapping
 from finetune.data.decode import audio_seconds, decode_audio
 from finetune.data.quarantine import BadUtterance
 from finetune.errors import UserError
@@ -24,25 +25,35 @@ AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3")
 PROBABILITIES = ("speed", "gain", "noise", "room")
 
 
-@dataclass(frozen=True)
-class Augmentation:
+def _check_order(bounds: list[float]) -> list[float]:
+    if len(bounds) != 2 or bounds[0] > bounds[1]:
+        raise ValueError(f"two numbers are expected, the lower one first, found {bounds}.")
+    return bounds
+
+
+Chance = Annotated[float, Field(ge=0, le=1)]
+Factor = Annotated[float, Field(ge=0.5, le=2)]
+Range = Annotated[list[float], AfterValidator(_check_order)]
+
+
+class Augmentation(Mapping):
     """Settings of `data.augment`. A probability of 0 turns a kind off."""
 
-    speed: float = 0.0
+    speed: Chance = 0.0
     """Probability of another speed, and with it pitch (Ko et al., Interspeech 2015)."""
-    speed_factors: tuple[float, ...] = (0.9, 1.1)
+    speed_factors: Annotated[list[Factor], Field(min_length=1)] = [0.9, 1.1]
     """One of these; above 1 is faster."""
-    gain: float = 0.0
+    gain: Chance = 0.0
     """Probability of another level."""
-    gain_db: tuple[float, float] = (-6.0, 6.0)
+    gain_db: Range = [-6.0, 6.0]
     """Range, in dB; never above full scale."""
-    noise: float = 0.0
+    noise: Chance = 0.0
     """Probability of added noise."""
     noise_folder: str | None = None
     """Folder of audio files of noise, any length."""
-    noise_snr_db: tuple[float, float] = (5.0, 25.0)
+    noise_snr_db: Range = [5.0, 25.0]
     """Range of the ratio of speech to noise, in dB."""
-    room: float = 0.0
+    room: Chance = 0.0
     """Probability of a room's response."""
     room_folder: str | None = None
     """Folder of audio files of impulse responses."""
@@ -58,32 +69,14 @@ def parse_augmentation(value: Any, key: str = "data.augment") -> Augmentation:
     Raises:
         UserError: an unknown name, a value out of its range, or a folder without audio.
     """
-    known = {f.name: f for f in fields(Augmentation)}
-    given = dict(value or {})
-    unknown = sorted(set(given) - set(known))
-    if unknown:
-        raise UserError(f"{key}: there is no setting {', '.join(unknown)}; there are {', '.join(known)}.")
-    for name in PROBABILITIES:
-        chance = given.get(name, 0.0)
-        if not isinstance(chance, int | float) or not 0 <= chance <= 1:
-            raise UserError(f"{key}.{name}: a probability from 0 to 1 is expected, found {chance!r}.")
-    for name in ("speed_factors", "gain_db", "noise_snr_db"):
-        if name in given:
-            numbers = given[name]
-            fits = isinstance(numbers, list | tuple) and all(isinstance(n, int | float) for n in numbers) and numbers
-            if not fits or (name != "speed_factors" and (len(numbers) != 2 or numbers[0] > numbers[1])):
-                form = "a list of factors" if name == "speed_factors" else "two numbers, the lower one first,"
-                raise UserError(f"{key}.{name}: {form} is expected, found {numbers!r}.")
-            given[name] = tuple(float(n) for n in numbers)
-    if any(not 0.5 <= factor <= 2.0 for factor in given.get("speed_factors", ())):
-        raise UserError(f"{key}.speed_factors: factors from 0.5 to 2 are expected, found {given['speed_factors']}.")
+    settings = parse_mapping(Augmentation, value or {}, key)
     for name in ("noise", "room"):
-        folder = given.get(f"{name}_folder")
-        if given.get(name, 0.0) > 0 and not folder:
+        folder = getattr(settings, f"{name}_folder")
+        if getattr(settings, name) > 0 and not folder:
             raise UserError(f"{key}.{name} needs {key}.{name}_folder, a folder of audio files.")
-        if folder and not audio_files(str(folder)):
+        if folder and not audio_files(folder):
             raise UserError(f"{key}.{name}_folder: there is no audio file ({', '.join(AUDIO_SUFFIXES)}) in {folder}.")
-    return Augmentation(**given)
+    return settings
 
 
 @cache
@@ -111,7 +104,8 @@ def augment(audio_S: np.ndarray, sample_rate: int, settings: Augmentation, seed:
     if drawn["noise"]:
         audio_S = _with_noise(audio_S, sample_rate, settings, np.random.default_rng(draws["noise"]))
     if drawn["gain"]:
-        decibels = np.random.default_rng(draws["gain"]).uniform(*settings.gain_db)
+        low, high = settings.gain_db
+        decibels = np.random.default_rng(draws["gain"]).uniform(low, high)
         peak = float(np.abs(audio_S).max(initial=0.0))
         audio_S = audio_S * min(10 ** (decibels / 20), 1.0 / max(peak, 1e-9))
     return np.ascontiguousarray(audio_S, dtype=np.float32)
@@ -156,7 +150,8 @@ def _with_noise(
     if len(noise_S) < len(audio_S):
         noise_S = np.resize(np.roll(noise_S, -int(random.integers(len(noise_S)))), len(audio_S))
     noise_S = noise_S[: len(audio_S)]
-    snr = torch.tensor(float(random.uniform(*settings.noise_snr_db)))
+    low, high = settings.noise_snr_db
+    snr = torch.tensor(float(random.uniform(low, high)))
     mixed_S = torchaudio.functional.add_noise(torch.from_numpy(audio_S), torch.from_numpy(noise_S.copy()), snr).numpy()
     return _within_full_scale(mixed_S)
 

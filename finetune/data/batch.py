@@ -17,7 +17,7 @@ import torch
 
 from finetune.data.decode import as_float
 from finetune.data.position import Position
-from finetune.data.quarantine import Record
+from finetune.data.quarantine import Record, Report
 from finetune.data.utterances import DecodedUtterance
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,9 @@ def _map_shared(handle: Any, shape: tuple[int, ...], dtype: str) -> np.ndarray:
     return np.frombuffer(memory, dtype=dtype).reshape(shape)
 
 
-def collate(utterances: list[DecodedUtterance], worker_shard: int, position: Position) -> Batch:
+def collate(
+    utterances: list[DecodedUtterance], worker_shard: int, position: Position, report: Report | None = None
+) -> Batch:
     """Pad utterances to the longest of the batch; without utterances all tensors are empty."""
     audio_lengths_B = np.array([len(u.audio_S) for u in utterances], dtype=np.int64)
     token_lengths_B = np.array([len(u.tokens) for u in utterances], dtype=np.int64)
@@ -115,6 +117,7 @@ def collate(utterances: list[DecodedUtterance], worker_shard: int, position: Pos
         torch.from_numpy(token_lengths_B),
         worker_shard,
         position,
+        **vars(report or Report()),
     )
 
 
@@ -148,15 +151,9 @@ def cut(batch: Batch, size: int) -> list[Batch]:
 
 
 def describe_batch(batch: Batch, frames_B: torch.Tensor, sample_rate: int) -> dict[str, Any]:
-    """Return the size of a batch with audio.
+    """Return clips, longest_seconds, padded_seconds (of all together), tokens and cells (T x (U + 1), summed).
 
-    Args:
-        batch: any.
-        frames_B: encoder frames of each utterance.
-        sample_rate: Hz.
-
-    Returns:
-        clips, longest_seconds, padded_seconds (of all together), tokens, cells (T x (U + 1), summed).
+    `frames_B` are the encoder frames of each utterance.
     """
     return {
         "clips": len(batch.ids),

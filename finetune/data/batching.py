@@ -58,9 +58,7 @@ class Entry:
 def bound_at(bounds: Iterable[Sequence[float]], seconds: float) -> int:
     """Return the utterances that a batch may hold whose longest has so many seconds.
 
-    Args:
-        bounds: pairs (seconds, utterances) by seconds; the last one also holds for longer utterances.
-        seconds: length of the longest.
+    `bounds` are pairs (seconds, utterances) by seconds; the last one also holds for longer utterances.
     """
     most = 0
     for upto, utterances in bounds:
@@ -101,10 +99,7 @@ class BatchLimits:
 class Buffer:
     """Utterances that wait for a batch.
 
-    Args:
-        limits: of a batch.
-        shuffle: draw batches at random; else they come in the order of the utterances.
-        group: put similar lengths together; no effect without `shuffle`.
+    With `shuffle` batches are drawn at random, and `group` puts similar lengths together; else they come in order.
     """
 
     def __init__(self, limits: BatchLimits, shuffle: bool, group: bool):
@@ -137,9 +132,7 @@ class Buffer:
     def draw(self, seed: tuple[int, ...], last: bool) -> list[Entry]:
         """Take the next batch out of the buffer, which is not empty.
 
-        Args:
-            seed: of this draw.
-            last: whether nothing comes after what is in the buffer, so that smaller batches are taken too.
+        `last`: nothing comes after what is in the buffer, so that smaller batches are taken too.
         """
         places: Sequence[int] = range(len(self.entries))
         if self.shuffle:

@@ -34,7 +34,7 @@ def decode_audio(
     offset: float | None = None,
     duration: float | None = None,
 ) -> np.ndarray:
-    """Decode one utterance.
+    """Return the (S,) float32 samples of one utterance in [-1, 1], channels averaged.
 
     Args:
         audio: a path, or a mapping with "bytes" or "path" (the form of `datasets.Audio(decode=False)`), or one with
@@ -44,9 +44,6 @@ def decode_audio(
         offset: seconds into the file at which the utterance begins; None takes the whole file.
         duration: seconds of the utterance, from `offset` on; None takes the rest. No effect without `offset`.
 
-    Returns:
-        (S,) float32 in [-1, 1], channels averaged.
-
     Raises:
         BadUtterance: missing, unreadable, empty, or not finite.
     """
@@ -54,12 +51,7 @@ def decode_audio(
 
 
 def mono_at(samples_SC: np.ndarray, rate: int, sample_rate: int) -> np.ndarray:
-    """Convert samples of a file to one channel at another rate.
-
-    Args:
-        samples_SC: (S,) or (S, C) float32, or int16 in 1/32768.
-        rate: their sample rate, Hz.
-        sample_rate: Hz of the result.
+    """Convert (S,) or (S, C) samples, float32 or int16 in 1/32768, to one channel at another rate (Hz).
 
     Returns:
         (S,) float32; int16 where nothing had to be computed.
@@ -96,12 +88,7 @@ def audio_seconds(
 ) -> float:
     """Return the length of an utterance from the head of its audio; where that does not tell, from all of it.
 
-    Args:
-        audio, folder, offset: as in `decode_audio`.
-        retries: after a failed download.
-
-    Raises:
-        BadUtterance: missing, unreadable or empty.
+    Arguments and errors are those of `read_audio`.
     """
     if not (isinstance(audio, dict) and audio.get("array") is not None):
         with open_audio(audio, folder, retries) as sound:
@@ -127,10 +114,9 @@ def read_audio(
     compact: bool = False,
     retries: int = RETRIES,
 ) -> tuple[np.ndarray, int]:
-    """Return the samples (S,) or (S, C) as they are in a file, and their rate.
+    """Return the samples (S,) or (S, C) as they are in a file, and their rate; arguments as in `decode_audio`.
 
     Args:
-        audio, folder, offset, duration: as in `decode_audio`.
         check: called with the seconds that the head of the file tells, before the rest is read.
         compact: return int16 instead of float32 for 16-bit files: the same samples, in 1/32768.
         retries: after a failed download.
@@ -183,9 +169,8 @@ def open_audio(audio: object, folder: str | Path | None, retries: int = RETRIES)
     if data is not None and len(data) == 0:
         raise BadUtterance("the audio is empty (0 bytes)")
     try:
-        with soundfile.SoundFile(
-            io.BytesIO(data) if data is not None else _file_of(str(path), folder, retries)
-        ) as sound:
+        file = io.BytesIO(data) if data is not None else _file_of(str(path), folder, retries)
+        with soundfile.SoundFile(file) as sound:
             yield sound
     except (BadUtterance, FilteredUtterance, Unreachable):
         raise
@@ -194,11 +179,7 @@ def open_audio(audio: object, folder: str | Path | None, retries: int = RETRIES)
 
 
 def _download(url: str, retries: int) -> bytes:
-    """Read a remote file, with retries.
-
-    Raises:
-        BadUtterance: there is none, or it is too large; Unreachable: the storage does not answer.
-    """
+    """Read a remote file; raise BadUtterance where there is none or it is too large, Unreachable after all retries."""
     for attempt in itertools.count(1):
         try:
             with open_binary(url) as remote:

@@ -1,11 +1,10 @@
 """Filters that leave utterances out of the training, each counted under its name. S samples, C channels."""
 
-from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
-from finetune.errors import UserError
+from finetune.config.mappings import Mapping, parse_mapping
 
 FULL_SCALE = 0.999
 
@@ -14,8 +13,7 @@ class FilteredUtterance(Exception):
     """An utterance left out by a filter: counted, not an error. The text is the filter's name."""
 
 
-@dataclass(frozen=True)
-class Filters:
+class Filters(Mapping):
     """Bounds of `data.filters`, or of `filters` of a source, which override them. None: no such filter."""
 
     min_duration: float | None = None
@@ -24,7 +22,7 @@ class Filters:
     """Seconds."""
     min_characters_per_second: float | None = None
     max_characters_per_second: float | None = None
-    max_tokens: int | None = None
+    max_tokens: float | None = None
     """Target tokens of an utterance."""
     alphabet: str | None = None
     """Characters that texts may have after normalisation, besides the space."""
@@ -32,9 +30,9 @@ class Filters:
     """Root mean square in dB of full scale; silence lies below -60."""
     max_clipped: float | None = None
     """Share of the samples at full scale."""
-    min_sample_rate: int | None = None
+    min_sample_rate: float | None = None
     """Hz, of the file."""
-    max_channels: int | None = None
+    max_channels: float | None = None
     """Of the file."""
 
     def check_duration(self, seconds: float) -> None:
@@ -91,16 +89,5 @@ def parse_filters(value: Any, key: str, base: Filters | None = None) -> Filters:
     Raises:
         UserError: an unknown name, or a bound of the wrong type.
     """
-    known = {f.name: f.type for f in fields(Filters)}
-    if value is not None and not isinstance(value, dict):
-        raise UserError(f"{key}: a mapping of filters is expected, found {value!r}.")
-    given = dict(value or {})
-    unknown = sorted(set(given) - set(known))
-    if unknown:
-        raise UserError(f"{key}: there is no filter {', '.join(unknown)}; there are {', '.join(known)}.")
-    for name, bound in given.items():
-        text = name == "alphabet"
-        fits = isinstance(bound, str if text else int | float) and not isinstance(bound, bool)
-        if bound is not None and not fits:
-            raise UserError(f"{key}.{name}: {'a text' if text else 'a number'} is expected, found {bound!r}.")
-    return replace(base or Filters(), **given)
+    own = parse_mapping(Filters, value or {}, key)
+    return (base or Filters()).model_copy(update=own.model_dump(exclude_unset=True))

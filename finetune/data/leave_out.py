@@ -15,12 +15,8 @@ REASONS = (DUPLICATE, "in_leave_out")
 class LeaveOut:
     """The rows that a file such as the check's problems.jsonl names: 9 bytes a row in memory.
 
-    Args:
-        file: JSON lines with the `source` of a row (as in quarantine.jsonl) and the `reason`.
-        key: where the file is named, for messages.
-
-    Raises:
-        UserError: the file cannot be read, or a line has another form.
+    `file` has JSON lines with the `source` of a row (as in quarantine.jsonl) and the `reason`; `key` is its name in
+    messages.
     """
 
     def __init__(self, file: str, key: str):

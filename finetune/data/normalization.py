@@ -2,8 +2,10 @@
 
 import re
 import unicodedata
+from typing import Literal, get_args
 
-NORMALIZATIONS = ("none", "lower", "basic")
+TextNormalization = Literal["none", "lower", "basic"]
+NORMALIZATIONS: tuple[str, ...] = get_args(TextNormalization)
 SCORE_NORMALIZATIONS = (*NORMALIZATIONS, "open_asr")
 """Normalisations for scoring; `open_asr` (finetune.evaluation.open_asr) goes by language."""
 _LOOSE_APOSTROPHE = re.compile(r"(?<!\w)'|'(?!\w)")

@@ -8,7 +8,7 @@ piece and a row.
 """
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,10 @@ class Piece(NamedTuple):
     def rows(self) -> int | None:
         """Return its number of rows."""
         return None if self.stop is None else max(0, -(-(self.stop - self.start) // self.stride))
+
+    @property
+    def is_empty(self) -> bool:
+        return self.stop is not None and self.start >= self.stop
 
 
 def chosen_pieces(shard_rows: list[int | None], limit: int, seed: int | None, skip: int = 0) -> list[Piece]:
@@ -74,18 +78,14 @@ def deal(pieces: list[Piece], worker_shard: int, worker_shards: int) -> list[Pie
     """
     sizes = _known_sizes(pieces)
     if sizes is not None:
-        total = sum(sizes)
-        return _stretch(
-            pieces, sizes, worker_shard * total // worker_shards, (worker_shard + 1) * total // worker_shards
-        )
+        begin, end = (n * sum(sizes) // worker_shards for n in (worker_shard, worker_shard + 1))
+        return _stretch(pieces, sizes, begin, end)
     # Sharing makes every worker read these shards, so with many shards a worker it is cheaper to be uneven.
-    whole = (
-        len(pieces) if len(pieces) >= SHARDS_A_WORKER * worker_shards else len(pieces) // worker_shards * worker_shards
-    )
-    shared = [
-        p._replace(start=p.start + worker_shard * p.stride, stride=p.stride * worker_shards) for p in pieces[whole:]
-    ]
-    return pieces[:whole][worker_shard::worker_shards] + [p for p in shared if p.stop is None or p.start < p.stop]
+    whole = len(pieces)
+    if whole < SHARDS_A_WORKER * worker_shards:
+        whole -= whole % worker_shards
+    shared = [_every(p, worker_shard, worker_shards) for p in pieces[whole:]]
+    return pieces[:whole][worker_shard::worker_shards] + [p for p in shared if not p.is_empty]
 
 
 def interleave(pieces: list[Piece], worker_shard: int, worker_shards: int) -> list[Piece]:
@@ -96,13 +96,14 @@ def interleave(pieces: list[Piece], worker_shard: int, worker_shards: int) -> li
     """
     part, first = [], 0
     for piece in pieces:
-        own = piece._replace(
-            start=piece.start + (worker_shard - first) % worker_shards * piece.stride,
-            stride=piece.stride * worker_shards,
-        )
-        part += [own] if own.stop is None or own.start < own.stop else []
+        part.append(_every(piece, (worker_shard - first) % worker_shards, worker_shards))
         first += piece.rows() or 0
-    return part
+    return [piece for piece in part if not piece.is_empty]
+
+
+def _every(piece: Piece, first: int, step: int) -> Piece:
+    """Return every `step`-th row of a piece, from its row `first` on."""
+    return piece._replace(start=piece.start + first * piece.stride, stride=piece.stride * step)
 
 
 def _stretch(pieces: list[Piece], sizes: list[int], begin: int, end: int) -> list[Piece]:
@@ -128,7 +129,3 @@ def as_pieces(rows: Iterable[tuple[int, int]]) -> list[Piece]:
         else:
             pieces.append(Piece(shard, row, row + 1, 1, 1))
     return pieces
-
-
-def from_json(pieces: list[list[Any]]) -> list[Piece]:
-    return [Piece(*piece) for piece in pieces]

@@ -27,54 +27,9 @@ SUBSET = ("max_samples", "skip_samples")
 SAVED = (*ORDERING, "shuffle_buffer_size", "shuffle_buffer_bytes", "group_by_duration", *SUBSET)
 
 
-class Positions(dict[int, Position]):
-    """The positions of one rank's worker shards, by their number.
-
-    Workers do not send the pieces that they were given with each batch, so these are kept here.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.given: dict[int, list[list[list[int]] | None]] = {}
-        """Pieces that do not follow from the epoch alone: of each worker shard, one list a group of sources."""
-
-    def take(self, worker_shard: int, position: Position) -> None:
-        """Keep a position, and the pieces in it."""
-        self[worker_shard] = position
-        for g, reader in enumerate(position.get("readers", ())):
-            if "pieces" in reader:
-                self.given.setdefault(worker_shard, [None] * len(position["readers"]))[g] = reader["pieces"]
-
-    def whole(self, worker_shard: int) -> Position:
-        """Return a position with the pieces that the worker did not send along."""
-        position = self[worker_shard]
-        if "readers" not in position:
-            return position
-        given = self.given.get(worker_shard, [None] * len(position["readers"]))
-        readers = [
-            {**{k: v for k, v in r.items() if k not in ("given", "at")}, "at": 0, "pieces": pieces[r["at"] :]}
-            if pieces is not None and r.get("given")
-            else r
-            for r, pieces in zip(position["readers"], given, strict=True)
-        ]
-        return {**position, "readers": readers}
-
-    def copied(self) -> "Positions":
-        copy = Positions()
-        copy.update(self)
-        copy.given = {worker_shard: list(pieces) for worker_shard, pieces in self.given.items()}
-        return copy
-
-    def to_json(self) -> dict[str, Position]:
-        """Return what a checkpoint holds."""
-        return {
-            str(n): {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in self.whole(n).items()} for n in self
-        }
-
-
 def reshard(
     states: list[dict[str, Any]], sources: Sources, options: StreamOptions, worker_shards: range, count: int
-) -> Positions | None:
+) -> dict[int, Position] | None:
     """Deal what is left of an epoch over another number of worker shards, or in another order.
 
     Nothing is lost and nothing comes twice, but for rows that a finished worker shard left of a mixture's further
@@ -114,7 +69,7 @@ def reshard(
                 rest[g] += reader.rest()
     # Of a mixture's further sources the rows of the pass before come again in this one.
     waited = [[(s, row) for group, n, s, row in waiting if (group, n) == (g, passes[g])] for g in range(groups)]
-    dealt = Positions()
+    dealt: dict[int, Position] = {}
     for n in worker_shards:
         readers = [
             {
@@ -125,5 +80,5 @@ def reshard(
             }
             for g in range(groups)
         ]
-        dealt.take(n, {"readers": readers, "draws": 0, "drawn": 0, "exhausted": False, "buffer": []})
+        dealt[n] = {"readers": readers, "draws": 0, "drawn": 0, "exhausted": False, "buffer": []}
     return dealt

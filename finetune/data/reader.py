@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.data.options import StreamOptions
-from finetune.data.order import Piece, chosen_pieces, deal, from_json, interleave, shuffled
+from finetune.data.order import Piece, chosen_pieces, deal, interleave, shuffled
 from finetune.data.retry import UnreadableShard, wait_before
 from finetune.data.shards import NumberedRows, Row, Shard
 from finetune.data.sources import OpenSource
@@ -48,12 +48,9 @@ def group_sources(sources: list[OpenSource], max_samples: int) -> Sources:
 
 
 def rows_from(shard: Shard, first: int, retries: int) -> NumberedRows:
-    """Read a shard from a row on. A failed read is retried from its row on, after `finetune.data.retry.delay_before`.
+    """Read a shard from a row on. A failed read is retried from its row on.
 
-    Args:
-        shard: what is read.
-        first: row of the shard.
-        retries: attempts after a failure without one row in between; 0 for local files.
+    `retries` counts attempts after a failure without one row in between.
 
     Raises:
         UnreadableShard: it still cannot be read.
@@ -99,43 +96,38 @@ def fetch(group: Group, wanted: Iterable[tuple[int, int]], retries: int) -> dict
     return found
 
 
+@dataclass
 class GroupReader:
-    """The rows of one worker shard of a group, from the beginning of the epoch or from `set_position` on.
+    """The rows of one worker shard of a group, from the beginning of the epoch or from `set_position` on."""
 
-    Args:
-        group: the shards.
-        limit: rows of the group that take part; -1 for all.
-        options: subset, order and retries.
-        epoch, worker_shard, worker_shards: what the order follows from, besides the seed.
-    """
+    group: Group
+    limit: int
+    """Rows of the group that take part; -1 for all."""
+    options: StreamOptions
+    epoch: int
+    worker_shard: int
+    worker_shards: int
 
-    def __init__(
-        self, group: Group, limit: int, options: StreamOptions, epoch: int, worker_shard: int, worker_shards: int
-    ):
-        self.group, self.limit, self.options = group, limit, options
-        self.epoch, self.worker_shard, self.worker_shards = epoch, worker_shard, worker_shards
+    def __post_init__(self) -> None:
         # Where a source does not tell its rows, a limit is kept by counting, and all worker shards read all shards.
-        self.counts = limit >= 0 and any(shard.rows is None for _, shard in group)
+        self.counts = self.limit >= 0 and any(shard.rows is None for _, shard in self.group)
         self.set_position({"passes": 0})
 
     def set_position(self, position: dict[str, Any]) -> None:
         """Go to where `position` was taken; {"passes": n} is the beginning of a pass."""
         self.passes = position["passes"]
-        own = position.get("pieces")
-        self.pieces = self._pieces_of_pass() if own is None else from_json(own)
-        self.own, self.changed = own is not None, False
+        self.given: list[list[Any]] | None = position.get("pieces")
+        """Pieces that do not follow from the epoch alone."""
+        self.pieces = self._pieces_of_pass() if self.given is None else [Piece(*piece) for piece in self.given]
         self.at, self.row = position.get("at", 0), position.get("row")
         self.seen, self.failed = position.get("seen", 0), set(position.get("failed", ()))
         self.rows: Iterator[tuple[int, Row]] | None = None
 
     def position(self) -> dict[str, Any]:
         """Return where the next row is, as JSON-able numbers."""
-        done = self.at if self.changed else 0
-        position: dict[str, Any] = {"passes": self.passes, "at": self.at - done, "row": self.row}
-        if self.changed:
-            position["pieces"] = [list(p) for p in self.pieces[done:]]
-        elif self.own:
-            position["given"] = True  # the stream knows the pieces that it gave (finetune.data.position.Positions)
+        position: dict[str, Any] = {"passes": self.passes, "at": self.at, "row": self.row}
+        if self.given is not None:
+            position |= {"at": 0, "pieces": self.given[self.at :]}
         if self.counts:
             position["seen"] = self.seen
         if self.failed:
@@ -163,15 +155,12 @@ class GroupReader:
         pieces = self.pieces[self.at :]
         if pieces and self.row is not None:
             pieces[0] = pieces[0]._replace(start=self.row)
-        return [p for p in pieces if p.stop is None or p.start < p.stop]
+        return [piece for piece in pieces if not piece.is_empty]
 
     def next_row(self) -> tuple[int, int, Row, bool] | None:
         """Return (shard, row, content, whether it is read for the first time), or None at the end of the pass.
 
-        A shard that cannot be read is put last and retried there.
-
-        Raises:
-            UnreadableShard: a shard failed in both attempts.
+        A shard that cannot be read is put last and retried there, once.
         """
         while self.at < len(self.pieces):
             piece = self.pieces[self.at]
@@ -219,7 +208,7 @@ class GroupReader:
         log.warning("%s; it is tried again when the rest is read", error)
         rest = self.rest()
         self.pieces = [p for p in rest if p.shard != piece.shard] + [p for p in rest if p.shard == piece.shard]
-        self.own = self.changed = True
+        self.given = [list(p) for p in self.pieces]
         self.at, self.row, self.rows = 0, None, None
 
 

@@ -79,11 +79,7 @@ def _check_files(leave_out: LeaveOut, sources: list[OpenSource]) -> None:
 
 
 def weigh_languages(sources: list[OpenSource], temperature: float) -> None:
-    """Weight each source, in place: its language's utterances to the power of 1 / temperature, shared by its own.
-
-    Raises:
-        UserError: a source has a weight already, or does not tell its language or its number of utterances.
-    """
+    """Weight each source, in place: its language's utterances to the power of 1 / temperature, shared by its own."""
     counts: dict[str, int] = {}
     for source in sources:
         language, path = source.source.language, source.source.path
@@ -96,12 +92,15 @@ def weigh_languages(sources: list[OpenSource], temperature: float) -> None:
         counts[str(language)] = counts.get(str(language), 0) + (source.clips or 0)
     for source in sources:
         of_language = counts[str(source.source.language)]
-        source.source.weight = of_language ** (1 / temperature) * (source.clips or 0) / of_language
+        weight = of_language ** (1 / temperature) * (source.clips or 0) / of_language
+        source.source = source.source.model_copy(update={"weight": weight})
 
 
 def with_filters(sources: list[OpenSource], data: DataConfig) -> list[OpenSource]:
     """Return the sources with their filters: their own, then `data.filters` and the bounds of duration."""
-    common = parse_filters(data.filters, "data.filters", Filters(data.min_duration, data.max_duration))
+    common = parse_filters(
+        data.filters, "data.filters", Filters(min_duration=data.min_duration, max_duration=data.max_duration)
+    )
     return [
         replace(s, filters=parse_filters(s.source.filters, f"filters of {s.source.path}", common)) for s in sources
     ]

@@ -61,11 +61,7 @@ class Shard:
 def manifest_shards(path: str, chunk_bytes: int | None = None) -> tuple[list[Shard], int]:
     """Cut a NeMo manifest into chunks at line breaks; also return the number of lines that are not blank.
 
-    The file is read once for its line breaks, a gigabyte in a few seconds.
-
-    Args:
-        path: local, or a URL that fsspec reads.
-        chunk_bytes: length of a chunk; None chooses by the length of the file.
+    The file is read once for its line breaks, a gigabyte in a few seconds; its length decides that of a chunk.
     """
     breaks, size, blank = line_breaks(path)
     chunk = chunk_bytes or min(max(size // CHUNKS_OF_A_SMALL_MANIFEST, SMALLEST_CHUNK_BYTES), MANIFEST_CHUNK_BYTES)
@@ -116,17 +112,6 @@ def read_manifest_chunk(path: str, start: int, end: int, first: int = 0) -> Numb
             yield number, parse_line(line)
 
 
-def lines_of(path: str) -> Iterator[bytes]:
-    """Yield the lines of a file with their ends."""
-    rest = b""
-    with open_binary(path) as file:
-        while block := file.read(SCAN_BYTES):
-            *lines, rest = (rest + block).split(b"\n")
-            yield from (line + b"\n" for line in lines)
-    if rest:
-        yield rest
-
-
 def parse_line(line: bytes) -> Row:
     """Parse a manifest's line; a bad one becomes a row whose BAD_LINE tells why."""
     if len(line) > LONGEST_LINE:
@@ -144,10 +129,7 @@ def parse_line(line: bytes) -> Row:
 def parquet_shards(files: list[str], columns: list[str], audio: str | None = None) -> list[Shard]:
     """Make one shard a row group, so that reading can begin in the middle of a file; empty row groups are left out.
 
-    Args:
-        files: paths, or URLs that fsspec reads.
-        columns: those that are read.
-        audio: the one that `Shard.light` leaves out.
+    Shards read `columns`; `Shard.light` leaves out `audio`.
 
     Raises:
         OSError, pyarrow.ArrowInvalid: a file is missing, or no parquet file.

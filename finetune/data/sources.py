@@ -2,17 +2,18 @@
 
 import itertools
 import logging
-import math
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import datasets
 import fsspec
+from pydantic import Field
 
+from finetune.config.mappings import Mapping, parse_mapping
 from finetune.data.filters import Filters, parse_filters
-from finetune.data.normalization import NORMALIZATIONS
+from finetune.data.normalization import TextNormalization
 from finetune.data.retry import wait_before
 from finetune.data.shards import Shard, arrow_shards, dataset_shards, manifest_shards, parquet_shards
 from finetune.data.storage import expand
@@ -24,10 +25,13 @@ log = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # to open a source
 MANIFEST_SUFFIXES = (".json", ".jsonl", ".ndjson")
-TEXT_COLUMNS = ("text", "sentence", "transcription", "transcript", "normalized_text", "raw_text", "txt")
-LANGUAGE_COLUMNS = ("language", "lang", "locale")
-AUDIO_COLUMNS = ("audio", "audio_filepath", "wav", "flac", "mp3", "ogg", "opus")
-ID_COLUMNS = ("id", "__key__", "utt_id", "file_name")
+COLUMNS = {
+    "audio": ("audio", "audio_filepath", "wav", "flac", "mp3", "ogg", "opus"),
+    "text": ("text", "sentence", "transcription", "transcript", "normalized_text", "raw_text", "txt"),
+    "language": ("language", "lang", "locale"),
+    "id": ("id", "__key__", "utt_id", "file_name"),
+}
+"""What columns are called where a source does not name them; the first one found counts."""
 
 
 @dataclass
@@ -46,8 +50,7 @@ class StoredAudio(datasets.Audio):
         return {"bytes": None, "path": None if value is None else str(value)}
 
 
-@dataclass
-class Source:
+class Source(Mapping):
     """One entry of `data.train`, `data.validation`, `data.test` or `data.guard`."""
 
     path: str
@@ -60,7 +63,7 @@ class Source:
     """Revision of a hub data set."""
     language: str | None = None
     """Language of the utterances where no column says it."""
-    weight: float | None = None
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Share in a mixture. With weights, an epoch is one pass over the first source; the others restart as needed."""
     audio_column: str | None = None
     text_column: str | None = None
@@ -68,7 +71,7 @@ class Source:
     id_column: str | None = None
     tarred_audio: str | None = None
     """Tar files of a NeMo manifest's audio, such as `audio__OP_0..127_CL_.tar`."""
-    text_normalization: str | None = None
+    text_normalization: TextNormalization | None = None
     """Overrides `data.text_normalization`."""
     filters: dict[str, Any] | None = None
     """Filters of this source; their bounds override those of `data.filters`."""
@@ -97,38 +100,21 @@ class OpenSource:
 
 
 def parse_sources(value: Any, key: str, split: str) -> list[Source]:
-    """Parse the sources that a key of the run file names.
-
-    Args:
-        value: a string, a mapping, or a list of these.
-        key: such as "data.train", for messages.
-        split: default split.
+    """Parse the sources that a key of the run file names: a string, a mapping, or a list of these.
 
     Raises:
         UserError: unknown keys, missing paths, or weights on only some sources.
     """
-    entries = value if isinstance(value, list) else [value]
-    known = [f.name for f in fields(Source)]
     sources = []
-    for entry in entries:
+    for entry in value if isinstance(value, list) else [value]:
         if isinstance(entry, str):
             entry = {"path": entry}
         if not isinstance(entry, dict) or not isinstance(entry.get("path"), str) or not entry["path"]:
             raise UserError(f"{key}: a source is a path, or a mapping with `path`; found {entry!r}.")
-        unknown = sorted(set(entry) - set(known))
-        if unknown:
-            raise UserError(f"{key}: unknown keys {unknown} in a source; known are {known}.")
-        settings: dict[str, Any] = {"split": split, **entry}
-        sources.append(Source(**settings))
+        sources.append(parse_mapping(Source, {"split": split, **entry}, key))
         parse_filters(sources[-1].filters, f"{key}.filters")
-        if sources[-1].text_normalization not in (None, *NORMALIZATIONS):
-            raise UserError(f"{key}.text_normalization: one of {', '.join(NORMALIZATIONS)} is expected.")
-    weighted = [s.weight is not None for s in sources]
-    if any(weighted) and not all(weighted):
+    if len({source.weight is None for source in sources}) > 1:
         raise UserError(f"{key}: give every source of the list a weight, or none.")
-    for weight in (s.weight for s in sources if s.weight is not None):
-        if not isinstance(weight, int | float) or not 0 < weight < math.inf:
-            raise UserError(f"{key}: a weight is a number above 0, found {weight!r}.")
     return sources
 
 
@@ -274,22 +260,17 @@ def _first_row(dataset: datasets.IterableDataset, key: str, path: str) -> dict[s
 
 def _find_columns(source: Source, columns: list[str], key: str) -> dict[str, str]:
     found = {}
-    wanted = {
-        "audio": (source.audio_column, AUDIO_COLUMNS, True),
-        "text": (source.text_column, TEXT_COLUMNS, True),
-        "language": (source.language_column, LANGUAGE_COLUMNS, False),
-        "id": (source.id_column, ID_COLUMNS, False),
-    }
-    for role, (named, guesses, required) in wanted.items():
+    for role, guesses in COLUMNS.items():
+        named = getattr(source, f"{role}_column")
         if named is not None and named not in columns:
             raise UserError(f"{key}: {source.path} has no column {named!r}; it has {columns}.")
         column = named or next((c for c in guesses if c in columns), None)
-        if column is None and required:
+        if column is not None:
+            found[role] = column
+        elif role in ("audio", "text"):
             raise UserError(
                 f"{key}: {source.path} has no column of {role}; it has {columns}. Set `{role}_column` of the source."
             )
-        if column is not None:
-            found[role] = column
     return found
 
 

@@ -11,18 +11,14 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 
-from finetune.data.batch import Batch, collate
-from finetune.data.batching import Entry
-from finetune.data.filters import FilteredUtterance
+from finetune.data.batch import Batch
 from finetune.data.options import StreamOptions
-from finetune.data.position import FINISHED, ORDERING, SAVED, SUBSET, Positions, reshard
-from finetune.data.quarantine import BadUtterance, Report
+from finetune.data.position import FINISHED, ORDERING, SAVED, SUBSET, Position, reshard
 from finetune.data.reader import group_sources
-from finetune.data.retry import Unreachable
 from finetune.data.sources import OpenSource
-from finetune.data.utterances import DecodedUtterance, decode
 from finetune.data.worker_lifetime import begin_worker, ends_with_this_process
 from finetune.data.worker_shards import WorkerShard
 
@@ -43,45 +39,8 @@ class WorkerShardDataset(torch.utils.data.IterableDataset):
         position = s.positions.get(number)
         if position == FINISHED:
             return
-        shard = WorkerShard(
-            s.sources,
-            s.options,
-            s.encode,
-            epoch=s.epoch,
-            number=number,
-            count=s.ranks * workers,
-            worker=worker,
-            position=position,
-        )
-        for entries, report, position in shard.batches():
-            try:
-                utterances = decode_all(entries, s.options, s.epoch, report)
-            except Unreachable as error:
-                utterances, report.error = [], str(error)
-            batch = collate(utterances, number, position)
-            batch.quarantined, batch.filtered = report.quarantined, report.filtered
-            batch.rows_read, batch.error = report.rows_read, report.error
-            yield batch
-            if batch.error:
-                return
-
-
-def decode_all(entries: list[Entry], options: StreamOptions, epoch: int, report: Report) -> list[DecodedUtterance]:
-    """Decode the utterances of a batch; those that cannot be used go into the report."""
-    utterances = []
-    for entry in entries:
-        try:
-            utterances.append(decode(entry, options, epoch))
-        except FilteredUtterance as reason:
-            report.count_filtered(str(reason))
-        except BadUtterance as reason:
-            report.quarantine(entry.id, entry.place, str(reason))
-    if options.fits is None or not utterances:
-        return utterances
-    fitting = options.fits([len(u.audio_S) for u in utterances], [len(u.tokens) for u in utterances])
-    for _ in range(fitting.count(False)):
-        report.count_filtered("more_tokens_than_frames")
-    return [u for u, fits in zip(utterances, fitting, strict=True) if fits]
+        count = s.ranks * workers
+        yield from WorkerShard(s.sources, s.options, s.encode, s.epoch, number, count, worker, position).batches()
 
 
 class UtteranceStream:
@@ -115,7 +74,8 @@ class UtteranceStream:
         self.sources = group_sources(sources, options.max_samples)
         self.epoch = 0
         self.next_worker = 0
-        self.positions = Positions()
+        self.positions: dict[int, Position] = {}
+        """By the number of the worker shard."""
 
     @property
     def worker_shards(self) -> range:
@@ -124,8 +84,6 @@ class UtteranceStream:
 
     def batches(self) -> Generator[Batch, None, None]:
         """Yield the rest of the present epoch. After each batch the stream's position lies behind it."""
-        for number in list(self.positions):
-            self.positions.take(number, self.positions.whole(number))  # workers report positions from here on
         # A generator of its own: the loader draws a seed at each start, which must not move torch's global one.
         loader = torch.utils.data.DataLoader(
             WorkerShardDataset(self),
@@ -138,19 +96,19 @@ class UtteranceStream:
         )
         for batch in loader:
             if batch.error is None:  # else a resumed run continues with the shard that could not be read
-                self.positions.take(batch.worker_shard, batch.position)
+                self.positions[batch.worker_shard] = batch.position
             self.next_worker = (batch.worker_shard // self.ranks + 1) % max(1, self.workers)
             yield batch
 
     def next_epoch(self) -> None:
         """Go to the next epoch. A separate call, since other ranks may still have batches of this one."""
-        self.epoch, self.next_worker, self.positions = self.epoch + 1, 0, Positions()
+        self.epoch, self.next_worker, self.positions = self.epoch + 1, 0, {}
 
-    def snapshot(self) -> tuple[Positions, int]:
+    def snapshot(self) -> tuple[dict[int, Position], int]:
         """Return the position, for `go_back`."""
-        return self.positions.copied(), self.next_worker
+        return dict(self.positions), self.next_worker
 
-    def go_back(self, snapshot: tuple[Positions, int]) -> None:
+    def go_back(self, snapshot: tuple[dict[int, Position], int]) -> None:
         """Take back the batches since a snapshot of the same epoch, for the next `batches` or checkpoint."""
         self.positions, self.next_worker = snapshot
 
@@ -165,7 +123,10 @@ class UtteranceStream:
             "shards": self.sources.digest(),
             "options": {name: getattr(self.options, name) for name in SAVED}
             | {"limits": json.loads(json.dumps(asdict(self.options.limits)))},
-            "positions": self.positions.to_json(),
+            "positions": {
+                str(number): {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in position.items()}
+                for number, position in self.positions.items()
+            },
         }
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> list[str]:
@@ -195,9 +156,8 @@ class UtteranceStream:
         alike = (first["ranks"], max(1, first["workers"])) == (self.ranks, max(1, self.workers))
         if alike and all(first["options"][name] == now["options"][name] for name in ORDERING):
             own = next(state for state in states if state["rank"] == self.rank)
-            self.next_worker, self.positions = own["next_worker"], Positions()
-            for number, position in own["positions"].items():
-                self.positions.take(int(number), position)
+            self.next_worker = own["next_worker"]
+            self.positions = {int(number): position for number, position in own["positions"].items()}
             return changes
         if not alike:
             changes.append(

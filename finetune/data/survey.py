@@ -22,8 +22,8 @@ from finetune.data.reader import Sources, fetch
 from finetune.data.retry import RETRIES, Unreachable, UnreadableShard
 from finetune.data.shards import NumberedRows, Row, Shard
 from finetune.data.sources import OpenSource
-from finetune.data.stream import UtteranceStream, decode_all
-from finetune.data.utterances import DecodedUtterance, examine, row_duration
+from finetune.data.stream import UtteranceStream
+from finetune.data.utterances import DecodedUtterance, decode_all, examine, row_duration
 
 ROWS_AT_MOST, SECONDS_AT_MOST = 200_000, 30.0
 ROWS_OF_A_PIECE = 16  # at least, of what has to be opened for them
@@ -42,8 +42,7 @@ def spread_rows(
     They come without the audio where the format allows that and lengths are known without it.
 
     Args:
-        sources: as the stream has them.
-        options: of the stream; subset and seed count.
+        sources, options: of the stream; subset and seed count.
         rows: at most.
         seconds: after this time no shard is begun or read on.
         lengths: whether rows that do not state their length have to come with the audio that tells it.
@@ -102,12 +101,7 @@ class Survey:
 
 
 def survey_lengths(stream: UtteranceStream, rows: int = ROWS_AT_MOST, seconds: float = SECONDS_AT_MOST) -> Survey:
-    """Find the utterances that cost most, by the column `duration` or the head of the audio.
-
-    Args:
-        stream: of the training.
-        rows, seconds: bounds of the search.
-    """
+    """Find the utterances that cost most, by the column `duration` or the head of the audio, within bounds."""
     sources, options = stream.sources, stream.options
     found = Survey(rows=count_rows(sources, options))
     seen: list[tuple[float, int, Ref]] = []
@@ -160,12 +154,7 @@ def count_rows(sources: Sources, options: StreamOptions) -> int | None:
 
 
 def batch_of(stream: UtteranceStream, refs: list[Ref]) -> Batch | None:
-    """Make the batch that the first usable rows fill by the stream's own bounds; None where none can be used.
-
-    Args:
-        stream: of the training.
-        refs: candidates, the preferred ones first.
-    """
+    """Make the batch that the first usable rows fill by the stream's own bounds; None where none can be used."""
     buffer, utterances = Buffer(stream.options.limits, shuffle=False, group=False), {}
     for entry, utterance in _usable(stream, refs):
         utterances[entry.ref] = utterance

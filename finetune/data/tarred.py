@@ -3,16 +3,18 @@
 Paths may hold ranges, as NeMo writes them (`audio__OP_0..127_CL_.tar`) or in braces (`audio_{0..127}.tar`).
 """
 
+import io
 import re
 import tarfile
 from array import array
 from collections.abc import Callable
 from functools import partial
 from pathlib import PurePosixPath
+from typing import cast
 
 import numpy as np
 
-from finetune.data.shards import BAD_LINE, NumberedRows, Row, Shard, lines_of, parse_line
+from finetune.data.shards import BAD_LINE, SCAN_BYTES, NumberedRows, Row, Shard, parse_line
 from finetune.data.storage import expand, open_binary
 from finetune.errors import UserError
 from finetune.security.archives import CheckedHeader
@@ -44,9 +46,6 @@ def tarred_shards(manifest: str, tars: str, key: str) -> tuple[list[Shard], int]
         manifest: path of one manifest with `shard_id` in its rows, or of one a tar file, with ranges.
         tars: path of the tar files, with ranges.
         key: for messages.
-
-    Raises:
-        UserError: the numbers of files do not match, files are missing, or rows have no `shard_id`.
     """
     manifests, files = expand_ranges(manifest), expand_ranges(tars)
     if len(manifests) not in (1, len(files)):
@@ -80,17 +79,16 @@ def tarred_shards(manifest: str, tars: str, key: str) -> tuple[list[Shard], int]
 def by_shard(path: str, count: int, shard_of: Callable[[int, bytes], int]) -> list[np.ndarray]:
     """Return the (n, 2) offsets and lengths of a manifest's lines that are not blank, by shard.
 
-    Args:
-        path: of the manifest.
-        count: shards.
-        shard_of: the shard of a line by its number, from 1 on, and content.
+    `shard_of` tells the shard of a line by its number, from 1 on, and content.
     """
     lines = [array("q") for _ in range(count)]
     offset = 0
-    for number, line in enumerate(lines_of(path), 1):
-        if line.strip():
-            lines[shard_of(number, line)].extend((offset, len(line)))
-        offset += len(line)
+    with open_binary(path) as file:
+        # A remote file's own readline fetches and searches a block of megabytes.
+        for number, line in enumerate(io.BufferedReader(cast(io.RawIOBase, file), SCAN_BYTES), 1):
+            if line.strip():
+                lines[shard_of(number, line)].extend((offset, len(line)))
+            offset += len(line)
     return [np.array(own).reshape(-1, 2) for own in lines]
 
 

@@ -48,14 +48,14 @@ def read_texts(
         normalization: as `data.text_normalization`; a source's own goes before it.
         split: of a data set that names none.
         rows, seconds: bounds of the search in data sets.
-
-    Raises:
-        UserError: a source cannot be opened, or there is no text.
     """
-    entries = value if isinstance(value, list) else [value]
-    files = [e for e in entries if isinstance(e, str) and e.endswith(".txt")]
-    found = [text for file in files for text in _lines(file, key, normalization)]
-    named = [e for e in entries if not (isinstance(e, str) and e.endswith(".txt"))]
+    found: list[Text] = []
+    named = []
+    for entry in value if isinstance(value, list) else [value]:
+        if isinstance(entry, str) and entry.endswith(".txt"):
+            found += _lines(entry, key, normalization)
+        else:
+            named.append(entry)
     if named:
         opened = [open_source(source, key) for source in parse_sources(named, key, split)]
         found += _rows(opened, key, normalization, rows, seconds)

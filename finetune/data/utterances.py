@@ -19,7 +19,7 @@ from finetune.data.decode import audio_seconds, mono_at, read_audio
 from finetune.data.filters import FilteredUtterance
 from finetune.data.normalization import normalize_text
 from finetune.data.options import StreamOptions
-from finetune.data.quarantine import BadUtterance
+from finetune.data.quarantine import BadUtterance, Report
 from finetune.data.retry import Unreachable
 from finetune.data.shards import BAD_LINE, Row
 from finetune.data.sources import OpenSource
@@ -107,9 +107,8 @@ def examine(
         raise BadUtterance(f"no audio in column {columns['audio']!r}")
     audio = row[columns["audio"]]
     check_place(audio, source.folder, source.root)
-    if duration is None and (
-        options.group_by_duration or options.limits.seconds or options.limits.cells or options.limits.bounds
-    ):
+    limits = options.limits
+    if duration is None and (options.group_by_duration or limits.seconds or limits.cells or limits.bounds):
         seconds = audio_seconds(audio, source.folder, offset, options.read_retries)
         filters.check_duration(seconds)
     else:
@@ -143,12 +142,26 @@ def decode(entry: Entry, options: StreamOptions, epoch: int) -> DecodedUtterance
     return DecodedUtterance(entry.id, entry.text, entry.language, audio_S, entry.tokens)
 
 
+def decode_all(entries: list[Entry], options: StreamOptions, epoch: int, report: Report) -> list[DecodedUtterance]:
+    """Decode the utterances of a batch; those that cannot be used go into the report."""
+    utterances = []
+    for entry in entries:
+        try:
+            utterances.append(decode(entry, options, epoch))
+        except FilteredUtterance as reason:
+            report.count_filtered(str(reason))
+        except BadUtterance as reason:
+            report.quarantine(entry.id, entry.place, str(reason))
+    if options.fits is None or not utterances:
+        return utterances
+    fitting = options.fits([len(u.audio_S) for u in utterances], [len(u.tokens) for u in utterances])
+    for _ in range(fitting.count(False)):
+        report.count_filtered("more_tokens_than_frames")
+    return [u for u, fits in zip(utterances, fitting, strict=True) if fits]
+
+
 def read_samples(entry: Entry, options: StreamOptions, compact: bool = False) -> tuple[np.ndarray, int, np.ndarray]:
     """Return the samples as they are in the file, their rate, and one channel of them at the stream's rate.
-
-    Args:
-        entry, options: what is read, and how.
-        compact: as in `read_audio`.
 
     Raises:
         BadUtterance: it cannot be used; FilteredUtterance: a filter leaves it out.

@@ -1,9 +1,11 @@
-"""The batches of one worker shard before decoding: rows are read into a buffer and drawn from it."""
+"""The batches of one worker shard: rows are read into a buffer, drawn from it and decoded."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
+from finetune.data.batch import Batch, collate
 from finetune.data.batching import Buffer, Entry, Ref
 from finetune.data.filters import FilteredUtterance
 from finetune.data.options import StreamOptions
@@ -12,44 +14,34 @@ from finetune.data.quarantine import REPORT_AFTER_ROWS, BadUtterance, Report
 from finetune.data.reader import Sources, fetch, make_readers
 from finetune.data.retry import Unreachable, UnreadableShard
 from finetune.data.shards import Row
-from finetune.data.utterances import examine, row_id
+from finetune.data.utterances import decode_all, examine, row_id
 
 CHOICES_AT_ONCE = 1024
 
 
+@dataclass
 class WorkerShard:
-    """The part of an epoch that one DataLoader worker of one rank reads.
+    """The part of an epoch that one DataLoader worker of one rank reads."""
 
-    Args:
-        sources: what is read.
-        options: how rows become batches.
-        encode: text to token ids; raises BadUtterance.
-        epoch: number of the epoch.
-        number, count: which worker shard of how many.
-        worker: number of the DataLoader worker, the same on all ranks; the draws follow from it.
-        position: where to go on; None begins.
-    """
+    sources: Sources
+    options: StreamOptions
+    encode: Callable[[str], list[int]]
+    epoch: int
+    number: int
+    """Which worker shard of `count`."""
+    count: int
+    worker: int
+    """Number of the DataLoader worker, the same on all ranks; the draws follow from it."""
+    start: Position | None
+    """Where to go on; None begins."""
 
-    def __init__(
-        self,
-        sources: Sources,
-        options: StreamOptions,
-        encode: Callable[[str], list[int]],
-        *,
-        epoch: int,
-        number: int,
-        count: int,
-        worker: int,
-        position: Position | None,
-    ):
-        self.sources, self.options, self.encode = sources, options, encode
-        self.epoch, self.number, self.worker = epoch, number, worker
-        self.readers = make_readers(sources, options, epoch, number, count)
+    def __post_init__(self) -> None:
+        options = self.options
+        self.readers = make_readers(self.sources, options, self.epoch, self.number, self.count)
         self.buffer = Buffer(options.limits, options.shuffle, options.group_by_duration)
         self.report = Report()
         self.draws = self.drawn = 0
         self.exhausted = False
-        self.start = position
         self.choices: tuple[int, np.ndarray] | None = None
 
     def _restore(self, position: Position) -> None:
@@ -78,31 +70,33 @@ class WorkerShard:
             "buffer": self.buffer.refs(),
         }
 
-    def batches(self) -> Iterator[tuple[list[Entry], Report, Position]]:
-        """Yield each batch's entries (none with a mere report), what was left out before, and the position behind."""
+    def batches(self) -> Iterator[Batch]:
+        """Yield the batches, with what was left out before and the position behind; some only report."""
         try:
             if self.start is not None:
                 self._restore(self.start)
             while True:
                 for _ in self._fill():
-                    yield [], self._take_report(), self.position()
+                    yield self._batch([])
                 if not self.buffer.entries:
                     break
                 # Similar lengths at the same step on all ranks; other draws need nothing in common.
                 who = self.worker if self.buffer.group else self.number
                 entries = self.buffer.draw((self.options.seed, self.epoch, who, self.draws, 7), self.exhausted)
                 self.draws += 1
-                position = self.position()
-                yield entries, self._take_report(), position
-                if position == FINISHED:
+                batch = self._batch(entries)
+                yield batch
+                if batch.position == FINISHED:
                     return
         except (UnreadableShard, Unreachable) as error:
             self.report.error = str(error)
-        yield [], self._take_report(), FINISHED
+        yield self._batch([])
 
-    def _take_report(self) -> Report:
+    def _batch(self, entries: list[Entry]) -> Batch:
+        """Decode a batch, and report what was left out since the last one."""
+        utterances = decode_all(entries, self.options, self.epoch, self.report)
         report, self.report = self.report, Report()
-        return report
+        return collate(utterances, self.number, self.position(), report)
 
     def _fill(self) -> Iterator[None]:
         """Read until the buffer is full; yields in between where nothing usable has come for long."""

@@ -52,6 +52,8 @@ USER_INFO = re.compile(
 )
 QUERY = re.compile(r"(?<=[\w/%.}*-])\?((?:[\w.%~-]+=[^\s\"'#&]*&?)+)")
 HOMES = re.compile(r"/(home|Users)/[^/\s:\"',]+")
+TEXTS = {"pairs", "reference", "hypothesis", "text", "samples_shown", "transcript"}
+"""Keys of a run's records that hold what was said in clips."""
 SHORTEST = 6  # characters of a value that is replaced wherever it stands
 
 
@@ -202,6 +204,13 @@ def clean(value: Any, secrets: set[str] | frozenset[str] = frozenset(), personal
                 cleaned[i + 1] = REMOVED
         return cleaned
     return clean_text(value, secrets, personal) if isinstance(value, str) else value
+
+
+def without_texts(value: Any) -> Any:
+    """Return a structure of JSON or YAML without what was said in clips."""
+    if isinstance(value, dict):
+        return {key: without_texts(inner) for key, inner in value.items() if key not in TEXTS}
+    return [without_texts(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _holds(value: object) -> bool:

@@ -82,7 +82,7 @@ def add_predictions(rows: list[dict[str, Any]], run_file: Path, clips: int, seco
     measured = [row for row in rows if "peak_bytes" in row]
     same = [f"training.per_device_train_batch_size={clips}", "training.gradient_accumulation_steps=1"]
     data = Data(seconds, seconds, None, TOKENS_A_SECOND)
-    plan = make_plan(run_file, same, [row["strategies"] for row in measured], card_here(), 1, data)
+    plan = make_plan(run_file, same, [row["strategies"] for row in measured], card_here(), 1, data).strategies
     for row, predicted in zip(measured, plan, strict=True):
         if predicted.peak_memory_gib is None:
             print(f"{row['name']}: not predicted: {predicted.reason}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from finetune.config.compatibility import RULES
-from finetune.config.schema import GROUPS, RENAMED, choices_of, extra_of, range_of, schema_fields, type_of
+from finetune.config.schema import GROUPS, RENAMED, choices_of, meaning_of, option_of, range_of, schema_fields, type_of
 from finetune.paths import ACCELERATE_CONFIGS, strategy_names
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,21 +46,18 @@ def default_of(field: FieldInfo) -> str:
 
 def row(key: str, field: FieldInfo) -> str:
     """Return a key's row."""
-    extra, choices = extra_of(field), choices_of(field)
-    meaning = field.description or ""
-    if extra["no_effect"]:
-        meaning += f" No effect {extra['no_effect']}."
-    within = ", ".join(f"`{choice}`" for choice in choices) or range_of(field)
-    return f"| `{key}` | {type_of(field)} | {default_of(field)} | {within} | {extra['unit']} | {meaning} |"
+    within = ", ".join(f"`{choice}`" for choice in choices_of(field)) or range_of(field)
+    unit, meaning = option_of(field).unit, meaning_of(field)
+    return f"| `{key}` | {type_of(field.annotation)} | {default_of(field)} | {within} | {unit} | {meaning} |"
 
 
 def page() -> str:
     """Return the whole page: the keys that most runs set, then the others by concern."""
     fields = schema_fields()
-    common = {key: field for key, field in fields.items() if extra_of(field)["common"]}
+    common = {key: field for key, field in fields.items() if option_of(field).common}
     parts = [INTRODUCTION, f"## The {len(common)} keys that most runs set", _table(common)]
-    for group, heading in GROUPS.items():
-        others = {k: f for k, f in fields.items() if extra_of(f)["group"] == group and k not in common}
+    for heading in GROUPS.values():
+        others = {k: f for k, f in fields.items() if GROUPS[option_of(f).group] == heading and k not in common}
         if others:
             parts += [f"## {heading}", _table(others)]
     renamed = [f"* `{old}` is `{new}` now." for old, new in RENAMED.items()]

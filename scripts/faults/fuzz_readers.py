@@ -102,8 +102,8 @@ OPTIONS = StreamOptions(limits=BatchLimits(clips=4), sample_rate=16_000, text_no
 
 @cache
 def _source(root: str | None) -> OpenSource:
-    filters = Filters(0.1, 40.0)
-    return OpenSource(Source("m.jsonl"), [], "/nowhere", 1, COLUMNS, is_manifest=True, filters=filters, root=root)
+    filters = Filters(min_duration=0.1, max_duration=40.0)
+    return OpenSource(Source(path="m.jsonl"), [], "/nowhere", 1, COLUMNS, is_manifest=True, filters=filters, root=root)
 
 
 def examine_line(data: bytes, folder: Path) -> None:
@@ -447,7 +447,7 @@ def read_records(data: bytes, folder: Path) -> None:
     put(folder, RECORDS[len(data) % len(RECORDS)], data)
     put(folder, RECORDS[(len(data) + 1) % len(RECORDS)], data)
     run = read_run(folder)
-    run.best("test"), run.base("test"), run.judged_on, run.step
+    run.best("test"), run.judged_on, run.step
 
 
 def utterances_seeds() -> list[bytes]:

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import problem, read_lines, tiny_layout
@@ -367,7 +368,8 @@ def test_the_plan_counts_the_average():
     from finetune.tools.planning.engines import FLOAT, Engine, Weights, host_bytes, peak_of_step
     from finetune.tools.planning.memory import Step
 
-    step = Step(["step"], [{"parameters": 100.0, "gradients": 100.0}], [{"parameters": 100.0}], {})
+    whole = np.array([100.0])
+    step = Step(["step"], {"parameters": whole, "gradients": whole}, {"parameters": whole}, {})
     plain = {"parameters": 100.0, "trained": 100.0, "trained_elements": 25.0, "layer": 10.0, "around_layers": 10.0}
     plain |= {"optimizer": 200.0, "optimizer_on_host": 0.0}
     ema = FLOAT * plain["trained_elements"]

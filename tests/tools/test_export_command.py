@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, read_lines, write_manifest
 
 from finetune.errors import UserError
 
@@ -39,7 +39,11 @@ sys.exit(code)
 
 def test_without_nemo(tmp_path, clips):
     """The archive is written by what is in it; single is compared with batched, and that is said."""
-    arguments = ["--model", BASE, "--to", "hf", "--output", tmp_path / "out", "--data", clips / "manifest.jsonl"]
+    rows = [
+        {**row, "audio_filepath": str(clips / row["audio_filepath"])} for row in read_lines(clips / "manifest.jsonl")
+    ]
+    data = write_manifest(tmp_path / "few.jsonl", rows[:4])
+    arguments = ["--model", BASE, "--to", "hf", "--output", tmp_path / "out", "--data", data]
     done = subprocess.run(
         [sys.executable, "-c", BLOCKED, *map(str, arguments)],
         cwd=ROOT,
@@ -64,10 +68,10 @@ def test_a_run_brings_its_own_clips_and_without_any_it_is_said(tmp_path, clips, 
     (run / "config.yaml").write_text(f"data:\n  validation: {clips / 'manifest.jsonl'}\n")
     samples = samples_for(str(run), None, "validation", 16000)
     assert len(samples.ids) == 16
-    assert samples.speech
+    assert samples.texts
     (run / "config.yaml").write_text("data:\n  validation: gone/manifest.jsonl\n")
     samples = samples_for(str(run), None, "validation", 16000)
-    assert not samples.speech
+    assert not samples.texts
     assert any("no speech was compared" in m and "gone/manifest.jsonl" in m and "--data" in m for m in messages)
     with pytest.raises(UserError, match="gone"):
         samples_for(str(run), ["gone/manifest.jsonl"], "validation", 16000)

@@ -190,7 +190,7 @@ def test_predicted_memory_is_that_of_real_steps(name, tmp_path, process_group):
             kind = Kind(config.model, case.precision, releases=False, cuda=False)
             key = str(config.model), case.precision
             if key not in followed:
-                followed[key] = measure(follower, kind, layout.layers, lengths, tokens_a_second)
+                followed[key] = measure(follower, kind, lengths, tokens_a_second)
             memory = followed[key]
             engine = Engine("ddp" if case.ddp else "none", 1, 1)
             predictor = Predictor(config, engine, card_here(), data, layout, memory)

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -260,7 +260,7 @@ def kind_of(reason: str) -> str:
 
 def estimate_padding(sample: list[list[float]], limits: BatchLimits, buffer_size: int) -> dict[str, float]:
     """Return the share of padding in batches by duration and at random, from pairs (seconds, tokens)."""
-    found, nowhere = {}, OpenSource(Source(""), [])
+    found, nowhere = {}, OpenSource(Source(path=""), [])
     for name, group in (("by duration", True), ("at random", False)):
         buffer, used, padded, draws = Buffer(limits, True, group), 0.0, 0.0, 0
         rest = [
@@ -324,7 +324,7 @@ def begin(work: Work) -> int:
     shards: list[list[Any]] = [[shard.file, shard.first, shard.rows] for _, shard in work.shards]
     files = sorted({shard.file for _, shard in work.shards})
     shards += [[file, os.stat(file).st_size, os.stat(file).st_mtime_ns] for file in files if os.path.isfile(file)]
-    filters = [(asdict(source.filters), asdict(source.source)) for source in work.sources]
+    filters = [(source.filters.model_dump(), source.source.model_dump()) for source in work.sources]
     options = work.options
     key = json.dumps([shards, filters, options.text_normalization, options.sample_rate, work.model], default=str)
     mark = work.parts / "of.txt"

@@ -11,7 +11,7 @@ import yaml
 
 from finetune.config.load import read_yaml
 from finetune.errors import UserError
-from finetune.security.secrets import clean, clean_text, known_secrets
+from finetune.security.secrets import clean, clean_text, known_secrets, without_texts
 from finetune.tools.doctor.packages import installed_versions
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ VARIABLES = (
     *("TOKENIZERS_PARALLELISM", "TORCH_EXTENSIONS_DIR", "TRANSFORMERS_OFFLINE", "WORLD_SIZE"),
 )
 """Environment variables that are packed; of all others not even the name."""
-TEXTS = {"pairs", "reference", "hypothesis", "text", "samples_shown", "transcript"}
-"""Keys that hold transcripts."""
 RECORDS = ("config.yaml", "environment.json", "summary.json", "metrics.jsonl", "evaluations.jsonl")
 
 
@@ -64,7 +62,7 @@ def write_bundle(
         "environment_variables.json": _json(clean(variables, secrets)),
     }
     for name, value in files.items():
-        value = clean(_without_texts(value), secrets)
+        value = clean(without_texts(value), secrets)
         if name.endswith(".jsonl"):
             contents[name] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in value)
         elif name.endswith(".yaml"):
@@ -86,12 +84,6 @@ def write_bundle(
 
 def _json(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
-
-
-def _without_texts(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_texts(inner) for key, inner in value.items() if key not in TEXTS}
-    return [_without_texts(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _read_record(path: Path) -> Any:

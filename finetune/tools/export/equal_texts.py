@@ -44,10 +44,6 @@ class Samples:
     passed_over: int = 0
     """Clips that were skipped because they are too long."""
 
-    @property
-    def speech(self) -> bool:
-        return bool(self.texts)
-
 
 @dataclass
 class Recognised:
@@ -80,28 +76,27 @@ def read_samples(
     sources = open_sources(data, split, key)
     limits = BatchLimits(clips=1)  # so that a long clip pads no other
     stream = stream_in_order(sources, rate, limits, max_samples=clips if longest is None else -1, workers=0)
-    ids, audio, texts, too_long = [], [], [], 0
+    where = sources[0].source.path + (" and others" if len(sources) > 1 else "")
+    samples = Samples([], [], [], f"{where} ({sources[0].source.split or split})")
     for batch in stream.batches():
         if batch.error:
             raise UserError(f"{key}: {batch.error}", exit_code=1)
         if not batch.ids:
             continue
-        for i, length in enumerate(batch.audio_lengths_B.tolist()):
-            if longest is not None and length > longest * rate:
-                too_long += 1
-                continue
-            ids.append(batch.ids[i])
-            audio.append(as_float(batch.audio_BS[i, :length]).clone())
-            texts.append(batch.texts[i])
-        if len(ids) == clips:
+        length = int(batch.audio_lengths_B[0])
+        if longest is not None and length > longest * rate:
+            samples.passed_over += 1
+            continue
+        samples.ids += batch.ids
+        samples.audio.append(as_float(batch.audio_BS[0, :length]).clone())
+        samples.texts += batch.texts
+        if len(samples.ids) == clips:
             break
-    if not ids:
-        usable = (
-            f"of up to {longest:g} s ({too_long} are longer). Give shorter ones." if too_long else "that can be used."
-        )
+    if not samples.ids:
+        longer = samples.passed_over
+        usable = f"of up to {longest:g} s ({longer} are longer). Give shorter ones." if longer else "that can be used."
         raise UserError(f"{key}: {data} holds no clip {usable}", exit_code=1)
-    where = sources[0].source.path + (" and others" if len(sources) > 1 else "")
-    return Samples(ids, audio, texts, f"{where} ({sources[0].source.split or split})", too_long)
+    return samples
 
 
 def synthetic_samples(rate: int, clips: int = 4) -> Samples:
@@ -245,15 +240,13 @@ def compare(reference: Transducer | None, directory: Path, samples: Samples, tol
     Args:
         reference: NeMo model with the written weights, or None if NeMo is not installed: transformers is then only
             compared with itself, single against batched.
-        directory: the written one.
-        samples: clips.
         tolerance: largest relative difference of encoder and joint outputs.
 
     Raises:
         UserError: they differ, with the clip's id and both texts.
     """
     model, processor = load_written(directory, torch.float32)
-    many = len(samples.ids)
+    limit, many = model.config.max_symbols_per_step, len(samples.ids)
     results = {}
     if reference is not None:
         results["NeMo single"] = through_nemo(reference, samples, 1)
@@ -261,15 +254,13 @@ def compare(reference: Transducer | None, directory: Path, samples: Samples, tol
     results["transformers single"] = through_transformers(model, processor, samples, 1)
     results["transformers batched"] = through_transformers(model, processor, samples, many)
     (first_name, first), *others = results.items()
-    largest = {"encoder outputs": 0.0, "joint outputs": 0.0}
-    problems, limit = [], model.config.max_symbols_per_step
+    agreement = Agreement(0.0, 0.0, many, list(results), sum(UNKNOWN_MARK in text for text in first.texts))
+    problems = []
     for name, other in others:
-        differences = {
-            "encoder outputs": relative_difference(first.encoder_TH, other.encoder_TH),
-            "joint outputs": relative_difference(first.logits_TV, other.logits_TV),
-        }
-        for what, found in differences.items():
-            largest[what] = max(largest[what], found)
+        encoder = relative_difference(first.encoder_TH, other.encoder_TH)
+        logits = relative_difference(first.logits_TV, other.logits_TV)
+        agreement.encoder, agreement.logits = max(agreement.encoder, encoder), max(agreement.logits, logits)
+        for what, found in (("encoder outputs", encoder), ("joint outputs", logits)):
             if not found <= tolerance:
                 problems.append(
                     f"{what} of {first_name} and {name} differ by {found:.2g} of the largest (allowed {tolerance:g})"
@@ -285,9 +276,9 @@ def compare(reference: Transducer | None, directory: Path, samples: Samples, tol
                 )
             problems.append(problem)
     if problems:
-        listed = "\n  ".join([*problems[:6], *([f"and {len(problems) - 6} more"] if len(problems) > 6 else [])])
+        more = [f"and {len(problems) - 6} more"] if len(problems) > 6 else []
+        listed = "\n  ".join([*problems[:6], *more])
         raise UserError(
             f"the written model is not the same on {samples.source}; nothing was kept:\n  {listed}", exit_code=1
         )
-    unknown = sum(UNKNOWN_MARK in text for text in first.texts)
-    return Agreement(largest["encoder outputs"], largest["joint outputs"], many, list(results), unknown)
+    return agreement

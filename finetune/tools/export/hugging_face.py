@@ -38,11 +38,8 @@ LONGEST_CLIP = 30.0  # seconds: the outputs of all clips are kept, four times
 
 
 def nemo_file(name: str, folder: Path) -> Path:
-    """Find the .nemo file of a model, or download it from the hub. Only an adapter needs NeMo.
-
-    Args:
-        name: a .nemo file, a run's output directory, an adapter's directory or a hub name.
-        folder: an adapter's merged model is written there.
+    """Find the .nemo file of a model, or download it from the hub. Only an adapter needs NeMo, whose merged model is
+    written to `folder`.
 
     Raises:
         UserError: there is none.
@@ -118,7 +115,7 @@ def export_hugging_face(
     split: str = "validation",
     tolerance: float = TOLERANCE,
     dtype: str = "float32",
-) -> tuple[Samples, Agreement]:
+) -> str:
     """Write a model in Hugging Face's format, whole or not at all.
 
     Args:
@@ -130,7 +127,7 @@ def export_hugging_face(
         dtype: of the written weights.
 
     Returns:
-        The clips, and how far the models agree on them.
+        What was written and compared, in lines to print.
 
     Raises:
         UserError: the model cannot be expressed (with every reason), or what was written is not the same recogniser.
@@ -157,13 +154,11 @@ def export_hugging_face(
             _put_in_place(aside, output)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-    return samples, agreement
+    return describe_export(output, samples, agreement, tolerance, dtype)
 
 
 def _put_in_place(aside: Path, output: Path) -> None:
     try:
-        if output.exists():
-            output.rmdir()
         os.replace(aside, output)
     except OSError as error:
         raise UserError(
@@ -181,26 +176,20 @@ def _check(nemo: NemoFile, directory: Path, samples: Samples, tolerance: float, 
         log.warning(
             "NeMo cannot be imported here (%s): only transformers single was compared with transformers batched", error
         )
-        reference = None
-    else:
-        reference = load_model(str(nemo.path))
-    before: list[str] = []
-    if dtype != "float32" and reference is not None:
-        before = through_nemo(reference, samples, 1).texts
-        kind = getattr(torch, dtype)
-        reference.load_state_dict(
-            {
-                key: t.to(kind).float() if t.is_floating_point() and not RECOMPUTED.match(key) else t
-                for key, t in reference.state_dict().items()
-            }
-        )
+        return compare(None, directory, samples, tolerance)
+    reference = load_model(str(nemo.path))
+    if dtype == "float32":
+        return compare(reference, directory, samples, tolerance)
+    before, kind = through_nemo(reference, samples, 1).texts, getattr(torch, dtype)
+    for name, tensor in reference.state_dict().items():
+        if tensor.is_floating_point() and not RECOMPUTED.match(name):
+            tensor.copy_(tensor.to(kind))
     agreement = compare(reference, directory, samples, tolerance)
-    if before:
-        model, processor = load_written(directory, getattr(torch, dtype))
-        after = through_transformers(model, processor, samples, 1).texts
-        agreement.changed_by_rounding = [
-            row for row in zip(samples.ids, before, after, strict=True) if not same_text(row[1], row[2])
-        ]
+    model, processor = load_written(directory, kind)
+    after = through_transformers(model, processor, samples, 1).texts
+    agreement.changed_by_rounding = [
+        row for row in zip(samples.ids, before, after, strict=True) if not same_text(row[1], row[2])
+    ]
     return agreement
 
 
@@ -215,7 +204,7 @@ def describe_export(output: Path, samples: Samples, agreement: Agreement, tolera
     ]
     if samples.passed_over:
         lines.append(f"  {samples.passed_over} clip(s) longer than {LONGEST_CLIP:g} s were passed over")
-    if not samples.speech:
+    if not samples.texts:
         lines.append("  no speech was compared: give validation clips with --data")
     if agreement.unknown:
         lines.append(f"  {agreement.unknown} text(s) hold ⁇ for the unknown piece, which transformers leaves out")

@@ -67,7 +67,7 @@ class TensorAccount(TorchDispatchMode):
 
         def counted(storage: torch.UntypedStorage, size: int) -> None:
             resize(storage, size)
-            self._count_storage(storage, "parameters", move=True)
+            self._count(storage, "parameters", move=True)
 
         torch.UntypedStorage.resize_ = counted  # pyright: ignore[reportAttributeAccessIssue]  # same signature
         return super().__enter__()
@@ -80,12 +80,9 @@ class TensorAccount(TorchDispatchMode):
         """Count tensors that exist already, or move counted ones to another part."""
         for tensor in tensors:
             for inner in stored_tensors(tensor):
-                self._count(inner, part, move=True)
+                self._count(inner.untyped_storage(), part, move=True)
 
-    def _count(self, tensor: torch.Tensor, part: str, move: bool = False) -> None:
-        self._count_storage(tensor.untyped_storage(), part, move)
-
-    def _count_storage(self, storage: torch.UntypedStorage, part: str, move: bool) -> None:
+    def _count(self, storage: torch.UntypedStorage, part: str, move: bool = False) -> None:
         if self.device_type is not None and storage.device.type != self.device_type:
             return
         key, size = storage._cdata, storage.nbytes()
@@ -123,7 +120,7 @@ class TensorAccount(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 part = self._part_of_result(func, args, leaf)
                 for inner in stored_tensors(leaf):
-                    self._count(inner, part)
+                    self._count(inner.untyped_storage(), part)
         return result
 
 
@@ -157,7 +154,10 @@ class StepAccount:
         account = self.account
         account.add(self.module.buffers(), "parameters")
         account.add((p.detach() for p in self.module.parameters()), "parameters")
-        account.add(self._weights_of_the_engine(), "parameters")
+        # ZeRO keeps partitions beside the module's own parameters: float32 copies, and shards of stage 3.
+        groups = getattr(unwrap_optimizer(self.optimizer), "param_groups", [])
+        account.add((p.detach() for group in groups for p in group["params"]), "parameters")
+        account.add((p.ds_tensor for p in self.module.parameters() if isinstance(p, HasPartition)), "parameters")
         account.add(state_tensors(self.optimizer), "optimizer")
         account.add(self.averages, "optimizer")
         account.add(self.held, "gradients")
@@ -167,12 +167,6 @@ class StepAccount:
                 if p.grad is not None:
                     account.add([p.grad], "gradients")
         return account.__enter__()
-
-    def _weights_of_the_engine(self) -> list[torch.Tensor]:
-        """Partitions that ZeRO keeps beside the module's own parameters: float32 copies, and shards of stage 3."""
-        groups = getattr(unwrap_optimizer(self.optimizer), "param_groups", [])
-        copies = [p.detach() for group in groups for p in group["params"]]
-        return copies + [p.ds_tensor for p in self.module.parameters() if isinstance(p, HasPartition)]
 
     def _gradient(self, p: torch.Tensor) -> None:
         if p.grad is not None:

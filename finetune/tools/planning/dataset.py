@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from finetune.errors import UserError
 
 TOKENS_A_SECOND = 5.0
@@ -41,14 +43,15 @@ def data_of(
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
             checked_mean = 3600 * found["hours"] / max(found["clips"], 1)
-            longest = min(longest, _last_with_clips(found["histograms"]["seconds"]) or longest)
-            tokens = _mean_of(found["histograms"]["tokens"])
+            last_second, _ = _last_and_mean(found["histograms"]["seconds"])
+            _, tokens = _last_and_mean(found["histograms"]["tokens"])
             hours = found["hours"] if hours is None else hours
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"--check: {file} is no result of a data check ({error}). Make one: python -m finetune.check --data D "
                 f"--output-dir {check}"
             ) from error
+        longest = min(longest, last_second or longest)
         if tokens and checked_mean:
             tokens_a_second = tokens_a_second or tokens / checked_mean
         mean = mean or checked_mean
@@ -62,17 +65,11 @@ def data_of(
     )
 
 
-def _last_with_clips(histogram: dict[str, Any]) -> float | None:
-    """Upper bound of the last bin that holds any."""
-    counts = histogram["counts"]
-    width = (histogram["to"] - histogram["from"]) / len(counts)
-    last = max((i for i, n in enumerate(counts) if n), default=None)
-    return None if last is None else histogram["from"] + (last + 1) * width
-
-
-def _mean_of(histogram: dict[str, Any]) -> float | None:
-    """Mean by the centres of the bins."""
-    counts = histogram["counts"]
-    width = (histogram["to"] - histogram["from"]) / len(counts)
-    total = sum(counts)
-    return histogram["from"] + width * sum(n * (i + 0.5) for i, n in enumerate(counts)) / total if total else None
+def _last_and_mean(histogram: dict[str, Any]) -> tuple[float, float]:
+    """Return the upper bound of the last bin that holds any, and the mean by the bins' centres; zeros if none does."""
+    counts = np.array(histogram["counts"], float)
+    if not counts.any():
+        return 0.0, 0.0
+    edges = np.linspace(histogram["from"], histogram["to"], len(counts) + 1)
+    last = float(edges[1:][counts > 0].max())
+    return last, float(np.average((edges[1:] + edges[:-1]) / 2, weights=counts))

@@ -7,10 +7,10 @@ B batch, S samples, U target tokens, T encoder frames.
 """
 
 import contextlib
-import copy
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -26,13 +26,18 @@ from finetune.models.loss_module import TransducerLossModule
 from finetune.models.nemo import cast_parameters, prepare_for_training
 from finetune.strategies.encoder import apply_encoder_options
 from finetune.tools.planning.accounting import TensorAccount
-from finetune.tools.planning.cuda_kernels import cuda_kernels
+from finetune.tools.planning.cuda_kernels import CudaKernels, backward
 from finetune.tools.planning.layout import Layout, Skeleton
 from finetune.tools.planning.worst_case import worst_case
 
+# weight_copies: of autocast; weight_gradients: not yet complete; encoder: its activations; joint: with prediction
+# network and loss.
+PARTS: tuple[str, ...] = (
+    *("parameters", "weight_copies", "gradients", "weight_gradients"),
+    *("encoder", "joint", "temporary"),
+)
 Parts = dict[str, float]
-"""Bytes of parameters, weight_copies (of autocast), gradients, weight_gradients (not yet complete), encoder
-(activations), joint (and prediction network and loss), temporary."""
+"""Bytes by part."""
 WORK: tuple[str, ...] = ("flops_16", "flops_32", "bytes", "launches")
 COSTS_NOTHING = {
     torch.ops.aten.empty,
@@ -60,15 +65,15 @@ class Kind:
 
 @dataclass
 class Phase:
-    """A stretch of the step: what was held when it began, and its peak."""
+    """A stretch of the step."""
 
     name: str
     held: Parts
-    """Bytes by part."""
+    """When it began."""
     peak: Parts
-    """Bytes by part when the sum was largest."""
+    """When the sum was largest."""
     peak_without_gradients: Parts
-    """The same when the sum without gradients was largest."""
+    """When the sum without gradients was largest."""
     work: Parts
     """flops_16 and flops_32 of matrix products and convolutions, bytes that all other operations read and write,
     launches of kernels."""
@@ -88,10 +93,9 @@ class PhaseAccount(TensorAccount):
 
     def enter(self, name: str, new: str) -> None:
         """Begin a phase, whose new tensors are counted as `new`."""
-        held: Parts = dict(self.parts)
         self.new = new
-        without = {n: b for n, b in held.items() if n != "gradients"}
-        self.phases.append(Phase(name, held, held, without, dict.fromkeys(WORK, 0.0)))
+        held: Parts = dict(self.parts)
+        self.phases.append(Phase(name, held, held, _without_gradients(held), dict.fromkeys(WORK, 0.0)))
 
     def _update_peak(self) -> None:
         super()._update_peak()
@@ -101,7 +105,7 @@ class PhaseAccount(TensorAccount):
         if self.total > sum(phase.peak.values()):
             phase.peak = dict(self.parts)
         if self.total - self.parts["gradients"] > sum(phase.peak_without_gradients.values()):
-            phase.peak_without_gradients = {n: b for n, b in self.parts.items() if n != "gradients"}
+            phase.peak_without_gradients = _without_gradients(self.parts)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -135,25 +139,17 @@ class PhaseAccount(TensorAccount):
         return self.new
 
 
+def _without_gradients(parts: Mapping[str, float]) -> Parts:
+    return {n: size for n, size in parts.items() if n != "gradients"}
+
+
 def _with_workspace(func: OpOverload, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    """An LSTM layer on the CPU with oneDNN's workspace for backward, which fake tensors leave out: a real layer
-    tells.
-    """
+    """Add oneDNN's workspace to an LSTM layer on the CPU: fake tensors leave it out, and a real layer tells."""
     *outputs, workspace = func(*args)
     with unset_fake_temporarily():
         real = [torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x for x in args]
         bytes_kept = func(*real)[-1].untyped_storage().nbytes()
     return *outputs, workspace.new_empty(bytes_kept // workspace.element_size())
-
-
-class Parameter(NamedTuple):
-    """What an optimizer has to know of a parameter."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    trained: bool
-    embedding: bool
 
 
 class Follower:
@@ -170,58 +166,19 @@ class Follower:
         """Lattice cells of a full block of the loss, in the latest step."""
 
     def model(self, kind: Kind, depth: int) -> Skeleton:
-        """The model with `depth` layers, changed as the options say, with fake parameters."""
+        """Return the model with `depth` layers, changed as the options say, with fake parameters."""
         m = kind.options
         key = (str(m), depth)
         if key not in self.models:
             model = self.skeleton.deepen(depth)
             prepare_for_training(model, spec_augment=False, dropout=m.dropout, freeze_batchnorm=m.freeze_batchnorm)
-            options = copy.deepcopy(m)
-            options.compile = False
-            apply_encoder_options(model, options)
+            apply_encoder_options(model, m.model_copy(update={"compile": False}))
             cast_parameters(model, getattr(torch, m.dtype))
-            self._drop_values(model)
-            self.models[key] = model
+            self.models[key] = model._apply(self.mode.from_tensor)
         return self.models[key]
 
-    def layer_bytes(self, kind: Kind, depth: int, layer: int) -> int:
-        """Bytes of one Conformer layer's parameters and buffers."""
-        module = self.model(kind, depth).encoder.layers[layer]
-        return sum(x.numel() * x.element_size() for x in (*module.parameters(), *module.buffers()))
-
-    def parameters(self, kind: Kind, depth: int) -> list[Parameter]:
-        """The parameters of the model with `depth` layers."""
-        model = self.model(kind, depth)
-        embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-        return [
-            Parameter(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad, id(p) in embeddings)
-            for name, p in model.named_parameters()
-        ]
-
-    def _drop_values(self, model: Skeleton) -> None:
-        """Make parameters and buffers fake, in place."""
-        for module in model.modules():
-            for name, p in module._parameters.items():
-                if p is not None:
-                    fake = self.mode.from_tensor(p.detach())
-                    module._parameters[name] = torch.nn.Parameter(fake, requires_grad=p.requires_grad)
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = self.mode.from_tensor(buffer)
-
     def follow(self, kind: Kind, depth: int, clips: int, seconds: float, tokens: int) -> list[Phase]:
-        """Follow one step, without optimizer states.
-
-        Args:
-            kind: what is trained how.
-            depth: Conformer layers.
-            clips: of the batch, all of one length.
-            seconds: that length.
-            tokens: of each text.
-
-        Returns:
-            The phases of the step.
-        """
+        """Follow one step with `depth` layers, without optimizer states; all clips and texts have one length."""
         model, m = self.model(kind, depth), kind.options
         block_sizes: list[int] = []
         module = TransducerLossModule(
@@ -237,10 +194,17 @@ class Follower:
         module.train()
         account = PhaseAccount({tuple(p.shape) for p in module.parameters() if p.ndim > 1})
         trained = [p for p in module.parameters() if p.requires_grad]
-        kernels = cuda_kernels() if kind.cuda else contextlib.nullcontext()
+        kernels = CudaKernels() if kind.cuda else contextlib.nullcontext()
         precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind.precision)
-        hooks = [p.register_post_accumulate_grad_hook(self._gradient(account, kind)) for p in trained]
-        hooks += self._marks(account, model)
+
+        def gradient_complete(p: torch.Tensor) -> None:
+            if kind.releases:
+                p.grad = None
+            elif p.grad is not None:
+                account.add([p.grad], "gradients")
+
+        hooks = [p.register_post_accumulate_grad_hook(gradient_complete) for p in trained]
+        hooks += _mark_phases(account, model)
         try:
             with self.mode:
                 batch = (
@@ -258,7 +222,7 @@ class Follower:
                     account.enter("loss backward", "joint")
                     loss = losses_B.sum() / clips
                     del losses_B
-                    loss.backward()
+                    backward(loss)
                     account.enter("step", "temporary")
         finally:
             for hook in hooks:
@@ -268,49 +232,34 @@ class Follower:
         self.block_cells = min(block_sizes)
         return account.phases
 
-    @staticmethod
-    def _gradient(account: PhaseAccount, kind: Kind) -> Callable[[torch.Tensor], None]:
-        def complete(p: torch.Tensor) -> None:
-            if kind.releases:
-                p.grad = None
-            elif p.grad is not None:
-                account.add([p.grad], "gradients")
 
-        return complete
+def _mark_phases(account: PhaseAccount, model: Skeleton) -> list[RemovableHandle]:
+    """Register hooks where phases begin: forward and backward of each layer, and the end of the encoder's forward."""
 
-    @staticmethod
-    def _marks(account: PhaseAccount, model: Skeleton) -> list[RemovableHandle]:
-        """Register hooks where phases begin: forward and backward of each layer, and the end of the encoder's
-        forward.
-        """
+    def enter_at_gradient(tensor: torch.Tensor, name: str) -> None:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda grad: account.enter(name, "temporary"))
 
-        def enter_at_gradient(tensor: torch.Tensor, name: str) -> None:
-            if tensor.requires_grad:
-                tensor.register_hook(lambda grad: account.enter(name, "temporary"))
+    def before_encoder(module: Module, args: object) -> None:
+        account.enter("subsampling forward", "encoder")
 
-        def after_encoder(module: Module, args: object, output: tuple[torch.Tensor, ...]) -> None:
-            account.enter("loss forward", "joint")
-            enter_at_gradient(output[0], "backward above the layers")
+    def after_encoder(module: Module, args: object, output: tuple[torch.Tensor, ...]) -> None:
+        account.enter("loss forward", "joint")
+        enter_at_gradient(output[0], "backward above the layers")
 
-        def before_encoder(module: Module, args: object) -> None:
-            account.enter("subsampling forward", "encoder")
+    def before_layer(i: int, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        account.enter(f"forward of layer {i}", "encoder")
+        if i == 0:
+            enter_at_gradient(args[0] if args else kwargs["x"], "backward below the layers")
 
-        hooks = [
-            model.encoder.register_forward_pre_hook(before_encoder),
-            model.encoder.register_forward_hook(after_encoder),
-        ]
-        for i, layer in enumerate(model.encoder.layers):
+    def after_layer(i: int, module: Module, args: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        enter_at_gradient(output[0] if isinstance(output, tuple) else output, f"backward of layer {i}")
 
-            def before_layer(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], i: int = i) -> None:
-                account.enter(f"forward of layer {i}", "encoder")
-                if i == 0:
-                    enter_at_gradient(args[0] if args else kwargs["x"], "backward below the layers")
-
-            def after_layer(
-                module: Module, args: Any, output: torch.Tensor | tuple[torch.Tensor, ...], i: int = i
-            ) -> None:
-                enter_at_gradient(output[0] if isinstance(output, tuple) else output, f"backward of layer {i}")
-
-            hooks.append(layer.register_forward_pre_hook(before_layer, with_kwargs=True))
-            hooks.append(layer.register_forward_hook(after_layer))
-        return hooks
+    hooks = [
+        model.encoder.register_forward_pre_hook(before_encoder),
+        model.encoder.register_forward_hook(after_encoder),
+    ]
+    for i, layer in enumerate(model.encoder.layers):
+        hooks.append(layer.register_forward_pre_hook(partial(before_layer, i), with_kwargs=True))
+        hooks.append(layer.register_forward_hook(partial(after_layer, i)))
+    return hooks

@@ -3,7 +3,7 @@
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
@@ -89,12 +89,12 @@ def card_named(name: str) -> Card:
             f"--gpu: {name} is not in the list: {', '.join(_CARDS)}. Give its memory instead, such as --gpu-memory "
             "24GB."
         )
-    gib, *_, bf16 = rates = _CARDS[found[0]]
-    return _card(found[0], gib * GIB, rates, bf16)
+    rates = _CARDS[found[0]]
+    return _card(found[0], rates[0] * GIB, rates)
 
 
-def _card(name: str, memory: float, rates: Rates, bf16: bool) -> Card:
-    _, flops_16, flops_32, bandwidth, link, _ = rates
+def _card(name: str, memory: float, rates: Rates) -> Card:
+    _, flops_16, flops_32, bandwidth, link, bf16 = rates
     return Card(name, memory, flops_16 * 1e12, flops_32 * 1e12, bandwidth * 1e9, link * 1e9, bf16)
 
 
@@ -113,11 +113,7 @@ def card_with_memory(text: str) -> Card:
 
 
 def rates_of(name: str, memory: float) -> Rates | None:
-    """Row of the table for a card that names itself, such as "NVIDIA A100-SXM4-80GB"; None where it is not in there.
-
-    Args:
-        memory: bytes that it has.
-    """
+    """Return the rates of a card that names itself, such as "NVIDIA A100-SXM4-80GB"; None where it is not listed."""
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
     alike = [key for key in _CARDS if _words(key) <= words]
     alike.sort(key=lambda key: (-len(_words(key)), abs(_CARDS[key][0] * GIB - memory)))
@@ -126,11 +122,11 @@ def rates_of(name: str, memory: float) -> Rates | None:
 
 def card_here() -> Card:
     """The GPU of this machine; without one its processor and memory."""
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        rates = rates_of(properties.name, properties.total_memory)
-        bf16 = torch.cuda.is_bf16_supported()
-        if rates is None:
-            return Card(properties.name, properties.total_memory, None, None, None, 12e9, bf16)
-        return _card(properties.name, properties.total_memory, rates, bf16)
-    return Card("the processor of this machine", psutil.virtual_memory().total, None, None, None, 5e9, is_gpu=False)
+    if not torch.cuda.is_available():
+        memory = psutil.virtual_memory().total
+        return Card("the processor of this machine", memory, None, None, None, 5e9, is_gpu=False)
+    properties = torch.cuda.get_device_properties(0)
+    name, memory = properties.name, properties.total_memory
+    rates = rates_of(name, memory)
+    card = _card(name, memory, rates) if rates else Card(name, memory, None, None, None, 12e9)
+    return replace(card, bf16=torch.cuda.is_bf16_supported())

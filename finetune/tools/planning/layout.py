@@ -80,11 +80,7 @@ def layout_of(config: RunConfig) -> Layout:
 
 
 def read_layout(name: str, tokenizer: str | None = None) -> Layout:
-    """The layout of `model.name`.
-
-    Args:
-        name: as `model.name` of a run file.
-        tokenizer: as `model.tokenizer`.
+    """Return the layout of `model.name`, with `model.tokenizer` where it is a YAML.
 
     Raises:
         UserError: nothing is found under the name that says what the model looks like.
@@ -95,7 +91,8 @@ def read_layout(name: str, tokenizer: str | None = None) -> Layout:
     elif is_adapter(path):
         return read_layout(read_adapter(path).base["name"])
     if path.suffix == ".nemo" and path.is_file():
-        return _of_nemo(path)
+        model = read_config(path)
+        return _of_config(str(path), {"model": model}, len((model.get("joint") or {}).get("vocabulary") or []))
     if is_hugging_face(path):
         return _of_hugging_face(name, path)
     if path.suffix in (".yaml", ".yml") and path.is_file():
@@ -110,12 +107,6 @@ def read_layout(name: str, tokenizer: str | None = None) -> Layout:
         f"hub name whose layout is known ({', '.join(KNOWN)}). Give the model's .nemo file, or the NeMo model YAML "
         "that it was made from."
     )
-
-
-def _of_nemo(path: Path) -> Layout:
-    model = read_config(path)
-    vocabulary = (model.get("joint") or {}).get("vocabulary") or []
-    return _of_config(str(path), {"model": model}, len(vocabulary))
 
 
 def _of_hugging_face(name: str, directory: Path) -> Layout:
@@ -151,8 +142,7 @@ def _of_config(name: str, values: dict[str, Any], tokens: int, guessed: str = ""
     if root.model.encoder.get("global_tokens"):
         raise UserError(
             f"model.name: {name} attends globally to some frames (encoder.global_tokens), which are looked up by "
-            "value: "
-            "a step cannot be followed without values. Measure one: finetune/train.py --dry-run."
+            "value: a step cannot be followed without values. Measure one: finetune/train.py --dry-run."
         )
     if tokens < 1:
         raise UserError(f"model.name: {name} does not say how many tokens it has (joint.vocabulary is empty).")

@@ -30,14 +30,7 @@ class StateBytes(NamedTuple):
 def state_bytes(
     name: str, args: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, embedding: bool
 ) -> StateBytes:
-    """Bytes of the optimizer's state for one parameter.
-
-    Args:
-        name: as `training.optimizer`.
-        args: as `training.optimizer_args`.
-        shape, dtype: of the parameter.
-        embedding: whether it is one, which bitsandbytes keeps in 32 bits.
-    """
+    """Return the bytes of the optimizer's state for one parameter; bitsandbytes keeps embeddings' in 32 bits."""
     return _state_bytes(name, json.dumps(args, sort_keys=True), tuple(shape), dtype, embedding)
 
 
@@ -73,12 +66,7 @@ def _measured(name: str, args: str, shape: tuple[int, ...], dtype: torch.dtype, 
 
 
 def step_bytes(name: str, shapes: list[ParameterShape]) -> int:
-    """Most bytes that a step holds at once beside weights, gradients and states: followed on fake tensors.
-
-    Args:
-        name: as `training.optimizer`.
-        shapes: shape, type, whether it is an embedding, and how often, of the trained parameters.
-    """
+    """Follow a step on fake tensors; return the most bytes at once beside weights, gradients and states."""
     if name not in STEPS_FOLLOWED:
         return 0
     with FakeTensorMode():

@@ -1,13 +1,12 @@
 """Memory and time of every strategy for a run file, and which one to take."""
 
-import copy
+import bisect
 import logging
 import math
 import shlex
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from finetune.config.compatibility import find_conflicts
 from finetune.config.load import load_config
@@ -31,7 +30,15 @@ log = logging.getLogger(__name__)
 
 MOST_CLIPS = 4096
 RUN_FILE = "run file alone"
-PARTS = ("parameters", "gradients", "optimizer", "encoder", "joint", "temporary")
+SHOWN = {
+    "parameters": ("parameters", "weight_copies"),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "encoder": ("encoder",),
+    "joint": ("joint",),
+    "temporary": ("temporary", "weight_gradients"),
+}
+"""Parts as they are shown, and what is in them."""
 # The fastest first; the first that fits is recommended.
 ONE_GPU = (
     "adamw",
@@ -89,21 +96,31 @@ class Row:
     reason: str = ""
 
 
+@dataclass
+class Plan:
+    """What `--json` writes."""
+
+    gpu: str
+    gpus: int
+    memory_gib: float
+    usable_gib: float
+    data: Data
+    strategies: list[Row]
+    recommended: str | None
+    why: str
+
+
 class Predictor:
     """Predictions for one configuration, with its strategies, on one kind of card."""
 
     def __init__(self, config: RunConfig, engine: Engine, card: Card, data: Data, layout: Layout, memory: StepMemory):
-        t, w = config.training, memory.weights
+        t = config.training
         self.config, self.engine, self.card, self.data = config, engine, card, data
         self.layout, self.memory = layout, memory
         states = optimizer_bytes(memory, t.optimizer, dict(t.optimizer_args))
-        ema = FLOAT * w["trained_elements"] if t.ema_decay else 0.0
+        ema = FLOAT * memory.weights["trained_elements"] if t.ema_decay else 0.0
         self.weights = Weights(
-            parameters=w["parameters"],
-            trained=w["trained"],
-            trained_elements=w["trained_elements"],
-            layer=w["layer"],
-            around_layers=w["parameters"] - layout.layers * w["layer"],
+            **memory.weights,
             optimizer=states.device,
             optimizer_on_host=states.host,
             optimizer_step=step_bytes(t.optimizer, memory.shapes),
@@ -118,8 +135,8 @@ class Predictor:
         parts = peak_of_step(step, self.weights, self.engine, self.accumulates)
         if self.config.model.activation_offload and self.card.is_gpu:
             # What one layer stores stays; what the others store waits on the host.
-            kept = step.peaks[step.names.index("subsampling forward")].get("encoder", 0.0)
-            parts["encoder"] = min(parts.get("encoder", 0.0), kept)
+            kept = float(step.peaks["encoder"][step.phases.index("subsampling forward")])
+            parts["encoder"] = min(parts["encoder"], kept)
         return parts
 
     def peak(self, clips: float, seconds: float) -> float:
@@ -129,11 +146,8 @@ class Predictor:
     def most_clips(self, seconds: float, usable: float | None = None) -> int:
         """Return the most clips of one length that fit into `usable` bytes (by default the card's), or 0."""
         usable = self.card.usable if usable is None else usable
-        low, high = 0, MOST_CLIPS
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.peak(middle, seconds) <= usable else (low, middle - 1)
-        return low
+        counts = range(1, MOST_CLIPS + 1)
+        return bisect.bisect_right(counts, usable, key=lambda clips: self.peak(clips, seconds))
 
     def seconds_of_step(self, clips: float, seconds: float) -> float | None:
         """Estimate the seconds of an optimizer step of such batches; None where the card's rates are not known."""
@@ -143,8 +157,7 @@ class Predictor:
         outputs = self.layout.tokens + 1 + int(m.joint.get("num_extra_outputs", 0) or 0)
         more = loss_flops(clips, frames, tokens, width, outputs, self.config.model.occupancy_threshold)
         step = self.memory.at(clips, seconds)
-        stored = max(parts.get("encoder", 0.0) for parts in step.peaks)
-        offloaded = stored if self.config.model.activation_offload else 0.0
+        offloaded = float(step.peaks["encoder"].max()) if self.config.model.activation_offload else 0.0
         batches = self.config.training.gradient_accumulation_steps
         return seconds_of_step(step.work, more, batches, self.weights, self.engine, self.card, offloaded)
 
@@ -173,39 +186,32 @@ def lengths_to_show(longest: float) -> list[float]:
     return [s for s in (2.0, 5.0, 10.0, 15.0, 20.0, 30.0) if s < 0.95 * longest] + [longest]
 
 
-def row_of(name: str, predictor: Predictor, command: str) -> Row:
+def row_of(name: str, predictor: Predictor, command: str = "") -> Row:
     """Return the figures of a strategy."""
-    longest, usable = predictor.data.longest, predictor.card.usable
+    data, engine, config = predictor.data, predictor.engine, predictor.config
     clips, length = predictor.worst()
     parts = predictor.parts(clips, length)
-    bounds = {f"{s:g}": predictor.most_clips(s) for s in lengths_to_show(longest)}
-    durations = [float(s) * clips_that_fit for s, clips_that_fit in bounds.items()]
-    shown = {part: parts.get(part, 0.0) / GIB for part in PARTS}
-    shown["parameters"] += parts.get("weight_copies", 0.0) / GIB
-    shown["temporary"] += (parts.get("weight_gradients", 0.0) + parts.get("activations", 0.0)) / GIB
-    peak = sum(parts.values())
-    usual = predictor.clips_of_length(predictor.data.mean)
-    seconds = predictor.seconds_of_step(usual, predictor.data.mean)
+    bounds = {s: predictor.most_clips(s) for s in lengths_to_show(data.longest)}
+    usual = predictor.clips_of_length(data.mean)
+    seconds = predictor.seconds_of_step(usual, data.mean)
     hours = None
-    if seconds is not None and predictor.data.hours is not None:
-        audio = usual * predictor.data.mean * predictor.config.training.gradient_accumulation_steps
-        hours = predictor.data.hours * 3600 / (audio * predictor.engine.processes) * seconds / 3600
+    if seconds is not None and data.hours is not None:
+        audio = usual * data.mean * config.training.gradient_accumulation_steps * engine.processes
+        hours = data.hours * seconds / audio
     return Row(
         strategy=name,
-        peak_memory_gib=peak / GIB,
-        parts_gib=shown,
-        fits=peak <= usable,
+        peak_memory_gib=sum(parts.values()) / GIB,
+        parts_gib={shown: sum(parts.get(part, 0.0) for part in of) / GIB for shown, of in SHOWN.items()},
+        fits=sum(parts.values()) <= predictor.card.usable,
         batch=clips,
         batch_seconds=length,
-        max_batch=bounds[f"{longest:g}"],
-        max_batch_by_seconds=bounds,
-        max_batch_duration=float(math.floor(min(durations))),
-        host_memory_gib=host_bytes(predictor.weights, predictor.engine) / GIB,
+        max_batch=bounds[data.longest],
+        max_batch_by_seconds={f"{s:g}": most for s, most in bounds.items()},
+        max_batch_duration=float(math.floor(min(s * most for s, most in bounds.items()))),
+        host_memory_gib=host_bytes(predictor.weights, engine) / GIB,
         seconds_per_step=seconds,
         hours=hours,
-        followed=not (
-            predictor.engine.name.startswith(("fsdp", "deepspeed")) or predictor.config.model.activation_offload
-        ),
+        followed=not (engine.shares_out or config.model.activation_offload),
         command=command,
     )
 
@@ -230,17 +236,6 @@ def _has_engine(name: str) -> bool:
     return "distributed_type: NO" not in text and 'distributed_type: "NO"' not in text
 
 
-@dataclass
-class _Wanted:
-    """A combination of strategies on its way to a row."""
-
-    name: str
-    names: list[str]
-    config: RunConfig
-    strategy: Strategy
-    kind: Kind
-
-
 def make_plan(
     config_file: Path,
     overrides: list[str],
@@ -249,8 +244,8 @@ def make_plan(
     processes: int,
     data: Data,
     progress: Callable[[int, int], None] = lambda done, of: None,
-) -> list[Row]:
-    """Return a row for each combination of strategies; one that cannot run or be followed has a reason, no figures.
+) -> Plan:
+    """Plan each combination of strategies; one that cannot run or be followed has a reason, no figures.
 
     Args:
         config_file: the run file.
@@ -269,79 +264,73 @@ def make_plan(
     if layout.guessed:
         log.warning(layout.guessed)
     lengths = followed_lengths(data.longest)
-    wanted: list[_Wanted | Row] = []
+    rows: list[Row] = []
+    possible: list[tuple[int, list[str], RunConfig, Strategy, Kind]] = []
     for names in combinations:
-        name = "+".join(names) or RUN_FILE
+        rows.append(Row("+".join(names) or RUN_FILE))
         try:
-            wanted.append(_prepare(name, names, config_file, overrides, card, processes))
+            strategy = resolve_strategy(names)
+            config, _ = load_config(config_file, names, overrides)
+            possible.append((len(rows) - 1, names, config, strategy, _kind_of(config, strategy, card, processes)))
         except UserError as error:
-            wanted.append(Row(name, reason=" ".join(str(error).split())))
-    kinds = [w.kind for w in wanted if isinstance(w, _Wanted)]
-    followed = cache.follow_all(layout, kinds, lengths, data.tokens_a_second, progress)
-    rows = []
-    for w in wanted:
-        if isinstance(w, Row):
-            rows.append(w)
-            continue
-        memory = followed[cache.key_of(layout, w.kind, lengths, data.tokens_a_second)]
+            rows[-1].reason = " ".join(str(error).split())
+    kinds = [kind for *_, kind in possible]
+    memories = cache.follow_all(layout, kinds, lengths, data.tokens_a_second, progress)
+    for (i, names, config, strategy, _), memory in zip(possible, memories, strict=True):
         if isinstance(memory, str):
-            reason = memory.removeprefix(cache.REFUSED)
-            rows.append(Row(w.name, reason=reason if reason != memory else f"cannot be followed here: {memory}"))
+            rows[i].reason = memory
             continue
-        engine = engine_of(w.strategy, processes)
-        predictor = Predictor(w.config, engine, card, _within(data, w.config), layout, memory)
-        command = command_for(config_file, w.names, w.strategy.engine, processes, overrides)
-        rows.append(row_of(w.name, predictor, command))
-    return rows
+        longest = min(data.longest, config.data.max_duration)  # a strategy may have one of its own
+        within = replace(data, longest=longest, mean=min(data.mean, longest))
+        predictor = Predictor(config, engine_of(strategy, processes), card, within, layout, memory)
+        command = command_for(config_file, names, strategy.engine, processes, overrides)
+        rows[i] = row_of(rows[i].strategy, predictor, command)
+    return plan_of(rows, card, processes, data, *recommend(rows, card, processes))
 
 
-def _prepare(
-    name: str, names: list[str], config_file: Path, overrides: list[str], card: Card, processes: int
-) -> _Wanted:
-    strategy = resolve_strategy(names)
-    config, _ = load_config(config_file, names, overrides)
-    engine = engine_with(strategy.engine, processes)
-    precision = resolve_precision(config.training.bf16, config.training.fp16, strategy)
-    precise = copy.deepcopy(config)
-    precise.training.bf16, precise.training.fp16 = precision == "bf16", precision == "fp16"
-    conflicts = find_conflicts(precise, engine, card.is_gpu)
+def plan_of(rows: list[Row], card: Card, processes: int, data: Data, recommended: str | None, why: str) -> Plan:
+    """Return the plan for so many cards."""
+    return Plan(card.name, processes, card.memory / GIB, card.usable / GIB, data, rows, recommended, why)
+
+
+def _kind_of(config: RunConfig, strategy: Strategy, card: Card, processes: int) -> Kind:
+    """Return what is trained how.
+
+    Raises:
+        UserError: the configuration cannot run with this strategy or on this card.
+    """
+    t = config.training
+    precision = resolve_precision(t.bf16, t.fp16, strategy)
+    precise = config.replaced({"training.bf16": precision == "bf16", "training.fp16": precision == "fp16"})
+    conflicts = find_conflicts(precise, engine_with(strategy.engine, processes), card.is_gpu)
     if precision == "bf16" and not card.bf16:
         conflicts.append(f"{card.name} has no bfloat16; set training.bf16: false and training.fp16: true")
     if conflicts:
         raise UserError("; ".join(conflicts))
-    kind = Kind(config.model, precision, config.training.optimizer in RELEASES_GRADIENTS, card.is_gpu)
-    return _Wanted(name, names, config, strategy, kind)
-
-
-def _within(data: Data, config: RunConfig) -> Data:
-    """The data within the `data.max_duration` that a strategy may have of its own."""
-    longest = min(data.longest, config.data.max_duration)
-    return replace(data, longest=longest, mean=min(data.mean, longest))
+    return Kind(config.model, precision, t.optimizer in RELEASES_GRADIENTS, card.is_gpu)
 
 
 def recommend(rows: list[Row], card: Card, processes: int) -> tuple[str | None, str]:
     """Return the strategy to take, and why: the first that fits, in the order of speed."""
     by_name = {row.strategy: row for row in rows}
     order = [name for name in (SEVERAL_GPUS if processes > 1 else ONE_GPU) if name in by_name] or list(by_name)
-    too_large, impossible = [], []
-    for name in order:
-        row = by_name[name]
+    tried = [by_name[name] for name in order]
+    too_large = []
+    for row in tried:
         if row.fits:
             why = (
-                f"the first that fits, in the order of speed: {_gib(row.peak_memory_gib)} of {card.usable / GIB:.1f} "
-                f"GiB that can be used, with {row.batch} clips of the longest length"
+                f"the first that fits, in the order of speed: {_gib(row)} of {card.usable / GIB:.1f} GiB that can be "
+                f"used, with {row.batch} clips of the longest length"
             )
-            if too_large:
-                why += "; " + ", ".join(f"{r.strategy} needs {_gib(r.peak_memory_gib)}" for r in too_large)
-            return name, why
-        (too_large if row.fits is False else impossible).append(row)
-    smallest = min(too_large, key=lambda row: row.peak_memory_gib or 0.0, default=None)
+            return row.strategy, "; ".join(filter(None, [why, ", ".join(too_large)]))
+        if row.fits is False:
+            too_large.append(f"{row.strategy} needs {_gib(row)}")
+    smallest = min((row for row in tried if row.fits is False), key=lambda r: r.peak_memory_gib or 0.0, default=None)
     if smallest is None:
-        return None, "none of them can run: " + "; ".join(f"{r.strategy}: {r.reason}" for r in impossible[:3])
+        return None, "none of them can run: " + "; ".join(f"{r.strategy}: {r.reason}" for r in tried[:3])
     if smallest.max_batch:
         return smallest.strategy, (
-            f"none fits with the run's own batch; this one needs least, {_gib(smallest.peak_memory_gib)} GiB, and "
-            "fits with "
+            f"none fits with the run's own batch; this one needs least, {_gib(smallest)} GiB, and fits with "
             f"training.per_device_train_batch_size={smallest.max_batch} (accumulate more batches for the same step)"
         )
     return None, (
@@ -350,8 +339,9 @@ def recommend(rows: list[Row], card: Card, processes: int) -> tuple[str | None, 
     )
 
 
-def _gib(size: float | None) -> str:
-    return "" if size is None else f"{size:.1f}" if size >= 1 else f"{size:.2g}"
+def _gib(row: Row) -> str:
+    size = row.peak_memory_gib or 0.0
+    return f"{size:.1f}" if size >= 1 else f"{size:.2g}"
 
 
 def all_combinations(names: list[str], only: str | None = None) -> list[list[str]]:
@@ -363,19 +353,3 @@ def all_combinations(names: list[str], only: str | None = None) -> list[list[str
     """
     found = [[], *([name] for name in strategy_names())] if only is None else [w.split("+") for w in only.split(",")]
     return found if not names or names in found else [names, *found]
-
-
-def as_json(
-    rows: list[Row], card: Card, processes: int, data: Data, recommended: str | None, why: str
-) -> dict[str, Any]:
-    """Return what `--json` writes."""
-    return {
-        "gpu": card.name,
-        "gpus": processes,
-        "memory_gib": card.memory / GIB,
-        "usable_gib": card.usable / GIB,
-        "data": asdict(data),
-        "strategies": [asdict(row) for row in rows],
-        "recommended": recommended,
-        "why": why,
-    }

@@ -34,31 +34,24 @@ def seconds_of_step(
     card: Card,
     activations_offloaded: float = 0.0,
 ) -> float | None:
-    """Seconds of an optimizer step; None where the card's rates are not known.
+    """Return the seconds of an optimizer step; None where the card's rates are not known.
 
     Args:
         work: of one batch, from a followed step.
         more_flops_16: of one batch, beside it.
         batches: forward and backward passes of the step.
-        weights: of the model.
-        engine: and its processes.
-        card: on which.
         activations_offloaded: bytes of a batch that go to the host and back.
     """
     if card.flops_16 is None or card.flops_32 is None or card.bandwidth is None:
         return None
-    computed = (work["flops_16"] + more_flops_16) / (MATRIX * card.flops_16) + work["flops_32"] / (
-        MATRIX * card.flops_32
-    )
+    computed = ((work["flops_16"] + more_flops_16) / card.flops_16 + work["flops_32"] / card.flops_32) / MATRIX
     batch = max(computed + work["bytes"] / (BANDWIDTH * card.bandwidth), work["launches"] * LAUNCH)
     batch = max(batch, 2 * activations_offloaded / PCIE)
-    host = weights.optimizer_on_host > 0 or "_offload" in engine.name
-    share = 1 if engine.name in ("none", "ddp") else engine.shards
-    if host:
+    share = engine.shards if engine.shares_out else 1
+    if weights.optimizer_on_host > 0 or engine.offloads:
         sent = 2 * weights.trained / share / PCIE  # gradients there, weights back
-        step = (
-            sent + 28 * weights.trained_elements / share / HOST_MEMORY
-        )  # Adam reads 16 and writes 12 bytes an element
+        # Adam reads 16 and writes 12 bytes an element.
+        step = sent + 28 * weights.trained_elements / share / HOST_MEMORY
     else:
         step = (3 * weights.trained + 2 * weights.optimizer) / share / (BANDWIDTH * card.bandwidth)
     n = engine.processes

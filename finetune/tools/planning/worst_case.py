@@ -16,11 +16,9 @@ from finetune.losses.operations import Operations
 
 
 def worst_case(clips: int, tokens: int, cuda: bool, block_sizes: list[int]) -> Operations:
-    """Operations for a batch of `clips` texts of `tokens` tokens.
+    """Return the operations for a batch of `clips` texts of `tokens` tokens.
 
     Args:
-        clips: of the batch.
-        tokens: of each text.
         cuda: make the temporary tensors of the GPU's kernels, else those of the CPU's.
         block_sizes: gets the cells of a full block, each time that blocks are asked for.
     """

@@ -22,12 +22,7 @@ Found = tuple[str, dict[str, Any]]
 
 
 class Attempts:
-    """What has been tried so far.
-
-    Args:
-        config: of the run, whose directory takes the result.
-        strategy: of the run.
-    """
+    """What has been tried so far."""
 
     def __init__(self, config: RunConfig, strategy: Strategy):
         self.config, self.strategy = config, strategy

@@ -2,9 +2,8 @@
 
 import logging
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -18,13 +17,13 @@ from finetune.models.nemo import learning_batchnorms, set_batchnorm_mode
 from finetune.strategies.optimizers import RELEASES_GRADIENTS
 from finetune.strategies.strategy import Strategy
 from finetune.tools.planning import cache
-from finetune.tools.planning.dataset import TOKENS_A_SECOND, Data
+from finetune.tools.planning.dataset import Data
 from finetune.tools.planning.engines import engine_of
 from finetune.tools.planning.follow import Kind
 from finetune.tools.planning.gpus import GIB, card_here
 from finetune.tools.planning.layout import Layout, layout_of
 from finetune.tools.planning.optimizer_memory import state_bytes
-from finetune.tools.planning.prediction import RUN_FILE, Predictor, as_json, followed_lengths, row_of
+from finetune.tools.planning.prediction import RUN_FILE, Plan, Predictor, followed_lengths, plan_of, row_of
 from finetune.tools.preflight import trial
 from finetune.training.trainer import Trainer
 
@@ -33,14 +32,13 @@ log = logging.getLogger(__name__)
 EDGES = (1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 5 / 6, 1)
 """Where one bound ends and the next begins, as shares of the longest utterance."""
 MOST_CLIPS = 512
-PLAN_FILE = "plan.json"
 
 
-def set_bounds(accelerator: Accelerator, config: RunConfig, strategy: Strategy) -> dict[str, Any] | None:
+def set_bounds(accelerator: Accelerator, config: RunConfig, strategy: Strategy) -> Plan | None:
     """Set `data.batch_bounds` where the run file asks for `training.auto_batch`; a resumed run keeps its own.
 
     Returns:
-        The run's prediction, as finetune.plan's `--json`; None where none was made.
+        The run's prediction; None where none was made.
 
     Raises:
         UserError: not even one utterance fits, or the model's layout is not known before it is loaded.
@@ -54,16 +52,18 @@ def set_bounds(accelerator: Accelerator, config: RunConfig, strategy: Strategy) 
         log.info("auto batch: the bounds of the resumed run")
         return None
     usable = usable_bytes(accelerator, t.memory_limit_gib)
-    processes = accelerator.num_processes
-    planned = _plan_bounds(config, strategy, processes, usable) if accelerator.is_main_process else ("", [], {})
-    problem, bounds, plan = broadcast(planned)
-    if problem:
+    planned, problem = None, ""
+    if accelerator.is_main_process:
+        try:
+            planned = _plan_bounds(config, strategy, accelerator.num_processes, usable)
+        except UserError as error:
+            problem = f"training.auto_batch: {error}"
+    planned, problem = broadcast((planned, problem))
+    if planned is None:
         raise UserError(problem)
-    config.data.batch_bounds = bounds
-    log.info(
-        "auto batch: clips a batch by length, %s",
-        ", ".join(f"{clips:g} up to {seconds:g} s" for seconds, clips in bounds),
-    )
+    config.data.batch_bounds, plan = planned
+    bounds = ", ".join(f"{clips:g} up to {seconds:g} s" for seconds, clips in config.data.batch_bounds)
+    log.info("auto batch: clips a batch by length, %s", bounds)
     return plan
 
 
@@ -86,17 +86,42 @@ def usable_bytes(accelerator: Accelerator, limit_gib: float | None) -> float:
     return usable
 
 
-def predictor_for(config: RunConfig, strategy: Strategy, processes: int) -> Predictor:
+def _plan_bounds(
+    config: RunConfig, strategy: Strategy, processes: int, usable: float
+) -> tuple[list[list[float]], Plan]:
+    """Return the bounds as pairs (seconds, clips), and the prediction with them.
+
+    Raises:
+        UserError: a step cannot be followed, or one clip does not fit.
+    """
+    try:
+        predictor = _predictor(config, strategy, processes)
+    except UserError as error:
+        raise UserError(f"{error} Or set training.auto_batch: false.") from error
+    longest = config.data.max_duration
+    ends = [math.ceil(10 * edge * longest) / 10 for edge in EDGES]
+    bounds = [[seconds, min(predictor.most_clips(seconds, usable), MOST_CLIPS)] for seconds in ends]
+    if bounds[-1][1] < 1:
+        raise UserError(
+            f"one clip of data.max_duration={longest:g} s needs {predictor.peak(1, longest) / GIB:.2f} GiB, and "
+            f"{usable / GIB:.2f} can be used. Lower data.max_duration, or take a strategy that needs less (python -m "
+            "finetune.plan lists them)."
+        )
+    predictor.config = config.replaced({"data.batch_bounds": bounds})
+    return bounds, _plan_of_run(predictor, strategy, usable)
+
+
+def _predictor(config: RunConfig, strategy: Strategy, processes: int) -> Predictor:
     """Return what predicts this run's steps on this machine.
 
     Raises:
         UserError: a step of the run cannot be followed.
     """
-    layout, kind, data, lengths = _what_to_follow(config)
+    layout, kind, data = _what_to_follow(config)
     with torch.random.fork_rng([]):  # following a step initialises weights
-        memory = next(iter(cache.follow_all(layout, [kind], lengths, data.tokens_a_second).values()))
+        [memory] = cache.follow_all(layout, [kind], followed_lengths(data.longest), data.tokens_a_second)
     if isinstance(memory, str):
-        raise UserError(f"a step of this run cannot be followed: {memory}.")
+        raise UserError(f"a step of this run {memory}." if memory.startswith(cache.CANNOT) else memory)
     predictor = Predictor(config, engine_of(strategy, processes), card_here(), data, layout, memory)
     if config.training.auto_batch and predictor.engine.name == "ddp":
         # MemoryRecovery exchanges gradients itself: they lie beside DDP's buckets.
@@ -104,58 +129,36 @@ def predictor_for(config: RunConfig, strategy: Strategy, processes: int) -> Pred
     return predictor
 
 
-def is_followed(config: RunConfig) -> bool:
-    """Return whether a step of this run has been followed before, which makes `predictor_for` quick."""
-    layout, kind, data, lengths = _what_to_follow(config)
-    return cache.find(cache.key_of(layout, kind, lengths, data.tokens_a_second)) is not None
-
-
-def _what_to_follow(config: RunConfig) -> tuple[Layout, Kind, Data, list[float]]:
+def _what_to_follow(config: RunConfig) -> tuple[Layout, Kind, Data]:
     t, longest = config.training, config.data.max_duration
     precision = "bf16" if t.bf16 else "fp16" if t.fp16 else "no"
     kind = Kind(config.model, precision, t.optimizer in RELEASES_GRADIENTS, card_here().is_gpu)
-    return layout_of(config), kind, Data(longest, longest / 2, None, TOKENS_A_SECOND), followed_lengths(longest)
+    return layout_of(config), kind, Data(longest, longest / 2, None)
 
 
-def _plan_bounds(
-    config: RunConfig, strategy: Strategy, processes: int, usable: float
-) -> tuple[str, list[list[float]], dict[str, Any]]:
-    """Return what is wrong ("": nothing), the bounds as pairs (seconds, clips), and the prediction."""
-    try:
-        predictor = predictor_for(config, strategy, processes)
-    except UserError as error:
-        return f"training.auto_batch: {error} Or set training.auto_batch: false.", [], {}
-    longest = config.data.max_duration
-    ends = [math.ceil(10 * edge * longest) / 10 for edge in EDGES]
-    bounds = [[seconds, min(predictor.most_clips(seconds, usable), MOST_CLIPS)] for seconds in ends]
-    if bounds[-1][1] < 1:
-        problem = (
-            f"training.auto_batch: one clip of data.max_duration={longest:g} s needs "
-            f"{predictor.peak(1, longest) / GIB:.2f} GiB, and {usable / GIB:.2f} can be used. Lower "
-            "data.max_duration, or take a strategy that needs less (python -m finetune.plan lists them)."
-        )
-        return problem, [], {}
-    predictor.config = config.replaced({"data.batch_bounds": bounds})
-    return "", bounds, _as_plan(predictor, strategy, usable)
+def _is_cached(config: RunConfig) -> bool:
+    layout, kind, data = _what_to_follow(config)
+    key = cache.key_of(layout, kind, followed_lengths(data.longest), data.tokens_a_second)
+    return cache.find(key) is not None
 
 
-def _as_plan(predictor: Predictor, strategy: Strategy, usable: float) -> dict[str, Any]:
-    row = row_of("+".join(strategy.names) or RUN_FILE, predictor, "")
+def _plan_of_run(predictor: Predictor, strategy: Strategy, usable: float) -> Plan:
+    row = row_of("+".join(strategy.names) or RUN_FILE, predictor)
     row.fits = predictor.peak(*predictor.worst()) <= usable
-    processes = predictor.engine.processes
-    return as_json([row], predictor.card, processes, predictor.data, None, "the run's own prediction")
+    card, processes = predictor.card, predictor.engine.processes
+    return plan_of([row], card, processes, predictor.data, None, "the run's own prediction")
 
 
-def keep_prediction(trainer: Trainer, strategy: Strategy, plan: dict[str, Any] | None) -> None:
+def keep_prediction(trainer: Trainer, strategy: Strategy, plan: Plan | None) -> None:
     """Write plan.json: the prediction that set the bounds, else one of a step that was followed before, else none."""
     if not trainer.accelerator.is_main_process:
         return
     try:
-        if plan is None and is_followed(trainer.config):
-            predictor = predictor_for(trainer.config, strategy, trainer.accelerator.num_processes)
-            plan = _as_plan(predictor, strategy, predictor.card.usable)
+        if plan is None and _is_cached(trainer.config):
+            predictor = _predictor(trainer.config, strategy, trainer.accelerator.num_processes)
+            plan = _plan_of_run(predictor, strategy, predictor.card.usable)
         if plan is not None:
-            write_json(trainer.output_dir / PLAN_FILE, plan)
+            write_json(trainer.output_dir / "plan.json", asdict(plan))
     except (UserError, OSError) as error:
         log.debug("no prediction: %s", error)
 
@@ -184,7 +187,7 @@ def _try_worst_batches(trainer: Trainer, recovery: MemoryRecovery) -> None:
     progress = trainer.progress.snapshot()
     norms = [(m.training, m) for m in learning_batchnorms(trainer.model)]
     trainer.module.train()
-    states = torch.empty(state_bytes_of(trainer), dtype=torch.uint8, device=device)
+    states = torch.empty(_state_bytes(trainer), dtype=torch.uint8, device=device)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         set_batchnorm_mode(trainer.model, training=False)
         try:
@@ -203,13 +206,12 @@ def _try_worst_batches(trainer: Trainer, recovery: MemoryRecovery) -> None:
     log.info("auto batch: the worst batches fit (%d clips looked at)", survey.looked)
 
 
-def state_bytes_of(trainer: Trainer) -> int:
+def _state_bytes(trainer: Trainer) -> int:
     """Return the bytes that the first step allocates on the device for the optimizer's states."""
     t = trainer.config.training
-    args = dict(t.optimizer_args)
     embeddings = {id(m.weight) for m in trainer.model.modules() if isinstance(m, torch.nn.Embedding)}
     return sum(
-        state_bytes(t.optimizer, args, tuple(p.shape), p.dtype, id(p) in embeddings).device
+        state_bytes(t.optimizer, dict(t.optimizer_args), tuple(p.shape), p.dtype, id(p) in embeddings).device
         for p in trainer.model.parameters()
         if p.requires_grad
     )

@@ -2,12 +2,13 @@
 
 import contextlib
 import functools
+import itertools
 import json
 import shutil
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,7 @@ GIB = 2**30
 
 
 def dry_run(config: RunConfig, strategy: Strategy, observe: Callable[[Trainer], None] | None = None) -> int:
-    """Try the run, log go or no-go, and write OUTPUT_DIR/dry_run.json.
-
-    Args:
-        config: of the run, whose directory stays as it is.
-        strategy: of the run.
-        observe: called with the Trainer when it has begun.
+    """Try the run, log go or no-go, and write OUTPUT_DIR/dry_run.json; a run that is there stays as it is.
 
     Returns:
         Exit code: 0 go, 1 no-go.
@@ -86,13 +82,7 @@ def dry_run(config: RunConfig, strategy: Strategy, observe: Callable[[Trainer], 
 
 
 class DryRun:
-    """The parts of a run: each tries one thing, and returns what it found or raises what is wrong.
-
-    Args:
-        config: of the run.
-        strategy: of the run.
-        attempts: takes the warnings and the accelerator.
-    """
+    """The parts of a run: each tries one thing, and returns what it found or raises what is wrong."""
 
     def __init__(self, config: RunConfig, strategy: Strategy, attempts: Attempts):
         self.config, self.strategy, self.attempts, self.warn = config, strategy, attempts, attempts.warn
@@ -190,15 +180,13 @@ class DryRun:
         density = f", {rate:.1f} tokens a second of audio" if rate is not None else ""
         if not lost:
             return f"writes all of {texts} texts{density}", values
+        most = " ".join(f"{character} {n}x" for character, n in unknown.most_common(20))
         line = (
             f"cannot write {len(lost)} of {texts} texts ({len(lost) / texts:.1%}), {unknown.total()} of {characters} "
-            f"characters ({unknown.total() / max(characters, 1):.2%}): "
-            f"{' '.join(f'{c} {n}x' for c, n in unknown.most_common(20))}{density}"
+            f"characters ({unknown.total() / max(characters, 1):.2%}): {most}{density}"
         )
-        advice = (
-            "normalise the texts (data.text_normalization: basic), or give the model pieces for them "
-            "(model.tokenizer.extend_from)"
-        )
+        advice = "normalise the texts (data.text_normalization: basic), or extend the model's tokenizer "
+        advice += "(model.tokenizer.extend_from)"
         if len(lost) > d.max_bad_fraction * texts:
             raise UserError(
                 f"{line}. More than data.max_bad_fraction={d.max_bad_fraction:g}: {advice}, such as {lost[0]!r}."
@@ -231,19 +219,17 @@ class DryRun:
                     audio_seconds += float(batch.audio_lengths_B.sum()) / stream.options.sample_rate
                 if error or clips + len(quarantined) + filtered.total() >= wanted:
                     break
-        by_rank = gather((clips, audio_seconds, quarantined, filtered, error))
-        errors = [part[4] for part in by_rank if part[4]]
-        if errors:
-            raise UserError(f"data.train: {errors[0]}", exit_code=1)
-        clips, audio_seconds = sum(part[0] for part in by_rank), sum(part[1] for part in by_rank)
-        quarantined = [record for part in by_rank for record in part[2]]
-        filtered = sum((part[3] for part in by_rank), Counter())
+        clips_R, seconds_R, quarantined_R, filtered_R, errors_R = zip(
+            *gather((clips, audio_seconds, quarantined, filtered, error))
+        )
+        if any(errors_R):
+            raise UserError(f"data.train: {next(filter(None, errors_R))}", exit_code=1)
+        clips, filtered = sum(clips_R), sum(filtered_R, Counter())
+        quarantined = list(itertools.chain(*quarantined_R))
         rows = clips + len(quarantined) + filtered.total()
         reasons = "".join(f", {n} {reason}" for reason, n in filtered.most_common())
-        line = (
-            f"{clips} of {rows} clips decoded; filters take {filtered.total()}{reasons}; "
-            f"quarantine takes {len(quarantined)}"
-        )
+        line = f"{clips} of {rows} clips decoded; filters take {filtered.total()}{reasons}; "
+        line += f"quarantine takes {len(quarantined)}"
         if quarantined:
             line += f", such as {quarantined[0]['id']}: {quarantined[0]['reason']}"
         if not clips:
@@ -259,7 +245,7 @@ class DryRun:
             "decoded": clips,
             "quarantined": len(quarantined),
             "filtered": filtered,
-            "audio_seconds": audio_seconds,
+            "audio_seconds": sum(seconds_R),
             "seconds_to_first_batch": first,
         }
 
@@ -292,11 +278,9 @@ class DryRun:
                 seconds, clips = seconds + time.perf_counter() - started, clips + wer.total.clips
                 bad = wer.quarantined
                 if not wer.total.words:
-                    raise UserError(
-                        f"data.{split}: no clip with words among the first {EVALUATED}; {len(bad)} cannot be used"
-                        + (f", such as {bad[0]['reason']}" if bad else "."),
-                        exit_code=1,
-                    )
+                    why = f", such as {bad[0]['reason']}" if bad else "."
+                    none = f"no clip with words among the first {EVALUATED}; {len(bad)} cannot be used{why}"
+                    raise UserError(f"data.{split}: {none}", exit_code=1)
                 rate = rates[split] = wer.total.rates()["wer"]
                 lines.append(f"WER {rate:.3f} on {wer.total.clips} clips of {split}")
                 if bad:
@@ -360,9 +344,7 @@ class DryRun:
         after = checkpoint_digest(trainer)
         different = [name for name in before if before[name] != after[name]]
         if different:
-            raise UserError(
-                f"a checkpoint came back with other {' and '.join(different)} than were saved.", exit_code=1
-            )
+            raise UserError(f"a checkpoint came back with other {' and '.join(different)} than saved.", exit_code=1)
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         count = 1 + (t.save_total_limit or max(1, trainer.total_steps // max(t.save_steps, 1)))
         needed, free = size * count, shutil.disk_usage(trainer.output_dir).free
@@ -372,14 +354,11 @@ class DryRun:
             f"{trial.format_bytes(free)} are free"
         )
         if needed > free:
-            raise UserError(
-                f"{line}: too little. Set a smaller training.save_total_limit, or training.output_dir on a larger "
-                "disk.",
-                exit_code=1,
-            )
-        values = {"checkpoint_bytes": size, "free_bytes": free, "checkpoints": count}
+            advice = "Set a smaller training.save_total_limit, or training.output_dir on a larger disk."
+            raise UserError(f"{line}: too little. {advice}", exit_code=1)
         self.write_seconds = write_seconds
-        return line, {**values, "write_seconds": write_seconds, "read_seconds": read_seconds}
+        seconds = {"write_seconds": write_seconds, "read_seconds": read_seconds}
+        return line, {"checkpoint_bytes": size, "free_bytes": free, "checkpoints": count, **seconds}
 
     def export(self) -> Found:
         """Write the model as .nemo and open it again.
@@ -397,14 +376,12 @@ class DryRun:
         if not self.accelerator.is_main_process:
             return "opened by the first process", {}
         opened = load_model(str(path)).state_dict()
-        different = [
-            n
-            for n, tensor in weights.items()
-            if n not in opened or not torch.equal(opened[n].to(tensor.dtype), tensor)
-        ]
-        if different:
+        same = {
+            n for n, tensor in opened.items() if n in weights and torch.equal(tensor.to(weights[n].dtype), weights[n])
+        }
+        if different := sorted(weights.keys() - same)[:4]:
             raise UserError(
-                f"model.nemo has other weights when it is opened again: {', '.join(different[:4])}.", exit_code=1
+                f"model.nemo has other weights when it is opened again: {', '.join(different)}.", exit_code=1
             )
         size = path.stat().st_size
         return f"model.nemo, {trial.format_bytes(size)}, opens with the same weights", {"model_bytes": size}
@@ -466,11 +443,10 @@ def checkpointed_tensors(trainer: Trainer) -> dict[str, list[torch.Tensor]]:
 def checkpoint_digest(trainer: Trainer) -> dict[str, Any]:
     """Return what tells whether a checkpoint restored everything; clocks, which go on, are left out."""
     progress = {k: v for k, v in trainer.progress.snapshot().items() if k not in ("wall_seconds", "train_seconds")}
-    digest: dict[str, Any] = {name: checksums(tensors) for name, tensors in checkpointed_tensors(trainer).items()}
-    return {**digest, "progress": json.dumps(progress)}
+    sums = {name: [checksum(t) for t in tensors] for name, tensors in checkpointed_tensors(trainer).items()}
+    return {**sums, "progress": json.dumps(progress)}
 
 
-def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return a CRC-32 of each tensor's bytes."""
-    flat = (tensor.detach().cpu().contiguous().reshape(-1) for tensor in tensors)
-    return [zlib.crc32(tensor.view(torch.uint8).numpy().data) if tensor.numel() else 0 for tensor in flat]
+def checksum(tensor: torch.Tensor) -> int:
+    """Return the CRC-32 of a tensor's bytes."""
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from scipy import stats
 from tqdm import tqdm
 
 from finetune.callbacks.defaults import add_step_callbacks
@@ -39,13 +40,7 @@ MIB, GIB = 2**20, 2**30
 
 
 def smoke(config: RunConfig, strategy: Strategy, steps: int, observe: Callable[[Trainer], None] | None = None) -> int:
-    """Run the steps, log what they need, and write OUTPUT_DIR/smoke.json.
-
-    Args:
-        config: of the run, whose directory stays as it is.
-        strategy: of the run.
-        steps: optimizer steps.
-        observe: called with the Trainer when it has begun.
+    """Run optimizer steps, log what they need, and write OUTPUT_DIR/smoke.json; a run that is there stays as it is.
 
     Returns:
         Exit code: 0 memory suffices and stays, 1 it does not, or a loss is not finite.
@@ -130,17 +125,14 @@ def report_bounds(trainer: Trainer, recovery: MemoryRecovery | None) -> dict[str
     if recovery is None:
         return {}
     times, planned, left = trainer.progress.out_of_memory, trainer.config.data.batch_bounds, recovery.bounds
+    halved = [
+        f"{now:g} in place of {was:g} up to {seconds:g} s"
+        for (seconds, was), (_, now) in zip(planned, left, strict=True)
+        if now < was
+    ]
     if times:
-        halved = [
-            f"{now:g} in place of {was:g} up to {seconds:g} s"
-            for (seconds, was), (_, now) in zip(planned, left, strict=True)
-            if now < was
-        ]
-        log.warning(
-            "auto batch: memory ran out %s; clips a batch: %s",
-            "once" if times == 1 else f"{times} times",
-            ", ".join(halved) or "as planned",
-        )
+        bounds = ", ".join(halved) or "as planned"
+        log.warning("auto batch: memory ran out %d time(s); clips a batch: %s", times, bounds)
     else:
         log.info("auto batch: memory never ran out, the bounds stay as planned")
     return {"out_of_memory": times, "batch_bounds": {"planned": [list(pair) for pair in planned], "now": left}}
@@ -153,7 +145,7 @@ def assess_steps(by_rank: list[list[dict[str, Any]]], *, gpu: bool, planned: int
         by_rank: rows of `take_steps` of each rank.
         gpu: whether the memory is a GPU's.
         planned: steps of the whole run.
-        scaled: whether fp16's loss scaling is on, which finds its scale by steps that are not finite.
+        scaled: whether fp16's loss scaling is on, which finds its scale by first steps that are not finite.
     """
     # Resident memory keeps what the allocator has not returned, and so does not show which step needed it.
     key = "peak_tensors" if by_rank[0][0]["peak_tensors"] is not None else "peak_resident"
@@ -167,23 +159,17 @@ def assess_steps(by_rank: list[list[dict[str, Any]]], *, gpu: bool, planned: int
     if headroom < 0:
         problems.append(
             f"memory does not suffice: the peak of step {peak_row['step']} leaves {headroom / GIB:.2f} GiB of the "
-            f"{'GPU' if gpu else 'host'}'s {total / GIB:.1f} GiB beside what others hold; lower "
-            "training.per_device_train_batch_size, or take a strategy that needs less (python -m finetune.plan lists "
-            "them)"
+            f"{'GPU' if gpu else 'host'}'s {total / GIB:.1f} GiB beside what others hold; lower training."
+            "per_device_train_batch_size, or take a strategy that needs less (python -m finetune.plan lists them)"
         )
     if growth["leaking"]:
         rate = growth["mib_per_1000_steps"]
         full = max(headroom, 0) / (rate * MIB / 1000)
         until = f"full after some {full:,.0f} steps" if full < 100 * planned else "far from full in this run"
-        problems.append(
-            f"leaking: {LEAKING[growth['what']]} grow by {rate:.1f} MiB per 1,000 steps, {until} ({planned:,} are "
-            "planned)"
-        )
-    # A loss scale is looked for in the first steps.
-    bad = sorted(
-        {row["step"] for rows in by_rank for row in rows[len(rows) // 2 if scaled else 0 :] if row["loss"] is None}
-    )
-    if bad:
+        grown = f"{LEAKING[growth['what']]} grow by {rate:.1f} MiB per 1,000 steps"
+        problems.append(f"leaking: {grown}, {until} ({planned:,} are planned)")
+    judged = [row for rows in by_rank for row in rows[len(rows) // 2 if scaled else 0 :]]
+    if bad := sorted({row["step"] for row in judged if row["loss"] is None}):
         problems.append(
             f"loss or gradient is not finite in step {', '.join(map(str, bad[:8]))} of {len(by_rank[0])}; lower "
             "training.learning_rate, or look at the clips that the log names"
@@ -223,15 +209,8 @@ def growth_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             and grows(held, per_step, overall)
             and grows(held[len(held) // 2 :], per_step, overall / 2)
         )
-        found.append(
-            {
-                "what": what,
-                "leaking": leaking,
-                "mib_per_1000_steps": 1000 * slope / MIB,
-                "noise_mib": noise / MIB,
-                "judged_steps": len(held),
-            }
-        )
+        growth = {"mib_per_1000_steps": 1000 * slope / MIB, "noise_mib": noise / MIB, "judged_steps": len(held)}
+        found.append({"what": what, "leaking": leaking, **growth})
     return found
 
 
@@ -242,15 +221,12 @@ def grows(held: np.ndarray, per_step: float, overall: float) -> bool:
 
 
 def slope_of(held: np.ndarray) -> tuple[float, float]:
-    """Return the Theil-Sen slope, the median of those between any two points, and the noise (1.48 times the MAD)."""
+    """Return the Theil-Sen slope, the median of those between any two points, and the noise (the scaled MAD)."""
     if len(held) < 2:
         return 0.0, 0.0
     x = np.unique(np.linspace(0, len(held) - 1, min(len(held), PAIRS_OF)).astype(int))
-    y = held[x]
-    i, j = np.triu_indices(len(x), 1)
-    slope = float(np.median((y[j] - y[i]) / (x[j] - x[i])))
-    rest = y - slope * x
-    return slope, 1.4826 * float(np.median(np.abs(rest - np.median(rest))))
+    slope, *_ = stats.theilslopes(held[x], x)
+    return float(slope), 1.4826 * float(stats.median_abs_deviation(held[x] - slope * x))
 
 
 def headroom_of(rows: list[dict[str, Any]], gpu: bool, processes: int) -> int:
@@ -264,36 +240,24 @@ def headroom_of(rows: list[dict[str, Any]], gpu: bool, processes: int) -> int:
 def log_result(v: dict[str, Any], steps: int) -> None:
     """Log what `assess_steps` returned."""
     growth = v["growth"]
-    where = f" on rank {v['rank']}" if v["rank"] else ""
-    log.info(
-        "peak %s of %s at step %d%s, with %s: %s%s",
-        trial.format_bytes(v["peak_gib"] * GIB),
-        "tensors" if v["peak_of"] == "tensors" else "resident memory",
-        v["peak_step"],
-        where,
-        v["peak_clips"],
-        trial.format_batch(v["peak_batch"]),
-        f"; {v['reserved_gib']:.2f} GiB reserved by the allocator" if v["reserved_gib"] is not None else "",
-    )
+    of = "tensors" if v["peak_of"] == "tensors" else "resident memory"
+    where = f"step {v['peak_step']}" + (f" on rank {v['rank']}" if v["rank"] else "")
+    batch = f"{v['peak_clips']}: {trial.format_batch(v['peak_batch'])}"
+    reserved = "" if v["reserved_gib"] is None else f"; {v['reserved_gib']:.2f} GiB reserved by the allocator"
+    log.info("peak %s of %s at %s, with %s%s", trial.format_bytes(v["peak_gib"] * GIB), of, where, batch, reserved)
+    slope = f"{growth['mib_per_1000_steps']:+.1f} MiB per 1,000 steps of {growth['what']}"
+    over = f"the last {growth['judged_steps']} steps"
+    judged = "leaking" if growth["leaking"] else "stable"
     if growth["judged_steps"] < FEWEST_POINTS:
         log.info("slope: %s too few to tell", "1 step is" if steps == 1 else f"{steps} steps are")
+    elif v["certain"]:
+        log.info("slope %s over %s: %s", slope, over, judged)
     else:
-        log.info(
-            "slope %+.1f MiB per 1,000 steps of %s over the last %d steps: %s%s",
-            growth["mib_per_1000_steps"],
-            growth["what"],
-            growth["judged_steps"],
-            "leaking" if growth["leaking"] else "stable",
-            "" if v["certain"] else f" (uncertain: {steps} steps are few; take {CERTAIN_FROM} or more)",
-        )
-    log.info(
-        "headroom %.1f GiB, %.0f %% of the %s's %.1f GiB%s",
-        v["headroom_gib"],
-        100 * v["headroom_fraction"],
-        v["memory"],
-        v["total_gib"],
-        "" if v["memory"] == "GPU" else f" (resident at most {v['peak_resident_gib']:.2f} GiB a process)",
-    )
+        few = f"uncertain: {steps} steps are few; take {CERTAIN_FROM} or more"
+        log.info("slope %s over %s: %s (%s)", slope, over, judged, few)
+    share = f"{100 * v['headroom_fraction']:.0f} % of the {v['memory']}'s {v['total_gib']:.1f} GiB"
+    resident = "" if v["memory"] == "GPU" else f" (resident at most {v['peak_resident_gib']:.2f} GiB a process)"
+    log.info("headroom %.1f GiB, %s%s", v["headroom_gib"], share, resident)
     if v["headroom_fraction"] < TIGHT:
         log.warning("that is tight: evaluations, fragments and longer clips may not fit")
     for problem in v["problems"]:

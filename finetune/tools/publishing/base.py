@@ -38,19 +38,18 @@ class Base:
     """Where that was read."""
 
 
-def find_base(model_name: str | None, folders: list[Path]) -> Base:
-    """Return the model that training began from.
+def find_base(model_name: str, folders: list[Path]) -> Base:
+    """Return the model that training began from; a run that continued another one or its adapter has that one's base.
 
-    A run that continued another one, or its adapter, has that one's base. No request is made: the licence comes from a
-    model card beside the file, or in the Hub's cache.
+    No request is made: the licence comes from a model card beside the file, or in the Hub's cache.
 
     Args:
-        model_name: `model.name` of a run; None where there is no run.
+        model_name: `model.name` of a run.
         folders: where relative paths may start.
     """
     through: str | None = None
     for _ in range(LONGEST_CHAIN):
-        path = _existing(model_name, folders) if model_name else None
+        path = _existing(model_name, folders)
         if path is None:
             break
         if (path / BASE_OF_ADAPTER).is_file():
@@ -62,12 +61,12 @@ def find_base(model_name: str | None, folders: list[Path]) -> Base:
                 break
             further, name = _section(run, "model").get("name"), last_part(str(run.resolve()))
         through = through or name
-        model_name = further if isinstance(further, str) else None
+        model_name = further or ""
         folders = [*folders, *run_folders(run)]
     return replace(_described(model_name, folders), through=through)
 
 
-def _described(model_name: str | None, folders: list[Path]) -> Base:
+def _described(model_name: str, folders: list[Path]) -> Base:
     if not model_name:
         return Base(None)
     if model_name.endswith((".yaml", ".yml")):
@@ -86,9 +85,9 @@ def run_of_adapter(path: Path) -> str:
     return last_part(str(folder.parent if (folder.parent / "config.yaml").is_file() else folder))
 
 
-def run_of_named_adapter(name: object, folders: list[Path]) -> str | None:
+def run_of_named_adapter(name: str | None, folders: list[Path]) -> str | None:
     """Return the same for `model.adapter` of a run; None where it has none."""
-    if not isinstance(name, str) or not name:
+    if not name:
         return None
     path = _existing(name, folders)
     return run_of_adapter(path) if path is not None else last_part(re.sub(r"(?<=[^/])/+adapter/*$", "", name))
@@ -106,13 +105,9 @@ def is_hub_data_form(path: str) -> bool:
 
 def run_folders(run: Path) -> list[Path]:
     """Return the folders in which the run may have been started: its relative paths begin there."""
-    output = _section(run, "training").get("output_dir")
-    found = []
-    if isinstance(output, str) and not Path(output).is_absolute():
-        resolved, parts = run.resolve(), Path(output).parts
-        if parts and resolved.parts[-len(parts) :] == parts:
-            found.append(Path(*resolved.parts[: -len(parts)]))
-    return [*found, Path.cwd()]
+    here, parts = run.resolve().parts, Path(_section(run, "training").get("output_dir", "/")).parts
+    is_below = parts[:1] != ("/",) and here[-len(parts) :] == parts
+    return [Path(*here[: -len(parts)]), Path.cwd()] if is_below else [Path.cwd()]
 
 
 def with_answers(base: Base, hub: str | None, licence: str | None) -> Base:
@@ -138,16 +133,13 @@ def licence_in(card: dict[str, Any], base: Base, where: str) -> Base:
     licence = card.get("license")
     if not isinstance(licence, str) or not licence or licence == "unknown":
         return base
-    name, link = (
-        value if isinstance(value := card.get(key), str) else None for key in ("license_name", "license_link")
-    )
-    return replace(base, licence=licence, licence_name=name, licence_link=link, licence_from=where)
+    found = {"licence_name": card.get("license_name"), "licence_link": card.get("license_link")}
+    return replace(base, licence=licence, **found, licence_from=where)
 
 
 def terms(licence: str) -> str | None:
     """Return the address of a licence's text, for Creative Commons and Apache."""
-    found = CREATIVE_COMMONS.fullmatch(licence)
-    if found:
+    if found := CREATIVE_COMMONS.fullmatch(licence):
         return f"https://creativecommons.org/licenses/{found[1]}/{found[2]}/"
     return "https://www.apache.org/licenses/LICENSE-2.0" if licence == "apache-2.0" else None
 
@@ -179,6 +171,8 @@ def _cached_card(name: str) -> Path | None:
 
 
 def _existing(name: str, folders: list[Path]) -> Path | None:
+    if not name:
+        return None
     return next((folder / name for folder in folders if (folder / name).exists()), None)
 
 

@@ -9,12 +9,14 @@ import jinja2
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from markupsafe import Markup
 
+from finetune.evaluation.significance import p_value_text
 from finetune.security.safe_text import escape_markdown
 from finetune.tools.publishing.base import Base, terms
-from finetune.tools.publishing.facts import Data, Facts, Row
+from finetune.tools.publishing.facts import Data, Facts
 from finetune.tools.publishing.private import VOCABULARY_CHANGES
-from finetune.tools.report.formats import duration
-from finetune.tools.report.read import number
+from finetune.tools.report.formats import duration, gib, text_of
+from finetune.tools.report.read import Rates, number
+from finetune.tools.report.run_page import training_rows
 
 TASK = "automatic-speech-recognition"
 TASK_NAME = "Automatic speech recognition"
@@ -42,50 +44,43 @@ def make_card(
     """Return the card of a model.
 
     Args:
-        facts: what is known.
-        repo: OWNER/NAME.
         formats: which of nemo, hf and adapter are uploaded.
         architecture: NeMo's configuration of the model; empty where it is not at hand.
         licence: of the model itself; None: that of its base.
         languages: as the Hub's front matter wants them.
         revision: branch that it is uploaded to; None: main.
     """
-    name, summary = repo.rpartition("/")[2], facts.summary
+    name, summary = repo.rpartition("/")[2], facts.run.summary
     data = front_matter(facts, name, formats, architecture, licence, languages)
-    trained, filtered = facts.data.get("train", []), summary.get("filtered")
+    trained = facts.data.get("train", [])
     seen = []
     if number(summary.get("samples")) is not None:
         seen.append(f"{summary['samples']:,} clips")
     if number(summary.get("audio_hours")) is not None:
         seen.append(f"{summary['audio_hours']:.1f} hours of audio")
-    text = (
-        environment()
-        .get_template("card.md")
-        .render(
-            name=name,
-            facts=facts,
-            base=facts.base,
-            summary=summary,
-            formats=formats,
-            # These stand in code, where an escape would be a part of it.
-            repo=Markup(repo),
-            repo_name=Markup(name),
-            revision=revision and Markup(revision),
-            trained_on=Markup(" on " + " and ".join(map(data_link, trained)) if trained else ""),
-            judged_data=judged_data(facts),
-            earlier=list(dict.fromkeys(filter(None, (facts.base.through, facts.base.went_on)))),
-            parts=parts_of(architecture, summary),
-            vocabulary=vocabulary_change(architecture),
-            has_intervals=any(row.interval_before or row.interval_after for row in [*facts.rows, *facts.guard]),
-            seen=seen,
-            filtered=[(reason.replace("_", " "), n) for reason, n in filtered.items()]
-            if isinstance(filtered, dict)
-            else [],
-            settings=settings_of(facts) if facts.config else [],
-            limits=limits_of(facts, languages),
-            licence=licence,
-        )
-    )
+    values = {
+        "name": name,
+        "facts": facts,
+        "base": facts.base,
+        "run": facts.run,
+        "summary": summary,
+        "formats": formats,
+        # These stand in code, where an escape would be a part of it.
+        "repo": Markup(repo),
+        "repo_name": Markup(name),
+        "revision": revision and Markup(revision),
+        "trained_on": Markup(" on " + " and ".join(map(data_link, trained)) if trained else ""),
+        "earlier": list(dict.fromkeys(filter(None, (facts.base.through, facts.base.went_on)))),
+        "parts": parts_of(architecture, summary),
+        "vocabulary": vocabulary_change(architecture),
+        "has_intervals": any(row.interval_before or row.interval_after for row in [*facts.rows, *facts.guard]),
+        "seen": seen,
+        "filtered": [(reason.replace("_", " "), n) for reason, n in (summary.get("filtered") or {}).items()],
+        "settings": settings_of(facts) if facts.run.config else [],
+        "limits": limits_of(facts, languages),
+        "licence": licence,
+    }
+    text = environment().get_template("card.md").render(values)
     card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + re.sub(r"\n{3,}", "\n\n", text).strip() + "\n")
     card.data = data
     return card
@@ -101,8 +96,8 @@ def environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters.update(base_link=base_link, data_link=data_link, percent=percent, count=count, literally=Markup)
-    made.globals.update(normalizers=NORMALIZERS, licence_text=licence_text)
+    made.filters.update(base_link=base_link, data_link=data_link, percent=percent, count=count)
+    made.globals.update(normalizers=NORMALIZERS, licence_text=licence_text, change_of=change_of)
     return made
 
 
@@ -123,9 +118,8 @@ def front_matter(
     facts: Facts, name: str, formats: Set[str], architecture: dict[str, Any], licence: str | None, languages: list[str]
 ) -> ModelCardData:
     """Return what the Hub reads: licence, base, languages, library, data sets, tags and results."""
-    base = facts.base
+    base, results = facts.base, eval_results(facts)
     own = licence is not None and licence != base.licence
-    results = eval_results(facts)
     relation = "adapter" if formats == {"adapter"} else "finetune"
     return ModelCardData(
         license=licence or base.licence,
@@ -158,9 +152,7 @@ def architecture_tags(architecture: dict[str, Any]) -> list[str]:
 
 def eval_results(facts: Facts) -> list[EvalResult]:
     """Return WER and CER after training in per cent, overall and by language."""
-    split = facts.judged_on
-    if split is None:
-        return []
+    split = facts.run.judged_on
     sources = facts.data.get(split, [])
     on_hub = sources[0] if len(sources) == 1 and sources[0].hub else None
     name = ", ".join(dict.fromkeys(source.name for source in sources)) or "unknown"
@@ -174,7 +166,7 @@ def eval_results(facts: Facts) -> list[EvalResult]:
                 EvalResult(
                     task_type=TASK,
                     task_name=TASK_NAME,
-                    dataset_type=on_hub.hub if on_hub and on_hub.hub else "custom",
+                    dataset_type=(on_hub and on_hub.hub) or "custom",
                     dataset_name=one_line(f"{name} ({split})")[:LONGEST_NAME],
                     # The Hub merges results whose data sets have equal type, configuration and split.
                     dataset_config=language or (on_hub.config if on_hub else None),
@@ -202,13 +194,7 @@ def data_link(source: Data) -> Markup:
     return Markup(f"{name} ({plain(source.language)})" if source.language else name)
 
 
-def judged_data(facts: Facts) -> Markup:
-    """Return the sources of the judged split, in brackets."""
-    sources = facts.data.get(facts.judged_on or "", [])
-    return Markup(f" ({', '.join(map(data_link, sources))})" if sources else "")
-
-
-def percent(value: float | None, interval: tuple[float, float] | None = None) -> Markup:
+def percent(value: float | None, interval: list[float] | None = None) -> Markup:
     """Return a fraction in per cent, with its interval."""
     if value is None:
         return Markup("not measured")
@@ -218,6 +204,16 @@ def percent(value: float | None, interval: tuple[float, float] | None = None) ->
 
 def count(value: int | None) -> str:
     return "unknown" if value is None else f"{value:,}"
+
+
+def change_of(rates: Rates) -> Markup | None:
+    """Return the change of WER in words, where it was tested."""
+    if not rates.test or rates.wer_before is None or rates.wer_after is None:
+        return None
+    change = "not significantly different from"
+    if rates.test["significant"]:
+        change = f"significantly {'better' if rates.wer_after < rates.wer_before else 'worse'} than"
+    return Markup(f"{change} before ({p_value_text(rates.test)})")
 
 
 def licence_text(licence: str, base: Base | None) -> Markup:
@@ -243,87 +239,61 @@ def parts_of(architecture: dict[str, Any], summary: dict[str, Any]) -> list[str]
 
 def vocabulary_change(architecture: dict[str, Any]) -> str | None:
     """Return what became of the vocabulary, from the notes in a model's configuration; None where nothing did."""
-    changes = architecture.get(VOCABULARY_CHANGES)
-    if not isinstance(changes, list) or not changes:
+    settings = [change.get("setting") or {} for change in architecture.get(VOCABULARY_CHANGES) or []]
+    if not settings:
         return None
-    done = []
-    for change in changes:
-        setting = change.get("setting") if isinstance(change, dict) else None
-        setting = setting if isinstance(setting, dict) else {}
-        done.append("extended" if "extend_from" in setting else "replaced" if "replace_with" in setting else "changed")
-    labels, decoder = architecture.get("labels"), architecture.get("decoder") or {}
-    pieces = len(labels) if isinstance(labels, list) else number(decoder.get("vocab_size"))
-    return " and ".join(dict.fromkeys(done)) + (f": {pieces:,} pieces now" if pieces else "")
+    done = dict.fromkeys("extended" if "extend_from" in setting else "replaced" for setting in settings)
+    pieces = len(architecture.get("labels") or []) or (architecture.get("decoder") or {}).get("vocab_size")
+    return " and ".join(done) + (f": {pieces:,} pieces now" if pieces else "")
 
 
-def settings_of(facts: Facts) -> list[tuple[str, str]]:
+def settings_of(facts: Facts) -> list[tuple[str, Any]]:
     """Return hyperparameters, cost and versions, as far as they are known."""
-    s, e, t = facts.summary, facts.environment, facts.config.get("training") or {}
-
-    def setting(key: str) -> str | None:
-        return f"{t[key]:g}" if number(t.get(key)) is not None else None
-
-    strategy = s.get("strategy", e.get("strategy"))
-    batch = "by length of the clips"
-    if not (facts.setting("data", "batch_duration") or facts.setting("data", "batch_bounds") or t.get("auto_batch")):
-        clips, accumulated = t.get("per_device_train_batch_size"), t.get("gradient_accumulation_steps")
-        processes = s.get("world_size", e.get("processes")) or 1
-        batch = (
-            f"{clips} clips x {accumulated} accumulated x {processes} process(es)" if clips and accumulated else None
-        )
-    schedule = t.get("lr_scheduler_type")
+    run, s, e = facts.run, facts.run.summary, facts.run.environment
+    rates = {f"{part}_learning_rate": f"Learning rate, {part}" for part in ("encoder", "decoder", "joint")}
+    names = {**rates, "weight_decay": "Weight decay", "seed": "Seed"}
+    settings = ((name, run.setting("training", key)) for key, name in names.items())
     steps, best = number(s.get("steps")), s.get("best_step")
     trained, total = number(s.get("trainable_parameters")), number(s.get("parameters"))
-    peak, seconds = number(s.get("peak_memory_gib")), number(s.get("wall_seconds"))
     no_gpu = f"{e['cpus']} CPU cores ({e.get('processor', 'unknown')}), no GPU" if e.get("cpus") else None
     versions = {"python": e.get("python"), **(e.get("versions") or {})}
     rows = [
-        ("strategy", Markup(" + ".join(map(plain, strategy)) or "none") if isinstance(strategy, list) else None),
-        ("engine", s.get("engine")),
-        ("optimizer", s.get("optimizer") or t.get("optimizer")),
-        ("learning rate", setting("learning_rate")),
-        *((f"learning rate, {part}", setting(f"{part}_learning_rate")) for part in ("encoder", "decoder", "joint")),
-        ("schedule", f"{schedule}, warm-up {t.get('warmup_steps') or t.get('warmup_ratio')}" if schedule else None),
-        ("weight decay", setting("weight_decay")),
-        ("steps", f"{steps:,} of {s.get('total_steps', steps):,}; the best at {best}" if steps is not None else None),
-        ("batch", batch),
-        ("mixed precision", s.get("mixed_precision", "bf16" if t.get("bf16") else "fp16" if t.get("fp16") else "no")),
-        (
-            "trained parameters",
-            f"{trained / 1e6:,.2f} M of {total / 1e6:,.2f} M" if trained is not None and total else None,
-        ),
-        ("seed", t.get("seed")),
-        ("hardware", Markup(", ".join(map(plain, e.get("gpus") or []))) or no_gpu),
-        ("peak memory", f"{peak:.2f} GiB ({s.get('peak_memory_is', 'of the process')})" if peak is not None else None),
-        ("time", duration(seconds) if seconds is not None else None),
-        ("versions", Markup(", ".join(f"{plain(name)} {plain(v)}" for name, v in versions.items() if v))),
+        *training_rows(run),
+        ("Engine", s.get("engine")),
+        *((name, None if value is None else text_of(value)) for name, value in settings),
+        ("Steps", f"{steps:,} of {s.get('total_steps', steps):,}; the best at {best}" if steps is not None else None),
+        ("Trained parameters", f"{trained / 1e6:,.2f} M of {total / 1e6:,.2f} M" if trained and total else None),
+        ("Hardware", Markup(", ".join(map(plain, e.get("gpus") or []))) or no_gpu),
+        ("Peak memory", f"{gib(run.peak_memory)} ({run.peak_memory_is})" if run.peak_memory is not None else None),
+        ("Time", duration(s["wall_seconds"]) if "wall_seconds" in s else None),
+        ("Versions", Markup(", ".join(f"{plain(name)} {plain(v)}" for name, v in versions.items() if v))),
     ]
-    return [(name, value) for name, value in rows if value not in (None, "")]
+    return [(name, value) for name, value in rows if value]
 
 
 def limits_of(facts: Facts, languages: list[str]) -> list[Markup]:
     """Return what is known of the model's limits."""
     limits = []
-    measured = {row.language for row in facts.rows if row.language}
+    measured = {row.language for row in facts.rows}
     whole = _overall(facts.rows)
     if whole is None:
         limits.append("How well it recognises speech was not measured.")
     else:
         if whole.clips is not None and whole.clips < FEW_CLIPS:
             limits.append(f"It was measured on {whole.clips:,} clips only: the error rates above are rough.")
-        if facts.judged_on == "validation":
+        if facts.run.judged_on == "validation":
             limits.append(
                 "The error rates are those of the validation split, on which the best model was chosen too: "
                 "they flatter it."
             )
     if missing := [name for name in languages if name not in measured]:
         limits.append(f"Languages without an evaluation: {', '.join(map(plain, missing))}.")
-    if facts.config:
+    if facts.run.config:
         limits += guard_limits(facts)
-        longest = number(facts.setting("data", "max_duration"))
+        longest = number(facts.run.setting("data", "max_duration"))
         if longest is not None:
             limits.append(f"It was trained on clips of up to {longest:g} s.")
-        if facts.setting("data", "text_normalization") == "basic":
+        if facts.run.setting("data", "text_normalization") == "basic":
             limits.append("It was trained on lower-case texts without punctuation, and writes such.")
     limits.append("Nothing is known about other accents, noise and domains than those of the data above.")
     return [Markup(limit) for limit in limits]
@@ -337,14 +307,11 @@ def guard_limits(facts: Facts) -> list[str]:
         return [] if facts.base.random else [untested]
     if guard.wer_before is None:
         return []
-    worse = guard.wer_after > guard.wer_before
-    is_now = (
-        "It is worse than its base model on the guard set"
-        if worse
-        else "On the guard set it is no worse than its base model"
-    )
+    is_now = "On the guard set it is no worse than its base model"
+    if guard.wer_after > guard.wer_before:
+        is_now = "It is worse than its base model on the guard set"
     return [f"{is_now}: WER {100 * guard.wer_after:.2f} %, {100 * guard.wer_before:.2f} % before."]
 
 
-def _overall(rows: list[Row]) -> Row | None:
+def _overall(rows: list[Rates]) -> Rates | None:
     return next((row for row in rows if row.language is None), None)

@@ -1,10 +1,10 @@
 """The upload itself: one commit, there as a whole or not at all; every failure in one message, without the token."""
 
+import argparse
 import os
 import warnings
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from finetune.errors import UserError
 from finetune.security.secrets import clean_text
@@ -20,15 +20,6 @@ REFUSALS = {
     404: "the Hub finds no such owner, repository or branch, or does not show it to this token (404).",
     429: "the Hub was asked too often (429). Try again later.",
 }
-
-
-@dataclass(frozen=True)
-class Pushed:
-    """What the Hub answered."""
-
-    address: str
-    commit: str
-    private: bool
 
 
 def need_token() -> None:
@@ -62,16 +53,16 @@ def licence_from_hub(base: Base, hub: str, secrets: Set[str]) -> Base:
     return licence_in(info.card_data.to_dict() if info.card_data else {}, base, f"the card of {hub} on the Hub")
 
 
-def push(upload: Upload, repo: str, *, private: bool, revision: str | None, message: str, secrets: Set[str]) -> Pushed:
+def push(upload: Upload, arguments: argparse.Namespace, secrets: Set[str]) -> str:
     """Create the repository where there is none, and upload all files in one commit.
 
     Args:
-        upload: the files; `upload.finish` was called.
-        repo: OWNER/NAME.
-        private: how a new repository is made. An existing public one is refused where this is set.
-        revision: branch, which is made where it is not there; None: main.
-        message: of the commit.
+        upload: the files.
+        arguments: of the command. An existing public repository is refused without `public`.
         secrets: values that must not be in a message.
+
+    Returns:
+        Where it is, and the commit.
 
     Raises:
         UserError: the Hub refuses or does not answer; the message says whether anything was changed.
@@ -79,6 +70,7 @@ def push(upload: Upload, repo: str, *, private: bool, revision: str | None, mess
     from huggingface_hub import CommitOperationAdd, HfApi, constants
     from huggingface_hub.errors import RepositoryNotFoundError
 
+    repo, revision = arguments.repo, arguments.revision
     api, page, before = HfApi(), f"{constants.ENDPOINT}/{repo}", None
     with explained(f"looking for {repo}", NOTHING, secrets):
         try:
@@ -86,13 +78,13 @@ def push(upload: Upload, repo: str, *, private: bool, revision: str | None, mess
         except RepositoryNotFoundError as error:
             if error.response.status_code != 404:
                 raise
-    if before is not None and private and not before.private:
+    if before is not None and not (before.private or arguments.public):
         raise UserError(
             f"{repo} is there and public. {NOTHING} Add --public to upload to it, or name another repository."
         )
     if before is None:
         with explained(f"creating {repo}", NOTHING, secrets):
-            api.create_repo(repo, private=private, exist_ok=True)
+            api.create_repo(repo, private=not arguments.public, exist_ok=True)
     as_it_is = f"{repo} was made and is empty." if before is None else f"{repo} is as it was."
     if revision is not None:
         with explained(f"creating the branch {revision}", as_it_is, secrets):
@@ -100,8 +92,7 @@ def push(upload: Upload, repo: str, *, private: bool, revision: str | None, mess
     with explained(f"looking at {repo}", as_it_is, secrets):
         start = api.model_info(repo, revision=revision).sha
     operations = [
-        CommitOperationAdd(path_in_repo=name, path_or_fileobj=content if isinstance(content, bytes) else str(content))
-        for name, content in upload.files.items()
+        CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in upload.files.items()
     ]
 
     def after_failure() -> str:
@@ -115,12 +106,11 @@ def push(upload: Upload, repo: str, *, private: bool, revision: str | None, mess
 
     with explained(f"uploading to {repo}", after_failure, secrets), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # what the Hub would like the card to have besides
-        done = api.create_commit(repo, operations, commit_message=message, revision=revision)
-    return Pushed(
-        address=clean_text(page + (f"/tree/{revision}" if revision else ""), personal=False),
-        commit=done.oid,
-        private=private if before is None else bool(before.private),
-    )
+        done = api.create_commit(repo, operations, commit_message=arguments.message, revision=revision)
+    address = clean_text(page + (f"/tree/{revision}" if revision else ""), personal=False)
+    is_private = before.private if before is not None else not arguments.public
+    state = "private" if is_private else "public"
+    return f"{address}  ({state}, {len(upload.files)} files, commit {done.oid[:12]})"
 
 
 @contextmanager
@@ -137,13 +127,11 @@ def explained(what: str, after: str | Callable[[], str], secrets: Set[str]) -> I
     """
     try:
         yield
-    except KeyboardInterrupt:
-        text = f"{what} was interrupted."
-    except Exception as error:
-        text = f"{what} failed: {_reason(error)}"
+    except (Exception, KeyboardInterrupt) as error:
+        happened = "was interrupted." if isinstance(error, KeyboardInterrupt) else f"failed: {_reason(error)}"
+        text = f"{what} {happened} {after if isinstance(after, str) else after()}"
     else:
         return
-    text = f"{text} {after if isinstance(after, str) else after()}"
     # No chain: the causes may show headers.
     raise UserError(clean_text(text, frozenset(secrets), personal=False), exit_code=1) from None
 
@@ -153,7 +141,9 @@ def _reason(error: BaseException) -> str:
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
-    chain = list(_chain(error))
+    chain = [error]  # and its causes, the first cause last
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
     answered = next((e for e in chain if isinstance(e, HfHubHTTPError) and e.response is not None), None)
     if answered is not None:
         status, said = answered.response.status_code, " ".join((answered.server_message or "").split())
@@ -168,10 +158,3 @@ def _reason(error: BaseException) -> str:
         return f"a file cannot be read: {' '.join(str(chain[-1]).split())}."
     name = type(chain[-1]).__name__
     return f"{constants.ENDPOINT} does not answer ({name}). Check the network and the proxy (HTTPS_PROXY)."
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the error and its causes, the first cause last."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 from tqdm.utils import CallbackIOWrapper
-from yaml import YAMLError
 
 from finetune.errors import UserError
 from finetune.security.archives import content_of, named, reading
-from finetune.security.documents import first_line, parse_json, parse_yaml
+from finetune.security.documents import leaves, parse_json, parse_yaml
 from finetune.security.secrets import REMOVED, TOKENS, clean, clean_text, clean_urls
+from finetune.tools.report.read import SPLITS
 
 # A whole text that is a path or a URL. A relative one has no spaces, so that "and / or" is none.
 WHOLE_PATH = re.compile(
@@ -27,19 +26,9 @@ WHOLE_PATH = re.compile(
 ABSOLUTE = re.compile(r"(?:~\w*|\.{1,2})?[/\\](?![/\\\s]*$).*|[A-Za-z]:[/\\].*|\w[\w+.-]*://.*")
 INSIDE = re.compile(r"(?<![\w/\\:.~])(?:~\w*|[A-Za-z]:)?[/\\][\w.@+~-]+(?:[/\\][\w.@+~*-]+)+[/\\]?")
 PATH_KEY = re.compile(r"(?:.*_)?(?:dir|directory|folder|path|filepath|file|files|filepaths|manifest)", re.IGNORECASE)
-SETTINGS_WITH_PATHS = {
-    "name",
-    "train",
-    "validation",
-    "test",
-    "guard",
-    "tokenizer",
-    "extend_from",
-    "replace_with",
-    "leave_out",
-    "tarred_audio",
-    "output_dir",
-}
+ORIGINS = ("extend_from", "replace_with")
+"""Keys that name the data or the tokenizer that new pieces come from."""
+SETTINGS_WITH_PATHS = {*SPLITS, *ORIGINS, "name", "tokenizer", "leave_out", "tarred_audio"}
 """Keys of a run's configuration whose texts are paths, whatever they look like."""
 NOT_PATHS = {"alphabet"}
 """Keys whose texts may hold a slash and are no paths."""
@@ -47,9 +36,13 @@ TOKEN_LISTS = {"labels", "vocabulary"}
 """Keys of a NeMo configuration that hold the tokens themselves."""
 VOCABULARY_CHANGES = "vocabulary_changes"
 """Key of a NeMo configuration: what this project notes of each change of the vocabulary."""
-ORIGINS = ("extend_from", "replace_with")
-"""Keys that name the data or the tokenizer that new pieces come from."""
 CONFIG = "model_config.yaml"
+BASE_OF_ADAPTER = "base_model.json"
+"""Beside an adapter: name and hash of its base model."""
+NAMES_OF_MODELS = ("_name_or_path", "name_or_path", "base_model_name_or_path", "tokenizer_name_or_path")
+
+Cleaned = tuple[bytes, list[str]]
+"""A file's new content, and the keys that were changed."""
 
 
 def last_part(path: str) -> str:
@@ -100,9 +93,9 @@ def private_parts(source: Path, secrets: Set[str] = frozenset()) -> list[str]:
         if any(member.uname not in ("", "root") or member.gname not in ("", "root") for member in members):
             found.append("owner of the files in the archive")
         for member in members:
-            if member.isfile() and (changed := _changed(archive, member, secrets)) is not None:
+            if cleaned := _clean_member(archive, member, secrets):
                 name = re.sub(r"^[0-9a-f]{32}_", "", Path(member.name).name)  # what NeMo puts before its names
-                found += [f"{name}: {what}" for what in changed[1]]
+                found += [f"{name}: {key}" for key in cleaned[1]]
     return found
 
 
@@ -119,16 +112,13 @@ def write_cleaned_nemo(source: Path, target: Path, secrets: Set[str] = frozenset
             tqdm(total=source.stat().st_size, unit="B", unit_scale=True, desc="copy without paths", delay=2) as bar,
         ):
             for member in members:
-                clean = tarfile.TarInfo(member.name)
-                clean.type, clean.mode = member.type, member.mode
-                if member.isfile():
-                    changed = _changed(archive, member, secrets)
-                    file = io.BytesIO(changed[0]) if changed else archive.extractfile(member)
-                    clean.size = len(changed[0]) if changed else member.size
-                    # tqdm makes the attribute `read` at run time.
-                    copy.addfile(clean, CallbackIOWrapper(bar.update, file, "read"))  # type: ignore[arg-type]
-                elif member.isdir():
-                    copy.addfile(clean)
+                bare = tarfile.TarInfo(member.name)
+                bare.type, bare.mode, bare.size = member.type, member.mode, member.size
+                file = archive.extractfile(member)
+                if cleaned := _clean_member(archive, member, secrets):
+                    bare.size, file = len(cleaned[0]), io.BytesIO(cleaned[0])
+                # tqdm makes the attribute `read` at run time.
+                copy.addfile(bare, file and CallbackIOWrapper(bar.update, file, "read"))  # type: ignore[arg-type]
     except OSError as error:
         raise UserError(
             f"a copy of {source.name} without local paths cannot be written to {target.parent}: "
@@ -147,18 +137,6 @@ def read_nemo_config(source: Path) -> dict[str, Any]:
         return _parse(content_of(archive, config))
 
 
-def read_nemo_yaml(path: Path) -> dict[str, Any]:
-    """Return the NeMo configuration beside a Hugging Face model; empty where there is none.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    try:
-        return _parse(path.read_bytes()) if path.is_file() else {}
-    except (OSError, ValueError, OmegaConfBaseException, YAMLError) as error:
-        raise UserError(f"{path} cannot be read: {first_line(error)}.") from error
-
-
 @contextmanager
 def _opened(source: Path) -> Iterator[tuple[tarfile.TarFile, list[tarfile.TarInfo], tarfile.TarInfo]]:
     """Open a .nemo: the archive, its members, and its configuration. An archive of another kind is refused."""
@@ -169,6 +147,43 @@ def _opened(source: Path) -> Iterator[tuple[tarfile.TarFile, list[tarfile.TarInf
         yield archive, members, config
 
 
+def _clean_member(archive: tarfile.TarFile, member: tarfile.TarInfo, secrets: Set[str]) -> Cleaned | None:
+    name = Path(member.name).name
+    if not member.isfile() or not (name == CONFIG or name.endswith("tokenizer.model")):
+        return None
+    return clean_file(name, content_of(archive, member), secrets)
+
+
+# ---- files of all kinds of models ----------------------------------------------------------------------------------
+
+
+def clean_file(name: str, content: bytes, secrets: Set[str], base: str | None = None) -> Cleaned | None:
+    """Return a model's configuration or tokenizer without local names and paths; None where it stays as it is.
+
+    Args:
+        name: of the file.
+        content: of the file.
+        secrets: values that are removed wherever they stand.
+        base: the base model's name on the Hub, for the keys that name it; None: the name at the path's end.
+
+    Raises:
+        ValueError: it is no valid JSON or YAML.
+    """
+    if name.endswith(".model"):
+        return _clean_sentencepiece(content)
+    if name.endswith((".yaml", ".yml")):
+        config = _parse(content)
+        cleaned = _clean_nemo_config(config, secrets)
+        changed = _changed_keys(config, cleaned)
+        return (OmegaConf.to_yaml(OmegaConf.create(cleaned)).encode(), changed) if changed else None
+    if name.endswith("config.json") or name == BASE_OF_ADAPTER:
+        config = parse_json(content)
+        cleaned = _clean_names(config, base, name == BASE_OF_ADAPTER)
+        changed = _changed_keys(config, cleaned)
+        return ((json.dumps(cleaned, indent=2, ensure_ascii=False) + "\n").encode(), changed) if changed else None
+    return None
+
+
 def _parse(content: bytes) -> dict[str, Any]:
     values = parse_yaml(content.decode("utf-8"))
     if not isinstance(values, dict):
@@ -176,52 +191,62 @@ def _parse(content: bytes) -> dict[str, Any]:
     return values
 
 
-def _changed(archive: tarfile.TarFile, member: tarfile.TarInfo, secrets: Set[str]) -> tuple[bytes, list[str]] | None:
-    """Return the cleaned content of a member and what was changed in it; None where it stays as it is."""
-    name = Path(member.name).name
-    if name == CONFIG:
-        return clean_nemo_yaml(content_of(archive, member), secrets)
-    if name.endswith("tokenizer.model"):
-        return clean_sentencepiece(content_of(archive, member))
-    return None
+def _changed_keys(before: Any, after: Any) -> list[str]:
+    kept = dict(leaves(after))
+    return [key for key, value in leaves(before) if kept.get(key) != value]
 
 
-def clean_nemo_yaml(content: bytes, secrets: Set[str]) -> tuple[bytes, list[str]] | None:
-    """Return a NeMo configuration without paths and tokens, and the changed keys; None where it stays as it is."""
-    found: list[str] = []
-    cleaned = _clean_nemo_config(_parse(content), secrets, "", found)
-    return (OmegaConf.to_yaml(OmegaConf.create(cleaned)).encode(), found) if found else None
-
-
-def _clean_nemo_config(value: Any, secrets: Set[str], at: str, found: list[str]) -> Any:
+def _clean_nemo_config(value: Any, secrets: Set[str], key: str = "", in_changes: bool = False) -> Any:
     """Take out paths, tokens and the names of what a vocabulary was made from; NeMo builds the model from all else.
 
     Args:
-        at: the value's key.
-        found: takes the keys that were changed.
+        key: the value's.
+        in_changes: it stands in the notes on changes of the vocabulary.
     """
-    key = at.rpartition(".")[2]
-    if key in ORIGINS and at.startswith(f"{VOCABULARY_CHANGES}.") and value not in (None, REMOVED):
-        found.append(at)
+    if in_changes and key in ORIGINS and value is not None:
         return REMOVED
     if isinstance(value, dict):
-        return {k: _clean_nemo_config(v, secrets, f"{at}.{k}".strip("."), found) for k, v in value.items()}
+        return {
+            k: _clean_nemo_config(v, secrets, str(k), in_changes or k == VOCABULARY_CHANGES) for k, v in value.items()
+        }
     if isinstance(value, list):
-        return value if key in TOKEN_LISTS else [_clean_nemo_config(v, secrets, at, found) for v in value]
+        return value if key in TOKEN_LISTS else [_clean_nemo_config(v, secrets, key, in_changes) for v in value]
     if not isinstance(value, str) or value.startswith("nemo:"):
         return value
     is_path = ABSOLUTE.fullmatch(value) or (PATH_KEY.fullmatch(key) and WHOLE_PATH.fullmatch(value))
     cleaned = last_part(value) if is_path else INSIDE.sub(lambda m: last_part(m[0]), clean_urls(value))
     for secret in secrets:
         cleaned = cleaned.replace(secret, REMOVED)
-    cleaned = TOKENS.sub(REMOVED, cleaned)
-    if cleaned != value:
-        found.append(at)
-    return cleaned
+    return TOKENS.sub(REMOVED, cleaned)
 
 
-def clean_sentencepiece(content: bytes) -> tuple[bytes, list[str]] | None:
-    """Return a SentencePiece model without the paths of its training, and what was changed; None if nothing was."""
+def _clean_names(value: Any, base: str | None, of_base: bool, key: str = "") -> Any:
+    """Replace local places of models by names in a configuration of transformers or PEFT.
+
+    Args:
+        value: of the configuration, or a part of it.
+        base: name of the base model on the Hub.
+        of_base: `name` is that of the base model, as in base_model.json.
+        key: the value's.
+    """
+    if isinstance(value, dict):
+        return {k: _clean_names(v, base, of_base, k) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_clean_names(v, base, of_base) for v in value]
+    if not isinstance(value, str) or not value or key not in (*NAMES_OF_MODELS, *(["name"] if of_base else [])):
+        return value
+    names_base = of_base or key == "base_model_name_or_path"
+    if names_base and base is not None:
+        return base
+    is_local = ABSOLUTE.fullmatch(value) or value.count("/") > 1 or "\\" in value or Path(value).exists()
+    if not is_local:
+        return value
+    # An adapter on an adapter names the run of the first: its own folder may be called adapter too.
+    return last_part(re.sub(r"(?<=[^/\\])[/\\]+adapter[/\\]*$", "", value) if names_base else value)
+
+
+def _clean_sentencepiece(content: bytes) -> Cleaned | None:
+    """Take out of a SentencePiece model the paths of its training."""
     from google.protobuf.message import DecodeError
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]  # made on import
 
@@ -233,8 +258,7 @@ def clean_sentencepiece(content: bytes) -> tuple[bytes, list[str]] | None:
     trainer, found = model.trainer_spec, []
     inputs = [last_part(path) if WHOLE_PATH.fullmatch(path) else path for path in trainer.input]
     if inputs != list(trainer.input):
-        del trainer.input[:]
-        trainer.input.extend(inputs)
+        trainer.input[:] = inputs
         found.append("trainer_spec.input")
     for field in ("model_prefix", "seed_sentencepieces_file"):
         path = getattr(trainer, field)
@@ -242,66 +266,3 @@ def clean_sentencepiece(content: bytes) -> tuple[bytes, list[str]] | None:
             setattr(trainer, field, last_part(path))
             found.append(f"trainer_spec.{field}")
     return (model.SerializeToString(), found) if found else None
-
-
-# ---- files of a Hugging Face or PEFT directory ---------------------------------------------------------------------
-
-BASE_OF_ADAPTER = "base_model.json"
-"""Beside an adapter: name and hash of its base model."""
-NAMES_OF_MODELS = ("_name_or_path", "name_or_path", "base_model_name_or_path", "tokenizer_name_or_path")
-
-
-def clean_in_folder(path: Path, base: str | None, secrets: Set[str]) -> tuple[bytes, list[str]] | None:
-    """Return a file of a Hugging Face or PEFT directory without local names and paths, and what was changed in it.
-
-    Args:
-        path: the file.
-        base: the base model's name on the Hub, for the keys that name it; None: the name at the path's end.
-        secrets: values that go wherever they stand.
-
-    Returns:
-        None where the file stays as it is.
-
-    Raises:
-        UserError: a configuration that is no valid JSON or YAML.
-    """
-    try:
-        if path.suffix == ".model":
-            return clean_sentencepiece(path.read_bytes())
-        if path.suffix in (".yaml", ".yml"):
-            return clean_nemo_yaml(path.read_bytes(), secrets)
-        if path.name.endswith("config.json") or path.name == BASE_OF_ADAPTER:
-            return _clean_json(parse_json(path.read_text(encoding="utf-8")), path.name, base)
-    except (OSError, ValueError, RecursionError, OmegaConfBaseException, YAMLError) as error:
-        raise UserError(f"{path} cannot be read: {first_line(error)}.") from error
-    return None
-
-
-def _clean_json(value: Any, file: str, base: str | None) -> tuple[bytes, list[str]] | None:
-    found = []
-    for owner, key in _keys(value, (*NAMES_OF_MODELS, "name") if file == BASE_OF_ADAPTER else NAMES_OF_MODELS):
-        name = owner[key]
-        names_base = key == "base_model_name_or_path" or file == BASE_OF_ADAPTER
-        if not isinstance(name, str) or not name:
-            continue
-        is_local = ABSOLUTE.fullmatch(name) or name.count("/") > 1 or "\\" in name or Path(name).exists()
-        # An adapter on an adapter names the run of the first: its own folder may be called adapter too.
-        short = last_part(re.sub(r"(?<=[^/\\])[/\\]+adapter[/\\]*$", "", name)) if names_base else last_part(name)
-        instead = base if names_base and base is not None else short if is_local else name
-        if instead != name:
-            owner[key] = instead
-            found.append(key)
-    return ((json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(), found) if found else None
-
-
-def _keys(value: Any, wanted: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield where a structure has one of these keys."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            if key in wanted:
-                yield value, key
-            else:
-                yield from _keys(inner, wanted)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _keys(inner, wanted)

@@ -8,13 +8,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from finetune.errors import UserError
+from finetune.security.documents import read_settings
 from finetune.tools.publishing.base import is_hub_data_form, with_answers
 from finetune.tools.publishing.card import make_card
-from finetune.tools.publishing.facts import LANGUAGE, Data, Facts, facts_of_run, facts_without_run, run_of
+from finetune.tools.publishing.facts import LANGUAGE, Data, Facts, facts_of
 from finetune.tools.publishing.hub_upload import licence_from_hub, need_token, push
-from finetune.tools.publishing.private import ORIGINS, read_nemo_config, read_nemo_yaml
-from finetune.tools.publishing.uploads import Upload, add_folder, add_nemo, add_records, check_texts
+from finetune.tools.publishing.private import ORIGINS, read_nemo_config
+from finetune.tools.publishing.uploads import Upload
+from finetune.tools.report.read import is_run
 
 
 @dataclass
@@ -34,7 +38,7 @@ def share(arguments: argparse.Namespace, argv: list[str]) -> None:
 
     Args:
         arguments: of `python -m finetune.push_to_hub`.
-        argv: the words that they were read from.
+        argv: the words that they were read from, for the line to type.
 
     Raises:
         UserError: wrong arguments, something private in a file, or the Hub refuses.
@@ -48,16 +52,12 @@ def share(arguments: argparse.Namespace, argv: list[str]) -> None:
         upload, facts = found.upload, found.facts
         if arguments.data_name:
             rename_data(facts, arguments.data_name)
-        run = run_of(arguments.model)
-        if run is not None:
-            add_records(upload, run, facts)
+        upload.add_records(facts)
         missing = missing_licence(facts)
         if arguments.yes and missing and facts.base.hub:
             facts.base = licence_from_hub(facts.base, facts.base.hub, facts.secrets)
-            if missing_licence(facts):
-                missing = f"the card of {facts.base.hub} on the Hub names no licence. Give --base-licence ID"
-            else:
-                missing = None
+            still_missing = f"the card of {facts.base.hub} on the Hub names no licence. Give --base-licence ID"
+            missing = still_missing if missing_licence(facts) else None
         card = make_card(
             facts,
             arguments.repo,
@@ -71,7 +71,7 @@ def share(arguments: argparse.Namespace, argv: list[str]) -> None:
         if "-nd" in (licence := facts.base.licence or ""):
             text = f"the base model's licence {licence} does not allow to share changed versions"
             print(f"warning: {text}", file=sys.stderr)
-        check_texts(upload, facts.secrets)
+        upload.check_texts(facts.secrets)
         if not arguments.yes:
             show(upload, str(card), arguments, argv, facts, missing)
             return
@@ -79,17 +79,8 @@ def share(arguments: argparse.Namespace, argv: list[str]) -> None:
             raise UserError(f"missing: {missing}. Nothing was uploaded.")
         for text in facts.unsure:
             print(f"note: {text}", file=sys.stderr)
-        upload.finish(folder, facts.secrets)
-        done = push(
-            upload,
-            arguments.repo,
-            private=not arguments.public,
-            revision=arguments.revision,
-            message=arguments.message,
-            secrets=facts.secrets,
-        )
-    state = "private" if done.private else "public"
-    print(f"{done.address}  ({state}, {len(upload.files)} files, commit {done.commit[:12]})")
+        upload.copy_private_nemo(folder, facts.secrets)
+        print(push(upload, arguments, facts.secrets))
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
@@ -117,20 +108,15 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def gather(arguments: argparse.Namespace, folder: Path) -> Share:
-    """Return the model's files and what is known of it.
-
-    Args:
-        arguments: of the command.
-        folder: for a Hugging Face export that is made on the way.
+    """Return the model's files and what is known of it; a Hugging Face export is made in `folder` where needed.
 
     Raises:
         UserError: a format that was asked for is not there.
     """
     model, hf_dir = arguments.model, arguments.hf_dir
-    run = run_of(model)
-    facts = facts_of_run(run) if run is not None else facts_without_run()
-    found = Share(Upload(), facts, {"nemo", "hf"} if arguments.format == "both" else {arguments.format})
-    if run is None and (model / "config.json").is_file() and not (model / "model.nemo").is_file():
+    facts, upload = facts_of(model), Upload()
+    found = Share(upload, facts, {"nemo", "hf"} if arguments.format == "both" else {arguments.format})
+    if not is_run(model) and (model / "config.json").is_file() and not (model / "model.nemo").is_file():
         if arguments.format == "both":
             raise UserError(f"--format: {model} is a Hugging Face directory without a .nemo. Leave --format out.")
         found.formats, hf_dir = {"hf"}, hf_dir or model
@@ -146,11 +132,13 @@ def gather(arguments: argparse.Namespace, folder: Path) -> Share:
                 f"--model: {model} holds no model.nemo. Name a run's output directory, a .nemo file or a "
                 "Hugging Face directory."
             )
-        add_nemo(found.upload, nemo, arguments.repo.rpartition("/")[2], facts.secrets)
+        upload.add_nemo(nemo, arguments.repo.rpartition("/")[2], facts.secrets)
     if "hf" in found.formats:
         hf_dir = hf_dir or hugging_face_directory(model, folder)
-        add_folder(found.upload, hf_dir, "--hf-dir", "config.json", facts.base.hub, facts.secrets)
-        found.architecture = found.architecture or read_nemo_yaml(hf_dir / "nemo_config.yaml")
+        upload.add_folder(hf_dir, "--hf-dir", "config.json", facts.base.hub, facts.secrets)
+        kept = hf_dir / "nemo_config.yaml"
+        if not found.architecture and kept.is_file():
+            found.architecture = read_settings(kept, "--hf-dir")
     if "adapter" in found.formats:
         if facts.base.through and not arguments.base_model:  # the adapter fits that run's model only, and not its base
             facts.base = replace(facts.base, name=facts.base.through, hub=None)
@@ -160,8 +148,7 @@ def gather(arguments: argparse.Namespace, folder: Path) -> Share:
                 f"the adapter is of use with its base model only ({base.name}): share that too, and name it with "
                 "--base-model OWNER/NAME"
             )
-        files, needed = model / "adapter", "adapter_config.json"
-        add_folder(found.upload, files, "--format adapter", needed, base.hub, facts.secrets)
+        upload.add_folder(model / "adapter", "--format adapter", "adapter_config.json", base.hub, facts.secrets)
     return found
 
 
@@ -171,13 +158,11 @@ def hugging_face_directory(model: Path, folder: Path) -> Path:
     Raises:
         UserError: the format cannot hold this model, or the export gives other texts.
     """
-    from finetune.tools.export.hugging_face import TOLERANCE, describe_export, export_hugging_face
+    from finetune.tools.export.hugging_face import export_hugging_face
 
     print("converting the model for transformers, and comparing it ...", file=sys.stderr)
-    output = folder / "hf"
-    samples, agreement = export_hugging_face(str(model), output)
-    print(describe_export(output, samples, agreement, TOLERANCE, "float32"), file=sys.stderr)
-    return output
+    print(export_hugging_face(str(model), folder / "hf"), file=sys.stderr)
+    return folder / "hf"
 
 
 def rename_data(facts: Facts, names: list[str]) -> None:
@@ -186,8 +171,8 @@ def rename_data(facts: Facts, names: list[str]) -> None:
     With one name for each source, evaluation data and the texts of new pieces (`model.tokenizer`) from the same
     place get them too.
     """
-    model = facts.config.get("model") or {}
-    data, tokenizer = facts.config.get("data") or {}, model.get("tokenizer")
+    model, data = facts.run.config.get("model", {}), facts.run.config.get("data", {})
+    tokenizer = model.get("tokenizer")
     old = list(dict.fromkeys(source.name for source in facts.data.get("train", [])))
     if len(old) == len(names):
         new = dict(zip(old, names))
@@ -195,16 +180,14 @@ def rename_data(facts: Facts, names: list[str]) -> None:
             source.name = new[source.name]
             source.hub = source.name if is_hub_data_form(source.name) else None
         data.update({split: _renamed(data[split], new) for split in facts.data if split in data})
-        if tokenizer is not None:
-            model["tokenizer"] = _renamed(tokenizer, new)
+        model["tokenizer"] = _renamed(tokenizer, new)
     else:
         facts.data["train"] = [Data(name, hub=name if is_hub_data_form(name) else None) for name in names]
-        if data:
-            data["train"] = list(names)
-        if isinstance(tokenizer, dict):
-            for key in ORIGINS:
-                if _renamed(tokenizer.get(key), dict.fromkeys(old, "")) != tokenizer.get(key):
-                    tokenizer[key] = list(names)
+        data["train"] = list(names)
+        made_from = tokenizer if isinstance(tokenizer, dict) else {}
+        for key in ORIGINS:
+            if _renamed(made_from.get(key), dict.fromkeys(old, "")) != made_from.get(key):
+                made_from[key] = list(names)
     facts.unsure = [text for text in facts.unsure if "--data-name" not in text]
 
 
@@ -241,7 +224,7 @@ def show(
     state = "public" if arguments.public else "private"
     print(f"to {arguments.repo}, branch {arguments.revision or 'main'}; a new repository would be {state}\n")
     for name in upload.files:
-        print(f"  {readable(upload.size(name)):>10}  {name}")
+        print(f"  {tqdm.format_sizeof(upload.size(name), 'B'):>10}  {name}")
     for note in upload.notes:
         print(f"  note: {note}")
     print(f"\nREADME.md:\n\n{card}")
@@ -254,11 +237,3 @@ def show(
     asked = ["--base-licence", "ID"] if missing and not facts.base.hub else []
     line = shlex.join(["python", "-m", "finetune.push_to_hub", *argv, *asked, "--yes"])
     print(f"\nNothing was uploaded and the Hub was not asked. To upload:\n\n    {line}")
-
-
-def readable(size: int) -> str:
-    """Return bytes in the unit that suits."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size} B"

@@ -7,26 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from finetune.tools.report import plots
-from finetune.tools.report.formats import change, duration, gib, hours, millions, percent, text_of
+from finetune.tools.report.formats import change, duration, gib, hours, millions, percent, speed, text_of
 from finetune.tools.report.page import write_page
 from finetune.tools.report.plots import Plot, curve, curves_plot
-from finetune.tools.report.read import Run, number, read_run
+from finetune.tools.report.read import Run, read_run
 from finetune.tools.report.run_page import source_text, status
 
-NO_DIFFERENCE = {
-    ("training", "output_dir"),
-    ("training", "resume_from_checkpoint"),
-    ("training", "overwrite_output_dir"),
-}
+NO_DIFFERENCE = {("training", key) for key in ("output_dir", "resume_from_checkpoint", "overwrite_output_dir")}
 NAVIGATION = [("results", "Results"), ("languages", "Languages"), ("curves", "Curves"), ("settings", "Settings")]
 
 
 def write_comparison(folders: list[Path], path: Path) -> Path:
-    """Write the page.
-
-    Args:
-        folders: of the runs.
-        path: of the page.
+    """Write the page of the runs in some folders.
 
     Raises:
         UserError: a folder is not that of a run, or the page cannot be written.
@@ -98,10 +90,11 @@ def data_of_rates(runs: list[Run], names: list[str], splits: list[str]) -> str |
     """Return what each run was measured on; None where all of them were measured on the same data."""
     measured = {}
     for run, name, split in zip(runs, names, splits, strict=True):
-        if row := run.best(split).get(None):
+        rates = run.rates(split)[None]
+        if rates.wer_after is not None:
             source, normalization = run.setting("data", split), run.setting("data", "wer_normalization", "basic")
-            on = f"{split} ({source_text(source)}, {text_of(row.get('clips'))} clips, normalisation {normalization})"
-            measured[name] = on, row.get("words")
+            on = f"{split} ({source_text(source)}, {text_of(rates.clips)} clips, normalisation {normalization})"
+            measured[name] = on, rates.words
     if len(set(measured.values())) < 2:
         return None
     return "; ".join(f"{name} on {on}" for name, (on, _) in measured.items())
@@ -110,38 +103,39 @@ def data_of_rates(runs: list[Run], names: list[str], splits: list[str]) -> str |
 def results(runs: list[Run]) -> list[list[str]]:
     """Return a row for each figure, a column for each run."""
 
-    def rate(which: str, key: str) -> Callable[[Run], str | None]:
+    def rate(which: str) -> Callable[[Run], str | None]:
         def get(run: Run) -> str | None:
-            value = percent(getattr(run, which)(run.judged_on).get(None, {}).get(key))
+            value = percent(getattr(run.rates(run.judged_on)[None], which))
             return value and f"{value} %"
 
         return get
 
     def guard(run: Run) -> str | None:
-        before, after = (run.summary.get(f"guard_wer_{when}") for when in ("before", "after"))
-        if number(after) is None:
-            before, after = (rows("guard").get(None, {}).get("wer") for rows in (run.base, run.best))
-        return after and f"{percent(after)} %" + (f" ({change(after, before)})" if change(after, before) else "")
+        rates = run.rates("guard")[None]
+        if rates.wer_after is None:
+            return None
+        changed = change(rates.wer_after, rates.wer_before)
+        return f"{percent(rates.wer_after)} %" + (f" ({changed})" if changed else "")
 
     figures: list[tuple[str, Callable[[Run], Any]]] = [
         ("State", lambda run: "done" if run.finished else "not done"),
         ("Steps", lambda run: run.step),
         ("Judged on", lambda run: run.judged_on),
-        ("WER, base model", rate("base", "wer")),
-        ("WER", rate("best", "wer")),
-        ("CER, base model", rate("base", "cer")),
-        ("CER", rate("best", "cer")),
+        ("WER, base model", rate("wer_before")),
+        ("WER", rate("wer_after")),
+        ("CER, base model", rate("cer_before")),
+        ("CER", rate("cer_after")),
         ("WER on guard (change)", guard),
-        ("Best step", lambda run: run.summary.get("best_step", run.best(run.judged_on).get(None, {}).get("step"))),
+        ("Best step", lambda run: run.best_step),
         ("Last loss", lambda run: next(iter(run.logged("loss")[-1:]), None)),
-        ("Audio s / s", lambda run: None if run.throughput is None else f"{run.throughput:.1f}"),
+        ("Audio s / s", lambda run: speed(run.throughput)),
         ("Training time", lambda run: duration(run.training_seconds)),
         ("Audio", lambda run: hours(run.metrics[-1].get("audio_hours") if run.metrics else None)),
         ("Peak memory", lambda run: gib(run.peak_memory)),
         ("that is", lambda run: run.peak_memory_is),
         ("Trained parameters", lambda run: millions(run.summary.get("trainable_parameters"))),
         ("Strategy", lambda run: run.strategy),
-        ("In quarantine", lambda run: sum(reason.clips for reason in run.quarantine)),
+        ("In quarantine", lambda run: run.quarantined),
     ]
     return [[name, *(text_of(get(run)) for run in runs)] for name, get in figures]
 

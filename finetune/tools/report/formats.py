@@ -40,6 +40,10 @@ def change(now: object, before: object) -> str | None:
     return f"{100 * (new - old) / old:+.0f} %".replace("-", "−") if new is not None and old else None
 
 
+def speed(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"
+
+
 def gib(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f} GiB"
 

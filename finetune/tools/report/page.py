@@ -1,10 +1,8 @@
 """Write pages that need nothing but themselves."""
 
-import contextlib
 import datetime
 import json
 import logging
-import os
 import re
 import time
 from functools import cache
@@ -12,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.durable_files import write_text
 from finetune.errors import UserError
 from finetune.security.safe_text import lines
 from finetune.tools.report.formats import text_of
@@ -23,17 +22,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Nothing is fetched from anywhere.
-POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:; media-src data:"
-)
 NUMBER = re.compile(r"[-+−]?\d[\d.,]*(e[-+]\d+)?( %)?")
 SLOW_SECONDS = 2.0
 LONGEST_SHARE = 0.01  # of the time of a run
 
 
 def write_page(template: str, path: Path, title: str, plots: list[Plot | None], **values: object) -> Path:
-    """Write a page aside and rename it, so that a reader never finds half of it.
+    """Write a page.
 
     Args:
         template: its file under templates/.
@@ -56,22 +51,15 @@ def write_page(template: str, path: Path, title: str, plots: list[Plot | None], 
         .get_template(template)
         .render(
             title=title,
-            policy=Markup(POLICY),
-            style=Markup(_resource("page.css")),
-            script=Markup(_resource("page.js")),
             plotly=Markup(_plotly()) if drawn else "",
             drawn=Markup(data) if drawn else "",
             written=datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
             **values,
         )
     )
-    aside = path.with_name(f".{path.name}.tmp")
     try:
-        aside.write_text(page, encoding="utf-8", errors="replace")
-        os.replace(aside, path)
+        write_text(path, page)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
         raise UserError(f"{path} cannot be written: {error}.") from error
     return path
 
@@ -105,10 +93,6 @@ def numeric_columns(rows: list[list[Any]]) -> list[bool]:
     """Return which columns of a table hold numbers only."""
     columns = [[value for value in column if value is not None] for column in zip(*rows, strict=True)]
     return [bool(column) and all(NUMBER.fullmatch(text_of(value)) for value in column) for column in columns]
-
-
-def _resource(name: str) -> str:
-    return files("finetune.tools.report").joinpath("templates", name).read_text(encoding="utf-8")
 
 
 @cache

@@ -4,6 +4,8 @@ import html
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from finetune.security.safe_text import one_line
 from finetune.tools.report.read import Run, number
 
@@ -28,11 +30,6 @@ class Plot:
     rows: list[list[Any]]
     note: str = ""
 
-    @property
-    def height(self) -> int:
-        """Pixels."""
-        return self.layout.get("height", HEIGHT)
-
 
 @dataclass
 class Curve:
@@ -47,16 +44,11 @@ class Curve:
 def thin(
     steps: list[float], values: list[float | None], limit: int = POINTS
 ) -> tuple[list[float], list[float | None]]:
-    """Return at most `limit` points that keep peaks, dips and gaps.
-
-    Of each stretch of points these are the lowest, the highest and the first gap; and the last point of all.
-    """
+    """Return at most `limit` points: of each stretch the lowest, the highest and the first gap; and the last."""
     if len(steps) <= limit:
         return steps, values
-    parts = max((limit - 1) // 3, 1)
     kept = {len(values) - 1}
-    for part in range(parts):
-        places = range(part * len(values) // parts, (part + 1) * len(values) // parts)
+    for places in np.array_split(np.arange(len(values)), max((limit - 1) // 3, 1)):
         there = [(value, i) for i in places if (value := values[i]) is not None]
         if there:
             kept |= {min(there)[1], max(there)[1]}
@@ -67,17 +59,12 @@ def thin(
 
 def smooth(values: list[float | None]) -> list[float | None]:
     """Return means over a window of a fiftieth of the curve."""
-    half = max(len(values) // 100, 2)
-    sums, counts = [0.0], [0]
-    for value in values:
-        sums.append(sums[-1] + (value or 0.0))
-        counts.append(counts[-1] + (value is not None))
-    means: list[float | None] = []
-    for i in range(len(values)):
-        low, high = max(i - half, 0), min(i + half + 1, len(values))
-        n = counts[high] - counts[low]
-        means.append((sums[high] - sums[low]) / n if n else None)
-    return means
+    window = np.ones(2 * max(len(values) // 100, 2) + 1)
+    values_N = np.array(values, dtype=float)  # NaN where there is none
+    known_N = np.isfinite(values_N)
+    sums_N = np.convolve(np.where(known_N, values_N, 0), window, "same")
+    counts_N = np.convolve(known_N, window, "same")
+    return [total / count if count else None for total, count in zip(sums_N.tolist(), counts_N.tolist(), strict=True)]
 
 
 def curve(name: str, rows: list[dict[str, Any]], key: str, scale: float = 1, **style: Any) -> Curve:
@@ -118,14 +105,11 @@ def curves_plot(name: str, title: str, unit: str, curves: list[Curve], note: str
 
 def _table(curves: list[Curve]) -> list[list[Any]]:
     """Return some of the steps, evenly spaced, the last one included."""
-    by_step: dict[float, dict[int, float | None]] = {}
-    for index, c in enumerate(curves):
-        for step, value in zip(c.steps, c.values, strict=True):
-            by_step.setdefault(step, {})[index] = value
-    steps = sorted(by_step)
+    by_step = [dict(zip(c.steps, c.values, strict=True)) for c in curves]
+    steps = sorted(set().union(*by_step))
     if len(steps) > TABLE_ROWS:
-        steps = [steps[round(i * (len(steps) - 1) / (TABLE_ROWS - 1))] for i in range(TABLE_ROWS)]
-    return [[int(step), *(by_step[step].get(i) for i in range(len(curves)))] for step in steps]
+        steps = [steps[round(i)] for i in np.linspace(0, len(steps) - 1, TABLE_ROWS)]
+    return [[int(step), *(values.get(step) for values in by_step)] for step in steps]
 
 
 def with_smoothed(raw: Curve) -> list[Curve]:
@@ -141,7 +125,7 @@ def only_smoothed(raw: Curve) -> Curve:
     return Curve(raw.name, raw.steps, smooth(raw.values), raw.style) if len(raw.values) > SMOOTHED_ABOVE else raw
 
 
-def wer_plot(run: Run, split: str = "validation") -> Plot | None:
+def wer_plot(run: Run, split: str) -> Plot | None:
     """Return the plot of WER by evaluation, over all languages and for each."""
     rows = run.rows(split) if split == "validation" else run.curve_rows(split)
     languages = sorted({row["language"] for row in rows if row.get("language") is not None})
@@ -152,16 +136,12 @@ def wer_plot(run: Run, split: str = "validation") -> Plot | None:
     place = "wer" if split == "validation" else f"wer-{split}"
     title, note = f"Word error rate on {split}", "Step 0 is the base model."
     plot = curves_plot(place, title, "WER, %", curves, note, rangemode="tozero")
-    best = run.best(split).get(None, {}).get("step")
-    step = run.summary.get("best_step", best)
-    if plot is not None and number(step) is not None:
+    if plot is not None and (step := number(run.best_step)) is not None:
         at = {"x0": step, "x1": step, "yref": "paper", "y0": 0, "y1": 1}
-        plot.layout["shapes"] = [
-            {"type": "line", **at, "line": {"color": "@grid-strong", "width": 1.5, "dash": "dash"}}
-        ]
-        plot.layout["annotations"] = [
-            {"x": step, "yref": "paper", "y": 1.0, "yanchor": "bottom", "text": "best", "showarrow": False}
-        ]
+        line = {"color": "@grid-strong", "width": 1.5, "dash": "dash"}
+        plot.layout["shapes"] = [{"type": "line", **at, "line": line}]
+        above = {"x": step, "yref": "paper", "y": 1.0, "yanchor": "bottom"}
+        plot.layout["annotations"] = [{**above, "text": "best", "showarrow": False}]
     return plot
 
 
@@ -185,7 +165,7 @@ def run_curves(run: Run) -> list[Plot | None]:
         curves_plot(
             "loss", "Training loss", "loss", single("loss", "loss"), "Mean over the steps between two points."
         ),
-        wer_plot(run),
+        wer_plot(run, "validation"),
         wer_plot(run, "guard") if any(row["step"] for row in run.curve_rows("guard")) else None,
         curves_plot(
             "rates",
@@ -229,26 +209,21 @@ def run_curves(run: Run) -> list[Plot | None]:
 
 
 def memory_bar(parts: dict[str, float], measured: float | None) -> Plot:
-    """Return the predicted memory by parts above the measured peak.
-
-    Args:
-        parts: GiB by name.
-        measured: GiB.
-    """
-    bars = [("predicted", name, value) for name, value in parts.items() if value > 0]
+    """Return the predicted memory by parts above the measured peak, all in GiB."""
+    rows = [["predicted", name, value] for name, value in parts.items() if value > 0]
     if measured is not None:
-        bars.append(("measured", "measured peak", measured))
+        rows.append(["measured", "measured peak", measured])
     traces = [
         {
             "type": "bar",
             "orientation": "h",
             "name": name,
-            "y": [row],
+            "y": [which],
             "x": [value],
-            "marker": {"color": f"@{index % 8}" if row == "predicted" else "@muted"},
+            "marker": {"color": f"@{index % 8}" if which == "predicted" else "@muted"},
             "hovertemplate": "%{x:.3g} GiB",
         }
-        for index, (row, name, value) in enumerate(bars)
+        for index, (which, name, value) in enumerate(rows)
     ]
     layout = {
         "barmode": "stack",
@@ -257,9 +232,8 @@ def memory_bar(parts: dict[str, float], measured: float | None) -> Plot:
         "yaxis": {"categoryorder": "array", "categoryarray": ["measured", "predicted"]},
         "height": 260,
     }
-    rows = [[row, name, value] for row, name, value in bars]
     if len(parts) > 1:
-        rows.insert(len(bars) - (measured is not None), ["predicted", "all parts", sum(parts.values())])
+        rows.append(["predicted", "all parts", sum(parts.values())])
     return Plot("memory-bar", "Peak memory, predicted and measured", traces, layout, ["", "part", "GiB"], rows)
 
 
@@ -271,12 +245,9 @@ def batch_sums(run: Run) -> dict[int, list[float]]:
     """
     sums: dict[int, list[float]] = {}
     for row in run.metrics:
-        found = row.get("batch_lengths")
-        for seconds, values in found.items() if isinstance(found, dict) else ():
-            if str(seconds).isdigit() and isinstance(values, list) and len(values) == 4:
-                there = sums.setdefault(int(seconds), [0.0] * 4)
-                for i, value in enumerate(values):
-                    there[i] += number(value) or 0.0
+        for seconds, values in (row.get("batch_lengths") or {}).items():
+            there = sums.get(int(seconds), [0.0] * 4)
+            sums[int(seconds)] = [total + value for total, value in zip(there, values, strict=True)]
     return dict(sorted(sums.items()))
 
 
@@ -285,9 +256,13 @@ def lengths_plot(run: Run) -> Plot | None:
     sums = batch_sums(run)
     if not sums:
         return None
-    labels = [f"{max(seconds - 1, 0)}–{seconds}" for seconds in sums]
-    audio = [values[2] / 60 for values in sums.values()]
-    padding = [max(values[3] - values[2], 0.0) / 60 for values in sums.values()]
+    labels, audio, padding, rows = [], [], [], []
+    for longest, (batches, clips, seconds, padded) in sums.items():
+        labels.append(f"{max(longest - 1, 0)}–{longest}")
+        audio.append(seconds / 60)
+        padding.append(max(padded - seconds, 0.0) / 60)
+        share = 100 * (1 - seconds / padded) if padded else 0.0
+        rows.append([labels[-1], int(batches), int(clips), clips / max(batches, 1), seconds / 60, share])
     shape = {"type": "bar", "x": labels, "hovertemplate": "%{y:.1f} min"}
     traces = [
         {**shape, "name": "audio", "y": audio, "marker": {"color": "@0"}},
@@ -297,11 +272,8 @@ def lengths_plot(run: Run) -> Plot | None:
         "barmode": "stack",
         "xaxis": {"title": {"text": "longest clip of the batch, s"}, "type": "category"},
         "yaxis": {"title": {"text": "minutes"}},
+        "height": HEIGHT,
     }
-    rows = []
-    for label, (batches, clips, seconds, padded) in zip(labels, sums.values(), strict=True):
-        share = 100 * (1 - seconds / padded) if padded else 0.0
-        rows.append([label, int(batches), int(clips), clips / max(batches, 1), seconds / 60, share])
     heads = ["longest clip, s", "batches", "clips", "clips a batch", "audio, min", "padding, %"]
     note = "Batches of the first process, by their longest clip."
     return Plot("lengths", "Audio and padding by length of the batch", traces, layout, heads, rows, note)

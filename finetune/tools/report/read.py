@@ -12,6 +12,7 @@ from finetune.security.documents import parse_json, parse_yaml
 from finetune.security.secrets import clean, known_secrets
 
 EXAMPLES = 3
+SPLITS = ("train", "validation", "test", "guard")
 
 
 @dataclass
@@ -24,24 +25,46 @@ class Reason:
 
 
 @dataclass
+class Rates:
+    """Error rates of one language on one split, as fractions; None: not measured."""
+
+    language: str | None
+    """None is all of them together."""
+    clips: int | None
+    words: int | None
+    wer_before: float | None
+    wer_after: float | None
+    cer_before: float | None
+    cer_after: float | None
+    interval_before: list[float] | None
+    interval_after: list[float] | None
+    """95 % confidence interval of the WER."""
+    test: dict[str, Any]
+    """The test of the change, as in summary.json; empty where there was none."""
+
+    @property
+    def is_measured(self) -> bool:
+        return self.wer_before is not None or self.wer_after is not None
+
+
+@dataclass
 class Run:
     """What a run has left so far."""
 
     folder: Path
-    config: dict[str, dict[str, Any]]
+    config: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The resolved configuration; like the environment without secrets."""
-    environment: dict[str, Any]
-    metrics: list[dict[str, Any]]
-    evaluations: list[dict[str, Any]]
-    quarantine: list[Reason]
+    environment: dict[str, Any] = field(default_factory=dict)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    quarantine: list[Reason] = field(default_factory=list)
     """The most frequent reason first."""
-    summary: dict[str, Any]
+    summary: dict[str, Any] = field(default_factory=dict)
     """Empty before the end."""
-    mistakes: dict[str, Any]
+    mistakes: dict[str, Any] = field(default_factory=dict)
     """errors-SPLIT.json of the newest evaluation that has one, of the chosen model where the run is done."""
-    plan: dict[str, Any]
-    """plan.json."""
-    vocabulary: dict[str, Any]
+    plan: dict[str, Any] = field(default_factory=dict)
+    vocabulary: dict[str, Any] = field(default_factory=dict)
     """tokenizer/report.json, of a run that grew or replaced the model's vocabulary."""
 
     @property
@@ -63,10 +86,14 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The last step that is known of."""
-        return int(
-            max([row["step"] for row in self.metrics + self.evaluations] + [number(self.summary.get("steps")) or 0])
-        )
+        """The last known step."""
+        steps = [row["step"] for row in self.metrics + self.evaluations]
+        return int(max([*steps, number(self.summary.get("steps")) or 0]))
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the chosen model; before the end that of the best evaluation so far."""
+        return self.summary.get("best_step", self.best(self.judged_on).get(None, {}).get("step"))
 
     @property
     def strategy(self) -> str:
@@ -108,37 +135,67 @@ class Run:
         return str(self.summary.get("peak_memory_is") or of)
 
     @property
+    def quarantined(self) -> int:
+        return sum(reason.clips for reason in self.quarantine)
+
+    @property
     def judged_on(self) -> str:
         """The split of the headline numbers: test, once the chosen model has been measured on it."""
-        return "test" if any(row["split"] == "test" for row in self.evaluations if _of_best(row)) else "validation"
+        return "test" if self._closing("test") else "validation"
+
+    def _closing(self, split: str) -> list[dict[str, Any]]:
+        """Evaluation of the chosen model at the end."""
+        return [row for row in self.evaluations if row["split"] == split and row.get("model") == "best"]
 
     def rows(self, split: str) -> list[dict[str, Any]]:
-        """Evaluations of the model in training, all languages."""
-        return [row for row in self.evaluations if row["split"] == split and not _of_best(row) and _is_raw(row)]
+        """Evaluations of the weights as they are trained, neither averaged nor chosen, of all languages."""
+        return [
+            row
+            for row in self.evaluations
+            if row["split"] == split and row.get("model") != "best" and row.get("weights", "raw") == "raw"
+        ]
 
     def curve_rows(self, split: str) -> list[dict[str, Any]]:
-        """The same, with the closing evaluation of the chosen model where its step has no other row."""
+        """The same, with the closing evaluation where its step has no other row."""
         rows = self.rows(split)
         steps = {row["step"] for row in rows}
-        closing = [
-            row for row in self.evaluations if row["split"] == split and row["step"] not in steps and _of_best(row)
-        ]
+        closing = [row for row in self._closing(split) if row["step"] not in steps]
         return sorted([*rows, *closing], key=lambda row: row["step"])
-
-    def base(self, split: str) -> dict[str | None, dict[str, Any]]:
-        """Evaluation of the base model by language, None for all; empty where it was not measured."""
-        return {row.get("language"): row for row in self.rows(split) if row["step"] == 0}
 
     def best(self, split: str) -> dict[str | None, dict[str, Any]]:
         """Evaluation of the best model by language: as measured in the end, or the best one so far."""
-        final = [row for row in self.evaluations if row["split"] == split and _of_best(row)]
-        if final:
-            return {row.get("language"): row for row in final}
-        whole = [row for row in self.rows(split) if row.get("language") is None and row.get("wer") is not None]
-        if not whole:
-            return {}
-        step = min(whole, key=lambda row: (row["wer"], row["step"]))["step"]
-        return {row.get("language"): row for row in self.rows(split) if row["step"] == step}
+        found = self._closing(split)
+        if not found:
+            rows = self.rows(split)
+            whole = [row for row in rows if row.get("language") is None and row.get("wer") is not None]
+            step = min(whole, key=lambda row: (row["wer"], row["step"]))["step"] if whole else None
+            found = [row for row in rows if row["step"] == step]
+        return {row.get("language"): row for row in found}
+
+    def rates(self, split: str) -> dict[str | None, Rates]:
+        """Error rates of the base model and of the best one by language; None, for all of them, comes first."""
+        base = {row.get("language"): row for row in self.rows(split) if row["step"] == 0}
+        best = self.best(split)
+        tested = (self.summary.get("significance") or {}).get(split) or {}
+        tests = {**(tested.get("by_language") or {}), None: tested}
+        rates = {}
+        for language in [None, *sorted(name for name in {*base, *best} if name is not None)]:
+            before, after, test = base.get(language, {}), best.get(language, {}), tests.get(language, {})
+            # Without a base model to compare with, the interval of the chosen one stands here only.
+            whole = self.summary if language is None and split == self.judged_on else {}
+            rates[language] = Rates(
+                language=language,
+                clips=after.get("clips", before.get("clips")),
+                words=after.get("words", before.get("words")),
+                wer_before=number(before.get("wer")),
+                wer_after=number(after.get("wer")),
+                cer_before=number(before.get("cer")),
+                cer_after=number(after.get("cer")),
+                interval_before=whole.get("wer_before_interval") or test.get("interval_a"),
+                interval_after=whole.get("wer_after_interval") or test.get("interval_b"),
+                test=test,
+            )
+        return rates
 
 
 def read_run(folder: Path) -> Run:
@@ -152,18 +209,16 @@ def read_run(folder: Path) -> Run:
             f"{folder} is no run's folder: it has no config.yaml, metrics.jsonl or summary.json. "
             "Name a training.output_dir."
         )
-    evaluations = [
-        row for row in json_lines(folder / "evaluations.jsonl") if _is_step(row) and isinstance(row.get("split"), str)
-    ]
     config = {k: v for k, v in read_mapping(folder / "config.yaml").items() if isinstance(v, dict)}
     environment = read_mapping(folder / "environment.json")
+    evaluations = [row for row in _rows_of_steps(folder / "evaluations.jsonl") if isinstance(row.get("split"), str)]
     # The page is passed on. Its readers may know whose run it is: names and paths stay.
     secrets = known_secrets(config, environment, environment={})
     return Run(
         folder=folder,
         config=clean(config, secrets, personal=False),
         environment=clean(environment, secrets, personal=False),
-        metrics=[row for row in json_lines(folder / "metrics.jsonl") if _is_step(row)],
+        metrics=_rows_of_steps(folder / "metrics.jsonl"),
         evaluations=evaluations,
         quarantine=quarantine_reasons(folder / "quarantine.jsonl"),
         summary=read_mapping(folder / "summary.json"),
@@ -191,17 +246,8 @@ def number(value: object) -> float | None:
     return value if -sys.float_info.max <= value <= sys.float_info.max else None
 
 
-def _of_best(row: dict[str, Any]) -> bool:
-    return row.get("model") == "best"
-
-
-def _is_raw(row: dict[str, Any]) -> bool:
-    """Of the weights as they are trained, not of an average."""
-    return row.get("weights", "raw") == "raw"
-
-
-def _is_step(row: dict[str, Any]) -> bool:
-    return number(row.get("step")) is not None
+def _rows_of_steps(path: Path) -> list[dict[str, Any]]:
+    return [row for row in json_lines(path) if number(row.get("step")) is not None]
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -233,7 +279,7 @@ def _mistakes(folder: Path, evaluations: list[dict[str, Any]]) -> dict[str, Any]
     known = {(row["step"], row["split"]) for row in evaluations}
     found = [read_mapping(folder / f"errors-{split}.json") for split in ("test", "validation")]
     found = [m for m in found if (m.get("step"), m.get("split")) in known]
-    return max(found, key=lambda m: (_of_best(m), m["step"]), default={})
+    return max(found, key=lambda m: (m.get("model") == "best", m["step"]), default={})
 
 
 def quarantine_reasons(path: Path) -> list[Reason]:

@@ -8,11 +8,10 @@ import yaml
 
 from finetune.evaluation.significance import describe_difference
 from finetune.tools.report import plots
-from finetune.tools.report.formats import change, duration, gib, hours, millions, percent, text_of
+from finetune.tools.report.formats import change, duration, gib, hours, millions, percent, speed, text_of
 from finetune.tools.report.plots import Plot
-from finetune.tools.report.read import Run, number
+from finetune.tools.report.read import SPLITS, Run, number
 
-LISTED_WORDS = 15
 LISTED_PIECES = 20
 AUDIO_SECONDS = 20  # that errors-SPLIT.json keeps of an utterance
 WEIGHTS = {"ema": "moving average of the weights, ", "average": "mean of evaluated states, "}
@@ -45,7 +44,8 @@ def run_values(run: Run) -> tuple[dict[str, Any], list[Plot | None]]:
     memory, bar = predicted_memory(run)
     lengths = plots.lengths_plot(run)
     model = run.folder / "model.nemo"
-    filtered, versions = run.summary.get("filtered"), run.environment.get("versions")
+    filtered = run.summary.get("filtered")
+    config = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)
     values = {
         "run": run,
         "navigation": NAVIGATION,
@@ -60,21 +60,15 @@ def run_values(run: Run) -> tuple[dict[str, Any], list[Plot | None]]:
         "padding": padding_fraction(run),
         "grouped": run.setting("data", "group_by_duration", True) and run.setting("data", "shuffle", True),
         "lengths": lengths,
-        "frequent_words": lambda kind, columns: frequent_words(run, kind, columns),
         "clips": worst_clips(run),
-        "quarantined": sum(reason.clips for reason in run.quarantine),
         "reasons": [[r.text, r.clips, ", ".join(e["id"] for e in r.examples)] for r in run.quarantine],
         "examples": [[e["id"], e["source"], e["reason"]] for r in run.quarantine for e in r.examples],
-        "filtered": [[name.replace("_", " "), n] for name, n in sorted(filtered.items(), key=lambda item: -item[1])]
-        if isinstance(filtered, dict)
-        else None,
+        "filtered": None if filtered is None else sorted(filtered.items(), key=lambda item: -item[1]),
         "model_megabytes": model.stat().st_size / 1e6 if model.is_file() else None,
         "use": commands_for_use(run),
         "reproduce": commands_to_reproduce(run),
-        "config_yaml": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)
-        if run.config
-        else "# config.yaml is missing",
-        "versions": list(versions.items()) if isinstance(versions, dict) else [],
+        "config_yaml": config if run.config else "# config.yaml is missing",
+        "versions": (run.environment.get("versions") or {}).items(),
     }
     return values, [*curves, bar, lengths]
 
@@ -98,20 +92,19 @@ def status(run: Run) -> str:
 def tiles(run: Run) -> list[Tile]:
     """Return the headline numbers, error rates beside those of the base model."""
     split, s = run.judged_on, run.summary
-    now, before = run.best(split).get(None, {}), run.base(split).get(None, {})
+    rates, guard = run.rates(split)[None], run.rates("guard")[None]
     last = run.metrics[-1] if run.metrics else {}
-    speed = run.throughput
     found = [
-        rate_tile(f"WER on {split}", now.get("wer"), before.get("wer")),
-        rate_tile(f"CER on {split}", now.get("cer"), before.get("cer")),
+        rate_tile(f"WER on {split}", rates.wer_after, rates.wer_before),
+        rate_tile(f"CER on {split}", rates.cer_after, rates.cer_before),
     ]
-    if s.get("guard_wer_after") is not None:
-        found.append(rate_tile("WER on guard", s["guard_wer_after"], s.get("guard_wer_before")))
+    if run.finished and guard.wer_after is not None:
+        found.append(rate_tile("WER on guard", guard.wer_after, guard.wer_before))
     weights = WEIGHTS.get(s.get("best_weights", ""), "")
     return [
         *found,
-        Tile("Best step", text_of(s.get("best_step", now.get("step"))), f"{weights}chosen by WER on validation"),
-        Tile("Throughput", "–") if speed is None else Tile("Throughput", f"{speed:.1f}", "seconds of audio a second"),
+        Tile("Best step", text_of(run.best_step), f"{weights}chosen by WER on validation"),
+        Tile("Throughput", speed(run.throughput), "seconds of audio a second"),
         Tile("Peak memory", gib(run.peak_memory), run.peak_memory_is),
         Tile("Training time", duration(run.training_seconds), f"{text_of(s.get('steps', run.step))} steps"),
         Tile(
@@ -127,46 +120,42 @@ def tiles(run: Run) -> list[Tile]:
     ]
 
 
-def rate_tile(name: str, now: object, before: object) -> Tile:
+def rate_tile(name: str, now: float | None, before: float | None) -> Tile:
     """Return an error rate with the base model's and the change."""
-    new, old = number(now), number(before)
-    if new is None:
+    if now is None:
         return Tile(name, "–", "not measured yet")
-    if old is None:
-        return Tile(name, f"{100 * new:.1f} %", "base model not measured")
-    kind = "good" if new < old else "bad" if new > old else ""
-    below = ", ".join(filter(None, [f"base {100 * old:.1f} %", change(new, old)]))
-    return Tile(name, f"{100 * new:.1f} %", below, kind)
+    if before is None:
+        return Tile(name, f"{100 * now:.1f} %", "base model not measured")
+    kind = "good" if now < before else "bad" if now > before else ""
+    below = ", ".join(filter(None, [f"base {100 * before:.1f} %", change(now, before)]))
+    return Tile(name, f"{100 * now:.1f} %", below, kind)
 
 
 def language_rows(run: Run) -> list[list[Any]]:
     """Return error rates by language, before and after; empty before the first evaluation."""
-    base, best = run.base(run.judged_on), run.best(run.judged_on)
-    if not best:
-        return []
-    rows = []
-    for name in [None, *sorted(name for name in {*base, *best} if name is not None)]:
-        old, new = base.get(name, {}), best.get(name, {})
-        wer, cer = ([percent(row.get(key)) for row in (old, new)] for key in ("wer", "cer"))
-        rows.append([name or "all", *wer, change(new.get("wer"), old.get("wer")), *cer, (new or old).get("clips")])
-    return rows
+    return [
+        [
+            r.language or "all",
+            *(percent(r.wer_before), percent(r.wer_after), change(r.wer_after, r.wer_before)),
+            *(percent(r.cer_before), percent(r.cer_after), r.clips),
+        ]
+        for r in run.rates(run.judged_on).values()
+        if r.is_measured
+    ]
 
 
 def result_notes(run: Run) -> list[str]:
     """Return whether the changes are more than chance, and what the reader must know of the base model."""
     notes = []
-    tested = run.summary.get("significance")
     for split in (run.judged_on, "guard"):
-        result = tested.get(split) if isinstance(tested, dict) else None
-        if isinstance(result, dict) and {"difference", "difference_interval", "p_value", "significant"} <= set(result):
-            interval = result.get("interval_b")
+        test = run.rates(split)[None].test
+        if test:
+            interval = test["interval_b"]
             within = f", 95 % interval {100 * interval[0]:.2f} to {100 * interval[1]:.2f}" if interval else ""
-            changed = describe_difference(
-                {"clips_needed": None, **result}, "significantly better", "significantly worse"
-            )
-            wer = percent(result.get("wer_b"))
-            notes.append(f"On {split} WER is {wer} %{within}; against the base model: {changed}.")
-    if run.best(run.judged_on) and not run.base(run.judged_on):
+            changed = describe_difference(test, "significantly better", "significantly worse")
+            notes.append(f"On {split} WER is {percent(test['wer_b'])} %{within}; against the base model: {changed}.")
+    rates = run.rates(run.judged_on)[None]
+    if rates.wer_after is not None and rates.wer_before is None:
         notes.append("The base model was not measured (training.eval_on_start).")
     if run.finished and run.summary.get("best_step") == 0:
         notes.append("No evaluation was better than the base model: model.nemo is the base model.")
@@ -176,47 +165,50 @@ def result_notes(run: Run) -> list[str]:
 # ---- the run -------------------------------------------------------------------------------------------------------
 
 
-def what_was_run(run: Run) -> list[tuple[str, Any]]:
-    """Return what was trained, how, on what data and on what machine."""
+def training_rows(run: Run) -> list[tuple[str, str]]:
+    """Return how a run trains, for its page and for the model card."""
     s, e = run.summary, run.environment
     processes = e.get("processes") or s.get("world_size") or 1
     accumulated = run.setting("training", "gradient_accumulation_steps", 1)
-    seconds = run.setting("data", "batch_duration")
-    batch = (
-        f"{seconds:g} s of audio" if seconds else f"{run.setting('training', 'per_device_train_batch_size', 1)} clips"
-    )
+    batch = f"{run.setting('training', 'per_device_train_batch_size', 1)} clips"
+    if seconds := run.setting("data", "batch_duration"):
+        batch = f"{seconds:g} s of audio"
+    elif run.setting("data", "batch_bounds") or run.setting("training", "auto_batch"):
+        batch = "as many clips of like length as fit"
     precision = next((name for name in ("bf16", "fp16") if run.setting("training", name)), "fp32")
     schedule = run.setting("training", "lr_scheduler_type", "")
-    machine = f"no GPU, {e.get('cpus', '?')} CPU threads ({e.get('processor', '?')})"
-    rows = [
-        ("Model", run.setting("model", "name")),
-        ("Vocabulary", vocabulary_text(run)),
+    warmup = run.setting("training", "warmup_steps") or run.setting("training", "warmup_ratio")
+    return [
         ("Strategy", run.strategy),
         ("Optimizer", s.get("optimizer") or run.setting("training", "optimizer")),
         ("Precision", f"{precision}, weights in {run.setting('model', 'dtype', 'float32')}"),
         ("A step", f"{processes} process(es) × {accumulated} accumulated × {batch}"),
-        ("Learning rate", f"{text_of(run.setting('training', 'learning_rate'))}, {schedule}"),
-        *(
-            (f"Data: {split}", source_text(run.setting("data", split)))
-            for split in ("train", "validation", "test", "guard")
-        ),
+        ("Learning rate", f"{text_of(run.setting('training', 'learning_rate'))}, {schedule}, warm-up {warmup or 0}"),
+    ]
+
+
+def what_was_run(run: Run) -> list[tuple[str, Any]]:
+    """Return what was trained, how, on what data and on what machine."""
+    s, e = run.summary, run.environment
+    machine = f"no GPU, {e.get('cpus', '?')} CPU threads ({e.get('processor', '?')})"
+    rows = [
+        ("Model", run.setting("model", "name", "–")),
+        ("Vocabulary", vocabulary_text(run)),
+        *training_rows(run),
+        *((f"Data: {split}", source_text(run.setting("data", split))) for split in SPLITS),
         ("Machine", ", ".join(map(str, e.get("gpus") or [])) or machine),
         ("System", f"{e.get('system', '?')}, Python {e.get('python', '?')}"),
         ("Continued from", f"step {s['resumed_from']}" if s.get("resumed_from") is not None else None),
     ]
-    optional = ("Vocabulary", "Data: ", "Continued from")
-    return [(name, value) for name, value in rows if value is not None or not name.startswith(optional)]
+    return [(name, value) for name, value in rows if value is not None]
 
 
 def vocabulary_text(run: Run) -> str | None:
     """Return how the vocabulary was changed, with the new pieces; None where it was not."""
     pieces, growth = run.vocabulary.get("pieces"), run.vocabulary.get("growth")
-    if not isinstance(pieces, int):
-        return None
-    if not isinstance(growth, dict):
-        return f"replaced: {pieces:,} pieces"
-    text = f"extended by {text_of(growth.get('pieces_added'))} pieces to {pieces:,}"
-    characters = [str(c) for c in growth.get("new_characters") or []]
+    if pieces is None or growth is None:
+        return None if pieces is None else f"replaced: {pieces:,} pieces"
+    text, characters = f"extended by {growth['pieces_added']:,} pieces to {pieces:,}", growth["new_characters"]
     if characters:
         more = ", …" if len(characters) > LISTED_PIECES else ""
         text += f"; new characters: {' '.join(characters[:LISTED_PIECES])}{more}"
@@ -234,20 +226,15 @@ def source_text(value: object) -> str | None:
 
 def predicted_memory(run: Run) -> tuple[str, Plot | None]:
     """Return predicted and measured memory in words, and their bar."""
-    measured, entries = run.peak_memory, run.plan.get("strategies")
-    entry = entries[0] if isinstance(entries, list) and entries and isinstance(entries[0], dict) else {}
-    parts = entry.get("parts_gib")
-    parts = {str(k): v for k, v in parts.items() if number(v) is not None} if isinstance(parts, dict) else {}
-    predicted = number(entry.get("peak_memory_gib"))
-    if not parts and predicted is not None:
-        parts = {"peak": predicted}
+    measured = run.peak_memory
+    entry = (run.plan.get("strategies") or [{}])[0]
+    predicted, parts = number(entry.get("peak_memory_gib")), entry.get("parts_gib") or {}
     text = (
         "Nothing has been measured yet." if measured is None else f"Measured: {gib(measured)}, {run.peak_memory_is}."
     )
-    if not parts:
+    if predicted is None:
         why = f" ({entry['reason']})" if entry.get("reason") else ""
         return f"{text} No prediction was made for this run{why}.", None
-    predicted = sum(parts.values()) if predicted is None else predicted
     gpu = f" for {run.plan['gpu']}" if isinstance(run.plan.get("gpu"), str) else ""
     text = f"Predicted: {gib(predicted)}{gpu}. {text}"
     if run.has_gpu and measured:
@@ -257,7 +244,7 @@ def predicted_memory(run: Run) -> tuple[str, Plot | None]:
             " Without a GPU the measured peak holds the interpreter, the libraries and the data loader as well; "
             "the prediction counts the tensors of a step only."
         )
-    return text, plots.memory_bar(parts, measured)
+    return text, plots.memory_bar(parts or {"peak": predicted}, measured)
 
 
 def padding_fraction(run: Run) -> float | None:
@@ -273,31 +260,20 @@ def padding_fraction(run: Run) -> float | None:
 # ---- errors --------------------------------------------------------------------------------------------------------
 
 
-def frequent_words(run: Run, kind: str, columns: int) -> list[list[Any]]:
-    """Return the most frequent mistakes of a kind."""
-    rows = run.mistakes.get(kind) or []
-    return [row for row in rows if isinstance(row, list) and len(row) == columns][:LISTED_WORDS]
-
-
 def worst_clips(run: Run) -> list[dict[str, Any]]:
     """Return the worst utterances of the last evaluation that listed them."""
     found = []
-    for clip in run.mistakes.get("clips") or []:
-        if not isinstance(clip, dict):
-            continue
+    for place, clip in enumerate(run.mistakes.get("clips") or [], 1):
         seconds, audio = number(clip.get("seconds")), str(clip.get("audio") or "")
         length = "" if seconds is None else f", {seconds:.1f} s"
         errors = f"{clip.get('word_errors')} errors in {clip.get('words')} words"
         found.append(
             {
-                "place": len(found) + 1,
-                "id": clip.get("id"),
+                **clip,
+                "place": place,
                 "about": f"{clip.get('language') or 'language unknown'}{length}, {errors}",
                 "audio": audio if audio.startswith("data:audio/") else "",
                 "is_cut": seconds is not None and seconds > AUDIO_SECONDS,
-                "reference": clip.get("reference") or "(nothing)",
-                "hypothesis": clip.get("hypothesis") or "(nothing)",
-                "pairs": clip.get("pairs") or [],
             }
         )
     return found
@@ -327,8 +303,6 @@ def commands_to_reproduce(run: Run) -> str:
         [
             f"git checkout {revision}" if revision else "# the git revision is not known",
             "pip install -c constraints.txt -e .",
-            shlex.join(map(str, command))
-            if isinstance(command, list) and command
-            else "# the command line is not known",
+            shlex.join(map(str, command)) if command else "# the command line is not known",
         ]
     )
