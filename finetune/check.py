@@ -17,22 +17,23 @@ from pathlib import Path
 from finetune.logs import print_error, set_up_logging
 from finetune.tools.command_line import add_json, command, positive
 
-EXAMPLES = """python -m finetune.check --data my_data/train.jsonl
-  python -m finetune.check --config RUN.yaml --output-dir runs/check     # data.train, filtered as in training"""
-
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = command("check", __doc__ or "", EXAMPLES)
-    add = parser.add_argument
-    add("--data", nargs="+", metavar="D", help="one data set or several, read as one")
-    add("--config", type=Path, help="run file: its data.train, filters and model")
-    add("--split", default="train", help="split of a folder or hub data set (default: train)")
-    add("--model", help="model whose tokenizer and frames are used")
-    add("--tokenizer", help="tokenizer directory, for a NeMo model YAML")
-    add("--workers", type=positive, default=os.cpu_count(), help="processes that read and decode")
-    add("--output-dir", type=Path, default=Path("check"), help="folder of the report (default: check)")
-    add("overrides", nargs="*", metavar="key=value", help="settings of the run file")
+    parser = command(
+        "check",
+        __doc__ or "",
+        "python -m finetune.check --data my_data/train.jsonl",
+        "python -m finetune.check --config RUN.yaml --output-dir runs/check     # data.train, filtered as in training",
+    )
+    parser.add_argument("--data", nargs="+", metavar="D", help="one data set or several, read as one")
+    parser.add_argument("--config", type=Path, help="run file: its data.train, filters and model")
+    parser.add_argument("--split", default="train", help="split of a folder or hub data set (default: train)")
+    parser.add_argument("--model", help="model whose tokenizer and frames are used")
+    parser.add_argument("--tokenizer", help="tokenizer directory, for a NeMo model YAML")
+    parser.add_argument("--workers", type=positive, default=os.cpu_count(), help="processes that read and decode")
+    parser.add_argument("--output-dir", type=Path, default=Path("check"), help="folder of the report (default: check)")
     add_json(parser)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the run file")
     return parser
 
 

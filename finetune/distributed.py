@@ -1,12 +1,14 @@
 """Collectives over the ranks of a run: every rank calls them, in the same order. A lone process needs no group."""
 
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
-from accelerate import Accelerator
 
 from finetune.errors import UserError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 T = TypeVar("T")
 
@@ -56,13 +58,8 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def gather_rows(accelerator: Accelerator, row: torch.Tensor) -> torch.Tensor:
-    """Return the rows of all ranks as one table on the host.
-
-    Args:
-        accelerator: of the run.
-        row: (1, N), on the accelerator's device.
-    """
+def gather_rows(accelerator: "Accelerator", row: torch.Tensor) -> torch.Tensor:
+    """Return the rows of all ranks, each (1, N) on the accelerator's device, as one table on the host."""
     table = accelerator.gather(row)
     assert isinstance(table, torch.Tensor)
     return table.cpu()

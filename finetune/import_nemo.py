@@ -15,11 +15,13 @@ from finetune.errors import UserError
 from finetune.logs import print_error, set_up_logging
 from finetune.tools.command_line import command
 
-EXAMPLE = "python -m finetune.import_nemo nemo.yaml model.train_ds.manifest_filepath=train.json --output RUN.yaml"
-
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = command("import_nemo", __doc__ or "", EXAMPLE)
+    parser = command(
+        "import_nemo",
+        __doc__ or "",
+        "python -m finetune.import_nemo nemo.yaml model.train_ds.manifest_filepath=train.json --output RUN.yaml",
+    )
     parser.add_argument("file", type=Path, metavar="FILE", help="NeMo's YAML, or a config.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, in the names of FILE")
     parser.add_argument("--output", type=Path, metavar="RUN.yaml", help="write the run file here")

@@ -31,7 +31,7 @@ VERBOSE = "FINETUNE_VERBOSE"
 """Environment variable that stands for --verbose; processes that this one starts inherit it."""
 
 OWN_HANDLERS = ("DeepSpeed", "nemo_logger", "torch.utils.cpp_extension")
-"""Loggers to which their libraries add handlers when they are imported; all records go through the logger itself."""
+"""Loggers to which their libraries add handlers when they are imported."""
 
 QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
@@ -57,28 +57,22 @@ class _ConsoleHandler(logging.Handler):
     """Write above a progress bar or a panel instead of through it."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        text = without_secrets(lines(self.format(_printable(record))))
+        cut = getattr(record, "one_line", False)
         try:
-            self._write(record)
+            if _console is None:
+                tqdm.write(text, file=sys.stderr)
+            else:
+                overflow = "crop" if cut else None
+                _console.print(
+                    text, markup=False, highlight=False, emoji=False, soft_wrap=not cut, no_wrap=cut, overflow=overflow
+                )
         except OSError as error:  # a log that cannot be written ends no run
             silence_lost_terminal(error)
 
-    def _write(self, record: logging.LogRecord) -> None:
-        text = without_secrets(lines(self.format(_printable(record))))
-        if _console is None:
-            tqdm.write(text, file=sys.stderr)
-            return
-        whole = not getattr(record, "one_line", False)
-        overflow = None if whole else "crop"
-        _console.print(
-            text, markup=False, highlight=False, emoji=False, soft_wrap=whole, no_wrap=not whole, overflow=overflow
-        )
-
 
 def _pass_on(record: logging.LogRecord) -> bool:
-    """Log a library's record as `finetune.third_party`, and keep it from the handlers of its own logger.
-
-    It becomes DEBUG; from ERROR on it stays what it is, unless it says nothing about the run.
-    """
+    """Log a library's record as `finetune.third_party`, below ERROR as DEBUG, and keep it from other handlers."""
     unimportant = record.levelno < logging.ERROR or record.name.startswith(UNIMPORTANT_ERRORS)
     try:
         text = record.getMessage()
@@ -89,19 +83,14 @@ def _pass_on(record: logging.LogRecord) -> bool:
     return False
 
 
-class _ThirdPartyHandler(logging.Handler):
-    """Of the root logger, where the records of all other libraries arrive."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        _pass_on(record)
-
-
-_third_party = _ThirdPartyHandler()
+_third_party = logging.Handler()
+"""Of the root logger, where the records of all other libraries arrive; its filter takes them all."""
+_third_party.addFilter(_pass_on)
 
 
 def _printable(record: logging.LogRecord) -> logging.LogRecord:
     """Return the record with arguments that cannot break its line or act on the terminal; its format stays."""
-    if isinstance(record.args, tuple) and any(isinstance(a, str | Path | BaseException) for a in record.args):
+    if isinstance(record.args, tuple):
         record = copy.copy(record)
         record.args = tuple(_argument(value) for value in record.args or ())
     return record
@@ -127,7 +116,6 @@ def print_error(error: object, before: str = "error: ") -> None:
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print a traceback, cleaned as a message is."""
     print_error("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"), before="")
 
 
@@ -157,30 +145,15 @@ def above(console: "Console") -> Iterator[None]:
         _console = before
 
 
-class _PrintedLines(io.TextIOBase):
-    """A stream whose lines are logged as `finetune.third_party`."""
-
-    def __init__(self) -> None:
-        self.rest = ""
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        *whole, self.rest = (self.rest + text).split("\n")
-        for line in filter(str.strip, whole):
-            logging.getLogger("finetune.third_party").debug("%s", line)
-        return len(text)
-
-
 @contextlib.contextmanager
 def capture_prints() -> Iterator[None]:
-    """Within, log what libraries print on stdout as `finetune.third_party`."""
-    with contextlib.redirect_stdout(_PrintedLines()) as printed:
+    """Within, keep what libraries print on stdout; log it as `finetune.third_party` afterwards."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
         try:
             yield
         finally:
-            printed.write("\n")
+            for line in filter(str.strip, printed.getvalue().splitlines()):
+                logging.getLogger("finetune.third_party").debug("%s", line)
 
 
 def add_verbose(parser: argparse.ArgumentParser) -> None:

@@ -11,22 +11,15 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from finetune.logs import add_verbose
-
-EXAMPLES = """\
-examples:
-    python -m finetune.plan --config RUN.yaml --gpu a100-80gb
-    python -m finetune.plan --config RUN.yaml --gpu-memory 24GB --gpus 4 --hours 10000 --json plan.json
-"""
+from finetune.tools.command_line import command
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m finetune.plan",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command(
+        "plan",
+        __doc__ or "",
+        "python -m finetune.plan --config RUN.yaml --gpu a100-80gb",
+        "python -m finetune.plan --config RUN.yaml --gpu-memory 24GB --gpus 4 --hours 10000 --json plan.json",
     )
     parser.add_argument("--config", type=Path, required=True, help="run file")
     parser.add_argument("--strategy", action="append", default=[], metavar="NAME", help="combined, as one more row")
@@ -43,7 +36,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="settings that replace those of the run file"
     )
-    add_verbose(parser)
     return parser
 
 

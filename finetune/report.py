@@ -12,7 +12,12 @@ from finetune.tools.command_line import command
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = command("report", __doc__ or "", "python -m finetune.report RUN_A RUN_B --output compare.html")
+    parser = command(
+        "report",
+        __doc__ or "",
+        "python -m finetune.report RUN                                # RUN/report.html",
+        "python -m finetune.report RUN_A RUN_B --output compare.html  # several runs side by side",
+    )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's output directory")
     parser.add_argument(
         "--output",
@@ -36,7 +41,8 @@ def main(argv: list[str] | None = None) -> int:
 
     folders: list[Path] = []
     for run in arguments.runs:
-        folders += [run] if is_run(run) else stage_folders(run) or [run]
+        stages = [] if is_run(run) else stage_folders(run)
+        folders += stages or [run]
     try:
         if len(folders) == 1:
             path = write_run_page(folders[0], arguments.output)

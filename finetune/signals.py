@@ -25,9 +25,7 @@ _saving_first = False
 
 
 class Stopped(BaseException):
-    """The run was asked to stop and has nothing more to do. No Exception, as KeyboardInterrupt, so that no handler
-    takes it for a failure.
-    """
+    """The run was asked to stop and has nothing more to do. Like KeyboardInterrupt no Exception: it is no failure."""
 
 
 class CutShort(Exception):
@@ -77,9 +75,7 @@ def saving_first() -> Iterator[None]:
 
 
 def code_for_launcher(code: int) -> int:
-    """Return the exit code of the process: 0 for 75 where a wrapper reads the code from a file, for torchrun would
-    restart the run.
-    """
+    """Return the process's exit code: 0 for 75 where a wrapper reads it from a file, for torchrun would restart."""
     elastic = EXIT_CODE_FILE in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
     return 0 if code == EXIT_CODE and elastic else code
 

@@ -4,7 +4,6 @@
     accelerate launch --config_file accelerate_configs/NAME.yaml finetune/train.py --config RUN.yaml
     deepspeed --num_gpus=1 finetune/train.py --config RUN.yaml --strategy zero2_offload
     torchrun --nproc_per_node 2 finetune/train.py --config RUN.yaml --strategy ddp
-    python finetune/train.py --config RUN.yaml training.max_steps=100
     ... finetune/train.py --config RUN.yaml --dry-run       go or no-go, before a night is lost
     ... finetune/train.py --config RUN.yaml --smoke 100     whether memory suffices and stays
 
@@ -16,10 +15,11 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import errno
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,8 +30,9 @@ sys.path[:] = [str(_HERE.parent)] + [p for p in sys.path if Path(p or ".").resol
 
 from finetune import signals as stopping  # noqa: E402
 from finetune.errors import UserError  # noqa: E402
-from finetune.logs import add_verbose, print_error, set_up_logging  # noqa: E402
+from finetune.logs import print_error, set_up_logging  # noqa: E402
 from finetune.rank_monitor import client as ranks  # noqa: E402
+from finetune.tools.command_line import command, positive  # noqa: E402
 
 if TYPE_CHECKING:
     from finetune.callbacks.eta import Place
@@ -39,51 +40,30 @@ if TYPE_CHECKING:
     from finetune.strategies.strategy import Strategy
     from finetune.training.trainer import Trainer
 
-EPILOG = """exit codes: 0 done or verdict good, 1 failed or verdict bad, 2 bad arguments or configuration, 75 stopped
-by a signal with a checkpoint saved: start it again with training.resume_from_checkpoint=true
-
-examples:
-  accelerate launch finetune/train.py --config RUN.yaml --strategy recommended --dry-run
-  python finetune/train.py --config finetune/configs/quickstart.yaml training.max_steps=100"""
 DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EFBIG)
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="finetune/train.py",
-        description="Fine-tune a Parakeet transducer.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--config", type=Path, help="run file (default: ./config.yaml)")
-    parser.add_argument(
-        "--strategy", action="append", default=[], metavar="NAME", help="memory strategy; repeat to combine"
-    )
-    parser.add_argument(
-        "--deepspeed", metavar="FILE", help="DeepSpeed JSON file, such as ds_configs/zero2_offload.json"
-    )
-    parser.add_argument("--stage", type=int, metavar="K", help="run stage K of the plan training.stages alone")
-    instead = parser.add_mutually_exclusive_group()
-    instead.add_argument(
-        "--dry-run", action="store_true", help="try everything once, say go or no-go, and leave only dry_run.json"
-    )
-    instead.add_argument(
+    example = "python finetune/train.py --config finetune/configs/quickstart.yaml training.max_steps=100"
+    parser = command("train", __doc__ or "", example)
+    parser.prog = "finetune/train.py"
+    add = parser.add_argument
+    add("--config", type=Path, help="run file (default: ./config.yaml)")
+    add("--strategy", action="append", default=[], metavar="NAME", help="memory strategy; repeat to combine")
+    add("--deepspeed", metavar="FILE", help="DeepSpeed JSON file, such as ds_configs/zero2_offload.json")
+    add("--stage", type=int, metavar="K", help="run stage K of the plan training.stages alone")
+    instead = parser.add_mutually_exclusive_group().add_argument
+    instead("--dry-run", action="store_true", help="try everything once, say go or no-go, leave only dry_run.json")
+    instead(
         "--smoke",
-        type=int,
+        type=positive,
         metavar="N",
         help="N steps, the longest clips first: peak, leaks, headroom; leaves smoke.json",
     )
-    parser.add_argument(
-        "--profile", type=int, metavar="N", help="record N steps with torch.profiler: a table by parts, and a trace"
-    )
-    add_verbose(parser)
-    parser.add_argument(
-        "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
-    )  # DeepSpeed's launcher adds it
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that replace those of the run file"
-    )
+    add("--profile", type=positive, metavar="N", help="record N steps with torch.profiler: a table, and a trace")
+    add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
+    add("overrides", nargs="*", metavar="key=value", help="settings that replace those of the run file")
     return parser
 
 
@@ -91,12 +71,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; refuse what is neither an option nor `key=value`."""
     parser = make_parser()
     arguments, rest = parser.parse_known_intermixed_args(argv)
-    if arguments.smoke is not None and arguments.smoke < 1:
-        parser.error("--smoke: the number of steps is 1 or more")
     if rest:
         parser.error(f"unknown arguments {' '.join(rest)}; settings are given as key=value")
-    if arguments.profile is not None and arguments.profile < 1:
-        parser.error(f"--profile {arguments.profile}: a number of steps from 1 on is expected")
     if arguments.config is None:
         if not Path("config.yaml").is_file():
             parser.print_usage(sys.stderr)
@@ -165,57 +141,33 @@ def train(
         run.end_stage(accelerator)
 
 
-def try_out(
-    arguments: argparse.Namespace, config: RunConfig, strategy: Strategy, observe: Callable[[Trainer], None] | None
-) -> int:
-    """`--dry-run` or `--smoke` of a configuration, in place of the training; returns the exit code."""
-    if arguments.dry_run:
-        from finetune.tools.preflight.dry_run import dry_run
-
-        return dry_run(config, strategy, observe)
-    from finetune.tools.preflight.smoke import smoke
-
-    return smoke(config, strategy, arguments.smoke, observe)
-
-
-def main(argv: list[str] | None = None, observe: Callable[[Trainer], None] | None = None) -> int:
-    """Runs a training as its arguments say; returns the exit code.
-
-    Args:
-        argv: command line; None takes the process's own.
-        observe: called with the Trainer before it begins.
-    """
-    set_up_logging()
-    with stopping.listening():
-        return _main(argv, observe)
-
-
-def _main(argv: list[str] | None, observe: Callable[[Trainer], None] | None) -> int:
-    config = None
+@contextlib.contextmanager
+def explaining_memory(config: RunConfig, strategy: Strategy) -> Iterator[None]:
+    """Within, where memory runs out, raise a message that names the settings which need less."""
     try:
-        arguments = parse_arguments(argv)
-        set_up_logging(arguments.verbose)
+        yield
+    except (RuntimeError, MemoryError) as error:
+        from finetune.strategies.strategy import engine_with, number_of_processes
+        from finetune.training.out_of_memory import is_out_of_memory, out_of_memory_message
 
-        from finetune.config.load import load_config
-        from finetune.strategies.strategy import (
-            check_num_gpus,
-            engine_with,
-            number_of_processes,
-            resolve_strategy,
-        )
+        if not is_out_of_memory(error):
+            raise
+        ranks.failed(error)
+        gpu = type(error).__name__ == "OutOfMemoryError"
+        engine = engine_with(strategy.engine, number_of_processes())
+        raise UserError(out_of_memory_message(error, config, gpu, engine), exit_code=1) from error
 
-        strategy = resolve_strategy(arguments.strategy, arguments.deepspeed)
-        config, _ = load_config(arguments.config, strategy.names, arguments.overrides)
-        check_num_gpus(config.training.num_gpus)
-        tried = arguments.dry_run or arguments.smoke is not None
-        if not config.training.stages:
-            if arguments.stage is not None:
-                raise UserError("--stage: the run file has no training.stages.")
-            if tried:
-                return try_out(arguments, config, strategy, observe)
-            train(config, strategy, observe, profile_steps=arguments.profile)
-            return 0
 
+def run_as_told(arguments: argparse.Namespace, observe: Callable[[Trainer], None] | None) -> int:
+    """Train, or try the training, as the arguments say; return the exit code."""
+    from finetune.config.load import load_config
+    from finetune.strategies.strategy import check_num_gpus, resolve_strategy
+
+    strategy = resolve_strategy(arguments.strategy, arguments.deepspeed)
+    config, _ = load_config(arguments.config, strategy.names, arguments.overrides)
+    check_num_gpus(config.training.num_gpus)
+    tried = arguments.dry_run or arguments.smoke is not None
+    if config.training.stages:
         from finetune.callbacks.eta import place_in_plan
         from finetune.training import stages
 
@@ -226,62 +178,66 @@ def _main(argv: list[str] | None, observe: Callable[[Trainer], None] | None) -> 
             for stage in plan
         }
 
-        if tried:
-            stage = stages.stage_numbered(plan, 1 if arguments.stage is None else arguments.stage)
-            config = stages.config_to_try(stage, configs[stage], configs[plan[0]])
-            return try_out(arguments, config, strategy, observe)
-
         def train_stage(stage: stages.Stage) -> None:
-            nonlocal config
-            config = configs[stage]
             place = place_in_plan(stage.number, [configs[s].training.max_steps for s in plan])
-            train(config, strategy, observe, last=stage is plan[-1], place=place, profile_steps=arguments.profile)
+            with explaining_memory(configs[stage], strategy):
+                train(configs[stage], strategy, observe, stage is plan[-1], place, arguments.profile)
 
-        restarted = stages.was_restarted(plan)
-        stages.run_stages(
-            plan,
-            train_stage,
-            resume=t.resume_from_checkpoint or restarted,
-            margin=t.stage_margin,
-            only=arguments.stage,
-        )
-        return 0
-    except UserError as error:
-        ranks.failed(str(error))
-        print_error(error)
-        return error.exit_code
-    except (RuntimeError, MemoryError) as error:
-        from finetune.training.out_of_memory import is_out_of_memory, out_of_memory_message
+        if not tried:
+            resume = t.resume_from_checkpoint or stages.was_restarted(plan)
+            stages.run_stages(plan, train_stage, resume=resume, margin=t.stage_margin, only=arguments.stage)
+            return 0
+        stage = stages.stage_numbered(plan, 1 if arguments.stage is None else arguments.stage)
+        config = stages.config_to_try(stage, configs[stage], configs[plan[0]])
+    elif arguments.stage is not None:
+        raise UserError("--stage: the run file has no training.stages.")
+    with explaining_memory(config, strategy):
+        if arguments.dry_run:
+            from finetune.tools.preflight.dry_run import dry_run
 
-        if config is None or not is_out_of_memory(error):
-            raise
-        gpu = type(error).__name__ == "OutOfMemoryError"
-        engine = engine_with(strategy.engine, number_of_processes())
-        ranks.failed(error)
-        print_error(out_of_memory_message(error, config, gpu, engine))
-        return 1
-    except (stopping.Stopped, stopping.CutShort) as stop:
-        print(
-            f"stopped: {stop}. Start the same command again with training.resume_from_checkpoint=true to go on.",
-            file=sys.stderr,
-        )
-        return stopping.EXIT_CODE
-    except KeyboardInterrupt:
-        print(
-            "stopped by the keyboard; training.resume_from_checkpoint=true continues from the last checkpoint",
-            file=sys.stderr,
-        )
-        return 1
-    except OSError as error:
-        if error.errno not in DISK_TROUBLE:
-            raise
-        ranks.failed(error)
-        print(
-            f"error: {error.filename or 'a file'} cannot be written: {error.strerror}. Make room or mend the disk, "
-            "then start the same command again with training.resume_from_checkpoint=true.",
-            file=sys.stderr,
-        )
-        return 1
+            return dry_run(config, strategy, observe)
+        if arguments.smoke is not None:
+            from finetune.tools.preflight.smoke import smoke
+
+            return smoke(config, strategy, arguments.smoke, observe)
+        train(config, strategy, observe, profile_steps=arguments.profile)
+    return 0
+
+
+def main(argv: list[str] | None = None, observe: Callable[[Trainer], None] | None = None) -> int:
+    """Run a training as its arguments say; return the exit code.
+
+    Args:
+        argv: command line; None takes the process's own.
+        observe: called with the Trainer before it begins.
+    """
+    set_up_logging()
+    with stopping.listening():
+        try:
+            arguments = parse_arguments(argv)
+            set_up_logging(arguments.verbose)
+            return run_as_told(arguments, observe)
+        except UserError as error:
+            ranks.failed(str(error))
+            print_error(error)
+            return error.exit_code
+        except (stopping.Stopped, stopping.CutShort) as stop:
+            again = "Start the same command again with training.resume_from_checkpoint=true to go on."
+            print_error(f"{stop}. {again}", before="stopped: ")
+            return stopping.EXIT_CODE
+        except KeyboardInterrupt:
+            again = "training.resume_from_checkpoint=true continues from the last checkpoint"
+            print_error(again, before="stopped by the keyboard; ")
+            return 1
+        except OSError as error:
+            if error.errno not in DISK_TROUBLE:
+                raise
+            ranks.failed(error)
+            print_error(
+                f"{error.filename or 'a file'} cannot be written: {error.strerror}. Make room or mend the disk, then "
+                "start the same command again with training.resume_from_checkpoint=true."
+            )
+            return 1
 
 
 def leave(code: int) -> None:

@@ -25,8 +25,6 @@ log = logging.getLogger(__name__)
 MONITOR = Path(__file__).with_name("monitor.py")
 SHOW_CURSOR = b"\x1b[?25h"
 
-_monitor: "MonitorProcess | None" = None
-
 
 class MonitorProcess:
     """The rank monitor of this rank.
@@ -48,9 +46,9 @@ class MonitorProcess:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self._stdin, self._stdout = self.process.stdin, self.process.stdout
-        self._send(settings)
+        self.send(settings)
 
-    def _send(self, values: dict[str, Any]) -> None:
+    def send(self, values: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # gone: the launcher has to report how this rank ends
             os.write(self._stdin.fileno(), json.dumps(values).encode() + b"\n")
 
@@ -60,10 +58,7 @@ class MonitorProcess:
         return int(json.loads(line)["port"]) if line else None
 
     def listen(self) -> None:
-        """Let the monitor end this process from here on."""
-        threading.Thread(target=self._listen, name="rank monitor", daemon=True).start()
-
-    def _listen(self) -> None:
+        """Let the monitor end this process; for a thread."""
         for line in self._stdout:
             message = json.loads(line)
             if "unwatched" in message:
@@ -79,8 +74,8 @@ class MonitorProcess:
         if self.process.wait() != 0:
             log.error("the rank monitor of this rank has ended: the other ranks will not learn how this one ends")
 
-    def report_exit(self, code: int) -> None:
-        self._send({"left": code, "cause": self.cause or f"exit code {code}"})
+
+_monitor: MonitorProcess | None = None
 
 
 def watch(timeout: float) -> None:
@@ -99,33 +94,20 @@ def watch(timeout: float) -> None:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if world == 1:
         return
-    settings = {
-        "rank": rank,
-        "world": world,
-        "pid": os.getpid(),
-        "timeout": timeout,
-        "reports": os.environ.get("LOCAL_RANK", "0") == "0",
-        "token": secrets.token_hex(16),
-        "coordinator": None,
-        "coordinator_host": socket.gethostname(),
-    }
-    shared: dict[str, Any] | None = None
+    settings: dict[str, Any] = {"rank": rank, "world": world, "pid": os.getpid(), "timeout": timeout}
+    settings["reports"] = os.environ.get("LOCAL_RANK", "0") == "0"
+    shared: dict[str, Any] = {"token": secrets.token_hex(16), "coordinator_host": socket.gethostname()}
     if rank == 0:
-        _monitor = MonitorProcess(settings)
-        port = _monitor.port()
-        if port is None:
-            log.warning("nothing watches whether a rank dies: the rank monitor of rank 0 could not start")
-            _monitor = None
-        else:
-            shared = {**settings, "coordinator": [own_address(), port]}
+        _monitor = MonitorProcess(settings | shared)
+        shared["coordinator"] = (own_address(), _monitor.port())
     shared = broadcast(shared)
-    if shared is None:
+    if shared["coordinator"][1] is None:
+        if rank == 0:
+            log.warning("nothing watches whether a rank dies: the rank monitor of rank 0 could not start")
+        _monitor = None
         return
-    if rank > 0:
-        common = {name: shared[name] for name in ("token", "coordinator", "coordinator_host")}
-        _monitor = MonitorProcess({**settings, **common})
-    assert _monitor is not None
-    _monitor.listen()
+    _monitor = _monitor or MonitorProcess(settings | shared)
+    threading.Thread(target=_monitor.listen, name="rank monitor", daemon=True).start()
     _set_excepthook(_monitor)
 
 
@@ -145,16 +127,16 @@ def own_address() -> str:
 
 
 def failed(error: BaseException | str) -> None:
-    """Record why this rank is about to end, for the message that the other ranks' user reads."""
+    """Record why this rank is about to end, for the other ranks' message; the first cause counts."""
     if _monitor is not None:
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        _monitor.cause = text.strip()
+        _monitor.cause = _monitor.cause or text.strip()
 
 
 def report_exit(code: int) -> None:
     """Report that this process ends with an exit code."""
     if _monitor is not None:
-        _monitor.report_exit(code)
+        _monitor.send({"left": code, "cause": _monitor.cause or f"exit code {code}"})
 
 
 def is_of_another_rank(error: BaseException) -> bool:
@@ -177,7 +159,7 @@ def _set_excepthook(monitor: MonitorProcess) -> None:
         if is_of_another_rank(error):
             deadline = time.monotonic() + monitor.timeout + 10
             while time.monotonic() < deadline and monitor.process.poll() is None:
-                time.sleep(0.1)  # until `_listen` ends the process
+                time.sleep(0.1)  # until `listen` ends the process
         print_traceback(kind, error, trace)
         failed(error)
         report_exit(1)

@@ -1,9 +1,9 @@
 """Rank monitor: a small process beside each rank that tells the other ranks how it ends. Started by client.py.
 
 It is a process of its own because a rank that is killed or stopped can report nothing, and it uses the standard
-library only, so that it starts at once and takes 10 MB. The monitor of rank 0 coordinates: the others connect to it,
-send a heartbeat every second, and report the end of their ranks. It decides which rank is lost and sends all ranks one
-message to end with.
+library only, so that it starts at once and takes 10 MB. Every monitor sends the coordinator, which runs in the monitor
+of rank 0, a heartbeat each second and the end of its rank. The coordinator decides which rank is lost and sends all
+ranks one message to end with.
 
 The first line on stdin holds the settings (`Settings`, JSON). Later lines come from the rank: {"left": exit code,
 "cause": text}. Lines on stdout go to the rank: {"port": N} and {"joined": number of ranks} from the coordinator,
@@ -49,6 +49,7 @@ HINTS = {
     signal.SIGSEGV: "; a library crashed",
 }
 PIDFD_GET_INFO, PIDFD_INFO_EXIT, PIDFD_INFO_SIZE = 0xC040FF0B, 1 << 3, 64  # linux/pidfd.h, from Linux 6.15 on
+IGNORED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGPIPE")
 
 
 @dataclass
@@ -56,12 +57,10 @@ class Settings:
     """What a rank monitor is started with.
 
     Attributes:
-        rank: the rank it watches.
-        world: number of ranks.
         pid: process of the rank.
         token: secret shared by the ranks of this run.
         timeout: seconds of silence after which a rank is lost.
-        coordinator: address and port of rank 0's monitor; None for rank 0.
+        coordinator: address and port; None for rank 0.
         coordinator_host: host name of rank 0.
         reports: write the loss of rank 0 to this host's log.
     """
@@ -136,7 +135,6 @@ def find_lost(members: list[Member], timeout: float, now: float) -> tuple[list[M
     """Return the ranks that are lost and the cause, or None where none is lost or all ended by themselves.
 
     Args:
-        members: all ranks that have joined.
         timeout: seconds of silence or of standing still.
         now: of the members' clock.
     """
@@ -170,14 +168,14 @@ def loss_message(lost: list[Member], cause: str) -> str:
     return f"error: {names}: {cause}. The other ranks end with it. {RESUME}"
 
 
-class JsonLines:
-    """JSON lines over file descriptors that never block.
+def write_log(text: str) -> None:
+    """Write a line to the run's log: stderr, which the rank shares with its monitor."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())
 
-    Args:
-        reader: file descriptor.
-        writer: file descriptor; may be the same.
-        limit: bytes of the longest line that is accepted.
-    """
+
+class JsonLines:
+    """JSON lines of at most `limit` bytes over two file descriptors, which may be one, without ever blocking."""
 
     def __init__(self, reader: int, writer: int, limit: int = LINE_LIMIT):
         self.reader, self.writer, self.limit, self.rest, self.open = reader, writer, limit, b"", True
@@ -263,144 +261,36 @@ class RankProcess:
             signal.pidfd_send_signal(self.handle, signal.SIGKILL)
 
 
-def write_log(text: str) -> None:
-    """Write a line to the run's log: stderr, which the rank shares with its monitor."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"{text}\n".encode())
+class Coordinator:
+    """Keeps the membership of all ranks, in the monitor of rank 0, whose selector calls `accept` and `receive`."""
 
-
-class RankMonitor:
-    """What all rank monitors do: watch the rank, take its reports, end it."""
-
-    def __init__(self, settings: Settings):
-        self.settings, self.rank, self.host = settings, RankProcess(settings.pid), socket.gethostname()
-        self.to_rank = JsonLines(0, 1)
-        self.report: Ending | None = None
-        self.heartbeat_at = 0.0
-        self.kill_at = self.over_at = float("inf")
-        self.turned = time.monotonic()
-        self.selector = selectors.DefaultSelector()
-        for source in (0, self.rank.handle):
-            self.selector.register(source, selectors.EVENT_READ)
-
-    def turn(self) -> tuple[float, bool]:
-        """Wait for an event, half a heartbeat at most. Return the time, and whether this process was suspended."""
-        for key, _ in self.selector.select(HEARTBEAT / 2):
-            if key.data is not None:
-                key.data()
-        before, self.turned = self.turned, time.monotonic()
-        if self.turned > self.kill_at:
-            self.rank.kill()
-        return self.turned, self.turned - before > PAUSED
-
-    def unregister(self, source: int | socket.socket) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self.selector.unregister(source)
-
-    def ending(self) -> dict[str, Any] | None:
-        """Return how the rank ended (fields of `Ending`); None while it runs or is about to end well."""
-        for line in self.to_rank.read():
-            self.report = Ending(line["left"], line["cause"], reported=True)
-            self.heartbeat_at = 0.0  # the coordinator has to know now
-        if not self.to_rank.open:
-            self.unregister(0)
-        gone = self.rank.is_gone()
-        if gone:
-            self.unregister(self.rank.handle)
-        if self.report is not None and (gone or self.report.code not in ENDED_WELL):
-            return vars(self.report)
-        return vars(self.rank.ending()) if gone else None
-
-    @property
-    def leaving(self) -> int | None:
-        """Exit code with which the rank is about to end well; None until it has reported one."""
-        return self.report.code if self.report is not None and self.report.code in ENDED_WELL else None
-
-    def end_rank(self, text: str, code: int = 1) -> None:
-        """Tell the rank to end with an exit code, and kill it where it does not."""
-        self.to_rank.send(end=text, code=code)
-        self.kill_at = time.monotonic() + (0.0 if self.rank.is_stopped() else KILL_AFTER)
-        self.over_at = time.monotonic() + KILL_AFTER + LINGER
-
-
-class Coordinator(RankMonitor):
-    """The monitor of rank 0, which keeps the membership of all ranks."""
-
-    def __init__(self, settings: Settings):
-        super().__init__(settings)
+    def __init__(self, settings: Settings, selector: selectors.BaseSelector, to_rank: JsonLines):
+        self.settings, self.selector, self.to_rank = settings, selector, to_rank
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         backlog = settings.world + MAX_UNAUTHENTICATED
         self.server = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=backlog)
         self.server.setblocking(False)
-        self.selector.register(self.server, selectors.EVENT_READ, self.accept)
-        self.own = Member(settings.rank, self.host, settings.pid, time.monotonic())
-        self.members = {settings.rank: self.own}
+        selector.register(self.server, selectors.EVENT_READ, self.accept)
+        self.members: dict[int, Member] = {}
         self.unauthenticated: dict[socket.socket, float] = {}
+        self.beat_at = 0.0
         self.loss_sent = False
-        self.to_rank.send(port=self.server.getsockname()[1])
-
-    def run(self) -> None:
-        """Run until all ranks have ended, or all that can be told of a loss are told."""
-        while self.turned < self.over_at and not self.is_done():
-            now, paused = self.turn()
-            if paused:
-                for member in self.members.values():
-                    member.heard, member.stopped = now, None
-                self.unauthenticated = dict.fromkeys(self.unauthenticated, now)
-            self.watch_own_rank(now)
-            self.drop_unauthenticated(now)
-            if now >= self.heartbeat_at:
-                self.heartbeat_at = now + HEARTBEAT
-                self.send_all(beat=1)
-            running = [m for m in self.members.values() if m.ended is None]
-            if all(m.stopped is not None for m in running):
-                # All ranks are suspended together, and are not continued in the same instant: the clocks wait.
-                for member in running:
-                    member.stopped = now
-            if not self.loss_sent:
-                self.end_all_if_lost(now)
-
-    def send_all(self, **values: object) -> None:
-        """Send one line to each of the other monitors."""
-        for member in self.members.values():
-            if member.lines is not None:
-                member.lines.send(**values)
-
-    def watch_own_rank(self, now: float) -> None:
-        """Record rank 0 as the other monitors report theirs."""
-        self.own.heard = now
-        if self.own.ended is not None:
-            return
-        ending = self.ending()
-        if ending is None:
-            self.own.update(now, stopped=self.rank.is_stopped(), leaving=self.leaving)
-            return
-        self.own.update(now, ended=ending)
-        if self.loss_sent:  # before it ended, for it was about to
-            self.over_at = min(self.over_at, now + KILL_AFTER + LINGER)
+        self.over_at = float("inf")
+        to_rank.send(port=self.server.getsockname()[1])
 
     def accept(self) -> None:
-        """Accept a connection; the peer has to send the token before anything else is read."""
         with contextlib.suppress(OSError):
             connection, _ = self.server.accept()
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            lines = JsonLines(connection.fileno(), connection.fileno(), UNAUTHENTICATED_BYTES)
-            member: list[Member] = []
-            self.unauthenticated[connection] = time.monotonic()
-            self.selector.register(connection, selectors.EVENT_READ, lambda: self.receive(connection, lines, member))
+            self.add(connection)
 
-    def drop_unauthenticated(self, now: float) -> None:
-        """Disconnect peers that have not sent the token in time, and the oldest where there are too many."""
-        too_many = len(self.unauthenticated) - self.settings.world - MAX_UNAUTHENTICATED
-        for number, (connection, since) in enumerate(list(self.unauthenticated.items())):
-            if number < too_many or now - since > UNAUTHENTICATED_SECONDS:
-                self.disconnect(connection)
-
-    def disconnect(self, connection: socket.socket) -> None:
-        self.unauthenticated.pop(connection, None)
-        self.unregister(connection)
-        connection.close()
+    def add(self, connection: socket.socket) -> None:
+        """Listen to a connection; the peer has to send the token before anything else is read."""
+        lines = JsonLines(connection.fileno(), connection.fileno(), UNAUTHENTICATED_BYTES)
+        member: list[Member] = []
+        self.unauthenticated[connection] = time.monotonic()
+        self.selector.register(connection, selectors.EVENT_READ, lambda: self.receive(connection, lines, member))
 
     def receive(self, connection: socket.socket, lines: JsonLines, member: list[Member]) -> None:
         """Read a peer's lines; `member` holds its rank once it has authenticated."""
@@ -424,6 +314,38 @@ class Coordinator(RankMonitor):
                     member[0].update(now, ended=vars(Ending(member[0].leaving, GONE)))
             self.disconnect(connection)
 
+    def disconnect(self, connection: socket.socket) -> None:
+        self.unauthenticated.pop(connection, None)
+        self.selector.unregister(connection)
+        connection.close()
+
+    def turn(self, now: float, paused: bool) -> bool:
+        """Look after all ranks; return whether nothing is left to report to anyone."""
+        if paused:
+            for member in self.members.values():
+                member.heard, member.stopped = now, None
+            self.unauthenticated = dict.fromkeys(self.unauthenticated, now)
+        too_many = len(self.unauthenticated) - self.settings.world - MAX_UNAUTHENTICATED
+        for number, (connection, since) in enumerate(list(self.unauthenticated.items())):
+            if number < too_many or now - since > UNAUTHENTICATED_SECONDS:
+                self.disconnect(connection)
+        if now >= self.beat_at:
+            self.beat_at = now + HEARTBEAT
+            self.send_all(beat=1)
+        running = [m for m in self.members.values() if m.ended is None]
+        if all(m.stopped is not None for m in running):
+            # All ranks are suspended together, and are not continued in the same instant: the clocks wait.
+            for member in running:
+                member.stopped = now
+        if not self.loss_sent:
+            self.end_all_if_lost(now)
+        return self.is_done(now)
+
+    def send_all(self, **values: object) -> None:
+        for member in self.members.values():
+            if member.lines is not None:
+                member.lines.send(**values)
+
     def end_all_if_lost(self, now: float) -> None:
         """Where a rank is lost, end all others but those about to end well, with one message in each host's log."""
         members = sorted(self.members.values(), key=lambda m: -m.rank)
@@ -433,101 +355,152 @@ class Coordinator(RankMonitor):
         self.loss_sent, text = True, loss_message(*lost)
         code = STOPPED if all(m.code == STOPPED for m in lost[0]) else 1
         write_log(text)
+        here = socket.gethostname()
         waiting = [m for m in members if m.lines is not None and m.leaving is None]
-        reporters = {m.host: m.rank for m in waiting if m.host != self.host}  # the lowest rank of each other host
+        reporters = {m.host: m.rank for m in waiting if m.host != here}  # the lowest rank of each other host
         for member in waiting:
             if member.lines is not None:
                 member.lines.send(end=text, code=code, report=reporters.get(member.host) == member.rank)
-        if self.own.leaving is None:
-            self.end_rank(text, code)
 
-    def is_done(self) -> bool:
-        """Return whether nothing is left to report to anyone."""
+    def is_done(self, now: float) -> bool:
         members = self.members.values()
-        if self.own.ended is None:
+        own = self.members.get(self.settings.rank)
+        if own is None or own.ended is None:
             return False
         if self.loss_sent:
-            return all(m.lines is None for m in members)
-        if self.own.code not in ENDED_WELL:
+            self.over_at = min(self.over_at, now + KILL_AFTER + LINGER)
+            return now > self.over_at or all(m.lines is None for m in members)
+        if own.code not in ENDED_WELL:
             return all(m.ending is not None and (m.ending.reported or m.code in ENDED_WELL) for m in members)
-        if self.own.code == STOPPED and any(m.ended is None for m in members):
+        if own.code == STOPPED and any(m.ended is None for m in members):
             return False  # `end_all_if_lost` ends those that wait for a rank that was stopped
         self.send_all(over=1)
         return True
 
 
-class Peer(RankMonitor):
-    """The monitor of any other rank."""
+class RankMonitor:
+    """Watches one rank: takes its reports, passes its end on to the coordinator, and ends it when told to."""
 
-    def __init__(self, settings: Settings, coordinator: tuple[str, int]):
-        super().__init__(settings)
-        self.connection = self.connect(coordinator)
-        self.coordinator = JsonLines(self.connection.fileno(), self.connection.fileno())
-        self.selector.register(self.connection, selectors.EVENT_READ)
-        self.coordinator.send(token=settings.token, rank=settings.rank, host=self.host, pid=settings.pid)
-        self.turned = time.monotonic()
+    def __init__(self, settings: Settings):
+        self.settings, self.rank, self.host = settings, RankProcess(settings.pid), socket.gethostname()
+        self.to_rank = JsonLines(0, 1)
+        self.selector = selectors.DefaultSelector()
+        self.coordinator: Coordinator | None = None
+        if settings.coordinator is None:
+            self.coordinator = Coordinator(settings, self.selector, self.to_rank)
+            self.connection, other_end = socket.socketpair()
+            self.coordinator.add(other_end)
+        else:
+            self.connection = self.connect(*settings.coordinator)
+        self.lines = JsonLines(self.connection.fileno(), self.connection.fileno())
+        self.lines.send(token=settings.token, rank=settings.rank, host=self.host, pid=settings.pid)
+        for source in (0, self.rank.handle, self.connection):
+            self.selector.register(source, selectors.EVENT_READ)
+        self.report: Ending | None = None
+        self.heard = time.monotonic()
+        self.beat_at = 0.0
+        self.kill_at = self.over_at = float("inf")
+        self.ended = self.over = False
 
-    def connect(self, coordinator: tuple[str, int]) -> socket.socket:
+    def connect(self, address: str, port: int) -> socket.socket:
         """Connect to the coordinator; retry for as long as a rank may be silent."""
         deadline = time.monotonic() + self.settings.timeout
         while True:
             try:
-                connection = socket.create_connection(coordinator, timeout=5.0)
+                connection = socket.create_connection((address, port), timeout=5.0)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 return connection
             except OSError as error:
                 if time.monotonic() > deadline or self.rank.is_gone():
-                    address, port = coordinator
                     self.to_rank.send(unwatched=f"{address}, port {port} cannot be reached: {error}")
                     raise SystemExit(0) from error
             time.sleep(HEARTBEAT / 2)
 
     def run(self) -> None:
-        """Run until the rank has ended and the coordinator knows, or the coordinator has nothing more to report."""
-        heard, ended, over = time.monotonic(), False, False
-        while self.turned < self.over_at and not over:
-            now, paused = self.turn()
-            ending = None if ended else self.ending()
-            if ending is not None:
-                ended = True
-                self.coordinator.send(ended=ending)
-                # After a loss the coordinator may still have a message for the log of this host.
-                well = ending["code"] in ENDED_WELL
-                self.over_at = now if well else min(self.over_at, now + LEAVING_TOGETHER + LINGER)
-            elif now >= self.heartbeat_at and not ended:
-                self.heartbeat_at = now + HEARTBEAT
-                self.coordinator.send(stopped=self.rank.is_stopped(), leaving=self.leaving)
-            for line in self.coordinator.read():
-                heard = now
-                over = over or "over" in line
-                if "end" in line:
-                    if line["report"]:
-                        write_log(line["end"])
-                    self.end_rank(line["end"], line["code"])
-            heard = now if paused else heard
-            if not self.coordinator.open:
-                self.unregister(self.connection)
-            told_to_end = self.kill_at < float("inf")
-            if ended and told_to_end:
-                over = over or self.rank.is_gone()
-            elif not told_to_end and (not self.coordinator.open or now - heard > self.settings.timeout):
-                if ended:
-                    return
-                if not over and self.leaving is None:
-                    self.end_without_coordinator()
+        """Run until the rank has ended and nothing is left to report to anyone."""
+        done, turned = False, time.monotonic()
+        while not done:
+            for key, _ in self.selector.select(HEARTBEAT / 2):
+                if key.data is not None:
+                    key.data()
+            before, turned = turned, time.monotonic()
+            paused = turned - before > PAUSED
+            if not self.over:
+                self.turn(turned, paused)
+            done = self.over if self.coordinator is None else self.coordinator.turn(turned, paused)
+
+    def turn(self, now: float, paused: bool) -> None:
+        """Report the rank, and do what the coordinator says."""
+        if now > self.kill_at:
+            self.rank.kill()
+        ending = None if self.ended else self.ending()
+        if ending is not None:
+            self.ended = True
+            self.lines.send(ended=ending)
+            # After a loss the coordinator may still have a message for the log of this host.
+            well = ending["code"] in ENDED_WELL
+            self.over_at = now if well else min(self.over_at, now + LEAVING_TOGETHER + LINGER)
+        elif now >= self.beat_at and not self.ended:
+            self.beat_at = now + HEARTBEAT
+            self.lines.send(stopped=self.rank.is_stopped(), leaving=self.leaving)
+        for line in self.lines.read():
+            self.heard = now
+            self.over = self.over or "over" in line
+            if "end" in line:
+                if line["report"]:
+                    write_log(line["end"])
+                self.end_rank(line["end"], line["code"])
+        self.heard = now if paused else self.heard
+        if not self.lines.open:
+            self.unregister(self.connection)
+        if self.kill_at < float("inf"):  # it was told to end
+            self.over = self.over or (self.ended and self.rank.is_gone())
+        elif not self.lines.open or now - self.heard > self.settings.timeout:
+            self.over = self.over or self.ended
+            if not self.over and self.leaving is None:
+                self.end_without_coordinator()
+        self.over = self.over or now >= self.over_at
+        if self.over:
+            self.unregister(self.connection)
+            self.connection.close()
+
+    def unregister(self, source: int | socket.socket) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self.selector.unregister(source)
+
+    def ending(self) -> dict[str, Any] | None:
+        """Return how the rank ended (fields of `Ending`); None while it runs or is about to end well."""
+        for line in self.to_rank.read():
+            self.report = Ending(line["left"], line["cause"], reported=True)
+            self.beat_at = 0.0  # the coordinator has to know now
+        if not self.to_rank.open:
+            self.unregister(0)
+        gone = self.rank.is_gone()
+        if gone:
+            self.unregister(self.rank.handle)
+        if self.report is not None and (gone or self.report.code not in ENDED_WELL):
+            return vars(self.report)
+        return vars(self.rank.ending()) if gone else None
+
+    @property
+    def leaving(self) -> int | None:
+        """Exit code with which the rank is about to end well; None until it has reported one."""
+        return self.report.code if self.report is not None and self.report.code in ENDED_WELL else None
+
+    def end_rank(self, text: str, code: int = 1) -> None:
+        """Tell the rank to end with an exit code, and kill it where it does not."""
+        self.to_rank.send(end=text, code=code)
+        self.kill_at = time.monotonic() + (0.0 if self.rank.is_stopped() else KILL_AFTER)
+        self.over_at = time.monotonic() + KILL_AFTER + LINGER
 
     def end_without_coordinator(self) -> None:
         """End the rank because rank 0, and with it the coordinator, is lost."""
-        settings = self.settings
-        cause = SILENT.format(settings.timeout) if self.coordinator.open else GONE
-        where = f"rank 0 on host {settings.coordinator_host}"
+        cause = SILENT.format(self.settings.timeout) if self.lines.open else GONE
+        where = f"rank 0 on host {self.settings.coordinator_host}"
         text = f"error: {where}: {cause}. The ranks on host {self.host} end with it. {RESUME}"
-        if settings.reports:
+        if self.settings.reports:
             write_log(text)
         self.end_rank(text)
-
-
-IGNORED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGPIPE")
 
 
 def main() -> None:
@@ -537,10 +510,7 @@ def main() -> None:
     with open(0, "rb", buffering=0, closefd=False) as stdin:  # unbuffered: later lines are for `JsonLines`
         settings = Settings(**json.loads(stdin.readline()))
     with contextlib.suppress(ProcessLookupError):
-        if settings.coordinator is None:
-            Coordinator(settings).run()
-        else:
-            Peer(settings, (settings.coordinator[0], settings.coordinator[1])).run()
+        RankMonitor(settings).run()
 
 
 if __name__ == "__main__":

@@ -43,18 +43,19 @@ def make_accelerator(
         ProjectConfiguration,
     )
 
-    deepspeed = strategy.engine.startswith("deepspeed")
+    deepspeed, fsdp2 = strategy.engine.startswith("deepspeed"), strategy.engine.startswith("fsdp")
+    patience = timedelta(seconds=timeout)
     options: dict[str, Any] = {}
     # Without the backend's name Accelerate counts one process under DeepSpeed on CPUs, while DeepSpeed counts all.
     backend = "gloo" if deepspeed and not torch.cuda.is_available() else "nccl"
     if not torch.cuda.is_available():
         # Accelerate takes DDP over gloo only when it is told that the CPU is meant.
         options["cpu"] = strategy.engine in ("none", "ddp")
-    if deepspeed or strategy.engine.startswith("fsdp"):
+    if deepspeed or fsdp2:
         _set_single_process_environment()
     if deepspeed and not strategy.from_launcher:
         options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=str(strategy.deepspeed_config))
-    if strategy.engine.startswith("fsdp"):
+    if fsdp2:
         for name, value in strategy.fsdp_settings.items():
             if name.startswith("PARALLELISM_CONFIG_"):
                 os.environ.setdefault(name, value)
@@ -63,19 +64,17 @@ def make_accelerator(
         fsdp.check_mesh(number_of_processes())
         options["fsdp_plugin"] = fsdp.make_plugin()
     try:
-        if strategy.engine.startswith("fsdp") and not torch.cuda.is_available():
-            fsdp.join_on_cpu(timeout)
+        if fsdp2 and not torch.cuda.is_available():
+            fsdp.join_on_cpu(patience)
         with capture_prints():  # of DeepSpeed, which may compile its communication
             accelerator = Accelerator(
                 # DeepSpeed's bf16 mode casts parameters but not BatchNorm's buffers, so autocast does it there too.
                 mixed_precision="no" if deepspeed else precision,
                 log_with=[*log_with] or None,
-                project_config=ProjectConfiguration(
-                    project_dir=str(project_dir), logging_dir=str(project_dir / "logs")
-                ),
+                project_config=ProjectConfiguration(str(project_dir), logging_dir=str(project_dir / "logs")),
                 kwargs_handlers=[
                     DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-                    InitProcessGroupKwargs(backend=backend, timeout=timedelta(seconds=timeout)),
+                    InitProcessGroupKwargs(backend=backend, timeout=patience),
                 ],
                 **options,
             )
@@ -88,15 +87,13 @@ def make_accelerator(
             "--master_port N (or --standalone)."
         ) from error
     if deepspeed:
-        plugin = accelerator.state.deepspeed_plugin
+        plugin, processes = accelerator.state.deepspeed_plugin, accelerator.num_processes
         assert plugin is not None
-        _fill_deepspeed_config(
-            plugin.deepspeed_config, batch_size, accumulation, accelerator.num_processes, max_grad_norm, precision
-        )
+        _fill_config(plugin.deepspeed_config, batch_size, accumulation, processes, max_grad_norm, precision)
     return accelerator
 
 
-def _fill_deepspeed_config(
+def _fill_config(
     config: dict[str, Any], batch_size: int, accumulation: int, processes: int, max_grad_norm: float, precision: str
 ) -> None:
     """Fill a DeepSpeed configuration with the run file's values, in place.
@@ -117,21 +114,17 @@ def _fill_deepspeed_config(
             "use --strategy ddp."
         )
     ours = {
-        "train_micro_batch_size_per_gpu": (batch_size, "training.per_device_train_batch_size"),
-        "gradient_clipping": (max_grad_norm, "training.max_grad_norm"),
+        "train_micro_batch_size_per_gpu": (batch_size, "per_device_train_batch_size"),
+        "gradient_clipping": (max_grad_norm, "max_grad_norm"),
+        "gradient_accumulation_steps": (accumulation, "gradient_accumulation_steps"),
     }
-    for key, (value, origin) in ours.items():
+    for key, (value, name) in ours.items():
         theirs = config.get(key, "auto")
-        if theirs not in ("auto", value):
+        if theirs not in ("auto", value) and (key, theirs) != ("gradient_accumulation_steps", 1):
             raise UserError(
-                f'the DeepSpeed file says {key}: {theirs}, {origin} says {value}. Write "auto" in the file.'
+                f'the DeepSpeed file says {key}: {theirs}, training.{name} says {value}. Write "auto" in the file.'
             )
         config[key] = value
-    if config.get("gradient_accumulation_steps", "auto") not in ("auto", 1, accumulation):
-        raise UserError(
-            f"the DeepSpeed file says gradient_accumulation_steps: {config['gradient_accumulation_steps']}, "
-            f'training.gradient_accumulation_steps says {accumulation}. Write "auto" in the file.'
-        )
     # The training loop accumulates and normalises itself and tells the engine where a step ends.
     config["gradient_accumulation_steps"] = 1
     config["train_batch_size"] = batch_size * processes

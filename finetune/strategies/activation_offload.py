@@ -53,18 +53,14 @@ class ActivationOffload:
     not on the run's device, and tensor subclasses. A storage is copied once, however many operations save it or views
     of it. (The 16-bit copies of weights that autocast makes are no parameters and are offloaded too.)
 
-    Synchronisation on a GPU. Copies run on a stream of their own. Out: that stream waits for the compute stream, so
-    that the values are there; the GPU tensor is kept until COPIES_IN_FLIGHT later ones have been queued, and before it
-    is released the compute stream waits for its copy, so that the allocator, which reuses memory in the order of the
-    compute stream, cannot hand it out too early. The host never waits. The last few are still on the GPU when the
-    backward pass begins and are used from there. Back: memory is taken on the compute stream; the copy stream waits
-    for the kernels that used it before, and the compute stream waits for the copy before the tensor is used. The
-    FETCHED_AHEAD storages that were saved before it are fetched at the same time. Autograd runs backward on the stream
-    of the forward, so both sides mean the same compute stream. That nothing overwrites a saved tensor before its
-    gradient is computed is autograd's own rule.
+    Copies run on a stream of their own, and the host never waits. Out: the copy stream waits for the compute stream;
+    the GPU tensor is kept until COPIES_IN_FLIGHT later ones have been queued, and before it is released the compute
+    stream waits for its copy, so that the allocator, which reuses memory in the order of the compute stream, cannot
+    hand it out too early. The last few are used from the GPU. Back: memory is taken on the compute stream, in whose
+    order the copy stream fills it; the FETCHED_AHEAD storages that were saved before it are fetched at the same time.
+    Autograd runs backward on the stream of the forward, so both sides mean the same compute stream.
 
-    On a machine without a GPU everything is copied within the host memory, which gains nothing and gives the same
-    results.
+    Without a GPU everything is copied within the host memory, which gains nothing and gives the same results.
 
     Args:
         module: the encoder, whose parameters and buffers are told from activations.
@@ -95,27 +91,18 @@ class ActivationOffload:
         try:
             with torch.autograd.graph.saved_tensors_hooks(forward.pack, forward.unpack):
                 yield
-            self._report(forward)
+            if not self.reported:
+                told = (
+                    "activation offload: %.1f MiB of the encoder's activations of the first batch wait in host memory"
+                )
+                log.info(told, forward.bytes / 2**20)
+                if device.type != "cuda":
+                    log.warning("activation offload gains nothing here: without a GPU they are in host memory anyway")
+            self.reported = True
         finally:
             self.bytes = forward.bytes
             # The graph keeps `forward` until its end; each storage on the host is freed when its gradients are there.
             forward.known.clear()
-
-    def _report(self, forward: "OffloadedForward") -> None:
-        if self.reported:
-            return
-        self.reported = True
-        log.info(
-            "activation offload: %.1f MiB of the encoder's activations of the first batch wait in host memory, in %d "
-            "storages of %d bytes and more",
-            forward.bytes / 2**20,
-            len(forward.order),
-            self.threshold,
-        )
-        if forward.device.type != "cuda":
-            log.warning(
-                "activation offload gains nothing here: without a GPU the activations are in host memory anyway"
-            )
 
 
 class OffloadedForward:
@@ -161,16 +148,15 @@ class OffloadedForward:
             stored = Stored(host, len(self.order), on_device=content)
             self._copy(host, content, stored, self.stream)
             self.in_flight.append(weakref.ref(stored))
-            if len(self.in_flight) > COPIES_IN_FLIGHT:
-                oldest = self.in_flight.popleft()()
-                if oldest is not None:
-                    self._wait_for_copy(oldest)
-                    oldest.on_device = None
+            oldest = self.in_flight.popleft()() if len(self.in_flight) > COPIES_IN_FLIGHT else None
+            if oldest is not None:
+                self._wait_for_copy(oldest)
+                oldest.on_device = None
         self.order.append(weakref.ref(stored))
         return stored
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stored: Stored, stream: torch.cuda.Stream) -> None:
-        """Queue a copy on the copy stream, behind what the compute stream has been given so far."""
+        """Queue a copy behind what the compute stream has been given so far."""
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)

@@ -12,24 +12,18 @@ LENGTHS = 32
 
 
 def compile_layers(model: Transducer, backend: str = "inductor") -> int:
-    """Compile the Conformer layers of `model.encoder`, in place.
+    """Compile the Conformer layers of `model.encoder` in place, with torch.compile's `backend`; return their number.
 
     All layers share one compiled function, whose graph takes their weights as inputs, and lengths and batch sizes are
     symbols in it: the first step captures one graph, and another is needed only for a batch of one utterance (torch
     specialises the size 1), for batches on either side of a size at which a convolution changes its kernel (16
-    utterances on a CPU), and for the recomputation under gradient checkpointing. Only training is compiled:
-    evaluations and frozen layers run as they are. Names in the state dict stay as they are.
+    utterances on a CPU), and for the recomputation under gradient checkpointing. Only training is compiled. Names in
+    the state dict stay as they are.
 
     On a CPU the symbols do not last: torch 2.11's inductor lays a tensor of the attention out anew and writes its
     strides into the backward kernels as numbers, so that each length is compiled again, for minutes.
     model.compile_bucket keeps the number of lengths small; after LENGTHS of them torch runs the layers uncompiled.
     Compile on GPUs.
-
-    Args:
-        backend: of torch.compile.
-
-    Returns:
-        The number of layers.
     """
     torch._dynamo.config.optimize_ddp = False  # it would cut a layer's graph where DDP's buckets end
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, LENGTHS)

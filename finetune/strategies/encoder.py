@@ -19,10 +19,6 @@ log = logging.getLogger(__name__)
 def apply_encoder_options(model: Transducer, m: "ModelConfig") -> None:
     """Apply attention kernel, freezing, adapters, compilation and checkpointing, in place.
 
-    Args:
-        model: NeMo transducer, prepared for training.
-        m: the run's `model:` section.
-
     Raises:
         UserError: the model has no such layers, or not so many.
     """

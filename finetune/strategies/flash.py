@@ -30,9 +30,9 @@ def flash_adamw(
             "training.optimizer: flash_adamw runs on CUDA GPUs only, the model is on the "
             f"{parameters[0].device.type}. Take adamw_8bit, or adamw_8bit_ao with model.dtype: bfloat16."
         )
-    narrow = any(p.dtype != torch.float32 for p in parameters)
+    bits = 24 if any(p.dtype != torch.float32 for p in parameters) else None
     kind = ReleasingAdamW if release else FlashAdamW
-    return kind(cast(Any, groups), lr=groups[0]["lr"], betas=betas, eps=eps, master_weight_bits=24 if narrow else None)
+    return kind(cast(Any, groups), lr=groups[0]["lr"], betas=betas, eps=eps, master_weight_bits=bits)
 
 
 class ReleasingAdamW(FlashAdamW):
@@ -76,9 +76,7 @@ class ReleasingAdamW(FlashAdamW):
             raise UserError(
                 "a gradient was not finite and has been stepped with, for flash_adamw_gradient_release steps in the "
                 "backward pass: the weights are spoilt. Continue from the last checkpoint "
-                "(training.resume_from_checkpoint=true) with training.optimizer=flash_adamw, which skips such steps; "
-                "the "
-                "optimizer's state starts anew.",
+                "(training.resume_from_checkpoint=true) with training.optimizer=flash_adamw, which skips such steps.",
                 exit_code=1,
             )
         return norm

@@ -17,34 +17,28 @@ from finetune.errors import UserError
 if TYPE_CHECKING:
     from accelerate import FullyShardedDataParallelPlugin
 
-SPELLED_OTHERWISE = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
+
+def is_true(environment: Mapping[str, str], name: str) -> bool:
+    """Return whether a variable says true, as Accelerate's do."""
+    return environment.get(name, "false").lower() == "true"
 
 
 def fsdp_environment(values: dict[str, Any]) -> dict[str, str]:
-    """Return the variables that `accelerate launch` would set for an Accelerate file with `distributed_type: FSDP`.
-
-    Args:
-        values: the file's keys.
-    """
-    found = {"ACCELERATE_USE_FSDP": "true"}
-    for key, value in (values.get("fsdp_config") or {}).items():
-        found[SPELLED_OTHERWISE.get(key) or key.upper()] = _spell(value)
-    for key, value in (values.get("parallelism_config") or {}).items():
-        found["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
-        found[key.upper()] = _spell(value)
-    return found
-
-
-def _spell(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    """Return the variables that `accelerate launch` would set for an Accelerate file with `distributed_type: FSDP`."""
+    mesh = values.get("parallelism_config") or {}
+    settings = {"accelerate_use_fsdp": True, **(values.get("fsdp_config") or {}), **mesh}
+    if mesh:
+        settings["accelerate_use_parallelism_config"] = True
+    layers = settings.pop("fsdp_transformer_layer_cls_to_wrap", None)
+    if layers:
+        settings["fsdp_transformer_cls_to_wrap"] = layers
+    return {
+        key.upper(): str(value).lower() if isinstance(value, bool) else str(value) for key, value in settings.items()
+    }
 
 
 def check_settings(environment: Mapping[str, str], origin: str) -> None:
-    """Refuse settings that this project does not train under.
-
-    Args:
-        environment: variables as `fsdp_environment` makes them, or the process's own.
-        origin: who set them, for the message.
+    """Refuse settings that this project does not train under, naming their origin.
 
     Raises:
         UserError: FSDP1, or FSDP's own activation checkpointing.
@@ -55,7 +49,7 @@ def check_settings(environment: Mapping[str, str], origin: str) -> None:
             f"{origin}: FSDP version {version} is not supported, for it flattens parameters that the optimizers here "
             "treat apart. Write fsdp_version: 2 (accelerate launch --fsdp_version 2), or take --strategy fsdp2."
         )
-    if environment.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true":
+    if is_true(environment, "FSDP_ACTIVATION_CHECKPOINTING"):
         raise UserError(
             f"{origin}: fsdp_activation_checkpointing draws other dropout masks in the recomputation than in the "
             "forward pass. Write fsdp_activation_checkpointing: false and set model.gradient_checkpointing: true."
@@ -78,17 +72,17 @@ def check_mesh(processes: int) -> None:
     Raises:
         UserError: their product is another number.
     """
-    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() != "true":
+    if not is_true(os.environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
         return
-    replicate = int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
-    shard = int(os.environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1"))
+    replicate, shard = (
+        int(os.environ.get(f"PARALLELISM_CONFIG_DP_{name}_SIZE", "1")) for name in ("REPLICATE", "SHARD")
+    )
     if replicate * shard != processes:
         raise UserError(
             f"the device mesh is {replicate} replicas x {shard} shards = {replicate * shard} processes, but "
-            f"{processes} process{'es were' if processes > 1 else ' was'} started. Start {replicate * shard}, or say "
-            "how many nodes and how many GPUs in each: parallelism_config_dp_replicate_size and "
-            "parallelism_config_dp_shard_size in accelerate_configs/hybrid_shard.yaml (or the environment variables "
-            "PARALLELISM_CONFIG_DP_REPLICATE_SIZE and PARALLELISM_CONFIG_DP_SHARD_SIZE)."
+            f"{processes} process{'es were' if processes > 1 else ' was'} started. Start {replicate * shard}, or set "
+            "the numbers of nodes and of GPUs in each: parallelism_config_dp_replicate_size and _dp_shard_size in "
+            "accelerate_configs/hybrid_shard.yaml, or the environment variables of these names in capitals."
         )
 
 
@@ -102,7 +96,7 @@ def make_plugin() -> "FullyShardedDataParallelPlugin":
     from accelerate import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-    offload = os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
+    offload = is_true(os.environ, "FSDP_OFFLOAD_PARAMS")
     return FullyShardedDataParallelPlugin(
         mixed_precision_policy=MixedPrecisionPolicy(cast_forward_inputs=False),
         cpu_ram_efficient_loading=False,
@@ -110,16 +104,13 @@ def make_plugin() -> "FullyShardedDataParallelPlugin":
     )
 
 
-def join_on_cpu(timeout: float) -> None:
+def join_on_cpu(timeout: timedelta) -> None:
     """Join the process group over gloo, for FSDP2 on CPUs.
 
     Accelerate starts FSDP only where it has found GPUs, so it is told of some; FSDP2 itself needs none.
-
-    Args:
-        timeout: of a collective, seconds.
     """
     from accelerate import DistributedType, PartialState
 
-    PartialState(backend="gloo", timeout=timedelta(seconds=timeout))
+    PartialState(backend="gloo", timeout=timeout)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     PartialState._shared_state["device"] = torch.device("cpu")

@@ -58,9 +58,8 @@ def add_lora(
     alpha = 2 * rank if alpha is None else alpha
     if rank < 1 or alpha <= 0 or not 0 <= dropout < 1:
         raise UserError(
-            f"model.lora_rank={rank}, model.lora_alpha={alpha:g}, model.lora_dropout={dropout:g}: expected a rank of "
-            "1 or more, an alpha above 0 and a dropout from 0 to below 1. Try lora_rank: 16, lora_alpha: null, "
-            "lora_dropout: 0.0."
+            f"model.lora_rank={rank}, lora_alpha={alpha:g}, lora_dropout={dropout:g}: the rank has to be 1 or more, "
+            "alpha above 0 and dropout from 0 to below 1. Try lora_rank: 16, lora_alpha: null, lora_dropout: 0.0."
         )
     names = "|".join(re.escape(name) for name in targets)
     settings = LoraConfig(
@@ -69,13 +68,9 @@ def add_lora(
     inject_adapter_in_model(settings, model.encoder)  # also freezes what is no adapter
     model.freeze_batchnorm = True
     model.lora_scaling = alpha / rank
-    model.lora_settings = {
-        "rank": rank,
-        "alpha": float(alpha),
-        "dropout": dropout,
-        "targets": list(targets),
-        "train_decoder": train_decoder,
-    }
-    for part in () if train_decoder else (model.decoder, model.joint):
-        part.requires_grad_(False)
+    model.lora_settings = {"rank": rank, "alpha": float(alpha), "dropout": dropout, "targets": list(targets)}
+    model.lora_settings["train_decoder"] = train_decoder
+    if not train_decoder:
+        model.decoder.requires_grad_(False)
+        model.joint.requires_grad_(False)
     return sum(hasattr(module, "lora_A") for module in model.encoder.modules())

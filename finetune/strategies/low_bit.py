@@ -17,10 +17,7 @@ LION_BETAS = (0.9, 0.99)
 def bitsandbytes_optimizer(name: str, groups: list[dict[str, Any]], args: dict[str, Any]) -> torch.optim.Optimizer:
     """Make bitsandbytes' optimizer with 8-bit block-wise states; 32-bit AdamW with a warning where it cannot run.
 
-    Args:
-        name: a key of BITSANDBYTES.
-        groups: parameter groups; those with `embedding` True keep 32-bit states unless args say otherwise.
-        args: betas, eps (not for Lion), min_8bit_size in elements, embeddings_32bit.
+    Groups with `embedding` True keep 32-bit states unless `embeddings_32bit` is False.
     """
     lion = name == "lion_8bit"
     args = {"betas": LION_BETAS, **args} if lion else {"betas": BETAS, "eps": EPS, **args}
@@ -31,17 +28,13 @@ def bitsandbytes_optimizer(name: str, groups: list[dict[str, Any]], args: dict[s
         kind = getattr(bnb.optim, BITSANDBYTES[name])
         _try_step(kind, groups[0]["params"][0].device)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         log.warning(
-            "%s cannot be used here (%s: %s); training goes on with 32-bit AdamW, whose state is %s times as large. "
-            "The "
-            "learning-rate schedule stays as it is%s. `bash scripts/install_8bit_optimizer.sh` installs and checks "
-            "bitsandbytes.",
+            "%s cannot be used here (%s: %s); training goes on with 32-bit AdamW, whose state is %s. `bash "
+            "scripts/install_8bit_optimizer.sh` installs and checks bitsandbytes.",
             BITSANDBYTES[name],
             type(error).__name__,
-            reason,
-            "eight" if lion else "four",
-            ", though AdamW wants rates several times as high as Lion's" if lion else "",
+            str(error).strip().partition("\n")[0],
+            "eight times as large, and which wants higher learning rates" if lion else "four times as large",
         )
         betas = BETAS if lion else args["betas"]
         return torch.optim.AdamW(groups, fused=True, betas=betas, eps=args.get("eps", EPS))
@@ -74,14 +67,8 @@ def _with_wide_embeddings(kind: type, wide: bool) -> type:
 def torchao_optimizer(name: str, groups: list[dict[str, Any]], args: dict[str, Any]) -> torch.optim.Optimizer:
     """Make torchao's AdamW with quantised states (adamw_bf16_ao: in the parameters' type).
 
-    Its step is compiled, which takes 6 to 25 s at first.
-
-    bf16 parameters are rounded stochastically, so that updates smaller than their resolution count on average.
-
-    Args:
-        name: a key of TORCHAO.
-        groups: parameter groups.
-        args: betas, eps, block_size (elements that share a scale; torchao's own choice without it).
+    Its step is compiled, which takes 6 to 25 s at first. bf16 parameters are rounded stochastically, so that updates
+    smaller than their resolution count on average.
 
     Raises:
         UserError: FP8 on a GPU that has none.

@@ -21,7 +21,6 @@ import torch
 from omegaconf import MISSING
 
 from finetune.config.optimizers import BITSANDBYTES, TORCHAO
-from finetune.strategies.low_bit import BETAS, EPS, LION_BETAS
 from finetune.strategies.optimizers import build_optimizer
 
 log = logging.getLogger(__name__)
@@ -31,28 +30,15 @@ WEIGHT_DECAY = 0.01
 
 
 @dataclass
-class LionParams:
-    """Defaults where NeMo's configuration says `args: {name: auto}`."""
+class OptimizerParams:
+    """Options where NeMo's configuration says `args: {name: auto}`; None: the optimizer's own default."""
 
     lr: float | None = MISSING
-    betas: tuple[float, float] = LION_BETAS
     weight_decay: float = WEIGHT_DECAY
-    min_8bit_size: int = 4096
-    embeddings_32bit: bool = True
-
-
-@dataclass
-class BitsandbytesAdamWParams(LionParams):
-    betas: tuple[float, float] = BETAS
-    eps: float = EPS
-
-
-@dataclass
-class TorchaoAdamWParams:
-    lr: float | None = MISSING
-    betas: tuple[float, float] = BETAS
-    eps: float = EPS
-    weight_decay: float = WEIGHT_DECAY
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    min_8bit_size: int | None = None
+    embeddings_32bit: bool | None = None
     block_size: int | None = None
 
 
@@ -75,9 +61,8 @@ def register_optimizers(model: torch.nn.Module | None = None) -> list[str]:
     for name in names:
         known = AVAILABLE_OPTIMIZERS.get(name)
         if known is None:
-            params = LionParams if name == "lion_8bit" else BitsandbytesAdamWParams if name in BITSANDBYTES else None
             # NeMo's annotations name instances where it takes classes.
-            register_optimizer(name, cast(Any, _factory(name)), cast(Any, params or TorchaoAdamWParams))
+            register_optimizer(name, cast(Any, _factory(name)), cast(Any, OptimizerParams))
         elif getattr(known, "__module__", None) != __name__:
             log.warning("NeMo already has another optimizer %s (%s); it stays.", name, known)
     return names

@@ -6,7 +6,7 @@ and takes its host copies when it is made, so that the next step would undo weig
 three.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,22 +34,17 @@ class OffloadedAdamW(torch.optim.Optimizer):
         **options: Any,
     ):
         self.offload_gradients = offload_gradients
+        self.inner: Any = None
         super().__init__([dict(g) for g in groups], {"lr": groups[0]["lr"], "weight_decay": 0.0, **options})
         inner_groups = [
             {k: v for k, v in g.items() if k in ("params", "lr", "weight_decay")} for g in self.param_groups
         ]
         self.inner = make_inner(inner_groups, offload_gradients=offload_gradients, **options)
 
-    def _inner_optimizers(self) -> Iterable[tuple[torch.Tensor, torch.optim.Optimizer]]:
-        """(GPU parameter, its optimizer on the host) for each offloaded parameter."""
-        return self.inner.optim_dict.items()
-
-    def _wait_for_gradients(self) -> None:
-        for event in self.inner.queue.values():
-            event.synchronize()
-
     def _gradients(self) -> list[torch.Tensor]:
         """Return the gradients that the step will use: on the host if offloaded, on the GPU for small parameters."""
+        for copied in self.inner.queue.values():
+            copied.synchronize()
         found = [self.inner.param_d2h_map[p].grad for p in self.inner.queue]
         for group in self.inner.d_param_groups:
             found += [p.grad for p in group["params"] if p.grad is not None]
@@ -58,7 +53,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their 2-norm is at most `max_norm`; return the norm before."""
-        self._wait_for_gradients()
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for grad in self._gradients():
             by_device.setdefault(grad.device, []).append(grad)
@@ -74,9 +68,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
         loss = closure() if closure is not None else None
         settings = {}
         for group in self.param_groups:
-            for p in group["params"]:
-                settings[p] = {k: v for k, v in group.items() if k in ("lr", "weight_decay", "betas", "eps")}
-        for p, optimizer in self._inner_optimizers():
+            shared = {k: v for k, v in group.items() if k in ("lr", "weight_decay", "betas", "eps")}
+            settings |= dict.fromkeys(group["params"], shared)
+        for p, optimizer in self.inner.optim_dict.items():
             optimizer.param_groups[0].update(settings[p])
         for group in self.inner.d_opt.param_groups if self.inner.d_opt is not None else ():
             group.update(settings[group["params"][0]])
@@ -90,13 +84,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
     @property
     def state(self) -> dict[Any, Any]:
         """The state by GPU parameter, wherever it is."""
-        found: dict[Any, Any] = {}
-        for p, optimizer in self._inner_optimizers() if hasattr(self, "inner") else ():
-            for state in optimizer.state.values():
-                found[p] = state
-        if hasattr(self, "inner") and self.inner.d_opt is not None:
-            found.update(self.inner.d_opt.state)
-        return found
+        if self.inner is None:
+            return {}
+        found = {p: state for p, own in self.inner.optim_dict.items() for state in own.state.values()}
+        return found | (dict(self.inner.d_opt.state) if self.inner.d_opt is not None else {})
 
     @state.setter
     def state(self, value: Any) -> None:

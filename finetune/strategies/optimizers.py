@@ -1,24 +1,18 @@
 """Building the optimizer that a strategy names, and saying which one really runs."""
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 
-from finetune.config.optimizers import ALLOWED_ARGS, BITSANDBYTES
+from finetune.config.optimizers import ALLOWED_ARGS, BITSANDBYTES, TORCHAO
 from finetune.errors import UserError
 from finetune.strategies import low_bit
 from finetune.strategies.low_bit import BETAS, EPS
 
-ROUNDS_SAFELY = {
-    "adamw_8bit_ao",
-    "adamw_4bit_ao",
-    "adamw_fp8_ao",
-    "adamw_bf16_ao",
-    "flash_adamw",
-    "flash_adamw_gradient_release",
-}
+ROUNDS_SAFELY = {*TORCHAO, "flash_adamw", "flash_adamw_gradient_release"}
 """Optimizers whose updates of bf16 weights are not lost in rounding."""
 
 RELEASES_GRADIENTS = ("flash_adamw_gradient_release", "cpu_offload_gradients_ao")
@@ -40,26 +34,23 @@ def parameter_groups(
         weight_decay: for the decayed groups.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    groups: dict[tuple[str, bool, bool, torch.dtype], dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         component, embedding = name.split(".")[0], id(parameter) in embeddings
         decayed = parameter.ndim >= 2 and not re.search(r"pos_bias_[uv]$", name)
-        group = groups.setdefault(
-            (component, decayed, embedding, parameter.dtype),
-            {
-                "name": component
-                + ("_embedding" if embedding else "")
-                + ("" if decayed else "_no_decay")
-                + ("" if parameter.dtype == torch.float32 else f"_{str(parameter.dtype).removeprefix('torch.')}"),
-                "params": [],
-                "lr": learning_rates.get(component, default),
-                "weight_decay": weight_decay if decayed else 0.0,
-                "embedding": embedding,
-            },
-        )
-        group["params"].append(parameter)
+        label = component + ("_embedding" if embedding else "") + ("" if decayed else "_no_decay")
+        if parameter.dtype != torch.float32:
+            label += f"_{str(parameter.dtype).removeprefix('torch.')}"
+        group = {
+            "name": label,
+            "params": [],
+            "lr": learning_rates.get(component, default),
+            "weight_decay": weight_decay if decayed else 0.0,
+            "embedding": embedding,
+        }
+        groups.setdefault(label, group)["params"].append(parameter)
     return list(groups.values())
 
 
@@ -101,9 +92,8 @@ def build_optimizer(name: str, groups: list[dict[str, Any]], args: dict[str, Any
     return torch.optim.AdamW(groups, **how[name], **args)
 
 
-# torch's compiled step divides by the learning rate: with the 0 that every warm-up begins with, weights without a
-# gradient became NaN.
 SMALLEST_RATE = 1e-30
+"""torch's compiled step divides by the learning rate: at 0 weights without a gradient become NaN."""
 
 
 class CompiledAdamW(torch.optim.AdamW):
@@ -156,12 +146,9 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     found: dict[tuple[int, str], torch.Tensor] = {}
     for state in unwrap_optimizer(optimizer).state.values():
         for value in state.values():
+            is_tensor = isinstance(value, torch.Tensor)
             # flashoptim keeps its moments in objects of its own, with values and scales as tensors inside.
-            inside = (
-                vars(value).values()
-                if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor)
-                else (value,)
-            )
+            inside = [value] if is_tensor else vars(value).values() if hasattr(value, "__dict__") else []
             for outer in (x for x in inside if isinstance(x, torch.Tensor)):
                 for tensor in stored_tensors(outer):
                     found[tensor.untyped_storage().data_ptr(), str(tensor.device)] = tensor
@@ -171,13 +158,12 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return class, bytes, types and devices of the state, as they are after a step."""
     tensors = state_tensors(optimizer)
-    bytes_by_dtype: dict[str, int] = {}
+    bytes_by_dtype: Counter[str] = Counter()
     for tensor in tensors:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        bytes_by_dtype[dtype] = bytes_by_dtype.get(dtype, 0) + tensor.numel() * tensor.element_size()
+        bytes_by_dtype[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
     return {
         "optimizer": type(unwrap_optimizer(optimizer)).__name__,
         "optimizer_state_bytes": sum(bytes_by_dtype.values()),
-        "optimizer_state_dtypes": bytes_by_dtype,
+        "optimizer_state_dtypes": dict(bytes_by_dtype),
         "optimizer_state_devices": sorted({t.device.type for t in tensors}),
     }

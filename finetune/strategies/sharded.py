@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from finetune.models.protocols import Transducer
-from finetune.security.pickles import check_torch_file
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -25,14 +25,8 @@ WHOLE_WEIGHTS = "weights.safetensors"
 
 def shards_parameters(accelerator: "Accelerator") -> bool:
     """Return whether the engine keeps only a part of each parameter in a process."""
-    if accelerator.is_fsdp2:
-        return True
-    plugin = accelerator.state.deepspeed_plugin if _is_deepspeed(accelerator) else None
-    return plugin is not None and plugin.zero_stage == 3
-
-
-def _is_deepspeed(accelerator: "Accelerator") -> bool:
-    return accelerator.distributed_type == "DEEPSPEED"
+    plugin = accelerator.state.deepspeed_plugin
+    return accelerator.is_fsdp2 or (plugin is not None and plugin.zero_stage == 3)
 
 
 def make_replica(model: Transducer) -> Transducer:
@@ -84,9 +78,7 @@ def whole_model(model: Transducer, replica: Transducer | None, device: torch.dev
     """Provide the model with whole weights, on the device. All ranks enter.
 
     Args:
-        model: the NeMo model that is trained.
         replica: from `make_replica`; None where the engine keeps whole parameters and the model itself serves.
-        device: of the training.
     """
     if replica is None:
         yield model
@@ -105,26 +97,17 @@ def count_parameters(model: torch.nn.Module, trainable: bool = False) -> int:
 
 
 def model_to_keep(accelerator: "Accelerator", model: Transducer, replica: Transducer | None) -> Transducer | None:
-    """Return the model whose weights a checkpoint holds as safetensors beside the engine's own files.
-
-    None where the engine writes safetensors itself.
-
-    Args:
-        model: the NeMo model that is trained.
-        replica: from `make_replica`, with the present weights; None where the engine keeps whole parameters.
+    """Return the model whose weights a checkpoint holds as safetensors beside the engine's own files; None where the
+    engine writes safetensors itself.
     """
     # DeepSpeed keeps weights in a pickle that only the full unpickler reads.
-    return model if replica is None and _is_deepspeed(accelerator) else replica
+    return model if replica is None and accelerator.distributed_type == "DEEPSPEED" else replica
 
 
 def write_whole_weights(directory: Path, replica: Transducer) -> None:
     """Write a model's weights into a checkpoint, named as in the state of the trained module (`nemo.` first)."""
-    from safetensors.torch import save_file
-
-    save_file(
-        {f"nemo.{name}": tensor.contiguous().clone() for name, tensor in replica.state_dict().items()},
-        directory / WHOLE_WEIGHTS,
-    )
+    weights = {f"nemo.{name}": tensor.contiguous().clone() for name, tensor in replica.state_dict().items()}
+    save_file(weights, directory / WHOLE_WEIGHTS)
 
 
 def read_whole_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -132,17 +115,8 @@ def read_whole_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
     Raises:
         FileNotFoundError: the checkpoint holds no whole weights.
-        UserError: they are in a pickle that would run something.
     """
-    from safetensors.torch import load_file
-
     for name in (WHOLE_WEIGHTS, "model.safetensors"):
         if (checkpoint / name).is_file():
             return load_file(checkpoint / name)
-    # An older checkpoint of ZeRO-1 or 2 has no weights.safetensors: weights beside settings, for the full unpickler
-    # only.
-    states = checkpoint / "pytorch_model" / "mp_rank_00_model_states.pt"
-    if not states.is_file():
-        raise FileNotFoundError("it holds no whole weights")
-    check_torch_file(states, "training.resume_from_checkpoint")
-    return torch.load(states, map_location="cpu", weights_only=False)["module"]
+    raise FileNotFoundError("it holds no whole weights")

@@ -84,69 +84,22 @@ def resolve_strategy(named: list[str], deepspeed_file: str | None = None) -> Str
             strategy.names.append(name)
     for name in strategy.names:
         values = yaml.safe_load((ACCELERATE_CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))
-        _take_engine(strategy, values, f"strategy {name}")
-    _compare_with_launcher(strategy, launched_with)
+        _take_file(strategy, values, f"strategy {name}")
+    _take_launcher(strategy, f"the launcher ({launched_with or 'accelerate launch'})")
     if deepspeed_file is not None:
         path = Path(deepspeed_file)
         if not path.is_file():
             raise UserError(f"--deepspeed: there is no file {path} (looked in {Path.cwd()}).")
-        if (strategy.from_launcher or strategy.deepspeed_config is not None) and (
-            strategy.deepspeed_config is None or strategy.deepspeed_config.resolve() != path.resolve()
-        ):
-            used = strategy.deepspeed_config or "settings of its own"
-            raise UserError(
-                f"--deepspeed {path} contradicts {strategy.engine_from}, which uses {used}. Give one of them."
-            )
-        _set_engine(strategy, _deepspeed_engine(path), f"--deepspeed {path}")
-        strategy.deepspeed_config = path
+        _set_deepspeed(strategy, path, _deepspeed_engine(path), f"--deepspeed {path}")
     return strategy
 
 
-def _set_engine(strategy: Strategy, engine: str, origin: str) -> None:
-    if strategy.engine not in ("none", engine):
-        raise UserError(
-            f"{strategy.engine_from} ({strategy.engine}) and {origin} ({engine}) are two engines; a run has one. "
-            "Leave one out."
-        )
-    strategy.engine, strategy.engine_from = engine, origin
-
-
-def _deepspeed_engine(path: Path) -> str:
-    """Return the name of the engine that a DeepSpeed file asks for."""
-    try:
-        values = parse_json(read_text(path))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error} (looked in {Path.cwd()}).") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {first_line(error)}") from error
-    zero = values.get("zero_optimization", {}) if isinstance(values, dict) else None
-    offload = zero.get("offload_optimizer") or {} if isinstance(zero, dict) else None
-    if not isinstance(zero, dict) or not isinstance(offload, dict):
-        raise UserError(
-            f"{path} is no DeepSpeed file: an object is expected, with zero_optimization and offload_optimizer in it "
-            "as objects."
-        )
-    return _deepspeed_name(zero.get("stage"), str(offload.get("device", "none")))
-
-
-def _deepspeed_name(stage: object, offload_device: str) -> str:
-    return "deepspeed" + ("_zero3" if str(stage) == "3" else "") + ("" if offload_device == "none" else "_offload")
-
-
-def _fsdp_engine(settings: Mapping[str, str]) -> str:
-    return "fsdp_offload" if settings.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true" else "fsdp"
-
-
-def _take_engine(strategy: Strategy, values: dict[str, Any], origin: str) -> None:
+def _take_file(strategy: Strategy, values: dict[str, Any], origin: str) -> None:
+    """Take engine and precision of an Accelerate file."""
     kind = str(values.get("distributed_type", "NO")).upper()
     if kind == "DEEPSPEED":
         path = SHARE / values["deepspeed_config"]["deepspeed_config_file"]
-        if strategy.deepspeed_config not in (None, path):
-            raise UserError(
-                f"{strategy.engine_from} and {origin} are two DeepSpeed files; a run has one. Leave one out."
-            )
-        _set_engine(strategy, _deepspeed_engine(path), origin)
-        strategy.deepspeed_config = path
+        _set_deepspeed(strategy, path, _deepspeed_engine(path), origin)
     elif kind == "FSDP":
         settings = fsdp.fsdp_environment(values)
         fsdp.check_settings(settings, origin)
@@ -168,57 +121,80 @@ def _take_engine(strategy: Strategy, values: dict[str, Any], origin: str) -> Non
         strategy.mixed_precision = precision
 
 
-def _compare_with_launcher(strategy: Strategy, launched_with: Path | None) -> None:
-    """Check that the environment made by `accelerate launch` asks for no other engine than the strategies."""
-    launcher = "none"
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
-        launcher = "deepspeed"
-    elif os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
-        launcher = "fsdp"
-    if launcher == "none":
+def _take_launcher(strategy: Strategy, origin: str) -> None:
+    """Take the engine from the environment made by `accelerate launch`, which has to be that of the strategies."""
+    started = [name for name in ("deepspeed", "fsdp") if fsdp.is_true(os.environ, f"ACCELERATE_USE_{name.upper()}")]
+    if not started:
         return
-    origin = f"the launcher ({launched_with or 'accelerate launch'})"
-    if strategy.engine.split("_")[0] not in ("none", launcher):
+    if strategy.engine.split("_")[0] not in ("none", started[0]):
         raise UserError(
-            f"{origin} starts {launcher}, but {strategy.engine_from} is for {strategy.engine}. Start with the "
+            f"{origin} starts {started[0]}, but {strategy.engine_from} is for {strategy.engine}. Start with the "
             "strategy's own file: accelerate launch --config_file "
             f"accelerate_configs/{strategy.engine_from.removeprefix('strategy ')}.yaml"
         )
     strategy.from_launcher = True
-    if launcher == "fsdp":
-        fsdp.check_settings(os.environ, origin)
-        different = fsdp.contradictions(strategy.fsdp_settings)
-        if different:
-            raise UserError(
-                f"{origin} shards otherwise than {strategy.engine_from}: {'; '.join(different)}. Leave one of them "
-                "out."
-            )
-        strategy.engine = _fsdp_engine(os.environ)
-    else:
-        _compare_deepspeed_files(strategy, origin)
-    strategy.engine_from = origin
-
-
-def _compare_deepspeed_files(strategy: Strategy, origin: str) -> None:
-    """Check that the launcher's DeepSpeed file is the strategy's; without a strategy, take the engine from it."""
-    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-    if strategy.deepspeed_config is not None and (
-        file.lower() == "none" or Path(file).resolve() != strategy.deepspeed_config.resolve()
-    ):
-        missing = "" if file.lower() == "none" or Path(file).is_file() else f" (not found from {Path.cwd()})"
-        theirs = "settings of its own" if file.lower() == "none" else file + missing
+    if started[0] == "deepspeed":
+        file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+        stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE")
+        device = os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none")
+        if file.lower() == "none":
+            _set_deepspeed(strategy, None, _deepspeed_name(stage, device), origin)
+        else:
+            _set_deepspeed(strategy, Path(file), _deepspeed_engine(Path(file)), origin)
+        return
+    fsdp.check_settings(os.environ, origin)
+    different = fsdp.contradictions(strategy.fsdp_settings)
+    if different:
         raise UserError(
-            f"{origin} starts DeepSpeed with {theirs}, {strategy.engine_from} uses {strategy.deepspeed_config}. Leave "
-            "one of them out."
+            f"{origin} shards otherwise than {strategy.engine_from}: {'; '.join(different)}. Leave one of them out."
         )
-    if strategy.engine == "none" and file.lower() != "none":
-        strategy.deepspeed_config = Path(file)
-        strategy.engine = _deepspeed_engine(Path(file))
-    elif strategy.engine == "none":
-        strategy.engine = _deepspeed_name(
-            os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE"),
-            os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none"),
+    strategy.engine, strategy.engine_from = _fsdp_engine(os.environ), origin
+
+
+def _set_engine(strategy: Strategy, engine: str, origin: str) -> None:
+    if strategy.engine not in ("none", engine):
+        raise UserError(
+            f"{strategy.engine_from} ({strategy.engine}) and {origin} ({engine}) are two engines; a run has one. "
+            "Leave one out."
         )
+    strategy.engine, strategy.engine_from = engine, origin
+
+
+def _set_deepspeed(strategy: Strategy, path: Path | None, engine: str, origin: str) -> None:
+    """Set DeepSpeed as the engine, with a file or, for None, with settings of the launcher."""
+    before = strategy.deepspeed_config
+    same = before.resolve() == path.resolve() if before and path else before is path
+    if strategy.engine.startswith("deepspeed") and not same:
+        own = "settings of its own"
+        raise UserError(
+            f"{origin} contradicts {strategy.engine_from}: DeepSpeed with {path or own}, not with {before or own}. "
+            "Leave one of them out."
+        )
+    _set_engine(strategy, engine, origin)
+    strategy.deepspeed_config = path
+
+
+def _deepspeed_engine(path: Path) -> str:
+    """Return the name of the engine that a DeepSpeed file asks for."""
+    try:
+        values = parse_json(read_text(path))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error} (looked in {Path.cwd()}).") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {first_line(error)}") from error
+    zero = values.get("zero_optimization", {}) if isinstance(values, dict) else None
+    offload = zero.get("offload_optimizer") or {} if isinstance(zero, dict) else None
+    if not isinstance(zero, dict) or not isinstance(offload, dict):
+        raise UserError(f"{path} is no DeepSpeed file: zero_optimization and offload_optimizer have to be objects.")
+    return _deepspeed_name(zero.get("stage"), str(offload.get("device", "none")))
+
+
+def _deepspeed_name(stage: object, offload_device: str) -> str:
+    return "deepspeed" + ("_zero3" if str(stage) == "3" else "") + ("" if offload_device == "none" else "_offload")
+
+
+def _fsdp_engine(settings: Mapping[str, str]) -> str:
+    return "fsdp_offload" if fsdp.is_true(settings, "FSDP_OFFLOAD_PARAMS") else "fsdp"
 
 
 def number_of_processes() -> int:

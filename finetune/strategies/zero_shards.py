@@ -32,7 +32,6 @@ def redistribute(engine: "DeepSpeedEngine", checkpoint: Path) -> int:
 
     Args:
         engine: DeepSpeed's, whose parameters have the checkpoint's weights already.
-        checkpoint: a whole checkpoint.
 
     Returns:
         The number of parameters whose state was found.
@@ -102,7 +101,7 @@ def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _of_stage_1_and_2(parts: list[dict[str, Any]]) -> tuple[States, Any]:
-    """Assemble the state of each parameter; returned with the optimizer's count of steps."""
+    """Assemble the state of each parameter; return it with the optimizer's count of steps."""
     pieces: dict[str, dict[str, list[torch.Tensor]]] = {}
     for part in parts:
         for group, mapping in enumerate(part["param_slice_mappings"]):

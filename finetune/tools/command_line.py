@@ -7,14 +7,19 @@ MODEL = "a .nemo file, a run's directory, an adapter's or a Hugging Face directo
 DATA = "a NeMo manifest, a folder or glob of parquet or tar shards, an audio folder, or a hub data set name"
 
 
-def command(name: str, description: str, example: str) -> argparse.ArgumentParser:
-    """Return the parser of `python -m finetune.NAME`, which has --verbose; the example is a command line to copy."""
+def command(name: str, description: str, *examples: str) -> argparse.ArgumentParser:
+    """Return the parser of `python -m finetune.NAME`, which has --verbose already.
+
+    Args:
+        description: may be a module's docstring.
+        examples: command lines to copy, shown below the options.
+    """
     from finetune.logs import add_verbose  # needs a package, and `doctor` reports those that are missing
 
     parser = argparse.ArgumentParser(
         prog=f"python -m finetune.{name}",
         description=description,
-        epilog=f"example:\n  {example}",
+        epilog="\n  ".join(["examples:" if len(examples) > 1 else "example:", *examples]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_verbose(parser)

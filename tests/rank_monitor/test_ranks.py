@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from launching import BIN, TRAIN, curve, start, summary
 
 from finetune.rank_monitor.client import MONITOR
 from finetune.rank_monitor.monitor import ENDED_WELL, LEAVING_TOGETHER, MAX_UNAUTHENTICATED, Ending, Member, find_lost
+from finetune.training.elastic_restart import rendezvous
 
 FAULTY = str(ROOT / "tests" / "rank_faults.py")
 
@@ -296,12 +299,13 @@ def test_a_launchers_sigterm_is_not_taken_for_the_cause():
 
 # ---- rendezvous of restarted ranks ----------------------------------------------------------------------------------
 
-RENDEZVOUS = """
-import os
-from finetune.training.elastic_restart import rendezvous
-rendezvous(600)
-print(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.environ["TORCHELASTIC_USE_AGENT_STORE"])
-"""
+
+def meet(rank: int, port: int, place: Connection) -> None:
+    """A rank that torchrun has started; it sends the address at which the ranks meet."""
+    launcher = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ.update(launcher, WORLD_SIZE="2", RANK=str(rank))
+    rendezvous(600)
+    place.send([os.environ[name] for name in launcher])
 
 
 def test_restarted_ranks_do_not_meet_at_the_address_of_those_before():
@@ -309,25 +313,33 @@ def test_restarted_ranks_do_not_meet_at_the_address_of_those_before():
     import torch
 
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
-    environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "PYTHONPATH": str(ROOT)}
+    fork = multiprocessing.get_context("fork")
+    started = []
 
-    def start_rank(rank: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", RENDEZVOUS]
-        env = {**os.environ, **environment, "RANK": str(rank)}
-        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    def start_rank(rank: int) -> Connection:
+        receiver, sender = fork.Pipe(duplex=False)
+        started.append(fork.Process(target=meet, args=(rank, store.port, sender), daemon=True))
+        started[-1].start()
+        sender.close()
+        return receiver
 
-    first = [p.communicate(timeout=2 * HANG)[0] for p in [start_rank(0), start_rank(1)]]
+    def places(*ranks: Connection) -> list[list[str]]:
+        assert all(rank.poll(2 * HANG) for rank in ranks)
+        return [rank.recv() for rank in ranks]
+
+    first = places(start_rank(0), start_rank(1))
     earlier = store.get("finetune/here/1")
     rank_1 = start_rank(1)
     while store.get("finetune/here/1") == earlier:
-        assert rank_1.poll() is None, "it ended alone"
+        assert started[-1].is_alive(), "it ended alone"
         time.sleep(0.05)
-    second = [p.communicate(timeout=2 * HANG)[0] for p in [start_rank(0), rank_1]]
-    for places in (first, second):
-        assert places[0] == places[1]
-        assert places[0].endswith(" False\n")
+    second = places(start_rank(0), rank_1)
+    for zero, one in (first, second):
+        assert zero == one
+        assert zero[2] == "False"
     assert first[0] != second[0]
+    for process in started:
+        process.join(HANG)
 
 
 # ---- trainings ------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from hostile_files import Touch, evil_torch_file, torch_file
 
 from finetune.errors import UserError
 from finetune.security.pickles import check_checkpoint, check_torch_file, load_tensors
-from finetune.strategies.sharded import read_whole_weights
 from finetune.training.checkpoints import load_checkpoint
 
 
@@ -69,8 +68,6 @@ def test_a_pickle_of_a_checkpoint_is_looked_at_before_it_is_read(file, tmp_path)
     with pytest.raises(UserError, match=rf"{path.name} is refused: it would run posix\.mkdir"):
         load_checkpoint(Loads(), tmp_path / "step")
     if "model_states" in file:
-        with pytest.raises(UserError, match=r"it would run posix\.mkdir"):
-            read_whole_weights(tmp_path / "step")
         torch.load(path, weights_only=False)  # the file does what it says
         assert mark.is_dir()
     else:

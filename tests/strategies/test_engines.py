@@ -308,7 +308,9 @@ def test_fsdp_that_is_refused(monkeypatch, tmp_path):
 def test_two_ways_to_shard_are_refused():
     with pytest.raises(UserError, match=r"strategy fsdp2 and strategy hybrid_shard shard in different ways"):
         resolve_strategy(["fsdp2", "hybrid_shard"])
-    with pytest.raises(UserError, match=r"strategy zero2 and strategy zero3 are two DeepSpeed files"):
+    with pytest.raises(
+        UserError, match=r"zero3 contradicts strategy zero2: DeepSpeed with .*zero3.json, not with .*zero2.json"
+    ):
         resolve_strategy(["zero2", "zero3"])
     with pytest.raises(UserError, match=r"strategy zero2 .* and strategy fsdp2 .* are two engines"):
         resolve_strategy(["zero2", "fsdp2"])

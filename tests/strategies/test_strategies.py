@@ -314,12 +314,19 @@ def test_launcher_with_other_deepspeed_settings(monkeypatch: pytest.MonkeyPatch,
     other = tmp_path / "zero3.json"
     other.write_text('{"zero_optimization": {"stage": 3}}')
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(UserError, match=r"starts DeepSpeed with settings of its own, strategy zero2_offload uses"):
+    with pytest.raises(
+        UserError, match=r"the launcher .* contradicts strategy zero2_offload: DeepSpeed with settings of its own"
+    ):
         resolve_strategy(["zero2_offload"])
-    with pytest.raises(UserError, match=r"--deepspeed .*zero3.json contradicts the launcher .*settings of its own"):
+    with pytest.raises(
+        UserError, match=r"--deepspeed .*zero3.json contradicts the launcher .*not with settings of its own"
+    ):
         resolve_strategy([], str(other))
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(other))
-    with pytest.raises(UserError, match=r"starts DeepSpeed with .*zero3.json, strategy zero2_offload uses"):
+    with pytest.raises(
+        UserError,
+        match=r"contradicts strategy zero2_offload: DeepSpeed with .*zero3.json, not with .*zero2_offload.json",
+    ):
         resolve_strategy(["zero2_offload"])
     assert resolve_strategy([]).deepspeed_config == other
 
