@@ -17,11 +17,9 @@ whose absolute values sum to at most 4 gamma_n: softmax and arcs weigh gamma_n e
 TDT: arXiv 2304.06795. RNN-T: arXiv 1211.3711. FastEmit: arXiv 2010.11148.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from finetune.losses.checks import check_options, check_shapes
 from finetune.losses.fused import FusedTransducer
@@ -29,15 +27,8 @@ from finetune.losses.joint import CPU_BLOCK_BYTES, GPU_BLOCK_BYTES, Plan, comput
 from finetune.losses.lattice import check_durations, feasible_lengths
 from finetune.losses.operations import REAL, Operations
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 
-
-def _not_compiled(function: Function) -> Function:
-    """Keep `function` out of compiled callers: they gain nothing in it and would compile anew for each shape."""
-    return cast("Function", torch.compiler.disable(function))
-
-
-@_not_compiled
+@torch.compiler.disable  # a compiled caller gains nothing in it and would compile anew for each shape
 def fused_tdt_loss(
     enc_BTH: torch.Tensor,
     pred_BUH: torch.Tensor,
@@ -122,11 +113,10 @@ def fused_tdt_loss(
     )
     frames, tokens = operations.check_values(enc_BTH, targets_BU, enc_lengths_B, target_lengths_B, V)
 
-    plain_rnnt = not durations
     if durations and rnnt_draw is None and omega > 0:
         rnnt_draw = bool(torch.rand((), generator=generator) < omega)
-    if plain_rnnt or rnnt_draw:
-        durations, plain_rnnt = (), True
+    if rnnt_draw:
+        durations = ()
     feasible = feasible_lengths(frames, tokens, durations)
     device = enc_BTH.device
     inputs = [x for x in (enc_BTH, pred_BUH, weight_OH, bias_O) if x is not None]
@@ -138,7 +128,7 @@ def fused_tdt_loss(
         activation=activation,
         dropout=float(dropout),
         seed=operations.draw_seed() if dropout > 0 else 0,
-        sigma=0.0 if plain_rnnt else float(sigma),
+        sigma=float(sigma) if durations else 0.0,
         occupancy_threshold=float(occupancy_threshold),
         fastemit_lambda=float(fastemit_lambda),
         clamp=float(clamp),
@@ -149,83 +139,6 @@ def fused_tdt_loss(
     )
     losses_B = FusedTransducer.apply(enc_BTH, pred_BUH, weight_OH, bias_O, targets_BU, plan)
     return _reduce(losses_B, feasible, tokens, reduction)
-
-
-class FusedTDTLoss(nn.Module):
-    """`fused_tdt_loss` with its options; the arguments are those of the function.
-
-    In eval mode there is no dropout and no draw of omega (unless `rnnt_draw` is passed), so validation losses can be
-    compared.
-    """
-
-    def __init__(
-        self,
-        *,
-        durations: Sequence[int] = (0, 1, 2, 3, 4),
-        activation: str = "relu",
-        dropout: float = 0.0,
-        sigma: float = 0.0,
-        omega: float = 0.0,
-        generator: torch.Generator | None = None,
-        reduction: str = "mean_batch",
-        occupancy_threshold: float = 0.0,
-        fastemit_lambda: float = 0.0,
-        clamp: float = 0.0,
-        joint_memory_budget: int | None = None,
-    ):
-        super().__init__()
-        check_options(
-            activation,
-            dropout,
-            sigma,
-            omega,
-            reduction,
-            occupancy_threshold,
-            fastemit_lambda,
-            clamp,
-            joint_memory_budget,
-        )
-        self.dropout, self.omega, self.generator = dropout, omega, generator
-        self.options = {
-            "durations": check_durations(durations),
-            "activation": activation,
-            "sigma": sigma,
-            "reduction": reduction,
-            "occupancy_threshold": occupancy_threshold,
-            "fastemit_lambda": fastemit_lambda,
-            "clamp": clamp,
-            "joint_memory_budget": joint_memory_budget,
-        }
-
-    def forward(
-        self,
-        enc_BTH: torch.Tensor,
-        pred_BUH: torch.Tensor,
-        weight_OH: torch.Tensor,
-        bias_O: torch.Tensor | None,
-        targets_BU: torch.Tensor,
-        enc_lengths_B: torch.Tensor,
-        target_lengths_B: torch.Tensor,
-        rnnt_draw: bool | None = None,
-    ) -> torch.Tensor:
-        return fused_tdt_loss(
-            enc_BTH,
-            pred_BUH,
-            weight_OH,
-            bias_O,
-            targets_BU,
-            enc_lengths_B,
-            target_lengths_B,
-            dropout=self.dropout if self.training else 0.0,
-            omega=self.omega if self.training else 0.0,
-            rnnt_draw=rnnt_draw,
-            generator=self.generator,
-            **self.options,
-        )
-
-    def extra_repr(self) -> str:
-        options = {"dropout": self.dropout, "omega": self.omega, **self.options}
-        return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
 def _reduce(losses_B: torch.Tensor, feasible: list[bool], tokens: list[int], reduction: str) -> torch.Tensor:
