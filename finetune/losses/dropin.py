@@ -17,16 +17,17 @@ from torch import nn
 from finetune.losses.tdt import fused_tdt_loss
 
 if TYPE_CHECKING:
-    from nemo.collections.asr.losses.rnnt import RNNTLoss
     from nemo.collections.asr.modules import RNNTJoint
 
 Model = TypeVar("Model", bound=nn.Module)
+MERGE = "merge adapters first"
 ACTIVATION_OF = {nn.ReLU: "relu", nn.Tanh: "tanh", nn.Sigmoid: "sigmoid"}
 
 
 class JointInputs(NamedTuple):
-    """What the joint would have multiplied out: (B, T, D) encoder and (B, U + 1, D) prediction network outputs."""
+    """What a NeMo joint would have multiplied out: (B, T, D) encoder and (B, U + 1, D) prediction network outputs."""
 
+    joint: "RNNTJoint"
     enc_BTD: torch.Tensor
     pred_BUD: torch.Tensor
 
@@ -59,63 +60,6 @@ def in_forward_of(module: nn.Module, function: Callable[..., torch.Tensor], *inp
             setattr(module, name, before)
 
 
-class NeMoFusedLoss(nn.Module):
-    """In place of a NeMo model's `loss`: computes joint inputs and leaves joint outputs to the loss it replaces."""
-
-    plain: "RNNTLoss"
-
-    def __init__(self, plain: "RNNTLoss", joint: "RNNTJoint", options: dict[str, Any]):
-        super().__init__()
-        self.plain, self.options = plain, options
-        self.joint = [joint]  # in a list: not a submodule, the model has it already
-
-    @property
-    def reduction(self) -> str | None:
-        return self.plain.reduction
-
-    @reduction.setter
-    def reduction(self, value: str | None) -> None:
-        self.plain.reduction = value  # pyright: ignore[reportAttributeAccessIssue]  # NeMo's loss takes None too
-
-    def reduce(self, losses: torch.Tensor, target_lengths: torch.Tensor) -> torch.Tensor:
-        return self.plain.reduce(losses, target_lengths)
-
-    def forward(
-        self,
-        *,
-        log_probs: JointInputs | torch.Tensor,
-        targets: torch.Tensor,
-        input_lengths: torch.Tensor,
-        target_lengths: torch.Tensor,
-    ) -> torch.Tensor:
-        if not isinstance(log_probs, JointInputs):
-            return self.plain(
-                log_probs=log_probs, targets=targets, input_lengths=input_lengths, target_lengths=target_lengths
-            )
-        joint = self.joint[0]
-        layers = list(joint.joint_net)
-        head, dropout = layers[-1], next((m.p for m in layers if isinstance(m, nn.Dropout)), 0.0)
-        assert isinstance(head, nn.Linear)
-        enc_BTH, pred_BUH = joint.project_encoder(log_probs.enc_BTD), joint.project_prednet(log_probs.pred_BUD)
-
-        def loss(enc_BTH: torch.Tensor, pred_BUH: torch.Tensor) -> torch.Tensor:
-            return fused_tdt_loss(
-                enc_BTH,
-                pred_BUH,
-                head.weight,
-                head.bias,
-                targets,
-                input_lengths,
-                target_lengths,
-                activation=ACTIVATION_OF[type(layers[0])],
-                dropout=dropout if self.training else 0.0,
-                reduction=self.reduction or "none",
-                **self.options,
-            )
-
-        return in_forward_of(head, loss, enc_BTH, pred_BUH)
-
-
 def use_in_nemo(model: Any, *, occupancy_threshold: float = 0.0, joint_memory_budget: int | None = None) -> Any:
     """Put the fused loss into a loaded NeMo transducer, in place; validation and decoding stay as they are.
 
@@ -144,13 +88,10 @@ def use_in_nemo(model: Any, *, occupancy_threshold: float = 0.0, joint_memory_bu
         )
     head = joint.joint_net[-1]
     if type(head) is not nn.Linear:
-        raise ValueError(
-            f"joint.joint_net: expected a last layer of type Linear, got {type(head).__name__}: merge adapters first"
-        )
+        raise ValueError(f"joint.joint_net: expected a last layer of type Linear, got {type(head).__name__}: {MERGE}")
     if getattr(joint, "masking_prob", 0) > 0:
         raise ValueError(
-            f"joint.masking_prob: expected 0, got {joint.masking_prob}: the fused loss does not mask predictions "
-            "(HAINAN)"
+            f"joint.masking_prob: expected 0, got {joint.masking_prob}: predictions are not masked (HAINAN)"
         )
     if joint.is_adapter_available():
         raise ValueError("joint: expected no adapters, which the fused loss would leave out")
@@ -169,37 +110,53 @@ def use_in_nemo(model: Any, *, occupancy_threshold: float = 0.0, joint_memory_bu
         "occupancy_threshold": occupancy_threshold,
         "joint_memory_budget": joint_memory_budget,
     }
-    loss = NeMoFusedLoss(model.loss, joint, options)
 
-    def forward(
+    def loss_forward(self: Any, *, log_probs: JointInputs | torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+        if not isinstance(log_probs, JointInputs):
+            return type(self).forward(self, log_probs=log_probs, **inputs)
+        joint, enc_BTD, pred_BUD = log_probs
+        layers = list(joint.joint_net)
+        head, dropout = layers[-1], next((m.p for m in layers if isinstance(m, nn.Dropout)), 0.0)
+
+        def loss(enc_BTH: torch.Tensor, pred_BUH: torch.Tensor) -> torch.Tensor:
+            return fused_tdt_loss(
+                enc_BTH,
+                pred_BUH,
+                head.weight,
+                head.bias,
+                inputs["targets"],
+                inputs["input_lengths"],
+                inputs["target_lengths"],
+                activation=ACTIVATION_OF[type(layers[0])],
+                dropout=dropout if self.training else 0.0,
+                reduction=self.reduction or "none",
+                **options,
+            )
+
+        return in_forward_of(head, loss, joint.project_encoder(enc_BTD), joint.project_prednet(pred_BUD))
+
+    def joint_forward(
         self: Any,
+        *,
         encoder_outputs: torch.Tensor,
         decoder_outputs: torch.Tensor | None,
-        encoder_lengths: torch.Tensor | None = None,
-        transcripts: torch.Tensor | None = None,
-        transcript_lengths: torch.Tensor | None = None,
         compute_wer: bool = False,
-        **others: Any,
+        **inputs: Any,
     ) -> Any:
         def plain(decoder_outputs: torch.Tensor | None) -> Any:
-            return type(self).forward(
-                self,
-                encoder_outputs=encoder_outputs,
-                decoder_outputs=decoder_outputs,
-                encoder_lengths=encoder_lengths,
-                transcripts=transcripts,
-                transcript_lengths=transcript_lengths,
-                compute_wer=compute_wer,
-                **others,
-            )
+            outputs = {"encoder_outputs": encoder_outputs, "decoder_outputs": decoder_outputs}
+            return type(self).forward(self, **outputs, compute_wer=compute_wer, **inputs)
 
         if not self.training or decoder_outputs is None:
             return plain(decoder_outputs)
-        inputs = JointInputs(encoder_outputs.transpose(1, 2), decoder_outputs.transpose(1, 2))
+        joint_inputs = JointInputs(self, encoder_outputs.transpose(1, 2), decoder_outputs.transpose(1, 2))
         if not self.fuse_loss_wer:
-            return inputs  # for the loss, which the training step calls next
+            return joint_inputs  # for the loss, which the training step calls next
         value = self.__dict__["fused_loss"](
-            log_probs=inputs, targets=transcripts, input_lengths=encoder_lengths, target_lengths=transcript_lengths
+            log_probs=joint_inputs,
+            targets=inputs["transcripts"],
+            input_lengths=inputs["encoder_lengths"],
+            target_lengths=inputs["transcript_lengths"],
         )
         wer = (None, None, None)
         if compute_wer:
@@ -207,9 +164,9 @@ def use_in_nemo(model: Any, *, occupancy_threshold: float = 0.0, joint_memory_bu
                 _, *wer = plain(None)
         return value, *wer
 
-    joint.__dict__["fused_loss"] = loss  # past nn.Module's book-keeping: the model owns it
-    joint.forward = types.MethodType(forward, joint)
-    model.loss = loss
+    model.loss.forward = types.MethodType(loss_forward, model.loss)
+    joint.__dict__["fused_loss"] = model.loss  # past nn.Module's book-keeping: the model owns it
+    joint.forward = types.MethodType(joint_forward, joint)
     return model
 
 
@@ -252,7 +209,7 @@ def use_in_transformers(
             f"config.blank_token_id: expected the last token, {config.vocab_size - 1}, got {config.blank_token_id}"
         )
     if type(head) is not nn.Linear:
-        raise ValueError(f"joint.head: expected a Linear layer, got {type(head).__name__}: merge adapters first")
+        raise ValueError(f"joint.head: expected a Linear layer, got {type(head).__name__}: {MERGE}")
     # Which labels count differs between the two: RNN-T labels are padded with the blank.
     padding = config.pad_token_id if is_tdt else config.blank_token_id
     options = {
