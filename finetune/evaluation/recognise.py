@@ -172,9 +172,6 @@ def score_stream(
     kept.
 
     Args:
-        model: NeMo transducer.
-        stream: utterances of this rank.
-        normalization: of references and hypotheses.
         description: label of the progress bar.
         longest: seconds that are decoded at once; longer utterances are recognised in chunks of that length, so that
             memory does not grow with the square of their length.
@@ -197,7 +194,7 @@ def score_stream(
     ):
         for batch in stream.batches():
             wer.quarantined += batch.quarantined
-            wer.add_filtered(batch.filtered)
+            wer.filtered.update(batch.filtered)
             if batch.error:
                 raise UserError(f"{description}: {batch.error}", exit_code=1)
             if not batch.ids:
