@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,9 @@ import yaml
 # Before anything imports huggingface_hub: no test asks the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+# A shell that starts the tests in the background lets them, and all that they start, ignore SIGINT.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
 VOICE_PROMPTS = ROOT / "examples" / "voice_prompts" / "data"
