@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from nemo.collections.asr.modules import RNNTJoint
 
 Model = TypeVar("Model", bound=nn.Module)
-MERGE = "merge adapters first"
 ACTIVATION_OF = {nn.ReLU: "relu", nn.Tanh: "tanh", nn.Sigmoid: "sigmoid"}
 
 
@@ -45,10 +44,8 @@ def in_forward_of(module: nn.Module, function: Callable[..., torch.Tensor], *inp
     # Accelerate's hooks (offloading) put a forward of their own on the module, which calls this one.
     name = "_old_forward" if "_hf_hook" in module.__dict__ else "forward"
     if name == "forward" and name in module.__dict__:
-        raise ValueError(
-            f"{type(module).__name__}: its forward has been replaced by {module.forward!r}; the fused loss cannot "
-            "take part"
-        )
+        name = type(module).__name__
+        raise ValueError(f"{name}: its forward has been replaced by {module.forward!r}: no place for the fused loss")
     before = module.__dict__.get(name)
     setattr(module, name, function)
     try:
@@ -82,13 +79,13 @@ def use_in_nemo(model: Any, *, occupancy_threshold: float = 0.0, joint_memory_bu
     if name not in ("tdt", "default", "warprnnt_numba", "warprnnt", "pytorch"):
         raise ValueError(f"loss.loss_name: expected a TDT or RNN-T loss, got {name!r}")
     if type(joint).__name__ != "RNNTJoint" or type(joint.joint_net[0]) not in ACTIVATION_OF:
-        raise ValueError(
-            f"joint: expected NeMo's RNNTJoint with relu, tanh or sigmoid, got {type(joint).__name__} with "
-            f"{joint.joint_net[0]}"
-        )
+        got = f"{type(joint).__name__} with {joint.joint_net[0]}"
+        raise ValueError(f"joint: expected NeMo's RNNTJoint with relu, tanh or sigmoid, got {got}")
     head = joint.joint_net[-1]
     if type(head) is not nn.Linear:
-        raise ValueError(f"joint.joint_net: expected a last layer of type Linear, got {type(head).__name__}: {MERGE}")
+        raise ValueError(
+            f"joint.joint_net: expected Linear at the end, got {type(head).__name__}: merge adapters first"
+        )
     if getattr(joint, "masking_prob", 0) > 0:
         raise ValueError(
             f"joint.masking_prob: expected 0, got {joint.masking_prob}: predictions are not masked (HAINAN)"
@@ -97,10 +94,8 @@ def use_in_nemo(model: Any, *, occupancy_threshold: float = 0.0, joint_memory_bu
         raise ValueError("joint: expected no adapters, which the fused loss would leave out")
     durations = tuple(kwargs.get("durations") or ()) if joint.num_extra_outputs else ()
     if len(durations) != joint.num_extra_outputs:
-        raise ValueError(
-            f"loss.tdt_kwargs.durations: expected {joint.num_extra_outputs} durations, as the joint has, got "
-            f"{list(durations)}"
-        )
+        expected = f"{joint.num_extra_outputs} durations, as the joint has"
+        raise ValueError(f"loss.tdt_kwargs.durations: expected {expected}, got {list(durations)}")
     options = {
         "durations": durations,
         "sigma": float(kwargs.get("sigma", 0.0)) if durations else 0.0,
@@ -205,11 +200,10 @@ def use_in_transformers(
     if config.hidden_act not in ACTIVATION_OF.values():
         raise ValueError(f"config.hidden_act: expected relu, tanh or sigmoid, got {config.hidden_act!r}")
     if config.blank_token_id != config.vocab_size - 1:
-        raise ValueError(
-            f"config.blank_token_id: expected the last token, {config.vocab_size - 1}, got {config.blank_token_id}"
-        )
+        last = config.vocab_size - 1
+        raise ValueError(f"config.blank_token_id: expected the last token, {last}, got {config.blank_token_id}")
     if type(head) is not nn.Linear:
-        raise ValueError(f"joint.head: expected a Linear layer, got {type(head).__name__}: {MERGE}")
+        raise ValueError(f"joint.head: expected Linear, got {type(head).__name__}: merge adapters first")
     # Which labels count differs between the two: RNN-T labels are padded with the blank.
     padding = config.pad_token_id if is_tdt else config.blank_token_id
     options = {

@@ -59,15 +59,11 @@ def fused_tdt_loss(
     gradients (inf under "none").
 
     Args:
-        enc_BTH: (B, T, H) encoder outputs, already projected to the joint's width.
-        pred_BUH: (B, U + 1, H) prediction network outputs for start of sequence and each target, projected to the
-            joint's width.
-        weight_OH: (O, H) weight of the joint's last linear layer, O = V + 1 + len(durations); the blank is row V,
-            durations come last.
-        bias_O: (O,) its bias, or None.
+        enc_BTH, pred_BUH: (B, T, H) encoder outputs and (B, U + 1, H) prediction network outputs (for start of sequence
+            and each target), both projected to the joint's width.
+        weight_OH, bias_O: the joint's last linear layer, bias or None; O = V + 1 + len(durations), the blank is row V.
         targets_BU: (B, U) token ids in [0, V), padded with anything; int32 or int64.
-        enc_lengths_B: (B,) frames of each clip, 0 <= length <= T.
-        target_lengths_B: (B,) tokens of each clip, 0 <= length <= U.
+        enc_lengths_B, target_lengths_B: (B,) frames and tokens of each clip.
         durations: what each duration output stands for, in encoder frames; () for plain RNN-T.
         activation: "relu", "tanh" or "sigmoid", between the sum of `enc` and `pred` and the linear layer.
         dropout: probability with which an activation is zeroed (the others are scaled up), before the linear layer.
@@ -86,18 +82,17 @@ def fused_tdt_loss(
             counts as at least 1, where NeMo divides by 0.
         occupancy_threshold: cells whose occupancy (posterior probability that an alignment passes through it) is below
             this are left out: of forward together, so that at most this share of a clip's alignments is lost
-            (certified: band.py), and of backward one by one. The loss is then at most -(1 + fastemit_lambda) log(1 -
-            threshold) above the exact one. Every posterior is off by at most the threshold, since the alignments that
-            are left differ from all of them by no more in total variation; a cell left out of backward has an
-            occupancy below 2 thresholds; so the gradient with respect to a cell's outputs, whose absolute values sum
-            to at most 4 occupancies, is off by at most 8 (1 + fastemit_lambda) thresholds. All this up to the rounding
-            of the logits. 0 is exact: only what stays below the square of the dtype's eps (1e-14 in float32) is left
-            out, which no sum could tell. 1e-8 is exact to float32's rounding; 1e-4 suits training.
+            (certified: band.py), and of backward one by one. The loss is at most -(1 + fastemit_lambda) log(1 -
+            threshold) above the exact one. Every posterior is off by at most the threshold, and a cell left out of
+            backward has an occupancy below 2 thresholds; so the gradient with respect to a cell's outputs, whose
+            absolute values sum to at most 4 occupancies, is off by at most 8 (1 + fastemit_lambda) thresholds. All up
+            to the rounding of the logits. 0 is exact: only what stays below the square of the dtype's eps (1e-14 in
+            float32) is left out. 1e-8 is exact to float32's rounding; 1e-4 suits training.
         fastemit_lambda: FastEmit regularisation as in NeMo: label arcs weigh 1 + lambda in the gradient of the token
             outputs, and the loss is multiplied by 1 + lambda.
         clamp: above 0, each clip's gradient of the token outputs of a cell is clamped to [-clamp, clamp], as in NeMo.
         joint_memory_budget: bytes for the tensors of a block of cells. None: 32 MiB on the CPU, 512 MiB elsewhere.
-        operations: for callers whose tensors have no values (fake tensors): stand-ins for what reads them.
+        operations: stand-ins for what reads values, where tensors have none (fake tensors).
 
     Returns:
         A scalar, or (B,) under "none": losses in nats, float32 (float64 for float64 inputs). A clip without any
