@@ -52,7 +52,7 @@ class Cutting:
     """How to cut a recording, in samples and frames."""
 
     frame: int
-    """Samples of an encoder frame; chunks begin at multiples of it, so that the frames of different chunks coincide."""
+    """Samples of an encoder frame; chunks begin at multiples of it, so that their frames coincide."""
     limit: int | None
     """Most frames of a chunk; None: the recording is one chunk."""
     margin: int

@@ -57,8 +57,12 @@ class Mistakes:
     def add(
         self, clip: dict[str, Any], pairs: list[tuple[str, str]], errors: int, audio_S: torch.Tensor | None
     ) -> None:
-        """Count one utterance with its pairs of `align`, and keep it (id, language, reference, hypothesis and audio, as
-        floats in [-1, 1] or int16) if it is among the worst."""
+        """Count one utterance with its pairs of `align`, and keep it if it is among the worst.
+
+        Args:
+            clip: id, language, reference, hypothesis.
+            audio_S: float32 in [-1, 1] or int16, or None.
+        """
         self.words.update(pair for pair in pairs if pair[0] != pair[1])
         self._shorten(2 * WORD_PAIRS)
         spoken = sum(bool(word) for word, _ in pairs)

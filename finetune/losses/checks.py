@@ -32,22 +32,22 @@ def check_shapes(enc_BTH, pred_BUH, weight_OH, bias_O, targets_BU, enc_lengths_B
     ):
         whole = isinstance(x, torch.Tensor) and x.dtype in (torch.int32, torch.int64)
         expect(whole and x.dim() == dims, name, expected, x)
-    (B, T, H), U1, (O, weight_H) = enc_BTH.shape, pred_BUH.shape[1], weight_OH.shape
+    (B, T, H), U1, (outputs, weight_H) = enc_BTH.shape, pred_BUH.shape[1], weight_OH.shape
     to_fit = f", to fit enc_BTH {(B, T, H)}"
     right = pred_BUH.shape == (B, U1, H) and U1 > 0
     expect(right, "pred_BUH", f"shape ({B}, U + 1, {H}){to_fit}", pred_BUH)
-    outputs = f"V + 1 + {D} durations" if D else "V + 1"
-    expect(weight_H == H and O >= D + 1, "weight_OH", f"shape ({outputs}, {H}){to_fit}", weight_OH)
+    rows = f"V + 1 + {D} durations" if D else "V + 1"
+    expect(weight_H == H and outputs > D, "weight_OH", f"shape ({rows}, {H}){to_fit}", weight_OH)
     if bias_O is not None:
-        right = isinstance(bias_O, torch.Tensor) and bias_O.is_floating_point() and bias_O.shape == (O,)
-        expect(right, "bias_O", f"None or a floating-point bias of shape {(O,)}, to fit weight_OH", bias_O)
+        right = isinstance(bias_O, torch.Tensor) and bias_O.is_floating_point() and bias_O.shape == (outputs,)
+        expect(right, "bias_O", f"None or a floating-point bias of shape {(outputs,)}, to fit weight_OH", bias_O)
     one_fewer = f"shape {(B, U1 - 1)}, one position fewer than pred_BUH"
     expect(targets_BU.shape == (B, U1 - 1), "targets_BU", one_fewer, targets_BU)
     for name, x in (("enc_lengths_B", enc_lengths_B), ("target_lengths_B", target_lengths_B)):
         expect(x.shape == (B,), name, f"shape {(B,)}", x)
     for name, x in (("pred_BUH", pred_BUH), ("weight_OH", weight_OH), ("bias_O", bias_O), ("targets_BU", targets_BU)):
         expect(x is None or x.device == enc_BTH.device, name, f"device {enc_BTH.device}, as enc_BTH", x)
-    return O - D - 1
+    return outputs - D - 1
 
 
 def check_values(enc_BTH, targets_BU, enc_lengths_B, target_lengths_B, V: int) -> tuple[list[int], list[int]]:

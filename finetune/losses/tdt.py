@@ -59,8 +59,8 @@ def fused_tdt_loss(
     gradients (inf under "none").
 
     Args:
-        enc_BTH, pred_BUH: (B, T, H) encoder outputs and (B, U + 1, H) prediction network outputs (for start of sequence
-            and each target), both projected to the joint's width.
+        enc_BTH, pred_BUH: (B, T, H) encoder outputs and (B, U + 1, H) prediction network outputs, for start of
+            sequence and each target, both projected to the joint's width.
         weight_OH, bias_O: the joint's last linear layer, bias or None; O = V + 1 + len(durations), the blank is row V.
         targets_BU: (B, U) token ids in [0, V), padded with anything; int32 or int64.
         enc_lengths_B, target_lengths_B: (B,) frames and tokens of each clip.

@@ -25,18 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from finetune.losses import feasible_clips, fused_tdt_loss, lattice
 from finetune.losses.dropout import dropout_mask, torch_mask
 
-DURATION_SETS = [TDT, (0, 1, 2), (1, 2), (0, 2, 4, 8), (2, 0, 1), ()]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """The tensors here are tiny: on a busy machine waiting for a second thread costs more than the work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # ------------------------------------------------------------------------------------------------------------- omega
 # and dropout
 
