@@ -23,6 +23,7 @@ from loss_cases import (
 
 from finetune.losses import feasible_clips, fused_tdt_loss, lattice
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 DURATION_SETS = [TDT, (0, 1, 2), (1, 2), (0, 2, 4, 8), (2, 0, 1), ()]
 
 

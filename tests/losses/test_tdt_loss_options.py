@@ -25,6 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from finetune.losses import feasible_clips, fused_tdt_loss, lattice
 from finetune.losses.dropout import dropout_mask, torch_mask
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # ------------------------------------------------------------------------------------------------------------- omega
 # and dropout
 
