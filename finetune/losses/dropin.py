@@ -24,9 +24,8 @@ ACTIVATION_OF = {nn.ReLU: "relu", nn.Tanh: "tanh", nn.Sigmoid: "sigmoid"}
 
 
 class JointInputs(NamedTuple):
-    """What a NeMo joint would have multiplied out: (B, T, D) encoder and (B, U + 1, D) prediction network outputs."""
+    """What the joint would have multiplied out: (B, T, D) encoder and (B, U + 1, D) prediction network outputs."""
 
-    joint: "RNNTJoint"
     enc_BTD: torch.Tensor
     pred_BUD: torch.Tensor
 
@@ -109,7 +108,7 @@ def use_in_nemo(model: Any, *, occupancy_threshold: float = 0.0, joint_memory_bu
     def loss_forward(self: Any, *, log_probs: JointInputs | torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
         if not isinstance(log_probs, JointInputs):
             return type(self).forward(self, log_probs=log_probs, **inputs)
-        joint, enc_BTD, pred_BUD = log_probs
+        joint: RNNTJoint = self.__dict__["fused_joint"]
         layers = list(joint.joint_net)
         head, dropout = layers[-1], next((m.p for m in layers if isinstance(m, nn.Dropout)), 0.0)
 
@@ -128,7 +127,9 @@ def use_in_nemo(model: Any, *, occupancy_threshold: float = 0.0, joint_memory_bu
                 **options,
             )
 
-        return in_forward_of(head, loss, joint.project_encoder(enc_BTD), joint.project_prednet(pred_BUD))
+        return in_forward_of(
+            head, loss, joint.project_encoder(log_probs.enc_BTD), joint.project_prednet(log_probs.pred_BUD)
+        )
 
     def joint_forward(
         self: Any,
@@ -144,7 +145,7 @@ def use_in_nemo(model: Any, *, occupancy_threshold: float = 0.0, joint_memory_bu
 
         if not self.training or decoder_outputs is None:
             return plain(decoder_outputs)
-        joint_inputs = JointInputs(self, encoder_outputs.transpose(1, 2), decoder_outputs.transpose(1, 2))
+        joint_inputs = JointInputs(encoder_outputs.transpose(1, 2), decoder_outputs.transpose(1, 2))
         if not self.fuse_loss_wer:
             return joint_inputs  # for the loss, which the training step calls next
         value = self.__dict__["fused_loss"](
@@ -160,7 +161,8 @@ def use_in_nemo(model: Any, *, occupancy_threshold: float = 0.0, joint_memory_bu
         return value, *wer
 
     model.loss.forward = types.MethodType(loss_forward, model.loss)
-    joint.__dict__["fused_loss"] = model.loss  # past nn.Module's book-keeping: the model owns it
+    # They know each other past nn.Module's book-keeping, since the model owns both.
+    joint.__dict__["fused_loss"], model.loss.__dict__["fused_joint"] = model.loss, joint
     joint.forward = types.MethodType(joint_forward, joint)
     return model
 
