@@ -421,3 +421,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return 0 if "equals_adamw" in item.name else 3
 
     items.sort(key=turn)
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """For tiny tensors: on a busy machine waiting for a second thread costs more than the work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

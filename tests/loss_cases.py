@@ -47,32 +47,35 @@ def joint_logits(enc_BTH, pred_BUH, weight_OH, bias_O, activation=torch.relu):
     return activation(enc_BTH[:, :, None] + pred_BUH[:, None]) @ weight_OH.t() + bias_O
 
 
-def all_alignments_loss(logits_TUO, targets, durations, sigma, rnnt=False):
-    """-log of the summed probability of all alignments of one clip, by walking each (float64, autograd follows)."""
-    T, U1, outputs = logits_TUO.shape
-    V = outputs - 1 - len(durations)
-    token_logp = torch.log_softmax(logits_TUO[..., : V + 1], -1) - (0.0 if rnnt else sigma)
-    duration_logp = None if rnnt else torch.log_softmax(logits_TUO[..., V + 1 :], -1)
+def walk_alignments(token_logp_TUV, duration_logp_TUD, targets, durations):
+    """-log of the summed probability of all alignments of one clip, by walking each; no durations: RNN-T."""
+    T, U1, V = token_logp_TUV.shape[0], token_logp_TUV.shape[1], token_logp_TUV.shape[2] - 1
     found = []
 
     def walk(t, u, logp):
-        if rnnt:
-            arcs = [(1, True, 0.0), (0, False, 0.0)]
-        else:
-            arcs = [(d, blank, duration_logp[t, u, i]) for i, d in enumerate(durations) for blank in (True, False)]
-        for d, blank, duration in arcs:
+        arcs = [(d, blank, duration_logp_TUD[t, u, i]) for i, d in enumerate(durations) for blank in (True, False)]
+        for d, blank, duration in arcs or [(1, True, 0.0), (0, False, 0.0)]:
             if blank and d > 0:
-                after = logp + token_logp[t, u, V] + duration
+                after = logp + token_logp_TUV[t, u, V] + duration
                 if t + d == T and u == U1 - 1:
                     found.append(after)
                 elif t + d < T:
                     walk(t + d, u, after)
             elif not blank and u < U1 - 1 and t + d < T:
-                walk(t + d, u + 1, logp + token_logp[t, u, targets[u]] + duration)
+                walk(t + d, u + 1, logp + token_logp_TUV[t, u, targets[u]] + duration)
 
     if T > 0:
-        walk(0, 0, torch.zeros((), dtype=logits_TUO.dtype))
-    return -torch.logsumexp(torch.stack(found), 0) if found else torch.tensor(math.inf, dtype=logits_TUO.dtype)
+        walk(0, 0, torch.zeros((), dtype=token_logp_TUV.dtype))
+    return -torch.logsumexp(torch.stack(found), 0) if found else torch.tensor(math.inf, dtype=token_logp_TUV.dtype)
+
+
+def all_alignments_loss(logits_TUO, targets, durations, sigma, rnnt=False):
+    """The loss of one clip by all its alignments (float64, autograd follows)."""
+    V = logits_TUO.shape[-1] - 1 - len(durations)
+    token_logp = torch.log_softmax(logits_TUO[..., : V + 1], -1)
+    if rnnt:
+        return walk_alignments(token_logp, None, targets, ())
+    return walk_alignments(token_logp - sigma, torch.log_softmax(logits_TUO[..., V + 1 :], -1), targets, durations)
 
 
 def all_alignments_losses(case, durations, sigma=0.0, rnnt=False, activation=torch.relu):
@@ -80,6 +83,36 @@ def all_alignments_losses(case, durations, sigma=0.0, rnnt=False, activation=tor
     logits_BTUO = joint_logits(*tensors, activation)
     clips = zip(logits_BTUO, targets_BU, frames_B.tolist(), tokens_B.tolist())
     return torch.stack([all_alignments_loss(z[:t, : u + 1], y, durations, sigma, rnnt) for z, y, t, u in clips])
+
+
+def dense_losses(case, durations, sigma):
+    """The losses by dynamic programming frame by frame over the whole tensor of joint outputs, clip by clip."""
+    *tensors, targets_BU, frames_B, tokens_B = case
+    losses = []
+    for logits_TUO, targets, T, U in zip(joint_logits(*tensors), targets_BU, frames_B.tolist(), tokens_B.tolist()):
+        V = logits_TUO.shape[-1] - 1 - len(durations)
+        token_logp = torch.log_softmax(logits_TUO[..., : V + 1], -1) - (sigma if durations else 0.0)
+        duration_logp = torch.log_softmax(logits_TUO[..., V + 1 :], -1)
+        arcs = [(d, duration_logp[..., i], True) for i, d in enumerate(durations)]
+        arcs = arcs or [
+            (0, torch.zeros_like(token_logp[..., 0]), True),
+            (1, torch.zeros_like(token_logp[..., 0]), False),
+        ]
+        reached = {(0, 0): [torch.zeros((), dtype=logits_TUO.dtype)]}  # log-probabilities of the ways into each cell
+        for t in range(T):
+            for u in range(U + 1):
+                if (t, u) not in reached:
+                    continue
+                alpha = torch.logsumexp(torch.stack(reached[t, u]), 0)
+                for d, duration, labels in arcs:
+                    if d > 0 and (t + d < T or (t + d, u) == (T, U)):
+                        reached.setdefault((t + d, u), []).append(alpha + token_logp[t, u, V] + duration[t, u])
+                    if labels and u < U and t + d < T:
+                        label = token_logp[t, u, targets[u]]
+                        reached.setdefault((t + d, u + 1), []).append(alpha + label + duration[t, u])
+        ends = reached.get((T, U), []) if T > 0 else []
+        losses.append(-torch.logsumexp(torch.stack(ends), 0) if ends else torch.tensor(math.inf).to(logits_TUO.dtype))
+    return torch.stack(losses)
 
 
 def transformers_losses(case, sigma=0.0, reduction="none"):

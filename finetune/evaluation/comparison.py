@@ -14,7 +14,6 @@ from finetune.evaluation.significance import RESAMPLES, block_names, compare_cou
 from finetune.security.documents import parse_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
 
 LISTED = 5
@@ -52,8 +51,8 @@ def read_utterances(path: Path) -> tuple[list[Utterance], str | None]:
 
 
 def compare_utterances(
-    first: Iterable[Utterance],
-    second: Iterable[Utterance],
+    first: list[Utterance],
+    second: list[Utterance],
     normalization: str,
     *,
     block_pattern: str | None = None,
@@ -64,7 +63,7 @@ def compare_utterances(
 
     The result has these keys as well: only_in_a, only_in_b and other_reference count utterances that are not compared;
     left_out, those that the normalisation leaves out; unchanged, better and worse count utterances by their errors;
-    most_improved and most_worsened list some. The texts of one side are held in memory.
+    most_improved and most_worsened list some.
 
     Args:
         first, second: the same utterances by two models.
@@ -75,18 +74,11 @@ def compare_utterances(
     Raises:
         UserError: no utterance with words is in both.
     """
-    waiting = {}
-    seen: Counter[str] = Counter()
-    for a in first:  # an id that comes twice is told apart by its occurrence
-        waiting[a.id, seen[a.id]] = a
-        seen[a.id] += 1
-    seen.clear()
-    skipped: Counter[str] = Counter(only_in_b=0, other_reference=0, left_out=0)
-    counts, languages, ids = [], [], []
-    changed: list[tuple[int, Utterance, Utterance]] = []
-    for b in second:
-        key = (b.id, seen[b.id])
-        seen[b.id] += 1
+    waiting = _by_occurrence(first)
+    skipped = dict.fromkeys(("only_in_b", "other_reference", "left_out"), 0)
+    counts, languages = [], []
+    compared: list[tuple[int, Utterance, Utterance]] = []
+    for key, b in _by_occurrence(second).items():
         a = waiting.pop(key, None)
         if a is None:
             skipped["only_in_b"] += 1
@@ -101,11 +93,7 @@ def compare_utterances(
             continue
         counts.append((score_a.word_errors, score_b.word_errors, score_a.words))
         languages.append(language or "unknown")
-        ids.append(b.id)
-        if score_a.word_errors != score_b.word_errors:
-            changed.append((score_b.word_errors - score_a.word_errors, a, b))
-            if len(changed) > 10_000:  # bounds memory: only both ends are listed
-                changed = _most_changed(changed, 100)
+        compared.append((score_b.word_errors - score_a.word_errors, a, b))
     if not sum(words for _, _, words in counts):
         raise UserError(
             "nothing to compare: no clip with words is in both with the same reference "
@@ -113,37 +101,38 @@ def compare_utterances(
             f"{skipped['other_reference']} with another reference)."
         )
     counts_NC = np.asarray(counts, dtype=np.int64)
-    names = None if block_pattern is None else block_names(ids, block_pattern)
+    names = None if block_pattern is None else block_names([b.id for _, _, b in compared], block_pattern)
     result = compare_counts(
         counts_NC[:, 0], counts_NC[:, 1], counts_NC[:, 2], languages, names_N=names, resamples=resamples
     )
-    listed = [_as_row(*entry) for entry in _most_changed(changed, LISTED)]
-    difference_N = counts_NC[:, 1] - counts_NC[:, 0]
+    compared.sort(key=lambda entry: (entry[0], entry[1].id))  # the most improved first
+    better, worse = [e for e in compared if e[0] < 0], [e for e in compared if e[0] > 0]
     return {
         "normalization": normalization,
         **result,
         "verdict": describe_difference(result, "the second model is better", "the second model is worse"),
         "only_in_a": len(waiting),
         **skipped,
-        "better": int((difference_N < 0).sum()),
-        "worse": int((difference_N > 0).sum()),
-        "unchanged": int((difference_N == 0).sum()),
-        "most_improved": [row for row in listed if row["more_errors"] < 0],
-        "most_worsened": [row for row in reversed(listed) if row["more_errors"] > 0],
+        "better": len(better),
+        "worse": len(worse),
+        "unchanged": len(compared) - len(better) - len(worse),
+        "most_improved": [_as_row(*entry) for entry in better[:LISTED]],
+        "most_worsened": [_as_row(*entry) for entry in reversed(worse[-LISTED:])],
     }
+
+
+def _by_occurrence(utterances: list[Utterance]) -> dict[tuple[str, int], Utterance]:
+    """By id, and by its occurrence where an id comes twice."""
+    seen: Counter[str] = Counter()
+    found = {}
+    for utterance in utterances:
+        found[utterance.id, seen[utterance.id]] = utterance
+        seen[utterance.id] += 1
+    return found
 
 
 def _scored_reference(utterance: Utterance, normalization: str) -> str:
     return normalize_for_scores(utterance.reference, normalization, utterance.language)
-
-
-def _most_changed(
-    changed: list[tuple[int, Utterance, Utterance]], keep: int
-) -> list[tuple[int, Utterance, Utterance]]:
-    """Up to `keep` of either kind: the most improved first, the most worsened last."""
-    ordered = sorted(changed, key=lambda entry: (entry[0], entry[1].id))
-    better, worse = [e for e in ordered if e[0] < 0], [e for e in ordered if e[0] > 0]
-    return better[:keep] + worse[-keep:]
 
 
 def _as_row(more_errors: int, a: Utterance, b: Utterance) -> dict[str, Any]:

@@ -7,8 +7,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from finetune.data.options import StreamOptions
 from finetune.data.sources import OpenSource, open_source, parse_sources
 from finetune.data.stream import UtteranceStream
@@ -30,12 +28,7 @@ if TYPE_CHECKING:
 
 
 def open_sources(data: Any, split: str, key: str = "--data") -> list[OpenSource]:
-    """Open data sets.
-
-    Args:
-        data: one data set or several, as in a run file.
-        split: of a folder or hub data set.
-        key: name of the setting, for messages.
+    """Open data sets, as named in a run file; `split` is for folders and hub data sets, `key` for messages.
 
     Raises:
         UserError: a data set cannot be opened.
@@ -88,10 +81,10 @@ def count_errors(
     s = settings
     rate, limits = model.preprocessor._sample_rate, evaluation_limits(s.batch_size, s.chunk)
     stream = stream_in_order(sources, rate, limits, max_samples=s.max_samples, workers=s.workers)
-    clips = [source.clips for source in sources if source.clips]
-    total = sum(clips) if len(clips) == len(sources) else None
-    if total is not None and s.max_samples >= 0:
-        total = min(total, s.max_samples)
+    total = None
+    if all(source.clips for source in sources):
+        total = sum(source.clips or 0 for source in sources)
+        total = total if s.max_samples < 0 else min(total, s.max_samples)
     return score_stream(
         model,
         stream,
@@ -163,11 +156,9 @@ def evaluate_model(
         "filtered": wer.filtered,
     }
     if s.resamples:
-        block_N = None
         if s.block_pattern is not None:
-            distinct, block_N = np.unique(blocks, return_inverse=True)
-            result["blocks"] = len(distinct)
-        intervals = wer.utterance_counts.intervals(s.resamples, block_N)
+            result["blocks"] = len(set(blocks))
+        intervals = wer.utterance_counts.intervals(s.resamples, None if s.block_pattern is None else blocks)
         for language, found in intervals.pop("by_language").items():
             result["by_language"][language].update(found)
         result.update(intervals)

@@ -49,24 +49,20 @@ class Token(NamedTuple):
 
 @dataclass
 class Cutting:
-    """How to cut a recording, in samples and frames.
-
-    Args:
-        frame: samples of an encoder frame; chunks begin at multiples of it, so that the frames of different chunks
-            coincide.
-        limit: most frames of a chunk; None: the recording is one chunk.
-        margin: frames of a chunk beyond its seam.
-        search: frames before the last possible seam that are searched for the quietest place.
-        quiet: samples over which loudness is averaged.
-        tolerance: frames by which two chunks may differ about the time of one token.
-    """
+    """How to cut a recording, in samples and frames."""
 
     frame: int
+    """Samples of an encoder frame; chunks begin at multiples of it, so that their frames coincide."""
     limit: int | None
+    """Most frames of a chunk; None: the recording is one chunk."""
     margin: int
+    """Frames of a chunk beyond its seam."""
     search: int
+    """Frames before the last possible seam that are searched for the quietest place."""
     quiet: int
+    """Samples over which loudness is averaged."""
     tolerance: int
+    """Frames by which two chunks may differ about the time of one token."""
 
     @classmethod
     def of_seconds(
@@ -77,15 +73,7 @@ class Cutting:
         overlap: float | None = None,
         search: float = SEARCH_SECONDS,
     ) -> Cutting:
-        """Convert from seconds.
-
-        Args:
-            sample_rate: Hz.
-            frame_seconds: of an encoder frame.
-            chunk: longest chunk; None: the recording is one chunk.
-            overlap: of two chunks, less than half of a chunk; None: 2 s, or a quarter of a shorter chunk.
-            search: before the last possible seam.
-        """
+        """Convert from seconds and Hz; an overlap of None is 2 s, or a quarter of a shorter chunk."""
         if overlap is None:
             overlap = OVERLAP_SECONDS if chunk is None else min(OVERLAP_SECONDS, chunk / 4)
         limit = None if chunk is None else max(int(chunk / frame_seconds + 1e-6), 4 * SHORTEST_FRAMES)
@@ -200,17 +188,15 @@ def splice(left: list[Token], right: list[Token], seam: int, tolerance: int) -> 
             return abs((one.start + other.start) / 2 - seam) + (0 if one.begins_word else 2 * tolerance)
 
         return min(pairs, key=badness)
-    paired = [{a for a, _ in pairs}, {b for _, b in pairs}]
+    paired_left, paired_right = {a for a, _ in pairs}, {b for _, b in pairs}
 
-    def two_readings(k: int, other: int) -> bool:
-        alone = all(
-            seen.isdisjoint(u.tokens) for u, seen in zip((units_left[k], units_right[other]), paired, strict=True)
-        )
-        return alone and abs(units_left[k].middle - units_right[other].middle) <= tolerance
+    def two_readings(one: Unit, other: Unit) -> bool:
+        alone = paired_left.isdisjoint(one.tokens) and paired_right.isdisjoint(other.tokens)
+        return alone and abs(one.middle - other.middle) <= tolerance
 
-    if n and m < len(units_right) and two_readings(n - 1, m):
+    if n and m < len(units_right) and two_readings(units_left[n - 1], units_right[m]):
         j = _first(units_right, m + 1, right)  # otherwise kept twice
-    elif m and n < len(units_left) and two_readings(n, m - 1):
+    elif m and n < len(units_left) and two_readings(units_left[n], units_right[m - 1]):
         i = _first(units_left, n + 1, left)  # otherwise lost
     return i, j
 

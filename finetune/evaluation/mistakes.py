@@ -57,12 +57,10 @@ class Mistakes:
     def add(
         self, clip: dict[str, Any], pairs: list[tuple[str, str]], errors: int, audio_S: torch.Tensor | None
     ) -> None:
-        """Count one utterance, and keep it if it is among the worst.
+        """Count one utterance with its pairs of `align`, and keep it if it is among the worst.
 
         Args:
             clip: id, language, reference, hypothesis.
-            pairs: from `align`.
-            errors: word errors.
             audio_S: float32 in [-1, 1] or int16, or None.
         """
         self.words.update(pair for pair in pairs if pair[0] != pair[1])
@@ -119,12 +117,7 @@ def _as_int16(audio_S: torch.Tensor) -> np.ndarray:
 
 
 def data_url(samples_S: np.ndarray, sample_rate: int) -> str | None:
-    """Encode samples as the data: URL of a small audio file; None if no format takes them.
-
-    Args:
-        samples_S: int16.
-        sample_rate: Hz.
-    """
+    """Encode int16 samples as the data: URL of a small audio file; None if no format takes them."""
     for kind, options in AUDIO_FORMATS:
         file = io.BytesIO()
         try:

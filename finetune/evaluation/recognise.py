@@ -72,13 +72,10 @@ def frame_seconds(model: Transducer) -> float:
 
 
 def recognise_chunks(model: Transducer, chunks: list[Chunk], pieces: Pieces) -> list[list[Token]]:
-    """Decode chunks of one recording or of several together; call inside `evaluation_mode`.
+    """Decode chunks of recordings at the model's sample rate together; call inside `evaluation_mode`.
 
-    Args:
-        model: its tokens have durations and probabilities only after
-            `finetune.tools.transcription.words.enable_timestamps`.
-        chunks: parts of recordings at the model's sample rate. Less than 0.1 s has no tokens.
-        pieces: of the model's tokenizer.
+    Less than 0.1 s has no tokens. Tokens have durations and probabilities only after
+    `finetune.tools.transcription.words.enable_timestamps`.
     """
     found: list[list[Token]] = [[] for _ in chunks]
     heard = [i for i, c in enumerate(chunks) if len(c.audio_S) >= SHORTEST_SECONDS * model.preprocessor._sample_rate]
@@ -112,13 +109,8 @@ def text_of(model: Transducer, tokens: list[Token]) -> str:
 
 
 def recognise_long(model: Transducer, audio_S: torch.Tensor, longest: float, batch_size: int) -> str:
-    """Recognise a recording of any length chunk by chunk; call inside `evaluation_mode`.
-
-    Args:
-        audio_S: float32 in [-1, 1] or int16.
-        longest: seconds of a chunk.
-        batch_size: chunks decoded together.
-    """
+    """Recognise a recording of any length (floats in [-1, 1] or int16) in chunks of `longest` seconds, `batch_size` of
+    them at once; call inside `evaluation_mode`."""
     cutting = Cutting.of_seconds(model.preprocessor._sample_rate, frame_seconds(model), longest)
     pieces, stitcher = Pieces(model.tokenizer), Stitcher(cutting)
     blocks = (as_float(block_S).numpy() for block_S in audio_S.split(10 * model.preprocessor._sample_rate))
@@ -172,9 +164,6 @@ def score_stream(
     kept.
 
     Args:
-        model: NeMo transducer.
-        stream: utterances of this rank.
-        normalization: of references and hypotheses.
         description: label of the progress bar.
         longest: seconds that are decoded at once; longer utterances are recognised in chunks of that length, so that
             memory does not grow with the square of their length.
@@ -197,7 +186,7 @@ def score_stream(
     ):
         for batch in stream.batches():
             wer.quarantined += batch.quarantined
-            wer.add_filtered(batch.filtered)
+            wer.filtered.update(batch.filtered)
             if batch.error:
                 raise UserError(f"{description}: {batch.error}", exit_code=1)
             if not batch.ids:

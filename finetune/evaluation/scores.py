@@ -1,6 +1,7 @@
 """Word and character error rates. Of each utterance only a few small numbers are kept (`UtteranceCounts`)."""
 
 import zlib
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,7 +71,8 @@ class WerAccumulator:
     by_language: dict[str, Counts] = field(default_factory=dict)
     pairs: list[dict[str, str]] = field(default_factory=list)
     quarantined: list[dict[str, str]] = field(default_factory=list)
-    filtered: dict[str, int] = field(default_factory=dict)
+    filtered: Counter[str] = field(default_factory=Counter)
+    """Utterances that were left out, by reason."""
     mistakes: Mistakes | None = None
     utterance_counts: UtteranceCounts = field(default_factory=UtteranceCounts)
     left_out: int = 0
@@ -97,11 +99,6 @@ class WerAccumulator:
             self.mistakes.add(pair, words, counts.word_errors, audio_S)
         return counts
 
-    def add_filtered(self, filtered: dict[str, int]) -> None:
-        """Add to the number of utterances that were left out, by reason."""
-        for reason, n in filtered.items():
-            self.filtered[reason] = self.filtered.get(reason, 0) + n
-
     def _sample(self, pairs: list[dict[str, str]]) -> list[dict[str, str]]:
         """The pairs whose ids have the smallest checksums: the same ones in every evaluation, spread over the set."""
         return sorted(pairs, key=lambda pair: zlib.crc32(pair["id"].encode()))[: self.keep_pairs]
@@ -113,7 +110,7 @@ class WerAccumulator:
             self.by_language.setdefault(language, Counts()).add(counts)
         self.pairs = self._sample(self.pairs + other.pairs)
         self.quarantined += other.quarantined
-        self.add_filtered(other.filtered)
+        self.filtered.update(other.filtered)
         if self.mistakes is not None and other.mistakes is not None:
             self.mistakes.merge(other.mistakes)
         self.utterance_counts.extend(other.utterance_counts)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from finetune.durable_files import put_in_place
-from finetune.evaluation.significance import RESAMPLES, compare_counts, rate_interval
+from finetune.evaluation.significance import RESAMPLES, compare_counts, rate_interval, sum_blocks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -95,19 +95,19 @@ class UtteranceCounts:
         """(N,) names."""
         return np.asarray(self.names or [""], dtype=str)[np.asarray(self.languages, dtype=np.int64)]
 
-    def intervals(self, resamples: int = RESAMPLES, blocks: np.ndarray | None = None) -> dict[str, Any]:
+    def intervals(self, resamples: int = RESAMPLES, blocks: list[str] | None = None) -> dict[str, Any]:
         """Confidence intervals of WER and CER, also of each language: wer_interval, cer_interval, by_language.
 
         Args:
-            blocks: (N,) integers; utterances with the same number are drawn together.
+            blocks: N names; utterances with the same name are drawn together.
         """
+        names_N = None if blocks is None else np.asarray(blocks)
 
         def intervals_of(rows: np.ndarray) -> dict[str, Any]:
-            columns = self.table()[rows]
-            if blocks is not None:
-                _, block_N = np.unique(blocks[rows], return_inverse=True)
-                columns = np.stack([np.bincount(block_N, weights=c) for c in columns.T], axis=1).astype(np.int64)
-            word_errors, words, character_errors, characters = columns.T
+            counts = self.table()[rows]
+            if names_N is not None:
+                counts = sum_blocks(counts, names_N[rows])
+            word_errors, words, character_errors, characters = counts.T
             return {
                 "wer_interval": rate_interval(word_errors, words, resamples),
                 "cer_interval": rate_interval(character_errors, characters, resamples),
@@ -165,8 +165,6 @@ def compare_evaluations(before: UtteranceCounts, after: UtteranceCounts) -> dict
 
 def _by_key(counts: UtteranceCounts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Keys, counts and languages with each key once."""
-    keys, first, place = np.unique(np.asarray(counts.keys, dtype=np.uint64), return_index=True, return_inverse=True)
-    if len(keys) == len(counts):
-        return keys, counts.table()[first], counts.language_names()[first]
-    sums = [np.bincount(place, weights=column, minlength=len(keys)) for column in counts.table().T]
-    return keys, np.stack(sums, axis=1).astype(np.int64), counts.language_names()[first]
+    key_N = np.asarray(counts.keys, dtype=np.uint64)
+    keys, first = np.unique(key_N, return_index=True)
+    return keys, sum_blocks(counts.table(), key_N), counts.language_names()[first]

@@ -94,8 +94,7 @@ def band_lattice(joint: Joint, tolerance: float) -> tuple[torch.Tensor, LatticeR
     inside_N = torch.zeros(plan.cells, dtype=torch.bool, device=joint.enc.device)
     inside = 0
     for _ in range(ROUNDS):
-        bounds = _lattice(plan, scores, lse_N, None, posteriors=True)
-        label_N, blank_N, _ = bounds.posteriors()
+        _, label_N, blank_N, _ = _lattice(plan, scores, lse_N, None, posteriors=True)
         more_N = ~inside_N & ~(label_N + blank_N < share_N)  # "not below" includes NaN
         fresh = plan.operations.cells_where(more_N)
         if len(fresh) == 0:
@@ -114,15 +113,11 @@ def log_sum_exp(joint: Joint, number_N: torch.Tensor) -> torch.Tensor:
     """(n,) log-sum-exp over all tokens and blank of these cells, block by block."""
     plan = joint.plan
     lse_N = torch.empty(len(number_N), dtype=plan.sum_dtype, device=number_N.device)
-    step = plan.block_cells(joint.enc.shape[1])
-
-    def of_block(number_N: torch.Tensor) -> torch.Tensor:
-        cells = joint.cells(number_N)
+    for start, end in plan.operations.blocks(0, len(number_N), plan.block_cells(joint.enc.shape[1])):
+        cells = joint.cells(number_N[start:end])
         dropped_NH = joint.dropped(joint.hidden(cells), joint.kept(cells))
-        return rows.log_sum_exp(joint.token_logits(dropped_NH), plan.sum_dtype)
-
-    for start, end in plan.operations.blocks(0, len(number_N), step):
-        lse_N[start:end] = of_block(number_N[start:end])
+        lse_N[start:end] = rows.log_sum_exp(joint.token_logits(dropped_NH), plan.sum_dtype)
+        del cells, dropped_NH  # before the next block's are made
     return lse_N
 
 
@@ -141,6 +136,6 @@ def _lattice(
         plan.frames,
         plan.tokens,
         plan.durations or (0, 1),
-        labels_stay=not plan.durations,
+        len(plan.durations) or 1,
         posteriors=posteriors,
     )

@@ -17,7 +17,6 @@ from torch import nn
 from finetune.losses.tdt import fused_tdt_loss
 
 if TYPE_CHECKING:
-    from nemo.collections.asr.losses.rnnt import RNNTLoss
     from nemo.collections.asr.modules import RNNTJoint
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -44,10 +43,8 @@ def in_forward_of(module: nn.Module, function: Callable[..., torch.Tensor], *inp
     # Accelerate's hooks (offloading) put a forward of their own on the module, which calls this one.
     name = "_old_forward" if "_hf_hook" in module.__dict__ else "forward"
     if name == "forward" and name in module.__dict__:
-        raise ValueError(
-            f"{type(module).__name__}: its forward has been replaced by {module.forward!r}; the fused loss cannot "
-            "take part"
-        )
+        name = type(module).__name__
+        raise ValueError(f"{name}: its forward has been replaced by {module.forward!r}: no place for the fused loss")
     before = module.__dict__.get(name)
     setattr(module, name, function)
     try:
@@ -57,63 +54,6 @@ def in_forward_of(module: nn.Module, function: Callable[..., torch.Tensor], *inp
             delattr(module, name)
         else:
             setattr(module, name, before)
-
-
-class NeMoFusedLoss(nn.Module):
-    """In place of a NeMo model's `loss`: computes joint inputs and leaves joint outputs to the loss it replaces."""
-
-    plain: "RNNTLoss"
-
-    def __init__(self, plain: "RNNTLoss", joint: "RNNTJoint", options: dict[str, Any]):
-        super().__init__()
-        self.plain, self.options = plain, options
-        self.joint = [joint]  # in a list: not a submodule, the model has it already
-
-    @property
-    def reduction(self) -> str | None:
-        return self.plain.reduction
-
-    @reduction.setter
-    def reduction(self, value: str | None) -> None:
-        self.plain.reduction = value  # pyright: ignore[reportAttributeAccessIssue]  # NeMo's loss takes None too
-
-    def reduce(self, losses: torch.Tensor, target_lengths: torch.Tensor) -> torch.Tensor:
-        return self.plain.reduce(losses, target_lengths)
-
-    def forward(
-        self,
-        *,
-        log_probs: JointInputs | torch.Tensor,
-        targets: torch.Tensor,
-        input_lengths: torch.Tensor,
-        target_lengths: torch.Tensor,
-    ) -> torch.Tensor:
-        if not isinstance(log_probs, JointInputs):
-            return self.plain(
-                log_probs=log_probs, targets=targets, input_lengths=input_lengths, target_lengths=target_lengths
-            )
-        joint = self.joint[0]
-        layers = list(joint.joint_net)
-        head, dropout = layers[-1], next((m.p for m in layers if isinstance(m, nn.Dropout)), 0.0)
-        assert isinstance(head, nn.Linear)
-        enc_BTH, pred_BUH = joint.project_encoder(log_probs.enc_BTD), joint.project_prednet(log_probs.pred_BUD)
-
-        def loss(enc_BTH: torch.Tensor, pred_BUH: torch.Tensor) -> torch.Tensor:
-            return fused_tdt_loss(
-                enc_BTH,
-                pred_BUH,
-                head.weight,
-                head.bias,
-                targets,
-                input_lengths,
-                target_lengths,
-                activation=ACTIVATION_OF[type(layers[0])],
-                dropout=dropout if self.training else 0.0,
-                reduction=self.reduction or "none",
-                **self.options,
-            )
-
-        return in_forward_of(head, loss, enc_BTH, pred_BUH)
 
 
 def use_in_nemo(model: Any, *, occupancy_threshold: float = 0.0, joint_memory_budget: int | None = None) -> Any:
@@ -138,28 +78,23 @@ def use_in_nemo(model: Any, *, occupancy_threshold: float = 0.0, joint_memory_bu
     if name not in ("tdt", "default", "warprnnt_numba", "warprnnt", "pytorch"):
         raise ValueError(f"loss.loss_name: expected a TDT or RNN-T loss, got {name!r}")
     if type(joint).__name__ != "RNNTJoint" or type(joint.joint_net[0]) not in ACTIVATION_OF:
-        raise ValueError(
-            f"joint: expected NeMo's RNNTJoint with relu, tanh or sigmoid, got {type(joint).__name__} with "
-            f"{joint.joint_net[0]}"
-        )
+        got = f"{type(joint).__name__} with {joint.joint_net[0]}"
+        raise ValueError(f"joint: expected NeMo's RNNTJoint with relu, tanh or sigmoid, got {got}")
     head = joint.joint_net[-1]
     if type(head) is not nn.Linear:
         raise ValueError(
-            f"joint.joint_net: expected a last layer of type Linear, got {type(head).__name__}: merge adapters first"
+            f"joint.joint_net: expected Linear at the end, got {type(head).__name__}: merge adapters first"
         )
     if getattr(joint, "masking_prob", 0) > 0:
         raise ValueError(
-            f"joint.masking_prob: expected 0, got {joint.masking_prob}: the fused loss does not mask predictions "
-            "(HAINAN)"
+            f"joint.masking_prob: expected 0, got {joint.masking_prob}: predictions are not masked (HAINAN)"
         )
     if joint.is_adapter_available():
         raise ValueError("joint: expected no adapters, which the fused loss would leave out")
     durations = tuple(kwargs.get("durations") or ()) if joint.num_extra_outputs else ()
     if len(durations) != joint.num_extra_outputs:
-        raise ValueError(
-            f"loss.tdt_kwargs.durations: expected {joint.num_extra_outputs} durations, as the joint has, got "
-            f"{list(durations)}"
-        )
+        expected = f"{joint.num_extra_outputs} durations, as the joint has"
+        raise ValueError(f"loss.tdt_kwargs.durations: expected {expected}, got {list(durations)}")
     options = {
         "durations": durations,
         "sigma": float(kwargs.get("sigma", 0.0)) if durations else 0.0,
@@ -169,37 +104,55 @@ def use_in_nemo(model: Any, *, occupancy_threshold: float = 0.0, joint_memory_bu
         "occupancy_threshold": occupancy_threshold,
         "joint_memory_budget": joint_memory_budget,
     }
-    loss = NeMoFusedLoss(model.loss, joint, options)
 
-    def forward(
+    def loss_forward(self: Any, *, log_probs: JointInputs | torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+        if not isinstance(log_probs, JointInputs):
+            return type(self).forward(self, log_probs=log_probs, **inputs)
+        joint: RNNTJoint = self.__dict__["fused_joint"]
+        layers = list(joint.joint_net)
+        head, dropout = layers[-1], next((m.p for m in layers if isinstance(m, nn.Dropout)), 0.0)
+
+        def loss(enc_BTH: torch.Tensor, pred_BUH: torch.Tensor) -> torch.Tensor:
+            return fused_tdt_loss(
+                enc_BTH,
+                pred_BUH,
+                head.weight,
+                head.bias,
+                inputs["targets"],
+                inputs["input_lengths"],
+                inputs["target_lengths"],
+                activation=ACTIVATION_OF[type(layers[0])],
+                dropout=dropout if self.training else 0.0,
+                reduction=self.reduction or "none",
+                **options,
+            )
+
+        return in_forward_of(
+            head, loss, joint.project_encoder(log_probs.enc_BTD), joint.project_prednet(log_probs.pred_BUD)
+        )
+
+    def joint_forward(
         self: Any,
+        *,
         encoder_outputs: torch.Tensor,
         decoder_outputs: torch.Tensor | None,
-        encoder_lengths: torch.Tensor | None = None,
-        transcripts: torch.Tensor | None = None,
-        transcript_lengths: torch.Tensor | None = None,
         compute_wer: bool = False,
-        **others: Any,
+        **inputs: Any,
     ) -> Any:
         def plain(decoder_outputs: torch.Tensor | None) -> Any:
-            return type(self).forward(
-                self,
-                encoder_outputs=encoder_outputs,
-                decoder_outputs=decoder_outputs,
-                encoder_lengths=encoder_lengths,
-                transcripts=transcripts,
-                transcript_lengths=transcript_lengths,
-                compute_wer=compute_wer,
-                **others,
-            )
+            outputs = {"encoder_outputs": encoder_outputs, "decoder_outputs": decoder_outputs}
+            return type(self).forward(self, **outputs, compute_wer=compute_wer, **inputs)
 
         if not self.training or decoder_outputs is None:
             return plain(decoder_outputs)
-        inputs = JointInputs(encoder_outputs.transpose(1, 2), decoder_outputs.transpose(1, 2))
+        joint_inputs = JointInputs(encoder_outputs.transpose(1, 2), decoder_outputs.transpose(1, 2))
         if not self.fuse_loss_wer:
-            return inputs  # for the loss, which the training step calls next
+            return joint_inputs  # for the loss, which the training step calls next
         value = self.__dict__["fused_loss"](
-            log_probs=inputs, targets=transcripts, input_lengths=encoder_lengths, target_lengths=transcript_lengths
+            log_probs=joint_inputs,
+            targets=inputs["transcripts"],
+            input_lengths=inputs["encoder_lengths"],
+            target_lengths=inputs["transcript_lengths"],
         )
         wer = (None, None, None)
         if compute_wer:
@@ -207,9 +160,10 @@ def use_in_nemo(model: Any, *, occupancy_threshold: float = 0.0, joint_memory_bu
                 _, *wer = plain(None)
         return value, *wer
 
-    joint.__dict__["fused_loss"] = loss  # past nn.Module's book-keeping: the model owns it
-    joint.forward = types.MethodType(forward, joint)
-    model.loss = loss
+    model.loss.forward = types.MethodType(loss_forward, model.loss)
+    # They know each other past nn.Module's book-keeping, since the model owns both.
+    joint.__dict__["fused_loss"], model.loss.__dict__["fused_joint"] = model.loss, joint
+    joint.forward = types.MethodType(joint_forward, joint)
     return model
 
 
@@ -248,11 +202,10 @@ def use_in_transformers(
     if config.hidden_act not in ACTIVATION_OF.values():
         raise ValueError(f"config.hidden_act: expected relu, tanh or sigmoid, got {config.hidden_act!r}")
     if config.blank_token_id != config.vocab_size - 1:
-        raise ValueError(
-            f"config.blank_token_id: expected the last token, {config.vocab_size - 1}, got {config.blank_token_id}"
-        )
+        last = config.vocab_size - 1
+        raise ValueError(f"config.blank_token_id: expected the last token, {last}, got {config.blank_token_id}")
     if type(head) is not nn.Linear:
-        raise ValueError(f"joint.head: expected a Linear layer, got {type(head).__name__}: merge adapters first")
+        raise ValueError(f"joint.head: expected Linear, got {type(head).__name__}: merge adapters first")
     # Which labels count differs between the two: RNN-T labels are padded with the blank.
     padding = config.pad_token_id if is_tdt else config.blank_token_id
     options = {

@@ -7,11 +7,10 @@ backward leaves out change it. The hash is lowbias32 (Chris Wellons, public doma
 multiply on 32-bit numbers.
 """
 
-import functools
-from collections.abc import Callable
-
 import numpy as np
 import torch
+
+from finetune.losses.compiled import compiled
 
 
 def draw_seed() -> int:
@@ -29,11 +28,10 @@ def dropout_mask(cell_N: torch.Tensor, H: int, probability: float, seed: int) ->
         seed: below 2^31.
     """
     threshold = min(int(probability * 2**32), 2**32 - 1)
-    kernel = _numba_mask() if cell_N.device.type == "cpu" else None
-    if kernel is None:
+    if cell_N.device.type != "cpu":
         return torch_mask(cell_N, H, threshold, seed)
     mask_NH = torch.empty(cell_N.shape[0], H, dtype=torch.bool)
-    kernel(cell_N.contiguous().numpy(), np.uint32(threshold), np.uint32(seed), mask_NH.numpy())
+    _fill_mask(cell_N.contiguous().numpy(), np.uint32(threshold), np.uint32(seed), mask_NH.numpy())
     return mask_NH
 
 
@@ -55,42 +53,24 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 16)
 
 
+@compiled
+def _mix32(x):
+    """`_mix` on uint32, which drops what does not fit."""
+    x = np.uint32(x ^ (x >> np.uint32(16)))
+    x = np.uint32(x * np.uint32(0x7FEB352D))
+    x = np.uint32(x ^ (x >> np.uint32(15)))
+    x = np.uint32(x * np.uint32(0x846CA68B))
+    return np.uint32(x ^ (x >> np.uint32(16)))
+
+
+@compiled
 def _fill_mask(cell_N, threshold, seed, mask_NH):
-    """`torch_mask` in one pass (compiled by numba)."""
+    """`torch_mask` in one pass."""
     N, H = mask_NH.shape
-    s16, s15 = np.uint32(16), np.uint32(15)
-    m1, m2, golden = np.uint32(0x7FEB352D), np.uint32(0x846CA68B), np.uint32(0x9E3779B9)
     column_H = np.empty(H, dtype=np.uint32)
     for h in range(H):
-        x = np.uint32(np.uint32(h) ^ golden ^ seed)
-        x = np.uint32(x ^ (x >> s16))
-        x = np.uint32(x * m1)
-        x = np.uint32(x ^ (x >> s15))
-        x = np.uint32(x * m2)
-        column_H[h] = np.uint32(x ^ (x >> s16))
+        column_H[h] = _mix32(np.uint32(np.uint32(h) ^ np.uint32(0x9E3779B9) ^ seed))
     for n in range(N):
-        x = np.uint32(np.uint32(cell_N[n] ^ (cell_N[n] >> 32)) ^ seed)
-        x = np.uint32(x ^ (x >> s16))
-        x = np.uint32(x * m1)
-        x = np.uint32(x ^ (x >> s15))
-        x = np.uint32(x * m2)
-        row = np.uint32(x ^ (x >> s16))
+        row = _mix32(np.uint32(np.uint32(cell_N[n] ^ (cell_N[n] >> 32)) ^ seed))
         for h in range(H):
-            x = np.uint32(row ^ column_H[h])
-            x = np.uint32(x ^ (x >> s16))
-            x = np.uint32(x * m1)
-            x = np.uint32(x ^ (x >> s15))
-            x = np.uint32(x * m2)
-            mask_NH[n, h] = np.uint32(x ^ (x >> s16)) >= threshold
-
-
-@functools.cache
-def _numba_mask() -> Callable[..., None] | None:
-    try:
-        import numba
-    except ImportError:
-        return None
-    try:
-        return numba.njit(cache=True, nogil=True)(_fill_mask)
-    except RuntimeError:  # numba found no folder that it may write its cache to
-        return numba.njit(nogil=True)(_fill_mask)
+            mask_NH[n, h] = _mix32(np.uint32(row ^ column_H[h])) >= threshold

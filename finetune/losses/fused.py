@@ -22,7 +22,7 @@ class FusedTransducer(torch.autograd.Function):
             lse_N, lattice = band_lattice(joint, max(plan.occupancy_threshold, torch.finfo(plan.sum_dtype).eps ** 2))
         ctx.plan = plan
         if plan.needs_gradient:
-            posteriors = (x.to(plan.sum_dtype) for x in lattice.posteriors())
+            posteriors = (x.to(plan.sum_dtype) for x in (lattice.label_N, lattice.blank_N, lattice.duration_ND))
             ctx.save_for_backward(enc_BTH, pred_BUH, weight_OH, bias_O, targets_BU, lse_N, *posteriors)
         return (lattice.losses_B * (1 + plan.fastemit_lambda)).to(plan.sum_dtype)
 

@@ -14,19 +14,21 @@ duration 0 and blanks of duration 1. Cells are listed clip by clip, t before u: 
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from finetune.losses.compiled import compiled
+
 # Below this many cells starting threads costs more than it saves.
 CELLS_WORTH_A_THREAD = 8_192
 
 
 class LatticeResult(NamedTuple):
-    """What forward-backward finds; the posteriors are None unless they were asked for.
+    """What forward-backward finds; the posteriors are empty where they were not asked for.
 
     Attributes:
         losses_B: (B,) float64, -log P(targets) in nats; inf without an alignment.
@@ -35,15 +37,9 @@ class LatticeResult(NamedTuple):
     """
 
     losses_B: torch.Tensor
-    label_N: torch.Tensor | None
-    blank_N: torch.Tensor | None
-    duration_ND: torch.Tensor | None
-
-    def posteriors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Those of labels, blanks and durations, where they were asked for."""
-        if self.label_N is None or self.blank_N is None or self.duration_ND is None:
-            raise ValueError("forward_backward was called with posteriors=False")
-        return self.label_N, self.blank_N, self.duration_ND
+    label_N: torch.Tensor
+    blank_N: torch.Tensor
+    duration_ND: torch.Tensor
 
 
 def check_durations(durations: Sequence[int]) -> tuple[int, ...]:
@@ -52,10 +48,8 @@ def check_durations(durations: Sequence[int]) -> tuple[int, ...]:
         checked = tuple(int(d) for d in durations)
     except (TypeError, ValueError):
         raise ValueError(f"durations: expected a sequence of whole numbers of frames, got {durations!r}") from None
-    distinct = len(set(checked)) == len(checked)
-    if checked and (
-        not distinct or min(checked) < 0 or max(checked) == 0 or any(a != b for a, b in zip(checked, durations))
-    ):
+    distinct = len(set(checked)) == len(checked) and checked == tuple(durations)
+    if checked and not (distinct and min(checked) >= 0 and max(checked) > 0):
         raise ValueError(
             "durations: expected distinct whole numbers >= 0 with at least one above 0 (or () for RNN-T), got "
             f"{durations!r}"
@@ -88,8 +82,6 @@ def feasible_clips(
             "enc_lengths_B and target_lengths_B: expected two tensors of the same shape (B,), got "
             f"{tuple(enc_lengths_B.shape)} and {tuple(target_lengths_B.shape)}"
         )
-    if not durations or {0, 1} <= set(durations):
-        return enc_lengths_B > 0
     feasible = feasible_lengths(enc_lengths_B.long().tolist(), target_lengths_B.long().tolist(), durations)
     return torch.tensor(feasible, dtype=torch.bool, device=enc_lengths_B.device)
 
@@ -100,24 +92,22 @@ def feasible_lengths(frames: list[int], tokens: list[int], durations: tuple[int,
         return [t > 0 for t in frames]
     if min(frames + tokens, default=0) < 0:
         raise ValueError(f"enc_lengths_B and target_lengths_B: expected lengths >= 0, got {frames} and {tokens}")
-    # Bit t of a Python int says that t frames can be reached; shifting by d adds an arc of duration d. First by blanks
-    # alone.
+    # Bit t of a Python int says that t frames can be reached; shifting by d adds an arc of duration d.
     within = (1 << (max(frames, default=0) + 1)) - 1
-    reached, grown = 0, 1
-    while grown != reached:
-        reached = grown
+
+    def after_an_arc(reached: int, durations: tuple[int, ...]) -> int:
+        after = 0
         for d in durations:
-            grown |= (reached << d) & within
-    reachable = 0
-    for d in durations:
-        if d > 0:
-            reachable |= (reached << d) & within
-    reachable_by_tokens = [reachable]
+            after |= (reached << d) & within
+        return after
+
+    advances = tuple(d for d in durations if d > 0)
+    blanks = last = after_an_arc(1, advances)  # one blank or more
+    while last := after_an_arc(last, advances) & ~blanks:
+        blanks |= last
+    reachable_by_tokens = [blanks]
     for _ in range(max(tokens, default=0)):
-        step = 0
-        for d in durations:
-            step |= (reachable_by_tokens[-1] << d) & within
-        reachable_by_tokens.append(step)
+        reachable_by_tokens.append(after_an_arc(reachable_by_tokens[-1], durations))
     return [bool(reachable_by_tokens[u] >> t & 1) for t, u in zip(frames, tokens)]
 
 
@@ -128,41 +118,48 @@ def forward_backward(
     frames_B: Sequence[int],
     tokens_B: Sequence[int],
     durations: Sequence[int],
+    label_durations: int,
     *,
-    labels_stay: bool = False,
-    posteriors: bool = True,
+    posteriors: bool,
 ) -> LatticeResult:
-    """Losses and arc posteriors of a batch of lattices, in float64; numba on the CPU, Triton on a GPU, else PyTorch.
+    """Losses and arc posteriors of a batch of lattices, in float64, by Triton on a GPU and by numba on the CPU.
 
     Args:
         blank_N, label_N: (N,) log-probability of blank and of the next target token; label_N is not read where u = U.
         duration_ND: (N, D) log-probability of each duration.
         frames_B, tokens_B: T and U of each clip, on the host. A clip with T = 0 has no cells.
         durations: the D durations in frames.
-        labels_stay: labels take the first duration only (RNN-T: durations (0, 1), labels_stay).
+        label_durations: how many of them labels may take, the first ones (RNN-T: durations (0, 1), of which 1).
         posteriors: also compute the posteriors that the gradient needs.
     """
-    if blank_N.device.type == "cpu" and _numba_kernel() is not None:
-        solve = _solve_numba
-    elif blank_N.is_cuda and triton_works():
-        solve = _solve_triton
-    else:
-        solve = _solve_torch
-    return solve(
-        blank_N.double(),
-        label_N.double(),
-        duration_ND.double(),
-        frames_B,
-        tokens_B,
-        durations,
-        1 if labels_stay else len(durations),
-        posteriors,
-    )
+    scores = blank_N.double(), label_N.double(), duration_ND.double()
+    lattices = frames_B, tokens_B, durations, label_durations, posteriors
+    if blank_N.is_cuda and triton_works():
+        from finetune.losses.lattice_triton import solve
+
+        return LatticeResult(*solve(*scores, *lattices))
+    return LatticeResult(*(x.to(blank_N.device) for x in _solve_numba(*(x.cpu() for x in scores), *lattices)))
 
 
-# --------------------------------------------------------------------------------------------------- numba, on the CPU
+@functools.cache
+def triton_works() -> bool:
+    """Whether Triton is there and can compile for the GPU (it needs a C compiler); warns once where it cannot."""
+    try:
+        from finetune.losses.lattice_triton import solve
+
+        one = torch.zeros(1, dtype=torch.float64, device="cuda")
+        solve(one, one, one[:, None], [1], [0], (1,), 1, False)
+    except Exception as error:
+        warnings.warn(
+            "the fused loss runs without its GPU kernels, several times slower: Triton fails with "
+            f"{type(error).__name__}: {error}",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
+@compiled
 def _solve_clips(
     first_clip,
     last_clip,
@@ -180,7 +177,7 @@ def _solve_clips(
     blank_post_N,
     duration_post_ND,
 ):
-    """Forward-backward for a range of clips, writing into the last four arrays (compiled by numba)."""
+    """Forward-backward for a range of clips, writing into the last four arrays ."""
     minus_inf = -np.inf
     D = durations_D.shape[0]
     for b in range(first_clip, last_clip):
@@ -268,19 +265,6 @@ def _solve_clips(
                 duration_post_ND[first + i, k] += by_blank + by_label
 
 
-@functools.cache
-def _numba_kernel() -> Callable[..., None] | None:
-    """The compiled `_solve_clips` (compiled once on a machine, then cached), or None where numba is missing."""
-    try:
-        import numba
-    except ImportError:
-        return None
-    try:
-        return numba.njit(cache=True, nogil=True, error_model="numpy")(_solve_clips)
-    except RuntimeError:  # numba found no folder that it may write its cache to
-        return numba.njit(nogil=True, error_model="numpy")(_solve_clips)
-
-
 def _solve_numba(
     blank_N, label_N, duration_ND, frames_B, tokens_B, durations, label_durations, posteriors
 ) -> LatticeResult:
@@ -293,11 +277,8 @@ def _solve_numba(
     label_post, blank_post = torch.zeros(2, size, dtype=torch.float64)
     duration_post = torch.zeros(size, D, dtype=torch.float64)
 
-    kernel = _numba_kernel()
-    assert kernel is not None  # the caller has asked
-
     def solve(first_clip: int, last_clip: int) -> None:
-        kernel(
+        _solve_clips(
             first_clip, last_clip, first_cell, frames, tokens, np.asarray(durations, dtype=np.int64),
             label_durations, posteriors,
             blank_N.contiguous().numpy(), label_N.contiguous().numpy(), duration_ND.contiguous().numpy(),
@@ -315,102 +296,4 @@ def _solve_numba(
             list(pool.map(lambda clips: solve(*clips), ranges))
     else:
         solve(0, B)
-    if not posteriors:
-        return LatticeResult(losses, None, None, None)
     return LatticeResult(losses, label_post, blank_post, duration_post)
-
-
-# ---------------------------------------------------------------------------------------------------- Triton, on a GPU
-
-
-def _solve_triton(*arguments) -> LatticeResult:
-    from finetune.losses.lattice_triton import solve
-
-    return LatticeResult(*solve(*arguments))
-
-
-@functools.cache
-def triton_works() -> bool:
-    """Whether Triton is there and can compile for the GPU (it needs a C compiler); warns once where it cannot."""
-    try:
-        from finetune.losses.lattice_triton import solve
-
-        one = torch.zeros(1, dtype=torch.float64, device="cuda")
-        solve(one, one, one[:, None], [1], [0], (1,), 1, False)
-    except Exception as error:
-        warnings.warn(
-            "the fused loss runs without its GPU kernels, several times slower: Triton fails with "
-            f"{type(error).__name__}: {error}",
-            stacklevel=2,
-        )
-        return False
-    return True
-
-
-# ---------------------------------------------------------------------------------------------- PyTorch, on any device
-
-
-def _solve_torch(
-    blank_N, label_N, duration_ND, frames_B, tokens_B, durations, label_durations, posteriors
-) -> LatticeResult:
-    """The same along the diagonals k = t + u, whose cells are independent; a few launches a diagonal, no sync."""
-    device = blank_N.device
-    B, D, minus_inf = len(frames_B), len(durations), float("-inf")
-    lengths = torch.tensor([list(frames_B), list(tokens_B)], dtype=torch.int64).to(device, non_blocking=True)
-    T_B, U_B = lengths[0], lengths[1]
-    widest, longest = max(tokens_B, default=0) + 1, max(durations)
-    diagonals = max((t + u for t, u in zip(frames_B, tokens_B)), default=0) + 1
-    # Row `margin` holds diagonal 0; the rows around it stay impossible, so that no step needs a bounds check.
-    margin, K = longest + 1, diagonals + 2 * (longest + 1)
-    N = blank_N.shape[0]
-    cells_B = T_B * (U_B + 1)
-    b_N = torch.repeat_interleave(torch.arange(B, device=device), cells_B, output_size=N)
-    within_N = torch.arange(N, device=device) - (cells_B.cumsum(0) - cells_B)[b_N]
-    t_N, u_N = within_N // (U_B + 1)[b_N], within_N % (U_B + 1)[b_N]
-    place_N = ((t_N + u_N + margin) * B + b_N) * widest + u_N
-    d_D = torch.tensor(durations, device=device)
-    lands_ND = t_N[:, None] + d_D
-    frames_N1, last_N1 = T_B[b_N][:, None], (u_N == U_B[b_N])[:, None]
-    blank_ok_ND = (d_D > 0) & ((lands_ND < frames_N1) | ((lands_ND == frames_N1) & last_N1))
-    label_ok_ND = (lands_ND < frames_N1) & ~last_N1 & (torch.arange(D, device=device) < label_durations)
-
-    def diagonal_scores(score_N: torch.Tensor, ok_ND: torch.Tensor) -> torch.Tensor:
-        arcs_ND = (score_N[:, None] + duration_ND).masked_fill(~ok_ND, minus_inf)
-        out = arcs_ND.new_full((K * B * widest, D), minus_inf)
-        return out.index_copy_(0, place_N, arcs_ND).view(K, B, widest, D)
-
-    blank_KBUD = diagonal_scores(blank_N, blank_ok_ND)
-    label_KBUD = diagonal_scores(label_N, label_ok_ND)
-    # logsumexp over arcs that are all impossible is -inf, as it should be.
-    alpha_KBU = blank_N.new_full((K, B, widest), minus_inf)
-    alpha_KBU[margin, :, 0] = 0.0
-    which_D = torch.arange(D, device=device)
-    for k in range(margin + 1, margin + diagonals):
-        blank_DBU = alpha_KBU[k - d_D] + blank_KBUD[k - d_D, :, :, which_D]
-        label_DBU = alpha_KBU[k - 1 - d_D, :, :-1] + label_KBUD[k - 1 - d_D, :, :-1, which_D]
-        label_DBU = torch.nn.functional.pad(label_DBU, (1, 0), value=minus_inf)
-        alpha_KBU[k] = torch.logsumexp(torch.cat([blank_DBU, label_DBU]), 0)
-    clips = torch.arange(B, device=device)
-    end_B = (T_B + U_B + margin) * B * widest + clips * widest + U_B
-    log_z_B = alpha_KBU.view(-1)[end_B].masked_fill(T_B == 0, minus_inf)
-    if not posteriors:
-        return LatticeResult(-log_z_B, None, None, None)
-    beta_KBU = blank_N.new_full((K, B, widest), minus_inf)
-    beta_KBU.view(-1)[end_B] = 0.0
-    end_KBU = beta_KBU == 0.0
-    for k in range(margin + diagonals - 1, margin - 1, -1):
-        blank_DBU = beta_KBU[k + d_D] + blank_KBUD[k].movedim(-1, 0)
-        label_DBU = beta_KBU[k + 1 + d_D, :, 1:] + label_KBUD[k, :, :-1].movedim(-1, 0)
-        label_DBU = torch.nn.functional.pad(label_DBU, (0, 1), value=minus_inf)
-        summed_BU = torch.logsumexp(torch.cat([blank_DBU, label_DBU]), 0)
-        beta_KBU[k] = torch.where(end_KBU[k], beta_KBU[k], summed_BU)
-
-    def arc_posteriors(arcs_KBUD: torch.Tensor, moved: int) -> torch.Tensor:
-        arcs_ND = arcs_KBUD.view(-1, D)[place_N]
-        beta_ND = beta_KBU.view(-1)[(place_N + moved * (B * widest + 1))[:, None] + d_D * (B * widest)]
-        log_ND = alpha_KBU.view(-1)[place_N][:, None] + arcs_ND + beta_ND - log_z_B[b_N][:, None]
-        # Without an alignment log_z is -inf and the difference no number: such a clip has no posteriors.
-        return torch.where((log_z_B == minus_inf)[b_N][:, None], 0.0, log_ND.exp())
-
-    blank_ND, label_ND = arc_posteriors(blank_KBUD, 0), arc_posteriors(label_KBUD, 1)
-    return LatticeResult(-log_z_B, label_ND.sum(1), blank_ND.sum(1), blank_ND + label_ND)

@@ -89,7 +89,7 @@ def _walk(
         x = tl.where(ok, x, float("-inf"))
         top = tl.max(x, 0)
         total = tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), 0)
-        tl.store(log_z_B + b, tl.where(total == 0.0, float("-inf"), top + tl.log(tl.where(total == 0.0, 1.0, total))))
+        tl.store(log_z_B + b, _log_sum(top, total))
     else:
         k = T + U - 1
         while k >= 0:
@@ -187,15 +187,10 @@ def solve(
     durations: Sequence[int],
     label_durations: int,
     posteriors: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """(B,) losses and, where asked for, (N,) label, (N,) blank and (N, D) duration posteriors, all float64.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(B,) losses and (N,) label, (N,) blank and (N, D) duration posteriors (empty where not asked for), all float64.
 
-    Args:
-        blank_N, label_N, duration_ND: float64 log-probabilities, as in `finetune.losses.lattice.forward_backward`.
-        frames_B, tokens_B: T and U of each clip.
-        durations: the D durations in frames.
-        label_durations: how many of them labels may take.
-        posteriors: also compute the posteriors.
+    The arguments are those of `finetune.losses.lattice.forward_backward`, with float64 log-probabilities.
     """
     device, B, N, D = blank_N.device, len(frames_B), blank_N.shape[0], len(durations)
     blank_N, label_N, duration_ND = blank_N.contiguous(), label_N.contiguous(), duration_ND.contiguous()
@@ -206,9 +201,11 @@ def solve(
     durations_D = torch.tensor(list(durations), dtype=torch.int64).to(device, non_blocking=True)
     alpha_N, beta_N = torch.empty(2, N, dtype=torch.float64, device=device)
     log_z_B = torch.full((B,), float("-inf"), dtype=torch.float64, device=device)
+    size = N if posteriors else 0
+    label_post_N, blank_post_N = torch.empty(2, size, dtype=torch.float64, device=device)
+    duration_post_ND = torch.empty(size, D, dtype=torch.float64, device=device)
     if N == 0:
-        empty_N, empty_ND = blank_N.new_zeros(0), blank_N.new_zeros(0, D)
-        return (-log_z_B, empty_N, empty_N, empty_ND) if posteriors else (-log_z_B, None, None, None)
+        return -log_z_B, label_post_N, blank_post_N, duration_post_ND
     lanes = max(int(triton.next_power_of_2(max(max(tokens_B) + 1, D))), 32)
     with torch.cuda.device_of(blank_N):  # Triton launches on the current device
         _walk[(B, 2 if posteriors else 1)](
@@ -216,16 +213,12 @@ def solve(
             D=D, LABEL_D=label_durations, LANES=lanes,
             num_warps=warps_for(lanes),  # pyright: ignore[reportCallIssue]  # an option of the launch
         )  # fmt: skip
-    if not posteriors:
-        return -log_z_B, None, None, None
-    clip_N = torch.repeat_interleave(torch.arange(B, device=device), cells.to(device), output_size=N)
-    label_post_N, blank_post_N = torch.empty(2, N, dtype=torch.float64, device=device)
-    duration_post_ND = torch.empty(N, D, dtype=torch.float64, device=device)
-    with torch.cuda.device_of(blank_N):
-        _posteriors[(triton.cdiv(N, CELLS_A_PROGRAM),)](
-            blank_N, label_N, duration_ND, alpha_N, beta_N, log_z_B, clip_N,
-            lengths[2], lengths[0], lengths[1], durations_D, label_post_N, blank_post_N, duration_post_ND, N,
-            D=D, LABEL_D=label_durations, LANES=CELLS_A_PROGRAM,
-            num_warps=4,  # pyright: ignore[reportCallIssue]  # an option of the launch
-        )  # fmt: skip
+        if posteriors:
+            clip_N = torch.repeat_interleave(torch.arange(B, device=device), cells.to(device), output_size=N)
+            _posteriors[(triton.cdiv(N, CELLS_A_PROGRAM),)](
+                blank_N, label_N, duration_ND, alpha_N, beta_N, log_z_B, clip_N,
+                lengths[2], lengths[0], lengths[1], durations_D, label_post_N, blank_post_N, duration_post_ND, N,
+                D=D, LABEL_D=label_durations, LANES=CELLS_A_PROGRAM,
+                num_warps=4,  # pyright: ignore[reportCallIssue]  # an option of the launch
+            )  # fmt: skip
     return -log_z_B, label_post_N, blank_post_N, duration_post_ND

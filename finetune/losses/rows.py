@@ -49,12 +49,13 @@ def gradient_rows(
         V, D: tokens and durations.
         fastemit_lambda, clamp: as in `finetune.losses.fused_tdt_loss`.
     """
-    options = {"V": V, "D": D, "fastemit_lambda": fastemit_lambda, "clamp": clamp}
     if on_gpu(logits_NO):
-        posteriors = (lse_N, label_N, blank_N, duration_ND, next_token_N, scale_N)
         from finetune.losses import rows_triton
 
-        return rows_triton.gradient_(logits_NO, *(x.contiguous() for x in posteriors), **options)
+        return rows_triton.gradient_(
+            logits_NO, lse_N, label_N, blank_N, duration_ND, next_token_N, scale_N,
+            V=V, D=D, fastemit_lambda=fastemit_lambda, clamp=clamp,
+        )  # fmt: skip
     grad_NO = logits_NO.to(lse_N.dtype)
     weighted_N = label_N * (1 + fastemit_lambda)
     tokens_NV = grad_NO[:, : V + 1]

@@ -94,25 +94,14 @@ def log_sum_exp(logits_NV: torch.Tensor) -> torch.Tensor:
 
 
 def gradient_(
-    logits_NO: torch.Tensor,
-    lse_N: torch.Tensor,
-    label_N: torch.Tensor,
-    blank_N: torch.Tensor,
-    duration_ND: torch.Tensor,
-    next_token_N: torch.Tensor,
-    scale_N: torch.Tensor,
-    *,
-    V: int,
-    D: int,
-    fastemit_lambda: float,
-    clamp: float,
+    logits_NO: torch.Tensor, *of_cell: torch.Tensor, V: int, D: int, fastemit_lambda: float, clamp: float
 ) -> torch.Tensor:
     """Puts the gradient rows in place of the outputs; arguments as in `finetune.losses.rows.gradient_rows`."""
     if len(logits_NO):
         columns = min(COLUMNS, triton.next_power_of_2(V + 1))
         with torch.cuda.device_of(logits_NO):
             _gradient[(len(logits_NO),)](
-                logits_NO, lse_N, label_N, blank_N, duration_ND, next_token_N, scale_N, logits_NO.stride(0), V,
+                logits_NO, *(x.contiguous() for x in of_cell), logits_NO.stride(0), V,
                 fastemit_lambda, clamp, D=D, LANES_D=triton.next_power_of_2(max(D, 1)), COLUMNS=columns,
                 num_warps=4,  # pyright: ignore[reportCallIssue]  # an option of the launch
             )  # fmt: skip

@@ -17,11 +17,9 @@ whose absolute values sum to at most 4 gamma_n: softmax and arcs weigh gamma_n e
 TDT: arXiv 2304.06795. RNN-T: arXiv 1211.3711. FastEmit: arXiv 2010.11148.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from finetune.losses.checks import check_options, check_shapes
 from finetune.losses.fused import FusedTransducer
@@ -29,15 +27,8 @@ from finetune.losses.joint import CPU_BLOCK_BYTES, GPU_BLOCK_BYTES, Plan, comput
 from finetune.losses.lattice import check_durations, feasible_lengths
 from finetune.losses.operations import REAL, Operations
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 
-
-def _not_compiled(function: Function) -> Function:
-    """Keep `function` out of compiled callers: they gain nothing in it and would compile anew for each shape."""
-    return cast("Function", torch.compiler.disable(function))
-
-
-@_not_compiled
+@torch.compiler.disable  # a compiled caller gains nothing in it and would compile anew for each shape
 def fused_tdt_loss(
     enc_BTH: torch.Tensor,
     pred_BUH: torch.Tensor,
@@ -68,15 +59,11 @@ def fused_tdt_loss(
     gradients (inf under "none").
 
     Args:
-        enc_BTH: (B, T, H) encoder outputs, already projected to the joint's width.
-        pred_BUH: (B, U + 1, H) prediction network outputs for start of sequence and each target, projected to the
-            joint's width.
-        weight_OH: (O, H) weight of the joint's last linear layer, O = V + 1 + len(durations); the blank is row V,
-            durations come last.
-        bias_O: (O,) its bias, or None.
+        enc_BTH, pred_BUH: (B, T, H) encoder outputs and (B, U + 1, H) prediction network outputs, for start of
+            sequence and each target, both projected to the joint's width.
+        weight_OH, bias_O: the joint's last linear layer, bias or None; O = V + 1 + len(durations), the blank is row V.
         targets_BU: (B, U) token ids in [0, V), padded with anything; int32 or int64.
-        enc_lengths_B: (B,) frames of each clip, 0 <= length <= T.
-        target_lengths_B: (B,) tokens of each clip, 0 <= length <= U.
+        enc_lengths_B, target_lengths_B: (B,) frames and tokens of each clip.
         durations: what each duration output stands for, in encoder frames; () for plain RNN-T.
         activation: "relu", "tanh" or "sigmoid", between the sum of `enc` and `pred` and the linear layer.
         dropout: probability with which an activation is zeroed (the others are scaled up), before the linear layer.
@@ -95,18 +82,17 @@ def fused_tdt_loss(
             counts as at least 1, where NeMo divides by 0.
         occupancy_threshold: cells whose occupancy (posterior probability that an alignment passes through it) is below
             this are left out: of forward together, so that at most this share of a clip's alignments is lost
-            (certified: band.py), and of backward one by one. The loss is then at most -(1 + fastemit_lambda) log(1 -
-            threshold) above the exact one. Every posterior is off by at most the threshold, since the alignments that
-            are left differ from all of them by no more in total variation; a cell left out of backward has an
-            occupancy below 2 thresholds; so the gradient with respect to a cell's outputs, whose absolute values sum
-            to at most 4 occupancies, is off by at most 8 (1 + fastemit_lambda) thresholds. All this up to the rounding
-            of the logits. 0 is exact: only what stays below the square of the dtype's eps (1e-14 in float32) is left
-            out, which no sum could tell. 1e-8 is exact to float32's rounding; 1e-4 suits training.
+            (certified: band.py), and of backward one by one. The loss is at most -(1 + fastemit_lambda) log(1 -
+            threshold) above the exact one. Every posterior is off by at most the threshold, and a cell left out of
+            backward has an occupancy below 2 thresholds; so the gradient with respect to a cell's outputs, whose
+            absolute values sum to at most 4 occupancies, is off by at most 8 (1 + fastemit_lambda) thresholds. All up
+            to the rounding of the logits. 0 is exact: only what stays below the square of the dtype's eps (1e-14 in
+            float32) is left out. 1e-8 is exact to float32's rounding; 1e-4 suits training.
         fastemit_lambda: FastEmit regularisation as in NeMo: label arcs weigh 1 + lambda in the gradient of the token
             outputs, and the loss is multiplied by 1 + lambda.
         clamp: above 0, each clip's gradient of the token outputs of a cell is clamped to [-clamp, clamp], as in NeMo.
         joint_memory_budget: bytes for the tensors of a block of cells. None: 32 MiB on the CPU, 512 MiB elsewhere.
-        operations: for callers whose tensors have no values (fake tensors): stand-ins for what reads them.
+        operations: stand-ins for what reads values, where tensors have none (fake tensors).
 
     Returns:
         A scalar, or (B,) under "none": losses in nats, float32 (float64 for float64 inputs). A clip without any
@@ -122,11 +108,10 @@ def fused_tdt_loss(
     )
     frames, tokens = operations.check_values(enc_BTH, targets_BU, enc_lengths_B, target_lengths_B, V)
 
-    plain_rnnt = not durations
     if durations and rnnt_draw is None and omega > 0:
         rnnt_draw = bool(torch.rand((), generator=generator) < omega)
-    if plain_rnnt or rnnt_draw:
-        durations, plain_rnnt = (), True
+    if rnnt_draw:
+        durations = ()
     feasible = feasible_lengths(frames, tokens, durations)
     device = enc_BTH.device
     inputs = [x for x in (enc_BTH, pred_BUH, weight_OH, bias_O) if x is not None]
@@ -138,7 +123,7 @@ def fused_tdt_loss(
         activation=activation,
         dropout=float(dropout),
         seed=operations.draw_seed() if dropout > 0 else 0,
-        sigma=0.0 if plain_rnnt else float(sigma),
+        sigma=float(sigma) if durations else 0.0,
         occupancy_threshold=float(occupancy_threshold),
         fastemit_lambda=float(fastemit_lambda),
         clamp=float(clamp),
@@ -149,83 +134,6 @@ def fused_tdt_loss(
     )
     losses_B = FusedTransducer.apply(enc_BTH, pred_BUH, weight_OH, bias_O, targets_BU, plan)
     return _reduce(losses_B, feasible, tokens, reduction)
-
-
-class FusedTDTLoss(nn.Module):
-    """`fused_tdt_loss` with its options; the arguments are those of the function.
-
-    In eval mode there is no dropout and no draw of omega (unless `rnnt_draw` is passed), so validation losses can be
-    compared.
-    """
-
-    def __init__(
-        self,
-        *,
-        durations: Sequence[int] = (0, 1, 2, 3, 4),
-        activation: str = "relu",
-        dropout: float = 0.0,
-        sigma: float = 0.0,
-        omega: float = 0.0,
-        generator: torch.Generator | None = None,
-        reduction: str = "mean_batch",
-        occupancy_threshold: float = 0.0,
-        fastemit_lambda: float = 0.0,
-        clamp: float = 0.0,
-        joint_memory_budget: int | None = None,
-    ):
-        super().__init__()
-        check_options(
-            activation,
-            dropout,
-            sigma,
-            omega,
-            reduction,
-            occupancy_threshold,
-            fastemit_lambda,
-            clamp,
-            joint_memory_budget,
-        )
-        self.dropout, self.omega, self.generator = dropout, omega, generator
-        self.options = {
-            "durations": check_durations(durations),
-            "activation": activation,
-            "sigma": sigma,
-            "reduction": reduction,
-            "occupancy_threshold": occupancy_threshold,
-            "fastemit_lambda": fastemit_lambda,
-            "clamp": clamp,
-            "joint_memory_budget": joint_memory_budget,
-        }
-
-    def forward(
-        self,
-        enc_BTH: torch.Tensor,
-        pred_BUH: torch.Tensor,
-        weight_OH: torch.Tensor,
-        bias_O: torch.Tensor | None,
-        targets_BU: torch.Tensor,
-        enc_lengths_B: torch.Tensor,
-        target_lengths_B: torch.Tensor,
-        rnnt_draw: bool | None = None,
-    ) -> torch.Tensor:
-        return fused_tdt_loss(
-            enc_BTH,
-            pred_BUH,
-            weight_OH,
-            bias_O,
-            targets_BU,
-            enc_lengths_B,
-            target_lengths_B,
-            dropout=self.dropout if self.training else 0.0,
-            omega=self.omega if self.training else 0.0,
-            rnnt_draw=rnnt_draw,
-            generator=self.generator,
-            **self.options,
-        )
-
-    def extra_repr(self) -> str:
-        options = {"dropout": self.dropout, "omega": self.omega, **self.options}
-        return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
 def _reduce(losses_B: torch.Tensor, feasible: list[bool], tokens: list[int], reduction: str) -> torch.Tensor:

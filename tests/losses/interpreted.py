@@ -23,7 +23,8 @@ DURATIONS = (((0, 1, 2, 3, 4), 5), ((1, 2), 2), ((0, 1), 1), ((0, 2, 4, 8), 4))
 def lattices() -> None:
     g = torch.Generator().manual_seed(0)
     for durations, label_durations in DURATIONS:
-        for frames, tokens in (([7, 5, 1, 0], [3, 0, 2, 1]), ([20, 13], [9, 40]), ([1], [0]), ([0], [3])):
+        wide = [([20, 3], [9, 33])] if len(durations) in (2, 5) else []  # slow: programs of more than one warp
+        for frames, tokens in (([7, 5, 1, 0], [3, 0, 2, 1]), ([1], [0]), ([0], [3]), *wide):
             N = sum(t * (u + 1) for t, u in zip(frames, tokens))
             blank_N, label_N = (torch.randn(2, N, generator=g, dtype=torch.float64) * 3 - 2).unbind(0)
             duration_ND = torch.log_softmax(torch.randn(N, len(durations), generator=g, dtype=torch.float64), 1)
@@ -34,9 +35,10 @@ def lattices() -> None:
             actual = lattice_triton.solve(*arguments, True)
             for a, e in zip(actual, expected):
                 torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-14, equal_nan=True)
-            losses_B, *nothing = lattice_triton.solve(*arguments, False)
-            assert torch.equal(losses_B, actual[0])
-            assert nothing == [None, None, None]
+            if N < 100:
+                losses_B, *none = lattice_triton.solve(*arguments, False)
+                assert torch.equal(losses_B, actual[0])
+                assert not any(x.numel() for x in none)
 
 
 def joint_rows() -> None:

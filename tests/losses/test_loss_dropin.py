@@ -1,5 +1,6 @@
 """The fused loss inside models that others train: equal losses and gradients, and nothing else changed."""
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,22 +142,21 @@ def test_nemo_models_that_it_cannot_serve_are_named():
         use_in_nemo(model)
 
 
-@pytest.fixture(scope="module")
-def parakeet() -> SimpleNamespace:
-    """A small random ParakeetForTDT and one batch."""
-    from transformers import ParakeetEncoderConfig, ParakeetForTDT, ParakeetTDTConfig
+def small_parakeet(head: str, padding: int, **config: Any) -> SimpleNamespace:
+    """A small random Parakeet with a TDT or RNNT head, and one batch whose second clip is shorter."""
+    import transformers
 
     torch.manual_seed(0)
-    encoder = ParakeetEncoderConfig(
+    encoder = transformers.ParakeetEncoderConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, num_mel_bins=80,
         layerdrop=0.0, dropout=0.0, activation_dropout=0.0, attention_dropout=0.0, dropout_positions=0.0,
     )  # fmt: skip
-    config = ParakeetTDTConfig(
+    layout = getattr(transformers, f"Parakeet{head}Config")(
         encoder_config=encoder.to_dict(), vocab_size=33, blank_token_id=32, pad_token_id=2, decoder_hidden_size=24,
-        num_decoder_layers=1, durations=[0, 1, 2, 3, 4],
+        num_decoder_layers=1, **config,
     )  # fmt: skip
     labels = torch.randint(3, 32, (2, 6))
-    labels[1, 4:] = 2
+    labels[1, 4:] = padding
     batch = {
         "input_features": torch.randn(2, 120, 80),
         "attention_mask": torch.ones(2, 120, dtype=torch.bool),
@@ -164,12 +164,15 @@ def parakeet() -> SimpleNamespace:
         "labels": labels,
     }
     batch["attention_mask"][1, 90:] = False
-    return SimpleNamespace(model=ParakeetForTDT(config).train(), batch=batch)
+    return SimpleNamespace(model=getattr(transformers, f"ParakeetFor{head}")(layout).train(), batch=batch)
+
+
+@pytest.fixture(scope="module")
+def parakeet() -> SimpleNamespace:
+    return small_parakeet("TDT", 2, durations=[0, 1, 2, 3, 4])
 
 
 def test_transformers_trains_with_the_same_loss_and_gradients(parakeet):
-    import copy
-
     plain, fused = copy.deepcopy(parakeet.model), use_in_transformers(copy.deepcopy(parakeet.model))
     expected, actual = plain(**parakeet.batch), fused(**parakeet.batch)
     assert actual.logits is None
@@ -188,8 +191,6 @@ def test_transformers_trains_with_the_same_loss_and_gradients(parakeet):
 
 @pytest.mark.parametrize(("threshold", "tolerance"), [(0.0, 2e-3), (1e-4, 1e-2)])
 def test_a_training_curve_equals_the_unfused_one(parakeet, threshold, tolerance):
-    import copy
-
     curves = []
     fused = use_in_transformers(copy.deepcopy(parakeet.model), occupancy_threshold=threshold)
     for model in (copy.deepcopy(parakeet.model), fused):
@@ -206,42 +207,14 @@ def test_a_training_curve_equals_the_unfused_one(parakeet, threshold, tolerance)
     assert curves[1] == pytest.approx(curves[0], rel=tolerance)
 
 
-@pytest.fixture
-def parakeet_rnnt() -> SimpleNamespace:
-    """A small random ParakeetForRNNT and one batch, labels padded with the blank."""
-    from transformers import ParakeetEncoderConfig, ParakeetForRNNT, ParakeetRNNTConfig
-
-    torch.manual_seed(0)
-    encoder = ParakeetEncoderConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, num_mel_bins=80,
-        layerdrop=0.0, dropout=0.0, activation_dropout=0.0, attention_dropout=0.0, dropout_positions=0.0,
-    )  # fmt: skip
-    config = ParakeetRNNTConfig(
-        encoder_config=encoder.to_dict(), vocab_size=33, blank_token_id=32, pad_token_id=2, decoder_hidden_size=24,
-        num_decoder_layers=1,
-    )  # fmt: skip
-    labels = torch.randint(0, 32, (2, 6))
-    labels[1, 4:] = 32
-    batch = {
-        "input_features": torch.randn(2, 120, 80),
-        "attention_mask": torch.ones(2, 120, dtype=torch.bool),
-        "decoder_input_ids": torch.cat([torch.full((2, 1), 32), labels], 1),
-        "labels": labels,
-    }
-    return SimpleNamespace(model=ParakeetForRNNT(config).train(), batch=batch)
-
-
-def test_transformers_rnnt_keeps_its_reduction_and_its_padding(parakeet_rnnt):
-    import copy
-
-    expected = parakeet_rnnt.model(**parakeet_rnnt.batch).loss
-    model = use_in_transformers(copy.deepcopy(parakeet_rnnt.model))
-    assert model(**parakeet_rnnt.batch).loss.item() == pytest.approx(expected.item(), rel=1e-5)
+def test_transformers_rnnt_keeps_its_reduction_and_its_padding():
+    rnnt = small_parakeet("RNNT", 32)  # labels are padded with the blank
+    expected = rnnt.model(**rnnt.batch).loss
+    model = use_in_transformers(copy.deepcopy(rnnt.model))
+    assert model(**rnnt.batch).loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_transformers_outside_of_training_and_copies_are_as_before(parakeet):
-    import copy
-
     plain, fused = copy.deepcopy(parakeet.model), use_in_transformers(copy.deepcopy(parakeet.model))
     copied = copy.deepcopy(fused)
     with torch.no_grad():
@@ -259,8 +232,6 @@ def test_transformers_outside_of_training_and_copies_are_as_before(parakeet):
 
 
 def test_transformers_models_that_it_cannot_serve_are_named(parakeet):
-    import copy
-
     with pytest.raises(ValueError, match="expected ParakeetForTDT or ParakeetForRNNT, got Linear"):
         use_in_transformers(torch.nn.Linear(1, 1))
     model = copy.deepcopy(parakeet.model)

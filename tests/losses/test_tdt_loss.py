@@ -13,24 +13,18 @@ from loss_cases import (
     TDT,
     all_alignments_losses,
     assert_same,
+    dense_losses,
     gradients,
     joint_logits,
     make_case,
     transformers_losses,
+    walk_alignments,
 )
 
 from finetune.losses import feasible_clips, fused_tdt_loss, lattice
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 DURATION_SETS = [TDT, (0, 1, 2), (1, 2), (0, 2, 4, 8), (2, 0, 1), ()]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """The tensors here are tiny: on a busy machine waiting for a second thread costs more than the work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ------------------------------------------------------------------------------------------------------------ against
@@ -109,14 +103,11 @@ def test_fastemit_weighs_label_arcs():
     logits_BTUO = joint_logits(*case[:4])
     token_logp = torch.log_softmax(logits_BTUO[..., : V + 1], -1)
     duration_logp = torch.log_softmax(logits_BTUO[..., V + 1 :], -1)
-    # all_alignments_loss takes log-probabilities for logits: log_softmax leaves them alone, and its gradient gives the
-    # posteriors.
-    heads = [token_logp.detach().requires_grad_(), duration_logp.detach().requires_grad_()]
-    unnormalised = torch.cat([h - h.logsumexp(-1, keepdim=True).detach() for h in heads], -1)
+    heads = token_logp.detach().requires_grad_(), duration_logp.detach().requires_grad_()
     total = 0.0
     for b in range(2):
         t, u = frames_B[b].item(), tokens_B[b].item()
-        total = total + _loss_of_log_probabilities(unnormalised[b, :t, : u + 1], case[4][b], V)
+        total = total + walk_alignments(*(head[b, :t, : u + 1] for head in heads), case[4][b], TDT)
     token_posterior, duration_posterior = (-g for g in torch.autograd.grad(total, heads))
     weighed = torch.cat([token_posterior[..., :V] * (1 + weight), token_posterior[..., V:]], -1)
     expected = -(weighed * token_logp).sum() - (duration_posterior * duration_logp).sum()
@@ -124,24 +115,6 @@ def test_fastemit_weighs_label_arcs():
     plain = fused_tdt_loss(*case, reduction="sum")
     assert_same([actual], [plain * (1 + weight)], 1e-12)
     assert_same(gradients(actual, case), gradients(expected, case), 1e-10)
-
-
-def _loss_of_log_probabilities(logp_TUO, targets, V):
-    T, U1, _ = logp_TUO.shape
-    found = []
-
-    def walk(t, u, logp):
-        for i, d in enumerate(TDT):
-            blank, label = logp + logp_TUO[t, u, V] + logp_TUO[t, u, V + 1 + i], logp + logp_TUO[t, u, V + 1 + i]
-            if d > 0 and t + d == T and u == U1 - 1:
-                found.append(blank)
-            elif d > 0 and t + d < T:
-                walk(t + d, u, blank)
-            if u < U1 - 1 and t + d < T:
-                walk(t + d, u + 1, label + logp_TUO[t, u, targets[u]])
-
-    walk(0, 0, torch.zeros((), dtype=logp_TUO.dtype))
-    return -torch.logsumexp(torch.stack(found), 0)
 
 
 def test_clamp_limits_the_token_gradient_of_a_cell():
@@ -163,20 +136,18 @@ lengths = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 5)), min_size=1, 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(lengths, st.sampled_from(DURATION_SETS), st.integers(0, 1000), st.integers(1, 6_000), st.integers(0, 2))
-def test_any_batch_equals_the_pytorch_lattice_and_each_clip_alone(clips, durations, seed, budget, extra):
+def test_any_batch_equals_the_dense_lattice_and_each_clip_alone(clips, durations, seed, budget, extra):
     frames, tokens = zip(*clips)
     case = make_case(frames, tokens, durations, seed=seed, extra=extra)
     options = {"durations": durations, "sigma": 0.1, "reduction": "none"}
     losses = fused_tdt_loss(*case, joint_memory_budget=budget, **options)
     feasible = feasible_clips(case[5], case[6], durations)
     assert torch.equal(torch.isfinite(losses), feasible)
-    grads = gradients(losses[feasible].sum() + 0 * case[0].sum(), case)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lattice, "_numba_kernel", lambda: None)
-        others = fused_tdt_loss(*case, **options)
+    grads = gradients(losses[feasible].sum() + sum(0 * x.sum() for x in case[:4]), case)
+    others = dense_losses(case, durations, sigma=0.1)
     assert torch.allclose(losses[feasible], others[feasible], rtol=1e-12, atol=0)
     assert torch.equal(torch.isfinite(others), feasible)
-    for a, e in zip(grads, gradients(others[feasible].sum() + 0 * case[0].sum(), case)):
+    for a, e in zip(grads, gradients(others[feasible].sum() + sum(0 * x.sum() for x in case[:4]), case)):
         assert torch.allclose(a, e, rtol=1e-9, atol=1e-12)
     for b, (t, u) in enumerate(clips):
         enc, pred, targets = case[0][b : b + 1, :t], case[1][b : b + 1, : u + 1], case[4][b : b + 1, :u]

@@ -22,20 +22,10 @@ from loss_cases import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.losses import FusedTDTLoss, feasible_clips, fused_tdt_loss, lattice
+from finetune.losses import feasible_clips, fused_tdt_loss, lattice
 from finetune.losses.dropout import dropout_mask, torch_mask
 
-DURATION_SETS = [TDT, (0, 1, 2), (1, 2), (0, 2, 4, 8), (2, 0, 1), ()]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """The tensors here are tiny: on a busy machine waiting for a second thread costs more than the work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 # ------------------------------------------------------------------------------------------------------------- omega
 # and dropout
@@ -124,19 +114,6 @@ def test_dropout_masks_are_random_and_equal_in_numba_and_torch(probability):
         correlation = ((kept - kept.mean()) * (other - other.mean())).mean() / spread**2
         assert abs(correlation) < 5 / math.sqrt(kept.numel())
     assert not torch.equal(mask[:1_000], mask[3_000:])
-
-
-def test_module_is_plain_in_eval_mode():
-    case = make_case([6, 4], [3, 1])
-    module = FusedTDTLoss(dropout=0.5, omega=1.0, sigma=0.1, reduction="mean")
-    assert module.eval()(*case).item() == fused_tdt_loss(*case, sigma=0.1, reduction="mean").item()
-    torch.manual_seed(0)
-    trained = module.train()(*case).item()
-    torch.manual_seed(0)
-    assert trained == fused_tdt_loss(*case, dropout=0.5, omega=1.0, sigma=0.1, reduction="mean").item()
-    assert (
-        module.eval()(*case, rnnt_draw=True).item() == fused_tdt_loss(*case, rnnt_draw=True, reduction="mean").item()
-    )
 
 
 # -------------------------------------------------------------------------------------------- precision, work left
@@ -245,9 +222,9 @@ def test_autocast_is_finite_and_near(dtype):
 
 @pytest.mark.parametrize(("dtype", "learnt"), [(torch.bfloat16, True), (torch.float16, False)])
 def test_five_minutes_in_one_clip_are_finite(dtype, learnt):
-    """4,000 frames and 1,500 tokens: alignments of probability e^-15,000 from six million cells, far outside of
+    """4,000 frames and 400 tokens: alignments of probability e^-4,000 and less from 1.6 million cells, far outside of
     float32's range."""
-    T, U = 4000, 1500
+    T, U = 4000, 400
     case = make_case([T], [U], V=12, H=8, dtype=torch.float32)
     if (
         learnt
@@ -367,8 +344,6 @@ def test_wrong_tensors_are_named(change, message):
 def test_wrong_options_are_named(option):
     with pytest.raises(ValueError, match=next(iter(option)) + ": expected"):
         fused_tdt_loss(*make_case([6, 4], [3, 1]), **option)
-    with pytest.raises(ValueError, match=next(iter(option)) + ": expected"):
-        FusedTDTLoss(**option)
 
 
 def test_feasible_clips_checks_its_lengths():

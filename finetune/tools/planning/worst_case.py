@@ -6,7 +6,7 @@ The loss works block by block, and one block stands for all.
 N lattice cells, U target tokens, H joint width.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -44,25 +44,16 @@ def worst_case(clips: int, tokens: int, cuda: bool, block_sizes: list[int]) -> O
         return torch_mask(cell_N, H, 1, 1) if cuda else torch.empty(cell_N.shape[0], H, dtype=torch.bool)
 
     def forward_backward(
-        blank_N: torch.Tensor,
-        label_N: torch.Tensor,
-        duration_ND: torch.Tensor,
-        frames_B: Sequence[int],
-        tokens_B: Sequence[int],
-        durations: Sequence[int],
-        *,
-        labels_stay: bool,
-        posteriors: bool,
+        blank_N: torch.Tensor, label_N: torch.Tensor, duration_ND: torch.Tensor, *_: object, posteriors: bool
     ) -> LatticeResult:
         N, D = duration_ND.shape
         held = [blank_N.double(), label_N.double(), duration_ND.double()]
         if cuda:
             held.append(torch.empty(2, N, dtype=torch.float64))  # alpha and beta
+        size = N if posteriors else 0
         losses_B = torch.empty(clips, dtype=torch.float64)
-        if not posteriors:
-            return LatticeResult(losses_B, None, None, None)
-        label_N, blank_N = torch.empty(2, N, dtype=torch.float64)
-        return LatticeResult(losses_B, label_N, blank_N, torch.empty(N, D, dtype=torch.float64))
+        label_N, blank_N = torch.empty(2, size, dtype=torch.float64)
+        return LatticeResult(losses_B, label_N, blank_N, torch.empty(size, D, dtype=torch.float64))
 
     return Operations(
         check_values=lengths,
