@@ -225,8 +225,8 @@ def slope_of(held: np.ndarray) -> tuple[float, float]:
     if len(held) < 2:
         return 0.0, 0.0
     x = np.unique(np.linspace(0, len(held) - 1, min(len(held), PAIRS_OF)).astype(int))
-    slope, *_ = stats.theilslopes(held[x], x)
-    return float(slope), 1.4826 * float(stats.median_abs_deviation(held[x] - slope * x))
+    slope = float(stats.theilslopes(held[x], x).slope)
+    return slope, 1.4826 * float(stats.median_abs_deviation(held[x] - slope * x))
 
 
 def headroom_of(rows: list[dict[str, Any]], gpu: bool, processes: int) -> int:
