@@ -9,7 +9,7 @@ Shape suffixes: B batch, T encoder frames, U target tokens, H hidden (the joint'
 
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -110,7 +110,8 @@ def use_in_nemo(model: Any, *, occupancy_threshold: float = 0.0, joint_memory_bu
             return type(self).forward(self, log_probs=log_probs, **inputs)
         joint: RNNTJoint = self.__dict__["fused_joint"]
         layers = list(joint.joint_net)
-        head, dropout = layers[-1], next((m.p for m in layers if isinstance(m, nn.Dropout)), 0.0)
+        head = cast("nn.Linear", layers[-1])
+        dropout = next((m.p for m in layers if isinstance(m, nn.Dropout)), 0.0)
 
         def loss(enc_BTH: torch.Tensor, pred_BUH: torch.Tensor) -> torch.Tensor:
             return fused_tdt_loss(

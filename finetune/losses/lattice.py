@@ -138,7 +138,8 @@ def forward_backward(
         from finetune.losses.lattice_triton import solve
 
         return LatticeResult(*solve(*scores, *lattices))
-    return LatticeResult(*(x.to(blank_N.device) for x in _solve_numba(*(x.cpu() for x in scores), *lattices)))
+    blank, label, duration = (x.cpu() for x in scores)
+    return LatticeResult(*(x.to(blank_N.device) for x in _solve_numba(blank, label, duration, *lattices)))
 
 
 @functools.cache

@@ -99,9 +99,10 @@ def gradient_(
     """Puts the gradient rows in place of the outputs; arguments as in `finetune.losses.rows.gradient_rows`."""
     if len(logits_NO):
         columns = min(COLUMNS, triton.next_power_of_2(V + 1))
+        lse_N, label_N, blank_N, duration_ND, next_token_N, scale_N = (x.contiguous() for x in of_cell)
         with torch.cuda.device_of(logits_NO):
             _gradient[(len(logits_NO),)](
-                logits_NO, *(x.contiguous() for x in of_cell), logits_NO.stride(0), V,
+                logits_NO, lse_N, label_N, blank_N, duration_ND, next_token_N, scale_N, logits_NO.stride(0), V,
                 fastemit_lambda, clamp, D=D, LANES_D=triton.next_power_of_2(max(D, 1)), COLUMNS=columns,
                 num_warps=4,  # pyright: ignore[reportCallIssue]  # an option of the launch
             )  # fmt: skip

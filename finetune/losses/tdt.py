@@ -17,7 +17,8 @@ whose absolute values sum to at most 4 gamma_n: softmax and arcs weigh gamma_n e
 TDT: arXiv 2304.06795. RNN-T: arXiv 1211.3711. FastEmit: arXiv 2010.11148.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -27,8 +28,15 @@ from finetune.losses.joint import CPU_BLOCK_BYTES, GPU_BLOCK_BYTES, Plan, comput
 from finetune.losses.lattice import check_durations, feasible_lengths
 from finetune.losses.operations import REAL, Operations
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 
-@torch.compiler.disable  # a compiled caller gains nothing in it and would compile anew for each shape
+
+def _not_compiled(function: Function) -> Function:
+    """Keep `function` out of compiled callers: they gain nothing in it and would compile anew for each shape."""
+    return cast("Function", torch.compiler.disable(function))
+
+
+@_not_compiled
 def fused_tdt_loss(
     enc_BTH: torch.Tensor,
     pred_BUH: torch.Tensor,

@@ -225,7 +225,7 @@ def slope_of(held: np.ndarray) -> tuple[float, float]:
     if len(held) < 2:
         return 0.0, 0.0
     x = np.unique(np.linspace(0, len(held) - 1, min(len(held), PAIRS_OF)).astype(int))
-    slope = float(stats.theilslopes(held[x], x).slope)
+    slope = float(np.asarray(stats.theilslopes(held[x], x))[0])
     return slope, 1.4826 * float(stats.median_abs_deviation(held[x] - slope * x))
 
 
