@@ -147,8 +147,8 @@ def explaining_memory(config: RunConfig, strategy: Strategy) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
+        from finetune.callbacks.out_of_memory import is_out_of_memory, out_of_memory_message
         from finetune.strategies.strategy import engine_with, number_of_processes
-        from finetune.training.out_of_memory import is_out_of_memory, out_of_memory_message
 
         if not is_out_of_memory(error):
             raise

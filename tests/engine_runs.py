@@ -28,9 +28,9 @@ from finetune import train
 from finetune.models.loss_module import TransducerLossModule
 from finetune.models.nemo import import_nemo
 from finetune.strategies.optimizers import describe_optimizer, state_tensors, unwrap_optimizer
-from finetune.training.batches import StepBatches
 from finetune.training.callbacks import StepResult
 from finetune.training.evaluation import FinalResult
+from finetune.training.step_batches import StepBatches
 from finetune.training.trainer import Trainer
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from finetune.callbacks.averaging import CheckpointAverage, Ema
 from finetune.callbacks.drift import DriftMonitor
 from finetune.callbacks.eta import Place
-from finetune.callbacks.memory_recovery import MemoryRecovery
+from finetune.callbacks.out_of_memory import MemoryRecovery
 from finetune.callbacks.panel import ProgressPanel
 from finetune.callbacks.profiler import Profiler
 from finetune.callbacks.report import ReportWriter

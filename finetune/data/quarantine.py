@@ -1,14 +1,18 @@
 """Quarantine: utterances that cannot be used, how they are reported, and when there are too many.
 
 Reading or decoding an unusable row raises `BadUtterance`. The worker adds it to the `Report` that travels with its
-next batch; the training loop writes the new ones to quarantine.jsonl and calls `check_bad_fraction`. Utterances that a
-filter leaves out (`finetune.data.filters`) are counted in the same report and never in the fraction.
+next batch; `Quarantine` writes those of all ranks to quarantine.jsonl, and `check_bad_fraction` ends the run.
+Utterances that a filter leaves out (`finetune.data.filters`) are counted in the same report and never in the fraction.
 """
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 from finetune.errors import UserError
+
+log = logging.getLogger(__name__)
 
 BAD_FRACTION_JUDGED_AFTER = 200  # rows read, or all of an epoch that has fewer
 REPORT_AFTER_ROWS = 200  # a worker that finds nothing usable for so long reports without a batch
@@ -46,6 +50,46 @@ def new_records(records: list[Record], known: set[tuple[str, str]]) -> list[Reco
             known.add(key)
             new.append(record)
     return new
+
+
+class Lines(Protocol):
+    """A file of JSON lines (training's LineFile)."""
+
+    path: Path
+
+    def append(self, *rows: dict[str, Any]) -> None: ...
+    def pairs(self, first: str, second: str, lines: int) -> set[tuple[str, str]]: ...
+    def cut(self, lines: int) -> None: ...
+
+
+class CountsLines(Protocol):
+    """The progress of a run, which a checkpoint holds."""
+
+    quarantine_lines: int
+
+
+class Quarantine:
+    """quarantine.jsonl of a run, written by the main process: each unusable utterance once, with its reason."""
+
+    def __init__(self, is_main: bool, file: Lines, progress: CountsLines):
+        self.is_main, self.file, self.progress = is_main, file, progress
+        self.known: set[tuple[str, str]] = set()
+        """(source, id) of the utterances that are written."""
+
+    def add(self, reports: list[Record]) -> None:
+        """Write bad utterances; one that returns in a later epoch is not written again."""
+        new = new_records(reports, self.known)
+        self.progress.quarantine_lines += len(new)
+        if new and self.is_main:
+            self.file.append(*new)
+            log.warning("%d clip(s) put in quarantine, such as %s: %s", len(new), new[0]["id"], new[0]["reason"])
+
+    def resume(self) -> None:
+        """Take over the lines that the restored progress counts, and drop later ones."""
+        lines = self.progress.quarantine_lines
+        self.known = self.file.pairs("source", "id", lines=lines)
+        if self.is_main:
+            self.file.cut(lines)
 
 
 def exceeds_bad_fraction(quarantined: int, rows_read: int, limit: float, all_read: bool) -> bool:

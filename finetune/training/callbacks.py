@@ -13,7 +13,7 @@ import torch
 from finetune.data.batch import Batch
 from finetune.evaluation.scores import WerAccumulator
 from finetune.models.protocols import Transducer
-from finetune.training.batches import StepBatches
+from finetune.training.step_batches import StepBatches
 
 LOST_ON_GUARD = (
     "Less forgetting: a lower training.learning_rate, fewer steps, or a share of the original domain's data in "

@@ -18,6 +18,7 @@ from accelerate import Accelerator
 
 from finetune.config.schema import RunConfig
 from finetune.data.batch import Batch
+from finetune.data.quarantine import Quarantine
 from finetune.data.sources import OpenSource
 from finetune.distributed import broadcast, gather, on_main, sum_over_ranks
 from finetune.durable_files import put_in_place, sha256_of, write_json
@@ -31,7 +32,6 @@ from finetune.models.nemo import learning_batchnorms
 from finetune.models.nemo_archive import load_weights, write_nemo
 from finetune.models.protocols import Transducer
 from finetune.signals import CutShort, requested
-from finetune.training.batches import Quarantine
 from finetune.training.callbacks import Callback, Candidate, EvaluationResult
 from finetune.training.checkpoints import CANNOT_WRITE
 from finetune.training.data import make_stream

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from finetune.training.batches import StepBatches
 from finetune.training.outputs import peak_memory_gib, peak_rss_gib, rss_gib
 from finetune.training.progress import Progress
+from finetune.training.step_batches import StepBatches
 
 
 class MetricsWindow:

@@ -15,6 +15,7 @@ from torch.profiler import record_function
 
 from finetune.config.schema import RunConfig
 from finetune.data.batch import Batch
+from finetune.data.quarantine import Quarantine
 from finetune.data.run_file import count_clips
 from finetune.data.sources import OpenSource
 from finetune.data.stream import UtteranceStream
@@ -28,7 +29,6 @@ from finetune.signals import CutShort, Stopped, requested, saving_first
 from finetune.strategies import sharded
 from finetune.strategies.optimizers import describe_optimizer, unwrap_optimizer
 from finetune.training import resume
-from finetune.training.batches import Quarantine, StepBatcher, StepBatches
 from finetune.training.callbacks import Callback, ComputeGradients, StepResult
 from finetune.training.checkpoints import read_checkpoint_state, remove_later_checkpoints
 from finetune.training.evaluation import Evaluator, FinalResult, average_batchnorm, forget_base, splits_due
@@ -38,6 +38,7 @@ from finetune.training.outputs import LineFile, remove_run
 from finetune.training.progress import Progress
 from finetune.training.saving import CheckpointWriter
 from finetune.training.schedule import Schedule
+from finetune.training.step_batches import StepBatcher, StepBatches
 from finetune.training.vocabulary_change import move_tokenizer_into_run
 
 log = logging.getLogger(__name__)
@@ -91,7 +92,8 @@ class Trainer:
         self.callbacks: list[Callback] = []
         self.metrics = LineFile(self.output_dir / "metrics.jsonl")
         self.clips = LineFile(self.output_dir / "clips.jsonl")
-        self.quarantine = Quarantine(accelerator, LineFile(self.output_dir / "quarantine.jsonl"), p)
+        self.unusable = LineFile(self.output_dir / "quarantine.jsonl")
+        self.quarantine = Quarantine(accelerator.is_main_process, self.unusable, p)
         self.step_filter = StepFilter(accelerator, self.model, optimizer, config, p, self._held_tensors)
         self.batcher = StepBatcher(accelerator, self.model, config, p, self.quarantine, self._wishes, self._part)
         self.evaluator = Evaluator(
@@ -273,7 +275,7 @@ class Trainer:
         return resume.settings_of(self.config, self.accelerator.num_processes, self.total_steps)
 
     def _line_files(self) -> list[LineFile]:
-        return [self.metrics, self.evaluator.file, self.quarantine.file, self.clips, self.step_filter.file]
+        return [self.metrics, self.evaluator.file, self.unusable, self.clips, self.step_filter.file]
 
     def _held_tensors(self) -> dict[str, torch.Tensor]:
         return {name: tensor for callback in self.callbacks for name, tensor in callback.held_tensors().items()}

@@ -32,7 +32,7 @@ from finetune.models.sentencepiece_model import (
 )
 from finetune.models.tokenizer_coverage import compare, table
 from finetune.models.tokenizer_growth import grow_from_tokenizer, grow_on_texts
-from finetune.models.vocabulary import change_vocabulary, changes_of
+from finetune.models.vocabulary_rows import change_vocabulary, changes_of
 from finetune.security.safe_text import Block
 
 log = logging.getLogger(__name__)

@@ -12,12 +12,12 @@ from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, read_lines
 from launching import start
 from run_callbacks import callback_of
 
-from finetune.callbacks.memory_recovery import MemoryRecovery
+from finetune.callbacks.out_of_memory import MemoryRecovery
 from finetune.data.batch import part_of
 from finetune.data.batching import BatchLimits, bound_at
 from finetune.tools.planning.accounting import StepAccount
-from finetune.training.batches import StepBatches
 from finetune.training.callbacks import StepResult
+from finetune.training.step_batches import StepBatches
 
 MIB = 2**20
 

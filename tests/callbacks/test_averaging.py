@@ -15,8 +15,8 @@ from launching import summary
 from safetensors.torch import load_file
 
 from finetune.callbacks.averaging import averaged_tensors
-from finetune.training.batches import StepBatches
 from finetune.training.callbacks import StepResult
+from finetune.training.step_batches import StepBatches
 
 DECAY = 0.8
 EMA = {"ema_decay": DECAY, "max_steps": 8, "save_steps": 4, "eval_steps": 4, "save_total_limit": 0}

@@ -5,9 +5,9 @@ import os
 import pytest
 import torch
 
+from finetune.callbacks.out_of_memory import is_out_of_memory, remedies
 from finetune.config.load import load_config
 from finetune.training import run
-from finetune.training.out_of_memory import is_out_of_memory, remedies
 
 
 def test_errors_that_mean_it():

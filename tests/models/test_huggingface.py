@@ -406,7 +406,7 @@ def test_a_grown_model_goes_there_and_back(kind, speech, tmp_path):
     from finetune.models.nemo_archive import save_nemo
     from finetune.models.sentencepiece_model import tokenizer_of, train_tokenizer, write_tokenizer
     from finetune.models.tokenizer_growth import grow_on_texts
-    from finetune.models.vocabulary import change_vocabulary
+    from finetune.models.vocabulary_rows import change_vocabulary
 
     model = load_model(str(BASE))
     own = [row["text"].lower() for row in read_lines(speech / "manifest.jsonl")]

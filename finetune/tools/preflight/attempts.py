@@ -9,11 +9,11 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from finetune.callbacks.out_of_memory import is_out_of_memory, out_of_memory_message
 from finetune.config.schema import RunConfig
 from finetune.errors import UserError
 from finetune.strategies.strategy import Strategy, engine_with
 from finetune.tools.preflight import trial
-from finetune.training.out_of_memory import is_out_of_memory, out_of_memory_message
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from finetune.callbacks.memory_recovery import MemoryRecovery, describe_report, earlier_limits
+from finetune.callbacks.out_of_memory import MemoryRecovery, describe_report, earlier_limits
 from finetune.config.schema import RunConfig
 from finetune.distributed import broadcast
 from finetune.durable_files import write_json

@@ -11,7 +11,7 @@ from scipy import stats
 from tqdm import tqdm
 
 from finetune.callbacks.defaults import add_step_callbacks
-from finetune.callbacks.memory_recovery import MemoryRecovery
+from finetune.callbacks.out_of_memory import MemoryRecovery
 from finetune.config.schema import RunConfig
 from finetune.data.batch import Batch
 from finetune.distributed import gather

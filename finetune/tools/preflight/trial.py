@@ -12,6 +12,7 @@ import psutil
 import torch
 from accelerate import Accelerator
 
+from finetune.callbacks.out_of_memory import is_out_of_memory, out_of_memory_message
 from finetune.config.schema import RunConfig
 from finetune.data.batch import Batch, describe_batch
 from finetune.data.survey import Survey, batch_of, survey_lengths
@@ -23,9 +24,8 @@ from finetune.models.protocols import Transducer
 from finetune.strategies.strategy import Strategy, engine_with
 from finetune.tools.planning.accounting import StepAccount
 from finetune.training import run
-from finetune.training.batches import StepBatches
 from finetune.training.callbacks import StepResult
-from finetune.training.out_of_memory import is_out_of_memory, out_of_memory_message
+from finetune.training.step_batches import StepBatches
 from finetune.training.trainer import Trainer
 
 LONGEST, COSTLIEST, FULLEST = "the longest clips", "the clips with the most lattice cells", "the most audio in a batch"

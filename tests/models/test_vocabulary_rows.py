@@ -28,7 +28,7 @@ from finetune.errors import UserError
 from finetune.models.loading import read_tokenizer
 from finetune.models.sentencepiece_model import processor, tokenizer_of, train_tokenizer, write_tokenizer
 from finetune.models.tokenizer_growth import grow_on_texts
-from finetune.models.vocabulary import SHARE_OF_NEW_PIECES, change_vocabulary, changes_of, rows_to_start_from
+from finetune.models.vocabulary_rows import SHARE_OF_NEW_PIECES, change_vocabulary, changes_of, rows_to_start_from
 
 BASE = ROOT / "examples" / "base" / "fastconformer_tdt_3m.nemo"
 PROMPTS = ROOT / "examples" / "voice_prompts"

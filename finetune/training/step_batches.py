@@ -10,13 +10,12 @@ from accelerate import Accelerator
 
 from finetune.config.schema import RunConfig
 from finetune.data.batch import Batch
-from finetune.data.quarantine import REPORT_AFTER_ROWS, Record, check_bad_fraction, new_records, nothing_left
+from finetune.data.quarantine import REPORT_AFTER_ROWS, Quarantine, check_bad_fraction, nothing_left
 from finetune.distributed import gather, gather_rows
 from finetune.errors import UserError
 from finetune.losses import feasible_clips
 from finetune.models.nemo import encoder_lengths, tdt_durations
 from finetune.models.protocols import Transducer
-from finetune.training.outputs import LineFile
 from finetune.training.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -37,30 +36,6 @@ class StepBatches:
     """All utterances."""
     audio_seconds: float
     padded_seconds: float
-
-
-class Quarantine:
-    """quarantine.jsonl of a run, written by the main process: each unusable utterance once, with its reason."""
-
-    def __init__(self, accelerator: Accelerator, file: LineFile, progress: Progress):
-        self.is_main, self.file, self.progress = accelerator.is_main_process, file, progress
-        self.known: set[tuple[str, str]] = set()
-        """(source, id) of the utterances that are written."""
-
-    def add(self, reports: list[Record]) -> None:
-        """Write bad utterances; one that returns in a later epoch is not written again."""
-        new = new_records(reports, self.known)
-        self.progress.quarantine_lines += len(new)
-        if new and self.is_main:
-            self.file.append(*new)
-            log.warning("%d clip(s) put in quarantine, such as %s: %s", len(new), new[0]["id"], new[0]["reason"])
-
-    def resume(self) -> None:
-        """Take over the lines that the restored progress counts, and drop later ones."""
-        lines = self.progress.quarantine_lines
-        self.known = self.file.pairs("source", "id", lines=lines)
-        if self.is_main:
-            self.file.cut(lines)
 
 
 class StepBatcher:
