@@ -17,7 +17,7 @@ class Rule:
     """Two conditions that must not hold together.
 
     Attributes:
-        holds: (configuration, engine as in `strategies.strategy.Strategy`, whether there is a GPU) -> whether both hold.
+        holds: (configuration, engine as in `Strategy.engine`, whether there is a GPU) -> whether both hold.
         reason: why they exclude each other.
         instead: what to set.
     """

@@ -36,7 +36,7 @@ class Wanted:
     names: list[str] = field(default_factory=list)
     """Strategies, including the launcher's."""
     engine: str = "none"
-    """As in `finetune.strategies.strategies.strategy.Strategy`."""
+    """As in `finetune.strategies.strategy.Strategy`."""
 
     @property
     def chosen(self) -> bool:
