@@ -37,7 +37,7 @@ import psutil
 import soundfile
 from tqdm import tqdm
 
-from finetune.data import stream as stream_module
+from finetune.data import worker_shards
 from finetune.data.batching import BatchLimits
 from finetune.data.options import StreamOptions
 from finetune.data.sources import open_source, parse_sources
@@ -193,7 +193,7 @@ def bench_padding(folder: Path, clips: int) -> dict[str, Any]:
     write_manifest(manifest, clips)
     rows = [json.loads(line) for line in manifest.read_text().splitlines()]
     by_id = {row["audio_filepath"]: (row["duration"], len(encode(row["text"]))) for row in rows}
-    decode_all, stream_module.decode_all = stream_module.decode_all, silence
+    decode_all, worker_shards.decode_all = worker_shards.decode_all, silence
     buffer = 2048
 
     def streamed(**options: Any) -> Iterator[list[tuple[float, int]]]:
@@ -229,7 +229,7 @@ def bench_padding(folder: Path, clips: int) -> dict[str, Any]:
             "sides": {name: share_of_padding(side) for name, side in tqdm(sides.items(), desc="padding", unit="side")},
         }
     finally:
-        stream_module.decode_all = decode_all
+        worker_shards.decode_all = decode_all
 
 
 # ---- training ------------------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def bench_manifest(folder: Path, lines: int) -> dict[str, Any]:
     """Start, memory and resume on a manifest of so many lines. Audio reads are faked."""
     manifest = folder / "large.jsonl"
     write_manifest(manifest, lines)
-    stream_module.decode_all = silence
+    worker_shards.decode_all = silence
     process = psutil.Process()
 
     def resident() -> float:

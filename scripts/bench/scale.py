@@ -45,7 +45,7 @@ import soundfile
 import torch
 import yaml
 
-from finetune.data import stream as stream_module
+from finetune.data import worker_shards
 from finetune.data.batching import BatchLimits
 from finetune.data.options import StreamOptions
 from finetune.data.sources import open_source, parse_sources
@@ -116,7 +116,7 @@ def stream_of(path: str, ranks: int) -> UtteranceStream:
 
 def measure_source(path: str, rows: int) -> dict[str, float]:
     """Opening a source, and its stream."""
-    stream_module.decode_all = bench_data.silence
+    worker_shards.decode_all = bench_data.silence
     before, began = resident(), time.process_time()
     stream = stream_of(path, 1)
     found = {"rows": rows, "open_cpu_seconds": time.process_time() - began, "open_memory_bytes": resident() - before}

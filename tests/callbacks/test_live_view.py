@@ -355,9 +355,9 @@ def test_a_slow_rank_is_named(watch, messages):
 
 
 def test_a_slow_source_is_noticed_in_a_real_run(run_train, tiny_run, tmp_path, monkeypatch, capsys):
-    from finetune.data import stream
+    from finetune.data import utterances
 
-    decode, longest_step = stream.decode, [0.1]
+    decode, longest_step = utterances.decode, [0.1]
 
     def slowly(*arguments: Any) -> Any:
         time.sleep(longest_step[0])
@@ -374,7 +374,7 @@ def test_a_slow_source_is_noticed_in_a_real_run(run_train, tiny_run, tmp_path, m
 
         trainer.train_on = timed
 
-    monkeypatch.setattr(stream, "decode", slowly)
+    monkeypatch.setattr(utterances, "decode", slowly)
     training = {"max_steps": 14, "eval_on_start": False, "save_steps": 0}
     arguments = tiny_run(data={"validation": None, "test": None}, training=training)
     assert run_train(*arguments, observe=observe) == 0
