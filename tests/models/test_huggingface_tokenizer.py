@@ -33,6 +33,7 @@ KINDS = {
     "plain": {},
     "byte_fallback": {"byte_fallback": True, "vocab_size": 450},
     "user_defined": {"user_defined_symbols": ["<pad>", "<|endoftext|>"]},
+    "digits": {"user_defined_symbols": ["<pad>", "<|endoftext|>", *"0123456789"]},  # as in parakeet-tdt-0.6b-v3
     "control": {"control_symbols": ["<pad>", "<|x|>"]},
     "keeps_white_space": {"remove_extra_whitespaces": False},
     "no_dummy_prefix": {"add_dummy_prefix": False},
@@ -93,8 +94,8 @@ def test_there_and_back(model_type, kind, trained, texts, tmp_path):
     original = processor(proto)
     assert type(loaded).__name__ == "ParakeetTokenizer"
     assert loaded.convert_tokens_to_ids("<blank>") == tokens == len(loaded) - 1
-    assert loaded.pad_token == ("<pad>" if kind in ("user_defined", "control") else "<blank>")
-    some = texts[::25]
+    assert loaded.pad_token == ("<pad>" if kind in ("user_defined", "digits", "control") else "<blank>")
+    some = [*texts[::25], "press 1, then 20"]
     assert [loaded(text)["input_ids"] for text in some] == [original.encode(text) for text in some]
     for text in some:
         ids = original.encode(text)
@@ -123,7 +124,7 @@ def test_white_space_at_the_beginning_is_left_out_as_sentencepiece_does():
     assert ParakeetConverter(str(TOKENIZER / "tokenizer.model")).converted().decode(ids).startswith(" ")
 
 
-@pytest.mark.parametrize("kind", ["plain", "control", "user_defined"])
+@pytest.mark.parametrize("kind", ["plain", "control", "user_defined", "digits"])
 def test_directories_converted_elsewhere(kind, trained, texts, tmp_path):
     """As transformers' own converter makes a tokenizer.json, without the SentencePiece file."""
     from transformers import ParakeetTokenizer
@@ -137,7 +138,8 @@ def test_directories_converted_elsewhere(kind, trained, texts, tmp_path):
     fast.save_pretrained(tmp_path)
     content, _ = sentencepiece_of(tmp_path, len(proto.pieces))
     rebuilt = sentencepiece.SentencePieceProcessor(model_proto=content)
-    assert all(rebuilt.encode(text) == processor(proto).encode(text) for text in texts[::5])
+    some = [*texts[::5], "press 1, then 20"]
+    assert all(rebuilt.encode(text) == processor(proto).encode(text) for text in some)
 
 
 def test_texts_of_byte_pieces(trained):

@@ -65,11 +65,13 @@ def fast_tokenizer(proto: SentencePieceModel) -> "Tokenizer":
     else:
         raise UserError("the tokenizer is a SentencePiece model of words or characters; only BPE and unigram convert.")
     tokenizer = Tokenizer(model)
+    # Added tokens split the text, and what follows one gets a space of its own. A single character needs none: no piece
+    # of SentencePiece's contains a character that is USER_DEFINED (the digits of parakeet-tdt-0.6b-v3).
     tokenizer.add_tokens(
         [
             AddedToken(p.piece, normalized=False, special=p.type == CONTROL)
             for p in proto.pieces
-            if p.type in (CONTROL, USER_DEFINED)
+            if p.type == CONTROL or (p.type == USER_DEFINED and len(p.piece) > 1)
         ]
     )
     steps: list[Any] = []
@@ -182,7 +184,8 @@ def sentencepiece_of(directory: Path, tokens: int) -> tuple[bytes, str]:
         raise UserError(f"model.name: {directory} has no tokenizer.json.")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        fast = Tokenizer.from_str(json.dumps(content))
+        split_at = [t for t in content.get("added_tokens") or [] if t["special"] or len(t["content"]) > 1]
+        fast = Tokenizer.from_str(json.dumps({**content, "added_tokens": split_at}))  # as in `fast_tokenizer`
         names = _names(content, tokens, file)
     except UserError:
         raise
