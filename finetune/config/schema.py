@@ -226,8 +226,9 @@ class ModelConfig(Section):
     omega: Annotated[float | None, Field(ge=0, le=1), Option("loss", "probability")] = None
     """Probability with which a batch is trained with the plain RNN-T loss. null: the model's own
     (`loss.tdt_kwargs.omega`)."""
-    fastemit_lambda: Annotated[NonNegativeFloat, Option("loss")] = 0.0
-    """FastEmit regularization of the transducer loss (arXiv 2010.11148)."""
+    fastemit_lambda: Annotated[float | None, Field(ge=0), Option("loss")] = None
+    """FastEmit regularization of the transducer loss (arXiv 2010.11148). null: the model's own
+    (`loss.tdt_kwargs.fastemit_lambda`; of an RNN-T `loss.warprnnt_numba_kwargs`)."""
     joint_memory_budget: Annotated[int | None, Field(ge=1), Option("memory", "MiB")] = None
     """Memory for one block of joint outputs. null: chosen by device."""
     occupancy_threshold: Annotated[Probability, Option("loss", "probability")] = 0.0

@@ -24,32 +24,30 @@ def load_model(name: str, tokenizer: str | None = None) -> Transducer:
     """Load a NeMo transducer with a SentencePiece tokenizer (EncDecRNNTBPEModel, TDT or RNN-T head) on the CPU.
 
     Args:
-        name: a .nemo file, a run's output directory (its model.nemo), the directory of an adapter (its base model with
-            the adapter merged), a Hugging Face directory (ParakeetForTDT), a hub name, or a NeMo model YAML (random
-            weights).
+        name: a .nemo file, a run's output directory or another with one .nemo file, the directory of an adapter (its
+            base model with the adapter merged), a Hugging Face directory (ParakeetForTDT), a hub name, or a NeMo model
+            YAML (random weights).
         tokenizer: directory with `tokenizer.model`, for a YAML.
 
     Raises:
         UserError: nothing is found under the name, or it is not a transducer that this project trains.
     """
     path = Path(name)
+    if (archive := nemo_archive.archive_of(path)) is not None:
+        return _restore(archive)
     if path.is_dir():
-        if (path / "model.nemo").is_file():
-            return _restore(path / "model.nemo")
         if is_adapter(path):
             return _merge_into_base(path)
         if is_hugging_face(path):
             return _checked(load_hugging_face(path), path)
         raise UserError(
-            f"model.name: the directory {name} holds no model.nemo and no config.json. Give a .nemo file, a finished "
+            f"model.name: the directory {name} holds no .nemo file and no config.json. Give a .nemo file, a finished "
             "run's directory or a Hugging Face directory."
         )
     if path.suffix in (".yaml", ".yml"):
         return _build(path, tokenizer)
     if path.suffix == ".nemo":
-        if not path.is_file():
-            raise UserError(f"model.name: there is no file {name} (looked in {Path.cwd()}).")
-        return _restore(path)
+        raise UserError(f"model.name: there is no file {name} (looked in {Path.cwd()}).")
     return _download(name)
 
 
@@ -180,8 +178,7 @@ def read_tokenizer(name: str, key: str) -> SentencePieceModel:
         if not file.is_file():
             raise UserError(f"{key}: there is no file {file} (looked in {Path.cwd()}).")
         return parse(file.read_bytes(), f"{key}: {file}")
-    archive = path / "model.nemo" if path.is_dir() else path
-    if archive.suffix == ".nemo" and archive.is_file():
+    if (archive := nemo_archive.archive_of(path, key)) is not None:
         with reading(archive, key) as (tar, found):
             members = [m for m in found if m.isreg() and m.name.endswith(FILE)]
             if len(members) > 1:

@@ -25,7 +25,7 @@ class TransducerLossModule(nn.Module):
 
     Args:
         nemo_model: a NeMo EncDecRNNTBPEModel.
-        sigma, omega: settings of the TDT loss; None takes the model's own.
+        sigma, omega, fastemit_lambda: settings of the loss; None takes the model's own.
         encoder_context: makes a context manager around the encoder's forward (activation offload).
         joint_memory_budget: MiB for a block of joint outputs; None chooses by device.
         length_bucket: seconds; features are padded to a multiple of it. 0: no padding.
@@ -38,7 +38,7 @@ class TransducerLossModule(nn.Module):
         *,
         sigma: float | None = None,
         omega: float | None = None,
-        fastemit_lambda: float = 0.0,
+        fastemit_lambda: float | None = None,
         occupancy_threshold: float = 0.0,
         joint_memory_budget: int | None = None,
         encoder_context: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
@@ -49,8 +49,11 @@ class TransducerLossModule(nn.Module):
         self.nemo = nemo_model
         self.encoder_context = encoder_context
         self.bucket_frames = round(length_bucket / nemo_model.cfg.preprocessor.window_stride)
-        kwargs = (nemo_model.cfg.get("loss") or {}).get("tdt_kwargs") or {}
         self.durations = tdt_durations(nemo_model)
+        own = nemo_model.cfg.get("loss") or {}
+        kwargs = own.get("tdt_kwargs" if self.durations else "warprnnt_numba_kwargs") or {}
+        if fastemit_lambda is None:
+            fastemit_lambda = float(kwargs.get("fastemit_lambda") or 0.0)
         sigma = float(sigma if sigma is not None else kwargs.get("sigma", 0.0)) if self.durations else 0.0
         self.omega = float(omega if omega is not None else kwargs.get("omega", 0.0)) if self.durations else 0.0
         self.loss: Callable[..., torch.Tensor] = functools.partial(

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf, open_dict
 
 from finetune.durable_files import put_in_place
 from finetune.errors import UserError
-from finetune.models.adapters import load_merged_state_dict, merged_state_dict
+from finetune.models.adapters import is_adapter, load_merged_state_dict, merged_state_dict
 from finetune.models.nemo import import_nemo
 from finetune.models.protocols import Transducer
 from finetune.models.sentencepiece_model import SentencePieceModel, parse
@@ -80,6 +80,8 @@ NOT_AT_THE_TOP = ("_target_", "cls", "params", "model")
 """With one of these NeMo would build the sections above too, or take what is below it for the whole."""
 TOKEN = re.compile(r"(.*\.)?(labels|vocabulary)\[\d+\]")
 """Keys of pieces, which may look like anything."""
+BOOSTED = ("model_path", "key_phrases_file", "key_phrases_list", "key_phrase_items_list")
+"""What a boosting tree is made of."""
 NOTES = ("vocabulary_changes",)
 """Sections that only tell."""
 
@@ -104,6 +106,12 @@ def check_model_config(config: dict[str, Any], name: str, folder: set[str] | Non
             raise UserError(f"{name}: {key}: {value[:200]!r} is refused: a reference is left in it.")
     if config.get("target") is not None:  # first: the parts of another kind of model are none of this one
         _check_class(str(config["target"]), "", "target", name)
+    tokenizer = config.get("tokenizer")
+    kind = tokenizer.get("type") if isinstance(tokenizer, dict) else None
+    if kind not in (None, "bpe", "agg"):
+        raise UserError(
+            f"{name}: tokenizer.type: {kind!r} is not supported; models with a SentencePiece tokenizer (bpe) are."
+        )
     for key, value in leaves({k: v for k, v in config.items() if k not in (*NOT_BUILT, *NOTES)}):
         if TOKEN.fullmatch(key):
             continue
@@ -117,7 +125,9 @@ def check_model_config(config: dict[str, Any], name: str, folder: set[str] | Non
             continue
         if value.startswith("nemo:") and value[5:] not in folder:
             raise UserError(f"{name}: {key}: there is no {value[5:][:200]!r} in the archive.")
-        if last != "dir" and not value.startswith("nemo:") and _is_a_file_here(value):
+        # A plain name may be a file here by chance (`bpe`, `hann`), unless NeMo would read it as a path.
+        may_be_path = "/" in value or last.endswith(("path", "file"))
+        if last != "dir" and may_be_path and not value.startswith("nemo:") and _is_a_file_here(value):
             raise UserError(
                 f"{name}: {key}: {value[:200]!r} is a file of this machine, which a model from elsewhere has no "
                 "business with. If it is yours, take the key out of the configuration in the archive."
@@ -137,6 +147,11 @@ def _check_class(named: str, place: str, key: str, name: str) -> None:
     else:
         known = ADAPTERS if place.startswith("adapters.") else PARTS.get(place, frozenset())
     if named not in known:
+        if re.fullmatch(r"nemo\.collections\.asr\.modules(\.[a-z_0-9]+)*\.[A-Z]\w*", named) and place in PARTS:
+            raise UserError(
+                f"{name}: {key}: a {named.rpartition('.')[2]} is not supported; this project trains FastConformer and "
+                f"Conformer models, where a {' or '.join(sorted({one.rpartition('.')[2] for one in known}))} stands."
+            )
         here = " or ".join(sorted({one.rpartition(".")[2] for one in known})) or "no class"
         raise UserError(f"{name}: {key}: {named[:200]!r} is refused: NeMo's {here} may stand here. Nothing was run.")
 
@@ -198,6 +213,7 @@ def config_in(archive: tarfile.TarFile, members: list[tarfile.TarInfo], name: st
     for section, settings in apart.items():
         with contextlib.suppress(UserError):  # they refer to what was on another machine
             config[section] = without_references({**values, section: settings})[section]
+    _drop_empty_boosting(config)
     weights = named(members, WEIGHTS)
     check_size(config, weights.size if weights is not None else 0, name)
     check_model_config(config, f"{name}: {CONFIG}", {m.name.removeprefix("./") for m in members})
@@ -213,6 +229,41 @@ def weights_in(archive: tarfile.TarFile, members: list[tarfile.TarInfo], name: s
     if not isinstance(weights, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
         raise UserError(f"{name}: {WEIGHTS} is refused: it is no mapping of names to tensors.")
     return weights
+
+
+def archive_of(path: Path, key: str = "model.name") -> Path | None:
+    """Return the .nemo file that a path means: itself, or in a directory model.nemo, else the only one; None if none.
+
+    An adapter's directory means the adapter, unless the model is in it as model.nemo.
+
+    Raises:
+        UserError: a directory holds several, and none of them is model.nemo.
+    """
+    if path.suffix == ".nemo" and path.is_file():
+        return path
+    if (path / "model.nemo").is_file():
+        return path / "model.nemo"
+    if not path.is_dir() or is_adapter(path):
+        return None
+    found = sorted(file for file in path.glob("*.nemo") if file.is_file() and not file.name.startswith("."))
+    if len(found) > 1:
+        raise UserError(
+            f"{key}: {path} holds several .nemo files, such as {found[0].name} and {found[1].name}: name one."
+        )
+    return found[0] if found else None
+
+
+def _drop_empty_boosting(config: dict[str, Any]) -> None:
+    """Drop boosting trees without phrases, in place.
+
+    NeMo 2.5 and 2.6 write them, and NeMo 3 misses a key of its own in them (NVIDIA-NeMo/Speech issue 16046).
+    """
+    for section in (config, config.get("aux_ctc")):
+        decoding = section.get("decoding") if isinstance(section, dict) else None
+        for search in decoding.values() if isinstance(decoding, dict) else ():
+            tree = search.get("boosting_tree") if isinstance(search, dict) else None
+            if isinstance(tree, dict) and not any(tree.get(key) for key in BOOSTED):
+                del search["boosting_tree"]
 
 
 def read_config(path: Path, key: str = "model.name") -> dict[str, Any]:
@@ -251,9 +302,14 @@ def restore(path: Path) -> Transducer:
     Raises:
         UserError: the file is refused; whatever NeMo raises where it cannot build it.
     """
-    config = OmegaConf.create(read_config(path))
-    return import_nemo().ASRModel.restore_from(
-        str(path), override_config_path=config, map_location="cpu", save_restore_connector=_connector()()
+    config = read_config(path)
+    # Not the abstract ASRModel, which turns every failure into one of its own.
+    kind = getattr(import_nemo(), str(config.get("target") or "EncDecRNNTBPEModel").rpartition(".")[2])
+    return kind.restore_from(
+        str(path),
+        override_config_path=OmegaConf.create(config),
+        map_location="cpu",
+        save_restore_connector=_connector()(),
     )
 
 

@@ -65,8 +65,8 @@ def fast_tokenizer(proto: SentencePieceModel) -> "Tokenizer":
     else:
         raise UserError("the tokenizer is a SentencePiece model of words or characters; only BPE and unigram convert.")
     tokenizer = Tokenizer(model)
-    # Added tokens split the text, and what follows one gets a space of its own. A single character needs none: no piece
-    # of SentencePiece's contains a character that is USER_DEFINED (the digits of parakeet-tdt-0.6b-v3).
+    # Added tokens split the text, and what follows one gets a space of its own. One character needs none: no other
+    # piece contains a character that is USER_DEFINED (the digits of parakeet-tdt-0.6b-v3).
     tokenizer.add_tokens(
         [
             AddedToken(p.piece, normalized=False, special=p.type == CONTROL)

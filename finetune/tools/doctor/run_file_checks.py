@@ -21,6 +21,7 @@ from finetune.data.sources import MANIFEST_SUFFIXES, parse_sources
 from finetune.data.tarred import expand_ranges
 from finetune.errors import UserError
 from finetune.models.huggingface.reading import cached_file, is_hugging_face
+from finetune.models.nemo_archive import archive_of
 from finetune.security.secrets import clean_text, clean_urls
 from finetune.strategies.strategy import engine_with, number_of_processes
 from finetune.tools.doctor.findings import Finding, Wanted, ok, problem, reason_of, warning
@@ -80,7 +81,11 @@ def model(wanted: Wanted) -> Iterator[Finding]:
         return
     name, tokenizer = str(wanted.config.model.name), tokenizer_setting(wanted.config).dir
     path = Path(name)
-    file = path / "model.nemo" if path.is_dir() else path
+    try:
+        file = archive_of(path) or path
+    except UserError as error:  # several of them
+        yield problem(True, "model", str(error).removeprefix("model.name: "), "Set model.name to one of the files.")
+        return
     if not file.is_file() and is_hugging_face(path):
         size = sum(part.stat().st_size for part in path.glob("*.safetensors")) / 2**20
         if size:
@@ -265,12 +270,13 @@ def _room(wanted: Wanted) -> float | None:
 
 def parameters_of(model: str) -> float | None:
     """Parameters of a model, by the size of its file or by a hub name such as parakeet-tdt-0.6b-v3; None: unknown."""
-    path = Path(model) / "model.nemo" if Path(model).is_dir() else Path(model)
-    if path.suffix == ".nemo" and path.is_file():
-        return path.stat().st_size / 4
-    if is_hugging_face(Path(model)):
-        size = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
-        half = re.search(r'"(torch_)?dtype": "b?float16"', (Path(model) / "config.json").read_text(encoding="utf-8"))
+    path = Path(model)
+    with contextlib.suppress(UserError):  # `model` reports it
+        if (archive := archive_of(path)) is not None:
+            return archive.stat().st_size / 4
+    if is_hugging_face(path):
+        size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        half = re.search(r'"(torch_)?dtype": "b?float16"', (path / "config.json").read_text(encoding="utf-8"))
         return size / (2 if half else 4)
     size = re.search(r"(\d+(?:\.\d+)?)b(?![a-z])", model.rsplit("/", 1)[-1])
     return float(size[1]) * 1e9 if size and not path.exists() else None

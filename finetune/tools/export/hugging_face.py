@@ -17,7 +17,7 @@ from finetune.models.huggingface.reading import cached_file, files_on_hub, is_hu
 from finetune.models.huggingface.writing import check_expressible, check_texts, write_hugging_face
 from finetune.models.loading import check_hub_name, load_model
 from finetune.models.nemo import import_nemo
-from finetune.models.nemo_archive import NemoFile, read_nemo, save_nemo
+from finetune.models.nemo_archive import NemoFile, archive_of, read_nemo, save_nemo
 from finetune.security.documents import read_settings
 from finetune.tools.export import CLIPS, TOLERANCE
 from finetune.tools.export.equal_texts import (
@@ -45,10 +45,8 @@ def nemo_file(name: str, folder: Path) -> Path:
         UserError: there is none.
     """
     path = Path(name)
-    if path.is_dir() and (path / "model.nemo").is_file():
-        return path / "model.nemo"
-    if path.is_file() and path.suffix == ".nemo":
-        return path
+    if (archive := archive_of(path, "--model")) is not None:
+        return archive
     if is_adapter(path):
         merged = folder / f"{path.resolve().name}.nemo"
         try:

@@ -21,7 +21,7 @@ from finetune.models.adapters import is_adapter, read_adapter
 from finetune.models.huggingface.reading import cached_file, is_hugging_face, nemo_config
 from finetune.models.loading import is_tokenizer, read_tokenizer
 from finetune.models.nemo import import_nemo
-from finetune.models.nemo_archive import NOT_BUILT, check_model_config, read_config
+from finetune.models.nemo_archive import NOT_BUILT, archive_of, check_model_config, read_config
 from finetune.models.protocols import Decoding, Transducer
 from finetune.models.sentencepiece_model import parse
 from finetune.paths import ROOT
@@ -86,13 +86,13 @@ def read_layout(name: str, tokenizer: str | None = None) -> Layout:
         UserError: nothing is found under the name that says what the model looks like.
     """
     path = Path(name)
-    if path.is_dir() and (path / "model.nemo").is_file():
-        path = path / "model.nemo"
-    elif is_adapter(path):
+    on_hub = name.count("/") == 1 and not path.exists()
+    archive = cached_file(name, f"{path.name}.nemo") if on_hub else archive_of(path)
+    if archive is not None:
+        model = read_config(archive)
+        return _of_config(str(archive), {"model": model}, len((model.get("joint") or {}).get("vocabulary") or []))
+    if is_adapter(path):
         return read_layout(read_adapter(path).base["name"])
-    if path.suffix == ".nemo" and path.is_file():
-        model = read_config(path)
-        return _of_config(str(path), {"model": model}, len((model.get("joint") or {}).get("vocabulary") or []))
     if is_hugging_face(path):
         return _of_hugging_face(name, path)
     if path.suffix in (".yaml", ".yml") and path.is_file():
@@ -100,12 +100,12 @@ def read_layout(name: str, tokenizer: str | None = None) -> Layout:
     if name in KNOWN:
         file, tokens = KNOWN[name]
         return _of_config(name, read_settings(ROOT / "finetune" / "configs" / "models" / file, "model.name"), tokens)
-    if name.count("/") == 1 and not path.exists() and (downloaded := cached_file(name, "config.json")):
+    if on_hub and (downloaded := cached_file(name, "config.json")):
         return _of_hugging_face(name, downloaded.parent)
     raise UserError(
         f"model.name: {name} is no .nemo file, run directory, Hugging Face directory or NeMo model YAML here, and no "
-        f"hub name whose layout is known ({', '.join(KNOWN)}). Give the model's .nemo file, or the NeMo model YAML "
-        "that it was made from."
+        f"hub name that was downloaded or whose layout is known ({', '.join(KNOWN)}). Give the model's .nemo file, or "
+        "the NeMo model YAML that it was made from."
     )
 
 

@@ -1,0 +1,121 @@
+"""Archives as NVIDIA and its users publish them: what older versions of NeMo wrote, names of files, other parts."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hostile_files import members_of, write_archive
+
+from finetune.errors import UserError
+from finetune.models.loading import load_model, read_tokenizer
+from finetune.models.loss_module import TransducerLossModule
+from finetune.tools.planning.layout import read_layout
+
+Change = Callable[[dict[str, Any]], object]
+# As NeMo 2.5 and 2.6 write it: without key_phrase_items_list.
+BOOSTING_TREE = {
+    "model_path": None,
+    "key_phrases_file": None,
+    "key_phrases_list": None,
+    "context_score": 1.0,
+    "depth_scaling": 2.0,
+    "unk_score": 0.0,
+    "final_eos_score": 1.0,
+    "score_per_phrase": 0.0,
+    "source_lang": "en",
+    "use_triton": True,
+    "uniform_weights": False,
+    "use_bpe_dropout": False,
+    "num_of_transcriptions": 5,
+    "bpe_alpha": 0.3,
+}
+
+
+@pytest.fixture
+def changed(tiny_model: Path, tmp_path: Path) -> Callable[[Change], str]:
+    """`changed(change)` writes the tiny model with another configuration and returns its path."""
+
+    def write(change: Change) -> str:
+        files = members_of(tiny_model)
+        name = next(n for n in files if n.endswith("model_config.yaml"))
+        config = yaml.safe_load(files[name])
+        change(config)
+        return str(write_archive(tmp_path / "changed.nemo", {**files, name: yaml.safe_dump(config).encode()}))
+
+    return write
+
+
+def test_an_empty_boosting_tree_of_an_older_nemo_is_dropped(changed):
+    def add(config: dict[str, Any]) -> None:
+        config["decoding"]["greedy"]["boosting_tree"] = dict(BOOSTING_TREE)
+        config["decoding"]["greedy"]["boosting_tree_alpha"] = 0.0
+
+    model = load_model(changed(add))
+    assert "boosting_tree" not in model.cfg.decoding.greedy
+
+
+def test_a_layout_that_nemo_cannot_build_is_named(changed):
+    with pytest.raises(UserError, match="cannot be read as a NeMo model") as found:
+        load_model(changed(lambda config: config["encoder"].update(n_heads=3)))
+    assert "abstract" not in str(found.value)
+
+
+def test_a_tokenizer_of_another_kind_is_refused_by_name(changed):
+    with pytest.raises(UserError, match=r"tokenizer\.type: 'wpe' is not supported; .* SentencePiece"):
+        load_model(changed(lambda config: config["tokenizer"].update(type="wpe")))
+
+
+@pytest.mark.parametrize(
+    ("part", "target", "known"),
+    [
+        ("encoder", "conv_asr.ConvASREncoder", "ConformerEncoder or ConformerEncoderAdapter"),
+        ("joint", "hybrid_autoregressive_transducer.HATJoint", "RNNTJoint or SampledRNNTJoint"),
+    ],
+)
+def test_parts_of_other_families_are_unsupported_and_not_called_hostile(changed, part, target, known):
+    """ContextNet and HAT."""
+    name = target.rpartition(".")[2]
+    with pytest.raises(UserError, match=rf"{part}\._target_: a {name} is not supported; .* a {known} stands") as found:
+        load_model(changed(lambda config: config[part].update(_target_=f"nemo.collections.asr.modules.{target}")))
+    assert "Nothing was run" not in str(found.value)
+
+
+def test_files_that_are_called_like_settings_do_no_harm(tiny_model, tmp_path, monkeypatch):
+    for name in ("bpe", "hann", "greedy_batch", "tdt"):
+        (tmp_path / name).write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert load_model(str(tiny_model)).tokenizer.vocab_size > 0
+
+
+def test_a_folder_with_one_archive_of_any_name(tiny_model, tmp_path):
+    folder = tmp_path / "downloaded"
+    folder.mkdir()
+    shutil.copy(tiny_model, folder / "parakeet-tdt-0.6b-v3.nemo")
+    (folder / "config.json").write_text('{"model_type": "whisper"}')
+    tokens = load_model(str(folder)).tokenizer.vocab_size
+    assert len(read_tokenizer(str(folder), "--model").pieces) == tokens == read_layout(str(folder)).tokens
+    shutil.copy(tiny_model, folder / "another.nemo")
+    with pytest.raises(UserError, match=r"several \.nemo files, such as another\.nemo and parakeet-tdt"):
+        load_model(str(folder))
+
+
+def test_the_plan_takes_a_hub_name_whose_archive_is_in_the_cache(tiny_model, tmp_path, monkeypatch):
+    import huggingface_hub.constants
+
+    cache = tmp_path / "hub"
+    snapshot = cache / "models--someone--parakeet-small" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0123")
+    shutil.copy(tiny_model, snapshot / "parakeet-small.nemo")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    assert read_layout("someone/parakeet-small").layers == 2
+
+
+def test_fastemit_is_the_models_own_unless_it_is_set(changed):
+    model = load_model(changed(lambda config: config["loss"]["tdt_kwargs"].update(fastemit_lambda=0.03)))
+    assert TransducerLossModule(model).loss.keywords["fastemit_lambda"] == 0.03
+    assert TransducerLossModule(model, fastemit_lambda=0.0).loss.keywords["fastemit_lambda"] == 0.0
