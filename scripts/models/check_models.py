@@ -1,0 +1,213 @@
+"""Try every Parakeet family from end to end: build a small archive as NVIDIA publishes it, and run each command on it.
+
+    python scripts/models/check_models.py [--families tdt,ctc] [--folder DIR] [--json FILE]
+
+Each cell is "yes", or the error's first line. Exit code 1 if a cell that docs/models.md promises fails.
+"""
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import shutil
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from families import FAMILIES, build
+
+CLIPS = 8
+
+
+def sample(folder: Path) -> Path:
+    """Write a manifest of short clips of the sample data into the folder; return its path."""
+    import pyarrow.parquet as pq
+
+    prompts = ROOT / "examples" / "voice_prompts" / "data"
+    rows = (row for path in sorted(prompts.glob("train-*.parquet")) for row in pq.read_table(path).to_pylist())
+    lines = []
+    for row in (row for row in rows if row["language"] == "en" and 1 <= row["duration"] <= 2):
+        name = f"{len(lines)}.flac"
+        (folder / name).write_bytes(row["audio"]["bytes"])
+        lines.append({"audio_filepath": name, "duration": row["duration"], "text": row["text"], "lang": "en-US"})
+        if len(lines) == CLIPS:
+            break
+    manifest = folder / "manifest.jsonl"
+    manifest.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return manifest
+
+
+def sample_texts() -> list[str]:
+    """Return the texts of the sample data, for tokenizers, and one with all digits."""
+    import pyarrow.parquet as pq
+
+    prompts = ROOT / "examples" / "voice_prompts" / "data"
+    texts = [
+        text for path in sorted(prompts.glob("train-*.parquet")) for text in pq.read_table(path)["text"].to_pylist()
+    ]
+    return [*texts, "0 1 2 3 4 5 6 7 8 9 press 1, then 20"]
+
+
+class Check:
+    """The commands on one family's archive; each method is a cell."""
+
+    def __init__(self, name: str, folder: Path, manifest: Path) -> None:
+        self.family = FAMILIES[name]
+        self.folder = folder
+        self.manifest = str(manifest)
+        self.archive = build(name, sample_texts(), folder / "published.nemo")
+        self.run_folder = folder / "run"
+        self.run_file = folder / "RUN.yaml"
+        self.run_file.write_text(
+            yaml.safe_dump(
+                {
+                    "model": {"name": str(self.archive)},
+                    "data": {
+                        "train": self.manifest,
+                        "validation": self.manifest,
+                        "text_normalization": "basic",
+                    },
+                    "training": {
+                        "output_dir": str(self.run_folder),
+                        "max_steps": 4,
+                        "per_device_train_batch_size": 4,
+                        "per_device_eval_batch_size": 4,
+                        "save_steps": 2,
+                        "logging_steps": 1,
+                        "dataloader_num_workers": 0,
+                        "num_threads": 2,
+                        "report_to": "none",
+                    },
+                }
+            ),
+            encoding="utf-8",
+        )
+
+    def plan(self) -> None:
+        run("plan", "--config", self.run_file, "--gpu", "a100-80gb", "--strategies", "adamw", expect=(0, 1))
+
+    def dry_run(self) -> None:
+        run("train", "--config", self.run_file, "--dry-run")
+
+    def train(self) -> None:
+        run("train", "--config", self.run_file)
+
+    def resume(self) -> None:
+        shutil.rmtree(self.run_folder / "checkpoints" / "step-00000004")
+        (self.run_folder / "summary.json").unlink()
+        run("train", "--config", self.run_file, "training.resume_from_checkpoint=true")
+        assert json.loads((self.run_folder / "summary.json").read_text())["resumed_from"] == 2
+
+    def evaluate(self) -> None:
+        run("evaluate", "--model", self.run_folder, "--data", self.manifest, "--bootstrap", "0")
+
+    def transcribe(self) -> None:
+        run("transcribe", "--model", self.archive, self.folder.parent / "0.flac", "--timestamps")
+
+    def nemo(self) -> None:
+        """Plain NeMo restores what was trained, with the published settings."""
+        from nemo.core.classes.common import import_class_by_path
+
+        model: Any = import_class_by_path(self.family.target).restore_from(
+            str(self.run_folder / "model.nemo"), map_location="cpu"
+        )
+        assert type(model).__name__ == self.family.target.rpartition(".")[2]
+        published = import_class_by_path(self.family.target).restore_from(str(self.archive), return_config=True)
+        assert model.cfg.encoder == published.encoder, "the encoder's settings differ"
+
+    def to_hugging_face(self) -> None:
+        run("export", "--model", self.archive, "--to", "hf", "--output", self.folder / "hf", "--data", self.manifest)
+
+    def from_hugging_face(self) -> None:
+        run("evaluate", "--model", self.folder / "hf", "--data", self.manifest, "--bootstrap", "0")
+
+
+CELLS: tuple[Callable[[Check], None], ...] = (
+    Check.plan,
+    Check.dry_run,
+    Check.train,
+    Check.resume,
+    Check.evaluate,
+    Check.transcribe,
+    Check.nemo,
+    Check.to_hugging_face,
+    Check.from_hugging_face,
+)
+
+
+class CommandError(Exception):
+    """A command ended with an exit code that is not expected; its message."""
+
+
+def run(command: str, *arguments: str | Path, expect: tuple[int, ...] = (0,)) -> str:
+    """Run a command of the project in this process; return what it prints.
+
+    Raises:
+        CommandError: with the last lines of standard error.
+    """
+    module = importlib.import_module(f"finetune.{command}")
+    printed, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+        code = module.main([str(argument) for argument in arguments])
+    reset_process()
+    if code not in expect:
+        lines = [line for line in (errors.getvalue() or printed.getvalue()).splitlines() if line.strip()]
+        raise CommandError(" ".join(line.strip() for line in lines[-3:]))
+    return printed.getvalue()
+
+
+def reset_process() -> None:
+    """Forget what Accelerate keeps for a whole process."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def check_family(name: str, folder: Path, manifest: Path) -> dict[str, str]:
+    """Return the result of each cell."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        check = Check(name, folder, manifest)
+    except Exception as error:
+        traceback.print_exc()
+        return {"build": f"{type(error).__name__}: {error}"}
+    results = {}
+    for cell in CELLS:
+        try:
+            cell(check)
+            results[cell.__name__] = "yes"
+        except Exception as error:
+            results[cell.__name__] = str(error) if isinstance(error, CommandError) else repr(error)
+        print(f"{name} {cell.__name__}: {results[cell.__name__][:300]}", flush=True)
+    return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", help=f"comma-separated, of {', '.join(FAMILIES)} (default: all)")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    from finetune.models.nemo import import_nemo
+
+    import_nemo()
+    manifest = sample(arguments.folder)
+    names = arguments.families.split(",") if arguments.families else list(FAMILIES)
+    results = {name: check_family(name, arguments.folder / name, manifest) for name in names}
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    return int(any(result != "yes" for cells in results.values() for result in cells.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
