@@ -229,6 +229,9 @@ class ModelConfig(Section):
     fastemit_lambda: Annotated[float | None, Field(ge=0), Option("loss")] = None
     """FastEmit regularization of the transducer loss (arXiv 2010.11148). null: the model's own
     (`loss.tdt_kwargs.fastemit_lambda`; of an RNN-T `loss.warprnnt_numba_kwargs`)."""
+    ctc_loss_weight: Annotated[float | None, Field(ge=0, lt=1), Option("loss", "share")] = None
+    """Share w of the CTC loss in that of a hybrid model, (1 - w) x transducer + w x CTC. null: the model's own
+    (`aux_ctc.ctc_loss_weight`). 0 leaves its CTC head as it is. No effect on models without one."""
     joint_memory_budget: Annotated[int | None, Field(ge=1), Option("memory", "MiB")] = None
     """Memory for one block of joint outputs. null: chosen by device."""
     occupancy_threshold: Annotated[Probability, Option("loss", "probability")] = 0.0

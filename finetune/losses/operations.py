@@ -48,6 +48,8 @@ class Operations:
     distinct_tokens: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = distinct_tokens
     dropout_mask: Callable[[torch.Tensor, int, float, int], torch.Tensor] = dropout_mask
     forward_backward: Callable[..., LatticeResult] = forward_backward
+    ctc_loss: Callable[..., torch.Tensor] = torch.nn.functional.ctc_loss
+    """Beside a transducer's loss, in hybrid models; arguments as torch's."""
 
 
 REAL = Operations()

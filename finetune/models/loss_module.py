@@ -1,6 +1,6 @@
 """The module that is trained: from audio and tokens to one transducer loss per utterance, around NeMo's own modules.
 
-B batch, S samples, T encoder frames, U target tokens, H joint width.
+B batch, S samples, T encoder frames, U target tokens, H joint width, V tokens and blank.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from finetune.data.decode import as_float
 from finetune.losses import fused_tdt_loss
 from finetune.losses.dropin import ACTIVATION_OF, in_forward_of
 from finetune.losses.operations import REAL, Operations
-from finetune.models.nemo import set_train_mode, tdt_durations
+from finetune.models.nemo import ctc_loss_weight, set_train_mode, tdt_durations
 from finetune.models.protocols import Transducer
 
 
@@ -48,6 +48,8 @@ class TransducerLossModule(nn.Module):
         super().__init__()
         self.nemo = nemo_model
         self.encoder_context = encoder_context
+        self.ctc_weight = ctc_loss_weight(nemo_model)
+        self.ctc_loss = operations.ctc_loss
         self.bucket_frames = round(length_bucket / nemo_model.cfg.preprocessor.window_stride)
         self.durations = tdt_durations(nemo_model)
         own = nemo_model.cfg.get("loss") or {}
@@ -85,6 +87,8 @@ class TransducerLossModule(nn.Module):
     ) -> torch.Tensor:
         """Return one loss per utterance, (B,) fp32, in nats; inf where no alignment exists.
 
+        Of a hybrid model (1 - w) x transducer + w x CTC, with w its `aux_ctc.ctc_loss_weight`, as in NeMo.
+
         Args:
             audio_BS: (B, S) waveforms at the model's sample rate, zero-padded; float32, or int16 in 1/32768.
             audio_lengths_B: (B,) samples.
@@ -121,4 +125,32 @@ class TransducerLossModule(nn.Module):
                 rnnt_draw=rnnt_draw,
             )
 
-        return in_forward_of(head, loss, enc_BTH, pred_BUH)
+        losses_B = in_forward_of(head, loss, enc_BTH, pred_BUH)
+        if not self.ctc_weight:
+            return losses_B
+        ctc_losses_B = self._ctc_losses(enc_BHT, enc_lengths_B, tokens_BU, token_lengths_B)
+        return (1 - self.ctc_weight) * losses_B + self.ctc_weight * ctc_losses_B
+
+    def _ctc_losses(
+        self,
+        enc_BHT: torch.Tensor,
+        enc_lengths_B: torch.Tensor,
+        tokens_BU: torch.Tensor,
+        token_lengths_B: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the CTC losses of a hybrid model, (B,) fp32, in nats (Graves et al., ICML 2006).
+
+        0, as in NeMo, for an utterance that has a transducer alignment but none of CTC, which takes a frame for each
+        token and one more between two equal ones.
+        """
+        log_probs_BTV = self.nemo.ctc_decoder(encoder_output=enc_BHT)
+        with torch.autocast(enc_BHT.device.type, enabled=False):
+            return self.ctc_loss(
+                log_probs_BTV.float().transpose(0, 1),
+                tokens_BU,
+                enc_lengths_B,
+                token_lengths_B,
+                blank=log_probs_BTV.size(-1) - 1,
+                reduction="none",
+                zero_infinity=True,
+            )

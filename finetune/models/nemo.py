@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
 
 from finetune.errors import UserError
 from finetune.models.protocols import Transducer
@@ -64,10 +64,26 @@ def tdt_durations(model: Transducer) -> tuple[int, ...]:
     return tuple(int(d) for d in durations)
 
 
+def ctc_loss_weight(model: Transducer) -> float:
+    """Return the share of the CTC loss in that of a hybrid model (`aux_ctc.ctc_loss_weight`); 0 for other models."""
+    if not hasattr(model, "ctc_decoder"):
+        return 0.0
+    return float((model.cfg.get("aux_ctc") or {}).get("ctc_loss_weight") or 0.0)
+
+
 def prepare_for_training(
-    model: Transducer, *, spec_augment: bool, dropout: float | None, freeze_batchnorm: bool
+    model: Transducer,
+    *,
+    spec_augment: bool,
+    dropout: float | None,
+    freeze_batchnorm: bool,
+    ctc_weight: float | None = None,
 ) -> None:
-    """Remove what only works under Lightning, and apply the run file's choices, in place."""
+    """Remove what only works under Lightning, and apply the run file's choices, in place.
+
+    Args:
+        ctc_weight: `ctc_loss_weight` from here on; None keeps the model's own.
+    """
     # A collective in the encoder's forward would hang when ranks take different numbers of evaluation batches.
     model.encoder.sync_max_audio_length = False
     if not spec_augment:
@@ -79,8 +95,17 @@ def prepare_for_training(
     if dropout is not None:
         _set_dropout(model, dropout)
     if hasattr(model, "ctc_decoder"):
-        model.ctc_decoder.requires_grad_(False)
-        log.warning("this is a hybrid model: its transducer head is trained, its CTC head stays as it is")
+        if ctc_weight is not None:
+            with open_dict(model.cfg):
+                model.cfg.aux_ctc.ctc_loss_weight = ctc_weight
+        weight = ctc_loss_weight(model)
+        model.ctc_decoder.requires_grad_(weight > 0)
+        if weight:
+            log.info("a hybrid model: the loss is %g x transducer + %g x CTC", 1 - weight, weight)
+        else:
+            log.info("a hybrid model without a share of the CTC loss: its CTC head stays as it is")
+    elif ctc_weight:
+        log.warning("model.ctc_loss_weight has no effect: the model has no CTC head")
     model.freeze_batchnorm = freeze_batchnorm
     if hasattr(model.decoding.decoding, "disable_cuda_graphs"):
         model.decoding.decoding.disable_cuda_graphs()  # they disturb later work in the same process (NeMo issue 15423)
@@ -97,11 +122,14 @@ def _set_dropout(model: Transducer, p: float) -> None:
 
 
 def cast_parameters(model: Transducer, dtype: torch.dtype) -> None:
-    """Cast parameters and buffers of encoder, prediction network and joint, in place.
+    """Cast parameters and buffers of encoder, prediction network, joint and CTC head, in place.
 
     BatchNorm stays in float32, since its running statistics would stand still in bf16; so does the preprocessor.
     """
-    for part in (model.encoder, model.decoder, model.joint):
+    parts = [model.encoder, model.decoder, model.joint]
+    if hasattr(model, "ctc_decoder"):
+        parts.append(model.ctc_decoder)
+    for part in parts:
         for module in part.modules():
             if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
                 continue

@@ -150,7 +150,7 @@ class Tokenizer(Protocol):
 class Transducer(Module):
     """A NeMo transducer with a SentencePiece tokenizer (`EncDecRNNTBPEModel`), with a TDT or an RNN-T head.
 
-    A hybrid model also has `ctc_decoder`.
+    Only a hybrid model has `ctc_decoder`, encoder outputs -> log-probabilities of tokens and blank.
     """
 
     cfg: DictConfig
@@ -159,6 +159,7 @@ class Transducer(Module):
     encoder: Encoder
     decoder: PredictionNetwork
     joint: Joint
+    ctc_decoder: Module
     loss: Any
     """NeMo's `RNNTLoss`."""
     wer: Any

@@ -152,7 +152,13 @@ def build_model(accelerator: Accelerator, config: RunConfig, checkpoint: Path | 
     with accelerator.local_main_process_first():  # the first one downloads, the others find it
         model = load_model(m.name, tokenizer_setting(config).dir)
     changed = set_vocabulary(accelerator, model, config, checkpoint)
-    prepare_for_training(model, spec_augment=m.spec_augment, dropout=m.dropout, freeze_batchnorm=m.freeze_batchnorm)
+    prepare_for_training(
+        model,
+        spec_augment=m.spec_augment,
+        dropout=m.dropout,
+        freeze_batchnorm=m.freeze_batchnorm,
+        ctc_weight=m.ctc_loss_weight,
+    )
     if m.sync_batchnorm and accelerator.num_processes > 1:
         torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # in place
     adapter = read_adapter(Path(m.adapter)) if m.adapter else None

@@ -22,7 +22,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from families import FAMILIES, build
+from families import FAMILIES, build, sample_texts
 
 CLIPS = 8
 
@@ -43,17 +43,6 @@ def sample(folder: Path) -> Path:
     manifest = folder / "manifest.jsonl"
     manifest.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return manifest
-
-
-def sample_texts() -> list[str]:
-    """Return the texts of the sample data, for tokenizers, and one with all digits."""
-    import pyarrow.parquet as pq
-
-    prompts = ROOT / "examples" / "voice_prompts" / "data"
-    texts = [
-        text for path in sorted(prompts.glob("train-*.parquet")) for text in pq.read_table(path)["text"].to_pylist()
-    ]
-    return [*texts, "0 1 2 3 4 5 6 7 8 9 press 1, then 20"]
 
 
 class Check:

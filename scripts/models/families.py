@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
 MODULES = "nemo.collections.asr.modules"
 MODELS = "nemo.collections.asr.models"
 TRANSDUCER = f"{MODELS}.rnnt_bpe_models.EncDecRNNTBPEModel"
@@ -318,6 +319,17 @@ def transducer_config(durations: tuple[int, ...]) -> dict[str, Any]:
             "num_tdt_durations": len(durations),
         }
     return config
+
+
+def sample_texts() -> list[str]:
+    """Return the texts of the sample data, for tokenizers, and one with all digits."""
+    import pyarrow.parquet as pq
+
+    prompts = ROOT / "examples" / "voice_prompts" / "data"
+    texts = [
+        text for path in sorted(prompts.glob("train-*.parquet")) for text in pq.read_table(path)["text"].to_pylist()
+    ]
+    return [*texts, "0 1 2 3 4 5 6 7 8 9 press 1, then 20"]
 
 
 def make_tokenizer(kind: str, texts: Iterable[str], folder: Path) -> Path:

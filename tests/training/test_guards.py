@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import LAYOUT, read_lines, tiny_layout, write_manifest
+from conftest import LAYOUT, read_lines, write_manifest
 from run_callbacks import around_steps
 from safetensors.torch import load_file
 
@@ -220,38 +220,6 @@ def test_evaluation_keeps_no_tensors(tiny_model, clips, tmp_path):
     board = score_stream(model, stream, normalization="basic", description="test", on_utterance=on_utterance)
     assert board.total.clips == 144
     assert alive[-1] <= alive[24] + 1000
-
-
-def test_a_hybrid_models_ctc_head_stays_and_is_mentioned(run_train, tiny_run, tmp_path, capfd):
-    from nemo.collections.asr.models import EncDecHybridRNNTCTCBPEModel
-    from omegaconf import OmegaConf
-
-    from finetune.models.loading import load_model
-
-    layout = tiny_layout()
-    layout["model"]["aux_ctc"] = {
-        "ctc_loss_weight": 0.3,
-        "use_cer": False,
-        "ctc_reduction": "mean_batch",
-        "decoder": {
-            "_target_": "nemo.collections.asr.modules.ConvASRDecoder",
-            "feat_in": 32,
-            "num_classes": -1,
-            "vocabulary": [],
-        },
-        "decoding": {"strategy": "greedy"},
-    }
-    config = OmegaConf.create(layout)
-    OmegaConf.resolve(config)
-    hybrid = EncDecHybridRNNTCTCBPEModel(cfg=config.model)
-    hybrid.save_to(str(tmp_path / "hybrid.nemo"))
-    assert run_train(*tiny_run(model={"name": str(tmp_path / "hybrid.nemo")}, data=ONLY_TRAIN)) == 0
-    assert "its transducer head is trained, its CTC head stays as it is" in capfd.readouterr().err
-    trained = load_model(str(tmp_path / "run"))
-    assert type(trained).__name__ == "EncDecHybridRNNTCTCBPEModel"
-    before, after = hybrid.state_dict(), trained.state_dict()
-    assert all(torch.equal(before[k], after[k]) for k in before if k.startswith("ctc_decoder."))
-    assert not torch.equal(before["joint.joint_net.2.weight"], after["joint.joint_net.2.weight"])
 
 
 def test_the_shipped_layout_of_parakeet_has_its_number_of_weights():

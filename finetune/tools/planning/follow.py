@@ -171,7 +171,13 @@ class Follower:
         key = (str(m), depth)
         if key not in self.models:
             model = self.skeleton.deepen(depth)
-            prepare_for_training(model, spec_augment=False, dropout=m.dropout, freeze_batchnorm=m.freeze_batchnorm)
+            prepare_for_training(
+                model,
+                spec_augment=False,
+                dropout=m.dropout,
+                freeze_batchnorm=m.freeze_batchnorm,
+                ctc_weight=m.ctc_loss_weight,
+            )
             apply_encoder_options(model, m.model_copy(update={"compile": False}))
             cast_parameters(model, getattr(torch, m.dtype))
             self.models[key] = model._apply(self.mode.from_tensor)

@@ -172,6 +172,10 @@ class Skeleton(Transducer, torch.nn.Module):
         self.encoder = make(cfg.encoder)
         self.decoder = make(cfg.decoder)
         self.joint = make(cfg.joint)
+        if cfg.get("aux_ctc"):
+            with open_dict(cfg):
+                cfg.aux_ctc.decoder.update(feat_in=cfg.encoder.d_model, num_classes=layout.tokens, vocabulary=None)
+            self.ctc_decoder = make(cfg.aux_ctc.decoder)
         self.spec_augmentation = None
         self.decoding = cast("Decoding", SimpleNamespace(decoding=None))  # a step decodes nothing
         self.frozen_modules: list[torch.nn.Module] = []

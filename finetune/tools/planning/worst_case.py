@@ -3,7 +3,7 @@
 Every lattice cell is computed (a trained model's alignments pass through few), and all tokens of a text are distinct.
 The loss works block by block, and one block stands for all.
 
-N lattice cells, U target tokens, H joint width.
+N lattice cells, U target tokens, H joint width; of CTC: T frames, S states, two for each token and one more.
 """
 
 from collections.abc import Iterator
@@ -55,6 +55,11 @@ def worst_case(clips: int, tokens: int, cuda: bool, block_sizes: list[int]) -> O
         label_N, blank_N = torch.empty(2, size, dtype=torch.float64)
         return LatticeResult(losses_B, label_N, blank_N, torch.empty(size, D, dtype=torch.float64))
 
+    def ctc_loss(log_probs_TBV: torch.Tensor, targets_BU: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        T, B = log_probs_TBV.shape[:2]
+        alpha_BTS = torch.empty(B, T, 2 * targets_BU.shape[1] + 1)  # held for backward
+        return (log_probs_TBV.sum((0, 2))[:, None, None] * alpha_BTS).sum((1, 2))
+
     return Operations(
         check_values=lengths,
         draw_seed=lambda: 0,
@@ -64,4 +69,5 @@ def worst_case(clips: int, tokens: int, cuda: bool, block_sizes: list[int]) -> O
         distinct_tokens=all_distinct,
         dropout_mask=mask,
         forward_backward=forward_backward,
+        ctc_loss=ctc_loss,
     )
