@@ -15,4 +15,4 @@ export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 OMP_NUM_THREADS=1
 .venv/bin/ruff check .
 .venv/bin/basedpyright --level error
 .venv/bin/lint-imports --no-cache --no-logo
-.venv/bin/python -m pytest -q -n logical --maxprocesses 4 --dist loadgroup --durations=15 "${select[@]}" "$@"
+.venv/bin/python -m pytest -q -n logical --maxprocesses 4 --maxschedchunk 1 --durations=15 "${select[@]}" "$@"

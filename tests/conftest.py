@@ -37,9 +37,6 @@ DETERMINISTIC = {"spec_augment": False, "dropout": 0.0, "freeze_batchnorm": True
 ONLY_TRAIN = {"validation": None, "test": None, "shuffle": False, "group_by_duration": False}
 _plain_losses: list[float] = []
 
-# Fixtures that train, plan or convert for many seconds. Tests that use one share a worker, which makes it once.
-SLOW_FIXTURES = ("matrix", "finished_run", "exported", "planned", "compared", "done")
-
 LONGEST_CLIP = 1.5  # seconds
 CLIPS = 24
 
@@ -409,17 +406,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest tests first, so that no core idles at the end; those that share a slow fixture in one worker.
+    """Run the longest tests first, so that no core idles at the end.
 
     Those that need DeepSpeed's optimizer come last, while one of them compiles it.
     """
-    for item in items:
-        for name in SLOW_FIXTURES:
-            if name in getattr(item, "fixturenames", ()):
-                item.add_marker(pytest.mark.xdist_group(name))
-                break
     long = ("test_launchers.py", "test_loss_sharded.py", "test_gpu_kernels.py")
 
     def turn(item: pytest.Item) -> int:

@@ -31,11 +31,6 @@ def run_matrix(folder: Path, *arguments: str) -> dict[str, Any]:
     return {"code": done.returncode, "said": done.stdout, **json.loads(result.read_text(encoding="utf-8"))}
 
 
-@pytest.fixture(scope="module")
-def matrix(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_matrix(tmp_path_factory.mktemp("matrix"), "--quick", "--kills", "10")
-
-
 QUICK = {
     "kill": "SIGKILL: naming a checkpoint, removing old ones",
     "signals": "SIGTERM: evaluation",
@@ -48,18 +43,20 @@ QUICK = {
 
 
 @pytest.mark.timeout(3700)
-@pytest.mark.parametrize("kind", QUICK)
-def test_after_a_fault_a_run_ends_as_if_there_had_been_none(matrix, kind):
-    if kind in matrix["skipped"]:
-        pytest.skip(matrix["skipped"][kind])
-    rows = [row for row in matrix["tries"] if row["fault"] == QUICK[kind]]
-    assert rows, matrix["said"]
-    for row in rows:
-        assert row["problems"] == []
-        assert row["lost"] == row["corrupt"] == 0
-        assert row["attempts"] >= 2
+def test_after_a_fault_a_run_ends_as_if_there_had_been_none(tmp_path, subtests):
+    matrix = run_matrix(tmp_path, "--quick", "--kills", "10")
     said = {"full": "No space left", "damage": "optimizer.bin", "second": "in use by another process"}
-    assert said.get(kind, "") in rows[0]["said"]
+    for kind, fault in QUICK.items():
+        with subtests.test(kind):
+            if kind in matrix["skipped"]:
+                pytest.skip(matrix["skipped"][kind])
+            rows = [row for row in matrix["tries"] if row["fault"] == fault]
+            assert rows, matrix["said"]
+            for row in rows:
+                assert row["problems"] == []
+                assert row["lost"] == row["corrupt"] == 0
+                assert row["attempts"] >= 2
+            assert said.get(kind, "") in rows[0]["said"]
 
 
 @pytest.mark.slow
