@@ -302,7 +302,7 @@ def test_wrong_models(failed: Callable[..., str], tiny_run: Callable[..., list[s
         "nowhere/at/all": ["there is no file or directory {}"],
         "garbage.nemo": ["{} cannot be read as a NeMo model"],
         "layout.yaml": ["{}", "no key `model:`"],
-        "unfinished": ["the directory {} holds no model.nemo", "finished run"],
+        "unfinished": ["the directory {} holds no .nemo file", "finished run"],
         "transformers": ["{} is a Hugging Face model of the type None", "'parakeet_tdt'", ".nemo"],
         "speechless.yaml": ["model.tokenizer", "{}", "tokenizer.model"],
     }
