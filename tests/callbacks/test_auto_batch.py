@@ -193,8 +193,8 @@ from finetune import train
 def observe(trainer):
     forward = trainer.loss_module.forward
     def guarded(audio_BS, *args, **kwargs):
-        if audio_BS.numel() > {most} * 16_000 and trainer.accelerator.process_index == 1 and trainer.progress.step ==
-        2:
+        in_third_step = trainer.accelerator.process_index == 1 and trainer.progress.step == 2
+        if in_third_step and audio_BS.numel() > {most} * 16_000:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return forward(audio_BS, *args, **kwargs)
     trainer.loss_module.forward = guarded

@@ -271,11 +271,12 @@ def test_ssh_starts_all_hosts_and_ends_all(tiny_run, tmp_path, fault):
         "--strategy",
         "ddp",
     ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1700)
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    _, errors = process.communicate(timeout=1700)
     if fault == "none":
-        assert done.returncode == 0, done.stderr[-3000:]
+        assert process.returncode == 0, errors[-3000:]
         assert summary(tmp_path / "run")["world_size"] == 2
     else:
-        assert done.returncode == 1, done.stderr[-3000:]
-        assert "killed by signal 9 (SIGKILL)" in done.stderr, done.stderr[-6000:]
-    assert not list(Path("/tmp").glob("ssh-*-0"))
+        assert process.returncode == 1, errors[-3000:]
+        assert "killed by signal 9 (SIGKILL)" in errors, errors[-6000:]
+    assert not list(Path("/tmp").glob(f"ssh-{process.pid}-*-0"))
