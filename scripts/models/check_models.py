@@ -2,7 +2,7 @@
 
     python scripts/models/check_models.py [--families tdt,ctc] [--folder DIR] [--json FILE]
 
-Each cell is "yes", or the error's first line. Exit code 1 if a cell that docs/models.md promises fails.
+Each cell is "yes", or the end of the error. Exit code 1 if any cell fails.
 """
 
 import argparse

@@ -119,7 +119,7 @@ def test_both_heads_are_trained_unless_the_weight_is_zero(hybrid, run_train, tin
     assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 2
 
 
-def test_the_plan_follows_both_heads(hybrid):
+def test_the_plans_model_has_both_heads(hybrid):
     from finetune.tools.planning.layout import Skeleton, read_layout
 
     layout = read_layout(hybrid("hybrid-tdt"))
