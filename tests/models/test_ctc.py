@@ -155,7 +155,7 @@ PARTS = ("loss", "transducer_loss", "ctc_loss", "grad_norm")
 
 @pytest.mark.parametrize("reduction", ["mean_batch", "mean_volume"])
 def test_both_parts_of_a_hybrids_loss_are_logged_and_stay_however_a_step_is_cut(
-    built, run_train, tiny_run, clips, tmp_path, messages, reduction
+    built, run_train, tiny_run, clips, tmp_path, capsys, reduction
 ):
     """NVIDIA-NeMo/NeMo issue 14710: there CTC's share depends on how many tokens a batch has."""
     data = {**ONLY_TRAIN, "train": with_a_fast_speaker(clips, tmp_path)}
@@ -171,8 +171,7 @@ def test_both_parts_of_a_hybrids_loss_are_logged_and_stay_however_a_step_is_cut(
         assert rows[name][-1]["infeasible_ctc"] == 1
     for whole, cut in zip(*rows.values(), strict=True):
         assert [cut[part] for part in PARTS] == pytest.approx([whole[part] for part in PARTS], rel=1e-4)
-    warned = [m for m in messages if "more tokens than encoder frames for CTC" in m]
-    assert len(warned) == len(CUTS)
+    assert capsys.readouterr().err.count("more tokens than encoder frames for CTC") == len(CUTS)
 
 
 @pytest.mark.slow
@@ -252,7 +251,7 @@ def run(published, run_train_for_module, tmp_path_factory, clips) -> Iterator[Pa
     manifest = str(clips / "manifest.jsonl")
     values = {
         "model": {"name": published, **DETERMINISTIC},
-        "data": {"train": manifest, "validation": manifest, "text_normalization": "basic"},
+        "data": {"train": manifest, "test": manifest, "text_normalization": "basic"},
         "training": {
             "output_dir": str(folder / "run"),
             "max_steps": 6,
@@ -289,7 +288,7 @@ def test_plain_nemo_restores_a_trained_ctc_model_with_its_settings(run, publishe
     assert not torch.equal(own["decoder.decoder_layers.0.weight"], first["decoder.decoder_layers.0.weight"])
 
 
-def test_evaluate_and_transcribe_a_ctc_model(run, clips, spoken, tmp_path, capsys):
+def test_evaluate_and_transcribe_a_ctc_model(run, published, clips, spoken, tmp_path, capsys):
     result = tmp_path / "result.json"
     arguments = ["--data", str(clips / "manifest.jsonl"), "--bootstrap", "0", "--json", str(result)]
     assert evaluate.main(["--model", str(run), *arguments]) == 0
@@ -297,7 +296,8 @@ def test_evaluate_and_transcribe_a_ctc_model(run, clips, spoken, tmp_path, capsy
     assert told["head"] == "ctc"
     assert told["clips"] == 24
     assert "decoded with the CTC head" in capsys.readouterr().out
-    assert transcribe.main(["--model", str(run), str(spoken), "--timestamps", "--chunk", "6"]) == 0
+    # Random weights write something; after a few steps CTC writes blanks alone.
+    assert transcribe.main(["--model", published, str(spoken), "--timestamps", "--chunk", "6"]) == 0
     row = json.loads(capsys.readouterr().out)
     assert " ".join(w["word"] for w in row["words"]) == row["text"]
     ends = [t for w in row["words"] for t in (w["start"], w["end"])]
@@ -380,10 +380,10 @@ def test_the_plan_follows_the_heads(built, layout, tmp_path):
 # ---- a head that is added -------------------------------------------------------------------------------------------
 
 
-def test_a_head_added_to_a_tdt_model_makes_nemos_hybrid(tiny_model, run_train, tiny_run, tmp_path, messages):
+def test_a_head_added_to_a_tdt_model_makes_nemos_hybrid(tiny_model, run_train, tiny_run, tmp_path, capsys):
     model = {**DETERMINISTIC, "name": str(tiny_model), "add_ctc": True}
     assert run_train(*tiny_run(model=model, data=ONLY_TRAIN)) == 0
-    assert any("the loss is 0.7 x transducer + 0.3 x CTC" in message for message in messages)
+    assert "the loss is 0.7 x transducer + 0.3 x CTC" in capsys.readouterr().err
     rows = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert all(row["ctc_loss"] > 0 for row in rows)
     saved = tmp_path / "run" / "model.nemo"
@@ -398,7 +398,7 @@ def test_a_head_added_to_a_tdt_model_makes_nemos_hybrid(tiny_model, run_train, t
     again = {**model, "name": str(saved)}
     training = {"output_dir": str(tmp_path / "again"), "max_steps": 1}
     assert run_train(*tiny_run(model=again, data=ONLY_TRAIN, training=training)) == 0
-    assert any("has a CTC head already" in message for message in messages)
+    assert "has a CTC head already" in capsys.readouterr().err
     assert read_lines(tmp_path / "again" / "metrics.jsonl")[0]["ctc_loss"] < rows[0]["ctc_loss"]
 
 
