@@ -12,6 +12,7 @@ from finetune.models.adapters import check_base, is_adapter, merge_adapter, read
 from finetune.models.huggingface.reading import fetch, is_hugging_face, load_hugging_face, nemo_config
 from finetune.models.huggingface.tokenizer import sentencepiece_of
 from finetune.models.nemo import build, check_head
+from finetune.models.prompts import check_prompts
 from finetune.models.protocols import Transducer
 from finetune.models.sentencepiece_model import FILE, SentencePieceModel, parse, tokenizer_of
 from finetune.security.archives import content_of, reading
@@ -69,6 +70,7 @@ def _merge_into_base(path: Path) -> Transducer:
 
 def _checked(model: Transducer, path: Path) -> Transducer:
     check_head(model, str(path))
+    check_prompts(model, str(path))
     return model
 
 

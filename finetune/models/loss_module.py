@@ -17,6 +17,7 @@ from finetune.losses import fused_tdt_loss
 from finetune.losses.dropin import ACTIVATION_OF, in_forward_of
 from finetune.losses.operations import REAL, Operations
 from finetune.models.nemo import ctc_loss_weight, set_train_mode, tdt_durations
+from finetune.models.prompts import encode
 from finetune.models.protocols import Transducer
 
 
@@ -83,6 +84,7 @@ class TransducerLossModule(nn.Module):
         audio_lengths_B: torch.Tensor,
         tokens_BU: torch.Tensor,
         token_lengths_B: torch.Tensor,
+        slots_B: torch.Tensor | None = None,
         rnnt_draw: bool = False,
     ) -> torch.Tensor:
         """Return one loss per utterance, (B,) fp32, in nats; inf where no alignment exists.
@@ -94,6 +96,7 @@ class TransducerLossModule(nn.Module):
             audio_lengths_B: (B,) samples.
             tokens_BU: (B, U) token ids, padded with anything.
             token_lengths_B: (B,) tokens.
+            slots_B: (B,) slots of the language prompts; None: `auto`. No effect on models without prompts.
             rnnt_draw: this batch's draw of omega; True trains it with the plain RNN-T loss.
         """
         nemo = self.nemo
@@ -104,8 +107,8 @@ class TransducerLossModule(nn.Module):
         if self.bucket_frames:
             mel_BFT = nn.functional.pad(mel_BFT, (0, -mel_BFT.size(2) % self.bucket_frames))
         weight_dtype = nemo.joint.enc.weight.dtype
-        with self.encoder_context():
-            enc_BHT, enc_lengths_B = nemo.encoder(audio_signal=mel_BFT.to(weight_dtype), length=mel_lengths_B)
+        mel_BFT = mel_BFT.to(weight_dtype)
+        enc_BHT, enc_lengths_B = encode(nemo, mel_BFT, mel_lengths_B, slots_B, self.encoder_context)
         pred_BHU, _, _ = nemo.decoder(targets=tokens_BU, target_length=token_lengths_B)
         enc_BTH = nemo.joint.project_encoder(enc_BHT.transpose(1, 2))
         pred_BUH = nemo.joint.project_prednet(pred_BHU.transpose(1, 2))

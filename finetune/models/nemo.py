@@ -122,13 +122,12 @@ def _set_dropout(model: Transducer, p: float) -> None:
 
 
 def cast_parameters(model: Transducer, dtype: torch.dtype) -> None:
-    """Cast parameters and buffers of encoder, prediction network, joint and CTC head, in place.
+    """Cast parameters and buffers of encoder, prompt kernel, prediction network, joint and CTC head, in place.
 
     BatchNorm stays in float32, since its running statistics would stand still in bf16; so does the preprocessor.
     """
     parts = [model.encoder, model.decoder, model.joint]
-    if hasattr(model, "ctc_decoder"):
-        parts.append(model.ctc_decoder)
+    parts += [getattr(model, name) for name in ("ctc_decoder", "prompt_kernel") if hasattr(model, name)]
     for part in parts:
         for module in part.modules():
             if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):

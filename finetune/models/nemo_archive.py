@@ -33,8 +33,10 @@ def _classes(package: str, module: str, *names: str) -> frozenset[str]:
     return frozenset(f"{place}.{name}" for place in (package, f"{package}.{module}") for name in names)
 
 
-MODELS = _classes(f"{ASR}.models", "rnnt_bpe_models", "EncDecRNNTBPEModel") | _classes(
-    f"{ASR}.models", "hybrid_rnnt_ctc_bpe_models", "EncDecHybridRNNTCTCBPEModel"
+MODELS = (
+    _classes(f"{ASR}.models", "rnnt_bpe_models", "EncDecRNNTBPEModel")
+    | _classes(f"{ASR}.models", "hybrid_rnnt_ctc_bpe_models", "EncDecHybridRNNTCTCBPEModel")
+    | _classes(f"{ASR}.models", "rnnt_bpe_models_prompt", "EncDecRNNTBPEModelWithPrompt")
 )
 """What `target` may name: the models that this project trains."""
 PARTS = {

@@ -150,7 +150,8 @@ class Tokenizer(Protocol):
 class Transducer(Module):
     """A NeMo transducer with a SentencePiece tokenizer (`EncDecRNNTBPEModel`), with a TDT or an RNN-T head.
 
-    Only a hybrid model has `ctc_decoder`, encoder outputs -> log-probabilities of tokens and blank.
+    Only a hybrid model has `ctc_decoder`, encoder outputs -> log-probabilities of tokens and blank; only a prompt model
+    has `prompt_kernel`, encoder outputs and a one-hot prompt -> encoder outputs.
     """
 
     cfg: DictConfig
@@ -160,6 +161,8 @@ class Transducer(Module):
     decoder: PredictionNetwork
     joint: Joint
     ctc_decoder: Module
+    prompt_kernel: Sequential
+    num_prompts: int
     loss: Any
     """NeMo's `RNNTLoss`."""
     wer: Any
