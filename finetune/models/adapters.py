@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 LORA_KEY = re.compile(r"^(.*)\.lora_([AB])\.\w+\.weight$")
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
 PREFIX = "base_model.model."
-TRAINED_WHOLE = ("decoder.", "joint.")
+TRAINED_WHOLE = ("decoder.", "joint.", "prompt_kernel.")
 
 
 def merge_saved_lora(state: dict[str, torch.Tensor], scaling: float) -> dict[str, torch.Tensor]:

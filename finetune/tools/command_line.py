@@ -55,6 +55,14 @@ def add_decoding(parser: argparse.ArgumentParser, batch_size: int, what: str = "
     parser.add_argument("--device", help="such as cpu or cuda:1 (default: cuda if there is a GPU, else cpu)")
 
 
+def add_language(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--language",
+        metavar="CODE",
+        help=f"of a prompt model, such as de-DE, or auto: the model finds it (default: {default})",
+    )
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
 

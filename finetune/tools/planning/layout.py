@@ -150,7 +150,7 @@ def _of_config(name: str, values: dict[str, Any], tokens: int, guessed: str = ""
 
 
 class Skeleton(Transducer, torch.nn.Module):
-    """NeMo's encoder, prediction network and joint with random weights, under the names that a NeMo model gives them.
+    """NeMo's encoder, prompt kernel, prediction network and joint with random weights, named as in a NeMo model.
 
     The encoder has one Conformer layer; `deepen` makes more.
     """
@@ -176,6 +176,14 @@ class Skeleton(Transducer, torch.nn.Module):
             with open_dict(cfg):
                 cfg.aux_ctc.decoder.update(feat_in=cfg.encoder.d_model, num_classes=layout.tokens, vocabulary=None)
             self.ctc_decoder = make(cfg.aux_ctc.decoder)
+        if cfg.get("model_defaults", {}).get("initialize_prompt_feature"):
+            self.num_prompts = int(cfg.model_defaults.get("num_prompts", 128))
+            width = int(cfg.encoder.d_model)
+            self.prompt_kernel = torch.nn.Sequential(
+                torch.nn.Linear(width + self.num_prompts, 2 * width),
+                torch.nn.ReLU(),
+                torch.nn.Linear(2 * width, width),
+            )
         self.spec_augmentation = None
         self.decoding = cast("Decoding", SimpleNamespace(decoding=None))  # a step decodes nothing
         self.frozen_modules: list[torch.nn.Module] = []
