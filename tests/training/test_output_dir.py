@@ -353,7 +353,7 @@ def test_models_of_another_kind(
     model = import_nemo().EncDecCTCModelBPE(cfg=OmegaConf.create({**layout, "decoder": decoder}))
     model.save_to(str(tmp_path / "ctc.nemo"))
     message = failed(2, *tiny_run(model={"name": str(tmp_path / "ctc.nemo")}, data=NOTHING_TO_JUDGE_BY))
-    assert f"model.name: {tmp_path / 'ctc.nemo'} is a EncDecCTCModelBPE; this project trains transducers" in message
+    assert f"model.name: {tmp_path / 'ctc.nemo'} is a EncDecCTCModelBPE, which is not supported" in message
 
     lost = tiny_layout()
     lost["model"]["loss"]["tdt_kwargs"]["durations"] = [0, 1, 2]
