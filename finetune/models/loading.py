@@ -82,6 +82,7 @@ def _restore(path: Path) -> Transducer:
     except Exception as error:
         raise UserError(
             f"model.name: {path} cannot be read as a NeMo model: {type(error).__name__}: {error}"
+            + nemo_archive.other_version(path)
         ) from error
 
 

@@ -321,6 +321,16 @@ def restore(path: Path) -> Transducer:
     )
 
 
+def other_version(path: Path) -> str:
+    """Return a sentence on the version of NeMo that wrote a .nemo file; nothing where it is the one here."""
+    from nemo import __version__
+
+    wrote = read_config(path).get("nemo_version")
+    if wrote in (None, __version__):
+        return ""
+    return f" It was written by NeMo {wrote}, and read by NeMo {__version__}: install the version that wrote it."
+
+
 def _check_keys(config: dict[str, Any], path: Path) -> None:
     """Drop settings of a part that this version of NeMo does not know where they are null, in place; NeMo takes none.
 

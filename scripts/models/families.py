@@ -101,6 +101,7 @@ FAMILIES = {
         "plain",
         TDT,
         {
+            "decoding.strategy": "greedy",
             "decoder": {
                 "_target_": f"{MODULES}.StatelessTransducerDecoder",
                 "context_size": 2,
