@@ -192,6 +192,10 @@ def check_size(config: dict[str, Any], weight_bytes: int, name: str) -> None:
     least = 4 * width * width * number("encoder", "n_layers")
     least += 8 * pred * pred * number("decoder", "prednet", "pred_rnn_layers")
     least += classes * (pred + joint) + width * number("encoder", "feat_in")
+    defaults = config.get("model_defaults")
+    if isinstance(defaults, dict) and defaults.get("initialize_prompt_feature"):
+        prompted = number("model_defaults", "enc_hidden")
+        least += 2 * prompted * (number("model_defaults", "num_prompts") + 2 * prompted)
     if least > max(weight_bytes, 2**20):
         raise UserError(
             f"{name} is refused: its configuration describes a model of more than {least:,} parameters, and it holds "
