@@ -158,8 +158,8 @@ class Transducer(Module):
     """A NeMo transducer with a SentencePiece tokenizer (`EncDecRNNTBPEModel`), with a TDT or an RNN-T head.
 
     Only a hybrid model has `ctc_decoder`. A CTC model (`EncDecCTCModelBPE`) has no joint, and its `decoder` is the CTC
-    head: ask `finetune.models.nemo.has_transducer` before either is used. Only a prompt model has `prompt_kernel`, encoder
-    outputs and a one-hot prompt -> encoder outputs.
+    head: ask `finetune.models.nemo.has_transducer` before either is used. Only a prompt model has `prompt_kernel`,
+    encoder outputs and a one-hot prompt -> encoder outputs.
     """
 
     cfg: DictConfig

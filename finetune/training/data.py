@@ -9,8 +9,8 @@ from accelerate import Accelerator
 
 from finetune.config.schema import RunConfig
 from finetune.data.augment import parse_augmentation
-from finetune.data.leave_out import LeaveOut
 from finetune.data.language_prompts import prompt_of
+from finetune.data.leave_out import LeaveOut
 from finetune.data.options import StreamOptions
 from finetune.data.quarantine import BadUtterance
 from finetune.data.run_file import train_limits, with_filters

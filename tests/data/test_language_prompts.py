@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import write_manifest
 from stream_cases import flac, make_stream, read_epoch
-
-import numpy as np
 
 from finetune.data.language_prompts import prompt_of
 from finetune.data.quarantine import BadUtterance
