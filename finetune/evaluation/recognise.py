@@ -104,7 +104,7 @@ def best_paths(model: Transducer, log_probs_BTV: torch.Tensor, enc_lengths_B: to
                 text=model.decoding.decode_tokens_to_str_with_strip_punctuation(ids.tolist()),
                 timestamp=(lengths_N.cumsum(0) - lengths_N)[tokens_N],
                 token_duration=lengths_N[tokens_N],
-                token_confidence=confidences_N[tokens_N],
+                token_confidence=confidences_N[tokens_N].tolist(),
             )
         )
     return found
