@@ -97,6 +97,7 @@ class PredictionNetwork(Module):
 
     prediction: PredictionEmbedding
     vocab_size: int
+    blank_as_pad: bool
 
 
 class JointLayers(Sequential):

@@ -387,16 +387,19 @@ def make_tokenizer(kind: str, texts: Iterable[str], folder: Path) -> Path:
     return folder
 
 
-def build(name: str, texts: Iterable[str], path: Path) -> Path:
-    """Build a family's archive with NeMo itself, random weights of seed 0; return its path."""
+def build(name: str, texts: Iterable[str], path: Path, tokenizer: str | None = None) -> Path:
+    """Build a family's archive with NeMo itself, random weights of seed 0; return its path.
+
+    `tokenizer` is one of `make_tokenizer` in place of the family's own, which may be large.
+    """
     import torch
     from nemo.core.classes.common import import_class_by_path
     from omegaconf import OmegaConf
 
     family = FAMILIES[name]
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = make_tokenizer(family.tokenizer, texts, Path(folder) / "tokenizer")
-        config = OmegaConf.create(model_config(family, tokenizer))
+        pieces = make_tokenizer(tokenizer or family.tokenizer, texts, Path(folder) / "tokenizer")
+        config = OmegaConf.create(model_config(family, pieces))
         torch.manual_seed(0)
         model = import_class_by_path(family.target)(cfg=config)
         path.parent.mkdir(parents=True, exist_ok=True)
