@@ -232,6 +232,10 @@ class ModelConfig(Section):
     ctc_loss_weight: Annotated[float | None, Field(ge=0, lt=1), Option("loss", "share")] = None
     """Share w of the CTC loss in that of a hybrid model, (1 - w) x transducer + w x CTC. null: the model's own
     (`aux_ctc.ctc_loss_weight`). 0 leaves its CTC head as it is. No effect on models without one."""
+    streaming_share: Annotated[Fraction | None, Option("loss", "share")] = None
+    """Share of a unified model's steps (`att_chunk_context_size`) that see chunks, each time another context of its
+    lists; the others see whole recordings. null: as the model weights its two losses (`loss.streaming_loss_weight`,
+    0.7 in parakeet-unified), else 0.5. No effect on other models (docs/streaming.md)."""
     joint_memory_budget: Annotated[int | None, Field(ge=1), Option("memory", "MiB")] = None
     """Memory for one block of joint outputs. null: chosen by device."""
     occupancy_threshold: Annotated[Probability, Option("loss", "probability")] = 0.0

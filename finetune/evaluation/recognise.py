@@ -159,6 +159,7 @@ def score_stream(
     show_progress: bool = True,
     on_utterance: Callable[[Utterance, Counts], None] | None = None,
     on_batch: Callable[[Batch, list[str], WerAccumulator], None] | None = None,
+    recognise: Callable[[Batch], list[str]] | None = None,
 ) -> WerAccumulator:
     """Decode one pass over a stream and count errors. Only strings, counts and the audio of the worst utterances are
     kept.
@@ -173,6 +174,7 @@ def score_stream(
             `mistakes`.
         on_utterance: called with each utterance and its counts.
         on_batch: called with each batch, its hypotheses and the counts so far.
+        recognise: returns a batch's texts, instead of `recognise_texts`.
 
     Raises:
         UserError: a shard cannot be read.
@@ -192,7 +194,10 @@ def score_stream(
             if not batch.ids:
                 continue
             started = time.perf_counter()
-            texts = recognise_texts(model, batch.audio_BS, batch.audio_lengths_B, longest)
+            if recognise is not None:
+                texts = recognise(batch)
+            else:
+                texts = recognise_texts(model, batch.audio_BS, batch.audio_lengths_B, longest)
             # The texts are on the host, so the device is done.
             wer.decoding_seconds += time.perf_counter() - started
             wer.audio_seconds += int(batch.audio_lengths_B.sum()) / rate

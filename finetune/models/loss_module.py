@@ -16,6 +16,7 @@ from finetune.data.decode import as_float
 from finetune.losses import fused_tdt_loss
 from finetune.losses.dropin import ACTIVATION_OF, in_forward_of
 from finetune.losses.operations import REAL, Operations
+from finetune.models.look_ahead import Context, attending
 from finetune.models.nemo import ctc_loss_weight, set_train_mode, tdt_durations
 from finetune.models.protocols import Transducer
 
@@ -84,6 +85,7 @@ class TransducerLossModule(nn.Module):
         tokens_BU: torch.Tensor,
         token_lengths_B: torch.Tensor,
         rnnt_draw: bool = False,
+        context: Context | None = None,
     ) -> torch.Tensor:
         """Return one loss per utterance, (B,) fp32, in nats; inf where no alignment exists.
 
@@ -95,6 +97,7 @@ class TransducerLossModule(nn.Module):
             tokens_BU: (B, U) token ids, padded with anything.
             token_lengths_B: (B,) tokens.
             rnnt_draw: this batch's draw of omega; True trains it with the plain RNN-T loss.
+            context: this batch's attention context (`finetune.models.look_ahead`); None: the model's default.
         """
         nemo = self.nemo
         with torch.autocast(audio_BS.device.type, enabled=False):
@@ -104,7 +107,7 @@ class TransducerLossModule(nn.Module):
         if self.bucket_frames:
             mel_BFT = nn.functional.pad(mel_BFT, (0, -mel_BFT.size(2) % self.bucket_frames))
         weight_dtype = nemo.joint.enc.weight.dtype
-        with self.encoder_context():
+        with self.encoder_context(), attending(nemo.encoder, context):
             enc_BHT, enc_lengths_B = nemo.encoder(audio_signal=mel_BFT.to(weight_dtype), length=mel_lengths_B)
         pred_BHU, _, _ = nemo.decoder(targets=tokens_BU, target_length=token_lengths_B)
         enc_BTH = nemo.joint.project_encoder(enc_BHT.transpose(1, 2))

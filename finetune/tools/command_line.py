@@ -55,6 +55,11 @@ def add_decoding(parser: argparse.ArgumentParser, batch_size: int, what: str = "
     parser.add_argument("--device", help="such as cpu or cuda:1 (default: cuda if there is a GPU, else cpu)")
 
 
+def add_look_ahead(parser: argparse.ArgumentParser, purpose: str) -> None:
+    frames = "in encoder frames, such as 13 or 13,6,1; of a unified model chunk+right context, such as 7+7"
+    parser.add_argument("--look-ahead", metavar="N", help=f"{purpose}: {frames} (docs/streaming.md)")
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
 
