@@ -140,6 +140,7 @@ def transcribe(arguments: argparse.Namespace, files: list[str]) -> int:
 def transcribe_streaming(model: Transducer, files: list[str], look_ahead: str | None) -> int:
     """Print each file's text as it grows, and its JSON line; return the number of files that could not be read."""
     from finetune.evaluation.recognise import evaluation_mode, frame_seconds
+    from finetune.evaluation.streaming import normalizes_chunks
     from finetune.models.look_ahead import latency_of
     from finetune.security.safe_text import json_line, one_line
     from finetune.tools.transcription.streaming import chosen_context, stream_file
@@ -150,6 +151,8 @@ def transcribe_streaming(model: Transducer, files: list[str], look_ahead: str | 
         list(context),
         latency_of(context, frame_seconds(model)).latency_ms,
     )
+    if normalizes_chunks(model):
+        log.warning("the model normalises the features of whole recordings; streaming normalises those of each chunk")
     with evaluation_mode(model):
         for file in files:
             row = stream_file(model, file, context, lambda text: print(one_line(text), end="", flush=True))

@@ -16,7 +16,7 @@ from finetune.errors import UserError
 from finetune.evaluation.long_audio import LONGEST_AT_ONCE
 from finetune.evaluation.recognise import evaluation_limits, frame_seconds, score_stream
 from finetune.evaluation.significance import RESAMPLES, block_names
-from finetune.evaluation.streaming import ONLINE, stream_texts
+from finetune.evaluation.streaming import normalizes_chunks, stream_texts
 from finetune.models.loading import load_model, move_to_device
 from finetune.models.look_ahead import Context, choose_contexts, latency_of
 from finetune.security.safe_text import json_line
@@ -211,7 +211,7 @@ def evaluate_model(
         result.update(intervals)
     if contexts:
         result["att_context_size"] = list(model.encoder.att_context_size)
-        result["online_normalization"] = model.preprocessor.featurizer.normalize in ONLINE
+        result["online_normalization"] = normalizes_chunks(model)
         result["streaming"] = [count_streaming_errors(model, sources, s, *one, drawn) for one in contexts.items()]
     return result
 

@@ -74,6 +74,12 @@ def stream(
             yield Heard(hypotheses, time.perf_counter() - started)
 
 
+def normalizes_chunks(model: Transducer) -> bool:
+    """Return whether streaming normalises the features of each chunk by itself, since the model normalises those of
+    whole recordings, as NeMo's online normalisation does."""
+    return not is_unified(model) and model.preprocessor.featurizer.normalize in ONLINE
+
+
 def texts_of(model: Transducer, hypotheses: list[Any]) -> list[str]:
     """Return the texts of what is recognised so far."""
     if _decodes_with_ctc(model):
