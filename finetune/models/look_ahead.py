@@ -36,9 +36,10 @@ def is_unified(model: Transducer) -> bool:
     return model.encoder.att_context_style == UNIFIED
 
 
-def _chunk_contexts(encoder: Encoder) -> list[Context]:
-    """Return every (left, chunk, right) of a unified model's lists."""
-    return [tuple(map(int, one)) for one in itertools.product(*(encoder.att_chunk_context_size or [()]))]
+def _chunked_contexts(model: Transducer) -> list[Context]:
+    """Return every (left, chunk, right) of a unified model's lists; none of another model."""
+    lists = model.encoder.att_chunk_context_size if is_unified(model) else None
+    return [tuple(map(int, one)) for one in itertools.product(*lists)] if lists else []
 
 
 def training_contexts(model: Transducer, streaming_share: float | None = None) -> tuple[list[Context], list[float]]:
@@ -51,7 +52,7 @@ def training_contexts(model: Transducer, streaming_share: float | None = None) -
             half where nothing says so.
     """
     encoder = model.encoder
-    chunked = _chunk_contexts(encoder) if is_unified(model) and encoder.att_chunk_context_size else []
+    chunked = _chunked_contexts(model)
     if not chunked:
         return [tuple(one) for one in encoder.att_context_size_all], list(encoder.att_context_probs)
     if streaming_share is None:
@@ -92,12 +93,13 @@ def streaming_contexts(model: Transducer) -> dict[str, Context]:
     Raises:
         UserError: it is no streaming model.
     """
-    encoder = model.encoder
+    encoder, found = model.encoder, dict[str, Context]()
     if encoder.att_context_style == CACHE_AWARE:
-        found = {str(right): (int(left), int(right)) for left, right in reversed(encoder.att_context_size_all)}
-        found = {name: context for name, context in reversed(found.items()) if context[1] >= 0}
-    else:
-        found = {f"{one[1]}+{one[2]}": one for one in _chunk_contexts(encoder) if one} if is_unified(model) else {}
+        for left, right in encoder.att_context_size_all:
+            if right >= 0:
+                found.setdefault(str(right), (left, right))
+    for left, chunk, right in _chunked_contexts(model):
+        found.setdefault(f"{chunk}+{right}", (left, chunk, right))
     if not found:
         raise UserError(
             "--look-ahead: the model is no streaming model: its attention is not limited to chunks "

@@ -82,11 +82,12 @@ def feature_level() -> tuple[float, float]:
     return float(level.mean()), float(level.std())
 
 
-def train(model: Path, output: Path, steps: int) -> None:
+def train(model: Path, output: Path, steps: int, max_eval_samples: int = -1) -> None:
     """Train as the quickstart does, longer."""
     run = yaml.safe_load((ROOT / "finetune" / "configs" / "quickstart.yaml").read_text(encoding="utf-8"))
     run["model"]["name"] = str(model.resolve())
     run["data"].update(train=str(DATA), validation=str(DATA), test=str(DATA))
+    run["data"]["max_eval_samples"] = max_eval_samples
     run["training"].update(
         output_dir=str(output), overwrite_output_dir=True, max_steps=steps, eval_steps=max(steps // 3, 1), save_steps=0
     )

@@ -1,11 +1,13 @@
 """Recognition chunk by chunk: the texts are NeMo's own, letter by letter, however recordings are batched."""
 
+import io
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import soundfile
 import torch
@@ -19,6 +21,7 @@ from finetune.models.nemo_archive import save_nemo
 sys.path.insert(0, str(ROOT / "scripts" / "models"))
 
 import families
+import streaming_study
 
 RATE = 16_000
 
@@ -189,6 +192,26 @@ def test_the_text_grows_and_int16_is_the_same_sound(talkative, recordings):
     assert len(texts) == 1 + -(-(int(lengths_B) // 160 - 49) // 56)
     assert len(set(texts)) > 3
     assert of_int16 == texts[-1:]
+
+
+@pytest.mark.slow
+def test_a_trained_models_texts_are_nemos_letter_by_letter(tmp_path):
+    """The model of scripts/models/streaming_study.py after some of its steps, on recordings that it did not learn."""
+    model_path = streaming_study.to_cache_aware(tmp_path / "untrained.nemo")
+    streaming_study.train(model_path, tmp_path / "run", steps=150, max_eval_samples=8)
+    rows = [
+        row
+        for shard in sorted((ROOT / "examples" / "voice_prompts" / "data").glob("test-*.parquet"))
+        for row in pq.read_table(shard).to_pylist()
+    ]
+    sounds = [soundfile.read(io.BytesIO(row["audio"]["bytes"]), dtype="float32")[0] for row in rows[:12]]
+    clips = [torch.from_numpy(sound_S) for sound_S in sounds]
+    model, theirs = load_model(str(tmp_path / "run")), load_model(str(tmp_path / "run")).eval()
+    for context in streaming_study.LOOK_AHEADS:
+        with evaluation_mode(model):
+            texts = stream_texts(model, *padded(clips), tuple(context))
+        assert texts == nemo_texts(theirs, clips, context)
+        assert sum(len(text) for text in texts) > 100
 
 
 # ---- the commands ---------------------------------------------------------------------------------------------------
