@@ -28,12 +28,12 @@ RATE = 16_000
 
 @pytest.fixture(scope="module")
 def recordings(clips: Path) -> list[torch.Tensor]:
-    """Recordings of 0.6 s to 9 s, of real clips one after the other."""
+    """Recordings of 0.6 s to 5 s, of real clips one after the other."""
     samples = [
         torch.from_numpy(soundfile.read(clips / row["audio_filepath"], dtype="float32")[0])
         for row in read_lines(clips / "manifest.jsonl")
     ]
-    return [samples[0][:9600], torch.cat(samples[1:4]), torch.cat(samples[4:12]), torch.cat(samples[12:15])]
+    return [samples[0][:9600], torch.cat(samples[1:3]), torch.cat(samples[4:8])]
 
 
 @pytest.fixture(scope="module")
@@ -139,37 +139,35 @@ def nemo_buffered_texts(model: Any, recordings: list[torch.Tensor], context: lis
 
 
 @pytest.mark.parametrize(
-    ("family", "head"),
-    [("streaming", "rnnt"), ("streaming-hybrid", "rnnt"), ("streaming-hybrid", "ctc")],
+    ("family", "head", "contexts"),
+    [
+        ("streaming", "rnnt", families.LOOK_AHEADS["large"]),
+        ("streaming-hybrid", "rnnt", [[70, 6]]),
+        ("streaming-hybrid", "ctc", [[70, 13], [70, 1]]),
+    ],
 )
-def test_cache_aware_texts_are_nemos_letter_by_letter(talkative, recordings, family, head):
-    model = load_model(str(talkative(family)))
+def test_cache_aware_texts_are_nemos_letter_by_letter(talkative, recordings, family, head, contexts):
+    """Ours in a batch, NeMo's one by one."""
+    model, theirs = load_model(str(talkative(family))), load_model(str(talkative(family))).eval()
     if head == "ctc":
-        model.change_decoding_strategy(decoder_type="ctc", verbose=False)
-    theirs = load_model(str(talkative(family))).eval()
-    if head == "ctc":
-        theirs.change_decoding_strategy(decoder_type="ctc", verbose=False)
-    by_context = {}
-    for context in families.LOOK_AHEADS["large"]:
+        for one in (model, theirs):
+            one.change_decoding_strategy(decoder_type="ctc", verbose=False)
+    found = []
+    for context in contexts:
         with evaluation_mode(model):
-            alone = [stream_texts(model, *padded([samples_S]), tuple(context))[0] for samples_S in recordings]
-            together = stream_texts(model, *padded(recordings), tuple(context))
-        assert alone == nemo_texts(theirs, recordings, context)
-        assert together == alone
-        assert all(len(text.split()) > 3 for text in alone[1:]), "the model has to say something"
-        by_context[tuple(context)] = alone
-    assert len(set(map(tuple, by_context.values()))) == 4, "each look-ahead hears something else"
+            found.append(stream_texts(model, *padded(recordings), tuple(context)))
+        assert found[-1] == nemo_texts(theirs, recordings, context)
+        assert all(len(set(text)) > 8 for text in found[-1][1:]), "the model has to say something"
+    assert len(set(map(tuple, found))) == len(contexts), "each look-ahead hears something else"
 
 
-@pytest.mark.parametrize("context", [(70, 7, 7), (70, 1, 3), (70, 13, 1)])
+@pytest.mark.parametrize("context", [(70, 7, 7), (70, 2, 3)])
 def test_unified_texts_are_nemos_letter_by_letter(talkative, recordings, context):
     model, theirs = load_model(str(talkative("unified"))), load_model(str(talkative("unified"))).eval()
     with evaluation_mode(model):
-        alone = [stream_texts(model, *padded([samples_S]), context)[0] for samples_S in recordings]
         together = stream_texts(model, *padded(recordings), context)
-    assert alone == nemo_buffered_texts(theirs, recordings, list(context))
-    assert together == alone
-    assert all(len(text.split()) > 3 for text in alone[1:])
+    assert together == nemo_buffered_texts(theirs, recordings, list(context))
+    assert all(len(set(text)) > 8 for text in together[1:])
 
 
 def test_features_that_are_normalised_are_so_chunk_by_chunk_as_nemo_does_it(talkative, recordings):

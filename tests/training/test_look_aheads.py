@@ -36,15 +36,16 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Archive:
 @pytest.mark.parametrize("family", ["streaming", "unified"])
 def test_resumed_equals_unbroken_and_the_settings_stay(archive, run_train, tiny_run, tmp_path, capfd, family):
     model = {"name": archive(family)}
-    training = {"max_steps": 6, "save_steps": 2, "save_total_limit": 0, "eval_on_start": False}
-    arguments = tiny_run(model=model, training={**training, "output_dir": str(tmp_path / "unbroken")})
+    training = {"max_steps": 6, "save_steps": 2, "save_total_limit": 0}
+    data = {"validation": None, "test": None}
+    arguments = tiny_run(model=model, data=data, training={**training, "output_dir": str(tmp_path / "unbroken")})
     assert run_train(*arguments) == 0
     shutil.copytree(tmp_path / "unbroken", tmp_path / "resumed")
     for step in (4, 6):
         shutil.rmtree(tmp_path / "resumed" / "checkpoints" / f"step-{step:08d}")
     (tmp_path / "resumed" / "summary.json").unlink()
     training |= {"resume_from_checkpoint": True, "output_dir": str(tmp_path / "resumed")}
-    assert run_train(*tiny_run(model=model, training=training)) == 0
+    assert run_train(*tiny_run(model=model, data=data, training=training)) == 0
     assert summary(tmp_path / "resumed")["resumed_from"] == 2
     assert curve(tmp_path / "resumed") == curve(tmp_path / "unbroken")
     last = "checkpoints/step-00000006/model.safetensors"
@@ -65,7 +66,7 @@ def test_a_share_of_the_steps_sees_chunks(archive, run_train, tiny_run, tmp_path
     """Without a streaming step the losses are those of a training that knows of no chunks."""
     losses: dict[Any, Any] = {}
     for share in (0.0, 1.0):
-        training = {"max_steps": 3, "output_dir": str(tmp_path / str(share)), "eval_on_start": False}
+        training = {"max_steps": 3, "output_dir": str(tmp_path / str(share))}
         model = {**DETERMINISTIC, "name": archive("unified"), "streaming_share": share}
         assert run_train(*tiny_run(model=model, data=ONLY_TRAIN, training=training)) == 0
         losses[share] = [row["loss"] for row in read_lines(tmp_path / str(share) / "metrics.jsonl")]
@@ -75,7 +76,7 @@ def test_a_share_of_the_steps_sees_chunks(archive, run_train, tiny_run, tmp_path
 @pytest.mark.slow
 def test_two_ranks_draw_what_one_process_draws(archive, run_train, tiny_run, tmp_path):
     model = {**DETERMINISTIC, "name": archive("streaming")}
-    settings = {"max_steps": 8, "eval_on_start": False}
+    settings = {"max_steps": 8}
     one = {**settings, "dataloader_num_workers": 2, "gradient_accumulation_steps": 2}
     arguments = tiny_run(model=model, data=ONLY_TRAIN, training={**one, "output_dir": str(tmp_path / "one")})
     assert run_train(*arguments) == 0
