@@ -156,9 +156,14 @@ FAMILIES = {
         TRANSDUCER,
         "plain",
         settings={
+            "preprocessor.features": 128,
+            "encoder.xscaling": True,
             "encoder.att_context_style": "chunked_limited_with_rc",
             "encoder.att_context_size": [-1, -1],
-            "encoder.att_chunk_context_size": [[70], [1, 2, 7, 13], [0, 1, 3, 7, 13]],
+            "encoder.att_chunk_context_size": [[70], [1, 2, 7, 13], [0, 1, 2, 3, 4, 7, 13]],
+            "encoder.conv_context_style": "dcc",
+            "decoder.prednet.pred_rnn_layers": 2,
+            "loss": {"loss_name": "default", "offline_loss_weight": 0.3, "streaming_loss_weight": 0.7},
         },
     ),
     "prompt": Family(
