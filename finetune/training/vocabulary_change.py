@@ -23,6 +23,7 @@ from finetune.models.loading import is_tokenizer, read_tokenizer
 from finetune.models.protocols import Transducer
 from finetune.models.sentencepiece_model import (
     FILE,
+    SentencePieceModel,
     kind_of,
     parse,
     processor,
@@ -42,14 +43,16 @@ FOLDER, REPORT = "tokenizer", "report.json"
 WAITING = ".tokenizer.new"
 
 
-def set_vocabulary(accelerator: Accelerator, model: Transducer, config: RunConfig, checkpoint: Path | None) -> bool:
+def set_vocabulary(
+    accelerator: Accelerator, model: Transducer, config: RunConfig, checkpoint: Path | None
+) -> SentencePieceModel | None:
     """Give the model the vocabulary that `model.tokenizer` asks for, in place; nothing where it asks for none.
 
     A checkpoint's run has its tokenizer already. Else the main process makes one, and all take its file, byte by byte.
     A model that was changed in the same way by the same texts before, as in an earlier stage, is left as it is.
 
     Returns:
-        Whether the vocabulary is another one than that of `model.name` now.
+        The tokenizer of `model.name` where the vocabulary is another one now, else None.
 
     Raises:
         UserError: on all processes, where the tokenizer cannot be made.
@@ -59,11 +62,12 @@ def set_vocabulary(accelerator: Accelerator, model: Transducer, config: RunConfi
     if stored is not None and broadcast((stored / FILE).is_file()):
         return _take_stored(accelerator, model, setting, stored, folder / FOLDER)
     if not setting.changes:
-        return False
+        return None
+    old = tokenizer_of(model, setting.key)
     content, report = on_main(lambda: make_tokenizer(model, setting, config.data.text_normalization))
     if content is None:
         log.info("%s: the model has this vocabulary already", setting.key)
-        return False
+        return None
     if checkpoint is not None:
         raise UserError(
             f"{setting.key}: {checkpoint} was written without it, and its vocabulary cannot change on the way. Take "
@@ -71,7 +75,7 @@ def set_vocabulary(accelerator: Accelerator, model: Transducer, config: RunConfi
         )
     change_vocabulary(model, _place(accelerator, content, folder / WAITING, report), {"setting": report["setting"]})
     log.info("vocabulary of %d pieces; it will be in %s", model.tokenizer.vocab_size, folder / FOLDER)
-    return True
+    return old
 
 
 def move_tokenizer_into_run(models: list[Transducer | None], output_dir: Path) -> None:
@@ -183,15 +187,24 @@ def _place(accelerator: Accelerator, content: bytes, shared: Path, report: dict[
         atexit.register(shutil.rmtree, place, ignore_errors=True)
     write_tokenizer(parse(content, str(place)), place)
     if accelerator.is_main_process and report is not None:
-        text = json.dumps(report, ensure_ascii=False, indent=2)
-        (place / REPORT).write_text(text + "\n", encoding="utf-8")
+        _write_report(place / REPORT, report)
     return place
+
+
+def add_to_report(output_dir: Path, found: dict[str, Any]) -> None:
+    """Add to the report of a tokenizer that was made for this run. On the main process."""
+    file = output_dir / WAITING / REPORT
+    _write_report(file, {**json.loads(file.read_text(encoding="utf-8")), **found})
+
+
+def _write_report(file: Path, report: dict[str, Any]) -> None:
+    file.write_text(json.dumps(report, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
 
 def _take_stored(
     accelerator: Accelerator, model: Transducer, setting: TokenizerSetting, stored: Path, final: Path
-) -> bool:
-    """Give the model the tokenizer of the run that is resumed; return whether it did not have it yet."""
+) -> SentencePieceModel | None:
+    """Give the model the tokenizer of the run that is resumed; return the one before, or None if it is the same."""
     content, note = b"", None
     if accelerator.is_main_process:
         content, file = (stored / FILE).read_bytes(), stored / REPORT
@@ -200,10 +213,11 @@ def _take_stored(
     made_with = {key: value for key, value in (note or {}).items() if key != "sha256"}
     if not setting.changes or made_with != _noted(setting):
         log.warning("model.tokenizer: the vocabulary of %s counts, which was made with %s", stored, made_with)
-    if tokenizer_of(model, "model.tokenizer").SerializeToString() == content:
-        return False
+    old = tokenizer_of(model, "model.tokenizer")
+    if old.SerializeToString() == content:
+        return None
     if accelerator.is_main_process and stored.resolve() != final.resolve():
         shutil.copytree(stored, final, dirs_exist_ok=True)
     place = final if accelerator.is_main_process else _place(accelerator, content, final, None)
     change_vocabulary(model, place, {"setting": note})
-    return True
+    return old
