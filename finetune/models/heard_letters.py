@@ -10,11 +10,31 @@ B pairs, X characters of a text, Y characters that are heard, N different charac
 import unicodedata
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 Pair = tuple[str, str]
 """A text, and what a model writes for its audio."""
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What became of new letters when a model listened to them."""
+
+    letters: dict[str, str]
+    """Old letters by new ones, small letters."""
+    unheard: str
+    """New letters that no old one was matched with."""
+    texts: list[str]
+    """Of all clips that were looked at, normalised."""
+    clips: int
+    """Those with new letters."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {"clips": len(self.texts), "with_new_letters": self.clips, "heard": self.letters, "not_heard": self.unheard}
+
 
 WRITTEN, SILENT, ADDED = 0.8, 0.1, 0.1
 """Probabilities that a character of the text is heard as one, that it is not heard, and that one is heard besides."""

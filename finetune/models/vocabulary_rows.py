@@ -9,7 +9,8 @@ V pieces of the vocabulary, D durations, H hidden units.
 
 import math
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ from finetune.models.sentencepiece_model import (
     SentencePieceModel,
     parse,
     piece_encoder,
+    processor,
     tokenizer_of,
 )
 
@@ -122,7 +124,7 @@ def letters_without_relative(old: SentencePieceModel, new: SentencePieceModel) -
     return {c.lower() for c in characters if not _known_relative(c, ids, {})}
 
 
-def start_as_heard(model: Transducer, old: SentencePieceModel, heard: Mapping[str, str], counts_V: torch.Tensor) -> None:
+def start_as_heard(model: Transducer, old: SentencePieceModel, heard: Mapping[str, str], texts: Iterable[str]) -> None:
     """Let the new pieces with letters that have no relative begin as the old letters that are heard in their place.
 
     A head's row is that of the first of the old pieces that write these letters, which is when the model hears it; the
@@ -137,17 +139,18 @@ def start_as_heard(model: Transducer, old: SentencePieceModel, heard: Mapping[st
         model: grown by `change_vocabulary`, in place.
         old: its tokenizer before.
         heard: old letters by new ones, small letters.
-        counts_V: how often the texts of the run have each piece.
+        texts: of clips of the run, of all languages, normalised.
     """
     grown = tokenizer_of(model, "model.tokenizer")
+    use = Counter(i for ids in processor(grown).encode(list(texts)) for i in ids)
     lacking, size = letters_without_relative(old, grown), len(old.pieces)
     spell, ordinary = _speller(old, heard), _ordinary(old)
     pieces = {i: p.piece for i, p in enumerate(grown.pieces) if i >= size and not lacking.isdisjoint(p.piece.lower())}
     spelled = {i: spell(piece) for i, piece in pieces.items()}
     first = {i: parts[:1] or ordinary for i, parts in spelled.items()}
     last = {i: parts[-1:] or ordinary for i, parts in spelled.items()}
-    counts = [max(int(n), int(i in pieces)) for i, n in enumerate(counts_V)]
-    load = counts[:size]
+    counts = {i: max(use[i], 1) for i in pieces}
+    load = [float(use[j]) for j in range(size)]
     for i, ids in first.items():
         for j in ids:
             load[j] += counts[i] / len(ids)

@@ -41,7 +41,6 @@ from finetune.strategies.sharded import count_parameters, make_replica, shards_p
 from finetune.strategies.strategy import Strategy, engine_with, number_of_processes, resolve_precision
 from finetune.training import checkpoints, elastic_restart
 from finetune.training.data import make_stream
-from finetune.training.new_letters import start_new_letters
 from finetune.training.outputs import environment
 from finetune.training.resume import take_weights
 from finetune.training.schedule import Schedule, warmup_steps
@@ -157,7 +156,7 @@ def build_model(
     m = config.model
     with accelerator.local_main_process_first():  # the first one downloads, the others find it
         model = load_model(m.name, tokenizer_setting(config).dir)
-    old_tokenizer = set_vocabulary(accelerator, model, config, checkpoint)
+    changed = set_vocabulary(accelerator, model, config, sources.get("train", []), checkpoint)
     prepare_for_training(
         model,
         spec_augment=m.spec_augment,
@@ -165,9 +164,6 @@ def build_model(
         freeze_batchnorm=m.freeze_batchnorm,
         ctc_weight=m.ctc_loss_weight,
     )
-    grown = old_tokenizer is not None and tokenizer_setting(config).extend_from is not None
-    if grown and checkpoint is None and "train" in sources:  # a dry run goes on without sources
-        start_new_letters(accelerator, model, config, sources["train"], old_tokenizer)
     if m.sync_batchnorm and accelerator.num_processes > 1:
         torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # in place
     adapter = read_adapter(Path(m.adapter)) if m.adapter else None
@@ -183,7 +179,7 @@ def build_model(
     if checkpoint is not None:
         take_weights(model, checkpoint)
     if m.lora_rank:
-        name_base(model, m, base, started_from, old_tokenizer is not None)
+        name_base(model, m, base, started_from, changed)
     model.to(accelerator.device)
     millions, seconds = count_parameters(model) / 1e6, time.perf_counter() - started
     log.info("model %s: %.1f M parameters, loaded in %.0f s", m.name, millions, seconds)

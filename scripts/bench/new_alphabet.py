@@ -9,8 +9,9 @@ base model knows English in the old alphabet: that side begins with what it know
 that of the validation and test splits together; nothing is chosen by it.
 
 `--starts`, how new pieces begin:
-    heard    as a run with model.tokenizer.extend_from does it: as the letters that the model writes where they are
+    heard    as a run with model.tokenizer.extend_from does it: as the pieces that the model writes where they are
              spoken, biases by use
+    and with merges of the texts, as where nothing is heard:
     lowered  as the mean of all old pieces, biases lowered by log(n / 0.1), n new pieces
     even     as the mean, biases not lowered
     unigram  as the mean, biases by use
@@ -25,7 +26,6 @@ import json
 import math
 import os
 import sys
-from collections import Counter
 from datetime import date
 from importlib import metadata
 from pathlib import Path
@@ -96,8 +96,7 @@ def make_model(start: str, manifest: Path, folder: Path) -> Path:
             for rows in (head.weight, embedding.weight):
                 rows[before:after] += torch.randn_like(rows[before:after]) * rows[1:before].std(0)
     if start == "unigram":
-        counts = Counter(i for text in texts for i in model.tokenizer.text_to_ids(text))
-        start_as_heard(model, old, {}, torch.tensor([counts[i] for i in range(after)]))
+        start_as_heard(model, old, {}, texts)
     save_nemo(model, folder / f"{start}.nemo")
     return folder / f"{start}.nemo"
 
