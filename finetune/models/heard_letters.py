@@ -33,7 +33,12 @@ class Heard:
     """Those with new letters."""
 
     def as_json(self) -> dict[str, Any]:
-        return {"clips": len(self.texts), "with_new_letters": self.clips, "heard": self.letters, "not_heard": self.unheard}
+        return {
+            "clips": len(self.texts),
+            "with_new_letters": self.clips,
+            "heard": self.letters,
+            "not_heard": self.unheard,
+        }
 
 
 WRITTEN, SILENT, ADDED = 0.8, 0.1, 0.1

@@ -149,8 +149,8 @@ def grow_as_heard(
     """Append the characters of a growth on texts, and for the old pieces that write what is heard the same in new
     letters: where T, H, E are heard as t, h, e, and `the` is a piece, THE becomes one.
 
-    So the texts are cut as the model would cut what it hears, and each new piece can begin as one old piece. Those that
-    the texts use most are taken.
+    So the texts are cut as the model would cut what it hears, and each new piece can begin as one old piece. Those
+    that the texts use most are taken.
 
     Args:
         model: the old tokenizer.

@@ -208,7 +208,7 @@ def _ordinary(model: SentencePieceModel) -> list[int]:
 
 
 def _speller(old: SentencePieceModel, heard: Mapping[str, str]) -> Callable[[str], list[int]]:
-    """Return a function from a piece to the old ones that write it, itself or with related letters; none if none do."""
+    """Return a function from a piece to the ids of the old ones that write it, itself or with related letters."""
     ids = {p.piece: i for i, p in enumerate(old.pieces)}
     encode = piece_encoder(old)
 

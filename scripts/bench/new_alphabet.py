@@ -38,10 +38,10 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 
-from compare_vocabularies import processor_name  # noqa: E402
+from compare_vocabularies import processor_name
 
-from finetune.data.normalization import normalize_text  # noqa: E402
-from finetune.durable_files import write_json  # noqa: E402
+from finetune.data.normalization import normalize_text
+from finetune.durable_files import write_json
 
 BASE = ROOT / "examples" / "base" / "fastconformer_tdt_3m.nemo"
 RECIPE = ROOT / "finetune" / "configs" / "quickstart.yaml"

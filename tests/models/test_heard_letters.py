@@ -4,7 +4,7 @@ import random
 
 from finetune.models.heard_letters import LONGEST, match_letters
 
-TEXTS = """
+TEXTS = """\
 the number you have dialed is not in service please check the number and try again
 you have reached a number that has been disconnected or is no longer in use
 to hear this message again press one to save it press two to erase it press three
@@ -15,7 +15,7 @@ your call is important to us and will be answered in the order it was received
 good evening thank you for calling our office hours are from nine to five
 press star to exit or zero to speak with an operator at any time
 the voice mail box is full goodbye
-""".split("\n")[1:-1]  # fmt: skip
+""".splitlines()
 GEORGIAN = {ord("a") + i: chr(0x10D0 + i) for i in range(26)}
 
 
@@ -30,7 +30,9 @@ def test_letters_are_found_in_what_is_badly_heard() -> None:
     """All that the texts have, also as capitals, and none that they do not have."""
     draw = random.Random(1)
     texts = [text.translate(GEORGIAN) for text in TEXTS * 12]
-    found = match_letters([(x, misheard(y, draw)) for x, y in zip(texts, TEXTS * 12, strict=True)], set(GEORGIAN.values()))
+    found = match_letters(
+        [(x, misheard(y, draw)) for x, y in zip(texts, TEXTS * 12, strict=True)], set(GEORGIAN.values())
+    )
     assert found == {new: chr(old) for old, new in GEORGIAN.items() if new in "".join(texts)}
     assert len(found) >= 24
 

@@ -230,7 +230,7 @@ def test_new_letters_begin_as_what_is_heard_for_them(tmp_path: Path) -> None:
     assert transcripts(model, clips) == said
     hidden_NH = torch.randn(512, after["weight"].size(1)).relu() * 3
     logits_NV = hidden_NH @ after["weight"][: V + n].T + after["bias"][: V + n]
-    begun = [ids[p] for p in growth.added if p != "É"]
+    begun = [ids[p] for p in growth.added if "É" not in p]
     assert (logits_NV[:, begun].logsumexp(-1) < logits_NV[:, :V].logsumexp(-1)).all()
     # Letters that nobody hears: the mean of all, as before, but no longer far below it.
     unheard = load(BASE)
@@ -518,7 +518,7 @@ def test_a_run_listens_to_letters_of_a_new_script(
     assert re.search(logged, capsys.readouterr().err)
     report = json.loads((tmp_path / "run" / "tokenizer" / "report.json").read_text(encoding="utf-8"))
     heard = report["new_letters"]["heard"]
-    assert report["pieces"] > 200
+    assert report["pieces"] > 192  # more than the merges of a known script
     use = Counter(c for row in read_lines(georgian_prompts) for c in row["text"] if c.isalpha())
     frequent = [c for c, _ in use.most_common(12)]
     assert sum(heard[c] == chr(ord(c) - 0x10D0 + ord("a")) for c in frequent) >= 8
