@@ -9,6 +9,7 @@ import torch
 from finetune.errors import UserError
 from finetune.models import nemo_archive
 from finetune.models.adapters import check_base, is_adapter, merge_adapter, read_adapter
+from finetune.models.huggingface.layout import piece_count
 from finetune.models.huggingface.reading import fetch, is_hugging_face, load_hugging_face, nemo_config
 from finetune.models.huggingface.tokenizer import sentencepiece_of
 from finetune.models.nemo import build, check_head
@@ -191,7 +192,7 @@ def read_tokenizer(name: str, key: str) -> SentencePieceModel:
         if is_adapter(path):
             return read_tokenizer(str(read_adapter(path).base["name"]), key)
         if is_hugging_face(path):
-            content, _ = sentencepiece_of(path, int(nemo_config(path)["decoder"]["vocab_size"]))
+            content, _ = sentencepiece_of(path, piece_count(nemo_config(path)))
             return parse(content, f"{key}: the tokenizer of {path}")
         if path.exists() and path.suffix not in (".yaml", ".yml"):
             raise UserError(

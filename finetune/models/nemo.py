@@ -28,10 +28,11 @@ def import_nemo() -> Any:
 
 
 def build(config: dict[str, Any], name: str) -> Transducer:
-    """Return a model of a checked NeMo configuration with random weights; raise UserError if NeMo cannot build it."""
-    models = import_nemo()
+    """Return a model of a checked NeMo configuration with random weights, an EncDecRNNTBPEModel where `target` names no
+    class; raise UserError if NeMo cannot build it."""
+    kind = getattr(import_nemo(), str(config.get("target") or "EncDecRNNTBPEModel").rpartition(".")[2])
     try:
-        return models.EncDecRNNTBPEModel(cfg=OmegaConf.create(config))
+        return kind(cfg=OmegaConf.create(config))
     except Exception as error:
         raise UserError(f"model.name: NeMo cannot build {name}: {type(error).__name__}: {error}") from error
 
