@@ -28,7 +28,7 @@ def import_nemo() -> Any:
 
 
 def build(config: dict[str, Any], name: str) -> Transducer:
-    """Return a model of a checked NeMo configuration with random weights, an EncDecRNNTBPEModel where `target` names no
+    """Return a model of a checked NeMo configuration with random weights, an EncDecRNNTBPEModel unless `target` names a
     class; raise UserError if NeMo cannot build it."""
     kind = getattr(import_nemo(), str(config.get("target") or "EncDecRNNTBPEModel").rpartition(".")[2])
     try:

@@ -205,3 +205,42 @@ def test_a_directory_of_ctc_with_files_missing(exported, tmp_path):
         (copy / name).unlink()
         with pytest.raises(UserError, match=said):
             load_model(str(copy))
+
+
+def chunks_of(processor: Any, audio_S: torch.Tensor, frames: list[int]) -> Any:
+    """Yield the features of each chunk, as transformers' documentation makes them: the frames that are named."""
+    features, rate = processor.feature_extractor, processor.feature_extractor.sampling_rate
+    position, size = 0, processor.num_samples_first_audio_chunk
+    for count in frames:
+        first = position == 0
+        start = 0 if first else features.hop_length * position - features.n_fft // 2
+        inputs = processor(
+            audio_S[start : start + size].numpy(), sampling_rate=rate, is_streaming=True, is_first_audio_chunk=first
+        )
+        yield inputs["input_features"][:, :count]
+        position, size = position + count, processor.num_samples_per_audio_chunk
+
+
+@pytest.mark.parametrize("look_ahead", [13, 1])
+def test_transformers_streams_what_nemo_streams(exported, archive, look_ahead):
+    """The texts of the first chunks: at the end of a recording, NeMo hears a frame more than transformers."""
+    from transformers import AutoModelForRNNT, AutoProcessor
+
+    from finetune.evaluation.recognise import evaluation_mode
+    from finetune.evaluation.streaming import stream, texts_of
+
+    directory, _ = exported("streaming")
+    model, processor = AutoModelForRNNT.from_pretrained(directory), AutoProcessor.from_pretrained(directory)
+    processor.set_num_lookahead_tokens(look_ahead)
+    audio_S = 0.1 * torch.randn(6 * 16_000, generator=torch.Generator().manual_seed(0))
+    nemo, heard = load_model(str(archive("streaming"))), 4
+    with evaluation_mode(nemo):
+        steps = stream(nemo, audio_S[None], torch.tensor([len(audio_S)]), (70, look_ahead))
+        hypotheses = [next(steps).hypotheses for _ in range(heard)][-1]
+        (theirs,) = texts_of(nemo, hypotheses)
+    first, later = processor.num_mel_frames_first_audio_chunk, processor.num_mel_frames_per_audio_chunk
+    chunks = chunks_of(processor, audio_S, [first] + [later] * (heard - 1))
+    output = model.generate(input_features=chunks, num_lookahead_tokens=look_ahead)
+    (ours,) = processor.batch_decode(output.sequences, skip_special_tokens=True)
+    assert ours == theirs
+    assert len(theirs) > 10

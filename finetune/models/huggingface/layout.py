@@ -12,7 +12,10 @@ from typing import Any, Literal
 import torch
 
 MODULES = "nemo.collections.asr.modules"
-TRANSDUCER, CTC, PROMPT = "EncDecRNNTBPEModel", "EncDecCTCModelBPE", "EncDecRNNTBPEModelWithPrompt"
+MODELS = "nemo.collections.asr.models"
+TRANSDUCER = f"{MODELS}.rnnt_bpe_models.EncDecRNNTBPEModel"
+CTC = f"{MODELS}.ctc_bpe_models.EncDecCTCModelBPE"
+PROMPT = f"{MODELS}.rnnt_bpe_models_prompt.EncDecRNNTBPEModelWithPrompt"
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,7 @@ RECOMPUTED = re.compile(r"^(preprocessor\.featurizer\.(window|fb)|encoder\.pos_e
 JOINT = re.compile(r"^joint\.joint_net\.(\d+)\.weight$")
 
 ACTIVATIONS = ("relu", "sigmoid", "tanh")
+NO_LIMIT = 10**9  # tokens
 MAX_SYMBOLS = 10  # a frame, where the NeMo configuration names no limit
 
 # NeMo's key of the encoder: transformers' key, and NeMo's default where a configuration may leave it out.
@@ -195,15 +199,19 @@ FIXED_PREPROCESSOR = {
 
 def kind_of(config: Mapping[str, Any]) -> Kind:
     """Return the class of transformers that a NeMo model comes nearest to; `reasons_against` it say how near."""
-    target, encoder = str(config.get("target", "")).rsplit(".", 1)[-1], config.get("encoder") or {}
-    if target == CTC:
+    target, encoder = _class(config.get("target")), config.get("encoder") or {}
+    if target == _class(CTC):
         return KINDS["parakeet_ctc"]
-    if target == PROMPT:
+    if target == _class(PROMPT):
         return KINDS["nemotron3_5_asr"]
     if (config.get("joint") or {}).get("num_extra_outputs"):
         return KINDS["parakeet_tdt"]
     causal = encoder.get("causal_downsampling") or encoder.get("conv_context_size") == "causal"
     return KINDS["nemotron_asr_streaming" if causal else "parakeet_rnnt"]
+
+
+def _class(target: object) -> str:
+    return str(target or "").rsplit(".", 1)[-1]
 
 
 def names_of(kind: Kind, nemo_keys: Iterable[str]) -> tuple[tuple[str, str], ...]:
@@ -359,16 +367,18 @@ def processor_settings(config: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
     return settings
 
 
-def generation_settings(tokens: int, pad_id: int, durations: int) -> dict[str, Any]:
-    """Return the settings with which transformers' `generate` decodes a batch of a transducer as it decodes its
-    utterances alone.
+def generation_settings(kind: Kind, tokens: int, pad_id: int, durations: int) -> dict[str, Any]:
+    """Return the settings with which transformers' `generate` decodes a batch of a transducer as NeMo does.
 
-    Without a suppressed duration head a duration could win over all tokens; without an end of sequence finished rows
-    of a batch go on emitting until its longest utterance ends. The end of sequence is an id that is never emitted: it
-    only switches on the padding of finished rows.
+    Without an end of sequence finished rows of a batch go on emitting until its longest utterance ends. It is an id
+    that is never emitted, and only switches on the padding of finished rows. Without a suppressed duration head a
+    duration could win over all tokens. RNN-T ends by itself; transformers' own limit counts the start token too, and
+    cuts the last token off where each frame has as many as it may.
     """
     settings = {"decoder_start_token_id": tokens, "pad_token_id": pad_id, "eos_token_id": tokens + 1}
-    return settings | {"suppress_tokens": [tokens + 1 + i for i in range(durations)]} if durations else settings
+    if kind.head == "tdt":
+        return {**settings, "suppress_tokens": [tokens + 1 + i for i in range(durations)]}
+    return {**settings, "max_length": NO_LIMIT}
 
 
 def reasons_against(
@@ -377,16 +387,16 @@ def reasons_against(
     """Return what a class of transformers cannot express of a NeMo model, one line each; empty where it can be
     converted."""
     reasons: list[str] = []
-    found = str(config.get("target") or kind.target).rsplit(".", 1)[-1]
-    if found != kind.target:
-        reasons.append(f"it is a {found}; only a {kind.target} with one SentencePiece tokenizer maps")
+    found, wanted = _class(config.get("target") or kind.target), _class(kind.target)
+    if found != wanted:
+        reasons.append(f"it is a {found}; only a {wanted} with one SentencePiece tokenizer maps")
     missing = [part for part in kind.targets if not config.get(part)]
     if missing:
         return [*reasons, f"its configuration has no {', '.join(missing)}"]
     for part, target in kind.targets.items():
-        found = str(config[part].get("_target_", target))
-        if found.rsplit(".", 1)[-1] != target.rsplit(".", 1)[-1]:
-            reasons.append(f"{part}._target_: {found} is no {target.rsplit('.', 1)[-1]}")
+        found = config[part].get("_target_", target)
+        if _class(found) != _class(target):
+            reasons.append(f"{part}._target_: {found} is no {_class(target)}")
     fixed = {
         **FIXED_PREPROCESSOR,
         "normalize": ("NA", None) if kind.streaming else ("per_feature",),

@@ -239,7 +239,7 @@ def _with_targets(config: dict[str, Any], kind: Kind) -> dict[str, Any]:
             return {k: without(v) for k, v in value.items() if k not in ("_target_", "cls", "target")}
         return [without(v) for v in value] if isinstance(value, list) else value
 
-    plain = {"target": f"nemo.collections.asr.models.{kind.target}", **without(config)}
+    plain = {"target": kind.target, **without(config)}
     for part, target in kind.targets.items():
         plain[part] = {"_target_": target, **(plain.get(part) or {})}
     if plain.get("spec_augment"):

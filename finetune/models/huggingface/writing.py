@@ -154,8 +154,7 @@ def write_hugging_face(nemo: NemoFile, directory: Path, dtype: str = "float32") 
     config.save_pretrained(directory)
     os.chmod(file, (directory / "config.json").stat().st_mode)  # safetensors writes for the owner alone
     if kind.head != "ctc":
-        durations = len(durations_of(nemo.config)) if kind.head == "tdt" else 0
-        generation = generation_settings(nemo.tokens, pad_id, durations)
+        generation = generation_settings(kind, nemo.tokens, pad_id, len(durations_of(nemo.config)))
         transformers.GenerationConfig(**generation).save_pretrained(directory)
     features = getattr(transformers, kind.features)(**feature_settings(nemo.config))
     processor = getattr(transformers, kind.processor)(features, tokenizer, **processor_settings(nemo.config, kind))
