@@ -28,8 +28,8 @@ def import_nemo() -> Any:
 
 
 def build(config: dict[str, Any], name: str) -> Transducer:
-    """Return a model of a checked NeMo configuration with random weights, an EncDecRNNTBPEModel unless `target` names a
-    class; raise UserError if NeMo cannot build it."""
+    """Return a model of a checked NeMo configuration with random weights, an EncDecRNNTBPEModel unless `target` names
+    a class; raise UserError if NeMo cannot build it."""
     kind = getattr(import_nemo(), str(config.get("target") or "EncDecRNNTBPEModel").rpartition(".")[2])
     try:
         return kind(cfg=OmegaConf.create(config))
