@@ -16,7 +16,7 @@ from pathlib import Path
 from finetune.errors import UserError
 from finetune.evaluation.long_audio import CHUNK_SECONDS, OVERLAP_SECONDS
 from finetune.logs import print_error, set_up_logging
-from finetune.tools.command_line import add_decoding, add_model, command, device_of, positive
+from finetune.tools.command_line import add_decoding, add_head, add_model, command, device_of, positive
 
 FORMATS = ("json", "srt", "vtt", "txt")
 EXAMPLE = "python -m finetune.transcribe --model runs/quickstart talk.mp3 --format srt --output subtitles"
@@ -40,6 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--attention", default="full", choices=("full", "local"), help=local)
     add("--context", type=positive, default=256, metavar="FRAMES", help="of --attention local (default: 256)")
     add_decoding(parser, 8, "chunks of one file or several")
+    add_head(parser)
     return parser
 
 
@@ -87,6 +88,7 @@ def transcribe(arguments: argparse.Namespace, files: list[str]) -> int:
     from finetune.evaluation.long_audio import Cutting
     from finetune.evaluation.recognise import evaluation_mode, frame_seconds
     from finetune.models.loading import load_model, move_to_device
+    from finetune.models.nemo import set_head
     from finetune.security.safe_text import json_line, one_line
     from finetune.strategies.attention import use_local_attention
     from finetune.tools.transcription.files import output_files, transcribe_files, write_formats
@@ -95,6 +97,7 @@ def transcribe(arguments: argparse.Namespace, files: list[str]) -> int:
     paths = output_files(files, arguments.output, arguments.format) if arguments.output else {}
     timed = arguments.timestamps or arguments.format != ("json",)
     model = move_to_device(load_model(arguments.model, arguments.tokenizer), device_of(arguments))
+    set_head(model, arguments.head, arguments.model)
     if arguments.attention == "local":
         use_local_attention(model, arguments.context)
     if timed:

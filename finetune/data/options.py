@@ -34,7 +34,7 @@ class StreamOptions:
     """Encoder frames a second, for the cells of the alignment lattice."""
     augmentation: Augmentation = Augmentation()
     leave_out: LeaveOut | None = None
-    fits: Callable[[list[int], list[int]], list[bool]] | None = None
-    """(samples, tokens) of several utterances -> whether an alignment of each exists; the others are left out."""
+    fits: Callable[[list[int], list[list[int]]], list[bool]] | None = None
+    """(samples, token ids) of several utterances -> whether an alignment of each exists; the others are left out."""
     read_retries: int = RETRIES
     """Attempts after a failed read of what is not local."""

@@ -154,7 +154,7 @@ def decode_all(entries: list[Entry], options: StreamOptions, epoch: int, report:
             report.quarantine(entry.id, entry.place, str(reason))
     if options.fits is None or not utterances:
         return utterances
-    fitting = options.fits([len(u.audio_S) for u in utterances], [len(u.tokens) for u in utterances])
+    fitting = options.fits([len(u.audio_S) for u in utterances], [u.tokens for u in utterances])
     for _ in range(fitting.count(False)):
         report.count_filtered("more_tokens_than_frames")
     return [u for u, fits in zip(utterances, fitting, strict=True) if fits]

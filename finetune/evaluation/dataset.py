@@ -16,6 +16,7 @@ from finetune.evaluation.long_audio import LONGEST_AT_ONCE
 from finetune.evaluation.recognise import evaluation_limits, score_stream
 from finetune.evaluation.significance import RESAMPLES, block_names
 from finetune.models.loading import load_model, move_to_device
+from finetune.models.nemo import chosen_head, set_head
 from finetune.security.safe_text import json_line
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class EvaluationSettings:
     max_samples: int = -1
     workers: int = 1
     device: str = "cpu"
+    head: str | None = None
+    """transducer or ctc; None: the model's own."""
     tokenizer: str | None = None
     """Tokenizer directory, for a NeMo model YAML."""
     resamples: int = RESAMPLES
@@ -110,11 +113,12 @@ def evaluate_model(
         wer, cer and their intervals, clips, counts, by_language, rtfx, quarantined and more, for `evaluate --json`.
 
     Raises:
-        UserError: model or data cannot be used, no utterance can be scored, or `file` cannot be written.
+        UserError: model, head or data cannot be used, no utterance can be scored, or `file` cannot be written.
     """
     s = settings
     sources = open_sources(s.data, s.split)
     model = move_to_device(load_model(name, s.tokenizer), s.device)
+    set_head(model, s.head, name)
     blocks: list[str] = []
     with _naming(file):
         lines = file.open("w", encoding="utf-8", errors="backslashreplace") if file else None
@@ -143,6 +147,7 @@ def evaluate_model(
         )
     result = {
         "model": name,
+        "head": chosen_head(model),
         "data": s.data,
         "normalization": s.normalization,
         **wer.result(),

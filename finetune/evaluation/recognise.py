@@ -1,4 +1,7 @@
-"""NeMo's greedy decoding over batches and streams. B batch, S samples."""
+"""Greedy decoding over batches and streams: NeMo's of transducers, and the best path of CTC.
+
+B batch, S samples, T encoder frames, V tokens and blank, N tokens of a text.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from finetune.errors import UserError
 from finetune.evaluation.long_audio import LONGEST_AT_ONCE, Chunk, Cutting, Pieces, Stitcher, Token, chunks_of
 from finetune.evaluation.mistakes import Mistakes
 from finetune.evaluation.scores import Counts, Utterance, WerAccumulator
+from finetune.models.nemo import chosen_head, ctc_head, weight_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -59,11 +63,46 @@ def recognise_batch(model: Transducer, audio_BS: torch.Tensor, audio_lengths_B: 
         mel_BFT, mel_lengths_B = model.preprocessor(
             input_signal=as_float(audio_BS.to(device)), length=audio_lengths_B.to(device)
         )
-        dtype = model.joint.enc.weight.dtype
-        enc_BHT, enc_lengths_B = model.encoder(audio_signal=mel_BFT.to(dtype), length=mel_lengths_B)
+        mel_BFT = mel_BFT.to(weight_dtype(model))
+        enc_BHT, enc_lengths_B = model.encoder(audio_signal=mel_BFT, length=mel_lengths_B)
+        if chosen_head(model) == "ctc":
+            head = ctc_head(model)
+            assert head is not None
+            return best_paths(model, head(encoder_output=enc_BHT), enc_lengths_B)
         return model.decoding.rnnt_decoder_predictions_tensor(
             encoder_output=enc_BHT, encoded_lengths=enc_lengths_B, return_hypotheses=True
         )
+
+
+def best_paths(model: Transducer, log_probs_BTV: torch.Tensor, enc_lengths_B: torch.Tensor) -> list[Any]:
+    """Return the best path of each utterance as NeMo's Hypothesis (Graves et al., ICML 2006, section 3.2): the most
+    probable label of each frame, equal neighbours as one token, without blanks.
+
+    A token begins at its first frame and lasts for all that it takes. Its confidence is that of its surest frame, on
+    the scale of `finetune.tools.transcription.words.enable_timestamps`.
+    """
+    from nemo.collections.asr.parts.utils.rnnt_utils import Hypothesis
+
+    outputs = log_probs_BTV.size(-1)
+    best_BT, labels_BT = (x.cpu() for x in log_probs_BTV.float().max(-1))
+    found = []
+    for best_T, labels_T, frames in zip(best_BT, labels_BT, enc_lengths_B.tolist(), strict=True):
+        runs_N, run_T, lengths_N = labels_T[:frames].unique_consecutive(return_inverse=True, return_counts=True)
+        surest_N = torch.zeros(len(runs_N)).scatter_reduce(0, run_T, best_T[:frames].exp(), "amax")
+        confidences_N = ((outputs * surest_N - 1) / (outputs - 1)).clamp(min=0)
+        tokens_N = runs_N != outputs - 1  # the blank is the last
+        ids = runs_N[tokens_N]
+        found.append(
+            Hypothesis(
+                score=float(best_T[:frames].sum()),
+                y_sequence=ids,
+                text=model.decoding.decode_tokens_to_str_with_strip_punctuation(ids.tolist()),
+                timestamp=(lengths_N.cumsum(0) - lengths_N)[tokens_N],
+                token_duration=lengths_N[tokens_N],
+                token_confidence=confidences_N[tokens_N],
+            )
+        )
+    return found
 
 
 def frame_seconds(model: Transducer) -> float:
@@ -74,7 +113,7 @@ def frame_seconds(model: Transducer) -> float:
 def recognise_chunks(model: Transducer, chunks: list[Chunk], pieces: Pieces) -> list[list[Token]]:
     """Decode chunks of recordings at the model's sample rate together; call inside `evaluation_mode`.
 
-    Less than 0.1 s has no tokens. Tokens have durations and probabilities only after
+    Less than 0.1 s has no tokens. A transducer's tokens have durations and probabilities only after
     `finetune.tools.transcription.words.enable_timestamps`.
     """
     found: list[list[Token]] = [[] for _ in chunks]

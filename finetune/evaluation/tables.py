@@ -41,6 +41,8 @@ def print_rates(result: dict[str, Any]) -> None:
         f"{result['audio_seconds']:.0f} s of audio: RTFx {result['rtfx']:.1f} decoding, "
         f"{result['rtfx_whole']:.1f} with reading the data"
     )
+    if result.get("head") == "ctc":
+        print("decoded with the CTC head")
     if "wer_interval" in result and result.get("blocks", result["clips"]) < FEW:
         print(f"with fewer than {FEW} clips or blocks intervals are too short")
     if result["left_out"]:

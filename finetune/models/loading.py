@@ -12,7 +12,7 @@ from finetune.models.adapters import check_base, is_adapter, merge_adapter, read
 from finetune.models.huggingface.layout import piece_count
 from finetune.models.huggingface.reading import fetch, is_hugging_face, load_hugging_face, nemo_config
 from finetune.models.huggingface.tokenizer import sentencepiece_of
-from finetune.models.nemo import build, check_head
+from finetune.models.nemo import build, check_heads, set_head
 from finetune.models.protocols import Transducer
 from finetune.models.sentencepiece_model import FILE, SentencePieceModel, parse, tokenizer_of
 from finetune.security.archives import content_of, reading
@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 
 
 def load_model(name: str, tokenizer: str | None = None) -> Transducer:
-    """Load a NeMo transducer with a SentencePiece tokenizer (EncDecRNNTBPEModel, TDT or RNN-T head) on the CPU.
+    """Load a NeMo model with a SentencePiece tokenizer on the CPU: a transducer (EncDecRNNTBPEModel, TDT or RNN-T), a
+    hybrid or a CTC model.
 
     Args:
         name: a .nemo file, a run's output directory or another with one .nemo file, the directory of an adapter (its
@@ -31,7 +32,7 @@ def load_model(name: str, tokenizer: str | None = None) -> Transducer:
         tokenizer: directory with `tokenizer.model`, for a YAML.
 
     Raises:
-        UserError: nothing is found under the name, or it is not a transducer that this project trains.
+        UserError: nothing is found under the name, or it is no model that this project trains.
     """
     path = Path(name)
     if (archive := nemo_archive.archive_of(path)) is not None:
@@ -69,7 +70,8 @@ def _merge_into_base(path: Path) -> Transducer:
 
 
 def _checked(model: Transducer, path: Path) -> Transducer:
-    check_head(model, str(path))
+    check_heads(model, str(path))
+    set_head(model, None)
     return model
 
 

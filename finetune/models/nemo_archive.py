@@ -17,7 +17,7 @@ from omegaconf import OmegaConf, open_dict
 from finetune.durable_files import put_in_place
 from finetune.errors import UserError
 from finetune.models.adapters import is_adapter, load_merged_state_dict, merged_state_dict
-from finetune.models.nemo import import_nemo
+from finetune.models.nemo import class_of, import_nemo
 from finetune.models.protocols import Transducer
 from finetune.models.sentencepiece_model import SentencePieceModel, parse
 from finetune.security.archives import content_of, named, reading, unpack
@@ -33,8 +33,10 @@ def _classes(package: str, module: str, *names: str) -> frozenset[str]:
     return frozenset(f"{place}.{name}" for place in (package, f"{package}.{module}") for name in names)
 
 
-MODELS = _classes(f"{ASR}.models", "rnnt_bpe_models", "EncDecRNNTBPEModel") | _classes(
-    f"{ASR}.models", "hybrid_rnnt_ctc_bpe_models", "EncDecHybridRNNTCTCBPEModel"
+MODELS = (
+    _classes(f"{ASR}.models", "rnnt_bpe_models", "EncDecRNNTBPEModel")
+    | _classes(f"{ASR}.models", "hybrid_rnnt_ctc_bpe_models", "EncDecHybridRNNTCTCBPEModel")
+    | _classes(f"{ASR}.models", "ctc_bpe_models", "EncDecCTCModelBPE")
 )
 """What `target` may name: the models that this project trains."""
 PARTS = {
@@ -47,7 +49,8 @@ PARTS = {
         "CropOrPadSpectrogramAugmentation",
     ),
     "encoder": _classes(f"{ASR}.modules", "conformer_encoder", "ConformerEncoder", "ConformerEncoderAdapter"),
-    "decoder": _classes(f"{ASR}.modules", "rnnt", "RNNTDecoder", "StatelessTransducerDecoder"),
+    "decoder": _classes(f"{ASR}.modules", "rnnt", "RNNTDecoder", "StatelessTransducerDecoder")
+    | _classes(f"{ASR}.modules", "conv_asr", "ConvASRDecoder"),
     "joint": _classes(f"{ASR}.modules", "rnnt", "RNNTJoint", "SampledRNNTJoint"),
     "aux_ctc.decoder": _classes(f"{ASR}.modules", "conv_asr", "ConvASRDecoder"),
 }
@@ -141,7 +144,8 @@ def _check_class(named: str, place: str, key: str, name: str) -> None:
         if re.fullmatch(r"nemo\.collections(\.[a-z_0-9]+)*\.[A-Z]\w*", named):
             raise UserError(
                 f"{name.removesuffix(f': {CONFIG}')} is a {named.rpartition('.')[2]}; this project trains transducers "
-                "with a SentencePiece tokenizer (EncDecRNNTBPEModel: Parakeet TDT or RNN-T)."
+                "and CTC models with a SentencePiece tokenizer (EncDecRNNTBPEModel, EncDecHybridRNNTCTCBPEModel, "
+                "EncDecCTCModelBPE: Parakeet TDT, RNN-T and CTC)."
             )
         known = MODELS
     else:
@@ -185,6 +189,8 @@ def check_size(config: dict[str, Any], weight_bytes: int, name: str) -> None:
     least = 4 * width * width * number("encoder", "n_layers")
     least += 8 * pred * pred * number("decoder", "prednet", "pred_rnn_layers")
     least += classes * (pred + joint) + width * number("encoder", "feat_in")
+    for head in (("decoder",), ("aux_ctc", "decoder")):
+        least += number(*head, "num_classes") * number(*head, "feat_in")
     if least > max(weight_bytes, 2**20):
         raise UserError(
             f"{name} is refused: its configuration describes a model of more than {least:,} parameters, and it holds "
@@ -272,6 +278,12 @@ def read_config(path: Path, key: str = "model.name") -> dict[str, Any]:
         return config_in(archive, members, f"{key}: {path}")
 
 
+def vocabulary_in(config: dict[str, Any]) -> list[str]:
+    """Return the tokens that a model's configuration lists: the joint's, or those of a CTC model's head."""
+    head = config.get("joint") or config.get("decoder") or {}
+    return list(head.get("vocabulary") or [])
+
+
 @functools.cache
 def _connector() -> type:
     """Return NeMo's connector with checked readers; a model keeps it for the files that it copies on saving."""
@@ -304,7 +316,7 @@ def restore(path: Path) -> Transducer:
     """
     config = read_config(path)
     # Not the abstract ASRModel, which turns every failure into one of its own.
-    kind = getattr(import_nemo(), str(config.get("target") or "EncDecRNNTBPEModel").rpartition(".")[2])
+    kind = getattr(import_nemo(), class_of(config))
     return kind.restore_from(
         str(path),
         override_config_path=OmegaConf.create(config),
@@ -334,7 +346,7 @@ class NemoFile:
         """Pieces of the tokenizer, without the blank."""
         if self.sentencepiece is not None:
             return len(self.tokenizer.pieces)
-        return len((self.config.get("joint") or {}).get("vocabulary") or [])
+        return len(vocabulary_in(self.config))
 
 
 def read_nemo(path: Path) -> NemoFile:

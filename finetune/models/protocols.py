@@ -127,8 +127,15 @@ class Joint(Module):
     set_wer: Callable[[Any], None]
 
 
+class CtcHead(Module):
+    """Encoder outputs (B, H, T) -> log-probabilities of V tokens and blank, (B, T, V + 1) (`ConvASRDecoder`)."""
+
+    vocabulary: Sequence[str]
+    num_classes_with_blank: int
+
+
 class Decoding(Protocol):
-    """Greedy decoding (`RNNTBPEDecoding`)."""
+    """Greedy decoding (`RNNTBPEDecoding`, or of a CTC model `CTCBPEDecoding`)."""
 
     decoding: Any
     """The greedy search itself."""
@@ -150,7 +157,8 @@ class Tokenizer(Protocol):
 class Transducer(Module):
     """A NeMo transducer with a SentencePiece tokenizer (`EncDecRNNTBPEModel`), with a TDT or an RNN-T head.
 
-    Only a hybrid model has `ctc_decoder`, encoder outputs -> log-probabilities of tokens and blank.
+    Only a hybrid model has `ctc_decoder`. A CTC model (`EncDecCTCModelBPE`) has no joint, and its `decoder` is the CTC
+    head: ask `finetune.models.nemo.has_transducer` before either is used.
     """
 
     cfg: DictConfig
@@ -159,7 +167,14 @@ class Transducer(Module):
     encoder: Encoder
     decoder: PredictionNetwork
     joint: Joint
-    ctc_decoder: Module
+    ctc_decoder: CtcHead
+    cur_decoder: str
+    """Which head of a hybrid model decodes: rnnt or ctc."""
+    ctc_loss_weight: float
+    ctc_loss: Any
+    ctc_decoding: Any
+    ctc_wer: Any
+    setup_interctc: Callable[..., None]
     loss: Any
     """NeMo's `RNNTLoss`."""
     wer: Any

@@ -55,6 +55,13 @@ def add_decoding(parser: argparse.ArgumentParser, batch_size: int, what: str = "
     parser.add_argument("--device", help="such as cpu or cuda:1 (default: cuda if there is a GPU, else cpu)")
 
 
+def add_head(parser: argparse.ArgumentParser) -> None:
+    default = "the transducer, or CTC where model.ctc_loss_weight was 1"
+    parser.add_argument(
+        "--head", choices=("transducer", "ctc"), help=f"the head of a hybrid model that decodes (default: {default})"
+    )
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
 

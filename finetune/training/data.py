@@ -15,8 +15,7 @@ from finetune.data.sources import OpenSource
 from finetune.data.stream import UtteranceStream
 from finetune.data.utterances import no_tokens, text_encoder
 from finetune.evaluation.recognise import LONGEST_AT_ONCE, evaluation_limits
-from finetune.losses import feasible_clips
-from finetune.models.nemo import encoder_lengths, tdt_durations
+from finetune.models.nemo import clips_with_alignment, encoder_lengths
 from finetune.models.protocols import Transducer
 
 
@@ -71,11 +70,16 @@ def make_stream(
     )
 
 
-def fits_of(model: Transducer) -> Callable[[list[int], list[int]], list[bool]]:
-    """Return the test whether utterances of so many samples have an alignment with so many tokens."""
-    durations = tdt_durations(model)
+def fits_of(model: Transducer) -> Callable[[list[int], list[list[int]]], list[bool]]:
+    """Return the test whether utterances of so many samples have an alignment with these tokens."""
 
-    def fits(samples: list[int], tokens: list[int]) -> list[bool]:
-        return feasible_clips(encoder_lengths(model, torch.tensor(samples)), torch.tensor(tokens), durations).tolist()
+    def fits(samples: list[int], tokens: list[list[int]]) -> list[bool]:
+        tokens_BU = torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(ids, dtype=torch.int64) for ids in tokens], batch_first=True
+        )
+        lengths_B = torch.tensor([len(ids) for ids in tokens])
+        return clips_with_alignment(
+            model, encoder_lengths(model, torch.tensor(samples)), tokens_BU, lengths_B
+        ).tolist()
 
     return fits

@@ -27,6 +27,7 @@ from finetune.distributed import broadcast, on_main
 from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.models.adapters import base_hash, check_base, load_into_lora, name_base, read_adapter
+from finetune.models.add_ctc import add_ctc_head
 from finetune.models.loading import load_model
 from finetune.models.loss_module import TransducerLossModule
 from finetune.models.nemo import cast_parameters, prepare_for_training
@@ -152,6 +153,8 @@ def build_model(accelerator: Accelerator, config: RunConfig, checkpoint: Path | 
     with accelerator.local_main_process_first():  # the first one downloads, the others find it
         model = load_model(m.name, tokenizer_setting(config).dir)
     changed = set_vocabulary(accelerator, model, config, checkpoint)
+    if m.add_ctc:
+        changed = add_ctc_head(model, m.name) or changed
     prepare_for_training(
         model,
         spec_augment=m.spec_augment,

@@ -19,7 +19,7 @@ from finetune.data.quarantine import Quarantine
 from finetune.data.run_file import count_clips
 from finetune.data.sources import OpenSource
 from finetune.data.stream import UtteranceStream
-from finetune.distributed import gather
+from finetune.distributed import gather, sum_over_ranks
 from finetune.errors import UserError
 from finetune.evaluation.scores import WerAccumulator
 from finetune.models.loss_module import TransducerLossModule
@@ -107,6 +107,8 @@ class Trainer:
         self.saves_checkpoints = True
         """False measures a run without writing any."""
         self._optimizer_logged = False
+        self._ctc_sum = torch.zeros((), dtype=torch.float64)
+        """Of this rank in the present step, over the step's denominator."""
         self._rates: list[float] = []
         self._last_saved, self._saved_at = -1, time.monotonic()
         self._clock = time.perf_counter()
@@ -397,7 +399,7 @@ class Trainer:
             self.schedule.step_to(self.share_done())
         p.step += 1
         p.samples += batches.samples
-        self.window.add(loss, grad_norm, batches, counted=reason is None)
+        self.window.add(loss, grad_norm, batches, reason is None, self._loss_parts(loss))
         if self.config.training.log_clips:
             ids_by_rank = gather([batch.ids for batch in batches.batches])
             if self.accelerator.is_main_process:
@@ -429,6 +431,7 @@ class Trainer:
         """Accumulate gradients as `ComputeGradients`, with one denominator for every loss."""
         accelerator = self.accelerator
         loss_sum = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+        self._ctc_sum = loss_sum.clone()
         self.step_filter.begin_forward()
         for index in range(micro_batches):
             last = index == micro_batches - 1
@@ -447,6 +450,7 @@ class Trainer:
                     loss_sum += loss.detach().double()
                     if weight:
                         self.step_filter.losses.append((batch, losses_B.detach()))
+                        self._add_ctc(batch, denominator)
                     if last:
                         loss = self.step_filter.filter_loss(loss, loss_sum)
                     if loss is not None:
@@ -459,6 +463,20 @@ class Trainer:
                 if not weight:
                     self.module.train()
         return loss_sum
+
+    def _add_ctc(self, batch: Batch, denominator: float) -> None:
+        """Add the CTC part of the losses of a batch; what has no CTC alignment adds nothing."""
+        if self.loss_module.ctc_losses_B is not None:
+            losses_B = self.loss_module.ctc_losses_B[batch.feasible_B].double()
+            self._ctc_sum += losses_B.masked_fill(losses_B == math.inf, 0.0).sum() / denominator
+
+    def _loss_parts(self, loss: float) -> dict[str, float]:
+        """Return both parts of a hybrid model's loss, over the same denominator; nothing for other models."""
+        w = self.loss_module.ctc_weight
+        if not 0 < w < 1:
+            return {}
+        ctc = float(sum_over_ranks(self._ctc_sum))
+        return {"transducer_loss": (loss - w * ctc) / (1 - w), "ctc_loss": ctc}
 
     def share_done(self) -> float:
         """Return the share of the run by rows read, which stays below 1 since a step follows this one, or none."""

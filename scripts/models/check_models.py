@@ -23,7 +23,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from families import FAMILIES, HYBRID, build, sample_texts
+from families import FAMILIES, HYBRID, PROMPT, TRANSDUCER, build, sample_texts
 
 CLIPS = 8
 
@@ -99,6 +99,19 @@ class Check:
     def evaluate(self) -> None:
         run("evaluate", "--model", self.run_folder, "--data", self.manifest, "--bootstrap", "0")
 
+    def other_heads(self) -> None:
+        """--head ctc of hybrids; of a transducer with the head that model.add_ctc gives it."""
+        model: str | Path = self.run_folder
+        if self.family.target == TRANSDUCER:
+            model = self.folder / "with_ctc"
+            changes = (f"training.output_dir={model}", "model.add_ctc=true", "training.max_steps=2")
+            run("train", "--config", self.run_file, *changes)
+        elif self.family.target == PROMPT:
+            run("evaluate", "--model", model, "--data", self.manifest, "--head", "ctc", expect=(2,))
+            return
+        run("evaluate", "--model", model, "--data", self.manifest, "--bootstrap", "0", "--head", "ctc")
+        run("transcribe", "--model", model, self.folder.parent / "0.flac", "--timestamps", "--head", "ctc")
+
     def transcribe(self) -> None:
         run("transcribe", "--model", self.archive, self.folder.parent / "0.flac", "--timestamps")
 
@@ -142,6 +155,7 @@ CELLS: tuple[Callable[[Check], None], ...] = (
     Check.train,
     Check.resume,
     Check.evaluate,
+    Check.other_heads,
     Check.transcribe,
     Check.nemo,
     Check.to_hugging_face,

@@ -136,7 +136,7 @@ def inspect_shard(index: int) -> Path:
             try:
                 entry = examine(source, place, (0, 0, 0, number), row, options, work.encode)
                 samples_SC, rate, audio_S = read_samples(entry, options)
-                if options.fits is not None and not options.fits([len(audio_S)], [len(entry.tokens)])[0]:
+                if options.fits is not None and not options.fits([len(audio_S)], [entry.tokens])[0]:
                     raise FilteredUtterance("more_tokens_than_frames")
             except FilteredUtterance as reason:
                 found["filtered"][str(reason)] += 1

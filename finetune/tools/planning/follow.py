@@ -163,7 +163,7 @@ class Follower:
         self.loss_slopes: dict[tuple[Any, ...], dict[str, float]] = {}
         """Of memory.py, by what they depend on."""
         self.block_cells = 1
-        """Lattice cells of a full block of the loss, in the latest step."""
+        """Lattice cells of a full block of the loss, in the latest step; 0 where CTC is the whole loss."""
 
     def model(self, kind: Kind, depth: int) -> Skeleton:
         """Return the model with `depth` layers, changed as the options say, with fake parameters."""
@@ -235,7 +235,7 @@ class Follower:
                 hook.remove()
             for p in trained:
                 p.grad = None
-        self.block_cells = min(block_sizes)
+        self.block_cells = min(block_sizes, default=0)
         return account.phases
 
 
