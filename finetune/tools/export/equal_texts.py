@@ -19,6 +19,7 @@ from finetune.errors import UserError
 from finetune.evaluation.dataset import open_sources, stream_in_order
 from finetune.evaluation.recognise import evaluation_mode, recognise_batch
 from finetune.models.huggingface.layout import attention_contexts
+from finetune.models.nemo import ctc_head
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from finetune.models.huggingface.layout import Kind
     from finetune.models.protocols import Transducer
 
-UNKNOWN_MARK = "⁇"  # SentencePiece's text of the unknown piece, which transformers leaves out
+UNKNOWN_MARK = "⁇"  # with a space on both sides SentencePiece's text of the unknown piece; transformers has none
 TOKENS_TRIED = 24  # random tokens a clip for the prediction network
 
 
@@ -135,7 +136,9 @@ def through_nemo(
             frames_B = enc_lengths_B.tolist()
             result.encoder_TH += [enc_BHT[i, :, :frames].T for i, frames in enumerate(frames_B)]
             if kind.head == "ctc":
-                logits_BVT = getattr(model, "ctc_decoder", model.decoder).decoder_layers(enc_BHT)
+                head = ctc_head(model)
+                assert head is not None
+                logits_BVT = head.decoder_layers(enc_BHT)
                 result.logits_TV += [logits_BVT[i, :, :frames].T for i, frames in enumerate(frames_B)]
                 continue
             tokens_BU = _tokens(model.tokenizer.vocab_size, range(first, first + len(clips)))
@@ -240,7 +243,7 @@ def relative_difference(ones: Sequence[torch.Tensor], others: Sequence[torch.Ten
 def same_text(one: str, other: str) -> bool:
     """Whether two texts are equal, apart from unknown pieces."""
     if UNKNOWN_MARK in one or UNKNOWN_MARK in other:
-        one, other = (" ".join(text.replace(UNKNOWN_MARK, " ").split()) for text in (one, other))
+        one, other = (" ".join(f" {text} ".replace(f" {UNKNOWN_MARK} ", "").split()) for text in (one, other))
     return one == other
 
 

@@ -16,7 +16,7 @@ from finetune.models.huggingface.layout import RECOMPUTED, Kind, feature_setting
 from finetune.models.huggingface.reading import cached_file, files_on_hub, is_hugging_face
 from finetune.models.huggingface.writing import check_expressible, check_texts, head_of_hybrid, write_hugging_face
 from finetune.models.loading import check_hub_name, load_model
-from finetune.models.nemo import import_nemo
+from finetune.models.nemo import import_nemo, set_head
 from finetune.models.nemo_archive import NemoFile, archive_of, read_nemo, save_nemo
 from finetune.security.documents import read_settings
 from finetune.tools.export import CLIPS, TOLERANCE
@@ -179,8 +179,7 @@ def _check(nemo: NemoFile, directory: Path, samples: Samples, tolerance: float, 
         )
         return compare(None, directory, samples, tolerance, kind)
     reference = load_model(str(nemo.path))
-    if hasattr(reference, "ctc_decoder"):
-        reference.cur_decoder = "ctc" if kind.head == "ctc" else "rnnt"
+    set_head(reference, "ctc" if kind.head == "ctc" else "transducer")
     if dtype == "float32":
         return compare(reference, directory, samples, tolerance, kind)
     before, rounded = through_nemo(reference, samples, 1, kind).texts, getattr(torch, dtype)
