@@ -27,7 +27,7 @@ def load_model(name: str, tokenizer: str | None = None) -> Transducer:
 
     Args:
         name: a .nemo file, a run's output directory or another with one .nemo file, the directory of an adapter (its
-            base model with the adapter merged), a Hugging Face directory (ParakeetForTDT), a hub name, or a NeMo model
+            base model with the adapter merged), a Hugging Face directory, a hub name, or a NeMo model
             YAML (random weights).
         tokenizer: directory with `tokenizer.model`, for a YAML.
 

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import soundfile
 import torch
 from conftest import ROOT, read_lines, write_manifest
 
 from finetune.errors import UserError
 from finetune.models.loading import load_model
+from finetune.tools.export.equal_texts import same_text
 
 sys.path.insert(0, str(ROOT / "scripts" / "models"))
 
@@ -114,6 +116,24 @@ def test_there_and_back_nothing_changes(exported, archive, name, head, there, ba
 @pytest.mark.parametrize(("name", "head", "there", "back"), SLOW_WAYS)
 def test_so_it_is_for_the_other_families(exported, archive, name, head, there, back):
     there_and_back(exported, archive, name, head, there, back)
+
+
+@pytest.mark.parametrize(("name", "head"), [("rnnt", None), ("hybrid-tdt", "ctc")])
+def test_the_pipeline_gives_nemos_texts(exported, name, head, speech):
+    from transformers import pipeline
+
+    from finetune.evaluation.recognise import evaluation_mode, recognise_batch
+
+    directory, _ = exported(name, head)
+    audio = [soundfile.read(row["audio_filepath"], dtype="float32")[0] for row in read_lines(speech)]
+    recognise = pipeline("automatic-speech-recognition", model=str(directory), device="cpu")
+    ours = [r["text"] for r in recognise([{"raw": a, "sampling_rate": 16_000} for a in audio], batch_size=3)]
+    nemo = load_model(str(directory))
+    audio_BS = torch.nn.utils.rnn.pad_sequence([torch.from_numpy(a) for a in audio], batch_first=True)
+    with evaluation_mode(nemo):
+        theirs = [h.text for h in recognise_batch(nemo, audio_BS, torch.tensor([len(a) for a in audio]))]
+    assert [same_text(*pair) for pair in zip(ours, theirs, strict=True)] == [True] * CLIPS, (ours, theirs)
+    assert len(set(theirs)) > 1
 
 
 REFUSED = [
