@@ -19,7 +19,16 @@ from finetune.evaluation.long_audio import LONGEST_AT_ONCE
 from finetune.evaluation.significance import RESAMPLES, block_names
 from finetune.evaluation.tables import print_comparison, print_rates
 from finetune.logs import print_error, set_up_logging
-from finetune.tools.command_line import add_data, add_decoding, add_head, add_json, add_model, command, device_of
+from finetune.tools.command_line import (
+    add_data,
+    add_decoding,
+    add_head,
+    add_json,
+    add_language,
+    add_model,
+    command,
+    device_of,
+)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -34,6 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_data(parser, "one data set or several, evaluated together")
     add_decoding(parser, 16)
     add_head(parser)
+    add_language(parser, "each clip's own")
     parser.add_argument(
         "--chunk",
         type=float,
@@ -114,6 +124,7 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
         workers=arguments.workers,
         device=device_of(arguments),
         head=arguments.head,
+        language=arguments.language,
         tokenizer=arguments.tokenizer,
         resamples=arguments.bootstrap,
         block_pattern=arguments.bootstrap_by_id,

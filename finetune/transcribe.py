@@ -16,7 +16,15 @@ from pathlib import Path
 from finetune.errors import UserError
 from finetune.evaluation.long_audio import CHUNK_SECONDS, OVERLAP_SECONDS
 from finetune.logs import print_error, set_up_logging
-from finetune.tools.command_line import add_decoding, add_head, add_model, command, device_of, positive
+from finetune.tools.command_line import (
+    add_decoding,
+    add_head,
+    add_language,
+    add_model,
+    command,
+    device_of,
+    positive,
+)
 
 FORMATS = ("json", "srt", "vtt", "txt")
 EXAMPLE = "python -m finetune.transcribe --model runs/quickstart talk.mp3 --format srt --output subtitles"
@@ -41,6 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--context", type=positive, default=256, metavar="FRAMES", help="of --attention local (default: 256)")
     add_decoding(parser, 8, "chunks of one file or several")
     add_head(parser)
+    add_language(parser, "auto")
     return parser
 
 
@@ -89,6 +98,7 @@ def transcribe(arguments: argparse.Namespace, files: list[str]) -> int:
     from finetune.evaluation.recognise import evaluation_mode, frame_seconds
     from finetune.models.loading import load_model, move_to_device
     from finetune.models.nemo import set_head
+    from finetune.models.prompts import check_language
     from finetune.security.safe_text import json_line, one_line
     from finetune.strategies.attention import use_local_attention
     from finetune.tools.transcription.files import output_files, transcribe_files, write_formats
@@ -98,13 +108,16 @@ def transcribe(arguments: argparse.Namespace, files: list[str]) -> int:
     timed = arguments.timestamps or arguments.format != ("json",)
     model = move_to_device(load_model(arguments.model, arguments.tokenizer), device_of(arguments))
     set_head(model, arguments.head, arguments.model)
+    check_language(model, arguments.language)
     if arguments.attention == "local":
         use_local_attention(model, arguments.context)
     if timed:
         enable_timestamps(model)
     seconds = frame_seconds(model)
     cutting = Cutting.of_seconds(model.preprocessor._sample_rate, seconds, arguments.chunk, arguments.overlap)
-    rows = transcribe_files(model, files, cutting, batch_size=arguments.batch_size, timestamps=timed)
+    rows = transcribe_files(
+        model, files, cutting, batch_size=arguments.batch_size, timestamps=timed, language=arguments.language
+    )
     failed = 0
     with evaluation_mode(model):
         for row in tqdm(rows, total=len(files), unit="file", disable=len(files) == 1, delay=2):

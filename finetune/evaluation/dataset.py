@@ -17,10 +17,11 @@ from finetune.evaluation.recognise import evaluation_limits, score_stream
 from finetune.evaluation.significance import RESAMPLES, block_names
 from finetune.models.loading import load_model, move_to_device
 from finetune.models.nemo import chosen_head, set_head
+from finetune.models.prompts import check_language, prompt_slots
 from finetune.security.safe_text import json_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from finetune.data.batching import BatchLimits
@@ -38,11 +39,25 @@ def open_sources(data: Any, split: str, key: str = "--data") -> list[OpenSource]
 
 
 def stream_in_order(
-    sources: list[OpenSource], sample_rate: int, limits: BatchLimits, *, max_samples: int = -1, workers: int = 1
+    sources: list[OpenSource],
+    sample_rate: int,
+    limits: BatchLimits,
+    *,
+    max_samples: int = -1,
+    workers: int = 1,
+    prompts: Mapping[str, int] | None = None,
 ) -> UtteranceStream:
-    """One pass over sources in their order; utterances without a text stay."""
+    """One pass over sources in their order; utterances without a text stay.
+
+    `prompts` are those of a prompt model that goes by each utterance's language.
+    """
     options = StreamOptions(
-        limits=limits, sample_rate=sample_rate, shuffle=False, max_samples=max_samples, keep_empty_text=True
+        limits=limits,
+        sample_rate=sample_rate,
+        shuffle=False,
+        max_samples=max_samples,
+        keep_empty_text=True,
+        prompts=prompts or {},
     )
     return UtteranceStream(sources, options, no_tokens, workers=workers)
 
@@ -62,6 +77,8 @@ class EvaluationSettings:
     device: str = "cpu"
     head: str | None = None
     """transducer or ctc; None: the model's own."""
+    language: str | None = None
+    """For the prompt of a prompt model, of all utterances; None: each one's own."""
     tokenizer: str | None = None
     """Tokenizer directory, for a NeMo model YAML."""
     resamples: int = RESAMPLES
@@ -79,11 +96,14 @@ def count_errors(
     """Decode the sources and count errors.
 
     Raises:
-        UserError: a source cannot be read.
+        UserError: a source cannot be read, or the model has no prompt for `settings.language`.
     """
     s = settings
     rate, limits = model.preprocessor._sample_rate, evaluation_limits(s.batch_size, s.chunk)
-    stream = stream_in_order(sources, rate, limits, max_samples=s.max_samples, workers=s.workers)
+    if s.language is not None:
+        check_language(model, s.language)
+    prompts = prompt_slots(model) if s.language is None else None
+    stream = stream_in_order(sources, rate, limits, max_samples=s.max_samples, workers=s.workers, prompts=prompts)
     total = None
     if all(source.clips for source in sources):
         total = sum(source.clips or 0 for source in sources)
@@ -96,6 +116,7 @@ def count_errors(
         longest=s.chunk,
         total=total,
         on_utterance=on_utterance,
+        language=s.language,
     )
 
 
@@ -140,9 +161,10 @@ def evaluate_model(
         with _naming(file):
             lines.close()
     if wer.total.clips == 0:
+        why = f", such as {wer.quarantined[0]['reason']}" if wer.quarantined else ""
         raise UserError(
             f"--data: {' '.join(s.data)} holds no clip that can be used ({len(wer.quarantined)} in quarantine, "
-            f"{wer.left_out} without a reference).",
+            f"{wer.left_out} without a reference){why}.",
             1,
         )
     result = {

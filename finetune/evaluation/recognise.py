@@ -22,9 +22,10 @@ from finetune.evaluation.long_audio import LONGEST_AT_ONCE, Chunk, Cutting, Piec
 from finetune.evaluation.mistakes import Mistakes
 from finetune.evaluation.scores import Counts, Utterance, WerAccumulator
 from finetune.models.nemo import chosen_head, ctc_head, weight_dtype
+from finetune.models.prompts import encode, slots_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from finetune.data.batch import Batch
     from finetune.data.stream import UtteranceStream
@@ -52,8 +53,12 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
             np.random.set_state(numpy_state)
 
 
-def recognise_batch(model: Transducer, audio_BS: torch.Tensor, audio_lengths_B: torch.Tensor) -> list[Any]:
+def recognise_batch(
+    model: Transducer, audio_BS: torch.Tensor, audio_lengths_B: torch.Tensor, languages: Sequence[str] | None = None
+) -> list[Any]:
     """Decode a padded batch of waveforms greedily, to NeMo's Hypothesis objects; call inside `evaluation_mode`.
+
+    `languages` of the utterances are for prompt models; None, or an empty one: `auto`.
 
     Decoding runs in the parameters' own precision, not under autocast: batched decoding in half precision has been
     seen to be right for the first utterance only.
@@ -63,8 +68,8 @@ def recognise_batch(model: Transducer, audio_BS: torch.Tensor, audio_lengths_B: 
         mel_BFT, mel_lengths_B = model.preprocessor(
             input_signal=as_float(audio_BS.to(device)), length=audio_lengths_B.to(device)
         )
-        mel_BFT = mel_BFT.to(weight_dtype(model))
-        enc_BHT, enc_lengths_B = model.encoder(audio_signal=mel_BFT, length=mel_lengths_B)
+        slots_B = None if languages is None else slots_of(model, languages)
+        enc_BHT, enc_lengths_B = encode(model, mel_BFT.to(weight_dtype(model)), mel_lengths_B, slots_B)
         if chosen_head(model) == "ctc":
             head = ctc_head(model)
             assert head is not None
@@ -110,7 +115,9 @@ def frame_seconds(model: Transducer) -> float:
     return float(model.cfg.preprocessor.window_stride) * model.encoder.subsampling_factor
 
 
-def recognise_chunks(model: Transducer, chunks: list[Chunk], pieces: Pieces) -> list[list[Token]]:
+def recognise_chunks(
+    model: Transducer, chunks: list[Chunk], pieces: Pieces, language: str | None = None
+) -> list[list[Token]]:
     """Decode chunks of recordings at the model's sample rate together; call inside `evaluation_mode`.
 
     Less than 0.1 s has no tokens. A transducer's tokens have durations and probabilities only after
@@ -122,7 +129,8 @@ def recognise_chunks(model: Transducer, chunks: list[Chunk], pieces: Pieces) -> 
         return found
     audio_BS = torch.nn.utils.rnn.pad_sequence([torch.from_numpy(chunks[i].audio_S) for i in heard], batch_first=True)
     lengths_B = torch.tensor([len(chunks[i].audio_S) for i in heard])
-    for i, hypothesis in zip(heard, recognise_batch(model, audio_BS, lengths_B), strict=True):
+    languages = None if language is None else [language] * len(heard)
+    for i, hypothesis in zip(heard, recognise_batch(model, audio_BS, lengths_B, languages), strict=True):
         # A model that was saved with decoding.compute_timestamps has words and segments beside the tokens' frames.
         stamps = hypothesis.timestamp
         ids = _as_list(hypothesis.y_sequence)
@@ -147,7 +155,9 @@ def text_of(model: Transducer, tokens: list[Token]) -> str:
     return " ".join(model.decoding.decode_tokens_to_str_with_strip_punctuation([t.id for t in tokens]).split())
 
 
-def recognise_long(model: Transducer, audio_S: torch.Tensor, longest: float, batch_size: int) -> str:
+def recognise_long(
+    model: Transducer, audio_S: torch.Tensor, longest: float, batch_size: int, language: str | None = None
+) -> str:
     """Recognise a recording of any length (floats in [-1, 1] or int16) in chunks of `longest` seconds, `batch_size` of
     them at once; call inside `evaluation_mode`."""
     cutting = Cutting.of_seconds(model.preprocessor._sample_rate, frame_seconds(model), longest)
@@ -155,7 +165,7 @@ def recognise_long(model: Transducer, audio_S: torch.Tensor, longest: float, bat
     blocks = (as_float(block_S).numpy() for block_S in audio_S.split(10 * model.preprocessor._sample_rate))
     chunk_stream = chunks_of(blocks, cutting)
     while chunks := list(itertools.islice(chunk_stream, batch_size)):
-        for chunk, tokens in zip(chunks, recognise_chunks(model, chunks, pieces), strict=True):
+        for chunk, tokens in zip(chunks, recognise_chunks(model, chunks, pieces, language), strict=True):
             stitcher.add(chunk, tokens)
     return text_of(model, stitcher.tokens)
 
@@ -166,7 +176,13 @@ def evaluation_limits(clips: int, longest: float) -> BatchLimits:
     return BatchLimits(clips=clips, seconds=clips * longest)
 
 
-def recognise_texts(model: Transducer, audio_BS: torch.Tensor, lengths_B: torch.Tensor, longest: float) -> list[str]:
+def recognise_texts(
+    model: Transducer,
+    audio_BS: torch.Tensor,
+    lengths_B: torch.Tensor,
+    longest: float,
+    languages: Sequence[str] | None = None,
+) -> list[str]:
     """Recognise a padded batch; call inside `evaluation_mode`.
 
     Utterances of at most `longest` seconds are decoded together, as they are; longer ones one by one, in chunks.
@@ -178,10 +194,12 @@ def recognise_texts(model: Transducer, audio_BS: torch.Tensor, lengths_B: torch.
         # Indexing copies: only for a batch that has to be split.
         whole = len(short) == len(texts)
         short_BS = audio_BS if whole else audio_BS[short, : int(lengths_B[short].max())]
-        for i, hypothesis in zip(short, recognise_batch(model, short_BS, lengths_B[short]), strict=True):
+        spoken = None if languages is None else [languages[i] for i in short]
+        for i, hypothesis in zip(short, recognise_batch(model, short_BS, lengths_B[short], spoken), strict=True):
             texts[i] = hypothesis.text
     for i in set(range(len(texts))) - set(short):
-        texts[i] = recognise_long(model, audio_BS[i, : int(lengths_B[i])], longest, CHUNKS_AT_ONCE)
+        language = None if languages is None else languages[i]
+        texts[i] = recognise_long(model, audio_BS[i, : int(lengths_B[i])], longest, CHUNKS_AT_ONCE, language)
     return texts
 
 
@@ -198,6 +216,7 @@ def score_stream(
     show_progress: bool = True,
     on_utterance: Callable[[Utterance, Counts], None] | None = None,
     on_batch: Callable[[Batch, list[str], WerAccumulator], None] | None = None,
+    language: str | None = None,
 ) -> WerAccumulator:
     """Decode one pass over a stream and count errors. Only strings, counts and the audio of the worst utterances are
     kept.
@@ -212,6 +231,7 @@ def score_stream(
             `mistakes`.
         on_utterance: called with each utterance and its counts.
         on_batch: called with each batch, its hypotheses and the counts so far.
+        language: for the prompt of all utterances; None: each one's own.
 
     Raises:
         UserError: a shard cannot be read.
@@ -231,7 +251,8 @@ def score_stream(
             if not batch.ids:
                 continue
             started = time.perf_counter()
-            texts = recognise_texts(model, batch.audio_BS, batch.audio_lengths_B, longest)
+            languages = batch.languages if language is None else [language] * len(batch.ids)
+            texts = recognise_texts(model, batch.audio_BS, batch.audio_lengths_B, longest, languages)
             # The texts are on the host, so the device is done.
             wer.decoding_seconds += time.perf_counter() - started
             wer.audio_seconds += int(batch.audio_lengths_B.sum()) / rate
@@ -258,11 +279,13 @@ def batched_decoding_differs(model: Transducer, batch: Batch, clips: int = 4) ->
     limit = int(LONGEST_AT_ONCE * model.preprocessor._sample_rate)  # the beginning of a long recording is enough
     audio_BS, lengths_B = batch.audio_BS[:n, :limit], batch.audio_lengths_B[:n].clamp(max=limit)
     with evaluation_mode(model):
-        batched = [h.text for h in recognise_batch(model, audio_BS, lengths_B)]
+        languages = batch.languages[:n]
+        batched = [h.text for h in recognise_batch(model, audio_BS, lengths_B, languages)]
         differing = []
         for i in range(n):
             length = int(lengths_B[i])
-            alone = recognise_batch(model, audio_BS[i : i + 1, :length], lengths_B[i : i + 1])[0].text
+            own = recognise_batch(model, audio_BS[i : i + 1, :length], lengths_B[i : i + 1], languages[i : i + 1])
+            alone = own[0].text
             if alone != batched[i]:
                 differing.append((batch.ids[i], alone, batched[i]))
     return differing

@@ -13,6 +13,7 @@ from finetune.models.huggingface.layout import piece_count
 from finetune.models.huggingface.reading import fetch, is_hugging_face, load_hugging_face, nemo_config
 from finetune.models.huggingface.tokenizer import sentencepiece_of
 from finetune.models.nemo import build, check_heads, set_head
+from finetune.models.prompts import check_prompts
 from finetune.models.protocols import Transducer
 from finetune.models.sentencepiece_model import FILE, SentencePieceModel, parse, tokenizer_of
 from finetune.security.archives import content_of, reading
@@ -71,6 +72,7 @@ def _merge_into_base(path: Path) -> Transducer:
 
 def _checked(model: Transducer, path: Path) -> Transducer:
     check_heads(model, str(path))
+    check_prompts(model, str(path))
     set_head(model, None)
     return model
 
@@ -83,6 +85,7 @@ def _restore(path: Path) -> Transducer:
     except Exception as error:
         raise UserError(
             f"model.name: {path} cannot be read as a NeMo model: {type(error).__name__}: {error}"
+            + nemo_archive.other_version(path)
         ) from error
 
 

@@ -18,6 +18,7 @@ from finetune.losses import ctc_losses, fused_tdt_loss
 from finetune.losses.dropin import ACTIVATION_OF, in_forward_of
 from finetune.losses.operations import REAL, Operations
 from finetune.models.nemo import ctc_head, ctc_loss_weight, has_transducer, set_train_mode, tdt_durations, weight_dtype
+from finetune.models.prompts import encode
 from finetune.models.protocols import Transducer
 
 
@@ -87,6 +88,7 @@ class TransducerLossModule(nn.Module):
         audio_lengths_B: torch.Tensor,
         tokens_BU: torch.Tensor,
         token_lengths_B: torch.Tensor,
+        slots_B: torch.Tensor | None = None,
         rnnt_draw: bool = False,
     ) -> torch.Tensor:
         """Return one loss per utterance, (B,) fp32, in nats; inf where no alignment exists.
@@ -99,6 +101,7 @@ class TransducerLossModule(nn.Module):
             audio_lengths_B: (B,) samples.
             tokens_BU: (B, U) token ids, padded with anything.
             token_lengths_B: (B,) tokens.
+            slots_B: (B,) slots of the language prompts; None: `auto`. No effect on models without prompts.
             rnnt_draw: this batch's draw of omega; True trains it with the plain RNN-T loss.
         """
         nemo = self.nemo
@@ -108,8 +111,8 @@ class TransducerLossModule(nn.Module):
                 mel_BFT = nemo.spec_augmentation(input_spec=mel_BFT, length=mel_lengths_B)
         if self.bucket_frames:
             mel_BFT = nn.functional.pad(mel_BFT, (0, -mel_BFT.size(2) % self.bucket_frames))
-        with self.encoder_context():
-            enc_BHT, enc_lengths_B = nemo.encoder(audio_signal=mel_BFT.to(weight_dtype(nemo)), length=mel_lengths_B)
+        mel_BFT = mel_BFT.to(weight_dtype(nemo))
+        enc_BHT, enc_lengths_B = encode(nemo, mel_BFT, mel_lengths_B, slots_B, self.encoder_context)
         targets = enc_lengths_B, tokens_BU, token_lengths_B
         if not self.ctc_weight:
             return self._transducer_losses(enc_BHT, *targets, rnnt_draw)

@@ -19,7 +19,7 @@ from finetune.models.protocols import CtcHead, Transducer
 log = logging.getLogger(__name__)
 
 HEADS = ("transducer", "ctc")
-HEAD_MODULES = ("decoder", "joint", "ctc_decoder")
+HEAD_MODULES = ("decoder", "joint", "ctc_decoder", "prompt_kernel")
 """The networks above the encoder, by their names in NeMo's models."""
 
 

@@ -5,6 +5,8 @@ They may come from anywhere, so archive, configuration and weights are checked b
 
 import contextlib
 import functools
+import inspect
+import logging
 import re
 import tarfile
 from dataclasses import dataclass
@@ -24,6 +26,8 @@ from finetune.security.archives import content_of, named, reading, unpack
 from finetune.security.documents import leaves, parse_settings, resolved
 from finetune.security.pickles import load_tensors
 
+log = logging.getLogger(__name__)
+
 CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 ASR, COMMON = "nemo.collections.asr", "nemo.collections.common"
 
@@ -37,6 +41,7 @@ MODELS = (
     _classes(f"{ASR}.models", "rnnt_bpe_models", "EncDecRNNTBPEModel")
     | _classes(f"{ASR}.models", "hybrid_rnnt_ctc_bpe_models", "EncDecHybridRNNTCTCBPEModel")
     | _classes(f"{ASR}.models", "ctc_bpe_models", "EncDecCTCModelBPE")
+    | _classes(f"{ASR}.models", "rnnt_bpe_models_prompt", "EncDecRNNTBPEModelWithPrompt")
 )
 """What `target` may name: the models that this project trains."""
 PARTS = {
@@ -101,14 +106,14 @@ def check_model_config(config: dict[str, Any], name: str, folder: set[str] | Non
     Raises:
         UserError: it names a class that no transducer is built of, code from a hub, or a file outside of its archive.
     """
+    if config.get("target") is not None:  # first: the parts of another kind of model are none of this one
+        _check_class(str(config["target"]), "", "target", name)
     for key in NOT_AT_THE_TOP:
         if key in config:
             raise UserError(f"{name}: {key}: is refused: a model's configuration has no such key. Nothing was run.")
     for key, value in leaves(config):
         if isinstance(value, str) and "${" in value:
             raise UserError(f"{name}: {key}: {value[:200]!r} is refused: a reference is left in it.")
-    if config.get("target") is not None:  # first: the parts of another kind of model are none of this one
-        _check_class(str(config["target"]), "", "target", name)
     tokenizer = config.get("tokenizer")
     kind = tokenizer.get("type") if isinstance(tokenizer, dict) else None
     if kind not in (None, "bpe", "agg"):
@@ -143,9 +148,9 @@ def _check_class(named: str, place: str, key: str, name: str) -> None:
             return
         if re.fullmatch(r"nemo\.collections(\.[a-z_0-9]+)*\.[A-Z]\w*", named):
             raise UserError(
-                f"{name.removesuffix(f': {CONFIG}')} is a {named.rpartition('.')[2]}; this project trains transducers "
-                "and CTC models with a SentencePiece tokenizer (EncDecRNNTBPEModel, EncDecHybridRNNTCTCBPEModel, "
-                "EncDecCTCModelBPE: Parakeet TDT, RNN-T and CTC)."
+                f"{name.removesuffix(f': {CONFIG}')} is a {named.rpartition('.')[2]}, which is not supported. This "
+                "project trains Parakeet models with a SentencePiece tokenizer: "
+                f"{', '.join(sorted({model.rpartition('.')[2] for model in MODELS}))}."
             )
         known = MODELS
     else:
@@ -191,6 +196,10 @@ def check_size(config: dict[str, Any], weight_bytes: int, name: str) -> None:
     least += classes * (pred + joint) + width * number("encoder", "feat_in")
     for head in (("decoder",), ("aux_ctc", "decoder")):
         least += number(*head, "num_classes") * number(*head, "feat_in")
+    defaults = config.get("model_defaults")
+    if isinstance(defaults, dict) and defaults.get("initialize_prompt_feature"):
+        prompted = number("model_defaults", "enc_hidden")
+        least += 2 * prompted * (number("model_defaults", "num_prompts") + 2 * prompted)
     if least > max(weight_bytes, 2**20):
         raise UserError(
             f"{name} is refused: its configuration describes a model of more than {least:,} parameters, and it holds "
@@ -315,6 +324,7 @@ def restore(path: Path) -> Transducer:
         UserError: the file is refused; whatever NeMo raises where it cannot build it.
     """
     config = read_config(path)
+    _check_keys(config, path)
     # Not the abstract ASRModel, which turns every failure into one of its own.
     kind = getattr(import_nemo(), class_of(config))
     return kind.restore_from(
@@ -323,6 +333,50 @@ def restore(path: Path) -> Transducer:
         map_location="cpu",
         save_restore_connector=_connector()(),
     )
+
+
+def other_version(path: Path) -> str:
+    """Return a sentence on the version of NeMo that wrote a .nemo file; nothing where it is the one here."""
+    from nemo import __version__
+
+    wrote = read_config(path).get("nemo_version")
+    if wrote in (None, __version__):
+        return ""
+    return f" It was written by NeMo {wrote}, and read by NeMo {__version__}: install the version that wrote it."
+
+
+def _check_keys(config: dict[str, Any], path: Path) -> None:
+    """Drop settings of a part that this version of NeMo does not know where they are null, in place; NeMo takes none.
+
+    Raises:
+        UserError: others have a value.
+    """
+    from nemo import __version__
+    from nemo.core.classes.common import import_class_by_path
+
+    unknown: dict[str, Any] = {}
+    for place in PARTS:
+        part = functools.reduce(lambda found, key: (found or {}).get(key), place.split("."), config)
+        if not isinstance(part, dict) or "_target_" not in part:
+            continue
+        known = inspect.signature(import_class_by_path(part["_target_"])).parameters
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+            continue
+        for key in [key for key in part if key not in known and not key.startswith("_")]:
+            unknown[f"{place}.{key}"] = value = part[key]
+            if value is None:
+                del part[key]
+    wrote = f"NeMo {config.get('nemo_version') or 'of another version'}"
+    if empty := [name for name, value in unknown.items() if value is None]:
+        log.warning(
+            "%s, from %s: NeMo %s does not know %s, which are null", path, wrote, __version__, ", ".join(empty)
+        )
+    if wrong := [f"{name}: {value!r}"[:100] for name, value in unknown.items() if value is not None]:
+        raise UserError(
+            f"model.name: {path} was written by {wrote}, and NeMo {__version__} does not know {', '.join(wrong)}. "
+            f"Install the NeMo that wrote it, or take these keys out of the archive's {CONFIG} if the model does "
+            "without them."
+        )
 
 
 @dataclass

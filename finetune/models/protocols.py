@@ -158,7 +158,8 @@ class Transducer(Module):
     """A NeMo transducer with a SentencePiece tokenizer (`EncDecRNNTBPEModel`), with a TDT or an RNN-T head.
 
     Only a hybrid model has `ctc_decoder`. A CTC model (`EncDecCTCModelBPE`) has no joint, and its `decoder` is the CTC
-    head: ask `finetune.models.nemo.has_transducer` before either is used.
+    head: ask `finetune.models.nemo.has_transducer` before either is used. Only a prompt model has `prompt_kernel`,
+    encoder outputs and a one-hot prompt -> encoder outputs.
     """
 
     cfg: DictConfig
@@ -175,6 +176,8 @@ class Transducer(Module):
     ctc_decoding: Any
     ctc_wer: Any
     setup_interctc: Callable[..., None]
+    prompt_kernel: Sequential
+    num_prompts: int
     loss: Any
     """NeMo's `RNNTLoss`."""
     wer: Any

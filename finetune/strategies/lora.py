@@ -33,7 +33,7 @@ def add_lora(
         alpha: updates are scaled by alpha / rank; None: twice the rank.
         dropout: probability before the adapters.
         targets: names of linear layers within a Conformer layer.
-        train_decoder: train prediction network, joint and CTC head; else they are frozen too.
+        train_decoder: train prediction network, joint, CTC head and prompt kernel; else they are frozen too.
 
     Returns:
         The number of linear layers with an adapter.

@@ -62,6 +62,14 @@ def add_head(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_language(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--language",
+        metavar="CODE",
+        help=f"of a prompt model, such as de-DE, or auto: the model finds it (default: {default})",
+    )
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
 

@@ -158,6 +158,7 @@ def settings_of(config: RunConfig, processes: int, total_steps: int) -> dict[str
     t, d = config.training, config.data
     return {
         "model.name": config.model.name,
+        "model.unified_auto_ratio": config.model.unified_auto_ratio,
         "training.seed": t.seed,
         "training.learning_rate": t.learning_rate,
         "training.per_device_train_batch_size": t.per_device_train_batch_size,

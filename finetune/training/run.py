@@ -41,7 +41,7 @@ from finetune.strategies.optimizers import ROUNDS_SAFELY, build_optimizer, param
 from finetune.strategies.sharded import count_parameters, make_replica, shards_parameters
 from finetune.strategies.strategy import Strategy, engine_with, number_of_processes, resolve_precision
 from finetune.training import checkpoints, elastic_restart
-from finetune.training.data import make_stream
+from finetune.training.data import make_stream, prompts_of_rows
 from finetune.training.outputs import environment
 from finetune.training.resume import take_weights
 from finetune.training.schedule import Schedule, warmup_steps
@@ -242,6 +242,20 @@ def build_trainer(
     for text in warnings_for(config, count_parameters(model), clips_per_step, total_steps):
         log.warning("advice: %s", text)
     return trainer
+
+
+def check_languages(trainer: Trainer) -> None:
+    """Log which prompts the languages of data.train mean to a prompt model; nothing for other models.
+
+    Raises:
+        UserError: too many rows have none.
+    """
+    if not trainer.stream.options.prompts:
+        return
+    line, _, refused = on_main(lambda: prompts_of_rows(trainer.stream, trainer.config.data.max_bad_fraction))
+    log.info("%s", line)
+    for reason, rows in refused.items():
+        log.warning("%d rows go into quarantine: %s", rows, reason)
 
 
 def describe(trainer: Trainer, strategy: Strategy) -> None:

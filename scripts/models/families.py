@@ -24,7 +24,11 @@ PROMPT = f"{MODELS}.rnnt_bpe_models_prompt.EncDecRNNTBPEModelWithPrompt"
 
 D_MODEL, HIDDEN = 32, 32
 LOOK_AHEADS = {"large": [[70, 13], [70, 6], [70, 1], [70, 0]], "prompt": [[56, 3], [56, 0], [56, 6], [56, 13]]}
-PROMPTS = ["en-US", "en-GB", "es-ES", "es-US", "fr-FR", "de-DE", "it-IT", "auto"]
+# Some of the published 110: several names of a slot, `no` (which YAML may read as false), languages without a bare code,
+# `auto` in the middle.
+PROMPTS = {"en-US": 0, "en": 0, "en-GB": 1, "enGB": 1, "es-ES": 2, "es-US": 3, "es": 3, "zh-CN": 4, "zh-ZH": 4}
+PROMPTS |= {"zh-TW": 5, "fr-FR": 8, "fr": 8, "de-DE": 9, "de": 9, "ja-JP": 10, "ja-JA": 10, "no-NO": 27, "no": 27}
+PROMPTS |= {"th-TH": 32, "fr-CA": 100, "mt-MT": 102, "auto": 101}
 
 
 @dataclass(frozen=True)
@@ -100,12 +104,13 @@ FAMILIES = {
         "plain",
         TDT,
         {
+            "decoding.strategy": "greedy",
             "decoder": {
                 "_target_": f"{MODULES}.StatelessTransducerDecoder",
                 "context_size": 2,
                 "normalization_mode": "layer",
                 "prednet": {"pred_hidden": HIDDEN, "pred_rnn_layers": 1, "t_max": None, "dropout": 0.2},
-            }
+            },
         },
     ),
     "hybrid-tdt": Family(
@@ -168,10 +173,18 @@ FAMILIES = {
             "preprocessor.features": 128,
             "encoder.att_context_size": LOOK_AHEADS["prompt"],
             "decoder.prednet.pred_rnn_layers": 2,
-            "initialize_prompt_feature": True,
             "model_defaults.initialize_prompt_feature": True,
             "model_defaults.num_prompts": 128,
-            "model_defaults.prompt_dictionary": {name: i for i, name in enumerate(PROMPTS)},
+            "model_defaults.prompt_dictionary": PROMPTS,
+            "decoding.strip_lang_tags": True,
+            "train_ds": {
+                "manifest_filepath": "train.json",
+                "use_lhotse": True,
+                "lang_field": "target_lang",
+                "default_prompt_mode": "unified",
+                "unified_auto_ratio": 0.5,
+                "defer_setup": True,
+            },
         },
     ),
 }

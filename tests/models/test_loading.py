@@ -86,3 +86,39 @@ assert "nemo.collections.asr.models" not in sys.modules
         )
     assert "offline mode" in said[2]
     assert "offline mode" not in said[0]
+
+
+def test_a_hub_that_never_answers_is_left_after_one_timeout(tmp_path: Path) -> None:
+    code = """
+import os, socket, threading, time
+
+server = socket.create_server(("127.0.0.1", 0))
+os.environ["HF_ENDPOINT"] = f"http://127.0.0.1:{server.getsockname()[1]}"
+
+from finetune.errors import UserError
+from finetune.models.huggingface import reading
+from finetune.models.loading import load_model
+
+assert reading.HUB_TIMEOUT < 10
+reading.HUB_TIMEOUT = 0.3
+connections = []
+
+def accept():
+    while True:
+        connections.append(server.accept())
+
+def wait(seconds):
+    raise AssertionError("a retry")
+
+threading.Thread(target=accept, daemon=True).start()
+time.sleep = wait
+try:
+    load_model("nobody/no-such-model")
+except UserError as error:
+    print(len(connections), error.exit_code, error)
+"""
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "PYTHONPATH": str(ROOT)}
+    environment.pop("HF_HUB_CACHE", None)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("1 1 model.name: nobody/no-such-model is no local file, and loading it from the hub")

@@ -198,7 +198,7 @@ CONFIGS = {
     ),
     "a model that loads another": (
         lambda c: c.update(target="nemo.collections.asr.models.SLUIntentSlotBPEModel"),
-        r"is a SLUIntentSlotBPEModel; this project trains transducers",
+        r"is a SLUIntentSlotBPEModel, which is not supported",
     ),
     # With a class for the whole, or params, NeMo builds what is below sections that otherwise only training reads.
     "a class of the whole": (

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 # NeMo's published Parakeet-TDT recipe, for what transformers has no setting for.
 RECIPE = ROOT / "finetune" / "configs" / "models" / "parakeet_tdt_0.6b_v3.yaml"
-HUB_TIMEOUT = 10.0  # seconds to wait for an answer
+HUB_TIMEOUT = 5.0  # seconds to wait for an answer
 SPEC_AUGMENT = "nemo.collections.asr.modules.SpectrogramAugmentation"
 WANTED_FILES = [
     "config.json",

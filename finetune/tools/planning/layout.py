@@ -158,7 +158,7 @@ def _of_config(name: str, values: dict[str, Any], tokens: int, guessed: str = ""
 
 
 class Skeleton(Transducer, torch.nn.Module):
-    """NeMo's encoder and heads with random weights, under the names that a NeMo model gives them.
+    """NeMo's encoder, prompt kernel and heads with random weights, under the names that a NeMo model gives them.
 
     The encoder has one Conformer layer; `deepen` makes more.
     """
@@ -189,6 +189,14 @@ class Skeleton(Transducer, torch.nn.Module):
             self.joint = make(cfg.joint)
         if cfg.get("aux_ctc"):
             self.ctc_decoder = make(cfg.aux_ctc.decoder)
+        if cfg.get("model_defaults", {}).get("initialize_prompt_feature"):
+            self.num_prompts = int(cfg.model_defaults.get("num_prompts", 128))
+            width = int(cfg.encoder.d_model)
+            self.prompt_kernel = torch.nn.Sequential(
+                torch.nn.Linear(width + self.num_prompts, 2 * width),
+                torch.nn.ReLU(),
+                torch.nn.Linear(2 * width, width),
+            )
         self.spec_augmentation = None
         self.decoding = cast("Decoding", SimpleNamespace(decoding=None))  # a step decodes nothing
         self.frozen_modules: list[torch.nn.Module] = []
