@@ -9,6 +9,7 @@ import torch
 from finetune.errors import UserError
 from finetune.models import nemo_archive
 from finetune.models.adapters import check_base, is_adapter, merge_adapter, read_adapter
+from finetune.models.huggingface.layout import piece_count
 from finetune.models.huggingface.reading import fetch, is_hugging_face, load_hugging_face, nemo_config
 from finetune.models.huggingface.tokenizer import sentencepiece_of
 from finetune.models.nemo import build, check_heads, set_head
@@ -27,7 +28,7 @@ def load_model(name: str, tokenizer: str | None = None) -> Transducer:
 
     Args:
         name: a .nemo file, a run's output directory or another with one .nemo file, the directory of an adapter (its
-            base model with the adapter merged), a Hugging Face directory (ParakeetForTDT), a hub name, or a NeMo model
+            base model with the adapter merged), a Hugging Face directory, a hub name, or a NeMo model
             YAML (random weights).
         tokenizer: directory with `tokenizer.model`, for a YAML.
 
@@ -198,7 +199,7 @@ def read_tokenizer(name: str, key: str) -> SentencePieceModel:
         if is_adapter(path):
             return read_tokenizer(str(read_adapter(path).base["name"]), key)
         if is_hugging_face(path):
-            content, _ = sentencepiece_of(path, int(nemo_config(path)["decoder"]["vocab_size"]))
+            content, _ = sentencepiece_of(path, piece_count(nemo_config(path)))
             return parse(content, f"{key}: the tokenizer of {path}")
         if path.exists() and path.suffix not in (".yaml", ".yml"):
             raise UserError(

@@ -19,6 +19,7 @@ from finetune.config.tokenizer_setting import tokenizer_setting
 from finetune.errors import UserError
 from finetune.models.adapters import is_adapter, read_adapter
 from finetune.models.add_ctc import aux_ctc_section
+from finetune.models.huggingface.layout import piece_count
 from finetune.models.huggingface.reading import cached_file, is_hugging_face, nemo_config
 from finetune.models.loading import is_tokenizer, read_tokenizer
 from finetune.models.nemo import import_nemo
@@ -115,7 +116,7 @@ def read_layout(name: str, tokenizer: str | None = None) -> Layout:
 
 def _of_hugging_face(name: str, directory: Path) -> Layout:
     model = nemo_config(directory)
-    return _of_config(name, {"model": model}, int(model["decoder"]["vocab_size"]))
+    return _of_config(name, {"model": model}, piece_count(model))
 
 
 def _of_yaml(name: str, path: Path, tokenizer: str | None) -> Layout:
