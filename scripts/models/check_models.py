@@ -138,6 +138,15 @@ class Check:
         assert [row["look_ahead"] for row in found] == look_ahead.split(",")
         run("transcribe", *model[:3], look_ahead.split(",")[0], "--streaming", self.folder.parent / "0.flac")
 
+    def languages(self) -> None:
+        """--language of a prompt model; the others are told that they take none."""
+        expect = (0,) if self.family.target == PROMPT else (2,)
+        clips = ("--data", self.manifest, "--bootstrap", "0")
+        run("evaluate", "--model", self.run_folder, *clips, "--language", "auto", expect=expect)
+        run("transcribe", "--model", self.run_folder, self.folder.parent / "0.flac", "--language", "de", expect=expect)
+        if self.family.target == PROMPT:
+            run("evaluate", "--model", self.run_folder, *clips, "--language", "xx", expect=(2,))
+
     def nemo(self) -> None:
         """Plain NeMo restores what was trained, with the published settings."""
         from nemo.core.classes.common import import_class_by_path
@@ -181,6 +190,7 @@ CELLS: tuple[Callable[[Check], None], ...] = (
     Check.other_heads,
     Check.transcribe,
     Check.streaming,
+    Check.languages,
     Check.nemo,
     Check.to_hugging_face,
     Check.from_hugging_face,
