@@ -29,6 +29,8 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 from families import FAMILIES, HYBRID, PROMPT, TRANSDUCER, build, sample_texts
 
 CLIPS = 8
+PASSED = ("yes", "refused", "not in transformers")
+"""How the results begin that are no failures."""
 STREAMING_OF = {
     "streaming": "13,6,1,0",
     "streaming-eou": "1",
@@ -285,8 +287,7 @@ def main() -> int:
     results = {name: check_family(name, arguments.folder / name, manifest) for name in names}
     if arguments.json:
         arguments.json.write_text(json.dumps(record(results), indent=2) + "\n", encoding="utf-8")
-    passed = ("yes", "refused", "not in transformers")
-    return int(not all(result.startswith(passed) for cells in results.values() for result in cells.values()))
+    return int(not all(result.startswith(PASSED) for cells in results.values() for result in cells.values()))
 
 
 if __name__ == "__main__":
