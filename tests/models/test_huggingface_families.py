@@ -264,3 +264,25 @@ def test_transformers_streams_what_nemo_streams(exported, archive, look_ahead):
     (ours,) = processor.batch_decode(output.sequences, skip_special_tokens=True)
     assert ours == theirs
     assert len(theirs) > 10
+
+
+def test_language_tags_that_nemo_takes_out_are_special_in_transformers(tmp_path):
+    """And pieces again on the way back, as nemotron-3.5 has them."""
+    from finetune.models.huggingface.layout import language_tags
+    from finetune.models.huggingface.tokenizer import processor_tokenizer, sentencepiece_of
+    from finetune.models.sentencepiece_model import USER_DEFINED, parse, processor
+
+    folder = families.make_tokenizer("end_of_utterance", families.sample_texts(), tmp_path / "tokenizer")
+    proto = parse((folder / "tokenizer.model").read_bytes(), "tokenizer")
+    proto.pieces[-1].piece = "<en-US>"
+    ids = [*processor(proto).encode("hello"), len(proto.pieces) - 1]
+    decoded = {}
+    for stripped in (False, True):
+        left_out = language_tags({"decoding": {"strip_lang_tags": stripped}})
+        tokenizer = processor_tokenizer(proto, left_out=left_out)
+        decoded[stripped] = tokenizer.decode(ids, skip_special_tokens=True, group_tokens=False)
+        tokenizer.save_pretrained(tmp_path / str(stripped))
+    assert decoded == {False: "hello<en-US>", True: "hello"}
+    content, _ = sentencepiece_of(tmp_path / "True", len(proto.pieces))
+    again = parse(content, "again").pieces[-1]
+    assert (again.piece, again.type) == ("<en-US>", USER_DEFINED)
