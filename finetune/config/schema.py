@@ -238,8 +238,12 @@ class ModelConfig(Section):
     is NeMo's hybrid. No effect on models that have one."""
     unified_auto_ratio: Annotated[float | None, Field(ge=0, le=1), Option("parts", "share")] = None
     """Share of the training clips of a prompt model that get the language-less prompt `auto` in place of their
-    language's, drawn anew in each epoch. null: the model's own (`train_ds.unified_auto_ratio`, 0.5 where it names none).
-    No effect on models without language prompts (docs/prompt_models.md)."""
+    language's, drawn anew in each epoch. null: the model's own (`train_ds.unified_auto_ratio`, 0.5 where it names
+    none). No effect on models without language prompts (docs/prompt_models.md)."""
+    streaming_share: Annotated[float | None, Field(ge=0, le=1), Option("loss", "share")] = None
+    """Share of a unified model's steps (`att_chunk_context_size`) that see chunks, each time another context of its
+    lists; the others see whole recordings. null: as the model weights its two losses (`loss.streaming_loss_weight`,
+    0.7 in parakeet-unified), else 0.5. No effect on other models (docs/streaming.md)."""
     joint_memory_budget: Annotated[int | None, Field(ge=1), Option("memory", "MiB")] = None
     """Memory for one block of joint outputs. null: chosen by device."""
     occupancy_threshold: Annotated[Probability, Option("loss", "probability")] = 0.0

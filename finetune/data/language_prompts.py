@@ -45,17 +45,14 @@ def prompt_of(language: str, slots: Mapping[str, int]) -> str:
         raise BadUtterance(
             f"the language {language!r} may be one of several prompts of the model: write {', '.join(regions[:4])}"
         )
-    raise BadUtterance(f"the model has no prompt for the language {language!r}: {_close(code, slots)}")
+    close = difflib.get_close_matches(bare, {_plain(name).split("-")[0] for name in slots}, n=1)
+    names = [name for name in slots if _plain(name).split("-")[0] in close]
+    hint = f"did you mean {' or '.join(names[:4])}?" if names else f"it has {', '.join(list(slots)[:12])}, ..."
+    raise BadUtterance(f"the model has no prompt for the language {language!r}: {hint}")
 
 
 def _plain(name: str) -> str:
     return name.replace("_", "-").lower()
-
-
-def _close(code: str, slots: Mapping[str, int]) -> str:
-    close = difflib.get_close_matches(code, [_plain(name) for name in slots], n=3, cutoff=0.5)
-    names = [name for name in slots if _plain(name) in close]
-    return f"did you mean {' or '.join(names)}?" if names else f"it has {', '.join(list(slots)[:12])}, ..."
 
 
 def draw_slot(language: str, slots: Mapping[str, int], auto_ratio: float, seed: Sequence[int]) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.options import StreamOptions
@@ -13,9 +14,11 @@ from finetune.data.stream import UtteranceStream
 from finetune.data.utterances import no_tokens
 from finetune.errors import UserError
 from finetune.evaluation.long_audio import LONGEST_AT_ONCE
-from finetune.evaluation.recognise import evaluation_limits, score_stream
+from finetune.evaluation.recognise import evaluation_limits, frame_seconds, score_stream
 from finetune.evaluation.significance import RESAMPLES, block_names
+from finetune.evaluation.streaming import normalizes_chunks, stream_texts
 from finetune.models.loading import load_model, move_to_device
+from finetune.models.look_ahead import Context, choose_contexts, latency_of
 from finetune.models.nemo import chosen_head, set_head
 from finetune.models.prompts import check_language, prompt_slots
 from finetune.security.safe_text import json_line
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
+    from finetune.data.batch import Batch
     from finetune.data.batching import BatchLimits
     from finetune.evaluation.scores import Counts, Utterance, WerAccumulator
     from finetune.models.protocols import Transducer
@@ -85,6 +89,8 @@ class EvaluationSettings:
     """Of the bootstrap; 0: no intervals."""
     block_pattern: str | None = None
     """Regular expression; utterances in whose ids it matches the same are drawn as one block."""
+    look_ahead: str | None = None
+    """Also by streaming, with the contexts of `finetune.models.look_ahead.choose_contexts`."""
 
 
 def count_errors(
@@ -92,8 +98,9 @@ def count_errors(
     sources: list[OpenSource],
     settings: EvaluationSettings,
     on_utterance: Callable[[Utterance, Counts], None] | None = None,
+    recognise: Callable[[Batch], list[str]] | None = None,
 ) -> WerAccumulator:
-    """Decode the sources and count errors.
+    """Decode the sources and count errors; `recognise` as in `score_stream`.
 
     Raises:
         UserError: a source cannot be read, or the model has no prompt for `settings.language`.
@@ -117,7 +124,46 @@ def count_errors(
         total=total,
         on_utterance=on_utterance,
         language=s.language,
+        recognise=recognise,
     )
+
+
+def count_streaming_errors(
+    model: Transducer,
+    sources: list[OpenSource],
+    settings: EvaluationSettings,
+    name: str,
+    context: Context,
+    blocks: list[str] | None,
+) -> dict[str, Any]:
+    """Decode the sources chunk by chunk with one context and count errors.
+
+    Args:
+        name: of the context.
+        blocks: of the utterances, for the intervals.
+
+    Returns:
+        look_ahead (its name), att_context_size, wer, cer and their intervals, counts, by_language, and the latency:
+            what the context costs, and chunk_compute_ms, the median computing time of a chunk of a whole batch.
+
+    Raises:
+        UserError: a source cannot be read, or the model cannot stream.
+    """
+    seconds: list[float] = []
+
+    def recognise(batch: Batch) -> list[str]:
+        languages = batch.languages if settings.language is None else [settings.language] * len(batch.ids)
+        return stream_texts(model, batch.audio_BS, batch.audio_lengths_B, context, languages, seconds)
+
+    wer = count_errors(model, sources, settings, recognise=recognise)
+    latency: dict[str, float] = asdict(latency_of(context, frame_seconds(model)))
+    if seconds:
+        latency["chunk_compute_ms"] = 1000 * statistics.median(seconds)
+    result = {"look_ahead": name, "att_context_size": list(context), **latency, **wer.result()}
+    if settings.resamples:
+        intervals = wer.utterance_counts.intervals(settings.resamples, blocks)
+        result |= {key: intervals[key] for key in ("wer_interval", "cer_interval")}
+    return result
 
 
 def evaluate_model(
@@ -140,6 +186,7 @@ def evaluate_model(
     sources = open_sources(s.data, s.split)
     model = move_to_device(load_model(name, s.tokenizer), s.device)
     set_head(model, s.head, name)
+    contexts = choose_contexts(model, s.look_ahead) if s.look_ahead else {}
     blocks: list[str] = []
     with _naming(file):
         lines = file.open("w", encoding="utf-8", errors="backslashreplace") if file else None
@@ -182,13 +229,18 @@ def evaluate_model(
         "quarantined": wer.quarantined,
         "filtered": wer.filtered,
     }
+    drawn = None if s.block_pattern is None else blocks
     if s.resamples:
-        if s.block_pattern is not None:
-            result["blocks"] = len(set(blocks))
-        intervals = wer.utterance_counts.intervals(s.resamples, None if s.block_pattern is None else blocks)
+        if drawn is not None:
+            result["blocks"] = len(set(drawn))
+        intervals = wer.utterance_counts.intervals(s.resamples, drawn)
         for language, found in intervals.pop("by_language").items():
             result["by_language"][language].update(found)
         result.update(intervals)
+    if contexts:
+        result["att_context_size"] = list(model.encoder.att_context_size)
+        result["online_normalization"] = normalizes_chunks(model)
+        result["streaming"] = [count_streaming_errors(model, sources, s, *one, drawn) for one in contexts.items()]
     return result
 
 

@@ -104,7 +104,7 @@ def best_paths(model: Transducer, log_probs_BTV: torch.Tensor, enc_lengths_B: to
                 text=model.decoding.decode_tokens_to_str_with_strip_punctuation(ids.tolist()),
                 timestamp=(lengths_N.cumsum(0) - lengths_N)[tokens_N],
                 token_duration=lengths_N[tokens_N],
-                token_confidence=confidences_N[tokens_N],
+                token_confidence=confidences_N[tokens_N].tolist(),
             )
         )
     return found
@@ -217,6 +217,7 @@ def score_stream(
     on_utterance: Callable[[Utterance, Counts], None] | None = None,
     on_batch: Callable[[Batch, list[str], WerAccumulator], None] | None = None,
     language: str | None = None,
+    recognise: Callable[[Batch], list[str]] | None = None,
 ) -> WerAccumulator:
     """Decode one pass over a stream and count errors. Only strings, counts and the audio of the worst utterances are
     kept.
@@ -232,6 +233,7 @@ def score_stream(
         on_utterance: called with each utterance and its counts.
         on_batch: called with each batch, its hypotheses and the counts so far.
         language: for the prompt of all utterances; None: each one's own.
+        recognise: returns a batch's texts, instead of `recognise_texts`.
 
     Raises:
         UserError: a shard cannot be read.
@@ -251,8 +253,11 @@ def score_stream(
             if not batch.ids:
                 continue
             started = time.perf_counter()
-            languages = batch.languages if language is None else [language] * len(batch.ids)
-            texts = recognise_texts(model, batch.audio_BS, batch.audio_lengths_B, longest, languages)
+            if recognise is not None:
+                texts = recognise(batch)
+            else:
+                languages = batch.languages if language is None else [language] * len(batch.ids)
+                texts = recognise_texts(model, batch.audio_BS, batch.audio_lengths_B, longest, languages)
             # The texts are on the host, so the device is done.
             wer.decoding_seconds += time.perf_counter() - started
             wer.audio_seconds += int(batch.audio_lengths_B.sum()) / rate

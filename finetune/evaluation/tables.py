@@ -54,6 +54,24 @@ def print_rates(result: dict[str, Any]) -> None:
         print(f"{len(bad)} clip(s) could not be used, such as {example}")
 
 
+def print_streaming(result: dict[str, Any]) -> None:
+    """Print the rates by look-ahead beside those of whole recordings.
+
+    Args:
+        result: from `finetune.evaluation.dataset.evaluate_model`, with `streaming`.
+    """
+    widths = (16, 7, 16, 7, 8, 8, 9)
+    print(f"\nwhole recordings (attention context {result['att_context_size']}) and chunk by chunk:")
+    _print_row("look-ahead", ("context", "WER %", "95 %", "CER %", "chunk ms", "delay ms", "compute ms"), widths)
+    for r in [{**result, "look_ahead": "offline"}, *result["streaming"]]:
+        rates = (_percent(r["wer"]), _interval(r.get("wer_interval")), _percent(r["cer"]))
+        times = [r.get(key) for key in ("chunk_ms", "latency_ms", "chunk_compute_ms")]
+        shown = ("-" if ms is None else f"{ms:.0f}" for ms in times)
+        _print_row(r["look_ahead"], (r["att_context_size"], *rates, *shown), widths)
+    if result["online_normalization"]:
+        print("features are normalised over each chunk when streaming, over whole recordings offline")
+
+
 def print_comparison(result: dict[str, Any]) -> None:
     """Print a comparison of two models as a table, a verdict, and the utterances that changed most.
 

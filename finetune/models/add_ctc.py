@@ -3,7 +3,7 @@
 import logging
 from typing import Any
 
-from omegaconf import open_dict
+from omegaconf import OmegaConf, open_dict
 
 from finetune.errors import UserError
 from finetune.models.nemo import ctc_head, import_nemo, pieces_of
@@ -54,16 +54,17 @@ def add_ctc_head(model: Transducer, name: str) -> bool:
     from nemo.collections.asr.parts.submodules.ctc_decoding import CTCBPEDecoding
 
     hybrid: Any = models.EncDecHybridRNNTCTCBPEModel
+    section: Any = OmegaConf.create(aux_ctc_section(model.encoder.d_model, pieces_of(model)))
+    tokenizer: Any = model.tokenizer
     with open_dict(model.cfg):
-        model.cfg.aux_ctc = aux_ctc_section(model.encoder.d_model, pieces_of(model))
+        model.cfg.aux_ctc = section
         model.cfg.target = f"{hybrid.__module__}.{hybrid.__name__}"
-    section = model.cfg.aux_ctc
     # Building the hybrid anew would take the memory of two models, and the tokenizer's files out of the archive.
     model.__class__ = hybrid
     model.ctc_decoder = hybrid.from_config_dict(section.decoder)
     model.ctc_loss_weight = section.ctc_loss_weight
     model.ctc_loss = CTCLoss(num_classes=section.decoder.num_classes, zero_infinity=True, reduction="mean_batch")
-    model.ctc_decoding = CTCBPEDecoding(section.decoding, tokenizer=model.tokenizer)
+    model.ctc_decoding = CTCBPEDecoding(section.decoding, tokenizer=tokenizer)
     model.ctc_wer = WER(decoding=model.ctc_decoding, use_cer=False, dist_sync_on_step=True)
     model.cur_decoder = "rnnt"
     model.setup_interctc(decoder_name="ctc_decoder", loss_name="ctc_loss", wer_name="ctc_wer")

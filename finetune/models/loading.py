@@ -83,9 +83,11 @@ def _restore(path: Path) -> Transducer:
     except UserError:
         raise
     except Exception as error:
+        why = f"{type(error).__name__}: {str(error).rstrip('.')}."
+        if "could not parse ModelProto" in why:
+            why = "its tokenizer.model is no SentencePiece model, and no other kind is supported."
         raise UserError(
-            f"model.name: {path} cannot be read as a NeMo model: {type(error).__name__}: {error}"
-            + nemo_archive.other_version(path)
+            f"model.name: {path} cannot be read as a NeMo model: {why}{nemo_archive.other_version(path)}"
         ) from error
 
 

@@ -17,6 +17,7 @@ from finetune.data.decode import as_float
 from finetune.losses import ctc_losses, fused_tdt_loss
 from finetune.losses.dropin import ACTIVATION_OF, in_forward_of
 from finetune.losses.operations import REAL, Operations
+from finetune.models.look_ahead import Context, attending
 from finetune.models.nemo import ctc_head, ctc_loss_weight, has_transducer, set_train_mode, tdt_durations, weight_dtype
 from finetune.models.prompts import encode
 from finetune.models.protocols import Transducer
@@ -90,6 +91,7 @@ class TransducerLossModule(nn.Module):
         token_lengths_B: torch.Tensor,
         slots_B: torch.Tensor | None = None,
         rnnt_draw: bool = False,
+        context: Context | None = None,
     ) -> torch.Tensor:
         """Return one loss per utterance, (B,) fp32, in nats; inf where no alignment exists.
 
@@ -103,6 +105,7 @@ class TransducerLossModule(nn.Module):
             token_lengths_B: (B,) tokens.
             slots_B: (B,) slots of the language prompts; None: `auto`. No effect on models without prompts.
             rnnt_draw: this batch's draw of omega; True trains it with the plain RNN-T loss.
+            context: this batch's attention context (`finetune.models.look_ahead`); None: the model's default.
         """
         nemo = self.nemo
         with torch.autocast(audio_BS.device.type, enabled=False):
@@ -112,7 +115,8 @@ class TransducerLossModule(nn.Module):
         if self.bucket_frames:
             mel_BFT = nn.functional.pad(mel_BFT, (0, -mel_BFT.size(2) % self.bucket_frames))
         mel_BFT = mel_BFT.to(weight_dtype(nemo))
-        enc_BHT, enc_lengths_B = encode(nemo, mel_BFT, mel_lengths_B, slots_B, self.encoder_context)
+        with attending(nemo.encoder, context):
+            enc_BHT, enc_lengths_B = encode(nemo, mel_BFT, mel_lengths_B, slots_B, self.encoder_context)
         targets = enc_lengths_B, tokens_BU, token_lengths_B
         if not self.ctc_weight:
             return self._transducer_losses(enc_BHT, *targets, rnnt_draw)

@@ -127,7 +127,7 @@ def chosen_head(model: Transducer) -> str:
 
 def pieces_of(model: Transducer) -> list[str]:
     """Return the tokens as the heads' configuration has them, without the blank."""
-    head = model.joint if has_transducer(model) else model.decoder
+    head = model.joint if has_transducer(model) else cast("CtcHead", model.decoder)
     return [str(piece) for piece in head.vocabulary]
 
 

@@ -24,6 +24,8 @@ class Featurizer(Module):
 
     get_seq_len: Callable[[torch.Tensor], torch.Tensor]
     """Samples -> mel frames, (B,) each."""
+    normalize: str | None
+    exact_pad: bool
 
 
 class Preprocessor(Module):
@@ -84,6 +86,17 @@ class Encoder(Module):
     self_attention_model: str
     sync_max_audio_length: bool
     use_pytorch_sdpa: bool
+    att_context_style: str
+    att_context_size: list[int]
+    """Encoder frames that are seen on the left and on the right."""
+    att_context_size_all: list[list[int]]
+    att_context_probs: list[float]
+    att_chunk_context_size: Sequence[Sequence[int]] | None
+    """Of a unified model: left contexts, chunks and right contexts."""
+    streaming_cfg: Any
+    setup_streaming_params: Callable[..., None]
+    get_initial_cache_state: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    cache_aware_stream_step: Callable[..., tuple[torch.Tensor, ...]]
     change_attention_model: Callable[..., None]
     change_subsampling_conv_chunking_factor: Callable[[int], None]
 
@@ -97,6 +110,7 @@ class PredictionNetwork(Module):
 
     prediction: PredictionEmbedding
     vocab_size: int
+    blank_as_pad: bool
 
 
 class JointLayers(Sequential):

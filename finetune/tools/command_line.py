@@ -70,6 +70,11 @@ def add_language(parser: argparse.ArgumentParser, default: str) -> None:
     )
 
 
+def add_look_ahead(parser: argparse.ArgumentParser, purpose: str) -> None:
+    frames = "in encoder frames, such as 13 or 13,6,1; of a unified model chunk+right context, such as 7+7"
+    parser.add_argument("--look-ahead", metavar="N", help=f"{purpose}: {frames} (docs/streaming.md)")
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
 

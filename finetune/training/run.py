@@ -29,6 +29,7 @@ from finetune.errors import UserError
 from finetune.models.adapters import base_hash, check_base, load_into_lora, name_base, read_adapter
 from finetune.models.add_ctc import add_ctc_head
 from finetune.models.loading import load_model
+from finetune.models.look_ahead import describe_contexts
 from finetune.models.loss_module import TransducerLossModule
 from finetune.models.nemo import cast_parameters, prepare_for_training
 from finetune.models.protocols import Transducer
@@ -279,6 +280,8 @@ def describe(trainer: Trainer, strategy: Strategy) -> None:
         f"process(es), precision {'bf16' if t.bf16 else 'fp16' if t.fp16 else 'fp32'}, {trainer.total_steps} steps of "
         f"{accelerator.num_processes} x {t.gradient_accumulation_steps} x {clips}"
     )
+    if len(trainer.contexts[0]) > 1:
+        log.info("%s", describe_contexts(trainer.model, *trainer.contexts))
 
 
 def trackers_of(config: RunConfig) -> list[str]:

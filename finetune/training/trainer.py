@@ -22,6 +22,7 @@ from finetune.data.stream import UtteranceStream
 from finetune.distributed import gather, sum_over_ranks
 from finetune.errors import UserError
 from finetune.evaluation.scores import WerAccumulator
+from finetune.models.look_ahead import Context, draw_context, training_contexts
 from finetune.models.loss_module import TransducerLossModule
 from finetune.models.nemo import set_batchnorm_mode
 from finetune.models.protocols import Transducer
@@ -103,6 +104,7 @@ class Trainer:
         self.window = MetricsWindow(self.model.preprocessor._sample_rate)
         # One generator for the draw between TDT and RNN-T, equal on all ranks and kept in checkpoints.
         self.omega_generator = torch.Generator().manual_seed(t.seed)
+        self.contexts = training_contexts(self.model, config.model.streaming_share)
         self.resumed_from: int | None = None
         self.saves_checkpoints = True
         """False measures a run without writing any."""
@@ -381,7 +383,9 @@ class Trainer:
         self.schedule.apply(self.optimizer)
         self._rates = self.schedule.rates()
         self.step_filter.begin()
-        loss_sum = self.compute_gradients(batches, self._draw_rnnt())
+        loss_sum = self.compute_gradients(
+            batches, self._draw_rnnt(), draw_context(*self.contexts, self.config.training.seed, p.step)
+        )
         self.accelerator.sync_gradients = True
         self._part("clipping")
         with record_function("clipping"):
@@ -406,19 +410,22 @@ class Trainer:
                 self.clips.append({"step": p.step, "ids_by_rank": ids_by_rank})
         return StepResult(p.step, loss, grad_norm, reason, batches)
 
-    def compute_gradients(self, batches: StepBatches, rnnt_draw: bool = False) -> torch.Tensor:
+    def compute_gradients(
+        self, batches: StepBatches, rnnt_draw: bool = False, context: Context | None = None
+    ) -> torch.Tensor:
         """Compute the gradients of a step, and return the sum of this rank's losses (float64 scalar).
 
         Args:
             batches: of the step.
-            rnnt_draw: train the step with the plain RNN-T loss. Drawn once a step, so that a step cut into more
-                batches or ranks stays the same.
+            rnnt_draw: train the step with the plain RNN-T loss.
+            context: of the encoder's attention; None: the model's default. Both are drawn once a step, so that a step
+                cut into more batches or ranks stays the same.
         """
         mean_over_clips = self.config.training.loss_reduction == "mean_batch"
         denominator = max(batches.clips if mean_over_clips else batches.tokens, 1.0)
 
         def forward_and_backward(batches: list[Batch], micro_batches: int, exchange: bool = True) -> torch.Tensor:
-            return self._forward_and_backward(batches, micro_batches, denominator, rnnt_draw, exchange)
+            return self._forward_and_backward(batches, micro_batches, denominator, rnnt_draw, context, exchange)
 
         compute: ComputeGradients = forward_and_backward
         for callback in self.callbacks:
@@ -426,7 +433,13 @@ class Trainer:
         return compute(batches.batches, batches.micro_batches)
 
     def _forward_and_backward(
-        self, batches: list[Batch], micro_batches: int, denominator: float, rnnt_draw: bool, exchange: bool
+        self,
+        batches: list[Batch],
+        micro_batches: int,
+        denominator: float,
+        rnnt_draw: bool,
+        context: Context | None,
+        exchange: bool,
     ) -> torch.Tensor:
         """Accumulate gradients as `ComputeGradients`, with one denominator for every loss."""
         accelerator = self.accelerator
@@ -445,7 +458,7 @@ class Trainer:
                 set_batchnorm_mode(self.model, training=False)  # a stand-in must not move the statistics
             try:
                 with self._no_sync(not (last and exchange)), accelerator.autocast():
-                    losses_B = self.module(*self._to_device(batch), rnnt_draw=rnnt_draw)
+                    losses_B = self.module(*self._to_device(batch), rnnt_draw=rnnt_draw, context=context)
                     loss = weight * losses_B[batch.feasible_B].sum() / denominator
                     loss_sum += loss.detach().double()
                     if weight:

@@ -26,6 +26,14 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 from families import FAMILIES, HYBRID, PROMPT, TRANSDUCER, build, sample_texts
 
 CLIPS = 8
+STREAMING_OF = {
+    "streaming": "13,6,1,0",
+    "streaming-eou": "1",
+    "streaming-hybrid": "13,0",
+    "prompt": "3,0",
+    "unified": "7+7,1+3",
+}
+"""Look-aheads that a family is tried with."""
 
 
 def sample(folder: Path) -> Path:
@@ -50,7 +58,7 @@ class Check:
     """The commands on one family's archive; each method is a cell."""
 
     def __init__(self, name: str, folder: Path, manifest: Path) -> None:
-        self.family = FAMILIES[name]
+        self.name, self.family = name, FAMILIES[name]
         self.folder = folder
         self.manifest = str(manifest)
         self.archive = build(name, sample_texts(), folder / "published.nemo")
@@ -115,6 +123,21 @@ class Check:
     def transcribe(self) -> None:
         run("transcribe", "--model", self.archive, self.folder.parent / "0.flac", "--timestamps")
 
+    def streaming(self) -> None:
+        """Chunk by chunk, where the family is made for it; the others are told so."""
+        look_ahead = STREAMING_OF.get(self.name)
+        model = ("--model", self.run_folder, "--look-ahead", look_ahead or "1")
+        clips = ("--data", self.manifest, "--bootstrap", "0", "--json", self.folder / "streaming.json")
+        if look_ahead is None:
+            with contextlib.suppress(CommandError):
+                run("evaluate", *model, *clips)
+                raise AssertionError("it is streamed")
+            return
+        run("evaluate", *model, *clips)
+        found = json.loads((self.folder / "streaming.json").read_text())["streaming"]
+        assert [row["look_ahead"] for row in found] == look_ahead.split(",")
+        run("transcribe", *model[:3], look_ahead.split(",")[0], "--streaming", self.folder.parent / "0.flac")
+
     def nemo(self) -> None:
         """Plain NeMo restores what was trained, with the published settings."""
         from nemo.core.classes.common import import_class_by_path
@@ -157,6 +180,7 @@ CELLS: tuple[Callable[[Check], None], ...] = (
     Check.evaluate,
     Check.other_heads,
     Check.transcribe,
+    Check.streaming,
     Check.nemo,
     Check.to_hugging_face,
     Check.from_hugging_face,

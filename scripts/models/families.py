@@ -159,9 +159,14 @@ FAMILIES = {
         TRANSDUCER,
         "plain",
         settings={
+            "preprocessor.features": 128,
+            "encoder.xscaling": True,
             "encoder.att_context_style": "chunked_limited_with_rc",
             "encoder.att_context_size": [-1, -1],
-            "encoder.att_chunk_context_size": [[70], [1, 2, 7, 13], [0, 1, 3, 7, 13]],
+            "encoder.att_chunk_context_size": [[70], [1, 2, 7, 13], [0, 1, 2, 3, 4, 7, 13]],
+            "encoder.conv_context_style": "dcc",
+            "decoder.prednet.pred_rnn_layers": 2,
+            "loss": {"loss_name": "default", "offline_loss_weight": 0.3, "streaming_loss_weight": 0.7},
         },
     ),
     "prompt": Family(
@@ -444,16 +449,19 @@ def even_out(bias_V: "torch.Tensor", logits_NV: "torch.Tensor", blank: int) -> N
     bias_V[blank] += (logits_NV[:, :blank].amax(1) - logits_NV[:, blank]).median()
 
 
-def build(name: str, texts: Iterable[str], path: Path) -> Path:
-    """Build a family's archive with NeMo itself, random weights of seed 0 that speak; return its path."""
+def build(name: str, texts: Iterable[str], path: Path, tokenizer: str | None = None) -> Path:
+    """Build a family's archive with NeMo itself, random weights of seed 0 that speak; return its path.
+
+    `tokenizer` is one of `make_tokenizer` in place of the family's own, which may be large.
+    """
     import torch
     from nemo.core.classes.common import import_class_by_path
     from omegaconf import OmegaConf
 
     family = FAMILIES[name]
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = make_tokenizer(family.tokenizer, texts, Path(folder) / "tokenizer")
-        config = OmegaConf.create(model_config(family, tokenizer))
+        pieces = make_tokenizer(tokenizer or family.tokenizer, texts, Path(folder) / "tokenizer")
+        config = OmegaConf.create(model_config(family, pieces))
         torch.manual_seed(0)
         model = import_class_by_path(family.target)(cfg=config)
         tell_frames_apart(model)

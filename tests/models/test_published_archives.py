@@ -96,7 +96,7 @@ def test_a_decoding_of_another_nemo(changed):
         config["decoding"]["strategy"] = "of_the_future"
         config["nemo_version"] = "9.1.0"
 
-    with pytest.raises(UserError, match=r"'of_the_future' is not a valid .*written by NeMo 9\.1\.0.* NeMo 3\.0\.0"):
+    with pytest.raises(UserError, match=r"of_the_future is not a valid .*written by NeMo 9\.1\.0.* NeMo 3\.0\.0"):
         load_model(changed(change))
 
 

@@ -5,7 +5,6 @@ B batch, S samples, T encoder frames, U tokens, V outputs of the head.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,11 +20,12 @@ from finetune.errors import UserError
 from finetune.evaluation.dataset import open_sources, stream_in_order
 from finetune.evaluation.recognise import evaluation_mode, recognise_batch
 from finetune.models.huggingface.layout import attention_contexts
+from finetune.models.look_ahead import attending
 from finetune.models.nemo import ctc_head
 from finetune.models.prompts import slots_of, with_prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from finetune.models.huggingface.layout import Kind
@@ -142,7 +142,7 @@ def through_nemo(
         context: [left, right] of a streaming encoder's attention; None: its default.
     """
     result = Recognised([])
-    with evaluation_mode(model), _context(model, context):
+    with evaluation_mode(model), attending(model.encoder, context):
         for first in range(0, len(samples.ids), batch):
             clips = samples.audio[first : first + batch]
             lengths_B = torch.tensor([len(a) for a in clips])
@@ -171,17 +171,6 @@ def through_nemo(
                 model.joint.joint_net(_line(enc_BTH[i, :frames], pred_BUH[i])) for i, frames in enumerate(frames_B)
             ]
     return result
-
-
-@contextlib.contextmanager
-def _context(model: Transducer, context: list[int] | None) -> Iterator[None]:
-    default = model.encoder.att_context_size
-    if context is not None:
-        model.encoder.set_default_att_context_size(context)
-    try:
-        yield
-    finally:
-        model.encoder.att_context_size = default
 
 
 def through_transformers(

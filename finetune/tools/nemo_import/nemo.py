@@ -112,6 +112,7 @@ def _model(imported: Import) -> None:
     kind = next((k for k in ("tdt_kwargs", "warprnnt_numba_kwargs") if imported.get(f"model.loss.{k}")), "tdt_kwargs")
     for name in ("sigma", "omega", "fastemit_lambda"):
         imported.copy(f"model.loss.{kind}.{name}", f"model.{name}")
+    imported.copy("model.train_ds.unified_auto_ratio", "model.unified_auto_ratio")
     for key in ("model.rnnt_reduction", "model.ctc_reduction"):
         reduction = imported.get(key)
         if reduction in ("mean_batch", "mean_volume"):

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from finetune.config.schema import ModelConfig
 from finetune.losses.joint import GPU_BLOCK_BYTES
+from finetune.models.look_ahead import training_contexts
 from finetune.models.loss_module import TransducerLossModule
 from finetune.models.nemo import cast_parameters, prepare_for_training
 from finetune.strategies.encoder import apply_encoder_options
@@ -224,7 +225,8 @@ class Follower:
                 account.enter("spectrogram", "encoder")
                 with account, kernels:
                     with torch.autocast("cpu", precision, enabled=precision is not None):
-                        losses_B = module(*batch)
+                        # Of a unified model a chunked context, whose masks take more than seeing everything.
+                        losses_B = module(*batch, context=training_contexts(model)[0][-1])
                     account.enter("loss backward", "joint")
                     loss = losses_B.sum() / clips
                     del losses_B

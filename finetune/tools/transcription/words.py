@@ -32,6 +32,8 @@ def enable_timestamps(model: Transducer) -> None:
         return
     decoding = model.cfg.decoding
     with open_dict(decoding):
+        if decoding.strategy == "greedy" and model.decoder.blank_as_pad:
+            decoding.strategy = "greedy_batch"  # NeMo's search for single clips keeps no confidences of TDT
         decoding.tdt_include_token_duration = True
         decoding.confidence_cfg = {
             "preserve_frame_confidence": True,
