@@ -166,9 +166,10 @@ class ModelConfig(Section):
     """Directory with a SentencePiece `tokenizer.model`, only for a NeMo model YAML without a tokenizer of its own. Or
     a mapping: `extend_from` appends pieces to the model's vocabulary, `replace_with` puts another in its place; each
     names a data set as `data.train` does, a tokenizer's directory or .model, or a .txt file. `size`: pieces appended
-    at most (null: an eighth of the vocabulary, 64 at least), or pieces of the new vocabulary (null: as many as
-    before). `pieces`: `new_characters` (default) appends only pieces with a character that the tokenizer lacks, `all`
-    also shorter ways to write what it can. `coverage`: share of the texts' characters that get a piece (null: 1).
+    at most (null: an eighth of the vocabulary, 64 at least; for letters without a relative in it, as many as it has),
+    or pieces of the new vocabulary (null: as many as before). `pieces`: `new_characters` (default) appends only pieces
+    with a character that the tokenizer lacks, `all` also shorter ways to write what it can. `coverage`: share of the
+    texts' characters that get a piece (null: 1).
     `dir`: as the directory alone. See docs/vocabulary.md."""
     gradient_checkpointing: Annotated[bool, Option("memory")] = False
     """Recompute the activations of the encoder's subsampling and Conformer layers in the backward pass instead of

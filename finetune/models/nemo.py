@@ -190,8 +190,7 @@ def prepare_for_training(
     Args:
         ctc_weight: `ctc_loss_weight` from here on; None keeps the model's own.
     """
-    # A collective in the encoder's forward would hang when ranks take different numbers of evaluation batches.
-    model.encoder.sync_max_audio_length = False
+    prepare_for_decoding(model)
     if not spec_augment:
         model.spec_augmentation = None
     for module in model.modules():
@@ -209,6 +208,12 @@ def prepare_for_training(
     if (model.cfg.get("interctc") or {}).get("loss_weights"):
         log.warning("the model's CTC losses between its layers (interctc) are not trained")
     model.freeze_batchnorm = freeze_batchnorm
+
+
+def prepare_for_decoding(model: Transducer) -> None:
+    """Let a rank decode as it likes, in place."""
+    # A collective in the encoder's forward would hang when ranks take different numbers of evaluation batches.
+    model.encoder.sync_max_audio_length = False
     if hasattr(model.decoding.decoding, "disable_cuda_graphs"):
         model.decoding.decoding.disable_cuda_graphs()  # they disturb later work in the same process (NeMo issue 15423)
 

@@ -139,13 +139,62 @@ def grow_from_tokenizer(
     new = set(letters) - old
     candidates = [p.piece for p in usable if p.piece not in own and len(p.piece) > 1]
     candidates = [p for p in candidates if pieces == "all" or any(c in new for c in p)][: size - len(letters)]
+    grown, kept = _with_reachable(candidates, lambda kept: _appended(model, letters, dict.fromkeys(kept, ())))
+    return Growth(grown, len(model.pieces), letters, unreachable=len(candidates) - len(kept))
+
+
+def grow_as_heard(
+    model: SentencePieceModel, texts: Iterable[str], heard: Mapping[str, str], growth: Growth, size: int
+) -> Growth:
+    """Append the characters of a growth on texts, and for the old pieces that write what is heard the same in new
+    letters: where T, H, E are heard as t, h, e, and `the` is a piece, THE becomes one.
+
+    So the texts are cut as the model would cut what it hears, and each new piece can begin as one old piece. Those
+    that the texts use most are taken.
+
+    Args:
+        model: the old tokenizer.
+        texts: normalised.
+        heard: old letters by new ones, small letters.
+        growth: `grow_on_texts` of the same model and texts.
+        size: pieces that are appended at most, more than the characters.
+    """
+    counts: Counter[str] = Counter()
+    scores = {p.piece: p.score for p in model.pieces if p.type in (NORMAL, USER_DEFINED)}
+    lowest = min(scores.values(), default=0.0)
+    found = {c: scores.get(heard.get(c.lower(), ""), lowest) for c in growth.characters}
+    encode = piece_encoder(without_bytes(model))
+    for word, n in _count_spelled(model, texts).items():
+        start = 0
+        for piece in encode("".join(heard.get(c.lower(), c) for c in word)):
+            written = word[start : start + len(piece)]
+            start += len(piece)
+            if len(piece) > 1 and written != piece and piece in scores:
+                counts[written] += n
+                found[written] = max(scores[piece], found.get(written, -math.inf))
+    most = [piece for piece, n in counts.most_common(max(size - len(growth.characters), 0)) if n >= LEAST_COUNT]
+    candidates = sorted(most, key=lambda piece: -found[piece])  # as the old merges come
+
+    def grown(pieces: list[str]) -> SentencePieceModel:
+        if kind_of(model) == "bpe":
+            return _appended(model, growth.characters, dict.fromkeys(pieces, ()))
+        return _append(model, {piece: found[piece] for piece in [*growth.characters, *pieces]})
+
+    new, kept = _with_reachable(candidates, grown)
+    return Growth(new, growth.before, growth.characters, growth.left_out, len(candidates) - len(kept))
+
+
+def _with_reachable(
+    candidates: list[str], grown: Callable[[list[str]], SentencePieceModel]
+) -> tuple[SentencePieceModel, list[str]]:
+    """Return the tokenizer with those candidates that it then writes as one piece, and these."""
     kept = candidates
     while True:  # without an unreachable piece others may become unreachable
-        grown = _appended(model, letters, dict.fromkeys(kept, ()))
-        encode = piece_encoder(grown)
+        model = grown(kept)
+        encode = piece_encoder(model)
         reached = [piece for piece in kept if encode(piece) == [piece]]
         if len(reached) == len(kept):
-            return Growth(grown, len(model.pieces), letters, unreachable=len(candidates) - len(kept))
+            return model, kept
         kept = reached
 
 
@@ -179,20 +228,24 @@ def _append(model: SentencePieceModel, scores: Mapping[str, float]) -> SentenceP
     return model
 
 
-def _count_words(model: SentencePieceModel, texts: Iterable[str]) -> Counter[Word]:
-    """Count the words, each as the pieces that encode it; what has no piece stands as its characters."""
+def _count_spelled(model: SentencePieceModel, texts: Iterable[str]) -> Counter[str]:
+    """Count the words, each with the space before it, as the tokenizer normalises them."""
     counts: Counter[str] = Counter()
     normalize = processor(model).normalize
     for text in texts:
         first, *others = normalize(text).split(SPACE)
         counts.update(SPACE + word for word in others)
         counts[first] += bool(first)
+    return +counts
+
+
+def _count_words(model: SentencePieceModel, texts: Iterable[str]) -> Counter[Word]:
+    """Count the words, each as the pieces that encode it; what has no piece stands as its characters."""
     known, encode = {p.piece for p in model.pieces}, piece_encoder(without_bytes(model))
     words: Counter[Word] = Counter()
-    for word, n in counts.items():
-        if n:
-            pieces = ((piece,) if piece in known else piece for piece in encode(word))
-            words[tuple(itertools.chain.from_iterable(pieces))] += n
+    for word, n in _count_spelled(model, texts).items():
+        pieces = ((piece,) if piece in known else piece for piece in encode(word))
+        words[tuple(itertools.chain.from_iterable(pieces))] += n
     return words
 
 

@@ -146,14 +146,19 @@ def find_checkpoint(config: RunConfig) -> Path | None:
     return on_main(lambda: checkpoints.find_checkpoint(t.resume_from_checkpoint, Path(t.output_dir)))
 
 
-def build_model(accelerator: Accelerator, config: RunConfig, checkpoint: Path | None = None) -> Transducer:
+def build_model(
+    accelerator: Accelerator,
+    config: RunConfig,
+    sources: dict[str, list[OpenSource]],
+    checkpoint: Path | None = None,
+) -> Transducer:
     """Return the NeMo model on the training device, prepared as the run file's `model:` says, with the weights of a
     checkpoint."""
     started = time.perf_counter()
     m = config.model
     with accelerator.local_main_process_first():  # the first one downloads, the others find it
         model = load_model(m.name, tokenizer_setting(config).dir)
-    changed = set_vocabulary(accelerator, model, config, checkpoint)
+    changed = set_vocabulary(accelerator, model, config, sources.get("train", []), checkpoint)
     if m.add_ctc:
         changed = add_ctc_head(model, m.name) or changed
     prepare_for_training(

@@ -127,7 +127,7 @@ class DryRun:
         return line, {"rows": rows}
 
     def load_model(self) -> Found:
-        self.model = run.build_model(self.accelerator, self.settings)
+        self.model = run.build_model(self.accelerator, self.settings, self.sources)
         parameters = count_parameters(self.model)
         return f"{self.settings.model.name}: {parameters / 1e6:.1f} M parameters", {"parameters": parameters}
 
