@@ -49,7 +49,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def build(name: str) -> Path:
         path = folder / f"{name}.nemo"
         if not path.is_file():  # 13,087 pieces take a minute
-            families.build(name, texts, path, tokenizer="plain" if name == "prompt" else None)
+            families.build(name, texts, path, "plain" if name == "prompt" else None, speaking=True)
         return path
 
     return build
