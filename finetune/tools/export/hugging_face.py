@@ -193,7 +193,7 @@ def _check(nemo: NemoFile, directory: Path, samples: Samples, tolerance: float, 
     model, processor = load_written(directory, rounded, kind)
     after = through_transformers(model, processor, samples, 1, kind).texts
     agreement.changed_by_rounding = [
-        row for row in zip(samples.ids, before, after, strict=True) if not same_text(row[1], row[2])
+        row for row in zip(samples.ids, before, after, strict=True) if not same_text(row[1], row[2], kind.prompt)
     ]
     return agreement
 
