@@ -160,7 +160,7 @@ class ModelConfig(Section):
     """What is trained."""
 
     name: Annotated[str, Option("parts", common=True)]
-    """A .nemo file, a run's output directory, a LoRA adapter's directory, a Hugging Face directory (`ParakeetForTDT`),
+    """A .nemo file, a run's output directory, a LoRA adapter's directory, a Hugging Face directory,
     a hub name such as `nvidia/parakeet-tdt-0.6b-v3`, or a NeMo model YAML (random weights)."""
     tokenizer: Annotated[str | dict[str, Any] | None, SkipValidation, Option("parts")] = None
     """Directory with a SentencePiece `tokenizer.model`, only for a NeMo model YAML without a tokenizer of its own. Or

@@ -66,7 +66,7 @@ class Check:
         self.name, self.family = name, FAMILIES[name]
         self.folder = folder
         self.manifest = str(manifest)
-        self.archive = build(name, sample_texts(), folder / "published.nemo")
+        self.archive = build(name, sample_texts(), folder / "published.nemo", speaking=True)
         self.run_folder = folder / "run"
         self.run_file = folder / "RUN.yaml"
         self.run_file.write_text(

@@ -449,10 +449,12 @@ def even_out(bias_V: "torch.Tensor", logits_NV: "torch.Tensor", blank: int) -> N
     bias_V[blank] += (logits_NV[:, :blank].amax(1) - logits_NV[:, blank]).median()
 
 
-def build(name: str, texts: Iterable[str], path: Path, tokenizer: str | None = None) -> Path:
-    """Build a family's archive with NeMo itself, random weights of seed 0 that speak; return its path.
+def build(name: str, texts: Iterable[str], path: Path, tokenizer: str | None = None, speaking: bool = False) -> Path:
+    """Build a family's archive with NeMo itself, random weights of seed 0; return its path.
 
-    `tokenizer` is one of `make_tokenizer` in place of the family's own, which may be large.
+    Args:
+        tokenizer: one of `make_tokenizer` in place of the family's own, which may be large.
+        speaking: change the heads with `tell_frames_apart`, so that there are texts to compare.
     """
     import torch
     from nemo.core.classes.common import import_class_by_path
@@ -464,7 +466,8 @@ def build(name: str, texts: Iterable[str], path: Path, tokenizer: str | None = N
         config = OmegaConf.create(model_config(family, pieces))
         torch.manual_seed(0)
         model = import_class_by_path(family.target)(cfg=config)
-        tell_frames_apart(model)
+        if speaking:
+            tell_frames_apart(model)
         path.parent.mkdir(parents=True, exist_ok=True)
         model.save_to(str(path))
     return path

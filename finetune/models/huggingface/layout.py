@@ -303,6 +303,13 @@ def prompts_of(config: Mapping[str, Any]) -> dict[str, int]:
     return {str(language): int(number) for language, number in found.items()}
 
 
+def language_tags(config: Mapping[str, Any]) -> re.Pattern[str] | None:
+    """Return what the language tags look like that NeMo takes out of its texts; None if it leaves them in."""
+    decoding = config.get("decoding") or {}
+    pattern = decoding.get("lang_tag_pattern") or r"\s*<[a-z]{2}-[A-Z]{2}>"  # NeMo's own
+    return re.compile(pattern) if decoding.get("strip_lang_tags") else None
+
+
 def encoder_settings(config: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
     """Return the settings of transformers' encoder."""
     encoder = config["encoder"]

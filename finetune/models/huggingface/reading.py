@@ -228,6 +228,8 @@ def _recipe(kind: Kind) -> dict[str, Any]:
         recipe |= {"ctc_reduction": "mean_batch", "decoder": {}, "decoding": {"strategy": "greedy_batch"}}
     if kind.streaming:
         recipe["preprocessor"]["normalize"] = "NA"
+    if kind.prompt:
+        recipe["decoding"]["strip_lang_tags"] = True
     return _with_targets(recipe, kind)
 
 

@@ -98,11 +98,14 @@ def _unknown_id(proto: SentencePieceModel) -> int:
     raise UserError("the tokenizer has no piece for what it cannot write, which SentencePiece needs.")
 
 
-def processor_tokenizer(proto: SentencePieceModel, blank_pads: bool = False) -> "ParakeetTokenizer":
+def processor_tokenizer(
+    proto: SentencePieceModel, blank_pads: bool = False, left_out: re.Pattern[str] | None = None
+) -> "ParakeetTokenizer":
     """Return transformers' ParakeetTokenizer with the blank as the id after the last piece.
 
     Args:
         blank_pads: the blank is also the padding, as transformers' CTC models have it, even if there is a `<pad>`.
+        left_out: what pieces look like that decoding leaves out.
     """
     from transformers import ParakeetTokenizer
 
@@ -114,6 +117,8 @@ def processor_tokenizer(proto: SentencePieceModel, blank_pads: bool = False) -> 
     tokenizer.add_tokens([BLANK], special_tokens=True)  # before any other token: its id has to be the next one
     tokenizer.pad_token = "<pad>" if "<pad>" in names and not blank_pads else BLANK
     tokenizer.unk_token = proto.pieces[_unknown_id(proto)].piece
+    if left_out and (special := [name for name in names if left_out.fullmatch(name)]):
+        tokenizer.add_tokens(sorted(special), special_tokens=True)
     if tokenizer.convert_tokens_to_ids(BLANK) != tokens or len(tokenizer) != tokens + 1:
         raise UserError(f"the tokenizer's blank has id {tokenizer.convert_tokens_to_ids(BLANK)}, not {tokens}.")
     return tokenizer

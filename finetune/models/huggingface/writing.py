@@ -22,6 +22,7 @@ from finetune.models.huggingface.layout import (
     feature_settings,
     generation_settings,
     kind_of,
+    language_tags,
     misfits,
     model_settings,
     names_of,
@@ -137,7 +138,8 @@ def write_hugging_face(nemo: NemoFile, directory: Path, dtype: str = "float32") 
     from safetensors.torch import save_file
 
     kind = kind_of(nemo.config)
-    tokenizer = processor_tokenizer(nemo.tokenizer, blank_pads=kind.head == "ctc")
+    tags = language_tags(nemo.config)
+    tokenizer = processor_tokenizer(nemo.tokenizer, blank_pads=kind.head == "ctc", left_out=tags)
     pad_id = cast(int, tokenizer.pad_token_id)
     settings = model_settings(nemo.config, kind, nemo.tokens, pad_id)
     config = getattr(transformers, kind.config)(**settings, dtype=dtype, architectures=[kind.name])

@@ -5,7 +5,6 @@ B batch, S samples, T encoder frames, U tokens, V outputs of the head.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,14 +14,18 @@ import torch
 
 from finetune.data.batching import BatchLimits
 from finetune.data.decode import as_float
+from finetune.data.language_prompts import AUTO, prompt_of
+from finetune.data.quarantine import BadUtterance
 from finetune.errors import UserError
 from finetune.evaluation.dataset import open_sources, stream_in_order
 from finetune.evaluation.recognise import evaluation_mode, recognise_batch
 from finetune.models.huggingface.layout import attention_contexts
+from finetune.models.look_ahead import attending
 from finetune.models.nemo import ctc_head
+from finetune.models.prompts import slots_of, with_prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from finetune.models.huggingface.layout import Kind
@@ -41,6 +44,8 @@ class Samples:
     """(S,) float32 each."""
     texts: list[str]
     """References; empty for synthetic signals."""
+    languages: list[str]
+    """As the rows name them; for a prompt model the names of prompts."""
     source: str
     """Where they come from, for messages."""
     passed_over: int = 0
@@ -80,7 +85,7 @@ def read_samples(
     limits = BatchLimits(clips=1)  # so that a long clip pads no other
     stream = stream_in_order(sources, rate, limits, max_samples=clips if longest is None else -1, workers=0)
     where = sources[0].source.path + (" and others" if len(sources) > 1 else "")
-    samples = Samples([], [], [], f"{where} ({sources[0].source.split or split})")
+    samples = Samples([], [], [], [], f"{where} ({sources[0].source.split or split})")
     for batch in stream.batches():
         if batch.error:
             raise UserError(f"{key}: {batch.error}", exit_code=1)
@@ -93,6 +98,7 @@ def read_samples(
         samples.ids += batch.ids
         samples.audio.append(as_float(batch.audio_BS[0, :length]).clone())
         samples.texts += batch.texts
+        samples.languages += batch.languages
         if len(samples.ids) == clips:
             break
     if not samples.ids:
@@ -113,7 +119,18 @@ def synthetic_samples(rate: int, clips: int = 4) -> Samples:
         audio.append(
             0.1 * swell_S * sum(tones, torch.zeros(())) + 0.02 * torch.randn(len(time_S), generator=generator)
         )
-    return Samples([f"synthetic-{i + 1}" for i in range(clips)], audio, [], "synthetic signals")
+    return Samples([f"synthetic-{i + 1}" for i in range(clips)], audio, [], [""] * clips, "synthetic signals")
+
+
+def known_languages(languages: list[str], slots: Mapping[str, int]) -> list[str]:
+    """Return the names of the prompts of languages; `auto`, or the first, where the model has none for one."""
+    names = []
+    for language in languages:
+        try:
+            names.append(prompt_of(language, slots))
+        except BadUtterance:
+            names.append(AUTO if AUTO in slots else next(iter(slots)))
+    return names
 
 
 def through_nemo(
@@ -125,16 +142,18 @@ def through_nemo(
         context: [left, right] of a streaming encoder's attention; None: its default.
     """
     result = Recognised([])
-    with evaluation_mode(model), _context(model, context):
+    with evaluation_mode(model), attending(model.encoder, context):
         for first in range(0, len(samples.ids), batch):
             clips = samples.audio[first : first + batch]
             lengths_B = torch.tensor([len(a) for a in clips])
             audio_BS = torch.nn.utils.rnn.pad_sequence(clips, batch_first=True)
-            result.texts += [h.text for h in recognise_batch(model, audio_BS, lengths_B)]
+            languages = samples.languages[first : first + batch]
+            result.texts += [h.text for h in recognise_batch(model, audio_BS, lengths_B, languages)]
             mel_BFT, mel_lengths_B = model.preprocessor(input_signal=audio_BS, length=lengths_B)
             enc_BHT, enc_lengths_B = model.encoder(audio_signal=mel_BFT, length=mel_lengths_B)
             frames_B = enc_lengths_B.tolist()
             result.encoder_TH += [enc_BHT[i, :, :frames].T for i, frames in enumerate(frames_B)]
+            enc_BHT = with_prompt(model, enc_BHT, slots_of(model, languages))
             if kind.head == "ctc":
                 head = ctc_head(model)
                 assert head is not None
@@ -154,17 +173,6 @@ def through_nemo(
     return result
 
 
-@contextlib.contextmanager
-def _context(model: Transducer, context: list[int] | None) -> Iterator[None]:
-    default = model.encoder.att_context_size
-    if context is not None:
-        model.encoder.set_default_att_context_size(context)
-    try:
-        yield
-    finally:
-        model.encoder.att_context_size = default
-
-
 def through_transformers(
     model: Any, processor: Any, samples: Samples, batch: int, kind: Kind, look_ahead: int | None = None
 ) -> Recognised:
@@ -178,7 +186,8 @@ def through_transformers(
     with torch.no_grad():
         for first in range(0, len(samples.ids), batch):
             clips = samples.audio[first : first + batch]
-            inputs = processor([a.numpy() for a in clips], sampling_rate=rate).to(model.dtype)
+            prompt = {"language": samples.languages[first : first + batch]} if kind.prompt else {}
+            inputs = processor([a.numpy() for a in clips], sampling_rate=rate, **prompt).to(model.dtype)
             if look_ahead is not None:
                 inputs["num_lookahead_tokens"] = look_ahead
             if kind.head == "ctc":
@@ -240,9 +249,10 @@ def relative_difference(ones: Sequence[torch.Tensor], others: Sequence[torch.Ten
     return difference / largest if largest else difference
 
 
-def same_text(one: str, other: str) -> bool:
-    """Whether two texts are equal, apart from unknown pieces."""
-    if UNKNOWN_MARK in one or UNKNOWN_MARK in other:
+def same_text(one: str, other: str, with_tags: bool = False) -> bool:
+    """Whether two texts are equal, apart from unknown pieces, and from white space around language tags that both
+    left out."""
+    if with_tags or UNKNOWN_MARK in one or UNKNOWN_MARK in other:
         one, other = (" ".join(f" {text} ".replace(f" {UNKNOWN_MARK} ", "").split()) for text in (one, other))
     return one == other
 
@@ -332,7 +342,7 @@ def compare(
                         f"{tolerance:g})"
                     )
             for i, (text, other_text) in enumerate(zip(first.texts, other.texts, strict=True)):
-                if same_text(text, other_text):
+                if same_text(text, other_text, kind.prompt):
                     continue
                 problem = f"clip {samples.ids[i]}: {first_name} gives {text!r}, {name} gives {other_text!r}"
                 if kind.head == "tdt" and other.stuck and other.stuck[i] > limit:

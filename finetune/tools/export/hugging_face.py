@@ -12,7 +12,7 @@ import torch
 
 from finetune.errors import UserError
 from finetune.models.adapters import is_adapter
-from finetune.models.huggingface.layout import RECOMPUTED, Kind, feature_settings, kind_of
+from finetune.models.huggingface.layout import RECOMPUTED, Kind, feature_settings, kind_of, prompts_of
 from finetune.models.huggingface.reading import cached_file, files_on_hub, is_hugging_face
 from finetune.models.huggingface.writing import check_expressible, check_texts, head_of_hybrid, write_hugging_face
 from finetune.models.loading import check_hub_name, load_model
@@ -24,6 +24,7 @@ from finetune.tools.export.equal_texts import (
     Agreement,
     Samples,
     compare,
+    known_languages,
     load_written,
     read_samples,
     same_text,
@@ -146,6 +147,8 @@ def export_hugging_face(
         check_expressible(nemo)
         samples = samples_for(model_name, data, split, feature_settings(nemo.config)["sampling_rate"])
         check_texts(nemo, [" ".join(text.split()) for text in samples.texts])
+        if prompts := prompts_of(nemo.config):
+            samples.languages = known_languages(samples.languages, prompts)
         shutil.rmtree(aside, ignore_errors=True)
         try:
             write_hugging_face(nemo, aside, dtype)
@@ -190,7 +193,7 @@ def _check(nemo: NemoFile, directory: Path, samples: Samples, tolerance: float, 
     model, processor = load_written(directory, rounded, kind)
     after = through_transformers(model, processor, samples, 1, kind).texts
     agreement.changed_by_rounding = [
-        row for row in zip(samples.ids, before, after, strict=True) if not same_text(row[1], row[2])
+        row for row in zip(samples.ids, before, after, strict=True) if not same_text(row[1], row[2], kind.prompt)
     ]
     return agreement
 
