@@ -117,6 +117,7 @@ def train(
         checkpoint = run.find_checkpoint(config)
         model = run.build_model(accelerator, config, sources, checkpoint)
         trainer = run.build_trainer(accelerator, model, sources, config, total_steps)
+        run.check_languages(trainer)
         recovery = add_step_callbacks(trainer)
         panel = add_run_callbacks(trainer, write_report, place or Place(), profile_steps)
         if observe is not None:

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from omegaconf import OmegaConf, open_dict
 
-from finetune.models.nemo import check_head
+from finetune.models.nemo import check_heads, has_transducer, head_modules
 from finetune.models.protocols import Transducer
 from finetune.models.sentencepiece_model import (
     FILE,
@@ -45,7 +45,7 @@ def change_vocabulary(model: Transducer, directory: Path, note: Mapping[str, Any
     """Give a model another tokenizer, in place.
 
     A piece that the old tokenizer has too keeps its rows in the prediction network's embedding and in the joint's head
-    (and in a hybrid model's CTC head). Any other starts as the mean of the rows of the old pieces that encoded it
+    (and in the CTC head). Any other starts as the mean of the rows of the old pieces that encoded it
     before; a new character as its base letter (é as e), or as the mean of all pieces where it has none.
 
     Where the vocabulary grows, the logit of a new piece lies log(n / s) below that mean, n new pieces, s
@@ -63,8 +63,6 @@ def change_vocabulary(model: Transducer, directory: Path, note: Mapping[str, Any
     Raises:
         UserError: the model has an aggregate tokenizer.
     """
-    from nemo.collections.asr.losses.rnnt import RNNTLoss
-
     old = tokenizer_of(model, "model.tokenizer")
     new = parse((Path(directory) / FILE).read_bytes(), f"model.tokenizer: {directory}")
     sources = rows_to_start_from(old, new)
@@ -75,24 +73,10 @@ def change_vocabulary(model: Transducer, directory: Path, note: Mapping[str, Any
     margin = math.log(sum(fresh) / SHARE_OF_NEW_PIECES) if grows and any(fresh) else 0.0
     drop_V = margin * torch.tensor(fresh, dtype=torch.float32)
 
-    weights = {name: getattr(model, name).state_dict() for name in _parts(model)}
-    durations = model.joint.num_extra_outputs
-    reduction = model.loss.reduction
-    loss_name, loss_kwargs = model.extract_rnnt_loss_cfg(model.cfg.get("loss", None))
+    weights = {name: part.state_dict() for name, part in head_modules(model).items()}
     training, order = model.training, list(model._modules)
-    model.change_vocabulary(str(directory), "bpe")
-
-    model.loss = RNNTLoss(
-        num_classes=model.joint.num_classes_with_blank - 1 - (durations if loss_name == "tdt" else 0),
-        loss_name=loss_name,
-        loss_kwargs=loss_kwargs,
-        reduction=reduction,
-    )
-    if model.joint.fuse_loss_wer or (model.decoding.joint_fused_batch_size or 0) > 0:
-        model.joint.set_loss(model.loss)
-        model.joint.set_wer(model.wer)
-    for name in _parts(model):
-        part = getattr(model, name)
+    _change_tokens(model, directory)
+    for name, part in head_modules(model).items():
         now = part.state_dict()
         for key, tensor in weights[name].items():
             if tensor.shape != now[key].shape or _has_rows(part, key):
@@ -104,10 +88,33 @@ def change_vocabulary(model: Transducer, directory: Path, note: Mapping[str, Any
     model._modules = {name: model._modules[name] for name in order if name in model._modules}
     model.train(training)
     with open_dict(model.cfg):
-        model.cfg.labels = [p.piece for p in new.pieces]
+        if has_transducer(model):  # NeMo gives a CTC model no such key
+            model.cfg.labels = [p.piece for p in new.pieces]
         model.cfg[HISTORY] = [*changes_of(model), dict(note or {})]
-    check_head(model, str(directory))
+    check_heads(model, str(directory))
     return sources
+
+
+def _change_tokens(model: Transducer, directory: Path) -> None:
+    """Let NeMo make the heads anew for another tokenizer, with the loss that the transducer had."""
+    from nemo.collections.asr.losses.rnnt import RNNTLoss
+
+    if not has_transducer(model):
+        model.change_vocabulary(str(directory), "bpe")
+        return
+    durations = model.joint.num_extra_outputs
+    reduction = model.loss.reduction
+    loss_name, loss_kwargs = model.extract_rnnt_loss_cfg(model.cfg.get("loss", None))
+    model.change_vocabulary(str(directory), "bpe")
+    model.loss = RNNTLoss(
+        num_classes=model.joint.num_classes_with_blank - 1 - (durations if loss_name == "tdt" else 0),
+        loss_name=loss_name,
+        loss_kwargs=loss_kwargs,
+        reduction=reduction,
+    )
+    if model.joint.fuse_loss_wer or (model.decoding.joint_fused_batch_size or 0) > 0:
+        model.joint.set_loss(model.loss)
+        model.joint.set_wer(model.wer)
 
 
 def changes_of(model: Transducer) -> list[dict[str, Any]]:
@@ -155,7 +162,7 @@ def start_as_heard(model: Transducer, old: SentencePieceModel, heard: Mapping[st
         for j in ids:
             load[j] += counts[i] / len(ids)
     with torch.no_grad():
-        for part in (getattr(model, name) for name in _parts(model)):
+        for part in head_modules(model).values():
             for key, rows in part.state_dict().items():
                 if not _has_rows(part, key):
                     continue
@@ -164,11 +171,6 @@ def start_as_heard(model: Transducer, old: SentencePieceModel, heard: Mapping[st
                     rows[i] = rows[ids].float().mean(0)
                     if key.endswith("bias"):
                         rows[i] -= math.log(max(1, max(load[j] for j in ids) / counts[i])) + TIE
-
-
-def _parts(model: Transducer) -> list[str]:
-    """Return the names of the modules with a row for each piece."""
-    return [name for name in ("decoder", "joint", "ctc_decoder") if hasattr(model, name)]
 
 
 def _has_rows(part: torch.nn.Module, key: str) -> bool:

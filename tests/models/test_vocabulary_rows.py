@@ -21,7 +21,8 @@ import pytest
 import soundfile
 import torch
 import yaml
-from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, TOKENIZER, problem, read_lines, tiny_layout, write_manifest
+from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, TOKENIZER, problem, read_lines, write_manifest
+from ctc_layouts import hybrid_layout
 from turkish import TURKISH
 
 from finetune.config.load import load_config
@@ -242,26 +243,9 @@ def test_new_letters_begin_as_what_is_heard_for_them(tmp_path: Path) -> None:
 
 
 def test_a_hybrid_models_ctc_head_moves_too(tmp_path: Path) -> None:
-    from finetune.models.nemo import import_nemo
-
-    layout = tiny_layout()["model"]
-    layout["aux_ctc"] = {
-        "ctc_loss_weight": 0.3,
-        "use_cer": False,
-        "ctc_reduction": "mean_batch",
-        "decoder": {
-            "_target_": "nemo.collections.asr.modules.ConvASRDecoder",
-            "feat_in": None,
-            "num_classes": -1,
-            "vocabulary": [],
-        },
-        "decoding": {"strategy": "greedy"},
-    }
-    from omegaconf import OmegaConf
-
-    root = OmegaConf.create({"model": layout})
-    OmegaConf.resolve(root)
-    model = import_nemo().EncDecHybridRNNTCTCBPEModel(cfg=root.model)
+    path = tmp_path / "hybrid.yaml"
+    path.write_text(yaml.safe_dump(hybrid_layout()))
+    model = load(path)
     before = model.ctc_decoder.decoder_layers[0].weight.detach().clone()
     growth = grow(model, tmp_path / "tokenizer", TURKISH.splitlines(), 30)
     change_vocabulary(model, tmp_path / "tokenizer")
