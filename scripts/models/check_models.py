@@ -2,8 +2,8 @@
 
     python scripts/models/check_models.py [--families tdt,ctc] [--folder DIR] [--json FILE]
 
-Each cell is "yes", "not in transformers" with what no class of transformers expresses, or the end of the error. Exit
-code 1 if any cell fails.
+Each cell is "yes", "refused" where the family has no such thing and the command says so, "not in transformers" with
+what no class of transformers expresses, or the end of the error. Exit code 1 if any cell fails.
 """
 
 import argparse
@@ -11,10 +11,13 @@ import contextlib
 import importlib
 import io
 import json
+import platform
 import shutil
 import sys
 import traceback
 from collections.abc import Callable
+from datetime import date
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +119,7 @@ class Check:
             run("train", "--config", self.run_file, *changes)
         elif self.family.target == PROMPT:
             run("evaluate", "--model", model, "--data", self.manifest, "--head", "ctc", expect=(2,))
-            return
+            raise RefusedError
         run("evaluate", "--model", model, "--data", self.manifest, "--bootstrap", "0", "--head", "ctc")
         run("transcribe", "--model", model, self.folder.parent / "0.flac", "--timestamps", "--head", "ctc")
 
@@ -129,14 +132,22 @@ class Check:
         model = ("--model", self.run_folder, "--look-ahead", look_ahead or "1")
         clips = ("--data", self.manifest, "--bootstrap", "0", "--json", self.folder / "streaming.json")
         if look_ahead is None:
-            with contextlib.suppress(CommandError):
-                run("evaluate", *model, *clips)
-                raise AssertionError("it is streamed")
-            return
+            run("evaluate", *model, *clips, expect=(2,))
+            raise RefusedError
         run("evaluate", *model, *clips)
         found = json.loads((self.folder / "streaming.json").read_text())["streaming"]
         assert [row["look_ahead"] for row in found] == look_ahead.split(",")
         run("transcribe", *model[:3], look_ahead.split(",")[0], "--streaming", self.folder.parent / "0.flac")
+
+    def languages(self) -> None:
+        """--language of a prompt model; the others are told that they take none."""
+        expect = (0,) if self.family.target == PROMPT else (2,)
+        clips = ("--data", self.manifest, "--bootstrap", "0")
+        run("evaluate", "--model", self.run_folder, *clips, "--language", "auto", expect=expect)
+        run("transcribe", "--model", self.run_folder, self.folder.parent / "0.flac", "--language", "de", expect=expect)
+        if self.family.target != PROMPT:
+            raise RefusedError
+        run("evaluate", "--model", self.run_folder, *clips, "--language", "xx", expect=(2,))
 
     def nemo(self) -> None:
         """Plain NeMo restores what was trained, with the published settings."""
@@ -181,6 +192,7 @@ CELLS: tuple[Callable[[Check], None], ...] = (
     Check.other_heads,
     Check.transcribe,
     Check.streaming,
+    Check.languages,
     Check.nemo,
     Check.to_hugging_face,
     Check.from_hugging_face,
@@ -189,6 +201,10 @@ CELLS: tuple[Callable[[Check], None], ...] = (
 
 class CommandError(Exception):
     """A command ended with an exit code that is not expected; its message."""
+
+
+class RefusedError(Exception):
+    """The family has no such thing, and the command says so."""
 
 
 class NotInTransformersError(Exception):
@@ -233,12 +249,25 @@ def check_family(name: str, folder: Path, manifest: Path) -> dict[str, str]:
         try:
             cell(check)
             results[cell.__name__] = "yes"
+        except RefusedError:
+            results[cell.__name__] = "refused"
         except NotInTransformersError as error:
             results[cell.__name__] = f"not in transformers: {error}"
         except Exception as error:
             results[cell.__name__] = str(error) if isinstance(error, CommandError) else repr(error)
         print(f"{name} {cell.__name__}: {results[cell.__name__][:300]}", flush=True)
     return results
+
+
+def record(results: dict[str, dict[str, str]]) -> dict[str, Any]:
+    """Return what --json writes: results by family and cell, with the versions they hold for."""
+    return {
+        "date": date.today().isoformat(),
+        "python": platform.python_version(),
+        "versions": {name: metadata.version(name) for name in ("nemo_toolkit", "transformers", "torch")},
+        "command": "python scripts/models/check_models.py",
+        "families": {name: {"published": FAMILIES[name].published, "cells": cells} for name, cells in results.items()},
+    }
 
 
 def main() -> int:
@@ -255,8 +284,8 @@ def main() -> int:
     names = arguments.families.split(",") if arguments.families else list(FAMILIES)
     results = {name: check_family(name, arguments.folder / name, manifest) for name in names}
     if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    passed = ("yes", "not in transformers")
+        arguments.json.write_text(json.dumps(record(results), indent=2) + "\n", encoding="utf-8")
+    passed = ("yes", "refused", "not in transformers")
     return int(not all(result.startswith(passed) for cells in results.values() for result in cells.values()))
 
 
