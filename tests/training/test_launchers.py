@@ -164,7 +164,9 @@ def test_a_users_own_deepspeed_file_with_bf16_is_training_in_bf16(adamw_curve, t
         named = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": str(file)}}
         config = {"compute_environment": "LOCAL_MACHINE", "num_processes": 1, **named}
         (tmp_path / "accelerate.yaml").write_text(yaml.safe_dump(config))
-        start([str(BIN / "accelerate"), "launch", "--config_file", str(tmp_path / "accelerate.yaml"), TRAIN, *arguments])
+        start(
+            [str(BIN / "accelerate"), "launch", "--config_file", str(tmp_path / "accelerate.yaml"), TRAIN, *arguments]
+        )
     told = summary(tmp_path / "run")
     assert (told["engine"], told["mixed_precision"]) == ("deepspeed_offload", "bf16")
     ours = curve(tmp_path / "run")
