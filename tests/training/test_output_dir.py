@@ -304,7 +304,7 @@ def test_wrong_models(failed: Callable[..., str], tiny_run: Callable[..., list[s
         "garbage.nemo": ["{} cannot be read as a NeMo model"],
         "layout.yaml": ["{}", "no key `model:`"],
         "unfinished": ["the directory {} holds no .nemo file", "finished run"],
-        "transformers": ["{} is a Hugging Face model of the type None", "'parakeet_tdt'", ".nemo"],
+        "transformers": ["{} is a Hugging Face model of the type None", "parakeet_tdt (ParakeetForTDT)", ".nemo"],
         "speechless.yaml": ["model.tokenizer", "{}", "tokenizer.model"],
     }
     wrong = []
