@@ -177,15 +177,17 @@ def test_both_parts_of_a_hybrids_loss_are_logged_and_stay_however_a_step_is_cut(
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [ctc_layout, hybrid_layout])
 def test_two_ranks_train_like_one_process(built, trainings, tmp_path, layout):
-    name = [f"model.name={built(layout)}", "model.omega=0"]
+    name = [f"model.name={built(layout)}", "model.omega=0", "training.max_steps=8"]
     trainings(
         one=(1, *name, "training.gradient_accumulation_steps=2", "training.dataloader_num_workers=2"),
         ddp=(2, *name, "--strategy", "ddp"),
+        fsdp2=(2, *name, "--strategy", "fsdp2"),
     )
-    one, ddp = (read_lines(tmp_path / run / "metrics.jsonl") for run in ("one", "ddp"))
+    one, *others = (read_lines(tmp_path / run / "metrics.jsonl") for run in ("one", "ddp", "fsdp2"))
     parts = PARTS if layout is hybrid_layout else ("loss", "grad_norm")
-    for a, b in zip(one, ddp, strict=True):
-        assert [b[part] for part in parts] == pytest.approx([a[part] for part in parts], rel=1e-3)
+    for other in others:
+        for a, b in zip(one, other, strict=True):
+            assert [b[part] for part in parts] == pytest.approx([a[part] for part in parts], rel=1e-3)
 
 
 # ---- decoding -------------------------------------------------------------------------------------------------------
@@ -320,14 +322,16 @@ STRATEGIES = {
     "plain": {},
     "gradient_checkpointing": {"gradient_checkpointing": True},
     "sdpa": {"scaled_dot_product_attention": True},
+    "activation_offload": {"activation_offload": True},
     "partial_unfreeze": {"freeze_encoder": True, "unfreeze_encoder_layers": 1},
     "freeze_encoder": {"freeze_encoder": True},
     "lora": {"lora_rank": 4},
 }
 
 
-def test_strategies_on_a_ctc_model(built, run_train, tiny_run, clips, tmp_path):
+def test_strategies_on_a_ctc_model(built, run_train, tiny_run, tmp_path, monkeypatch):
     """All begin at the same loss; what changes no mathematics also goes on alike, and what is frozen stays."""
+    monkeypatch.setattr("finetune.strategies.activation_offload.THRESHOLD", 1024)
     path = built(ctc_layout)
     before, losses = load_model(path).state_dict(), {}
     for name, options in STRATEGIES.items():
@@ -341,7 +345,7 @@ def test_strategies_on_a_ctc_model(built, run_train, tiny_run, clips, tmp_path):
         assert not torch.equal(after[head], before[head])
         frozen = "encoder.layers.0.feed_forward1.linear1.weight"
         assert torch.equal(after[frozen], before[frozen]) is (name in ("partial_unfreeze", "freeze_encoder"))
-    for name in ("gradient_checkpointing", "sdpa"):
+    for name in ("gradient_checkpointing", "sdpa", "activation_offload"):
         assert losses[name] == pytest.approx(losses["plain"], rel=1e-4)
     merged = load_model(str(tmp_path / "lora" / "adapter")).state_dict()
     for name, tensor in load_model(str(tmp_path / "lora")).state_dict().items():

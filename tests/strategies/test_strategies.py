@@ -225,6 +225,12 @@ CONFLICTS: dict[tuple[str, str], list[str]] = {
         "model.lora_train_decoder=false",
         "model.tokenizer.extend_from=texts.txt",
     ],
+    ("model.add_ctc", "model.lora_train_decoder false"): [
+        "model.add_ctc=true",
+        "model.lora_rank=4",
+        "model.lora_train_decoder=false",
+    ],
+    ("model.add_ctc", "model.ctc_loss_weight 0"): ["model.add_ctc=true", "model.ctc_loss_weight=0"],
     ("training.ema_decay", "DeepSpeed ZeRO-3"): [
         "training.ema_decay=0.9",
         "data.validation=v.jsonl",
