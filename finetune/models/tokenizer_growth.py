@@ -14,7 +14,7 @@ import itertools
 import math
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,16 +110,25 @@ def grow_on_texts(
             f"{key}: the texts need {len(characters)} characters that the tokenizer lacks, more than size={size}. Set "
             f"size to {len(characters)} or more, or coverage below 1, which leaves out the rarest (now {coverage:g})."
         )
-    new = set(characters) - old
+    new = None if pieces == "all" else set(characters) - old
+    merges = _merges(words, own | set(characters), size - len(characters), new)
+    return Growth(_appended(model, characters, merges), len(model.pieces), characters, left_out)
+
+
+def _merges(words: Counter[Word], own: set[str], count: int, new: set[str] | None) -> dict[str, Word]:
+    """Return the most frequent merges of words that can be written, with their parts, first ones first.
+
+    Args:
+        own: all pieces.
+        new: characters of which a merge has to hold one; None takes all merges.
+    """
 
     def allowed(piece: str) -> bool:
-        wanted = pieces == "all" or any(c in new for c in piece)
+        wanted = new is None or any(c in new for c in piece)
         return wanted and len(piece) <= LONGEST_PIECE and _is_word_part(piece)
 
-    writable = own | set(characters)
-    usable = Counter({w: n for w, n in words.items() if all(s in writable for s in w)})
-    merges = _merge_on(dict(usable.most_common(MOST_WORDS)), own, size - len(characters), allowed)
-    return Growth(_appended(model, characters, merges), len(model.pieces), characters, left_out)
+    usable = Counter({w: n for w, n in words.items() if all(s in own for s in w)})
+    return _merge_on(dict(usable.most_common(MOST_WORDS)), own, count, allowed)
 
 
 def grow_from_tokenizer(
@@ -144,7 +153,12 @@ def grow_from_tokenizer(
 
 
 def grow_as_heard(
-    model: SentencePieceModel, texts: Iterable[str], heard: Mapping[str, str], growth: Growth, size: int
+    model: SentencePieceModel,
+    texts: Collection[str],
+    heard: Mapping[str, str],
+    growth: Growth,
+    size: int,
+    filled: int = 0,
 ) -> Growth:
     """Append the characters of a growth on texts, and for the old pieces that write what is heard the same in new
     letters: where T, H, E are heard as t, h, e, and `the` is a piece, THE becomes one.
@@ -158,6 +172,7 @@ def grow_as_heard(
         heard: old letters by new ones, small letters.
         growth: `grow_on_texts` of the same model and texts.
         size: pieces that are appended at most, more than the characters.
+        filled: with fewer pieces, merges of the texts follow as in `grow_on_texts`, up to so many.
     """
     counts: Counter[str] = Counter()
     scores = {p.piece: p.score for p in model.pieces if p.type in (NORMAL, USER_DEFINED)}
@@ -181,7 +196,13 @@ def grow_as_heard(
         return _append(model, {piece: found[piece] for piece in [*growth.characters, *pieces]})
 
     new, kept = _with_reachable(candidates, grown)
-    return Growth(new, growth.before, growth.characters, growth.left_out, len(candidates) - len(kept))
+    left = filled - len(growth.characters) - len(kept)
+    if left > 0:
+        own = {p.piece for p in new.pieces}
+        new = _appended(
+            new, [], _merges(_count_words(new, texts), own, left, set(growth.characters) - alphabet(model))
+        )
+    return Growth(new, growth.before, growth.characters, growth.left_out)
 
 
 def _with_reachable(

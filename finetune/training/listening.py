@@ -47,7 +47,8 @@ def listen(
             if rows:
                 lengths_B = batch.audio_lengths_B[rows]
                 audio_BS = batch.audio_BS[rows, : int(lengths_B.max())]
-                heard = recognise_texts(model, audio_BS, lengths_B, LONGEST_AT_ONCE)
+                languages = [batch.languages[i] for i in rows]
+                heard = recognise_texts(model, audio_BS, lengths_B, LONGEST_AT_ONCE, languages)
                 pairs += zip((batch.texts[i] for i in rows), heard, strict=True)
                 seconds += int(lengths_B.sum()) / rate
             if seconds >= SECONDS_LISTENED_TO or len(texts) >= CLIPS_LOOKED_AT:

@@ -189,8 +189,9 @@ def make_tokenizer(
         if unrelated and hear is not None:
             heard = hear(unrelated)
             report["new_letters"] = heard.as_json()
-            if other is None and setting.pieces == "new_characters":
-                growth = grow_as_heard(old, plain, heard.letters, growth, setting.size or len(old.pieces))
+            if heard.letters and other is None and setting.pieces == "new_characters":
+                most = setting.size or max(len(old.pieces), size)
+                growth = grow_as_heard(old, plain, heard.letters, growth, most, size)
         new, report["growth"] = growth.model, growth.as_json()
         (log.info if growth.added else log.warning)("%s: %s", key, growth)
     elif other is None:

@@ -255,8 +255,8 @@ def run(published, run_train_for_module, tmp_path_factory, clips) -> Iterator[Pa
         "training": {
             "output_dir": str(folder / "run"),
             "max_steps": 6,
-            "per_device_train_batch_size": 8,
-            "learning_rate": 3e-3,
+            "per_device_train_batch_size": 24,  # the same clips in each step
+            "learning_rate": 1e-3,
             "logging_steps": 1,
             "save_steps": 3,
             "dataloader_num_workers": 0,
