@@ -180,7 +180,7 @@ class Check:
             reasons, refused, _ = str(error).partition(" Nothing was written. --to nemo keeps")
             if not refused:
                 raise
-            raise NotInTransformersError(reasons) from error
+            raise NotInTransformersError(reasons.rpartition("as transformers' ")[2]) from error
 
     def from_hugging_face(self) -> None:
         if not (self.folder / "hf").is_dir():
