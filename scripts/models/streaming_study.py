@@ -36,10 +36,12 @@ def to_cache_aware(path: Path) -> Path:
 
     from finetune.models.loading import load_model
     from finetune.models.nemo import build
-    from finetune.models.nemo_archive import save_nemo
+    from finetune.models.nemo_archive import NOT_BUILT, save_nemo
 
     base = load_model(str(BASE))
     config: Any = OmegaConf.to_container(base.cfg, resolve=True)
+    for section in NOT_BUILT:
+        config.pop(section, None)
     config["preprocessor"]["normalize"] = "NA"
     config["encoder"] |= {
         "causal_downsampling": True,
