@@ -33,7 +33,7 @@ def prompt_of(language: str, slots: Mapping[str, int]) -> str:
     if language in slots:
         return language
     code = _plain(language)
-    plain = {_plain(name): name for name in reversed(slots)}
+    plain = {_plain(name): name for name in reversed(list(slots))}
     bare = code.split("-")[0]
     for wanted in (code, bare):
         if wanted in plain:

@@ -37,8 +37,8 @@ class StreamOptions:
     fits: Callable[[list[int], list[list[int]]], list[bool]] | None = None
     """(samples, token ids) of several utterances -> whether an alignment of each exists; the others are left out."""
     prompts: Mapping[str, int] = field(default_factory=dict)
-    """Slots of a prompt model's prompts by name (finetune.data.language_prompts). With prompts, utterances in a language
-    that has none go into quarantine."""
+    """Slots of a prompt model's prompts by name (finetune.data.language_prompts). With prompts, utterances in a
+    language that has none go into quarantine."""
     auto_ratio: float = 0.0
     """Share of the utterances that get the prompt `auto`, drawn anew in each epoch."""
     read_retries: int = RETRIES

@@ -189,7 +189,7 @@ def recognise_texts(
     """
     limit = int(longest * model.preprocessor._sample_rate)
     texts = [""] * len(lengths_B)
-    short = torch.nonzero(lengths_B <= limit)[:, 0].tolist()
+    short: list[int] = torch.nonzero(lengths_B <= limit)[:, 0].tolist()
     if short:
         # Indexing copies: only for a batch that has to be split.
         whole = len(short) == len(texts)

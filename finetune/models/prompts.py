@@ -1,7 +1,9 @@
 """The encoder with the language prompt behind it, of models that have one (NeMo's EncDecRNNTBPEModelWithPrompt).
 
-Such a model appends a one-hot vector of the prompt's slot to each encoder frame and projects both back (`prompt_kernel`);
-prediction network and joint are those of any transducer. B batch, F mel bins, T frames, H width, P slots.
+Such a model appends a one-hot vector of the prompt's slot to each encoder frame and projects both back
+(`prompt_kernel`); prediction network and joint are those of any transducer.
+
+B batch, F mel bins, T frames, H width, P slots.
 """
 
 import contextlib
@@ -36,8 +38,8 @@ def check_prompts(model: Transducer, name: str) -> None:
     for prompt, slot in slots.items():
         if type(slot) is not int or not 0 <= slot < model.num_prompts:
             raise UserError(
-                f"model.name: {name}: {key}.{prompt[:40]}: a slot from 0 to {model.num_prompts - 1} is expected, found "
-                f"{slot!r}."
+                f"model.name: {name}: {key}.{prompt[:40]}: a slot from 0 to {model.num_prompts - 1} is expected, "
+                f"found {slot!r}."
             )
 
 

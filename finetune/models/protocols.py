@@ -72,6 +72,8 @@ class Subsampling(Module):
     _right_padding: int
     _ceil_mode: bool
     _sampling_num: int
+    get_sampling_frames: Callable[[], Any]
+    """Mel frames that a chunk has at least: one number, or the first chunk's and the later ones'."""
 
 
 class Encoder(Module):
@@ -145,6 +147,7 @@ class CtcHead(Module):
     """Encoder outputs (B, H, T) -> log-probabilities of V tokens and blank, (B, T, V + 1) (`ConvASRDecoder`)."""
 
     vocabulary: Sequence[str]
+    decoder_layers: Sequential
     num_classes_with_blank: int
 
 
@@ -155,6 +158,7 @@ class Decoding(Protocol):
     """The greedy search itself."""
     joint_fused_batch_size: int | None
     rnnt_decoder_predictions_tensor: Callable[..., list[Any]]
+    decode_hypothesis: Callable[[list[Any]], list[Any]]
     decode_tokens_to_str_with_strip_punctuation: Callable[[Sequence[int]], str]
 
 

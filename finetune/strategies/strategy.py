@@ -208,8 +208,8 @@ def _deepspeed_engine(path: Path) -> str:
 
 
 def _deepspeed_precision(path: Path) -> str | None:
-    """Return bf16 where a DeepSpeed file switches it on: the run computes in it through autocast, since DeepSpeed's own
-    mode casts parameters but not BatchNorm's buffers. `auto` is for the run file to say.
+    """Return bf16 where a DeepSpeed file switches it on: the run computes in it through autocast, since DeepSpeed's
+    own mode casts parameters but not BatchNorm's buffers. `auto` is for the run file to say.
 
     Raises:
         UserError: it switches on fp16.

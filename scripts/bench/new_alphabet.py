@@ -147,14 +147,16 @@ def main() -> int:
     write_manifests(folder)
     texts, settings = folder / "new" / "train.jsonl", arguments.settings
     name = "+".join(["", *settings]).replace("/", "_")
-    runs = [("old alphabet", "old", [])]
-    for start in starts:
-        made = [f"model.tokenizer.extend_from={texts}"] if start == "heard" else None
-        runs.append((start + name, "new", [*(made or [f"model.name={make_model(start, texts, folder)}"]), *settings]))
     results: list[dict[str, Any]] = []
-    for title, side, own in runs:
+    for start in ["old alphabet", *starts]:
+        side = "old" if start == "old alphabet" else "new"
+        title, own = (start, []) if side == "old" else (start + name, settings)
         output = folder / f"{title.replace(' ', '_')}-{arguments.steps}"
         if not (output / "summary.json").is_file():
+            if start == "heard":
+                own = [f"model.tokenizer.extend_from={texts}", *own]
+            elif side == "new":
+                own = [f"model.name={make_model(start, texts, folder)}", *own]
             train(folder, side, output, arguments.steps, arguments.eval_steps, own)
         found = curve(output)
         base = results[0]["by_step"] if results else found

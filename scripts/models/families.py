@@ -24,8 +24,8 @@ PROMPT = f"{MODELS}.rnnt_bpe_models_prompt.EncDecRNNTBPEModelWithPrompt"
 
 D_MODEL, HIDDEN = 32, 32
 LOOK_AHEADS = {"large": [[70, 13], [70, 6], [70, 1], [70, 0]], "prompt": [[56, 3], [56, 0], [56, 6], [56, 13]]}
-# Some of the published 110: several names of a slot, `no` (which YAML may read as false), languages without a bare code,
-# `auto` in the middle.
+# Some of the published 110: several names of a slot, `no` (which YAML may read as false), languages without a bare
+# code, `auto` in the middle.
 PROMPTS = {"en-US": 0, "en": 0, "en-GB": 1, "enGB": 1, "es-ES": 2, "es-US": 3, "es": 3, "zh-CN": 4, "zh-ZH": 4}
 PROMPTS |= {"zh-TW": 5, "fr-FR": 8, "fr": 8, "de-DE": 9, "de": 9, "ja-JP": 10, "ja-JA": 10, "no-NO": 27, "no": 27}
 PROMPTS |= {"th-TH": 32, "fr-CA": 100, "mt-MT": 102, "auto": 101}

@@ -4,7 +4,7 @@
 
 Convolutions and subsampling become causal, attention goes by chunks with four look-aheads, and features are no longer
 normalised over the recording, as in NVIDIA's streaming models. The base's weights are taken over, the subsampling's
-last layer shifted by the bin that causal padding adds. A finished run in the output directory is not made again.
+last layer shifted by the bin that causal padding adds. A run in the output directory goes on where it was stopped.
 """
 
 import argparse
@@ -30,16 +30,18 @@ DATA = ROOT / "examples" / "voice_prompts"
 LOOK_AHEADS = [[56, 13], [56, 6], [56, 1], [56, 0]]
 
 
-def to_cache_aware(path: Path) -> Path:
-    """Write the base as a cache-aware model, not trained yet; return the path."""
+def to_cache_aware(path: Path) -> None:
+    """Write the base as a cache-aware model, not trained yet."""
     from omegaconf import OmegaConf
 
     from finetune.models.loading import load_model
     from finetune.models.nemo import build
-    from finetune.models.nemo_archive import save_nemo
+    from finetune.models.nemo_archive import NOT_BUILT, save_nemo
 
     base = load_model(str(BASE))
     config: Any = OmegaConf.to_container(base.cfg, resolve=True)
+    for section in NOT_BUILT:
+        config.pop(section, None)
     config["preprocessor"]["normalize"] = "NA"
     config["encoder"] |= {
         "causal_downsampling": True,
@@ -63,7 +65,6 @@ def to_cache_aware(path: Path) -> Path:
         weights[buffer] = model.state_dict()[buffer]
     model.load_state_dict(weights)
     save_nemo(model, path)
-    return path
 
 
 def feature_level() -> tuple[float, float]:
@@ -87,7 +88,7 @@ def train(model: Path, output: Path, steps: int) -> None:
     run = yaml.safe_load((ROOT / "finetune" / "configs" / "quickstart.yaml").read_text(encoding="utf-8"))
     run["model"]["name"] = str(model.resolve())
     run["data"].update(train=str(DATA), validation=str(DATA), test=None, max_eval_samples=64)
-    run["training"].update(output_dir=str(output), overwrite_output_dir=True, max_steps=steps, save_steps=0)
+    run["training"].update(output_dir=str(output), resume_from_checkpoint=True, max_steps=steps, save_steps=50)
     run["training"].update(eval_on_start=False, eval_steps=steps)
     file = output.with_suffix(".yaml")
     file.write_text(yaml.safe_dump(run), encoding="utf-8")
@@ -103,8 +104,11 @@ def main() -> int:
     arguments = parser.parse_args()
     folder = arguments.output_dir.resolve()
     folder.mkdir(parents=True, exist_ok=True)
+    untrained = folder / "untrained.nemo"
+    if not untrained.is_file():
+        to_cache_aware(untrained)
     if not (folder / "run" / "summary.json").is_file():
-        train(to_cache_aware(folder / "untrained.nemo"), folder / "run", arguments.steps)
+        train(untrained, folder / "run", arguments.steps)
     options = ["--data", str(DATA), "--look-ahead", "all", "--max-samples", str(arguments.max_samples)]
     measured = folder / "evaluation.json"
     command = [sys.executable, "-m", "finetune.evaluate", "--model", str(folder / "run"), *options]

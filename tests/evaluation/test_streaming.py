@@ -195,8 +195,8 @@ def test_the_text_grows_and_int16_is_the_same_sound(talkative, recordings):
 @pytest.mark.slow
 def test_a_trained_models_texts_are_nemos_letter_by_letter(tmp_path):
     """The model of scripts/models/streaming_study.py after some of its steps, on recordings that it did not learn."""
-    model_path = streaming_study.to_cache_aware(tmp_path / "untrained.nemo")
-    streaming_study.train(model_path, tmp_path / "run", steps=150)
+    streaming_study.to_cache_aware(tmp_path / "untrained.nemo")
+    streaming_study.train(tmp_path / "untrained.nemo", tmp_path / "run", steps=150)
     rows = [
         row
         for shard in sorted((ROOT / "examples" / "voice_prompts" / "data").glob("test-*.parquet"))

@@ -73,7 +73,8 @@ def test_loss_and_gradients_are_nemos(prompt_model):
     (audio_BS, lengths_B), token_lengths_B = audio_of(), torch.tensor([7, 3, 1])
     tokens_BU = torch.randint(1, model.tokenizer.vocab_size, (3, 7), generator=torch.Generator().manual_seed(0))
     slots_B = slots_of(model, ["de", "en-GB", ""])
-    assert slots_B is not None and slots_B.tolist() == [9, 1, 101]
+    assert slots_B is not None
+    assert slots_B.tolist() == [9, 1, 101]
     module = TransducerLossModule(model)
     module.train()
     ours = module(audio_BS, lengths_B, tokens_BU, token_lengths_B, slots_B).mean()
@@ -228,16 +229,20 @@ def test_evaluate_and_transcribe_take_a_language(prompt_model, without_auto, cli
     assert run(evaluate, "--model", prompt_model, *rows, "--language", "auto")[0] == 0
     other = ["--data", bare_clips("xx"), "--max-samples", "4", "--bootstrap", "0"]
     code, _, said = run(evaluate, "--model", prompt_model, *other)
-    assert code == 1 and "(4 in quarantine" in said and "no prompt for the language 'xx'" in said
+    assert code == 1
+    assert "(4 in quarantine" in said
+    assert "no prompt for the language 'xx'" in said
     assert run(evaluate, "--model", prompt_model, *other, "--language", "de")[0] == 0
     code, _, said = run(evaluate, "--model", prompt_model, *rows, "--language", "deu")
-    assert code == 2 and "--language: the model has no prompt for the language 'deu': did you mean de-DE" in said
+    assert code == 2
+    assert "--language: the model has no prompt for the language 'deu': did you mean de-DE" in said
 
     clip = str(next(clips.glob("*.flac")))
     assert run(transcribe, "--model", prompt_model, clip, "--timestamps")[0] == 0
     assert run(transcribe, "--model", prompt_model, clip, "--language", "de-DE")[0] == 0
     code, _, said = run(transcribe, "--model", without_auto, clip)
-    assert code == 2 and "--language: the model has no prompt for the language 'auto'" in said
+    assert code == 2
+    assert "--language: the model has no prompt for the language 'auto'" in said
 
 
 def test_a_model_without_prompts_takes_no_language(tiny_model, clips, capsys):

@@ -149,9 +149,12 @@ def test_a_users_own_deepspeed_file_with_bf16_is_training_in_bf16(adamw_curve, t
     """As the instructions of other projects have it; the run file says nothing of a precision."""
     offload = {"device": "cpu", "pin_memory": True}
     settings = {
-        **{name: "auto" for name in ("train_batch_size", "train_micro_batch_size_per_gpu")},
-        **{"gradient_accumulation_steps": "auto", "gradient_clipping": 1.0},
-        **{"fp16": {"enabled": False}, "bf16": {"enabled": True}},
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": 1.0,
+        "fp16": {"enabled": False},
+        "bf16": {"enabled": True},
         "zero_optimization": {"stage": 2, "offload_optimizer": offload, "contiguous_gradients": True},
     }
     file = tmp_path / "deepspeed_config.json"

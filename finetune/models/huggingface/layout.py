@@ -293,7 +293,7 @@ def piece_count(config: Mapping[str, Any]) -> int:
 def attention_contexts(config: Mapping[str, Any]) -> list[list[int]]:
     """Return the attention contexts that a streaming encoder is trained for, [left, right] in its frames each; the
     first is the default."""
-    found = config["encoder"].get("att_context_size") or [-1, -1]
+    found: Any = config["encoder"].get("att_context_size") or [-1, -1]
     return [list(pair) for pair in ([found] if isinstance(found[0], int) else found)]
 
 
