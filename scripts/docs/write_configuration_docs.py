@@ -139,17 +139,19 @@ def models_table() -> str:
     ]
     notes: list[str] = []
     for name, family in found["families"].items():
-        cells = [_verdict([family["cells"].get(c) for c in checks], notes) for checks in CHECKS.values()]
+        cells = [_verdict({check: family["cells"][check] for check in checks}, notes) for checks in CHECKS.values()]
         lines.append(f"| {name} | {', '.join(family['published'])} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(f"{i}. {note}" for i, note in enumerate(notes, 1))]) + "\n"
 
 
-def _verdict(results: list[str | None], notes: list[str]) -> str:
+def _verdict(results: dict[str, str], notes: list[str]) -> str:
     """Return one word for the results of some cells, nothing where there is no such thing; a reason becomes a note."""
-    reason = next((result for result in results if result and result != "yes"), None)
-    if reason in (None, "refused"):
-        return "yes" if reason is None and any(results) else ""
-    verdict = "no"
+    refused = [check for check, result in results.items() if result == "refused"]
+    reasons = [result for result in results.values() if result not in ("yes", "refused")]
+    if not reasons:
+        lacking = f" without {', '.join(refused)}" if refused else ""
+        return "" if len(refused) == len(results) else f"yes{lacking}"
+    verdict, reason = "no", reasons[0]
     if reason.startswith("not in transformers"):
         verdict, reason = "none", reason.removeprefix("not in transformers: ")
     if reason not in notes:
