@@ -1,6 +1,7 @@
 """Word and character error rates of a model on a data set, overall and per language; and whether two models differ.
 
     python -m finetune.evaluate --model M --data D [--split test] [--json FILE] [--utterances FILE]
+    python -m finetune.evaluate --model M --data D --look-ahead all    a streaming model, chunk by chunk
     python -m finetune.evaluate --model A --against B --data D
     python -m finetune.evaluate --compare A.jsonl B.jsonl              files that --utterances wrote
 
@@ -17,9 +18,19 @@ from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.evaluation.long_audio import LONGEST_AT_ONCE
 from finetune.evaluation.significance import RESAMPLES, block_names
-from finetune.evaluation.tables import print_comparison, print_rates
+from finetune.evaluation.tables import print_comparison, print_rates, print_streaming
 from finetune.logs import print_error, set_up_logging
-from finetune.tools.command_line import add_data, add_decoding, add_json, add_model, command, device_of
+from finetune.tools.command_line import (
+    add_data,
+    add_decoding,
+    add_head,
+    add_json,
+    add_language,
+    add_look_ahead,
+    add_model,
+    command,
+    device_of,
+)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -33,6 +44,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--compare", nargs=2, type=Path, metavar="FILE", help="compare two files of --utterances")
     add_data(parser, "one data set or several, evaluated together")
     add_decoding(parser, 16)
+    add_head(parser)
+    add_language(parser, "each clip's own")
+    add_look_ahead(parser, "also recognise chunk by chunk, with each of these look-aheads (or all)")
     parser.add_argument(
         "--chunk",
         type=float,
@@ -112,9 +126,12 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
         max_samples=arguments.max_samples,
         workers=arguments.workers,
         device=device_of(arguments),
+        head=arguments.head,
+        language=arguments.language,
         tokenizer=arguments.tokenizer,
         resamples=arguments.bootstrap,
         block_pattern=arguments.bootstrap_by_id,
+        look_ahead=arguments.look_ahead,
     )
     file, second_file, *_ = [*arguments.utterances, None, None]
     if not arguments.against:
@@ -167,6 +184,8 @@ def main(argv: list[str] | None = None) -> int:
     if not arguments.compare:
         for rates in result.get("models", [result]):
             print_rates(rates)
+            if "streaming" in rates:
+                print_streaming(rates)
     if arguments.compare or arguments.against:
         print_comparison(result)
     if arguments.json:

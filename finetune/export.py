@@ -42,6 +42,11 @@ def make_parser() -> argparse.ArgumentParser:
         default=TOLERANCE,
         help=f"largest difference of encoder and joint outputs, relative to the largest (default: {TOLERANCE:g})",
     )
+    only.add_argument(
+        "--head",
+        choices=("transducer", "ctc"),
+        help="of a hybrid model: its transducer (TDT or RNN-T, the default), or its CTC head",
+    )
     only.add_argument("--dtype", choices=DTYPES, default="float32", help="of the written weights (default: float32)")
     return parser
 
@@ -49,8 +54,8 @@ def make_parser() -> argparse.ArgumentParser:
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser()
     arguments = parser.parse_args(argv)
-    if arguments.to == "nemo" and (arguments.data or arguments.dtype != "float32"):
-        parser.error("--data and --dtype are for --to hf")
+    if arguments.to == "nemo" and (arguments.data or arguments.head or arguments.dtype != "float32"):
+        parser.error("--data, --head and --dtype are for --to hf")
     if not arguments.tolerance > 0:
         parser.error("--tolerance has to be above 0")
     return arguments
@@ -71,6 +76,7 @@ def main(argv: list[str] | None = None) -> int:
                 split=arguments.split,
                 tolerance=arguments.tolerance,
                 dtype=arguments.dtype,
+                head=arguments.head,
             )
             print(report)
         else:

@@ -115,8 +115,9 @@ def train(
         prediction = auto_batch.set_bounds(accelerator, config, strategy)
         total_steps = run.plan_steps(accelerator, config, sources)
         checkpoint = run.find_checkpoint(config)
-        model = run.build_model(accelerator, config, checkpoint)
+        model = run.build_model(accelerator, config, sources, checkpoint)
         trainer = run.build_trainer(accelerator, model, sources, config, total_steps)
+        run.check_languages(trainer)
         recovery = add_step_callbacks(trainer)
         panel = add_run_callbacks(trainer, write_report, place or Place(), profile_steps)
         if observe is not None:

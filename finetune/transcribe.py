@@ -2,21 +2,40 @@
 
     python -m finetune.transcribe --model M FILES... [--timestamps]
     python -m finetune.transcribe --model M FILES... --format srt,vtt --output subtitles
+    python -m finetune.transcribe --model M FILES... --streaming [--look-ahead N]
     find talks -name '*.wav' | python -m finetune.transcribe --model M -
 
 Files: whatever soundfile reads (WAV, FLAC, MP3, Ogg), any sample rate, any number of channels. `-` reads paths from
 standard input, one a line. Audio is read block by block and decoded in chunks that overlap, so that hours take no more
-memory than minutes.
+memory than minutes. With --streaming the text of each file comes as it grows, then its JSON line.
 """
 
+from __future__ import annotations
+
 import argparse
+import logging
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from finetune.errors import UserError
 from finetune.evaluation.long_audio import CHUNK_SECONDS, OVERLAP_SECONDS
 from finetune.logs import print_error, set_up_logging
-from finetune.tools.command_line import add_decoding, add_model, command, device_of, positive
+from finetune.tools.command_line import (
+    add_decoding,
+    add_head,
+    add_language,
+    add_look_ahead,
+    add_model,
+    command,
+    device_of,
+    positive,
+)
+
+if TYPE_CHECKING:
+    from finetune.models.protocols import Transducer
+
+log = logging.getLogger(__name__)
 
 FORMATS = ("json", "srt", "vtt", "txt")
 EXAMPLE = "python -m finetune.transcribe --model runs/quickstart talk.mp3 --format srt --output subtitles"
@@ -39,13 +58,22 @@ def make_parser() -> argparse.ArgumentParser:
     local = "local: each frame sees --context frames on either side, so that a whole file can be decoded at once"
     add("--attention", default="full", choices=("full", "local"), help=local)
     add("--context", type=positive, default=256, metavar="FRAMES", help="of --attention local (default: 256)")
+    add("--streaming", action="store_true", help="recognise chunk by chunk with a streaming model, one file at a time")
+    add_look_ahead(parser, "of --streaming (default: the model's first)")
     add_decoding(parser, 8, "chunks of one file or several")
+    add_head(parser)
+    add_language(parser, "auto")
     return parser
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser()
     arguments = parser.parse_args(argv)
+    if arguments.look_ahead is not None and not arguments.streaming:
+        parser.error("--look-ahead belongs to --streaming")
+    whole = ("timestamps", "format", "output", "chunk", "overlap", "attention")
+    if arguments.streaming and any(getattr(arguments, key) != parser.get_default(key) for key in whole):
+        parser.error(f"--streaming prints text as it grows: leave out {', '.join(f'--{key}' for key in whole)}")
     if arguments.chunk is None and arguments.attention == "full":
         arguments.chunk = CHUNK_SECONDS
     arguments.format = tuple(arguments.format.split(","))
@@ -87,6 +115,8 @@ def transcribe(arguments: argparse.Namespace, files: list[str]) -> int:
     from finetune.evaluation.long_audio import Cutting
     from finetune.evaluation.recognise import evaluation_mode, frame_seconds
     from finetune.models.loading import load_model, move_to_device
+    from finetune.models.nemo import set_head
+    from finetune.models.prompts import check_language
     from finetune.security.safe_text import json_line, one_line
     from finetune.strategies.attention import use_local_attention
     from finetune.tools.transcription.files import output_files, transcribe_files, write_formats
@@ -95,13 +125,19 @@ def transcribe(arguments: argparse.Namespace, files: list[str]) -> int:
     paths = output_files(files, arguments.output, arguments.format) if arguments.output else {}
     timed = arguments.timestamps or arguments.format != ("json",)
     model = move_to_device(load_model(arguments.model, arguments.tokenizer), device_of(arguments))
+    set_head(model, arguments.head, arguments.model)
+    check_language(model, arguments.language)
+    if arguments.streaming:
+        return transcribe_streaming(model, files, arguments.look_ahead, arguments.language)
     if arguments.attention == "local":
         use_local_attention(model, arguments.context)
     if timed:
         enable_timestamps(model)
     seconds = frame_seconds(model)
     cutting = Cutting.of_seconds(model.preprocessor._sample_rate, seconds, arguments.chunk, arguments.overlap)
-    rows = transcribe_files(model, files, cutting, batch_size=arguments.batch_size, timestamps=timed)
+    rows = transcribe_files(
+        model, files, cutting, batch_size=arguments.batch_size, timestamps=timed, language=arguments.language
+    )
     failed = 0
     with evaluation_mode(model):
         for row in tqdm(rows, total=len(files), unit="file", disable=len(files) == 1, delay=2):
@@ -115,6 +151,34 @@ def transcribe(arguments: argparse.Namespace, files: list[str]) -> int:
                 written = paths[row["file"]]
                 write_formats(row, shown, written)
                 print(f"{one_line(row['file'])} -> {', '.join(one_line(p) for p in written.values())}", flush=True)
+    return failed
+
+
+def transcribe_streaming(model: Transducer, files: list[str], look_ahead: str | None, language: str | None) -> int:
+    """Print each file's text as it grows, and its JSON line; return the number of files that could not be read."""
+    from finetune.evaluation.recognise import evaluation_mode, frame_seconds
+    from finetune.evaluation.streaming import normalizes_chunks
+    from finetune.models.look_ahead import latency_of
+    from finetune.security.safe_text import json_line, one_line
+    from finetune.tools.transcription.streaming import chosen_context, stream_file
+
+    context, failed = chosen_context(model, look_ahead), 0
+    log.info(
+        "attention context %s: text comes %.0f ms after the sound at most, without the time to compute it",
+        list(context),
+        latency_of(context, frame_seconds(model)).latency_ms,
+    )
+    if normalizes_chunks(model):
+        log.warning("the model normalises the features of whole recordings; streaming normalises those of each chunk")
+    with evaluation_mode(model):
+        for file in files:
+            row = stream_file(model, file, context, language, lambda text: print(one_line(text), end="", flush=True))
+            if row.get("text"):
+                print()
+            if "error" in row:
+                failed += 1
+                print_error(f"{one_line(file)}: {one_line(row['error'])}")
+            print(json_line(row), flush=True)
     return failed
 
 

@@ -24,6 +24,7 @@ from finetune.callbacks.moments import Moment, moment, seconds_between
 from finetune.config.schema import RunConfig
 from finetune.durable_files import write_json
 from finetune.errors import UserError
+from finetune.models.nemo import has_transducer
 from finetune.models.protocols import Transducer
 from finetune.security.safe_text import Block
 from finetune.training.callbacks import Callback, StepResult
@@ -159,7 +160,8 @@ class Profiler(Callback):
             self.hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in trained]
         self._mark_forward(self.loss_module, "features", "other")
         self._mark_forward(self.model.encoder, "encoder_forward", "joint_loss_forward", "encoder_backward")
-        self._mark_forward(self.model.decoder, "prediction_forward", "joint_loss_forward", "prediction_backward")
+        if has_transducer(self.model):
+            self._mark_forward(self.model.decoder, "prediction_forward", "joint_loss_forward", "prediction_backward")
         if self.on_gpu:
             torch.cuda.synchronize()
         self.pause(time.perf_counter() - began)

@@ -134,8 +134,22 @@ RULES = (
         "model.tokenizer extend_from or replace_with",
         "model.lora_train_decoder false",
         lambda c, engine, gpu: c.model.lora_rank > 0 and not c.model.lora_train_decoder and changes_vocabulary(c),
-        "the rows of new pieces lie in prediction network and joint, which would stay at their initial values",
+        "the rows of new pieces lie in the heads, which would stay at their initial values",
         "set model.lora_train_decoder: true",
+    ),
+    Rule(
+        "model.add_ctc",
+        "model.lora_train_decoder false",
+        lambda c, engine, gpu: c.model.add_ctc and c.model.lora_rank > 0 and not c.model.lora_train_decoder,
+        "the new CTC head would stay at its random values",
+        "set model.lora_train_decoder: true",
+    ),
+    Rule(
+        "model.add_ctc",
+        "model.ctc_loss_weight 0",
+        lambda c, engine, gpu: c.model.add_ctc and c.model.ctc_loss_weight == 0,
+        "the new CTC head would stay at its random values",
+        "leave model.ctc_loss_weight out (0.3), or set it up to 1",
     ),
     Rule(
         "model.sync_batchnorm",

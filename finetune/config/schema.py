@@ -160,15 +160,16 @@ class ModelConfig(Section):
     """What is trained."""
 
     name: Annotated[str, Option("parts", common=True)]
-    """A .nemo file, a run's output directory, a LoRA adapter's directory, a Hugging Face directory (`ParakeetForTDT`),
+    """A .nemo file, a run's output directory, a LoRA adapter's directory, a Hugging Face directory,
     a hub name such as `nvidia/parakeet-tdt-0.6b-v3`, or a NeMo model YAML (random weights)."""
     tokenizer: Annotated[str | dict[str, Any] | None, SkipValidation, Option("parts")] = None
     """Directory with a SentencePiece `tokenizer.model`, only for a NeMo model YAML without a tokenizer of its own. Or
     a mapping: `extend_from` appends pieces to the model's vocabulary, `replace_with` puts another in its place; each
     names a data set as `data.train` does, a tokenizer's directory or .model, or a .txt file. `size`: pieces appended
-    at most (null: an eighth of the vocabulary, 64 at least), or pieces of the new vocabulary (null: as many as
-    before). `pieces`: `new_characters` (default) appends only pieces with a character that the tokenizer lacks, `all`
-    also shorter ways to write what it can. `coverage`: share of the texts' characters that get a piece (null: 1).
+    at most (null: an eighth of the vocabulary, 64 at least; for letters without a relative in it, as many as it has),
+    or pieces of the new vocabulary (null: as many as before). `pieces`: `new_characters` (default) appends only pieces
+    with a character that the tokenizer lacks, `all` also shorter ways to write what it can. `coverage`: share of the
+    texts' characters that get a piece (null: 1).
     `dir`: as the directory alone. See docs/vocabulary.md."""
     gradient_checkpointing: Annotated[bool, Option("memory")] = False
     """Recompute the activations of the encoder's subsampling and Conformer layers in the backward pass instead of
@@ -183,7 +184,7 @@ class ModelConfig(Section):
     """Type of the parameters. bfloat16 halves parameters and gradients; BatchNorm stays in float32. Needs an optimizer
     that rounds its updates safely (strategies bf16_full and bf16_stochastic_rounding)."""
     freeze_encoder: Annotated[bool, Option("parts")] = False
-    """Train prediction network and joint only; the encoder gets no gradients."""
+    """Train the heads only (prediction network and joint, CTC head, prompt kernel); the encoder gets no gradients."""
     unfreeze_encoder_layers: Annotated[NonNegativeInt, Option("parts", "layers")] = 0
     """Still train the last N Conformer layers. No effect without `freeze_encoder`."""
     lora_rank: Annotated[NonNegativeInt, Option("parts")] = 0
@@ -197,8 +198,8 @@ class ModelConfig(Section):
     """Linear layers of each Conformer layer that get adapters: `linear_q`, `linear_k`, `linear_v`, `linear_out`,
     `linear_pos` (attention), `linear1`, `linear2` (feed-forward). No effect without `lora_rank`."""
     lora_train_decoder: Annotated[bool, Option("parts")] = True
-    """Train prediction network and joint in full beside the adapters. false: they are frozen, and the adapter is much
-    smaller. No effect without `lora_rank`."""
+    """Train prediction network, joint, CTC head and prompt kernel in full beside the adapters. false: they are frozen,
+    and the adapter is much smaller. No effect without `lora_rank`."""
     adapter: Annotated[str | None, Option("parts")] = None
     """Directory of an adapter that a LoRA run left (`output_dir`/adapter), to continue training it on its base model
     `name`. Needs `lora_rank` and the other LoRA keys as the adapter has them. To train from base and adapter merged,
@@ -229,9 +230,21 @@ class ModelConfig(Section):
     fastemit_lambda: Annotated[float | None, Field(ge=0), Option("loss")] = None
     """FastEmit regularization of the transducer loss (arXiv 2010.11148). null: the model's own
     (`loss.tdt_kwargs.fastemit_lambda`; of an RNN-T `loss.warprnnt_numba_kwargs`)."""
-    ctc_loss_weight: Annotated[float | None, Field(ge=0, lt=1), Option("loss", "share")] = None
+    ctc_loss_weight: Annotated[float | None, Field(ge=0, le=1), Option("loss", "share")] = None
     """Share w of the CTC loss in that of a hybrid model, (1 - w) x transducer + w x CTC. null: the model's own
-    (`aux_ctc.ctc_loss_weight`). 0 leaves its CTC head as it is. No effect on models without one."""
+    (`aux_ctc.ctc_loss_weight`). 0 leaves its CTC head as it is, 1 its prediction network and joint; with 1 the CTC
+    head decodes. No effect on models with one head."""
+    add_ctc: Annotated[bool, Option("parts")] = False
+    """Give a TDT or RNN-T model a CTC head with random weights, trained with `ctc_loss_weight` (null: 0.3); model.nemo
+    is NeMo's hybrid. No effect on models that have one."""
+    unified_auto_ratio: Annotated[float | None, Field(ge=0, le=1), Option("parts", "share")] = None
+    """Share of the training clips of a prompt model that get the language-less prompt `auto` in place of their
+    language's, drawn anew in each epoch. null: the model's own (`train_ds.unified_auto_ratio`, 0.5 where it names
+    none). No effect on models without language prompts (docs/prompt_models.md)."""
+    streaming_share: Annotated[float | None, Field(ge=0, le=1), Option("loss", "share")] = None
+    """Share of a unified model's steps (`att_chunk_context_size`) that see chunks, each time another context of its
+    lists; the others see whole recordings. null: as the model weights its two losses (`loss.streaming_loss_weight`,
+    0.7 in parakeet-unified), else 0.5. No effect on other models (docs/streaming.md)."""
     joint_memory_budget: Annotated[int | None, Field(ge=1), Option("memory", "MiB")] = None
     """Memory for one block of joint outputs. null: chosen by device."""
     occupancy_threshold: Annotated[Probability, Option("loss", "probability")] = 0.0

@@ -21,7 +21,7 @@ class TokenizerSetting(Mapping):
         extend_from: where appended pieces come from: a data set (or a list), a tokenizer directory, a .model or a
             .txt file.
         replace_with: the same, for a vocabulary in place of the model's.
-        size: pieces appended at most, or pieces of the new vocabulary.
+        size: pieces appended at most, or pieces of the new vocabulary; None: see `default_growth`.
         pieces: which pieces may be appended: those with a character that the tokenizer lacks, or all.
         coverage: share of the texts' characters that get pieces.
     """
@@ -55,12 +55,13 @@ class TokenizerSetting(Mapping):
             before: pieces of the model's vocabulary.
         """
         if self.extend_from is not None:
-            return before + (self.size or default_growth(before))
+            return before + (self.size or max(before, default_growth(before)))
         return (self.size or before) if self.replace_with is not None else before
 
 
 def default_growth(before: int) -> int:
-    """Return how many pieces are appended at most if no size is set: an eighth of the vocabulary."""
+    """Return how many pieces are appended at most if no size is set, an eighth of the vocabulary. Where letters of a
+    new script are heard, it is as many as the vocabulary has."""
     return max(SMALLEST_GROWTH, before // 8)
 
 

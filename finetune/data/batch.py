@@ -42,6 +42,8 @@ class Batch:
     filtered: dict[str, int] = field(default_factory=dict)
     rows_read: int = 0
     error: str | None = None
+    slots: list[int] = field(default_factory=list)
+    """Of the utterances' prompts, as drawn; empty where the stream has no prompts."""
     feasible_B: torch.Tensor | None = None
     """Whether an alignment exists for each utterance; set by the training loop."""
 
@@ -117,6 +119,7 @@ def collate(
         torch.from_numpy(token_lengths_B),
         worker_shard,
         position,
+        slots=[u.slot for u in utterances if u.slot is not None],
         **vars(report or Report()),
     )
 
@@ -134,6 +137,7 @@ def part_of(batch: Batch, start: int, end: int) -> Batch:
         audio_lengths_B=audio_lengths_B,
         tokens_BU=batch.tokens_BU[rows, : max(int(token_lengths_B.max()), 1)],
         token_lengths_B=token_lengths_B,
+        slots=batch.slots[rows],
         feasible_B=None if batch.feasible_B is None else batch.feasible_B[rows],
         quarantined=[],
         filtered={},

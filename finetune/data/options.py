@@ -1,7 +1,7 @@
 """What a stream does with the rows of its sources."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from finetune.data.augment import Augmentation
 from finetune.data.batching import BatchLimits
@@ -34,7 +34,12 @@ class StreamOptions:
     """Encoder frames a second, for the cells of the alignment lattice."""
     augmentation: Augmentation = Augmentation()
     leave_out: LeaveOut | None = None
-    fits: Callable[[list[int], list[int]], list[bool]] | None = None
-    """(samples, tokens) of several utterances -> whether an alignment of each exists; the others are left out."""
+    fits: Callable[[list[int], list[list[int]]], list[bool]] | None = None
+    """(samples, token ids) of several utterances -> whether an alignment of each exists; the others are left out."""
+    prompts: Mapping[str, int] = field(default_factory=dict)
+    """Slots of a prompt model's prompts by name (finetune.data.language_prompts). With prompts, utterances in a
+    language that has none go into quarantine."""
+    auto_ratio: float = 0.0
+    """Share of the utterances that get the prompt `auto`, drawn anew in each epoch."""
     read_retries: int = RETRIES
     """Attempts after a failed read of what is not local."""

@@ -28,7 +28,7 @@ MANIFEST_SUFFIXES = (".json", ".jsonl", ".ndjson")
 COLUMNS = {
     "audio": ("audio", "audio_filepath", "wav", "flac", "mp3", "ogg", "opus"),
     "text": ("text", "sentence", "transcription", "transcript", "normalized_text", "raw_text", "txt"),
-    "language": ("language", "lang", "locale"),
+    "language": ("language", "lang", "locale", "target_lang"),
     "id": ("id", "__key__", "utt_id", "file_name"),
 }
 """What columns are called where a source does not name them; the first one found counts."""
@@ -88,7 +88,7 @@ class OpenSource:
     clips: int | None = None
     """Number of rows, where it is known without reading them."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Columns of audio, text, language and id."""
+    """Columns of audio, text, language and id; of a manifest's language only where the source names it."""
     is_manifest: bool = False
     """A NeMo manifest: rows are lines of JSON, and `offset` and `duration` cut an utterance out of its file."""
     filters: Filters = Filters()
@@ -290,8 +290,9 @@ def _open_manifest(source: Source, key: str) -> OpenSource:
     columns = {
         "audio": source.audio_column or "audio_filepath",
         "text": source.text_column or "text",
-        "language": source.language_column or "lang",
         "id": source.id_column or "id",
     }
+    if source.language_column:
+        columns["language"] = source.language_column
     folder = path.rsplit("/", 1)[0] if remote else str(Path(path).parent)
     return OpenSource(source, shards, folder, clips, columns, is_manifest=True, remote=remote)

@@ -4,6 +4,7 @@ import contextlib
 import heapq
 import itertools
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -23,7 +24,7 @@ from finetune.data.retry import RETRIES, Unreachable, UnreadableShard
 from finetune.data.shards import NumberedRows, Row, Shard
 from finetune.data.sources import OpenSource
 from finetune.data.stream import UtteranceStream
-from finetune.data.utterances import DecodedUtterance, decode_all, examine, row_duration
+from finetune.data.utterances import DecodedUtterance, decode_all, examine, row_duration, row_language
 
 ROWS_AT_MOST, SECONDS_AT_MOST = 200_000, 30.0
 ROWS_OF_A_PIECE = 16  # at least, of what has to be opened for them
@@ -125,6 +126,13 @@ def survey_lengths(stream: UtteranceStream, rows: int = ROWS_AT_MOST, seconds: f
         band = shorter[: min(BATCHES_A_BAND * size, CANDIDATES)]
         found.bands += [[ref for _, _, ref in sorted(band, key=lambda u: u[1])]]
     return found
+
+
+def count_languages(stream: UtteranceStream, rows: int, seconds: float) -> Counter[str]:
+    """Count the languages that rows from all over a stream's sources name, within bounds; '' is none."""
+    sources = stream.sources
+    found = spread_rows(sources, stream.options, rows, seconds, lengths=False)
+    return Counter(row_language(sources.groups[ref[0]][ref[2]][0], row) for ref, row in found)
 
 
 def length_of(source: OpenSource, row: Row, retries: int = RETRIES) -> float:

@@ -12,7 +12,7 @@ from finetune.data.options import StreamOptions
 from finetune.data.reader import Sources
 from finetune.data.sources import OpenSource, open_source, parse_sources
 from finetune.data.survey import spread_rows
-from finetune.data.utterances import row_duration
+from finetune.data.utterances import row_duration, row_language
 from finetune.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -88,8 +88,7 @@ def _rows(sources: list[OpenSource], key: str, normalization: str, rows: int, se
             continue
         text = normalize_text(text, source.source.text_normalization or normalization)
         if text:
-            language = str(row.get(source.columns.get("language", "")) or source.source.language or "")
-            found.append(Text(text, language, row_duration(row)))
+            found.append(Text(text, row_language(source, row), row_duration(row)))
     counts = [source.clips for source in sources if source.clips is not None]
     total = sum(counts) if len(counts) == len(sources) else None
     if total is None or looked < total:

@@ -17,12 +17,13 @@ from finetune.data.augment import augment
 from finetune.data.batching import Entry, Ref
 from finetune.data.decode import audio_seconds, mono_at, read_audio
 from finetune.data.filters import FilteredUtterance
+from finetune.data.language_prompts import draw_slot, prompt_of
 from finetune.data.normalization import normalize_text
 from finetune.data.options import StreamOptions
 from finetune.data.quarantine import BadUtterance, Report
 from finetune.data.retry import Unreachable
 from finetune.data.shards import BAD_LINE, Row
-from finetune.data.sources import OpenSource
+from finetune.data.sources import COLUMNS, OpenSource
 from finetune.security.secrets import clean_urls
 
 # A row's duration may be rounded; beyond both of these the text belongs to other audio.
@@ -45,6 +46,8 @@ class DecodedUtterance:
     audio_S: np.ndarray
     """(S,) float32 in [-1, 1], or int16 in 1/32768."""
     tokens: list[int]
+    slot: int | None = None
+    """Of its prompt, as drawn, for a prompt model."""
 
 
 def contained(function: Callable[P, R]) -> Callable[P, R]:
@@ -116,7 +119,9 @@ def examine(
     if seconds:
         filters.check_pace(len(text), seconds)
     held = audio.get("bytes") if isinstance(audio, dict) else None
-    language = _name(row.get(columns.get("language", "")) or source.source.language or "")
+    language = row_language(source, row)
+    if options.prompts:
+        prompt_of(language, options.prompts)
     cells = math.ceil(seconds * options.frame_rate) * (len(tokens) + 1)
     name = row_id(source, place, row)
     size = len(held) if isinstance(held, bytes) else 0
@@ -136,10 +141,14 @@ def decode(entry: Entry, options: StreamOptions, epoch: int) -> DecodedUtterance
     # 16-bit samples stay so where nothing computes with them: half the bytes to copy to the trainer and its device.
     compact = not options.augmentation.active and not entry.source.filters.on_samples
     _, _, audio_S = read_samples(entry, options, compact)
+    # Draws follow from this alone: the same after a resume and on any number of ranks.
+    drawn_from = (options.seed, epoch, entry.ref[0], *entry.ref[2:])
     if options.augmentation.active:
-        place = (entry.ref[0], *entry.ref[2:])
-        audio_S = augment(audio_S, options.sample_rate, options.augmentation, (options.seed, epoch, *place, 13))
-    return DecodedUtterance(entry.id, entry.text, entry.language, audio_S, entry.tokens)
+        audio_S = augment(audio_S, options.sample_rate, options.augmentation, (*drawn_from, 13))
+    slot = None
+    if options.prompts:
+        slot = draw_slot(entry.language, options.prompts, options.auto_ratio, (*drawn_from, 19))
+    return DecodedUtterance(entry.id, entry.text, entry.language, audio_S, entry.tokens, slot)
 
 
 def decode_all(entries: list[Entry], options: StreamOptions, epoch: int, report: Report) -> list[DecodedUtterance]:
@@ -154,7 +163,7 @@ def decode_all(entries: list[Entry], options: StreamOptions, epoch: int, report:
             report.quarantine(entry.id, entry.place, str(reason))
     if options.fits is None or not utterances:
         return utterances
-    fitting = options.fits([len(u.audio_S) for u in utterances], [len(u.tokens) for u in utterances])
+    fitting = options.fits([len(u.audio_S) for u in utterances], [u.tokens for u in utterances])
     for _ in range(fitting.count(False)):
         report.count_filtered("more_tokens_than_frames")
     return [u for u, fits in zip(utterances, fitting, strict=True) if fits]
@@ -213,6 +222,13 @@ def row_id(source: OpenSource, place: str, row: Row) -> str:
     audio = row.get(source.columns["audio"])
     path = audio.get("path") if isinstance(audio, dict) else audio
     return _name(path) if isinstance(path, str) and path else place
+
+
+def row_language(source: OpenSource, row: Row) -> str:
+    """Return the language that the row names, else its source; empty if neither does."""
+    named = source.columns.get("language")
+    columns = ("lang", *COLUMNS["language"]) if named is None else (named,)  # `lang` is NeMo's own
+    return _name(next((row[c] for c in columns if row.get(c)), None) or source.source.language or "")
 
 
 def _name(value: object) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.options import StreamOptions
@@ -13,15 +14,20 @@ from finetune.data.stream import UtteranceStream
 from finetune.data.utterances import no_tokens
 from finetune.errors import UserError
 from finetune.evaluation.long_audio import LONGEST_AT_ONCE
-from finetune.evaluation.recognise import evaluation_limits, score_stream
+from finetune.evaluation.recognise import evaluation_limits, frame_seconds, score_stream
 from finetune.evaluation.significance import RESAMPLES, block_names
+from finetune.evaluation.streaming import normalizes_chunks, stream_texts
 from finetune.models.loading import load_model, move_to_device
+from finetune.models.look_ahead import Context, choose_contexts, latency_of
+from finetune.models.nemo import chosen_head, set_head
+from finetune.models.prompts import check_language, prompt_slots
 from finetune.security.safe_text import json_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
+    from finetune.data.batch import Batch
     from finetune.data.batching import BatchLimits
     from finetune.evaluation.scores import Counts, Utterance, WerAccumulator
     from finetune.models.protocols import Transducer
@@ -37,11 +43,25 @@ def open_sources(data: Any, split: str, key: str = "--data") -> list[OpenSource]
 
 
 def stream_in_order(
-    sources: list[OpenSource], sample_rate: int, limits: BatchLimits, *, max_samples: int = -1, workers: int = 1
+    sources: list[OpenSource],
+    sample_rate: int,
+    limits: BatchLimits,
+    *,
+    max_samples: int = -1,
+    workers: int = 1,
+    prompts: Mapping[str, int] | None = None,
 ) -> UtteranceStream:
-    """One pass over sources in their order; utterances without a text stay."""
+    """One pass over sources in their order; utterances without a text stay.
+
+    `prompts` are those of a prompt model that goes by each utterance's language.
+    """
     options = StreamOptions(
-        limits=limits, sample_rate=sample_rate, shuffle=False, max_samples=max_samples, keep_empty_text=True
+        limits=limits,
+        sample_rate=sample_rate,
+        shuffle=False,
+        max_samples=max_samples,
+        keep_empty_text=True,
+        prompts=prompts or {},
     )
     return UtteranceStream(sources, options, no_tokens, workers=workers)
 
@@ -59,12 +79,18 @@ class EvaluationSettings:
     max_samples: int = -1
     workers: int = 1
     device: str = "cpu"
+    head: str | None = None
+    """transducer or ctc; None: the model's own."""
+    language: str | None = None
+    """For the prompt of a prompt model, of all utterances; None: each one's own."""
     tokenizer: str | None = None
     """Tokenizer directory, for a NeMo model YAML."""
     resamples: int = RESAMPLES
     """Of the bootstrap; 0: no intervals."""
     block_pattern: str | None = None
     """Regular expression; utterances in whose ids it matches the same are drawn as one block."""
+    look_ahead: str | None = None
+    """Also by streaming, with the contexts of `finetune.models.look_ahead.choose_contexts`."""
 
 
 def count_errors(
@@ -72,15 +98,19 @@ def count_errors(
     sources: list[OpenSource],
     settings: EvaluationSettings,
     on_utterance: Callable[[Utterance, Counts], None] | None = None,
+    recognise: Callable[[Batch], list[str]] | None = None,
 ) -> WerAccumulator:
-    """Decode the sources and count errors.
+    """Decode the sources and count errors; `recognise` as in `score_stream`.
 
     Raises:
-        UserError: a source cannot be read.
+        UserError: a source cannot be read, or the model has no prompt for `settings.language`.
     """
     s = settings
     rate, limits = model.preprocessor._sample_rate, evaluation_limits(s.batch_size, s.chunk)
-    stream = stream_in_order(sources, rate, limits, max_samples=s.max_samples, workers=s.workers)
+    if s.language is not None:
+        check_language(model, s.language)
+    prompts = prompt_slots(model) if s.language is None else None
+    stream = stream_in_order(sources, rate, limits, max_samples=s.max_samples, workers=s.workers, prompts=prompts)
     total = None
     if all(source.clips for source in sources):
         total = sum(source.clips or 0 for source in sources)
@@ -93,7 +123,47 @@ def count_errors(
         longest=s.chunk,
         total=total,
         on_utterance=on_utterance,
+        language=s.language,
+        recognise=recognise,
     )
+
+
+def count_streaming_errors(
+    model: Transducer,
+    sources: list[OpenSource],
+    settings: EvaluationSettings,
+    name: str,
+    context: Context,
+    blocks: list[str] | None,
+) -> dict[str, Any]:
+    """Decode the sources chunk by chunk with one context and count errors.
+
+    Args:
+        name: of the context.
+        blocks: of the utterances, for the intervals.
+
+    Returns:
+        look_ahead (its name), att_context_size, wer, cer and their intervals, counts, by_language, and the latency:
+            what the context costs, and chunk_compute_ms, the median computing time of a chunk of a whole batch.
+
+    Raises:
+        UserError: a source cannot be read, or the model cannot stream.
+    """
+    seconds: list[float] = []
+
+    def recognise(batch: Batch) -> list[str]:
+        languages = batch.languages if settings.language is None else [settings.language] * len(batch.ids)
+        return stream_texts(model, batch.audio_BS, batch.audio_lengths_B, context, languages, seconds)
+
+    wer = count_errors(model, sources, settings, recognise=recognise)
+    latency: dict[str, float] = asdict(latency_of(context, frame_seconds(model)))
+    if seconds:
+        latency["chunk_compute_ms"] = 1000 * statistics.median(seconds)
+    result = {"look_ahead": name, "att_context_size": list(context), **latency, **wer.result()}
+    if settings.resamples:
+        intervals = wer.utterance_counts.intervals(settings.resamples, blocks)
+        result |= {key: intervals[key] for key in ("wer_interval", "cer_interval")}
+    return result
 
 
 def evaluate_model(
@@ -110,11 +180,13 @@ def evaluate_model(
         wer, cer and their intervals, clips, counts, by_language, rtfx, quarantined and more, for `evaluate --json`.
 
     Raises:
-        UserError: model or data cannot be used, no utterance can be scored, or `file` cannot be written.
+        UserError: model, head or data cannot be used, no utterance can be scored, or `file` cannot be written.
     """
     s = settings
     sources = open_sources(s.data, s.split)
     model = move_to_device(load_model(name, s.tokenizer), s.device)
+    set_head(model, s.head, name)
+    contexts = choose_contexts(model, s.look_ahead) if s.look_ahead else {}
     blocks: list[str] = []
     with _naming(file):
         lines = file.open("w", encoding="utf-8", errors="backslashreplace") if file else None
@@ -136,13 +208,15 @@ def evaluate_model(
         with _naming(file):
             lines.close()
     if wer.total.clips == 0:
+        why = f", such as {wer.quarantined[0]['reason']}" if wer.quarantined else ""
         raise UserError(
             f"--data: {' '.join(s.data)} holds no clip that can be used ({len(wer.quarantined)} in quarantine, "
-            f"{wer.left_out} without a reference).",
+            f"{wer.left_out} without a reference){why}.",
             1,
         )
     result = {
         "model": name,
+        "head": chosen_head(model),
         "data": s.data,
         "normalization": s.normalization,
         **wer.result(),
@@ -155,13 +229,18 @@ def evaluate_model(
         "quarantined": wer.quarantined,
         "filtered": wer.filtered,
     }
+    drawn = None if s.block_pattern is None else blocks
     if s.resamples:
-        if s.block_pattern is not None:
-            result["blocks"] = len(set(blocks))
-        intervals = wer.utterance_counts.intervals(s.resamples, None if s.block_pattern is None else blocks)
+        if drawn is not None:
+            result["blocks"] = len(set(drawn))
+        intervals = wer.utterance_counts.intervals(s.resamples, drawn)
         for language, found in intervals.pop("by_language").items():
             result["by_language"][language].update(found)
         result.update(intervals)
+    if contexts:
+        result["att_context_size"] = list(model.encoder.att_context_size)
+        result["online_normalization"] = normalizes_chunks(model)
+        result["streaming"] = [count_streaming_errors(model, sources, s, *one, drawn) for one in contexts.items()]
     return result
 
 

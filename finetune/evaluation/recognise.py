@@ -1,4 +1,7 @@
-"""NeMo's greedy decoding over batches and streams. B batch, S samples."""
+"""Greedy decoding over batches and streams: NeMo's of transducers, and the best path of CTC.
+
+B batch, S samples, T encoder frames, V tokens and blank, N tokens of a text.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,11 @@ from finetune.errors import UserError
 from finetune.evaluation.long_audio import LONGEST_AT_ONCE, Chunk, Cutting, Pieces, Stitcher, Token, chunks_of
 from finetune.evaluation.mistakes import Mistakes
 from finetune.evaluation.scores import Counts, Utterance, WerAccumulator
+from finetune.models.nemo import chosen_head, ctc_head, weight_dtype
+from finetune.models.prompts import encode, slots_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from finetune.data.batch import Batch
     from finetune.data.stream import UtteranceStream
@@ -48,8 +53,12 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
             np.random.set_state(numpy_state)
 
 
-def recognise_batch(model: Transducer, audio_BS: torch.Tensor, audio_lengths_B: torch.Tensor) -> list[Any]:
+def recognise_batch(
+    model: Transducer, audio_BS: torch.Tensor, audio_lengths_B: torch.Tensor, languages: Sequence[str] | None = None
+) -> list[Any]:
     """Decode a padded batch of waveforms greedily, to NeMo's Hypothesis objects; call inside `evaluation_mode`.
+
+    `languages` of the utterances are for prompt models; None, or an empty one: `auto`.
 
     Decoding runs in the parameters' own precision, not under autocast: batched decoding in half precision has been
     seen to be right for the first utterance only.
@@ -59,11 +68,46 @@ def recognise_batch(model: Transducer, audio_BS: torch.Tensor, audio_lengths_B: 
         mel_BFT, mel_lengths_B = model.preprocessor(
             input_signal=as_float(audio_BS.to(device)), length=audio_lengths_B.to(device)
         )
-        dtype = model.joint.enc.weight.dtype
-        enc_BHT, enc_lengths_B = model.encoder(audio_signal=mel_BFT.to(dtype), length=mel_lengths_B)
+        slots_B = None if languages is None else slots_of(model, languages)
+        enc_BHT, enc_lengths_B = encode(model, mel_BFT.to(weight_dtype(model)), mel_lengths_B, slots_B)
+        if chosen_head(model) == "ctc":
+            head = ctc_head(model)
+            assert head is not None
+            return best_paths(model, head(encoder_output=enc_BHT), enc_lengths_B)
         return model.decoding.rnnt_decoder_predictions_tensor(
             encoder_output=enc_BHT, encoded_lengths=enc_lengths_B, return_hypotheses=True
         )
+
+
+def best_paths(model: Transducer, log_probs_BTV: torch.Tensor, enc_lengths_B: torch.Tensor) -> list[Any]:
+    """Return the best path of each utterance as NeMo's Hypothesis (Graves et al., ICML 2006, section 3.2): the most
+    probable label of each frame, equal neighbours as one token, without blanks.
+
+    A token begins at its first frame and lasts for all that it takes. Its confidence is that of its surest frame, on
+    the scale of `finetune.tools.transcription.words.enable_timestamps`.
+    """
+    from nemo.collections.asr.parts.utils.rnnt_utils import Hypothesis
+
+    outputs = log_probs_BTV.size(-1)
+    best_BT, labels_BT = (x.cpu() for x in log_probs_BTV.float().max(-1))
+    found = []
+    for best_T, labels_T, frames in zip(best_BT, labels_BT, enc_lengths_B.tolist(), strict=True):
+        runs_N, run_T, lengths_N = labels_T[:frames].unique_consecutive(return_inverse=True, return_counts=True)
+        surest_N = torch.zeros(len(runs_N)).scatter_reduce(0, run_T, best_T[:frames].exp(), "amax")
+        confidences_N = ((outputs * surest_N - 1) / (outputs - 1)).clamp(min=0)
+        tokens_N = runs_N != outputs - 1  # the blank is the last
+        ids = runs_N[tokens_N]
+        found.append(
+            Hypothesis(
+                score=float(best_T[:frames].sum()),
+                y_sequence=ids,
+                text=model.decoding.decode_tokens_to_str_with_strip_punctuation(ids.tolist()),
+                timestamp=(lengths_N.cumsum(0) - lengths_N)[tokens_N],
+                token_duration=lengths_N[tokens_N],
+                token_confidence=confidences_N[tokens_N].tolist(),
+            )
+        )
+    return found
 
 
 def frame_seconds(model: Transducer) -> float:
@@ -71,10 +115,12 @@ def frame_seconds(model: Transducer) -> float:
     return float(model.cfg.preprocessor.window_stride) * model.encoder.subsampling_factor
 
 
-def recognise_chunks(model: Transducer, chunks: list[Chunk], pieces: Pieces) -> list[list[Token]]:
+def recognise_chunks(
+    model: Transducer, chunks: list[Chunk], pieces: Pieces, language: str | None = None
+) -> list[list[Token]]:
     """Decode chunks of recordings at the model's sample rate together; call inside `evaluation_mode`.
 
-    Less than 0.1 s has no tokens. Tokens have durations and probabilities only after
+    Less than 0.1 s has no tokens. A transducer's tokens have durations and probabilities only after
     `finetune.tools.transcription.words.enable_timestamps`.
     """
     found: list[list[Token]] = [[] for _ in chunks]
@@ -83,7 +129,8 @@ def recognise_chunks(model: Transducer, chunks: list[Chunk], pieces: Pieces) -> 
         return found
     audio_BS = torch.nn.utils.rnn.pad_sequence([torch.from_numpy(chunks[i].audio_S) for i in heard], batch_first=True)
     lengths_B = torch.tensor([len(chunks[i].audio_S) for i in heard])
-    for i, hypothesis in zip(heard, recognise_batch(model, audio_BS, lengths_B), strict=True):
+    languages = None if language is None else [language] * len(heard)
+    for i, hypothesis in zip(heard, recognise_batch(model, audio_BS, lengths_B, languages), strict=True):
         # A model that was saved with decoding.compute_timestamps has words and segments beside the tokens' frames.
         stamps = hypothesis.timestamp
         ids = _as_list(hypothesis.y_sequence)
@@ -108,7 +155,9 @@ def text_of(model: Transducer, tokens: list[Token]) -> str:
     return " ".join(model.decoding.decode_tokens_to_str_with_strip_punctuation([t.id for t in tokens]).split())
 
 
-def recognise_long(model: Transducer, audio_S: torch.Tensor, longest: float, batch_size: int) -> str:
+def recognise_long(
+    model: Transducer, audio_S: torch.Tensor, longest: float, batch_size: int, language: str | None = None
+) -> str:
     """Recognise a recording of any length (floats in [-1, 1] or int16) in chunks of `longest` seconds, `batch_size` of
     them at once; call inside `evaluation_mode`."""
     cutting = Cutting.of_seconds(model.preprocessor._sample_rate, frame_seconds(model), longest)
@@ -116,7 +165,7 @@ def recognise_long(model: Transducer, audio_S: torch.Tensor, longest: float, bat
     blocks = (as_float(block_S).numpy() for block_S in audio_S.split(10 * model.preprocessor._sample_rate))
     chunk_stream = chunks_of(blocks, cutting)
     while chunks := list(itertools.islice(chunk_stream, batch_size)):
-        for chunk, tokens in zip(chunks, recognise_chunks(model, chunks, pieces), strict=True):
+        for chunk, tokens in zip(chunks, recognise_chunks(model, chunks, pieces, language), strict=True):
             stitcher.add(chunk, tokens)
     return text_of(model, stitcher.tokens)
 
@@ -127,22 +176,30 @@ def evaluation_limits(clips: int, longest: float) -> BatchLimits:
     return BatchLimits(clips=clips, seconds=clips * longest)
 
 
-def recognise_texts(model: Transducer, audio_BS: torch.Tensor, lengths_B: torch.Tensor, longest: float) -> list[str]:
+def recognise_texts(
+    model: Transducer,
+    audio_BS: torch.Tensor,
+    lengths_B: torch.Tensor,
+    longest: float,
+    languages: Sequence[str] | None = None,
+) -> list[str]:
     """Recognise a padded batch; call inside `evaluation_mode`.
 
     Utterances of at most `longest` seconds are decoded together, as they are; longer ones one by one, in chunks.
     """
     limit = int(longest * model.preprocessor._sample_rate)
     texts = [""] * len(lengths_B)
-    short = torch.nonzero(lengths_B <= limit)[:, 0].tolist()
+    short: list[int] = torch.nonzero(lengths_B <= limit)[:, 0].tolist()
     if short:
         # Indexing copies: only for a batch that has to be split.
         whole = len(short) == len(texts)
         short_BS = audio_BS if whole else audio_BS[short, : int(lengths_B[short].max())]
-        for i, hypothesis in zip(short, recognise_batch(model, short_BS, lengths_B[short]), strict=True):
+        spoken = None if languages is None else [languages[i] for i in short]
+        for i, hypothesis in zip(short, recognise_batch(model, short_BS, lengths_B[short], spoken), strict=True):
             texts[i] = hypothesis.text
     for i in set(range(len(texts))) - set(short):
-        texts[i] = recognise_long(model, audio_BS[i, : int(lengths_B[i])], longest, CHUNKS_AT_ONCE)
+        language = None if languages is None else languages[i]
+        texts[i] = recognise_long(model, audio_BS[i, : int(lengths_B[i])], longest, CHUNKS_AT_ONCE, language)
     return texts
 
 
@@ -159,6 +216,8 @@ def score_stream(
     show_progress: bool = True,
     on_utterance: Callable[[Utterance, Counts], None] | None = None,
     on_batch: Callable[[Batch, list[str], WerAccumulator], None] | None = None,
+    language: str | None = None,
+    recognise: Callable[[Batch], list[str]] | None = None,
 ) -> WerAccumulator:
     """Decode one pass over a stream and count errors. Only strings, counts and the audio of the worst utterances are
     kept.
@@ -173,6 +232,8 @@ def score_stream(
             `mistakes`.
         on_utterance: called with each utterance and its counts.
         on_batch: called with each batch, its hypotheses and the counts so far.
+        language: for the prompt of all utterances; None: each one's own.
+        recognise: returns a batch's texts, instead of `recognise_texts`.
 
     Raises:
         UserError: a shard cannot be read.
@@ -192,7 +253,11 @@ def score_stream(
             if not batch.ids:
                 continue
             started = time.perf_counter()
-            texts = recognise_texts(model, batch.audio_BS, batch.audio_lengths_B, longest)
+            if recognise is not None:
+                texts = recognise(batch)
+            else:
+                languages = batch.languages if language is None else [language] * len(batch.ids)
+                texts = recognise_texts(model, batch.audio_BS, batch.audio_lengths_B, longest, languages)
             # The texts are on the host, so the device is done.
             wer.decoding_seconds += time.perf_counter() - started
             wer.audio_seconds += int(batch.audio_lengths_B.sum()) / rate
@@ -219,11 +284,13 @@ def batched_decoding_differs(model: Transducer, batch: Batch, clips: int = 4) ->
     limit = int(LONGEST_AT_ONCE * model.preprocessor._sample_rate)  # the beginning of a long recording is enough
     audio_BS, lengths_B = batch.audio_BS[:n, :limit], batch.audio_lengths_B[:n].clamp(max=limit)
     with evaluation_mode(model):
-        batched = [h.text for h in recognise_batch(model, audio_BS, lengths_B)]
+        languages = batch.languages[:n]
+        batched = [h.text for h in recognise_batch(model, audio_BS, lengths_B, languages)]
         differing = []
         for i in range(n):
             length = int(lengths_B[i])
-            alone = recognise_batch(model, audio_BS[i : i + 1, :length], lengths_B[i : i + 1])[0].text
+            own = recognise_batch(model, audio_BS[i : i + 1, :length], lengths_B[i : i + 1], languages[i : i + 1])
+            alone = own[0].text
             if alone != batched[i]:
                 differing.append((batch.ids[i], alone, batched[i]))
     return differing

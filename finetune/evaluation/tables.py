@@ -41,6 +41,8 @@ def print_rates(result: dict[str, Any]) -> None:
         f"{result['audio_seconds']:.0f} s of audio: RTFx {result['rtfx']:.1f} decoding, "
         f"{result['rtfx_whole']:.1f} with reading the data"
     )
+    if result.get("head") == "ctc":
+        print("decoded with the CTC head")
     if "wer_interval" in result and result.get("blocks", result["clips"]) < FEW:
         print(f"with fewer than {FEW} clips or blocks intervals are too short")
     if result["left_out"]:
@@ -50,6 +52,24 @@ def print_rates(result: dict[str, Any]) -> None:
     if bad := result["quarantined"]:
         example = f"{one_line(bad[0]['id'])}: {one_line(bad[0]['reason'])}"
         print(f"{len(bad)} clip(s) could not be used, such as {example}")
+
+
+def print_streaming(result: dict[str, Any]) -> None:
+    """Print the rates by look-ahead beside those of whole recordings.
+
+    Args:
+        result: from `finetune.evaluation.dataset.evaluate_model`, with `streaming`.
+    """
+    widths = (16, 7, 16, 7, 8, 8, 9)
+    print(f"\nwhole recordings (attention context {result['att_context_size']}) and chunk by chunk:")
+    _print_row("look-ahead", ("context", "WER %", "95 %", "CER %", "chunk ms", "delay ms", "compute ms"), widths)
+    for r in [{**result, "look_ahead": "offline"}, *result["streaming"]]:
+        rates = (_percent(r["wer"]), _interval(r.get("wer_interval")), _percent(r["cer"]))
+        times = [r.get(key) for key in ("chunk_ms", "latency_ms", "chunk_compute_ms")]
+        shown = ("-" if ms is None else f"{ms:.0f}" for ms in times)
+        _print_row(r["look_ahead"], (r["att_context_size"], *rates, *shown), widths)
+    if result["online_normalization"]:
+        print("features are normalised over each chunk when streaming, over whole recordings offline")
 
 
 def print_comparison(result: dict[str, Any]) -> None:

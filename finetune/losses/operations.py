@@ -49,7 +49,7 @@ class Operations:
     dropout_mask: Callable[[torch.Tensor, int, float, int], torch.Tensor] = dropout_mask
     forward_backward: Callable[..., LatticeResult] = forward_backward
     ctc_loss: Callable[..., torch.Tensor] = torch.nn.functional.ctc_loss
-    """Beside a transducer's loss, in hybrid models; arguments as torch's."""
+    """Of models with a CTC head; arguments as torch's."""
 
 
 REAL = Operations()

@@ -3,8 +3,8 @@
 A checkpoint keeps base weights and adapters apart, so that a run continues exactly. A .nemo file holds their sum under
 the original names, so that plain NeMo reads it. An adapter's directory holds what a run trained, without the weights
 of the base model: adapter_config.json and adapter_model.safetensors as PEFT's `save_pretrained` of the whole NeMo
-model would write them (prediction network and joint are its `modules_to_save`), and base_model.json with name and hash
-of the base model.
+model would write them (prediction network, joint and CTC head are its `modules_to_save`), and base_model.json with
+name and hash of the base model.
 """
 
 import hashlib
@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from finetune.errors import UserError
+from finetune.models.nemo import HEAD_MODULES, pieces_of
 from finetune.models.protocols import Transducer
 from finetune.security.documents import first_line, parse_json, read_text
 
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 LORA_KEY = re.compile(r"^(.*)\.lora_([AB])\.\w+\.weight$")
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
 PREFIX = "base_model.model."
-TRAINED_WHOLE = ("decoder.", "joint.")
+TRAINED_WHOLE = tuple(f"{name}." for name in HEAD_MODULES)
 
 
 def merge_saved_lora(state: dict[str, torch.Tensor], scaling: float) -> dict[str, torch.Tensor]:
@@ -129,7 +130,7 @@ def base_hash(model: Transducer, train_decoder: bool) -> str:
     Args:
         train_decoder: prediction network and joint come with the adapter, so they are left out.
     """
-    digest = hashlib.sha256(json.dumps(list(model.joint.vocabulary)).encode())
+    digest = hashlib.sha256(json.dumps(pieces_of(model)).encode())
     state = {n.replace(".base_layer.", "."): t for n, t in model.state_dict().items() if not LORA_KEY.match(n)}
     for name in sorted(state):
         if train_decoder and name.startswith(TRAINED_WHOLE):
@@ -146,15 +147,15 @@ def name_base(model: Transducer, m: "ModelConfig", base: str, started_from: str 
     Args:
         base: hash of the base model as it was loaded.
         started_from: the same hash when a checkpoint's weights were loaded; None: no checkpoint.
-        changed: whether the vocabulary differs from the base model's.
+        changed: whether vocabulary or heads differ from the base model's.
     """
     why = ""
     if str(m.name).endswith((".yaml", ".yml")):
         why = "the base model is no file that can be loaded again"
     elif changed:
         why = (
-            "model.tokenizer changed the base model's vocabulary, so that the adapter does not fit its file; "
-            "model.nemo is whole"
+            "the run changed the base model's heads (model.tokenizer, model.add_ctc), so that the adapter does not "
+            "fit its file; model.nemo is whole"
         )
     elif started_from is not None and base_hash(model, m.lora_train_decoder) != started_from:
         why = "the checkpoint's base weights are not those of model.name"

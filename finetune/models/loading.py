@@ -9,9 +9,11 @@ import torch
 from finetune.errors import UserError
 from finetune.models import nemo_archive
 from finetune.models.adapters import check_base, is_adapter, merge_adapter, read_adapter
+from finetune.models.huggingface.layout import piece_count
 from finetune.models.huggingface.reading import fetch, is_hugging_face, load_hugging_face, nemo_config
 from finetune.models.huggingface.tokenizer import sentencepiece_of
-from finetune.models.nemo import build, check_head
+from finetune.models.nemo import build, check_heads, set_head
+from finetune.models.prompts import check_prompts
 from finetune.models.protocols import Transducer
 from finetune.models.sentencepiece_model import FILE, SentencePieceModel, parse, tokenizer_of
 from finetune.security.archives import content_of, reading
@@ -21,16 +23,17 @@ log = logging.getLogger(__name__)
 
 
 def load_model(name: str, tokenizer: str | None = None) -> Transducer:
-    """Load a NeMo transducer with a SentencePiece tokenizer (EncDecRNNTBPEModel, TDT or RNN-T head) on the CPU.
+    """Load a NeMo model with a SentencePiece tokenizer on the CPU: a transducer (EncDecRNNTBPEModel, TDT or RNN-T), a
+    hybrid or a CTC model.
 
     Args:
         name: a .nemo file, a run's output directory or another with one .nemo file, the directory of an adapter (its
-            base model with the adapter merged), a Hugging Face directory (ParakeetForTDT), a hub name, or a NeMo model
+            base model with the adapter merged), a Hugging Face directory, a hub name, or a NeMo model
             YAML (random weights).
         tokenizer: directory with `tokenizer.model`, for a YAML.
 
     Raises:
-        UserError: nothing is found under the name, or it is not a transducer that this project trains.
+        UserError: nothing is found under the name, or it is no model that this project trains.
     """
     path = Path(name)
     if (archive := nemo_archive.archive_of(path)) is not None:
@@ -68,7 +71,9 @@ def _merge_into_base(path: Path) -> Transducer:
 
 
 def _checked(model: Transducer, path: Path) -> Transducer:
-    check_head(model, str(path))
+    check_heads(model, str(path))
+    check_prompts(model, str(path))
+    set_head(model, None)
     return model
 
 
@@ -78,8 +83,11 @@ def _restore(path: Path) -> Transducer:
     except UserError:
         raise
     except Exception as error:
+        why = f"{type(error).__name__}: {str(error).rstrip('.')}."
+        if "could not parse ModelProto" in why:
+            why = "its tokenizer.model is no SentencePiece model, and no other kind is supported."
         raise UserError(
-            f"model.name: {path} cannot be read as a NeMo model: {type(error).__name__}: {error}"
+            f"model.name: {path} cannot be read as a NeMo model: {why}{nemo_archive.other_version(path)}"
         ) from error
 
 
@@ -191,7 +199,7 @@ def read_tokenizer(name: str, key: str) -> SentencePieceModel:
         if is_adapter(path):
             return read_tokenizer(str(read_adapter(path).base["name"]), key)
         if is_hugging_face(path):
-            content, _ = sentencepiece_of(path, int(nemo_config(path)["decoder"]["vocab_size"]))
+            content, _ = sentencepiece_of(path, piece_count(nemo_config(path)))
             return parse(content, f"{key}: the tokenizer of {path}")
         if path.exists() and path.suffix not in (".yaml", ".yml"):
             raise UserError(

@@ -1,10 +1,11 @@
-"""The module that is trained: from audio and tokens to one transducer loss per utterance, around NeMo's own modules.
+"""The module that is trained: from audio and tokens to one loss per utterance, around NeMo's own modules.
 
 B batch, S samples, T encoder frames, U target tokens, H joint width, V tokens and blank.
 """
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Self
@@ -13,10 +14,12 @@ import torch
 from torch import nn
 
 from finetune.data.decode import as_float
-from finetune.losses import fused_tdt_loss
+from finetune.losses import ctc_losses, fused_tdt_loss
 from finetune.losses.dropin import ACTIVATION_OF, in_forward_of
 from finetune.losses.operations import REAL, Operations
-from finetune.models.nemo import ctc_loss_weight, set_train_mode, tdt_durations
+from finetune.models.look_ahead import Context, attending
+from finetune.models.nemo import ctc_head, ctc_loss_weight, has_transducer, set_train_mode, tdt_durations, weight_dtype
+from finetune.models.prompts import encode
 from finetune.models.protocols import Transducer
 
 
@@ -24,7 +27,7 @@ class TransducerLossModule(nn.Module):
     """The module that Accelerate prepares: `forward` returns the losses, so DDP, ZeRO and FSDP see every parameter.
 
     Args:
-        nemo_model: a NeMo EncDecRNNTBPEModel.
+        nemo_model: a NeMo EncDecRNNTBPEModel, a hybrid or a CTC model.
         sigma, omega, fastemit_lambda: settings of the loss; None takes the model's own.
         encoder_context: makes a context manager around the encoder's forward (activation offload).
         joint_memory_budget: MiB for a block of joint outputs; None chooses by device.
@@ -50,6 +53,8 @@ class TransducerLossModule(nn.Module):
         self.encoder_context = encoder_context
         self.ctc_weight = ctc_loss_weight(nemo_model)
         self.ctc_loss = operations.ctc_loss
+        self.ctc_losses_B: torch.Tensor | None = None
+        """The CTC part of a hybrid model's latest losses, without a gradient; inf where CTC has no alignment."""
         self.bucket_frames = round(length_bucket / nemo_model.cfg.preprocessor.window_stride)
         self.durations = tdt_durations(nemo_model)
         own = nemo_model.cfg.get("loss") or {}
@@ -58,10 +63,11 @@ class TransducerLossModule(nn.Module):
             fastemit_lambda = float(kwargs.get("fastemit_lambda") or 0.0)
         sigma = float(sigma if sigma is not None else kwargs.get("sigma", 0.0)) if self.durations else 0.0
         self.omega = float(omega if omega is not None else kwargs.get("omega", 0.0)) if self.durations else 0.0
+        activation = type(nemo_model.joint.joint_net[0]) if has_transducer(nemo_model) else nn.ReLU
         self.loss: Callable[..., torch.Tensor] = functools.partial(
             fused_tdt_loss,
             durations=self.durations,
-            activation=ACTIVATION_OF[type(nemo_model.joint.joint_net[0])],
+            activation=ACTIVATION_OF[activation],
             sigma=sigma,
             omega=self.omega,
             fastemit_lambda=fastemit_lambda,
@@ -83,18 +89,23 @@ class TransducerLossModule(nn.Module):
         audio_lengths_B: torch.Tensor,
         tokens_BU: torch.Tensor,
         token_lengths_B: torch.Tensor,
+        slots_B: torch.Tensor | None = None,
         rnnt_draw: bool = False,
+        context: Context | None = None,
     ) -> torch.Tensor:
         """Return one loss per utterance, (B,) fp32, in nats; inf where no alignment exists.
 
-        Of a hybrid model (1 - w) x transducer + w x CTC, with w its `aux_ctc.ctc_loss_weight`, as in NeMo.
+        Of a hybrid model (1 - w) x transducer + w x CTC, with w its `aux_ctc.ctc_loss_weight`, as in NeMo. An
+        utterance that has a transducer alignment but none of CTC has the transducer's part alone.
 
         Args:
             audio_BS: (B, S) waveforms at the model's sample rate, zero-padded; float32, or int16 in 1/32768.
             audio_lengths_B: (B,) samples.
             tokens_BU: (B, U) token ids, padded with anything.
             token_lengths_B: (B,) tokens.
+            slots_B: (B,) slots of the language prompts; None: `auto`. No effect on models without prompts.
             rnnt_draw: this batch's draw of omega; True trains it with the plain RNN-T loss.
+            context: this batch's attention context (`finetune.models.look_ahead`); None: the model's default.
         """
         nemo = self.nemo
         with torch.autocast(audio_BS.device.type, enabled=False):
@@ -103,9 +114,41 @@ class TransducerLossModule(nn.Module):
                 mel_BFT = nemo.spec_augmentation(input_spec=mel_BFT, length=mel_lengths_B)
         if self.bucket_frames:
             mel_BFT = nn.functional.pad(mel_BFT, (0, -mel_BFT.size(2) % self.bucket_frames))
-        weight_dtype = nemo.joint.enc.weight.dtype
-        with self.encoder_context():
-            enc_BHT, enc_lengths_B = nemo.encoder(audio_signal=mel_BFT.to(weight_dtype), length=mel_lengths_B)
+        mel_BFT = mel_BFT.to(weight_dtype(nemo))
+        with attending(nemo.encoder, context):
+            enc_BHT, enc_lengths_B = encode(nemo, mel_BFT, mel_lengths_B, slots_B, self.encoder_context)
+        targets = enc_lengths_B, tokens_BU, token_lengths_B
+        if not self.ctc_weight:
+            return self._transducer_losses(enc_BHT, *targets, rnnt_draw)
+        if self.ctc_weight == 1:
+            return self._ctc_losses(enc_BHT, *targets)
+        losses_B = self._transducer_losses(enc_BHT, *targets, rnnt_draw)
+        ctc_losses_B = self._ctc_losses(enc_BHT, *targets)
+        self.ctc_losses_B = ctc_losses_B.detach()
+        ctc_losses_B = ctc_losses_B.masked_fill(ctc_losses_B == math.inf, 0.0)
+        return (1 - self.ctc_weight) * losses_B + self.ctc_weight * ctc_losses_B
+
+    def _ctc_losses(
+        self,
+        enc_BHT: torch.Tensor,
+        enc_lengths_B: torch.Tensor,
+        tokens_BU: torch.Tensor,
+        token_lengths_B: torch.Tensor,
+    ) -> torch.Tensor:
+        head = ctc_head(self.nemo)
+        assert head is not None
+        log_probs_BTV = head(encoder_output=enc_BHT)
+        return ctc_losses(log_probs_BTV, tokens_BU, enc_lengths_B, token_lengths_B, self.ctc_loss)
+
+    def _transducer_losses(
+        self,
+        enc_BHT: torch.Tensor,
+        enc_lengths_B: torch.Tensor,
+        tokens_BU: torch.Tensor,
+        token_lengths_B: torch.Tensor,
+        rnnt_draw: bool,
+    ) -> torch.Tensor:
+        nemo = self.nemo
         pred_BHU, _, _ = nemo.decoder(targets=tokens_BU, target_length=token_lengths_B)
         enc_BTH = nemo.joint.project_encoder(enc_BHT.transpose(1, 2))
         pred_BUH = nemo.joint.project_prednet(pred_BHU.transpose(1, 2))
@@ -125,32 +168,4 @@ class TransducerLossModule(nn.Module):
                 rnnt_draw=rnnt_draw,
             )
 
-        losses_B = in_forward_of(head, loss, enc_BTH, pred_BUH)
-        if not self.ctc_weight:
-            return losses_B
-        ctc_losses_B = self._ctc_losses(enc_BHT, enc_lengths_B, tokens_BU, token_lengths_B)
-        return (1 - self.ctc_weight) * losses_B + self.ctc_weight * ctc_losses_B
-
-    def _ctc_losses(
-        self,
-        enc_BHT: torch.Tensor,
-        enc_lengths_B: torch.Tensor,
-        tokens_BU: torch.Tensor,
-        token_lengths_B: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return the CTC losses of a hybrid model, (B,) fp32, in nats (Graves et al., ICML 2006).
-
-        0, as in NeMo, for an utterance that has a transducer alignment but none of CTC, which takes a frame for each
-        token and one more between two equal ones.
-        """
-        log_probs_BTV = self.nemo.ctc_decoder(encoder_output=enc_BHT)
-        with torch.autocast(enc_BHT.device.type, enabled=False):
-            return self.ctc_loss(
-                log_probs_BTV.float().transpose(0, 1),
-                tokens_BU,
-                enc_lengths_B,
-                token_lengths_B,
-                blank=log_probs_BTV.size(-1) - 1,
-                reduction="none",
-                zero_infinity=True,
-            )
+        return in_forward_of(head, loss, enc_BTH, pred_BUH)

@@ -1,18 +1,26 @@
-"""NeMo transducers outside of Lightning: importing NeMo, preparing a model for training, and its training mode."""
+"""NeMo's models outside of Lightning: importing NeMo, a model's heads, preparation for training, training mode.
+
+B batch, U target tokens.
+"""
 
 import logging
 import os
 import random
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
 from omegaconf import OmegaConf, open_dict
 
 from finetune.errors import UserError
-from finetune.models.protocols import Transducer
+from finetune.losses import feasible_clips, feasible_ctc_clips
+from finetune.models.protocols import CtcHead, Transducer
 
 log = logging.getLogger(__name__)
+
+HEADS = ("transducer", "ctc")
+HEAD_MODULES = ("decoder", "joint", "ctc_decoder", "prompt_kernel")
+"""The networks above the encoder, by their names in NeMo's models."""
 
 
 def import_nemo() -> Any:
@@ -27,32 +35,110 @@ def import_nemo() -> Any:
     return models
 
 
+def class_of(config: dict[str, Any]) -> str:
+    """Return the name of NeMo's class for a checked configuration; by its sections where it has no `target`."""
+    if config.get("target"):
+        return str(config["target"]).rpartition(".")[2]
+    if "joint" not in config:
+        return "EncDecCTCModelBPE"
+    return "EncDecHybridRNNTCTCBPEModel" if config.get("aux_ctc") else "EncDecRNNTBPEModel"
+
+
 def build(config: dict[str, Any], name: str) -> Transducer:
     """Return a model of a checked NeMo configuration with random weights; raise UserError if NeMo cannot build it."""
     models = import_nemo()
     try:
-        return models.EncDecRNNTBPEModel(cfg=OmegaConf.create(config))
+        return getattr(models, class_of(config))(cfg=OmegaConf.create(config))
     except Exception as error:
         raise UserError(f"model.name: NeMo cannot build {name}: {type(error).__name__}: {error}") from error
 
 
-def check_head(model: Transducer, name: str) -> None:
-    """Raise UserError if the joint's outputs are not tokens, blank and durations: its loss would be the wrong one."""
-    durations = tdt_durations(model)
-    outputs = model.joint.joint_net[-1].out_features
-    expected = model.tokenizer.vocab_size + 1 + len(durations)
-    if outputs != expected:
+# ---- heads ----------------------------------------------------------------------------------------------------------
+
+
+def check_heads(model: Transducer, name: str) -> None:
+    """Raise UserError if the outputs of a head are not tokens, blank and, of a joint, durations: its loss would be the
+    wrong one."""
+    tokens = model.tokenizer.vocab_size
+    if has_transducer(model):
+        durations = tdt_durations(model)
+        outputs = model.joint.joint_net[-1].out_features
+        if outputs != tokens + 1 + len(durations):
+            raise UserError(
+                f"model.name: {name}: the joint has {outputs} outputs, but tokenizer ({tokens}) + blank + durations "
+                f"{list(durations)} make {tokens + 1 + len(durations)}. The loss settings were probably lost in a "
+                "change of vocabulary: restore `loss.loss_name: tdt` and `loss.tdt_kwargs.durations` in the model's "
+                "configuration."
+            )
+    head = ctc_head(model)
+    if head is not None and head.num_classes_with_blank != tokens + 1:
         raise UserError(
-            f"model.name: {name}: the joint has {outputs} outputs, but tokenizer ({model.tokenizer.vocab_size}) + "
-            f"blank + durations {list(durations)} make {expected}. The loss settings were probably lost in a change "
-            "of vocabulary: restore `loss.loss_name: tdt` and `loss.tdt_kwargs.durations` in the model's "
-            "configuration."
+            f"model.name: {name}: the CTC head has {head.num_classes_with_blank} outputs, but tokenizer ({tokens}) + "
+            f"blank make {tokens + 1}. The model's configuration and its tokenizer do not belong together."
         )
 
 
+def has_transducer(model: Transducer) -> bool:
+    """Return whether the model has a prediction network and a joint; a CTC model has none."""
+    return hasattr(model, "joint")
+
+
+def ctc_head(model: Transducer) -> CtcHead | None:
+    """Return the CTC head of a hybrid or a CTC model; None for other models."""
+    if has_transducer(model):
+        return getattr(model, "ctc_decoder", None)
+    return cast("CtcHead", model.decoder)
+
+
+def head_modules(model: Transducer) -> dict[str, torch.nn.Module]:
+    """Return the networks above the encoder by name: those of HEAD_MODULES that the model has."""
+    return {name: getattr(model, name) for name in HEAD_MODULES if hasattr(model, name)}
+
+
+def set_head(model: Transducer, head: str | None, name: str = "the model") -> None:
+    """Decode with one of the model's heads from here on.
+
+    Args:
+        head: transducer or ctc; None: the transducer, but CTC where only that is there or was trained last (a loss
+            weight of 1).
+        name: of the model, for the message.
+
+    Raises:
+        UserError: the model has no such head.
+    """
+    heads = {"transducer": has_transducer(model), "ctc": ctc_head(model) is not None}
+    if head is None:
+        head = "ctc" if ctc_loss_weight(model) == 1 else "transducer"
+    if not heads[head]:
+        if head == "ctc":
+            remedy = "Leave --head out to decode with its transducer; training with model.add_ctc gives it one."
+            raise UserError(f"--head ctc: {name} has no CTC head. {remedy}")
+        raise UserError(f"--head transducer: {name} is a CTC model. Leave --head out.")
+    if hasattr(model, "ctc_decoder"):  # NeMo's hybrid models keep it there, under NeMo's names
+        model.cur_decoder = "ctc" if head == "ctc" else "rnnt"
+
+
+def chosen_head(model: Transducer) -> str:
+    """Return the head that decodes: transducer or ctc."""
+    if not has_transducer(model):
+        return "ctc"
+    return "ctc" if getattr(model, "cur_decoder", "rnnt") == "ctc" else "transducer"
+
+
+def pieces_of(model: Transducer) -> list[str]:
+    """Return the tokens as the heads' configuration has them, without the blank."""
+    head = model.joint if has_transducer(model) else cast("CtcHead", model.decoder)
+    return [str(piece) for piece in head.vocabulary]
+
+
+def weight_dtype(model: Transducer) -> torch.dtype:
+    """Return the type of the parameters; BatchNorm's may be wider."""
+    return next(next(iter(head_modules(model).values())).parameters()).dtype
+
+
 def tdt_durations(model: Transducer) -> tuple[int, ...]:
-    """Return the durations of the TDT head in encoder frames; empty for a plain RNN-T."""
-    if model.joint.num_extra_outputs == 0:
+    """Return the durations of the TDT head in encoder frames; empty for a plain RNN-T and a CTC model."""
+    if not has_transducer(model) or model.joint.num_extra_outputs == 0:
         return ()
     kwargs = (model.cfg.get("loss") or {}).get("tdt_kwargs") or {}
     durations = kwargs.get("durations") or model.cfg.decoding.get("durations")
@@ -65,10 +151,30 @@ def tdt_durations(model: Transducer) -> tuple[int, ...]:
 
 
 def ctc_loss_weight(model: Transducer) -> float:
-    """Return the share of the CTC loss in that of a hybrid model (`aux_ctc.ctc_loss_weight`); 0 for other models."""
+    """Return the share of the CTC loss: of a hybrid model its `aux_ctc.ctc_loss_weight`, 1 for a CTC model, else 0."""
+    if not has_transducer(model):
+        return 1.0
     if not hasattr(model, "ctc_decoder"):
         return 0.0
     return float((model.cfg.get("aux_ctc") or {}).get("ctc_loss_weight") or 0.0)
+
+
+def clips_with_alignment(
+    model: Transducer, enc_lengths_B: torch.Tensor, tokens_BU: torch.Tensor, token_lengths_B: torch.Tensor
+) -> torch.Tensor:
+    """Return which utterances have an alignment under the model's loss, (B,) bool: the transducer's, or CTC's where
+    that is the whole loss.
+
+    Args:
+        enc_lengths_B: (B,) encoder frames.
+        tokens_BU, token_lengths_B: as in `TransducerLossModule.forward`.
+    """
+    if ctc_loss_weight(model) == 1:
+        return feasible_ctc_clips(enc_lengths_B, tokens_BU, token_lengths_B)
+    return feasible_clips(enc_lengths_B, token_lengths_B, tdt_durations(model))
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
 
 
 def prepare_for_training(
@@ -84,8 +190,7 @@ def prepare_for_training(
     Args:
         ctc_weight: `ctc_loss_weight` from here on; None keeps the model's own.
     """
-    # A collective in the encoder's forward would hang when ranks take different numbers of evaluation batches.
-    model.encoder.sync_max_audio_length = False
+    prepare_for_decoding(model)
     if not spec_augment:
         model.spec_augmentation = None
     for module in model.modules():
@@ -95,20 +200,43 @@ def prepare_for_training(
     if dropout is not None:
         _set_dropout(model, dropout)
     if hasattr(model, "ctc_decoder"):
-        if ctc_weight is not None:
-            with open_dict(model.cfg):
-                model.cfg.aux_ctc.ctc_loss_weight = ctc_weight
-        weight = ctc_loss_weight(model)
-        model.ctc_decoder.requires_grad_(weight > 0)
-        if weight:
-            log.info("a hybrid model: the loss is %g x transducer + %g x CTC", 1 - weight, weight)
-        else:
-            log.info("a hybrid model without a share of the CTC loss: its CTC head stays as it is")
-    elif ctc_weight:
-        log.warning("model.ctc_loss_weight has no effect: the model has no CTC head")
+        _share_loss(model, ctc_weight)
+    elif ctc_weight is not None and has_transducer(model) and ctc_weight > 0:
+        log.warning("model.ctc_loss_weight has no effect: the model has no CTC head (model.add_ctc gives it one)")
+    elif ctc_weight not in (None, 1) and not has_transducer(model):
+        log.warning("model.ctc_loss_weight has no effect: the CTC loss of a CTC model is the whole loss")
+    if (model.cfg.get("interctc") or {}).get("loss_weights"):
+        log.warning("the model's CTC losses between its layers (interctc) are not trained")
     model.freeze_batchnorm = freeze_batchnorm
+
+
+def prepare_for_decoding(model: Transducer) -> None:
+    """Let a rank decode as it likes, in place."""
+    # A collective in the encoder's forward would hang when ranks take different numbers of evaluation batches.
+    model.encoder.sync_max_audio_length = False
     if hasattr(model.decoding.decoding, "disable_cuda_graphs"):
         model.decoding.decoding.disable_cuda_graphs()  # they disturb later work in the same process (NeMo issue 15423)
+
+
+def _share_loss(model: Transducer, ctc_weight: float | None) -> None:
+    """Set the share of the CTC loss of a hybrid model, freeze the head that has none, and decode with one that has."""
+    if ctc_weight is not None:
+        with open_dict(model.cfg):
+            model.cfg.aux_ctc.ctc_loss_weight = ctc_weight
+    weight = ctc_loss_weight(model)
+    model.ctc_decoder.requires_grad_(weight > 0)
+    for part in (model.decoder, model.joint):
+        part.requires_grad_(weight < 1)
+    set_head(model, None)
+    if weight == 1:
+        log.info(
+            "a hybrid model whose loss is CTC alone: evaluations decode with the CTC head; prediction network and "
+            "joint stay as they are, and fit the encoder less with each step unless it is frozen"
+        )
+    elif weight:
+        log.info("a hybrid model: the loss is %g x transducer + %g x CTC", 1 - weight, weight)
+    else:
+        log.info("a hybrid model without a share of the CTC loss: its CTC head stays as it is")
 
 
 def _set_dropout(model: Transducer, p: float) -> None:
@@ -122,14 +250,11 @@ def _set_dropout(model: Transducer, p: float) -> None:
 
 
 def cast_parameters(model: Transducer, dtype: torch.dtype) -> None:
-    """Cast parameters and buffers of encoder, prediction network, joint and CTC head, in place.
+    """Cast parameters and buffers of the encoder and the heads, in place.
 
     BatchNorm stays in float32, since its running statistics would stand still in bf16; so does the preprocessor.
     """
-    parts = [model.encoder, model.decoder, model.joint]
-    if hasattr(model, "ctc_decoder"):
-        parts.append(model.ctc_decoder)
-    for part in parts:
+    for part in (model.encoder, *head_modules(model).values()):
         for module in part.modules():
             if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
                 continue

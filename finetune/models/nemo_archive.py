@@ -5,6 +5,8 @@ They may come from anywhere, so archive, configuration and weights are checked b
 
 import contextlib
 import functools
+import inspect
+import logging
 import re
 import tarfile
 from dataclasses import dataclass
@@ -17,12 +19,14 @@ from omegaconf import OmegaConf, open_dict
 from finetune.durable_files import put_in_place
 from finetune.errors import UserError
 from finetune.models.adapters import is_adapter, load_merged_state_dict, merged_state_dict
-from finetune.models.nemo import import_nemo
+from finetune.models.nemo import class_of, import_nemo
 from finetune.models.protocols import Transducer
 from finetune.models.sentencepiece_model import SentencePieceModel, parse
 from finetune.security.archives import content_of, named, reading, unpack
 from finetune.security.documents import leaves, parse_settings, resolved
 from finetune.security.pickles import load_tensors
+
+log = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 ASR, COMMON = "nemo.collections.asr", "nemo.collections.common"
@@ -33,8 +37,11 @@ def _classes(package: str, module: str, *names: str) -> frozenset[str]:
     return frozenset(f"{place}.{name}" for place in (package, f"{package}.{module}") for name in names)
 
 
-MODELS = _classes(f"{ASR}.models", "rnnt_bpe_models", "EncDecRNNTBPEModel") | _classes(
-    f"{ASR}.models", "hybrid_rnnt_ctc_bpe_models", "EncDecHybridRNNTCTCBPEModel"
+MODELS = (
+    _classes(f"{ASR}.models", "rnnt_bpe_models", "EncDecRNNTBPEModel")
+    | _classes(f"{ASR}.models", "hybrid_rnnt_ctc_bpe_models", "EncDecHybridRNNTCTCBPEModel")
+    | _classes(f"{ASR}.models", "ctc_bpe_models", "EncDecCTCModelBPE")
+    | _classes(f"{ASR}.models", "rnnt_bpe_models_prompt", "EncDecRNNTBPEModelWithPrompt")
 )
 """What `target` may name: the models that this project trains."""
 PARTS = {
@@ -47,7 +54,8 @@ PARTS = {
         "CropOrPadSpectrogramAugmentation",
     ),
     "encoder": _classes(f"{ASR}.modules", "conformer_encoder", "ConformerEncoder", "ConformerEncoderAdapter"),
-    "decoder": _classes(f"{ASR}.modules", "rnnt", "RNNTDecoder", "StatelessTransducerDecoder"),
+    "decoder": _classes(f"{ASR}.modules", "rnnt", "RNNTDecoder", "StatelessTransducerDecoder")
+    | _classes(f"{ASR}.modules", "conv_asr", "ConvASRDecoder"),
     "joint": _classes(f"{ASR}.modules", "rnnt", "RNNTJoint", "SampledRNNTJoint"),
     "aux_ctc.decoder": _classes(f"{ASR}.modules", "conv_asr", "ConvASRDecoder"),
 }
@@ -98,14 +106,14 @@ def check_model_config(config: dict[str, Any], name: str, folder: set[str] | Non
     Raises:
         UserError: it names a class that no transducer is built of, code from a hub, or a file outside of its archive.
     """
+    if config.get("target") is not None:  # first: the parts of another kind of model are none of this one
+        _check_class(str(config["target"]), "", "target", name)
     for key in NOT_AT_THE_TOP:
         if key in config:
             raise UserError(f"{name}: {key}: is refused: a model's configuration has no such key. Nothing was run.")
     for key, value in leaves(config):
         if isinstance(value, str) and "${" in value:
             raise UserError(f"{name}: {key}: {value[:200]!r} is refused: a reference is left in it.")
-    if config.get("target") is not None:  # first: the parts of another kind of model are none of this one
-        _check_class(str(config["target"]), "", "target", name)
     tokenizer = config.get("tokenizer")
     kind = tokenizer.get("type") if isinstance(tokenizer, dict) else None
     if kind not in (None, "bpe", "agg"):
@@ -140,8 +148,9 @@ def _check_class(named: str, place: str, key: str, name: str) -> None:
             return
         if re.fullmatch(r"nemo\.collections(\.[a-z_0-9]+)*\.[A-Z]\w*", named):
             raise UserError(
-                f"{name.removesuffix(f': {CONFIG}')} is a {named.rpartition('.')[2]}; this project trains transducers "
-                "with a SentencePiece tokenizer (EncDecRNNTBPEModel: Parakeet TDT or RNN-T)."
+                f"{name.removesuffix(f': {CONFIG}')} is a {named.rpartition('.')[2]}, which is not supported. This "
+                "project trains Parakeet models with a SentencePiece tokenizer: "
+                f"{', '.join(sorted({model.rpartition('.')[2] for model in MODELS}))}."
             )
         known = MODELS
     else:
@@ -185,6 +194,12 @@ def check_size(config: dict[str, Any], weight_bytes: int, name: str) -> None:
     least = 4 * width * width * number("encoder", "n_layers")
     least += 8 * pred * pred * number("decoder", "prednet", "pred_rnn_layers")
     least += classes * (pred + joint) + width * number("encoder", "feat_in")
+    for head in (("decoder",), ("aux_ctc", "decoder")):
+        least += number(*head, "num_classes") * number(*head, "feat_in")
+    defaults = config.get("model_defaults")
+    if isinstance(defaults, dict) and defaults.get("initialize_prompt_feature"):
+        prompted = number("model_defaults", "enc_hidden")
+        least += 2 * prompted * (number("model_defaults", "num_prompts") + 2 * prompted)
     if least > max(weight_bytes, 2**20):
         raise UserError(
             f"{name} is refused: its configuration describes a model of more than {least:,} parameters, and it holds "
@@ -272,6 +287,12 @@ def read_config(path: Path, key: str = "model.name") -> dict[str, Any]:
         return config_in(archive, members, f"{key}: {path}")
 
 
+def vocabulary_in(config: dict[str, Any]) -> list[str]:
+    """Return the tokens that a model's configuration lists: the joint's, or those of a CTC model's head."""
+    head = config.get("joint") or config.get("decoder") or {}
+    return list(head.get("vocabulary") or [])
+
+
 @functools.cache
 def _connector() -> type:
     """Return NeMo's connector with checked readers; a model keeps it for the files that it copies on saving."""
@@ -303,14 +324,59 @@ def restore(path: Path) -> Transducer:
         UserError: the file is refused; whatever NeMo raises where it cannot build it.
     """
     config = read_config(path)
+    _check_keys(config, path)
     # Not the abstract ASRModel, which turns every failure into one of its own.
-    kind = getattr(import_nemo(), str(config.get("target") or "EncDecRNNTBPEModel").rpartition(".")[2])
+    kind = getattr(import_nemo(), class_of(config))
     return kind.restore_from(
         str(path),
         override_config_path=OmegaConf.create(config),
         map_location="cpu",
         save_restore_connector=_connector()(),
     )
+
+
+def other_version(path: Path) -> str:
+    """Return a sentence on the version of NeMo that wrote a .nemo file; nothing where it is the one here."""
+    from nemo import __version__
+
+    wrote = read_config(path).get("nemo_version")
+    if wrote in (None, __version__):
+        return ""
+    return f" It was written by NeMo {wrote}, and read by NeMo {__version__}: install the version that wrote it."
+
+
+def _check_keys(config: dict[str, Any], path: Path) -> None:
+    """Drop settings of a part that this version of NeMo does not know where they are null, in place; NeMo takes none.
+
+    Raises:
+        UserError: others have a value.
+    """
+    from nemo import __version__
+    from nemo.core.classes.common import import_class_by_path
+
+    unknown: dict[str, Any] = {}
+    for place in PARTS:
+        part = functools.reduce(lambda found, key: (found or {}).get(key), place.split("."), config)
+        if not isinstance(part, dict) or "_target_" not in part:
+            continue
+        known = inspect.signature(import_class_by_path(part["_target_"])).parameters
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+            continue
+        for key in [key for key in part if key not in known and not key.startswith("_")]:
+            unknown[f"{place}.{key}"] = value = part[key]
+            if value is None:
+                del part[key]
+    wrote = f"NeMo {config.get('nemo_version') or 'of another version'}"
+    if empty := [name for name, value in unknown.items() if value is None]:
+        log.warning(
+            "%s, from %s: NeMo %s does not know %s, which are null", path, wrote, __version__, ", ".join(empty)
+        )
+    if wrong := [f"{name}: {value!r}"[:100] for name, value in unknown.items() if value is not None]:
+        raise UserError(
+            f"model.name: {path} was written by {wrote}, and NeMo {__version__} does not know {', '.join(wrong)}. "
+            f"Install the NeMo that wrote it, or take these keys out of the archive's {CONFIG} if the model does "
+            "without them."
+        )
 
 
 @dataclass
@@ -334,7 +400,7 @@ class NemoFile:
         """Pieces of the tokenizer, without the blank."""
         if self.sentencepiece is not None:
             return len(self.tokenizer.pieces)
-        return len((self.config.get("joint") or {}).get("vocabulary") or [])
+        return len(vocabulary_in(self.config))
 
 
 def read_nemo(path: Path) -> NemoFile:

@@ -24,6 +24,8 @@ class Featurizer(Module):
 
     get_seq_len: Callable[[torch.Tensor], torch.Tensor]
     """Samples -> mel frames, (B,) each."""
+    normalize: str | None
+    exact_pad: bool
 
 
 class Preprocessor(Module):
@@ -70,6 +72,8 @@ class Subsampling(Module):
     _right_padding: int
     _ceil_mode: bool
     _sampling_num: int
+    get_sampling_frames: Callable[[], Any]
+    """Mel frames that a chunk has at least: one number, or the first chunk's and the later ones'."""
 
 
 class Encoder(Module):
@@ -84,6 +88,17 @@ class Encoder(Module):
     self_attention_model: str
     sync_max_audio_length: bool
     use_pytorch_sdpa: bool
+    att_context_style: str
+    att_context_size: list[int]
+    """Encoder frames that are seen on the left and on the right."""
+    att_context_size_all: list[list[int]]
+    att_context_probs: list[float]
+    att_chunk_context_size: Sequence[Sequence[int]] | None
+    """Of a unified model: left contexts, chunks and right contexts."""
+    streaming_cfg: Any
+    setup_streaming_params: Callable[..., None]
+    get_initial_cache_state: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    cache_aware_stream_step: Callable[..., tuple[torch.Tensor, ...]]
     change_attention_model: Callable[..., None]
     change_subsampling_conv_chunking_factor: Callable[[int], None]
 
@@ -97,6 +112,7 @@ class PredictionNetwork(Module):
 
     prediction: PredictionEmbedding
     vocab_size: int
+    blank_as_pad: bool
 
 
 class JointLayers(Sequential):
@@ -127,13 +143,22 @@ class Joint(Module):
     set_wer: Callable[[Any], None]
 
 
+class CtcHead(Module):
+    """Encoder outputs (B, H, T) -> log-probabilities of V tokens and blank, (B, T, V + 1) (`ConvASRDecoder`)."""
+
+    vocabulary: Sequence[str]
+    decoder_layers: Sequential
+    num_classes_with_blank: int
+
+
 class Decoding(Protocol):
-    """Greedy decoding (`RNNTBPEDecoding`)."""
+    """Greedy decoding (`RNNTBPEDecoding`, or of a CTC model `CTCBPEDecoding`)."""
 
     decoding: Any
     """The greedy search itself."""
     joint_fused_batch_size: int | None
     rnnt_decoder_predictions_tensor: Callable[..., list[Any]]
+    decode_hypothesis: Callable[[list[Any]], list[Any]]
     decode_tokens_to_str_with_strip_punctuation: Callable[[Sequence[int]], str]
 
 
@@ -150,7 +175,9 @@ class Tokenizer(Protocol):
 class Transducer(Module):
     """A NeMo transducer with a SentencePiece tokenizer (`EncDecRNNTBPEModel`), with a TDT or an RNN-T head.
 
-    Only a hybrid model has `ctc_decoder`, encoder outputs -> log-probabilities of tokens and blank.
+    Only a hybrid model has `ctc_decoder`. A CTC model (`EncDecCTCModelBPE`) has no joint, and its `decoder` is the CTC
+    head: ask `finetune.models.nemo.has_transducer` before either is used. Only a prompt model has `prompt_kernel`,
+    encoder outputs and a one-hot prompt -> encoder outputs.
     """
 
     cfg: DictConfig
@@ -159,7 +186,16 @@ class Transducer(Module):
     encoder: Encoder
     decoder: PredictionNetwork
     joint: Joint
-    ctc_decoder: Module
+    ctc_decoder: CtcHead
+    cur_decoder: str
+    """Which head of a hybrid model decodes: rnnt or ctc."""
+    ctc_loss_weight: float
+    ctc_loss: Any
+    ctc_decoding: Any
+    ctc_wer: Any
+    setup_interctc: Callable[..., None]
+    prompt_kernel: Sequential
+    num_prompts: int
     loss: Any
     """NeMo's `RNNTLoss`."""
     wer: Any

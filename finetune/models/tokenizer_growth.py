@@ -14,7 +14,7 @@ import itertools
 import math
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,16 +110,25 @@ def grow_on_texts(
             f"{key}: the texts need {len(characters)} characters that the tokenizer lacks, more than size={size}. Set "
             f"size to {len(characters)} or more, or coverage below 1, which leaves out the rarest (now {coverage:g})."
         )
-    new = set(characters) - old
+    new = None if pieces == "all" else set(characters) - old
+    merges = _merges(words, own | set(characters), size - len(characters), new)
+    return Growth(_appended(model, characters, merges), len(model.pieces), characters, left_out)
+
+
+def _merges(words: Counter[Word], own: set[str], count: int, new: set[str] | None) -> dict[str, Word]:
+    """Return the most frequent merges of words that can be written, with their parts, first ones first.
+
+    Args:
+        own: all pieces.
+        new: characters of which a merge has to hold one; None takes all merges.
+    """
 
     def allowed(piece: str) -> bool:
-        wanted = pieces == "all" or any(c in new for c in piece)
+        wanted = new is None or any(c in new for c in piece)
         return wanted and len(piece) <= LONGEST_PIECE and _is_word_part(piece)
 
-    writable = own | set(characters)
-    usable = Counter({w: n for w, n in words.items() if all(s in writable for s in w)})
-    merges = _merge_on(dict(usable.most_common(MOST_WORDS)), own, size - len(characters), allowed)
-    return Growth(_appended(model, characters, merges), len(model.pieces), characters, left_out)
+    usable = Counter({w: n for w, n in words.items() if all(s in own for s in w)})
+    return _merge_on(dict(usable.most_common(MOST_WORDS)), own, count, allowed)
 
 
 def grow_from_tokenizer(
@@ -139,13 +148,74 @@ def grow_from_tokenizer(
     new = set(letters) - old
     candidates = [p.piece for p in usable if p.piece not in own and len(p.piece) > 1]
     candidates = [p for p in candidates if pieces == "all" or any(c in new for c in p)][: size - len(letters)]
+    grown, kept = _with_reachable(candidates, lambda kept: _appended(model, letters, dict.fromkeys(kept, ())))
+    return Growth(grown, len(model.pieces), letters, unreachable=len(candidates) - len(kept))
+
+
+def grow_as_heard(
+    model: SentencePieceModel,
+    texts: Collection[str],
+    heard: Mapping[str, str],
+    growth: Growth,
+    size: int,
+    filled: int = 0,
+) -> Growth:
+    """Append the characters of a growth on texts, and for the old pieces that write what is heard the same in new
+    letters: where T, H, E are heard as t, h, e, and `the` is a piece, THE becomes one.
+
+    So the texts are cut as the model would cut what it hears, and each new piece can begin as one old piece. Those
+    that the texts use most are taken.
+
+    Args:
+        model: the old tokenizer.
+        texts: normalised.
+        heard: old letters by new ones, small letters.
+        growth: `grow_on_texts` of the same model and texts.
+        size: pieces that are appended at most, more than the characters.
+        filled: with fewer pieces, merges of the texts follow as in `grow_on_texts`, up to so many.
+    """
+    counts: Counter[str] = Counter()
+    scores = {p.piece: p.score for p in model.pieces if p.type in (NORMAL, USER_DEFINED)}
+    lowest = min(scores.values(), default=0.0)
+    found = {c: scores.get(heard.get(c.lower(), ""), lowest) for c in growth.characters}
+    encode = piece_encoder(without_bytes(model))
+    for word, n in _count_spelled(model, texts).items():
+        start = 0
+        for piece in encode("".join(heard.get(c.lower(), c) for c in word)):
+            written = word[start : start + len(piece)]
+            start += len(piece)
+            if len(piece) > 1 and written != piece and piece in scores:
+                counts[written] += n
+                found[written] = max(scores[piece], found.get(written, -math.inf))
+    most = [piece for piece, n in counts.most_common(max(size - len(growth.characters), 0)) if n >= LEAST_COUNT]
+    candidates = sorted(most, key=lambda piece: -found[piece])  # as the old merges come
+
+    def grown(pieces: list[str]) -> SentencePieceModel:
+        if kind_of(model) == "bpe":
+            return _appended(model, growth.characters, dict.fromkeys(pieces, ()))
+        return _append(model, {piece: found[piece] for piece in [*growth.characters, *pieces]})
+
+    new, kept = _with_reachable(candidates, grown)
+    left = filled - len(growth.characters) - len(kept)
+    if left > 0:
+        own = {p.piece for p in new.pieces}
+        new = _appended(
+            new, [], _merges(_count_words(new, texts), own, left, set(growth.characters) - alphabet(model))
+        )
+    return Growth(new, growth.before, growth.characters, growth.left_out)
+
+
+def _with_reachable(
+    candidates: list[str], grown: Callable[[list[str]], SentencePieceModel]
+) -> tuple[SentencePieceModel, list[str]]:
+    """Return the tokenizer with those candidates that it then writes as one piece, and these."""
     kept = candidates
     while True:  # without an unreachable piece others may become unreachable
-        grown = _appended(model, letters, dict.fromkeys(kept, ()))
-        encode = piece_encoder(grown)
+        model = grown(kept)
+        encode = piece_encoder(model)
         reached = [piece for piece in kept if encode(piece) == [piece]]
         if len(reached) == len(kept):
-            return Growth(grown, len(model.pieces), letters, unreachable=len(candidates) - len(kept))
+            return model, kept
         kept = reached
 
 
@@ -179,20 +249,24 @@ def _append(model: SentencePieceModel, scores: Mapping[str, float]) -> SentenceP
     return model
 
 
-def _count_words(model: SentencePieceModel, texts: Iterable[str]) -> Counter[Word]:
-    """Count the words, each as the pieces that encode it; what has no piece stands as its characters."""
+def _count_spelled(model: SentencePieceModel, texts: Iterable[str]) -> Counter[str]:
+    """Count the words, each with the space before it, as the tokenizer normalises them."""
     counts: Counter[str] = Counter()
     normalize = processor(model).normalize
     for text in texts:
         first, *others = normalize(text).split(SPACE)
         counts.update(SPACE + word for word in others)
         counts[first] += bool(first)
+    return +counts
+
+
+def _count_words(model: SentencePieceModel, texts: Iterable[str]) -> Counter[Word]:
+    """Count the words, each as the pieces that encode it; what has no piece stands as its characters."""
     known, encode = {p.piece for p in model.pieces}, piece_encoder(without_bytes(model))
     words: Counter[Word] = Counter()
-    for word, n in counts.items():
-        if n:
-            pieces = ((piece,) if piece in known else piece for piece in encode(word))
-            words[tuple(itertools.chain.from_iterable(pieces))] += n
+    for word, n in _count_spelled(model, texts).items():
+        pieces = ((piece,) if piece in known else piece for piece in encode(word))
+        words[tuple(itertools.chain.from_iterable(pieces))] += n
     return words
 
 

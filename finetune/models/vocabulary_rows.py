@@ -9,14 +9,15 @@ V pieces of the vocabulary, D durations, H hidden units.
 
 import math
 import unicodedata
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from omegaconf import OmegaConf, open_dict
 
-from finetune.models.nemo import check_head
+from finetune.models.nemo import check_heads, has_transducer, head_modules
 from finetune.models.protocols import Transducer
 from finetune.models.sentencepiece_model import (
     FILE,
@@ -26,11 +27,14 @@ from finetune.models.sentencepiece_model import (
     SentencePieceModel,
     parse,
     piece_encoder,
+    processor,
     tokenizer_of,
 )
 
 # Probability that all new pieces together can take from the old ones before training, at most.
 SHARE_OF_NEW_PIECES = 0.1
+TIE = 0.1
+"""Nats that a new piece lies below an old one from whose row it begins, so that rounding does not choose it."""
 HISTORY = "vocabulary_changes"
 
 Sources = list[list[int]]
@@ -41,7 +45,7 @@ def change_vocabulary(model: Transducer, directory: Path, note: Mapping[str, Any
     """Give a model another tokenizer, in place.
 
     A piece that the old tokenizer has too keeps its rows in the prediction network's embedding and in the joint's head
-    (and in a hybrid model's CTC head). Any other starts as the mean of the rows of the old pieces that encoded it
+    (and in the CTC head). Any other starts as the mean of the rows of the old pieces that encoded it
     before; a new character as its base letter (é as e), or as the mean of all pieces where it has none.
 
     Where the vocabulary grows, the logit of a new piece lies log(n / s) below that mean, n new pieces, s
@@ -59,8 +63,6 @@ def change_vocabulary(model: Transducer, directory: Path, note: Mapping[str, Any
     Raises:
         UserError: the model has an aggregate tokenizer.
     """
-    from nemo.collections.asr.losses.rnnt import RNNTLoss
-
     old = tokenizer_of(model, "model.tokenizer")
     new = parse((Path(directory) / FILE).read_bytes(), f"model.tokenizer: {directory}")
     sources = rows_to_start_from(old, new)
@@ -71,24 +73,10 @@ def change_vocabulary(model: Transducer, directory: Path, note: Mapping[str, Any
     margin = math.log(sum(fresh) / SHARE_OF_NEW_PIECES) if grows and any(fresh) else 0.0
     drop_V = margin * torch.tensor(fresh, dtype=torch.float32)
 
-    weights = {name: getattr(model, name).state_dict() for name in _parts(model)}
-    durations = model.joint.num_extra_outputs
-    reduction = model.loss.reduction
-    loss_name, loss_kwargs = model.extract_rnnt_loss_cfg(model.cfg.get("loss", None))
+    weights = {name: part.state_dict() for name, part in head_modules(model).items()}
     training, order = model.training, list(model._modules)
-    model.change_vocabulary(str(directory), "bpe")
-
-    model.loss = RNNTLoss(
-        num_classes=model.joint.num_classes_with_blank - 1 - (durations if loss_name == "tdt" else 0),
-        loss_name=loss_name,
-        loss_kwargs=loss_kwargs,
-        reduction=reduction,
-    )
-    if model.joint.fuse_loss_wer or (model.decoding.joint_fused_batch_size or 0) > 0:
-        model.joint.set_loss(model.loss)
-        model.joint.set_wer(model.wer)
-    for name in _parts(model):
-        part = getattr(model, name)
+    _change_tokens(model, directory)
+    for name, part in head_modules(model).items():
         now = part.state_dict()
         for key, tensor in weights[name].items():
             if tensor.shape != now[key].shape or _has_rows(part, key):
@@ -100,10 +88,33 @@ def change_vocabulary(model: Transducer, directory: Path, note: Mapping[str, Any
     model._modules = {name: model._modules[name] for name in order if name in model._modules}
     model.train(training)
     with open_dict(model.cfg):
-        model.cfg.labels = [p.piece for p in new.pieces]
+        if has_transducer(model):  # NeMo gives a CTC model no such key
+            model.cfg.labels = [p.piece for p in new.pieces]
         model.cfg[HISTORY] = [*changes_of(model), dict(note or {})]
-    check_head(model, str(directory))
+    check_heads(model, str(directory))
     return sources
+
+
+def _change_tokens(model: Transducer, directory: Path) -> None:
+    """Let NeMo make the heads anew for another tokenizer, with the loss that the transducer had."""
+    from nemo.collections.asr.losses.rnnt import RNNTLoss
+
+    if not has_transducer(model):
+        model.change_vocabulary(str(directory), "bpe")
+        return
+    durations = model.joint.num_extra_outputs
+    reduction = model.loss.reduction
+    loss_name, loss_kwargs = model.extract_rnnt_loss_cfg(model.cfg.get("loss", None))
+    model.change_vocabulary(str(directory), "bpe")
+    model.loss = RNNTLoss(
+        num_classes=model.joint.num_classes_with_blank - 1 - (durations if loss_name == "tdt" else 0),
+        loss_name=loss_name,
+        loss_kwargs=loss_kwargs,
+        reduction=reduction,
+    )
+    if model.joint.fuse_loss_wer or (model.decoding.joint_fused_batch_size or 0) > 0:
+        model.joint.set_loss(model.loss)
+        model.joint.set_wer(model.wer)
 
 
 def changes_of(model: Transducer) -> list[dict[str, Any]]:
@@ -112,9 +123,54 @@ def changes_of(model: Transducer) -> list[dict[str, Any]]:
     return cast(list[dict[str, Any]], OmegaConf.to_container(records, resolve=True)) if records else []
 
 
-def _parts(model: Transducer) -> list[str]:
-    """Return the names of the modules with a row for each piece."""
-    return [name for name in ("decoder", "joint", "ctc_decoder") if hasattr(model, name)]
+def letters_without_relative(old: SentencePieceModel, new: SentencePieceModel) -> set[str]:
+    """Return the letters and marks of the new pieces that are neither old, nor another case or form of old letters, as
+    small letters."""
+    ids = {p.piece: i for i, p in enumerate(old.pieces)}
+    characters = {c for p in new.pieces if p.piece not in ids for c in p.piece if unicodedata.category(c)[0] in "LM"}
+    return {c.lower() for c in characters if not _known_relative(c, ids, {})}
+
+
+def start_as_heard(model: Transducer, old: SentencePieceModel, heard: Mapping[str, str], texts: Iterable[str]) -> None:
+    """Let the new pieces with letters that have no relative begin as the old letters that are heard in their place.
+
+    A head's row is that of the first of the old pieces that write these letters, which is when the model hears it; the
+    embedding's that of the last, behind which the model goes on. Without such letters both are the mean of all.
+    Biases share the old rows by use: with c the counts, L_j = c_j + the sum of c_k over the new pieces k from row j,
+    piece i from row j lies log(L_j / c_i) below it, and TIE. Where rows are means, k counts in each of its n rows with
+    c_k / n, and the largest L_j counts. So greedy decoding gives the same transcripts as before, and all these pieces
+    together take at most as much of the probability as the old ones, whatever the audio: a mean of logits is at most
+    the largest of them, and its exponential at most the mean of theirs.
+
+    Args:
+        model: grown by `change_vocabulary`, in place.
+        old: its tokenizer before.
+        heard: old letters by new ones, small letters.
+        texts: of clips of the run, of all languages, normalised.
+    """
+    grown = tokenizer_of(model, "model.tokenizer")
+    use = Counter(i for ids in processor(grown).encode(list(texts)) for i in ids)
+    lacking, size = letters_without_relative(old, grown), len(old.pieces)
+    spell, ordinary = _speller(old, heard), _ordinary(old)
+    pieces = {i: p.piece for i, p in enumerate(grown.pieces) if i >= size and not lacking.isdisjoint(p.piece.lower())}
+    spelled = {i: spell(piece) for i, piece in pieces.items()}
+    first = {i: parts[:1] or ordinary for i, parts in spelled.items()}
+    last = {i: parts[-1:] or ordinary for i, parts in spelled.items()}
+    counts = {i: max(use[i], 1) for i in pieces}
+    load = [float(use[j]) for j in range(size)]
+    for i, ids in first.items():
+        for j in ids:
+            load[j] += counts[i] / len(ids)
+    with torch.no_grad():
+        for part in head_modules(model).values():
+            for key, rows in part.state_dict().items():
+                if not _has_rows(part, key):
+                    continue
+                embeds = isinstance(part.get_submodule(key.rpartition(".")[0]), torch.nn.Embedding)
+                for i, ids in (last if embeds else first).items():
+                    rows[i] = rows[ids].float().mean(0)
+                    if key.endswith("bias"):
+                        rows[i] -= math.log(max(1, max(load[j] for j in ids) / counts[i])) + TIE
 
 
 def _has_rows(part: torch.nn.Module, key: str) -> bool:
@@ -144,28 +200,40 @@ def _moved(rows: torch.Tensor, sources: Sources, old_size: int, drop_V: torch.Te
 
 def rows_to_start_from(old: SentencePieceModel, new: SentencePieceModel) -> Sources:
     """Return for each new piece the old ones that it starts from: itself, or the pieces that encoded it before."""
+    spell, ordinary = _speller(old, {}), _ordinary(old)
+    return [spell(p.piece) or ordinary for p in new.pieces]
+
+
+def _ordinary(model: SentencePieceModel) -> list[int]:
+    """Return the ids of the pieces that texts are written with."""
+    return [i for i, p in enumerate(model.pieces) if p.type in (NORMAL, USER_DEFINED)]
+
+
+def _speller(old: SentencePieceModel, heard: Mapping[str, str]) -> Callable[[str], list[int]]:
+    """Return a function from a piece to the ids of the old ones that write it, itself or with related letters."""
     ids = {p.piece: i for i, p in enumerate(old.pieces)}
-    ordinary = [i for i, p in enumerate(old.pieces) if p.type in (NORMAL, USER_DEFINED)]
     encode = piece_encoder(old)
 
-    def start(piece: str) -> list[int]:
+    def spell(piece: str) -> list[int]:
         if piece in ids:
             return [ids[piece]]
         parts = encode(piece)
         if not parts or any(part not in ids for part in parts):  # it could not be written
-            relative = "".join(_known_relative(c, ids) for c in piece)
+            relative = "".join(_known_relative(c, ids, heard) for c in piece)
             parts = [part for part in encode(relative) if part in ids] if relative.strip(SPACE) else []
-        return [ids[part] for part in parts] or ordinary
+        return [ids[part] for part in parts]
 
-    return [start(p.piece) for p in new.pieces]
+    return spell
 
 
-def _known_relative(character: str, ids: Mapping[str, int]) -> str:
-    """Return the character where the tokenizer has it, else its other case or its letters without marks, else ""."""
+def _known_relative(character: str, ids: Mapping[str, int], heard: Mapping[str, str]) -> str:
+    """Return the character where the tokenizer has it, else its other case or its letters without marks, else what is
+    heard for it, else ""."""
     if character == SPACE or character in ids:
         return character
     for form in (character, character.lower(), character.upper()):
         bare = "".join(c for c in unicodedata.normalize("NFKD", form) if not unicodedata.combining(c))
         if form in ids or (bare and all(c in ids for c in bare)):
             return form if form in ids else bare
-    return ""
+    letter = heard.get(character.lower(), "")
+    return letter.upper() if character.isupper() and letter.upper() in ids else letter

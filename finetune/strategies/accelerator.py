@@ -11,7 +11,7 @@ import torch
 from finetune.errors import UserError
 from finetune.logs import capture_prints
 from finetune.strategies import fsdp
-from finetune.strategies.strategy import Strategy, number_of_processes
+from finetune.strategies.strategy import Strategy, number_of_processes, read_deepspeed_file
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -53,8 +53,11 @@ def make_accelerator(
         options["cpu"] = strategy.engine in ("none", "ddp")
     if deepspeed or fsdp2:
         _set_single_process_environment()
-    if deepspeed and not strategy.from_launcher:
-        options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=str(strategy.deepspeed_config))
+    if deepspeed and strategy.deepspeed_config is not None:
+        settings = read_deepspeed_file(strategy.deepspeed_config)
+        # Precision is autocast's (`resolve_precision`), not DeepSpeed's.
+        settings = {key: value for key, value in settings.items() if key not in ("bf16", "fp16")}
+        options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=settings)
     if fsdp2:
         for name, value in strategy.fsdp_settings.items():
             if name.startswith("PARALLELISM_CONFIG_"):
@@ -101,11 +104,6 @@ def _fill_config(
     Raises:
         UserError: the file has values of its own that contradict them.
     """
-    if config.get("bf16", {}).get("enabled") is True or config.get("fp16", {}).get("enabled") is True:
-        raise UserError(
-            "the DeepSpeed file switches on bf16 or fp16, which casts parameters but not BatchNorm's buffers and "
-            "fails on FastConformer. Remove these keys and set training.bf16: true."
-        )
     zero = config.get("zero_optimization") or {}
     if str(zero.get("stage", 0)) == "0" or zero.get("compute_grad_norm") is False:
         raise UserError(

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 
 from finetune.errors import UserError
+from finetune.models.nemo import head_modules
 from finetune.models.protocols import Transducer
 
 
@@ -23,7 +24,7 @@ def add_lora(
 ) -> int:
     """Add adapters to linear layers of each Conformer layer, in place, and freeze the rest of the encoder.
 
-    Prediction network and joint are trained as usual unless `train_decoder` is false. BatchNorm keeps its stored
+    The heads are trained as usual unless `train_decoder` is false. BatchNorm keeps its stored
     statistics, which belong to the frozen weights; the model's own dropout stays on in training. At first the adapters
     add nothing: their second factor is zero.
 
@@ -32,7 +33,7 @@ def add_lora(
         alpha: updates are scaled by alpha / rank; None: twice the rank.
         dropout: probability before the adapters.
         targets: names of linear layers within a Conformer layer.
-        train_decoder: train prediction network and joint; else they are frozen too.
+        train_decoder: train prediction network, joint, CTC head and prompt kernel; else they are frozen too.
 
     Returns:
         The number of linear layers with an adapter.
@@ -71,6 +72,6 @@ def add_lora(
     model.lora_settings = {"rank": rank, "alpha": float(alpha), "dropout": dropout, "targets": list(targets)}
     model.lora_settings["train_decoder"] = train_decoder
     if not train_decoder:
-        model.decoder.requires_grad_(False)
-        model.joint.requires_grad_(False)
+        for part in head_modules(model).values():
+            part.requires_grad_(False)
     return sum(hasattr(module, "lora_A") for module in model.encoder.modules())

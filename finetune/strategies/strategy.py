@@ -18,6 +18,9 @@ from finetune.strategies import fsdp
 
 log = logging.getLogger(__name__)
 
+DEEPSPEED_SECTIONS = ("zero_optimization", "bf16", "fp16")
+"""Objects of a DeepSpeed file that are read here."""
+
 
 @dataclass
 class Strategy:
@@ -33,6 +36,8 @@ class Strategy:
     from_launcher: bool = False
     """The launcher has already put the engine's settings into the environment."""
     deepspeed_config: Path | None = None
+    deepspeed_precision: str | None = None
+    """bf16 where that file switches it on."""
     fsdp_settings: dict[str, str] = field(default_factory=dict)
     """FSDP's settings from a strategy's file, as environment variables."""
     mixed_precision: str | None = None
@@ -172,21 +177,52 @@ def _set_deepspeed(strategy: Strategy, path: Path | None, engine: str, origin: s
         )
     _set_engine(strategy, engine, origin)
     strategy.deepspeed_config = path
+    strategy.deepspeed_precision = None if path is None else _deepspeed_precision(path)
 
 
-def _deepspeed_engine(path: Path) -> str:
-    """Return the name of the engine that a DeepSpeed file asks for."""
+def read_deepspeed_file(path: Path) -> dict[str, Any]:
+    """Return the settings of a DeepSpeed file.
+
+    Raises:
+        UserError: it cannot be read, or is none.
+    """
     try:
         values = parse_json(read_text(path))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error} (looked in {Path.cwd()}).") from error
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON: {first_line(error)}") from error
-    zero = values.get("zero_optimization", {}) if isinstance(values, dict) else None
-    offload = zero.get("offload_optimizer") or {} if isinstance(zero, dict) else None
-    if not isinstance(zero, dict) or not isinstance(offload, dict):
-        raise UserError(f"{path} is no DeepSpeed file: zero_optimization and offload_optimizer have to be objects.")
+    sections = [values, *((values.get(key) or {}) for key in DEEPSPEED_SECTIONS if isinstance(values, dict))]
+    if not all(isinstance(section, dict) for section in sections):
+        raise UserError(f"{path} is no DeepSpeed file: {', '.join(DEEPSPEED_SECTIONS)} have to be objects.")
+    return values
+
+
+def _deepspeed_engine(path: Path) -> str:
+    """Return the name of the engine that a DeepSpeed file asks for."""
+    zero = read_deepspeed_file(path).get("zero_optimization") or {}
+    offload = zero.get("offload_optimizer") or {}
+    if not isinstance(offload, dict):
+        raise UserError(f"{path} is no DeepSpeed file: zero_optimization.offload_optimizer has to be an object.")
     return _deepspeed_name(zero.get("stage"), str(offload.get("device", "none")))
+
+
+def _deepspeed_precision(path: Path) -> str | None:
+    """Return bf16 where a DeepSpeed file switches it on: the run computes in it through autocast, since DeepSpeed's
+    own mode casts parameters but not BatchNorm's buffers. `auto` is for the run file to say.
+
+    Raises:
+        UserError: it switches on fp16.
+    """
+    values = read_deepspeed_file(path)
+    on = [kind for kind in ("bf16", "fp16") if (values.get(kind) or {}).get("enabled") is True]
+    if "fp16" in on:
+        raise UserError(
+            f"{path}: fp16.enabled: true is not supported: DeepSpeed's fp16 mode casts parameters but not BatchNorm's "
+            "buffers and fails on FastConformer. Write fp16.enabled: false, and bf16.enabled: true in the file or "
+            "training.bf16: true."
+        )
+    return "bf16" if on else None
 
 
 def _deepspeed_name(stage: object, offload_device: str) -> str:
@@ -214,7 +250,7 @@ def check_num_gpus(num_gpus: int) -> None:
 
 
 def resolve_precision(bf16: bool, fp16: bool, strategy: Strategy) -> str:
-    """Return no, bf16 or fp16, from the run file, the strategy and the launcher.
+    """Return no, bf16 or fp16, from the run file, the strategy, the launcher and the DeepSpeed file.
 
     Raises:
         UserError: they contradict each other.
@@ -225,6 +261,8 @@ def resolve_precision(bf16: bool, fp16: bool, strategy: Strategy) -> str:
     launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launcher not in ("no", ""):
         wanted["the launcher"] = launcher
+    if strategy.deepspeed_precision:
+        wanted[f"{strategy.deepspeed_config} (bf16.enabled)"] = strategy.deepspeed_precision
     if len(set(wanted.values())) > 1:
         all_of_them = ", ".join(f"{origin} says {precision}" for origin, precision in wanted.items())
         raise UserError(f"mixed precision is contradictory: {all_of_them}. Make them equal.")

@@ -9,6 +9,7 @@ import torch
 from finetune.errors import UserError
 from finetune.evaluation.dataset import EvaluationSettings, count_errors, open_sources
 from finetune.models.loading import load_model, move_to_device
+from finetune.models.nemo import pieces_of
 from finetune.tools.export.nemo import output_file, write_checked
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def write_mean(
             model = load_model(name)
             state = model.state_dict()
             if not sums:
-                tokens, sums = list(model.joint.vocabulary), {n: t.float().clone() for n, t in state.items()}
+                tokens, sums = pieces_of(model), {n: t.float().clone() for n, t in state.items()}
             else:
                 _check_layout(name, model, names[0], tokens, sums)
                 for n, tensor in state.items():
@@ -58,7 +59,7 @@ def _check_layout(
     name: str, model: Transducer, first: str, tokens: list[str], tensors: dict[str, torch.Tensor]
 ) -> None:
     """Raise UserError where a model has other tokens or tensors than the first one."""
-    ours = list(model.joint.vocabulary)
+    ours = pieces_of(model)
     shapes, theirs = ({n: tuple(t.shape) for n, t in state.items()} for state in (tensors, model.state_dict()))
     if len(ours) != len(tokens):
         why = f"{name} has {len(ours)} tokens, {first} has {len(tokens)}"

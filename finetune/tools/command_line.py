@@ -55,6 +55,26 @@ def add_decoding(parser: argparse.ArgumentParser, batch_size: int, what: str = "
     parser.add_argument("--device", help="such as cpu or cuda:1 (default: cuda if there is a GPU, else cpu)")
 
 
+def add_head(parser: argparse.ArgumentParser) -> None:
+    default = "the transducer, or CTC where model.ctc_loss_weight was 1"
+    parser.add_argument(
+        "--head", choices=("transducer", "ctc"), help=f"the head of a hybrid model that decodes (default: {default})"
+    )
+
+
+def add_language(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--language",
+        metavar="CODE",
+        help=f"of a prompt model, such as de-DE, or auto: the model finds it (default: {default})",
+    )
+
+
+def add_look_ahead(parser: argparse.ArgumentParser, purpose: str) -> None:
+    frames = "in encoder frames, such as 13 or 13,6,1; of a unified model chunk+right context, such as 7+7"
+    parser.add_argument("--look-ahead", metavar="N", help=f"{purpose}: {frames} (docs/streaming.md)")
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
 

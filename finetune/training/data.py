@@ -1,5 +1,6 @@
 """The stream of a split, with the numbers of the model that it is for."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -8,16 +9,22 @@ from accelerate import Accelerator
 
 from finetune.config.schema import RunConfig
 from finetune.data.augment import parse_augmentation
+from finetune.data.language_prompts import prompt_of
 from finetune.data.leave_out import LeaveOut
 from finetune.data.options import StreamOptions
+from finetune.data.quarantine import BadUtterance
 from finetune.data.run_file import train_limits, with_filters
 from finetune.data.sources import OpenSource
 from finetune.data.stream import UtteranceStream
+from finetune.data.survey import count_languages
 from finetune.data.utterances import no_tokens, text_encoder
+from finetune.errors import UserError
 from finetune.evaluation.recognise import LONGEST_AT_ONCE, evaluation_limits
-from finetune.losses import feasible_clips
-from finetune.models.nemo import encoder_lengths, tdt_durations
+from finetune.models.nemo import clips_with_alignment, encoder_lengths
+from finetune.models.prompts import auto_ratio, prompt_slots
 from finetune.models.protocols import Transducer
+
+LANGUAGE_ROWS, LANGUAGE_SECONDS = 1000, 10.0
 
 
 def make_stream(
@@ -51,6 +58,8 @@ def make_stream(
         keep_empty_text=not training,
         check_durations=training,
         frame_rate=1 / (model.cfg.preprocessor.window_stride * model.encoder.subsampling_factor),
+        prompts=prompt_slots(model),
+        auto_ratio=auto_ratio(model, config.model.unified_auto_ratio) if training else 0.0,
         read_retries=d.read_retries,
     )
     if training:
@@ -71,11 +80,46 @@ def make_stream(
     )
 
 
-def fits_of(model: Transducer) -> Callable[[list[int], list[int]], list[bool]]:
-    """Return the test whether utterances of so many samples have an alignment with so many tokens."""
-    durations = tdt_durations(model)
+def fits_of(model: Transducer) -> Callable[[list[int], list[list[int]]], list[bool]]:
+    """Return the test whether utterances of so many samples have an alignment with these tokens."""
 
-    def fits(samples: list[int], tokens: list[int]) -> list[bool]:
-        return feasible_clips(encoder_lengths(model, torch.tensor(samples)), torch.tensor(tokens), durations).tolist()
+    def fits(samples: list[int], tokens: list[list[int]]) -> list[bool]:
+        tokens_BU = torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(ids, dtype=torch.int64) for ids in tokens], batch_first=True
+        )
+        lengths_B = torch.tensor([len(ids) for ids in tokens])
+        return clips_with_alignment(
+            model, encoder_lengths(model, torch.tensor(samples)), tokens_BU, lengths_B
+        ).tolist()
 
     return fits
+
+
+def prompts_of_rows(stream: UtteranceStream, max_bad_fraction: float) -> tuple[str, Counter[str], Counter[str]]:
+    """Look at which prompts of a prompt model the languages of data.train's rows mean.
+
+    Returns:
+        A line to log; the rows by `language -> prompt`; and those without a prompt by the reason, which go into
+            quarantine.
+
+    Raises:
+        UserError: more have none than `max_bad_fraction`.
+    """
+    options = stream.options
+    taken: Counter[str] = Counter()
+    refused: Counter[str] = Counter()
+    for language, rows in count_languages(stream, LANGUAGE_ROWS, LANGUAGE_SECONDS).items():
+        try:
+            taken[f"{language or '(no language)'} -> {prompt_of(language, options.prompts)}"] += rows
+        except BadUtterance as reason:
+            refused[str(reason)] += rows
+    rows = taken.total() + refused.total()
+    line = ", ".join(f"{name} {n}x" for name, n in taken.most_common(20)) or "none"
+    line = f"prompts of {rows} rows: {line}; in training {options.auto_ratio:.0%} of the clips get auto"
+    if refused.total() > max_bad_fraction * rows:
+        reasons = "; ".join(f"{n} rows: {reason}" for reason, n in refused.most_common(4))
+        raise UserError(
+            f"data.train: {refused.total()} of {rows} rows have no prompt of the model. {reasons}. Mend the column "
+            "`language`, or write `language` for the source."
+        )
+    return line, taken, refused

@@ -28,6 +28,8 @@ class MetricsWindow:
         self.earlier_seconds = 0.0
         self.steps, self.finite_steps, self.loss, self.grad_norm, self.waited = 0, 0, 0.0, 0.0, 0.0
         self.audio_seconds = self.padded_seconds = 0.0
+        self.loss_parts: dict[str, float] = {}
+        """Parts of a hybrid model's loss."""
         self.batch_lengths: dict[str, list[float]] = {}
         """Of this process: seconds of a batch's longest clip, rounded up -> batches, clips, seconds, padded ones."""
 
@@ -40,12 +42,21 @@ class MetricsWindow:
         self.earlier_seconds = state["seconds"]
         vars(self).update({k: v for k, v in state.items() if k != "seconds"})
 
-    def add(self, loss: float, grad_norm: float | None, batches: StepBatches, counted: bool = True) -> None:
+    def add(
+        self,
+        loss: float,
+        grad_norm: float | None,
+        batches: StepBatches,
+        counted: bool = True,
+        loss_parts: dict[str, float] | None = None,
+    ) -> None:
         self.steps += 1
         if counted and math.isfinite(loss + (grad_norm or 0.0)):  # a skipped step has no place in the means
             self.finite_steps += 1
             self.loss += loss
             self.grad_norm += grad_norm or 0.0
+            for name, part in (loss_parts or {}).items():
+                self.loss_parts[name] = self.loss_parts.get(name, 0.0) + part
         self.audio_seconds += batches.audio_seconds
         self.padded_seconds += batches.padded_seconds
         for batch in batches.batches:
@@ -70,6 +81,8 @@ class MetricsWindow:
             "audio_hours": progress.audio_seconds / 3600,
             "epoch": progress.epoch,
             "loss": self.loss / self.finite_steps if self.finite_steps else None,
+            **{name: part / self.finite_steps for name, part in self.loss_parts.items()},
+            **({"infeasible_ctc": progress.infeasible_ctc} if self.loss_parts else {}),
             "grad_norm": self.grad_norm / self.finite_steps if self.finite_steps else None,
             "learning_rate": max(rates.values()),
             "learning_rates": rates,

@@ -21,6 +21,7 @@ class Progress:
     quarantined: int = 0
     quarantine_lines: int = 0
     infeasible: int = 0
+    infeasible_ctc: int = 0
     skipped_steps: int = 0
     spikes: int = 0
     scale_skips: int = 0

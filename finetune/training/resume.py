@@ -14,6 +14,7 @@ from finetune.config.schema import RunConfig
 from finetune.distributed import gather
 from finetune.errors import UserError
 from finetune.models.adapters import load_merged_state_dict, merge_saved_lora
+from finetune.models.nemo import ctc_loss_weight
 from finetune.models.protocols import Transducer
 from finetune.strategies.optimizers import unwrap_optimizer
 from finetune.strategies.sharded import read_whole_weights
@@ -134,6 +135,8 @@ def kind_of(
         trained += "" if m.lora_train_decoder else ", without prediction network and joint"
     elif m.freeze_encoder:
         trained = f"the last {m.unfreeze_encoder_layers} layers of the encoder, prediction network and joint"
+    if hasattr(model, "ctc_decoder") and ctc_loss_weight(model) in (0, 1):
+        trained += ", but not " + ("prediction network and joint" if ctc_loss_weight(model) else "the CTC head")
     return {
         "optimizer": _class_and_library(unwrap_optimizer(optimizer)),
         "engine": engine,
@@ -155,6 +158,7 @@ def settings_of(config: RunConfig, processes: int, total_steps: int) -> dict[str
     t, d = config.training, config.data
     return {
         "model.name": config.model.name,
+        "model.unified_auto_ratio": config.model.unified_auto_ratio,
         "training.seed": t.seed,
         "training.learning_rate": t.learning_rate,
         "training.per_device_train_batch_size": t.per_device_train_batch_size,
@@ -163,6 +167,7 @@ def settings_of(config: RunConfig, processes: int, total_steps: int) -> dict[str
         "training.decoder_learning_rate": t.decoder_learning_rate,
         "training.joint_learning_rate": t.joint_learning_rate,
         "training.weight_decay": t.weight_decay,
+        "model.ctc_loss_weight": config.model.ctc_loss_weight,
         "training.ema_decay": t.ema_decay,
         "training.optimizer_args": dict(t.optimizer_args),
         "processes": processes,

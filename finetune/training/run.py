@@ -27,7 +27,9 @@ from finetune.distributed import broadcast, on_main
 from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.models.adapters import base_hash, check_base, load_into_lora, name_base, read_adapter
+from finetune.models.add_ctc import add_ctc_head
 from finetune.models.loading import load_model
+from finetune.models.look_ahead import describe_contexts
 from finetune.models.loss_module import TransducerLossModule
 from finetune.models.nemo import cast_parameters, prepare_for_training
 from finetune.models.protocols import Transducer
@@ -40,7 +42,7 @@ from finetune.strategies.optimizers import ROUNDS_SAFELY, build_optimizer, param
 from finetune.strategies.sharded import count_parameters, make_replica, shards_parameters
 from finetune.strategies.strategy import Strategy, engine_with, number_of_processes, resolve_precision
 from finetune.training import checkpoints, elastic_restart
-from finetune.training.data import make_stream
+from finetune.training.data import make_stream, prompts_of_rows
 from finetune.training.outputs import environment
 from finetune.training.resume import take_weights
 from finetune.training.schedule import Schedule, warmup_steps
@@ -144,14 +146,21 @@ def find_checkpoint(config: RunConfig) -> Path | None:
     return on_main(lambda: checkpoints.find_checkpoint(t.resume_from_checkpoint, Path(t.output_dir)))
 
 
-def build_model(accelerator: Accelerator, config: RunConfig, checkpoint: Path | None = None) -> Transducer:
+def build_model(
+    accelerator: Accelerator,
+    config: RunConfig,
+    sources: dict[str, list[OpenSource]],
+    checkpoint: Path | None = None,
+) -> Transducer:
     """Return the NeMo model on the training device, prepared as the run file's `model:` says, with the weights of a
     checkpoint."""
     started = time.perf_counter()
     m = config.model
     with accelerator.local_main_process_first():  # the first one downloads, the others find it
         model = load_model(m.name, tokenizer_setting(config).dir)
-    changed = set_vocabulary(accelerator, model, config, checkpoint)
+    changed = set_vocabulary(accelerator, model, config, sources.get("train", []), checkpoint)
+    if m.add_ctc:
+        changed = add_ctc_head(model, m.name) or changed
     prepare_for_training(
         model,
         spec_augment=m.spec_augment,
@@ -241,6 +250,20 @@ def build_trainer(
     return trainer
 
 
+def check_languages(trainer: Trainer) -> None:
+    """Log which prompts the languages of data.train mean to a prompt model; nothing for other models.
+
+    Raises:
+        UserError: too many rows have none.
+    """
+    if not trainer.stream.options.prompts:
+        return
+    line, _, refused = on_main(lambda: prompts_of_rows(trainer.stream, trainer.config.data.max_bad_fraction))
+    log.info("%s", line)
+    for reason, rows in refused.items():
+        log.warning("%d rows go into quarantine: %s", rows, reason)
+
+
 def describe(trainer: Trainer, strategy: Strategy) -> None:
     """Write config.yaml and environment.json, start the trackers, and log the run in a line."""
     accelerator, config = trainer.accelerator, trainer.config
@@ -262,6 +285,8 @@ def describe(trainer: Trainer, strategy: Strategy) -> None:
         f"process(es), precision {'bf16' if t.bf16 else 'fp16' if t.fp16 else 'fp32'}, {trainer.total_steps} steps of "
         f"{accelerator.num_processes} x {t.gradient_accumulation_steps} x {clips}"
     )
+    if len(trainer.contexts[0]) > 1:
+        log.info("%s", describe_contexts(trainer.model, *trainer.contexts))
 
 
 def trackers_of(config: RunConfig) -> list[str]:

@@ -13,8 +13,8 @@ from finetune.data.batch import Batch
 from finetune.data.quarantine import REPORT_AFTER_ROWS, Quarantine, check_bad_fraction, nothing_left
 from finetune.distributed import gather, gather_rows
 from finetune.errors import UserError
-from finetune.losses import feasible_clips
-from finetune.models.nemo import encoder_lengths, tdt_durations
+from finetune.losses import feasible_ctc_clips
+from finetune.models.nemo import clips_with_alignment, ctc_loss_weight, encoder_lengths
 from finetune.models.protocols import Transducer
 from finetune.training.progress import Progress
 
@@ -59,7 +59,7 @@ class StepBatcher:
     ):
         self.accelerator, self.model, self.config = accelerator, model, config
         self.progress, self.quarantine, self.wishes, self.on_part = progress, quarantine, wishes, on_part
-        self.durations = tdt_durations(model)
+        self.has_both_losses = 0 < ctc_loss_weight(model) < 1
         self.stop_wanted = self.save_wanted = False
         """What any rank asked for at the last step."""
         self.finished_ranks: set[int] = set()
@@ -100,11 +100,14 @@ class StepBatcher:
     def _account(self, batches: list[Batch], received: list[Batch], exhausted: bool) -> tuple[StepBatches, bool]:
         """Count over all ranks; return also whether every rank is at the end of its epoch."""
         p, rate = self.progress, self.model.preprocessor._sample_rate
-        clips = tokens = audio = padded = 0
+        clips = tokens = audio = padded = without_ctc = 0
         without_alignment: list[str] = []
         for batch in batches:
             frames_B = encoder_lengths(self.model, batch.audio_lengths_B)
-            batch.feasible_B = feasible_B = feasible_clips(frames_B, batch.token_lengths_B, self.durations)
+            targets = frames_B, batch.tokens_BU, batch.token_lengths_B
+            batch.feasible_B = feasible_B = clips_with_alignment(self.model, *targets)
+            if self.has_both_losses:
+                without_ctc += int((feasible_B & ~feasible_ctc_clips(*targets)).sum())
             clips += int(feasible_B.sum())
             tokens += int(batch.token_lengths_B[feasible_B].sum())
             without_alignment += [i for i, ok in zip(batch.ids, feasible_B.tolist(), strict=True) if not ok]
@@ -114,11 +117,11 @@ class StepBatcher:
         table_RN = self._gather_counts(
             [
                 *(clips, tokens, len(without_alignment), sum(b.rows_read for b in received), audio, padded),
-                *(not exhausted, reporting, *self.wishes(), len(batches)),
+                *(not exhausted, reporting, *self.wishes(), without_ctc, len(batches)),
             ]
         )
         sums = table_RN.sum(0).tolist()
-        clips, tokens, infeasible, rows, audio, padded, more, anything, stop, save, _ = sums
+        clips, tokens, infeasible, rows, audio, padded, more, anything, stop, save, without_ctc, _ = sums
         seconds, padded_seconds = audio / rate, padded / rate
         self.stop_wanted, self.save_wanted = stop > 0, save > 0
         self._log_finished_ranks({rank for rank, left in enumerate(table_RN[:, 6].tolist()) if not left})
@@ -139,6 +142,12 @@ class StepBatcher:
         p.audio_seconds += seconds
         p.padded_seconds += padded_seconds
         p.infeasible += int(infeasible)
+        if without_ctc and not p.infeasible_ctc:
+            log.warning(
+                "a clip has more tokens than encoder frames for CTC: the transducer's loss alone trains such clips; "
+                "infeasible_ctc in metrics.jsonl and summary.json counts them"
+            )
+        p.infeasible_ctc += int(without_ctc)
         for counts in (counts for part in by_rank for counts in part[1]):
             for reason, n in counts.items():
                 p.filtered[reason] = p.filtered.get(reason, 0) + n

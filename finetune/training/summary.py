@@ -78,6 +78,7 @@ def summarise(trainer: Trainer, strategy: Strategy, result: FinalResult) -> dict
         "quarantined": p.quarantine_lines,
         "filtered": p.filtered,
         "infeasible": p.infeasible,
+        "infeasible_ctc": p.infeasible_ctc,
         "skipped_steps": p.skipped_steps,
         "spikes": p.spikes,
         "scale_skips": p.scale_skips,

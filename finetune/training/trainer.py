@@ -19,9 +19,10 @@ from finetune.data.quarantine import Quarantine
 from finetune.data.run_file import count_clips
 from finetune.data.sources import OpenSource
 from finetune.data.stream import UtteranceStream
-from finetune.distributed import gather
+from finetune.distributed import gather, sum_over_ranks
 from finetune.errors import UserError
 from finetune.evaluation.scores import WerAccumulator
+from finetune.models.look_ahead import Context, draw_context, training_contexts
 from finetune.models.loss_module import TransducerLossModule
 from finetune.models.nemo import set_batchnorm_mode
 from finetune.models.protocols import Transducer
@@ -103,10 +104,13 @@ class Trainer:
         self.window = MetricsWindow(self.model.preprocessor._sample_rate)
         # One generator for the draw between TDT and RNN-T, equal on all ranks and kept in checkpoints.
         self.omega_generator = torch.Generator().manual_seed(t.seed)
+        self.contexts = training_contexts(self.model, config.model.streaming_share)
         self.resumed_from: int | None = None
         self.saves_checkpoints = True
         """False measures a run without writing any."""
         self._optimizer_logged = False
+        self._ctc_sum = torch.zeros((), dtype=torch.float64)
+        """Of this rank in the present step, over the step's denominator."""
         self._rates: list[float] = []
         self._last_saved, self._saved_at = -1, time.monotonic()
         self._clock = time.perf_counter()
@@ -379,7 +383,9 @@ class Trainer:
         self.schedule.apply(self.optimizer)
         self._rates = self.schedule.rates()
         self.step_filter.begin()
-        loss_sum = self.compute_gradients(batches, self._draw_rnnt())
+        loss_sum = self.compute_gradients(
+            batches, self._draw_rnnt(), draw_context(*self.contexts, self.config.training.seed, p.step)
+        )
         self.accelerator.sync_gradients = True
         self._part("clipping")
         with record_function("clipping"):
@@ -397,26 +403,29 @@ class Trainer:
             self.schedule.step_to(self.share_done())
         p.step += 1
         p.samples += batches.samples
-        self.window.add(loss, grad_norm, batches, counted=reason is None)
+        self.window.add(loss, grad_norm, batches, reason is None, self._loss_parts(loss))
         if self.config.training.log_clips:
             ids_by_rank = gather([batch.ids for batch in batches.batches])
             if self.accelerator.is_main_process:
                 self.clips.append({"step": p.step, "ids_by_rank": ids_by_rank})
         return StepResult(p.step, loss, grad_norm, reason, batches)
 
-    def compute_gradients(self, batches: StepBatches, rnnt_draw: bool = False) -> torch.Tensor:
+    def compute_gradients(
+        self, batches: StepBatches, rnnt_draw: bool = False, context: Context | None = None
+    ) -> torch.Tensor:
         """Compute the gradients of a step, and return the sum of this rank's losses (float64 scalar).
 
         Args:
             batches: of the step.
-            rnnt_draw: train the step with the plain RNN-T loss. Drawn once a step, so that a step cut into more
-                batches or ranks stays the same.
+            rnnt_draw: train the step with the plain RNN-T loss.
+            context: of the encoder's attention; None: the model's default. Both are drawn once a step, so that a step
+                cut into more batches or ranks stays the same.
         """
         mean_over_clips = self.config.training.loss_reduction == "mean_batch"
         denominator = max(batches.clips if mean_over_clips else batches.tokens, 1.0)
 
         def forward_and_backward(batches: list[Batch], micro_batches: int, exchange: bool = True) -> torch.Tensor:
-            return self._forward_and_backward(batches, micro_batches, denominator, rnnt_draw, exchange)
+            return self._forward_and_backward(batches, micro_batches, denominator, rnnt_draw, context, exchange)
 
         compute: ComputeGradients = forward_and_backward
         for callback in self.callbacks:
@@ -424,11 +433,18 @@ class Trainer:
         return compute(batches.batches, batches.micro_batches)
 
     def _forward_and_backward(
-        self, batches: list[Batch], micro_batches: int, denominator: float, rnnt_draw: bool, exchange: bool
+        self,
+        batches: list[Batch],
+        micro_batches: int,
+        denominator: float,
+        rnnt_draw: bool,
+        context: Context | None,
+        exchange: bool,
     ) -> torch.Tensor:
         """Accumulate gradients as `ComputeGradients`, with one denominator for every loss."""
         accelerator = self.accelerator
         loss_sum = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+        self._ctc_sum = loss_sum.clone()
         self.step_filter.begin_forward()
         for index in range(micro_batches):
             last = index == micro_batches - 1
@@ -442,11 +458,12 @@ class Trainer:
                 set_batchnorm_mode(self.model, training=False)  # a stand-in must not move the statistics
             try:
                 with self._no_sync(not (last and exchange)), accelerator.autocast():
-                    losses_B = self.module(*self._to_device(batch), rnnt_draw=rnnt_draw)
+                    losses_B = self.module(*self._to_device(batch), rnnt_draw=rnnt_draw, context=context)
                     loss = weight * losses_B[batch.feasible_B].sum() / denominator
                     loss_sum += loss.detach().double()
                     if weight:
                         self.step_filter.losses.append((batch, losses_B.detach()))
+                        self._add_ctc(batch, denominator)
                     if last:
                         loss = self.step_filter.filter_loss(loss, loss_sum)
                     if loss is not None:
@@ -459,6 +476,20 @@ class Trainer:
                 if not weight:
                     self.module.train()
         return loss_sum
+
+    def _add_ctc(self, batch: Batch, denominator: float) -> None:
+        """Add the CTC part of the losses of a batch; what has no CTC alignment adds nothing."""
+        if self.loss_module.ctc_losses_B is not None:
+            losses_B = self.loss_module.ctc_losses_B[batch.feasible_B].double()
+            self._ctc_sum += losses_B.masked_fill(losses_B == math.inf, 0.0).sum() / denominator
+
+    def _loss_parts(self, loss: float) -> dict[str, float]:
+        """Return both parts of a hybrid model's loss, over the same denominator; nothing for other models."""
+        w = self.loss_module.ctc_weight
+        if not 0 < w < 1:
+            return {}
+        ctc = float(sum_over_ranks(self._ctc_sum))
+        return {"transducer_loss": (loss - w * ctc) / (1 - w), "ctc_loss": ctc}
 
     def share_done(self) -> float:
         """Return the share of the run by rows read, which stays below 1 since a step follows this one, or none."""
@@ -506,7 +537,9 @@ class Trainer:
 
     def _to_device(self, batch: Batch) -> tuple[torch.Tensor, ...]:
         self._part("data")
-        tensors = (batch.audio_BS, batch.audio_lengths_B, batch.tokens_BU, batch.token_lengths_B)
+        tensors = [batch.audio_BS, batch.audio_lengths_B, batch.tokens_BU, batch.token_lengths_B]
+        if batch.slots:
+            tensors.append(torch.tensor(batch.slots))
         moved = tuple(tensor.to(self.accelerator.device, non_blocking=True) for tensor in tensors)
         self._part("other")
         return moved

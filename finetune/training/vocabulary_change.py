@@ -7,6 +7,7 @@ import json
 import logging
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,11 @@ from omegaconf import OmegaConf
 
 from finetune.config.schema import RunConfig
 from finetune.config.tokenizer_setting import TokenizerSetting, default_growth, tokenizer_setting
+from finetune.data.sources import OpenSource
 from finetune.data.text_corpus import Text, read_texts
 from finetune.distributed import broadcast, on_main
 from finetune.errors import UserError
+from finetune.models.heard_letters import Heard
 from finetune.models.loading import is_tokenizer, read_tokenizer
 from finetune.models.protocols import Transducer
 from finetune.models.sentencepiece_model import (
@@ -31,9 +34,15 @@ from finetune.models.sentencepiece_model import (
     write_tokenizer,
 )
 from finetune.models.tokenizer_coverage import compare, table
-from finetune.models.tokenizer_growth import grow_from_tokenizer, grow_on_texts
-from finetune.models.vocabulary_rows import change_vocabulary, changes_of
+from finetune.models.tokenizer_growth import grow_as_heard, grow_from_tokenizer, grow_on_texts
+from finetune.models.vocabulary_rows import (
+    change_vocabulary,
+    changes_of,
+    letters_without_relative,
+    start_as_heard,
+)
 from finetune.security.safe_text import Block
+from finetune.training.listening import listen
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +51,20 @@ FOLDER, REPORT = "tokenizer", "report.json"
 WAITING = ".tokenizer.new"
 
 
-def set_vocabulary(accelerator: Accelerator, model: Transducer, config: RunConfig, checkpoint: Path | None) -> bool:
+def set_vocabulary(
+    accelerator: Accelerator,
+    model: Transducer,
+    config: RunConfig,
+    sources: list[OpenSource],
+    checkpoint: Path | None,
+) -> bool:
     """Give the model the vocabulary that `model.tokenizer` asks for, in place; nothing where it asks for none.
 
     A checkpoint's run has its tokenizer already. Else the main process makes one, and all take its file, byte by byte.
     A model that was changed in the same way by the same texts before, as in an earlier stage, is left as it is.
+
+    Args:
+        sources: of data.train, to listen to where new letters have no relative among the old ones.
 
     Returns:
         Whether the vocabulary is another one than that of `model.name` now.
@@ -60,7 +78,13 @@ def set_vocabulary(accelerator: Accelerator, model: Transducer, config: RunConfi
         return _take_stored(accelerator, model, setting, stored, folder / FOLDER)
     if not setting.changes:
         return False
-    content, report = on_main(lambda: make_tokenizer(model, setting, config.data.text_normalization))
+
+    def hear(letters: set[str]) -> Heard:
+        return listen(accelerator, model, config, sources, letters)
+
+    # A dry run goes on without sources.
+    ears = hear if sources and checkpoint is None else None
+    content, report, heard = on_main(lambda: make_tokenizer(model, setting, config.data.text_normalization, ears))
     if content is None:
         log.info("%s: the model has this vocabulary already", setting.key)
         return False
@@ -69,7 +93,10 @@ def set_vocabulary(accelerator: Accelerator, model: Transducer, config: RunConfi
             f"{setting.key}: {checkpoint} was written without it, and its vocabulary cannot change on the way. Take "
             "out the key, or begin a new run from the model."
         )
+    old = tokenizer_of(model, setting.key)
     change_vocabulary(model, _place(accelerator, content, folder / WAITING, report), {"setting": report["setting"]})
+    if heard is not None:
+        start_as_heard(model, old, heard.letters, heard.texts)
     log.info("vocabulary of %d pieces; it will be in %s", model.tokenizer.vocab_size, folder / FOLDER)
     return True
 
@@ -119,22 +146,26 @@ def _has_already(model: Transducer, note: dict[str, Any]) -> bool:
 
 
 def make_tokenizer(
-    model: Transducer, setting: TokenizerSetting, normalization: str
-) -> tuple[bytes | None, dict[str, Any]]:
-    """Return the file that a setting asks for, which may be the old one, and the report on it; no file where the model
-    was changed in this way already, by the same texts or tokenizer.
+    model: Transducer,
+    setting: TokenizerSetting,
+    normalization: str,
+    hear: Callable[[set[str]], Heard] | None = None,
+) -> tuple[bytes | None, dict[str, Any], Heard | None]:
+    """Return the file that a setting asks for, which may be the old one, the report on it, and what was heard; no file
+    where the model was changed in this way already, by the same texts or tokenizer.
 
     Args:
         model: NeMo transducer with the old tokenizer.
         setting: with extend_from or replace_with.
         normalization: of the texts, as `data.text_normalization`.
+        hear: finds the old letters for new ones that have no relative among them; None does without.
 
     Raises:
         UserError: see `finetune.models.tokenizer_growth` and `finetune.data.text_corpus`.
     """
     key, old = setting.key, tokenizer_of(model, setting.key)
     texts: list[Text] = []
-    other = None
+    other, heard = None, None
     if is_tokenizer(setting.origin):
         other = read_tokenizer(setting.origin, key)
         content = other.SerializeToString()
@@ -145,7 +176,7 @@ def make_tokenizer(
     note = {**_noted(setting), "sha256": hashlib.sha256(content).hexdigest()}
     report: dict[str, Any] = {"setting": note}
     if _has_already(model, note):
-        return None, report
+        return None, report, None
     plain, coverage = [text.text for text in texts], 1.0 if setting.coverage is None else setting.coverage
     if setting.extend_from is not None:
         if other is None:
@@ -154,6 +185,13 @@ def make_tokenizer(
         else:
             size = setting.size or len(other.pieces)
             growth = grow_from_tokenizer(old, other, size, pieces=setting.pieces, key=key)
+        unrelated = letters_without_relative(old, growth.model)
+        if unrelated and hear is not None:
+            heard = hear(unrelated)
+            report["new_letters"] = heard.as_json()
+            if heard.letters and other is None and setting.pieces == "new_characters":
+                most = setting.size or max(len(old.pieces), size)
+                growth = grow_as_heard(old, plain, heard.letters, growth, most, size)
         new, report["growth"] = growth.model, growth.as_json()
         (log.info if growth.added else log.warning)("%s: %s", key, growth)
     elif other is None:
@@ -169,7 +207,7 @@ def make_tokenizer(
         log.info("the tokenizer before and now, on the texts of %s:\n%s", key, Block(table(report)))
         if report["not_written"]:
             log.warning("%s: characters without a piece: %s", key, report["not_written"][:20])
-    return new.SerializeToString(), report
+    return new.SerializeToString(), report, heard
 
 
 def _place(accelerator: Accelerator, content: bytes, shared: Path, report: dict[str, Any] | None) -> Path:

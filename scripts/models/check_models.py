@@ -2,7 +2,8 @@
 
     python scripts/models/check_models.py [--families tdt,ctc] [--folder DIR] [--json FILE]
 
-Each cell is "yes", or the end of the error. Exit code 1 if any cell fails.
+Each cell is "yes", "refused" where the family has no such thing and the command says so, "not in transformers" with
+what no class of transformers expresses, or the end of the error. Exit code 1 if any cell fails.
 """
 
 import argparse
@@ -10,10 +11,13 @@ import contextlib
 import importlib
 import io
 import json
+import platform
 import shutil
 import sys
 import traceback
 from collections.abc import Callable
+from datetime import date
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +26,19 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from families import FAMILIES, build, sample_texts
+from families import FAMILIES, HYBRID, PROMPT, TRANSDUCER, build, sample_texts
 
 CLIPS = 8
+PASSED = ("yes", "refused", "not in transformers")
+"""How the results begin that are no failures."""
+STREAMING_OF = {
+    "streaming": "13,6,1,0",
+    "streaming-eou": "1",
+    "streaming-hybrid": "13,0",
+    "prompt": "3,0",
+    "unified": "7+7,1+3",
+}
+"""Look-aheads that a family is tried with."""
 
 
 def sample(folder: Path) -> Path:
@@ -49,10 +63,10 @@ class Check:
     """The commands on one family's archive; each method is a cell."""
 
     def __init__(self, name: str, folder: Path, manifest: Path) -> None:
-        self.family = FAMILIES[name]
+        self.name, self.family = name, FAMILIES[name]
         self.folder = folder
         self.manifest = str(manifest)
-        self.archive = build(name, sample_texts(), folder / "published.nemo")
+        self.archive = build(name, sample_texts(), folder / "published.nemo", speaking=True)
         self.run_folder = folder / "run"
         self.run_file = folder / "RUN.yaml"
         self.run_file.write_text(
@@ -81,7 +95,11 @@ class Check:
         )
 
     def plan(self) -> None:
-        run("plan", "--config", self.run_file, "--gpu", "a100-80gb", "--strategies", "adamw", expect=(0, 1))
+        arguments = ("--config", self.run_file, "--gpu", "a100-80gb", "--strategies", "adamw")
+        if "encoder.global_tokens" in self.family.settings:  # looked up by value, so that no step can be followed
+            run("plan", *arguments, expect=(2,))
+            raise RefusedError
+        run("plan", *arguments, expect=(0, 1))
 
     def dry_run(self) -> None:
         run("train", "--config", self.run_file, "--dry-run")
@@ -98,8 +116,49 @@ class Check:
     def evaluate(self) -> None:
         run("evaluate", "--model", self.run_folder, "--data", self.manifest, "--bootstrap", "0")
 
+    def other_heads(self) -> None:
+        """--head ctc of hybrids; of a transducer with the head that model.add_ctc gives it."""
+        model: str | Path = self.run_folder
+        if self.family.target == TRANSDUCER:
+            model = self.folder / "with_ctc"
+            changes = (f"training.output_dir={model}", "model.add_ctc=true", "training.max_steps=2")
+            run("train", "--config", self.run_file, *changes)
+        elif self.family.target == PROMPT:
+            run("evaluate", "--model", model, "--data", self.manifest, "--head", "ctc", expect=(2,))
+            raise RefusedError
+        run("evaluate", "--model", model, "--data", self.manifest, "--bootstrap", "0", "--head", "ctc")
+        run("transcribe", "--model", model, self.folder.parent / "0.flac", "--timestamps", "--head", "ctc")
+
     def transcribe(self) -> None:
         run("transcribe", "--model", self.archive, self.folder.parent / "0.flac", "--timestamps")
+
+    def streaming(self) -> None:
+        """Chunk by chunk, where the family is made for it; the others are told so."""
+        look_ahead = STREAMING_OF.get(self.name)
+        model = ("--model", self.run_folder, "--look-ahead", look_ahead or "1")
+        clips = ("--data", self.manifest, "--bootstrap", "0", "--json", self.folder / "streaming.json")
+        if look_ahead is None:
+            try:
+                run("evaluate", *model, *clips)
+            except CommandError as error:
+                if "is no streaming model" in str(error):
+                    raise RefusedError from error
+                raise
+            raise AssertionError("it is streamed")
+        run("evaluate", *model, *clips)
+        found = json.loads((self.folder / "streaming.json").read_text())["streaming"]
+        assert [row["look_ahead"] for row in found] == look_ahead.split(",")
+        run("transcribe", *model[:3], look_ahead.split(",")[0], "--streaming", self.folder.parent / "0.flac")
+
+    def languages(self) -> None:
+        """--language of a prompt model; the others are told that they take none."""
+        expect = (0,) if self.family.target == PROMPT else (2,)
+        clips = ("--data", self.manifest, "--bootstrap", "0")
+        run("evaluate", "--model", self.run_folder, *clips, "--language", "auto", expect=expect)
+        run("transcribe", "--model", self.run_folder, self.folder.parent / "0.flac", "--language", "de", expect=expect)
+        if self.family.target != PROMPT:
+            raise RefusedError
+        run("evaluate", "--model", self.run_folder, *clips, "--language", "xx", expect=(2,))
 
     def nemo(self) -> None:
         """Plain NeMo restores what was trained, with the published settings."""
@@ -113,10 +172,26 @@ class Check:
         assert model.cfg.encoder == published.encoder, "the encoder's settings differ"
 
     def to_hugging_face(self) -> None:
-        run("export", "--model", self.archive, "--to", "hf", "--output", self.folder / "hf", "--data", self.manifest)
+        """With both heads of a hybrid model, where its encoder has a class for both."""
+        self.export("hf")
+        if self.family.target == HYBRID and not self.family.settings.get("encoder.causal_downsampling"):
+            self.export("hf_ctc", "--head", "ctc")
+
+    def export(self, folder: str, *options: str) -> None:
+        arguments = ["--model", self.archive, "--to", "hf", "--output", self.folder / folder, "--data", self.manifest]
+        try:
+            run("export", *arguments, *options)
+        except CommandError as error:
+            reasons, refused, _ = str(error).partition(" Nothing was written. --to nemo keeps")
+            if not refused:
+                raise
+            raise NotInTransformersError(reasons.rpartition("as transformers' ")[2]) from error
 
     def from_hugging_face(self) -> None:
-        run("evaluate", "--model", self.folder / "hf", "--data", self.manifest, "--bootstrap", "0")
+        if not (self.folder / "hf").is_dir():
+            raise NotInTransformersError("see to_hugging_face")
+        for folder in self.folder.glob("hf*"):
+            run("evaluate", "--model", folder, "--data", self.manifest, "--bootstrap", "0")
 
 
 CELLS: tuple[Callable[[Check], None], ...] = (
@@ -125,7 +200,10 @@ CELLS: tuple[Callable[[Check], None], ...] = (
     Check.train,
     Check.resume,
     Check.evaluate,
+    Check.other_heads,
     Check.transcribe,
+    Check.streaming,
+    Check.languages,
     Check.nemo,
     Check.to_hugging_face,
     Check.from_hugging_face,
@@ -134,6 +212,14 @@ CELLS: tuple[Callable[[Check], None], ...] = (
 
 class CommandError(Exception):
     """A command ended with an exit code that is not expected; its message."""
+
+
+class RefusedError(Exception):
+    """The family has no such thing, and the command says so."""
+
+
+class NotInTransformersError(Exception):
+    """No class of transformers expresses the model; the reasons."""
 
 
 def run(command: str, *arguments: str | Path, expect: tuple[int, ...] = (0,)) -> str:
@@ -174,10 +260,25 @@ def check_family(name: str, folder: Path, manifest: Path) -> dict[str, str]:
         try:
             cell(check)
             results[cell.__name__] = "yes"
+        except RefusedError:
+            results[cell.__name__] = "refused"
+        except NotInTransformersError as error:
+            results[cell.__name__] = f"not in transformers: {error}"
         except Exception as error:
             results[cell.__name__] = str(error) if isinstance(error, CommandError) else repr(error)
         print(f"{name} {cell.__name__}: {results[cell.__name__][:300]}", flush=True)
     return results
+
+
+def record(results: dict[str, dict[str, str]]) -> dict[str, Any]:
+    """Return what --json writes: results by family and cell, with the versions they hold for."""
+    return {
+        "date": date.today().isoformat(),
+        "python": platform.python_version(),
+        "versions": {name: metadata.version(name) for name in ("nemo_toolkit", "transformers", "torch")},
+        "command": "python scripts/models/check_models.py --folder DIR --json FILE",
+        "families": {name: {"published": FAMILIES[name].published, "cells": cells} for name, cells in results.items()},
+    }
 
 
 def main() -> int:
@@ -192,10 +293,12 @@ def main() -> int:
     import_nemo()
     manifest = sample(arguments.folder)
     names = arguments.families.split(",") if arguments.families else list(FAMILIES)
-    results = {name: check_family(name, arguments.folder / name, manifest) for name in names}
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    return int(any(result != "yes" for cells in results.values() for result in cells.values()))
+    results: dict[str, dict[str, str]] = {}
+    for name in names:
+        results[name] = check_family(name, arguments.folder / name, manifest)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(record(results), indent=2) + "\n", encoding="utf-8")
+    return int(not all(result.startswith(PASSED) for cells in results.values() for result in cells.values()))
 
 
 if __name__ == "__main__":

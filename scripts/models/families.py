@@ -9,7 +9,10 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = "nemo.collections.asr.modules"
@@ -21,7 +24,11 @@ PROMPT = f"{MODELS}.rnnt_bpe_models_prompt.EncDecRNNTBPEModelWithPrompt"
 
 D_MODEL, HIDDEN = 32, 32
 LOOK_AHEADS = {"large": [[70, 13], [70, 6], [70, 1], [70, 0]], "prompt": [[56, 3], [56, 0], [56, 6], [56, 13]]}
-PROMPTS = ["en-US", "en-GB", "es-ES", "es-US", "fr-FR", "de-DE", "it-IT", "auto"]
+# Some of the published 110: several names of a slot, `no` (which YAML may read as false), languages without a bare
+# code, `auto` in the middle.
+PROMPTS = {"en-US": 0, "en": 0, "en-GB": 1, "enGB": 1, "es-ES": 2, "es-US": 3, "es": 3, "zh-CN": 4, "zh-ZH": 4}
+PROMPTS |= {"zh-TW": 5, "fr-FR": 8, "fr": 8, "de-DE": 9, "de": 9, "ja-JP": 10, "ja-JA": 10, "no-NO": 27, "no": 27}
+PROMPTS |= {"th-TH": 32, "fr-CA": 100, "mt-MT": 102, "auto": 101}
 
 
 @dataclass(frozen=True)
@@ -97,12 +104,13 @@ FAMILIES = {
         "plain",
         TDT,
         {
+            "decoding.strategy": "greedy",
             "decoder": {
                 "_target_": f"{MODULES}.StatelessTransducerDecoder",
                 "context_size": 2,
                 "normalization_mode": "layer",
                 "prednet": {"pred_hidden": HIDDEN, "pred_rnn_layers": 1, "t_max": None, "dropout": 0.2},
-            }
+            },
         },
     ),
     "hybrid-tdt": Family(
@@ -151,9 +159,14 @@ FAMILIES = {
         TRANSDUCER,
         "plain",
         settings={
+            "preprocessor.features": 128,
+            "encoder.xscaling": True,
             "encoder.att_context_style": "chunked_limited_with_rc",
             "encoder.att_context_size": [-1, -1],
-            "encoder.att_chunk_context_size": [[70], [1, 2, 7, 13], [0, 1, 3, 7, 13]],
+            "encoder.att_chunk_context_size": [[70], [1, 2, 7, 13], [0, 1, 2, 3, 4, 7, 13]],
+            "encoder.conv_context_style": "dcc",
+            "decoder.prednet.pred_rnn_layers": 2,
+            "loss": {"loss_name": "default", "offline_loss_weight": 0.3, "streaming_loss_weight": 0.7},
         },
     ),
     "prompt": Family(
@@ -165,10 +178,18 @@ FAMILIES = {
             "preprocessor.features": 128,
             "encoder.att_context_size": LOOK_AHEADS["prompt"],
             "decoder.prednet.pred_rnn_layers": 2,
-            "initialize_prompt_feature": True,
             "model_defaults.initialize_prompt_feature": True,
             "model_defaults.num_prompts": 128,
-            "model_defaults.prompt_dictionary": {name: i for i, name in enumerate(PROMPTS)},
+            "model_defaults.prompt_dictionary": PROMPTS,
+            "decoding.strip_lang_tags": True,
+            "train_ds": {
+                "manifest_filepath": "train.json",
+                "use_lhotse": True,
+                "lang_field": "target_lang",
+                "default_prompt_mode": "unified",
+                "unified_auto_ratio": 0.5,
+                "defer_setup": True,
+            },
         },
     ),
 }
@@ -374,18 +395,79 @@ def make_tokenizer(kind: str, texts: Iterable[str], folder: Path) -> Path:
     return folder
 
 
-def build(name: str, texts: Iterable[str], path: Path) -> Path:
-    """Build a family's archive with NeMo itself, random weights of seed 0; return its path."""
+def sample_audio() -> "torch.Tensor":
+    """Return (1, S) samples of a clip of the sample data at 16 kHz."""
+    import pyarrow.parquet as pq
+    import soundfile
+    import torch
+
+    path = min((ROOT / "examples" / "voice_prompts" / "data").glob("train-*.parquet"))
+    audio = max(pq.read_table(path)["audio"].to_pylist(), key=lambda audio: len(audio["bytes"]))
+    return torch.from_numpy(soundfile.read(io.BytesIO(audio["bytes"]), dtype="float32")[0])[None]
+
+
+def tell_frames_apart(model: Any) -> None:
+    """Let the heads answer to how frames differ, with a blank every other time, in place: random ones hear nearly the
+    same in each frame, so that they say one thing everywhere, or nothing.
+
+    No token has the duration 0, on which transformers' TDT models stay for ever.
+    """
+    import torch
+
+    audio_BS = sample_audio()
+    model.eval()
+    with torch.no_grad():
+        mel_BFT, lengths_B = model.preprocessor(input_signal=audio_BS, length=torch.tensor([audio_BS.size(1)]))
+        enc_BHT, _ = model.encoder(audio_signal=mel_BFT, length=lengths_B)
+        ctc = getattr(model, "ctc_decoder", None if hasattr(model, "joint") else model.decoder)
+        if ctc is not None:
+            head = ctc.decoder_layers[0]
+            center(head, head.weight[:, :, 0], enc_BHT[0].T)
+            even_out(head.bias, head(enc_BHT)[0].T, model.tokenizer.vocab_size)
+        if hasattr(model, "joint"):
+            if hasattr(model, "prompt_kernel"):
+                slots_BPT = torch.zeros(1, model.num_prompts, enc_BHT.size(2))
+                enc_BHT = model.prompt_kernel(torch.cat([enc_BHT, slots_BPT], dim=1).transpose(1, 2)).transpose(1, 2)
+            center(model.joint.enc, model.joint.enc.weight, enc_BHT[0].T)
+            pred_BHU, *_ = model.decoder(targets=torch.arange(1, 33)[None], target_length=torch.tensor([32]))
+            sum_TUH = model.joint.enc(enc_BHT[0].T)[:, None] + model.joint.pred(pred_BHU[0].T)
+            bias = model.joint.joint_net[-1].bias
+            even_out(bias, model.joint.joint_net(sum_TUH.flatten(0, 1)), model.tokenizer.vocab_size)
+            bias[model.tokenizer.vocab_size + 1 :][:1] -= 10
+    model.train()
+
+
+def center(layer: Any, weight_OH: "torch.Tensor", enc_TH: "torch.Tensor") -> None:
+    """Let a layer take encoder outputs with mean 0 and deviation 1, in place."""
+    mean_H = enc_TH.mean(0)
+    weight_OH /= (enc_TH - mean_H).std()
+    layer.bias -= weight_OH @ mean_H
+
+
+def even_out(bias_V: "torch.Tensor", logits_NV: "torch.Tensor", blank: int) -> None:
+    """Let the blank win every other time, in place."""
+    bias_V[blank] += (logits_NV[:, :blank].amax(1) - logits_NV[:, blank]).median()
+
+
+def build(name: str, texts: Iterable[str], path: Path, tokenizer: str | None = None, speaking: bool = False) -> Path:
+    """Build a family's archive with NeMo itself, random weights of seed 0; return its path.
+
+    Args:
+        tokenizer: one of `make_tokenizer` in place of the family's own, which may be large.
+        speaking: change the heads with `tell_frames_apart`, so that there are texts to compare.
+    """
     import torch
     from nemo.core.classes.common import import_class_by_path
     from omegaconf import OmegaConf
 
     family = FAMILIES[name]
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = make_tokenizer(family.tokenizer, texts, Path(folder) / "tokenizer")
-        config = OmegaConf.create(model_config(family, tokenizer))
+        pieces = make_tokenizer(tokenizer or family.tokenizer, texts, Path(folder) / "tokenizer")
+        config = OmegaConf.create(model_config(family, pieces))
         torch.manual_seed(0)
         model = import_class_by_path(family.target)(cfg=config)
+        if speaking:
+            tell_frames_apart(model)
         path.parent.mkdir(parents=True, exist_ok=True)
         model.save_to(str(path))
     return path

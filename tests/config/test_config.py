@@ -120,7 +120,7 @@ def test_all_problems_at_once(run_file: Callable[..., Path]) -> None:
     path = run_file(
         training__learning_rat=1e-4,
         training__max_steps="many",
-        training__optimizer="adamw8bit",
+        training__optimizer="8bit_adamw",
         training__logging_steps=0,
         training__bf16=True,
         training__fp16=True,

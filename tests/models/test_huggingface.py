@@ -186,7 +186,7 @@ def gradients(
 
 
 def test_losses_and_gradients_equal_nemos_route_and_transformers_own(exported, pair, speech, audio):
-    from finetune.models.huggingface.layout import to_hugging_face
+    from finetune.models.huggingface.layout import KINDS, names_of, to_hugging_face
     from finetune.models.loading import load_model
 
     model, processor = pair
@@ -209,9 +209,9 @@ def test_losses_and_gradients_equal_nemos_route_and_transformers_own(exported, p
     theirs.backward()
     assert float(theirs) == pytest.approx(float((routes["hf"][0] / lengths_B).mean()), rel=1e-5)
     named = dict(model.named_parameters())
-    largest = max(float(g.abs().max()) for g in ours.values())
+    largest, names = max(float(g.abs().max()) for g in ours.values()), names_of(KINDS["parakeet_tdt"], ours)
     for key, gradient in ours.items():
-        other = named[to_hugging_face(key, head=1)].grad
+        other = named[to_hugging_face(key, names)].grad
         if key == "decoder.prediction.embed.weight":
             # transformers also trains the blank's row, where NeMo starts from zeros.
             gradient, other = gradient[:-1], other[:-1]
@@ -222,7 +222,7 @@ def test_losses_and_gradients_equal_nemos_route_and_transformers_own(exported, p
 def test_without_the_kept_files_the_tokenizer_is_rebuilt_and_the_recipe_said(
     exported, nemo, files, tmp_path, messages
 ):
-    from finetune.models.huggingface.layout import head_of, to_hugging_face
+    from finetune.models.huggingface.layout import KINDS, names_of, to_hugging_face
     from finetune.models.loading import load_model
 
     bare = shutil.copytree(
@@ -230,7 +230,7 @@ def test_without_the_kept_files_the_tokenizer_is_rebuilt_and_the_recipe_said(
     )
     model = load_model(str(bare))
     weights = [  # the recipe has dropout in the joint, which moves its last layer one place on
-        {to_hugging_face(key, head_of(state)): tensor for key, tensor in state.items()}
+        {to_hugging_face(key, names_of(KINDS["parakeet_tdt"], state)): tensor for key, tensor in state.items()}
         for state in (nemo.state_dict(), model.state_dict())
     ]
     assert weights[0].keys() == weights[1].keys()
@@ -239,7 +239,7 @@ def test_without_the_kept_files_the_tokenizer_is_rebuilt_and_the_recipe_said(
     said = "\n".join(messages)
     assert "tokenizer from tokenizer.json" in said
     assert "sigma 0.02, omega 0.1" in said
-    assert "published Parakeet recipe" in said
+    assert "NeMo's published recipes" in said
     assert model.cfg.encoder.dropout == 0.0, "config.json has a setting for it, which holds"
     for row in read_lines(Path(files[0]).with_name("manifest.jsonl")):
         text = row["text"].lower()
@@ -431,6 +431,7 @@ def test_a_grown_model_goes_there_and_back(kind, speech, tmp_path):
 
 def test_clips_of_up_to_30_seconds_are_compared(speech, tmp_path):
     """Longer ones are passed over, read on past, and counted; where there is no other, that is said."""
+    from finetune.models.huggingface.layout import KINDS
     from finetune.tools.export.hugging_face import describe_export, samples_for
 
     rows = [
@@ -442,10 +443,9 @@ def test_clips_of_up_to_30_seconds_are_compared(speech, tmp_path):
     samples = samples_for("none", [str(manifest)], "validation", 16000)
     assert samples.ids == [row["id"] for row in [*rows, *rows][:16]]
     assert samples.passed_over == 3
-    agreement = Agreement(0.0, 0.0, 16, ["NeMo single"], 0)
-    assert "3 clip(s) longer than 30 s were passed over" in describe_export(
-        tmp_path, samples, agreement, 1e-3, "float32"
-    )
+    agreement = Agreement(0.0, 0.0, 16, ["NeMo single"], 16, 0)
+    told = describe_export(tmp_path, samples, agreement, 1e-3, "float32", KINDS["parakeet_tdt"])
+    assert "3 clip(s) longer than 30 s were passed over" in told
     only = write_manifest(tmp_path / "only.jsonl", long)
     with pytest.raises(UserError, match=r"no clip of up to 30 s \(3 are longer\)"):
         samples_for("none", [str(only)], "validation", 16000)

@@ -124,10 +124,10 @@ def test_nemo_files_of_other_names(ask, tmp_path):
 def test_a_repository_of_another_kind(ask, tmp_path):
     folder = tmp_path / "repository"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "parakeet_ctc"}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "lasr_ctc"}))
     (folder / "model.safetensors").write_bytes(b"large")
     answer, asked = fetched(ask, folder)
-    assert f"{NAME} is a Hugging Face model of the type 'parakeet_ctc'" in answer["error"]
+    assert f"{NAME} is a Hugging Face model of the type 'lasr_ctc'" in answer["error"]
     assert not any("safetensors" in line for line in asked), "refused before anything large is downloaded"
 
 

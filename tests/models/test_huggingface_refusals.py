@@ -67,7 +67,6 @@ CASES = [
     ("decoder", "prednet", {"pred_hidden": 144, "rnn_hidden_size": 64}, "decoder.prednet.rnn_hidden_size"),
     ("joint", "jointnet", {"joint_hidden": 100, "activation": "relu"}, "joint.jointnet.joint_hidden: 100"),
     ("joint", "jointnet", {"joint_hidden": 144, "activation": "gelu"}, "joint.jointnet.activation: 'gelu'"),
-    ("joint", "num_extra_outputs", 0, "this is a plain RNN-T"),
     ("joint", "num_extra_outputs", 4, "are not the joint's 4 outputs"),
     ("joint", "num_classes", 1024, "joint.num_classes: 1024"),
     ("loss", "tdt_kwargs", {"durations": [0, 1, 2, 4, 8]}, "durations: [0, 1, 2, 4, 8]"),
@@ -91,17 +90,15 @@ def _without_tokenizer_check(nemo: Any, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_every_reason_is_said_at_once(nemo):
-    nemo.config["target"] = "nemo.collections.asr.models.EncDecHybridRNNTCTCBPEModel"
+    nemo.config["target"] = "nemo.collections.asr.models.EncDecMultiTalkerRNNTBPEModel"
     nemo.config["encoder"]["causal_downsampling"] = True
     nemo.config["preprocessor"]["mag_power"] = 1.0
     nemo.config["loss"]["tdt_kwargs"]["durations"] = [1, 2, 3, 4, 5]
     nemo.config["tokenizer"] = {"type": "agg", "langs": {"en": {}, "es": {}}}
     nemo.sentencepiece = None
-    nemo.weights["ctc_decoder.decoder_layers.0.weight"] = torch.zeros(129, 144, 1)
     said = reasons(nemo)
     for words in (
-        "EncDecHybridRNNTCTCBPEModel",
-        "ctc_decoder: a hybrid model's CTC head",
+        "EncDecMultiTalkerRNNTBPEModel",
         "causal_downsampling",
         "mag_power",
         "durations: [1, 2, 3, 4, 5]",
@@ -155,29 +152,52 @@ def test_tensors_that_share_memory_are_written_apart(nemo, tmp_path):
 
 
 def test_old_tables_of_positions_are_dropped(nemo):
-    from finetune.models.huggingface.layout import to_hugging_face, to_nemo
+    from finetune.models.huggingface.layout import kind_of, names_of, to_hugging_face, to_nemo
 
-    assert to_hugging_face("encoder.pos_enc.pe", 1) is None
+    names = names_of(kind_of(nemo.config), nemo.weights)
+    assert to_hugging_face("encoder.pos_enc.pe", names) is None
     for key in nemo.weights:
         if not key.startswith("preprocessor."):
-            assert to_nemo(to_hugging_face(key, 1), 1) == key
-    assert len({to_hugging_face(key, 1) for key in nemo.weights}) == len(nemo.weights) - 1  # window and fb are None
+            assert to_nemo(to_hugging_face(key, names), names) == key
+    assert len({to_hugging_face(key, names) for key in nemo.weights}) == len(nemo.weights) - 1  # window, fb: None
 
 
-def test_the_settings_of_the_large_model_make_its_network():
-    """Names and number of parameters at the size of parakeet-tdt-0.6b-v3, without allocating it."""
-    from transformers import ParakeetForTDT, ParakeetTDTConfig
+@pytest.mark.parametrize(
+    ("model_type", "tokens", "parameters", "tensors"),
+    [
+        ("parakeet_tdt", 8192, 627_008_134, 723),
+        ("parakeet_rnnt", 1024, 617_822_721, 723),
+        ("parakeet_ctc", 1024, 609_930_241, 710),
+        ("nemotron_asr_streaming", 1024, 618_084_865, 651),
+        ("nemotron3_5_asr", 13087, 637_997_088, 655),
+    ],
+)
+def test_the_settings_of_the_large_model_make_its_network(model_type, tokens, parameters, tensors):
+    """Names and number of parameters at the size of the published models, without allocating them."""
+    import transformers
 
-    from finetune.models.huggingface.layout import model_settings, to_hugging_face, to_nemo
+    from finetune.models.huggingface.layout import (
+        KINDS,
+        STREAMING_ENCODER,
+        model_settings,
+        names_of,
+        to_hugging_face,
+        to_nemo,
+    )
     from finetune.models.huggingface.reading import _recipe
 
-    config = ParakeetTDTConfig(**model_settings(_recipe(), tokens=8192, pad_id=2))
+    kind = KINDS[model_type]
+    recipe = _recipe(kind)
+    if kind.streaming:
+        recipe["encoder"] |= {key: values[0] for key, values in STREAMING_ENCODER.items()}
+        recipe["encoder"]["att_context_size"] = [[70, 13], [70, 0]]
+    config = getattr(transformers, kind.config)(**model_settings(recipe, kind, tokens=tokens, pad_id=tokens))
     with torch.device("meta"):
-        model = ParakeetForTDT(config)
-    names = list(model.state_dict())
-    assert sum(p.numel() for p in model.parameters()) == 627_008_134
-    assert len(names) == len({to_nemo(name, 2) for name in names}) == 723
-    assert all(to_hugging_face(to_nemo(name, 2), 2) == name for name in names)
+        model = getattr(transformers, kind.name)(config)
+    keys, names = list(model.state_dict()), names_of(kind, [])
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert len(keys) == len({to_nemo(key, names) for key in keys}) == tensors
+    assert all(to_hugging_face(to_nemo(key, names), names) == key for key in keys)
 
 
 def test_a_clip_of_one_frame_has_no_features_in_transformers(directory):
@@ -373,10 +393,8 @@ def test_directories_that_nemo_cannot_express(directory):
         nemo_config(directory)
     for words in ("attention_bias and convolution_bias differ", "hidden_act: 'gelu'", "blank_token_id: 127"):
         assert words in str(caught.value)
-    changed(directory, "config.json", model_type="parakeet_ctc")
-    with pytest.raises(
-        UserError, match=r"of the type 'parakeet_ctc'; this project trains models of the type 'parakeet_tdt'"
-    ):
+    changed(directory, "config.json", model_type="lasr_ctc")
+    with pytest.raises(UserError, match=r"type 'lasr_ctc'; this project trains .* parakeet_ctc \(ParakeetForCTC"):
         nemo_config(directory)
 
 

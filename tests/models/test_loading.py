@@ -86,3 +86,41 @@ assert "nemo.collections.asr.models" not in sys.modules
         )
     assert "offline mode" in said[2]
     assert "offline mode" not in said[0]
+
+
+def test_a_hub_that_never_answers_is_left_after_one_timeout(tmp_path: Path) -> None:
+    code = """
+import os, socket, threading, time
+
+server = socket.create_server(("127.0.0.1", 0))
+os.environ["HF_ENDPOINT"] = f"http://127.0.0.1:{server.getsockname()[1]}"
+
+from finetune.errors import UserError
+from finetune.models.huggingface import reading
+from finetune.models.loading import load_model
+
+assert reading.HUB_TIMEOUT <= 6  # beside the 3 s that huggingface_hub waits for /api/agent-harnesses
+reading.HUB_TIMEOUT = 0.3
+connections, asked = [], []
+
+def accept():
+    while True:
+        connections.append(server.accept()[0])
+        asked.append(connections[-1].recv(4096).split()[1].decode())
+
+def wait(seconds):
+    raise AssertionError("a retry")
+
+threading.Thread(target=accept, daemon=True).start()
+time.sleep = wait
+try:
+    load_model("nobody/no-such-model")
+except UserError as error:
+    print([path for path in asked if path != "/api/agent-harnesses"], error.exit_code, error)
+"""
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "PYTHONPATH": str(ROOT)}
+    environment.pop("HF_HUB_CACHE", None)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stderr
+    said = "model.name: nobody/no-such-model is no local file, and loading it from the hub failed: ReadTimeout"
+    assert done.stdout.startswith(f"['/api/models/nobody/no-such-model'] 1 {said}")

@@ -1,18 +1,26 @@
 """Archives as NVIDIA and its users publish them: what older versions of NeMo wrote, names of files, other parts."""
 
+import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from conftest import ROOT
 from hostile_files import members_of, write_archive
 
 from finetune.errors import UserError
 from finetune.models.loading import load_model, read_tokenizer
 from finetune.models.loss_module import TransducerLossModule
+from finetune.models.nemo_archive import read_config
 from finetune.tools.planning.layout import read_layout
+
+sys.path.insert(0, str(ROOT / "scripts" / "models"))
+
+import families
 
 Change = Callable[[dict[str, Any]], object]
 # As NeMo 2.5 and 2.6 write it: without key_phrase_items_list.
@@ -57,6 +65,41 @@ def test_an_empty_boosting_tree_of_an_older_nemo_is_dropped(changed):
     assert "boosting_tree" not in model.cfg.decoding.greedy
 
 
+def test_an_empty_boosting_tree_of_a_ctc_head_is_dropped_too(changed):
+    def add(config: dict[str, Any]) -> None:
+        config["aux_ctc"] = {"decoding": {"strategy": "greedy", "greedy": {"boosting_tree": dict(BOOSTING_TREE)}}}
+
+    assert read_config(Path(changed(add)))["aux_ctc"]["decoding"]["greedy"] == {}
+
+
+@pytest.mark.parametrize("section", ["preprocessor", "spec_augment", "encoder", "decoder", "joint"])
+def test_settings_that_only_another_nemo_knows(changed, section, caplog):
+    def add(config: dict[str, Any], value: Any) -> None:
+        config[section].update(of_the_future=value, of_the_past=value)
+        config["nemo_version"] = "9.1.0"
+
+    with pytest.raises(UserError) as found:
+        load_model(changed(lambda config: add(config, 3)))
+    message = str(found.value)
+    assert "was written by NeMo 9.1.0, and NeMo 3.0.0 does not know " in message
+    assert f"{section}.of_the_future: 3, {section}.of_the_past: 3. Install the NeMo that wrote it, or take" in message
+    caplog.clear()
+    assert load_model(changed(lambda config: add(config, None))).tokenizer.vocab_size > 0
+    assert f"does not know {section}.of_the_future, {section}.of_the_past, which are null" in caplog.text
+
+
+def test_a_decoding_of_another_nemo(changed):
+    """Unknown settings of the search change nothing; an unknown search is named with the version."""
+    assert load_model(changed(lambda config: config["decoding"]["greedy"].update(of_the_future=3)))
+
+    def change(config: dict[str, Any]) -> None:
+        config["decoding"]["strategy"] = "of_the_future"
+        config["nemo_version"] = "9.1.0"
+
+    with pytest.raises(UserError, match=r"of_the_future is not a valid .*written by NeMo 9\.1\.0.* NeMo 3\.0\.0"):
+        load_model(changed(change))
+
+
 def test_a_layout_that_nemo_cannot_build_is_named(changed):
     with pytest.raises(UserError, match="cannot be read as a NeMo model") as found:
         load_model(changed(lambda config: config["encoder"].update(n_heads=3)))
@@ -66,6 +109,44 @@ def test_a_layout_that_nemo_cannot_build_is_named(changed):
 def test_a_tokenizer_of_another_kind_is_refused_by_name(changed):
     with pytest.raises(UserError, match=r"tokenizer\.type: 'wpe' is not supported; .* SentencePiece"):
         load_model(changed(lambda config: config["tokenizer"].update(type="wpe")))
+
+
+def test_a_tokenizer_that_is_no_sentencepiece_model(tiny_model, tmp_path):
+    files = members_of(tiny_model)
+    name = next(n for n in files if n.endswith("tokenizer.model"))
+    path = write_archive(tmp_path / "other.nemo", {**files, name: b'{"version": "1.0", "truncation": null}'})
+    for read in (load_model, lambda path: read_tokenizer(path, "--model")):
+        with pytest.raises(UserError, match=r"other\.nemo.* SentencePiece"):
+            read(str(path))
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "aed_multitask_models.EncDecMultiTaskModel",
+        "multitalker_asr_models.EncDecMultiTalkerRNNTBPEModel",
+        "label_models.EncDecSpeakerLabelModel",
+        "classification_models.EncDecClassificationModel",
+        "rnnt_models.EncDecRNNTModel",
+        "hybrid_rnnt_ctc_bpe_models_prompt.EncDecHybridRNNTCTCBPEModelWithPrompt",
+        "EncDecDenoiseMaskedTokenPredModel",
+    ],
+)
+def test_models_of_other_kinds_are_unsupported_and_not_called_hostile(changed, target):
+    """Canary, multitalker, speakers, classification; whatever else stands in their configurations."""
+
+    def change(config: dict[str, Any]) -> None:
+        config["target"] = f"nemo.collections.asr.models.{target}"
+        config["transf_decoder"] = {"_target_": "nemo.collections.asr.modules.transformer.get_nemo_transformer"}
+        config["model"] = "something of its own"
+
+    for read in (load_model, read_layout):
+        with pytest.raises(UserError) as found:
+            read(changed(change))
+        message = str(found.value)
+        assert f"is a {target.rpartition('.')[2]}, which is not supported. This project trains Parakeet" in message
+        assert "EncDecRNNTBPEModelWithPrompt" in message
+        assert "Nothing was run" not in message
 
 
 @pytest.mark.parametrize(
@@ -119,3 +200,23 @@ def test_fastemit_is_the_models_own_unless_it_is_set(changed):
     model = load_model(changed(lambda config: config["loss"]["tdt_kwargs"].update(fastemit_lambda=0.03)))
     assert TransducerLossModule(model).loss.keywords["fastemit_lambda"] == 0.03
     assert TransducerLossModule(model, fastemit_lambda=0.0).loss.keywords["fastemit_lambda"] == 0.0
+
+
+def test_a_stateless_tdt_has_timestamps(tmp_path, clips, capsys):
+    from finetune import transcribe
+
+    path = families.build("stateless-tdt", families.sample_texts(), tmp_path / "stateless.nemo")
+    files = sorted(clips.glob("*.flac"))[:3]
+    assert transcribe.main(["--model", str(path), *map(str, files), "--timestamps"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(rows) == 3
+    for row in rows:
+        assert row["text"].split() == [part for word in row["words"] for part in word["word"].split()]
+        assert all(0 <= word["start"] <= word["end"] <= row["duration"] for word in row["words"])
+    assert any(row["words"] for row in rows)
+
+
+def test_the_plan_says_that_global_attention_cannot_be_followed(tmp_path):
+    path = families.build("long-rnnt", families.sample_texts(), tmp_path / "long.nemo")
+    with pytest.raises(UserError, match=r"encoder\.global_tokens.*Measure one: finetune/train\.py --dry-run"):
+        read_layout(str(path))

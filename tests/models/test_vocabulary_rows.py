@@ -6,9 +6,12 @@ V pieces, D durations, H hidden units.
 
 import io
 import json
+import math
+import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +21,8 @@ import pytest
 import soundfile
 import torch
 import yaml
-from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, TOKENIZER, problem, read_lines, tiny_layout, write_manifest
+from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, TOKENIZER, problem, read_lines, write_manifest
+from ctc_layouts import hybrid_layout
 from turkish import TURKISH
 
 from finetune.config.load import load_config
@@ -28,7 +32,15 @@ from finetune.errors import UserError
 from finetune.models.loading import read_tokenizer
 from finetune.models.sentencepiece_model import processor, tokenizer_of, train_tokenizer, write_tokenizer
 from finetune.models.tokenizer_growth import grow_on_texts
-from finetune.models.vocabulary_rows import SHARE_OF_NEW_PIECES, change_vocabulary, changes_of, rows_to_start_from
+from finetune.models.vocabulary_rows import (
+    SHARE_OF_NEW_PIECES,
+    TIE,
+    change_vocabulary,
+    changes_of,
+    letters_without_relative,
+    rows_to_start_from,
+    start_as_heard,
+)
 
 BASE = ROOT / "examples" / "base" / "fastconformer_tdt_3m.nemo"
 PROMPTS = ROOT / "examples" / "voice_prompts"
@@ -189,27 +201,51 @@ def test_what_new_pieces_start_from() -> None:
     assert start["▁ting"] == [ids["▁t"], ids["ing"]]
 
 
+def test_new_letters_begin_as_what_is_heard_for_them(tmp_path: Path) -> None:
+    """Rows of the old letters, biases that share them by use; real prompts come out as before, and the new pieces take
+    at most as much as the old ones. New forms of old letters stay as they were."""
+    model = load(BASE)
+    clips, old = clips_of(model, 12), tokenizer_of(model, "k")
+    said = transcripts(model, clips)
+    growth = grow(model, tmp_path / "tokenizer", ["ა ბა ა ბა აბ É"] * 9, 40)
+    change_vocabulary(model, tmp_path / "tokenizer")
+    means, V, n = rows(model), len(old.pieces), len(growth.added)
+    ids = {p.piece: i for i, p in enumerate(growth.model.pieces)}
+    assert {"ა", "ბ", "▁ა", "▁ბა"} <= set(growth.added)
+    assert letters_without_relative(old, growth.model) == {"ა", "ბ"}
+    heard, texts = {"ა": "e", "ბ": "t"}, ["ბბა", "ბბ e", "ბბა"]
+    use = Counter(i for text in texts for i in model.tokenizer.text_to_ids(text))
+    start_as_heard(model, old, heard, texts)
+    after = rows(model)
+    for piece, first, last in (("ა", "e", "e"), ("ბ", "t", "t"), ("▁ბა", "▁t", "e")):
+        assert torch.equal(after["weight"][ids[piece]], means["weight"][ids[first]])
+        assert torch.equal(after["embedding"][ids[piece]], means["embedding"][ids[last]])
+    from_t = sum(max(use[ids[p]], 1) for p in growth.added if p[0] == "ბ" and p != "ბა")  # `te` is an old piece
+    assert use[ids["ბ"]] > 1
+    lower = math.log((use[ids["t"]] + from_t) / use[ids["ბ"]]) + TIE
+    torch.testing.assert_close(after["bias"][ids["ბ"]], means["bias"][ids["t"]] - lower)
+    for name, tensor in means.items():
+        assert torch.equal(after[name][ids["É"]], tensor[ids["É"]])
+        assert torch.equal(after[name][:V], tensor[:V])
+        assert torch.equal(after[name][V + n :], tensor[V + n :])
+    assert transcripts(model, clips) == said
+    hidden_NH = torch.randn(512, after["weight"].size(1)).relu() * 3
+    logits_NV = hidden_NH @ after["weight"][: V + n].T + after["bias"][: V + n]
+    begun = [ids[p] for p in growth.added if "É" not in p]
+    assert (logits_NV[:, begun].logsumexp(-1) < logits_NV[:, :V].logsumexp(-1)).all()
+    # Letters that nobody hears: the mean of all, as before, but no longer far below it.
+    unheard = load(BASE)
+    change_vocabulary(unheard, tmp_path / "tokenizer")
+    start_as_heard(unheard, old, {}, texts)
+    torch.testing.assert_close(rows(unheard)["weight"], means["weight"])
+    assert (rows(unheard)["bias"][begun] > means["bias"][begun]).all()
+    assert transcripts(unheard, clips) == said
+
+
 def test_a_hybrid_models_ctc_head_moves_too(tmp_path: Path) -> None:
-    from finetune.models.nemo import import_nemo
-
-    layout = tiny_layout()["model"]
-    layout["aux_ctc"] = {
-        "ctc_loss_weight": 0.3,
-        "use_cer": False,
-        "ctc_reduction": "mean_batch",
-        "decoder": {
-            "_target_": "nemo.collections.asr.modules.ConvASRDecoder",
-            "feat_in": None,
-            "num_classes": -1,
-            "vocabulary": [],
-        },
-        "decoding": {"strategy": "greedy"},
-    }
-    from omegaconf import OmegaConf
-
-    root = OmegaConf.create({"model": layout})
-    OmegaConf.resolve(root)
-    model = import_nemo().EncDecHybridRNNTCTCBPEModel(cfg=root.model)
+    path = tmp_path / "hybrid.yaml"
+    path.write_text(yaml.safe_dump(hybrid_layout()))
+    model = load(path)
     before = model.ctc_decoder.decoder_layers[0].weight.detach().clone()
     growth = grow(model, tmp_path / "tokenizer", TURKISH.splitlines(), 30)
     change_vocabulary(model, tmp_path / "tokenizer")
@@ -241,8 +277,8 @@ def test_the_key_in_run_file_and_command_line(run_file: Callable[..., Path]) -> 
     assert (both.dir, both.extend_from, both.most_pieces(8192), both.most_pieces(128)) == (
         "some/dir",
         "data/tr",
-        9216,
-        192,
+        16384,
+        256,
     )
     path = run_file(model__tokenizer={"extend_from": [{"path": "a", "language": "tr"}], "pieces": "all"})
     more = setting(path, "model.tokenizer.size=40")
@@ -430,6 +466,46 @@ def test_the_data_check_reads_texts_with_the_grown_tokenizer(grown_run: Any, cap
     arguments = grown_run("run")
     assert check.main([*arguments[:2], "--json", str(tmp_path / "found.json")]) == 0
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def georgian_prompts(tmp_path: Path) -> Path:
+    """100 short English prompts whose texts are in Georgian letters, a to z by their place in the alphabet."""
+    import pyarrow.parquet as pq
+
+    georgian, found = {ord("a") + i: chr(0x10D0 + i) for i in range(26)}, []
+    for row in pq.read_table(PROMPTS / "data" / "train-00000-of-00003.parquet").to_pylist():
+        if row["language"] == "en" and 0.8 < row["duration"] < 3 and len(found) < 100:
+            file = tmp_path / f"{row['id'].replace('/', '-')}.ogg"
+            file.write_bytes(row["audio"]["bytes"])
+            text = normalize_text(row["text"], "basic").translate(georgian)
+            found.append({"audio_filepath": file.name, "text": text, "duration": row["duration"], "lang": "en"})
+    return write_manifest(tmp_path / "georgian.jsonl", found)
+
+
+def test_a_run_listens_to_letters_of_a_new_script(
+    run_train: Any, tiny_run: Any, georgian_prompts: Path, capsys: Any, tmp_path: Path
+) -> None:
+    """Most of the frequent letters begin as the letter that they stand for; the log and the report say which."""
+    prompts = str(georgian_prompts)
+    data = {**ONLY_TRAIN, "train": prompts}
+    model = {"name": str(BASE), "tokenizer": {"extend_from": prompts}}
+    said = []
+
+    def observe(trainer: Any) -> None:
+        said.extend(transcripts(trainer.model, clips_of(trainer.model, 8)))
+
+    before = load(BASE)
+    assert run_train(*tiny_run(model=model, data=data, training={"max_steps": 1}), observe=observe) == 0
+    assert said == transcripts(before, clips_of(before, 8))
+    logged = r"(\d+) of \1 clips of data.train have letters that the vocabulary lacks in every form.* ე=e "
+    assert re.search(logged, capsys.readouterr().err)
+    report = json.loads((tmp_path / "run" / "tokenizer" / "report.json").read_text(encoding="utf-8"))
+    heard = report["new_letters"]["heard"]
+    assert report["pieces"] > 192  # more than the merges of a known script
+    use = Counter(c for row in read_lines(georgian_prompts) for c in row["text"] if c.isalpha())
+    frequent = [c for c, _ in use.most_common(12)]
+    assert sum(heard[c] == chr(ord(c) - 0x10D0 + ord("a")) for c in frequent) >= 8
 
 
 def launched(launcher: list[str], arguments: list[str]) -> None:

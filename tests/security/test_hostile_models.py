@@ -198,7 +198,7 @@ CONFIGS = {
     ),
     "a model that loads another": (
         lambda c: c.update(target="nemo.collections.asr.models.SLUIntentSlotBPEModel"),
-        r"is a SLUIntentSlotBPEModel; this project trains transducers",
+        r"is a SLUIntentSlotBPEModel, which is not supported",
     ),
     # With a class for the whole, or params, NeMo builds what is below sections that otherwise only training reads.
     "a class of the whole": (
@@ -358,6 +358,7 @@ CODE = "import os\nos.mkdir({mark!r})\nclass Evil:\n    pass\n"
 def test_code_in_a_hugging_face_directory_is_not_run(tiny_model, tmp_path):
     """auto_map of model, tokenizer and processor name a file that leaves a mark where it is imported; a pickle lies
     there beside."""
+    from finetune.models.huggingface.layout import KINDS
     from finetune.tools.export.equal_texts import load_written
 
     directory, mark = tmp_path / "hf", tmp_path / "mark"
@@ -379,7 +380,7 @@ def test_code_in_a_hugging_face_directory_is_not_run(tiny_model, tmp_path):
     with contextlib.suppress(
         ValueError, OSError
     ):  # transformers may take its own class, or say no where it would have to run this one
-        load_written(directory, torch.float32)
+        load_written(directory, torch.float32, KINDS["parakeet_tdt"])
     assert not mark.exists()
     (directory / "model.safetensors").rename(tmp_path / "kept.safetensors")
     with pytest.raises(UserError, match="Only safetensors files are taken"):

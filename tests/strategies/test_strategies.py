@@ -225,6 +225,12 @@ CONFLICTS: dict[tuple[str, str], list[str]] = {
         "model.lora_train_decoder=false",
         "model.tokenizer.extend_from=texts.txt",
     ],
+    ("model.add_ctc", "model.lora_train_decoder false"): [
+        "model.add_ctc=true",
+        "model.lora_rank=4",
+        "model.lora_train_decoder=false",
+    ],
+    ("model.add_ctc", "model.ctc_loss_weight 0"): ["model.add_ctc=true", "model.ctc_loss_weight=0"],
     ("training.ema_decay", "DeepSpeed ZeRO-3"): [
         "training.ema_decay=0.9",
         "data.validation=v.jsonl",
@@ -283,6 +289,49 @@ def test_num_gpus(refused: Callable[..., str], run_file: Callable[..., Path], mo
     monkeypatch.setenv("WORLD_SIZE", "4")
     check_num_gpus(4)
     check_num_gpus(0)
+
+
+def own_deepspeed_file(folder: Path, **values: Any) -> Path:
+    """As a user has it: DeepSpeed's own bf16 mode, ZeRO-2 with the optimizer on the host."""
+    file = folder / "deepspeed_config.json"
+    settings = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": 1.0,
+        "fp16": {"enabled": False},
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "contiguous_gradients": True,
+            "overlap_comm": True,
+        },
+    }
+    file.write_text(json.dumps({**settings, **values}))
+    return file
+
+
+def test_the_precision_of_the_users_own_deepspeed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    file = own_deepspeed_file(tmp_path)
+    strategy = resolve_strategy([], str(file))
+    assert strategy.engine == "deepspeed_offload"
+    assert resolve_precision(False, False, strategy) == resolve_precision(True, False, strategy) == "bf16"
+    with pytest.raises(
+        UserError, match=rf"training\.fp16 says fp16, {file} \(bf16\.enabled\) says bf16\. Make them equal"
+    ):
+        resolve_precision(False, True, strategy)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
+    assert resolve_precision(False, False, resolve_strategy([])) == "bf16"
+    for values in ({"bf16": {"enabled": "auto"}}, {"bf16": {"enabled": False}}, {"bf16": None}):
+        own_deepspeed_file(tmp_path, **values)
+        assert resolve_precision(False, False, resolve_strategy([])) == "no"
+        assert resolve_precision(True, False, resolve_strategy([])) == "bf16"
+    own_deepspeed_file(tmp_path, fp16={"enabled": True})
+    with pytest.raises(UserError, match=rf"{file}: fp16\.enabled: true is not supported.* training\.bf16: true"):
+        resolve_strategy([])
 
 
 def test_launcher_with_another_engine(

@@ -145,6 +145,8 @@ def test_a_nemo_fine_tuning(converted):
         ({"model__optim__sched": "null"}, {"training.lr_scheduler_type": "constant", "training.warmup_ratio": 0.0}),
         ({"model__optim__betas": "null"}, {"training.optimizer_args": {"betas": [0.9, 0.999]}}),
         ({"model__optim__name": "adamw8bit"}, {"training.optimizer": "adamw_8bit"}),
+        ({"model__aux_ctc__ctc_loss_weight": 0.4}, {"model.ctc_loss_weight": 0.4}),
+        ({"model__ctc_reduction": "mean_volume"}, {"training.loss_reduction": "mean_volume"}),
         ({"model__train_ds__max_duration": "null"}, {"data.max_duration": float("inf")}),
         (
             {"model__train_ds__batch_duration": 15},

@@ -21,7 +21,7 @@ from finetune.data.text_corpus import read_texts
 from finetune.models.loading import read_tokenizer
 from finetune.models.sentencepiece_model import alphabet, piece_encoder, processor, train_tokenizer, write_tokenizer
 from finetune.models.tokenizer_coverage import compare
-from finetune.models.tokenizer_growth import LEAST_COUNT, grow_from_tokenizer, grow_on_texts
+from finetune.models.tokenizer_growth import LEAST_COUNT, grow_as_heard, grow_from_tokenizer, grow_on_texts
 
 PROMPTS = ROOT / "examples" / "voice_prompts"
 
@@ -145,6 +145,33 @@ def test_growing_from_another_tokenizer(old: Any, turkish: list[str]) -> None:
     assert len(growth.added) + growth.unreachable == 60
     text = turkish[0]
     assert processor(growth.model).decode(processor(growth.model).encode(text)) == text
+
+
+def test_growing_as_heard_cuts_texts_as_the_old_tokenizer_cuts_what_is_heard(old: Any, texts: list[Any]) -> None:
+    """English in other letters, of which two sound alike: the pieces are those of English, letter by letter, and the
+    old texts keep theirs. With a smaller size the most frequent ones are taken."""
+    english = [t.text.lower() for t in texts if t.language == "en"]
+    heard = {chr(0x10D0 + i): chr(ord("a") + i) for i in range(26)}
+    to_new = str.maketrans({letter: new for new, letter in heard.items()})
+    written = [text.translate(to_new) for text in english]
+    characters = grow_on_texts(old, written, 26, key="--size")
+    growth = grow_as_heard(old, written, heard, characters, 1000)
+    assert growth.characters == characters.characters
+    assert growth.added[:26] == growth.characters
+    encode, encode_old, back = processor(growth.model), processor(old), str.maketrans(heard)
+    alike = sum(
+        [p.translate(back) for p in encode.encode(new, out_type=str)] == encode_old.encode(plain, out_type=str)
+        for new, plain in zip(written, english, strict=True)
+    )
+    assert alike > 0.8 * len(english)  # but for pieces that the texts have fewer than five times
+    assert all(encode.encode(text) == encode_old.encode(text) for text in english)
+    small = grow_as_heard(old, written, heard, characters, 40)
+    assert 26 < len(small.added) <= 40
+    assert set(small.added) < set(growth.added)
+    same = {**heard, "ჩ": "s"}  # the letter of z
+    assert {p.translate(str.maketrans(same)) for p in grow_as_heard(old, written, same, characters, 1000).added} <= {
+        p.piece for p in old.pieces
+    }
 
 
 def test_too_many_new_characters_are_refused(old: Any, turkish: list[str]) -> None:

@@ -143,6 +143,41 @@ def test_deepspeed_in_bf16_stays_close_to_fp32(adamw_curve, tiny_run, tmp_path):
         assert loss == pytest.approx(theirs, rel=0.05)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["deepspeed", "accelerate"])
+def test_a_users_own_deepspeed_file_with_bf16_is_training_in_bf16(adamw_curve, tiny_run, tmp_path, launcher):
+    """As the instructions of other projects have it; the run file says nothing of a precision."""
+    offload = {"device": "cpu", "pin_memory": True}
+    settings = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": 1.0,
+        "fp16": {"enabled": False},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2, "offload_optimizer": offload, "contiguous_gradients": True},
+    }
+    file = tmp_path / "deepspeed_config.json"
+    file.write_text(json.dumps(settings))
+    training = {"max_steps": 8, "dataloader_num_workers": 1}
+    arguments = tiny_run(model=DETERMINISTIC, data=ONLY_TRAIN, training=training)
+    if launcher == "deepspeed":
+        start([str(BIN / "deepspeed"), "--num_gpus=1", TRAIN, *arguments, "--deepspeed", str(file)])
+    else:
+        named = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": str(file)}}
+        config = {"compute_environment": "LOCAL_MACHINE", "num_processes": 1, **named}
+        (tmp_path / "accelerate.yaml").write_text(yaml.safe_dump(config))
+        start(
+            [str(BIN / "accelerate"), "launch", "--config_file", str(tmp_path / "accelerate.yaml"), TRAIN, *arguments]
+        )
+    told = summary(tmp_path / "run")
+    assert (told["engine"], told["mixed_precision"]) == ("deepspeed_offload", "bf16")
+    ours = curve(tmp_path / "run")
+    assert ours != adamw_curve
+    for (loss, _), (theirs, _) in zip(ours, adamw_curve, strict=True):
+        assert loss == pytest.approx(theirs, rel=0.05)
+
+
 def test_two_ddp_processes_equal_one_with_the_same_global_batch(run_train, tiny_run, clips, tmp_path):
     """Two ranks with one worker each see what one rank with two workers and two accumulated batches sees."""
     one = {

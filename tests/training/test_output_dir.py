@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from conftest import read_lines, tiny_layout, write_manifest
+from hostile_files import members_of, write_archive
 
 from finetune.errors import UserError
 
@@ -303,7 +304,7 @@ def test_wrong_models(failed: Callable[..., str], tiny_run: Callable[..., list[s
         "garbage.nemo": ["{} cannot be read as a NeMo model"],
         "layout.yaml": ["{}", "no key `model:`"],
         "unfinished": ["the directory {} holds no .nemo file", "finished run"],
-        "transformers": ["{} is a Hugging Face model of the type None", "'parakeet_tdt'", ".nemo"],
+        "transformers": ["{} is a Hugging Face model of the type None", "parakeet_tdt (ParakeetForTDT)", ".nemo"],
         "speechless.yaml": ["model.tokenizer", "{}", "tokenizer.model"],
     }
     wrong = []
@@ -335,25 +336,16 @@ def test_model_names_that_no_hub_has(failed: Callable[..., str], tiny_run: Calla
 
 
 def test_models_of_another_kind(
-    failed: Callable[..., str], tiny_run: Callable[..., list[str]], tmp_path: Path
+    failed: Callable[..., str], tiny_run: Callable[..., list[str]], tiny_model: Path, tmp_path: Path
 ) -> None:
-    from omegaconf import OmegaConf
-
-    from finetune.models.nemo import import_nemo
-
-    layout = tiny_layout()["model"]
-    decoder = {
-        "_target_": "nemo.collections.asr.modules.ConvASRDecoder",
-        "feat_in": 32,
-        "num_classes": -1,
-        "vocabulary": [],
-    }
-    for name in ("joint", "loss", "decoding"):
-        del layout[name]
-    model = import_nemo().EncDecCTCModelBPE(cfg=OmegaConf.create({**layout, "decoder": decoder}))
-    model.save_to(str(tmp_path / "ctc.nemo"))
-    message = failed(2, *tiny_run(model={"name": str(tmp_path / "ctc.nemo")}, data=NOTHING_TO_JUDGE_BY))
-    assert f"model.name: {tmp_path / 'ctc.nemo'} is a EncDecCTCModelBPE; this project trains transducers" in message
+    files = members_of(tiny_model)
+    config = yaml.safe_load(files["./model_config.yaml"])
+    config["target"] = "nemo.collections.asr.models.aed_multitask_models.EncDecMultiTaskModel"
+    archive = write_archive(
+        tmp_path / "canary.nemo", {**files, "./model_config.yaml": yaml.safe_dump(config).encode()}
+    )
+    message = failed(2, *tiny_run(model={"name": str(archive)}, data=NOTHING_TO_JUDGE_BY))
+    assert f"model.name: {archive} is a EncDecMultiTaskModel, which is not supported" in message
 
     lost = tiny_layout()
     lost["model"]["loss"]["tdt_kwargs"]["durations"] = [0, 1, 2]

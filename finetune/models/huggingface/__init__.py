@@ -1,1 +1,1 @@
-"""NeMo transducers and transformers' ParakeetForTDT: the same network in two formats."""
+"""NeMo's models and transformers' classes: the same networks in two formats."""

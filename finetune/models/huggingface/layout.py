@@ -1,22 +1,97 @@
-"""The map between NeMo's EncDecRNNTBPEModel and transformers' ParakeetForTDT, the same network under other names.
+"""The map between NeMo's models and the classes of transformers that are the same networks under other names.
 
 Tensors are renamed, never transposed, split or reshaped. What one side cannot express is reported, never dropped.
 """
 
 import math
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
+
+MODULES = "nemo.collections.asr.modules"
+MODELS = "nemo.collections.asr.models"
+TRANSDUCER = f"{MODELS}.rnnt_bpe_models.EncDecRNNTBPEModel"
+CTC = f"{MODELS}.ctc_bpe_models.EncDecCTCModelBPE"
+PROMPT = f"{MODELS}.rnnt_bpe_models_prompt.EncDecRNNTBPEModelWithPrompt"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A class of transformers, and the NeMo model that is the same network.
+
+    Attributes:
+        name: of the class; `config` and `processor` are those of its configuration and its processor.
+        target: NeMo's class.
+        streaming: the encoder is cache-aware: causal, with a limited attention context.
+        prompt: the language of an utterance is given to the network.
+    """
+
+    name: str
+    config: str
+    processor: str
+    target: str
+    head: Literal["tdt", "rnnt", "ctc"]
+    streaming: bool = False
+    prompt: bool = False
+
+    @property
+    def auto_class(self) -> str:
+        """transformers' auto class that loads it."""
+        return {"tdt": "AutoModelForTDT", "rnnt": "AutoModelForRNNT", "ctc": "AutoModelForCTC"}[self.head]
+
+    @property
+    def head_name(self) -> str:
+        """What gives its outputs, in words."""
+        return "CTC head" if self.head == "ctc" else "joint"
+
+    @property
+    def features(self) -> str:
+        """The class of its feature extractor."""
+        return "NemotronAsrStreamingFeatureExtractor" if self.streaming else "ParakeetFeatureExtractor"
+
+    @property
+    def targets(self) -> dict[str, str]:
+        """NeMo's classes of its parts."""
+        heads = (
+            {"decoder": "ConvASRDecoder"} if self.head == "ctc" else {"decoder": "RNNTDecoder", "joint": "RNNTJoint"}
+        )
+        parts = {"preprocessor": "AudioToMelSpectrogramPreprocessor", "encoder": "ConformerEncoder", **heads}
+        return {part: f"{MODULES}.{name}" for part, name in parts.items()}
+
+
+KINDS = {
+    "parakeet_tdt": Kind("ParakeetForTDT", "ParakeetTDTConfig", "ParakeetProcessor", TRANSDUCER, "tdt"),
+    "parakeet_rnnt": Kind("ParakeetForRNNT", "ParakeetRNNTConfig", "ParakeetProcessor", TRANSDUCER, "rnnt"),
+    "parakeet_ctc": Kind("ParakeetForCTC", "ParakeetCTCConfig", "ParakeetProcessor", CTC, "ctc"),
+    "nemotron_asr_streaming": Kind(
+        "NemotronAsrStreamingForRNNT",
+        "NemotronAsrStreamingConfig",
+        "NemotronAsrStreamingProcessor",
+        TRANSDUCER,
+        "rnnt",
+        streaming=True,
+    ),
+    "nemotron3_5_asr": Kind(
+        "Nemotron3_5AsrForRNNT",
+        "Nemotron3_5AsrConfig",
+        "Nemotron3_5AsrProcessor",
+        PROMPT,
+        "rnnt",
+        streaming=True,
+        prompt=True,
+    ),
+}
+"""By `model_type` of config.json."""
 
 TRAINING_SETTINGS = "nemo_config.yaml"
 # Not kept in it: what the tokenizer's file says too, paths, and what belongs to a training run.
 NOT_KEPT = ("labels", "tokenizer", "train_ds", "validation_ds", "test_ds", "optim", "target")
 
-# In NeMo's name -> in transformers'. `{head}` is the place of the joint's last layer, behind a dropout layer or not.
-RENAMED = (
-    ("encoder.pre_encode.conv.", "encoder.subsampling.layers."),
+# In NeMo's name -> in transformers'. `{joint}` is the place of the joint's last layer, behind a dropout layer or not.
+ENCODER_NAMES = (
     ("encoder.pre_encode.out.", "encoder.subsampling.linear."),
     (".self_attn.linear_q.", ".self_attn.q_proj."),
     (".self_attn.linear_k.", ".self_attn.k_proj."),
@@ -25,23 +100,34 @@ RENAMED = (
     (".self_attn.linear_pos.", ".self_attn.relative_k_proj."),
     (".self_attn.pos_bias_", ".self_attn.bias_"),
     (".conv.batch_norm.", ".conv.norm."),
+)
+OFFLINE_NAMES = (("encoder.pre_encode.conv.", "encoder.subsampling.layers."),)
+STREAMING_NAMES = (
+    ("encoder.pre_encode.conv.0.", "encoder.subsampling.conv_in."),
+    *(
+        (f"encoder.pre_encode.conv.{3 * i + 2 + j}.", f"encoder.subsampling.layers.{i}.{name}.")
+        for i in range(5)
+        for j, name in enumerate(("depthwise_conv", "pointwise_conv"))
+    ),
+)
+CTC_NAMES = (("decoder.decoder_layers.0.", "ctc_head."),)
+TRANSDUCER_NAMES = (
     ("decoder.prediction.embed.", "decoder.embedding."),
     ("decoder.prediction.dec_rnn.lstm.", "decoder.lstm."),
     ("joint.enc.", "encoder_projector."),
     ("joint.pred.", "decoder.decoder_projector."),
-    ("joint.joint_net.{head}.", "joint.head."),
+    ("joint.joint_net.{joint}.", "joint.head."),
+)
+PROMPT_NAMES = (
+    ("prompt_kernel.0.", "prompt_projector.linear_1."),
+    ("prompt_kernel.2.", "prompt_projector.linear_2."),
 )
 # Computed on both sides. `pos_enc` is the table of relative positions that old NeMo checkpoints keep.
 RECOMPUTED = re.compile(r"^(preprocessor\.featurizer\.(window|fb)|encoder\.pos_enc\..*)$")
-HEAD = re.compile(r"^joint\.joint_net\.(\d+)\.weight$")
+JOINT = re.compile(r"^joint\.joint_net\.(\d+)\.weight$")
 
-TARGETS = {
-    "preprocessor": "nemo.collections.asr.modules.AudioToMelSpectrogramPreprocessor",
-    "encoder": "nemo.collections.asr.modules.ConformerEncoder",
-    "decoder": "nemo.collections.asr.modules.RNNTDecoder",
-    "joint": "nemo.collections.asr.modules.RNNTJoint",
-}
 ACTIVATIONS = ("relu", "sigmoid", "tanh")
+NO_LIMIT = 10**9  # tokens
 MAX_SYMBOLS = 10  # a frame, where the NeMo configuration names no limit
 
 # NeMo's key of the encoder: transformers' key, and NeMo's default where a configuration may leave it out.
@@ -70,19 +156,35 @@ PREPROCESSOR_DEFAULTS = {
     "preemph": 0.97,
     "features": 64,
 }
-# What transformers has no setting for, with the values that it computes as; the first is NeMo's default.
+# What transformers has no setting for, with the values that it computes as, and NeMo's defaults.
 FIXED_ENCODER = {
-    "causal_downsampling": (False,),
+    "subsampling": ("dw_striding",),
     "self_attention_model": ("rel_pos",),
-    "att_context_size": (None, [-1, -1]),
-    "conv_norm_type": ("batch_norm",),
-    "conv_context_size": (None,),
     "reduction": (None,),
     "feat_out": (-1, None, 0),
 }
+OFFLINE_ENCODER = {
+    "causal_downsampling": (False,),
+    "att_context_size": ([-1, -1], None),
+    "conv_norm_type": ("batch_norm",),
+    "conv_context_size": (None,),
+}
+STREAMING_ENCODER = {
+    "causal_downsampling": (True,),
+    "att_context_style": ("chunked_limited",),
+    "conv_norm_type": ("layer_norm",),
+    "conv_context_size": ("causal",),
+}
+ENCODER_DEFAULTS = {
+    "subsampling": "striding",
+    "self_attention_model": "rel_pos",
+    "feat_out": -1,
+    "causal_downsampling": False,
+    "att_context_style": "regular",
+    "conv_norm_type": "batch_norm",
+}
 FIXED_PREPROCESSOR = {
     "window": ("hann",),
-    "normalize": ("per_feature",),
     "log": (True,),
     "log_zero_guard_type": ("add",),
     "log_zero_guard_value": (2**-24,),
@@ -95,27 +197,48 @@ FIXED_PREPROCESSOR = {
 }
 
 
-def head_of(weights: Mapping[str, Any]) -> int:
-    """Return the index of the joint's last layer in `joint.joint_net` (1, or 2 behind a dropout layer)."""
-    return max((int(found[1]) for key in weights if (found := HEAD.match(key))), default=2)
+def kind_of(config: Mapping[str, Any]) -> Kind:
+    """Return the class of transformers that a NeMo model comes nearest to; `reasons_against` it say how near."""
+    target, encoder = _class(config.get("target")), config.get("encoder") or {}
+    if target == _class(CTC):
+        return KINDS["parakeet_ctc"]
+    if target == _class(PROMPT):
+        return KINDS["nemotron3_5_asr"]
+    if (config.get("joint") or {}).get("num_extra_outputs"):
+        return KINDS["parakeet_tdt"]
+    causal = encoder.get("causal_downsampling") or encoder.get("conv_context_size") == "causal"
+    return KINDS["nemotron_asr_streaming" if causal else "parakeet_rnnt"]
 
 
-def to_hugging_face(key: str, head: int) -> str | None:
-    """Return a NeMo tensor's name in transformers' ParakeetForTDT; None for what transformers computes itself."""
+def _class(target: object) -> str:
+    return str(target or "").rsplit(".", 1)[-1]
+
+
+def names_of(kind: Kind, nemo_keys: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """Return the names that differ, NeMo's first, given those of the NeMo model's tensors."""
+    joint = max((int(found[1]) for key in nemo_keys if (found := JOINT.match(key))), default=2)
+    names = (*ENCODER_NAMES, *(STREAMING_NAMES if kind.streaming else OFFLINE_NAMES))
+    names += CTC_NAMES if kind.head == "ctc" else TRANSDUCER_NAMES
+    if kind.prompt:
+        names += PROMPT_NAMES
+    return tuple((nemo.format(joint=joint), theirs) for nemo, theirs in names)
+
+
+def to_hugging_face(key: str, names: tuple[tuple[str, str], ...]) -> str | None:
+    """Return a NeMo tensor's name in transformers; None for what transformers computes itself."""
     if RECOMPUTED.match(key):
         return None
-    for nemo, hugging_face in RENAMED:
-        nemo = nemo.format(head=head)
+    for nemo, hugging_face in names:
         if nemo in key:
             return key.replace(nemo, hugging_face, 1)
     return key
 
 
-def to_nemo(key: str, head: int) -> str:
-    """Return the NeMo name of a tensor of transformers' ParakeetForTDT."""
-    for nemo, hugging_face in RENAMED:
+def to_nemo(key: str, names: tuple[tuple[str, str], ...]) -> str:
+    """Return the NeMo name of a tensor of transformers."""
+    for nemo, hugging_face in names:
         if hugging_face in key:
-            return key.replace(hugging_face, nemo.format(head=head), 1)
+            return key.replace(hugging_face, nemo, 1)
     return key
 
 
@@ -138,7 +261,7 @@ def preprocessor_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def feature_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of transformers' ParakeetFeatureExtractor."""
+    """Return the settings of transformers' feature extractor."""
     p = preprocessor_settings(config)
     rate = p["sample_rate"]
     # NeMo truncates seconds to samples.
@@ -161,12 +284,41 @@ def durations_of(config: Mapping[str, Any]) -> list[int]:
     return [int(d) for d in found or (config.get("model_defaults") or {}).get("tdt_durations") or []]
 
 
-def encoder_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of transformers' ParakeetEncoderConfig."""
+def piece_count(config: Mapping[str, Any]) -> int:
+    """Return the tokenizer's pieces, which the decoder's section of a NeMo configuration counts."""
+    decoder = config["decoder"]
+    return int(decoder["vocab_size"] if "vocab_size" in decoder else decoder["num_classes"])
+
+
+def attention_contexts(config: Mapping[str, Any]) -> list[list[int]]:
+    """Return the attention contexts that a streaming encoder is trained for, [left, right] in its frames each; the
+    first is the default."""
+    found: Any = config["encoder"].get("att_context_size") or [-1, -1]
+    return [list(pair) for pair in ([found] if isinstance(found[0], int) else found)]
+
+
+def prompts_of(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the number of each language's prompt."""
+    found = (config.get("model_defaults") or {}).get("prompt_dictionary") or {}
+    return {str(language): int(number) for language, number in found.items()}
+
+
+def language_tags(config: Mapping[str, Any]) -> re.Pattern[str] | None:
+    """Return what the language tags look like that NeMo takes out of its texts; None if it leaves them in."""
+    decoding = config.get("decoding") or {}
+    pattern = decoding.get("lang_tag_pattern") or r"\s*<[a-z]{2}-[A-Z]{2}>"  # NeMo's own
+    return re.compile(pattern) if decoding.get("strip_lang_tags") else None
+
+
+def encoder_settings(config: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
+    """Return the settings of transformers' encoder."""
     encoder = config["encoder"]
     settings = {theirs: encoder.get(ours, default) for ours, (theirs, default) in ENCODER.items()}
     if settings["subsampling_conv_channels"] == -1:
         settings["subsampling_conv_channels"] = settings["hidden_size"]
+    if kind.streaming:
+        left, right = attention_contexts(config)[0]
+        settings |= {"sliding_window": left + 1, "default_num_lookahead_tokens": right}
     return {
         **settings,
         "intermediate_size": settings["hidden_size"] * encoder.get("ff_expansion_factor", 4),
@@ -176,90 +328,134 @@ def encoder_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def model_settings(config: Mapping[str, Any], tokens: int, pad_id: int) -> dict[str, Any]:
-    """Return the settings of transformers' ParakeetTDTConfig.
+def model_settings(config: Mapping[str, Any], kind: Kind, tokens: int, pad_id: int) -> dict[str, Any]:
+    """Return the settings of transformers' model.
 
     Args:
         tokens: pieces of the tokenizer, without the blank, which comes after them.
+        pad_id: of the tokenizer; a CTC model takes it for the blank.
     """
+    settings = {"vocab_size": tokens + 1, "pad_token_id": pad_id, "encoder_config": encoder_settings(config, kind)}
+    if kind.head == "ctc":
+        return settings
     greedy = (config.get("decoding") or {}).get("greedy") or {}
-    return {
-        "vocab_size": tokens + 1,
+    settings |= {
         "blank_token_id": tokens,
-        "pad_token_id": pad_id,
         "decoder_hidden_size": config["decoder"]["prednet"]["pred_hidden"],
         "num_decoder_layers": config["decoder"]["prednet"].get("pred_rnn_layers", 1),
         "hidden_act": config["joint"]["jointnet"]["activation"],
         "max_symbols_per_step": int(greedy.get("max_symbols") or greedy.get("max_symbols_per_step") or MAX_SYMBOLS),
-        "durations": durations_of(config),
-        "encoder_config": encoder_settings(config),
     }
+    if kind.head == "tdt":
+        settings["durations"] = durations_of(config)
+    if kind.prompt:
+        settings |= {
+            "num_prompts": int(config["model_defaults"].get("num_prompts", 128)),
+            "prompt_intermediate_size": 2 * config["encoder"]["d_model"],
+            "default_prompt_id": prompts_of(config).get("auto", 0),
+        }
+    return settings
 
 
-def generation_settings(tokens: int, pad_id: int, durations: int) -> dict[str, Any]:
-    """Return the settings with which transformers' `generate` decodes a batch as it decodes its utterances alone.
+def processor_settings(config: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
+    """Return the settings of transformers' processor beside its tokenizer and features."""
+    if not kind.streaming:
+        return {"decoder_type": kind.head}
+    rights = [right for _, right in attention_contexts(config)]
+    settings: dict[str, Any] = {
+        "supported_num_lookahead_tokens": rights,
+        "default_num_lookahead_tokens": rights[0],
+    }
+    if kind.prompt:
+        settings |= {
+            "prompt_dictionary": prompts_of(config),
+            "num_prompts": int(config["model_defaults"].get("num_prompts", 128)),
+        }
+    return settings
 
-    Without a suppressed duration head a duration could win over all tokens; without an end of sequence finished rows
-    of a batch go on emitting until its longest utterance ends. The end of sequence is a suppressed id: it is never
-    emitted, and only switches on the padding of finished rows.
+
+def generation_settings(kind: Kind, tokens: int, pad_id: int, durations: int) -> dict[str, Any]:
+    """Return the settings with which transformers' `generate` decodes a batch of a transducer as NeMo does.
+
+    Without an end of sequence finished rows of a batch go on emitting until its longest utterance ends. It is an id
+    that is never emitted, and only switches on the padding of finished rows. Without a suppressed duration head a
+    duration could win over all tokens. RNN-T ends by itself; transformers' own limit counts the start token too, and
+    cuts the last token off where each frame has as many as it may.
     """
-    return {
-        "decoder_start_token_id": tokens,
-        "pad_token_id": pad_id,
-        "eos_token_id": tokens + 1,
-        "suppress_tokens": [tokens + 1 + i for i in range(durations)],
-    }
+    settings = {"decoder_start_token_id": tokens, "pad_token_id": pad_id, "eos_token_id": tokens + 1}
+    if kind.head == "tdt":
+        return {**settings, "suppress_tokens": [tokens + 1 + i for i in range(durations)]}
+    return {**settings, "max_length": NO_LIMIT}
 
 
-def reasons_against(config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], tokens: int) -> list[str]:
-    """Return what ParakeetForTDT cannot express of a NeMo model, one line each; empty where it can be converted."""
+def reasons_against(
+    config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], kind: Kind, tokens: int
+) -> list[str]:
+    """Return what a class of transformers cannot express of a NeMo model, one line each; empty where it can be
+    converted."""
     reasons: list[str] = []
-    kind = str(config.get("target", "EncDecRNNTBPEModel")).rsplit(".", 1)[-1]
-    if kind != "EncDecRNNTBPEModel":
-        reasons.append(f"it is a {kind}; only EncDecRNNTBPEModel (a transducer with one SentencePiece tokenizer) maps")
-    if any(key.startswith("ctc_decoder.") for key in weights):
-        reasons.append("ctc_decoder: a hybrid model's CTC head has no place in ParakeetForTDT")
-    missing = [part for part in ("preprocessor", "encoder", "decoder", "joint") if not config.get(part)]
+    found, wanted = _class(config.get("target") or kind.target), _class(kind.target)
+    if found != wanted:
+        reasons.append(f"it is a {found}; only a {wanted} with one SentencePiece tokenizer maps")
+    missing = [part for part in kind.targets if not config.get(part)]
     if missing:
         return [*reasons, f"its configuration has no {', '.join(missing)}"]
-    for part, target in TARGETS.items():
-        found = str(config[part].get("_target_", target))
-        if found.rsplit(".", 1)[-1] != target.rsplit(".", 1)[-1]:
-            reasons.append(f"{part}._target_: {found} is no {target.rsplit('.', 1)[-1]}")
-    highest = (None, preprocessor_settings(config)["sample_rate"] / 2)
-    reasons += _differences("preprocessor", config, {**FIXED_PREPROCESSOR, "highfreq": highest})
-    reasons += _differences("encoder", config, FIXED_ENCODER)
-    reasons += _against_subsampling(config)
-    reasons += _against_transducer(config, tokens)
-    return reasons or _against_weights(config, weights, tokens)
+    for part, target in kind.targets.items():
+        found = config[part].get("_target_", target)
+        if _class(found) != _class(target):
+            reasons.append(f"{part}._target_: {found} is no {_class(target)}")
+    fixed = {
+        **FIXED_PREPROCESSOR,
+        "normalize": ("NA", None) if kind.streaming else ("per_feature",),
+        "highfreq": (None, preprocessor_settings(config)["sample_rate"] / 2),
+    }
+    reasons += _differences("preprocessor", {"normalize": "per_feature", **config["preprocessor"]}, fixed)
+    fixed = {**FIXED_ENCODER, **(STREAMING_ENCODER if kind.streaming else OFFLINE_ENCODER)}
+    reasons += _differences("encoder", {**ENCODER_DEFAULTS, **config["encoder"]}, fixed)
+    reasons += _against_subsampling(config, kind)
+    if kind.streaming:
+        reasons += _against_contexts(config)
+    if kind.head != "ctc":
+        reasons += _against_transducer(config, kind, tokens)
+    if kind.prompt:
+        reasons += _against_prompts(config)
+    return reasons or _against_weights(config, weights, kind, tokens)
 
 
-def _differences(part: str, config: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]) -> list[str]:
+def _differences(part: str, settings: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]) -> list[str]:
     return [
-        f"{part}.{key}: {config[part][key]!r}; transformers has only {values[0]!r}"
+        f"{part}.{key}: {settings[key]!r}; transformers has only {values[0]!r}"
         for key, values in fixed.items()
-        if config[part].get(key, values[0]) not in values
+        if settings.get(key, values[0]) not in values
     ]
 
 
-def _against_subsampling(config: Mapping[str, Any]) -> list[str]:
-    kind = config["encoder"].get("subsampling", "striding")
-    reasons = [] if kind == "dw_striding" else [f"encoder.subsampling: {kind!r}; transformers has only 'dw_striding'"]
-    settings = encoder_settings(config)
+def _against_subsampling(config: Mapping[str, Any], kind: Kind) -> list[str]:
+    settings = encoder_settings(config, kind)
     factor, bins = settings["subsampling_factor"], settings["num_mel_bins"]
     if factor < 2 or factor & (factor - 1):
-        return [*reasons, f"encoder.subsampling_factor: {factor}; transformers has only powers of two"]
-    if bins % factor:
-        reasons.append(
+        return [f"encoder.subsampling_factor: {factor}; transformers has only powers of two"]
+    if bins % factor and not kind.streaming:
+        return [
             f"encoder.feat_in: {bins} mel bins are not divisible by subsampling_factor {factor}: NeMo's subsampling "
             f"ends in {bins // factor + 1} of them, transformers' in {bins // factor}"
-        )
-    elif bins != preprocessor_settings(config)["features"]:
-        reasons.append("encoder.feat_in is not preprocessor.features")
-    return reasons
+        ]
+    if bins != preprocessor_settings(config)["features"]:
+        return ["encoder.feat_in is not preprocessor.features"]
+    return []
 
 
-def _against_transducer(config: Mapping[str, Any], tokens: int) -> list[str]:
+def _against_contexts(config: Mapping[str, Any]) -> list[str]:
+    contexts = attention_contexts(config)
+    if len({left for left, _ in contexts}) > 1 or min(min(pair) for pair in contexts) < 0:
+        return [
+            f"encoder.att_context_size: {config['encoder'].get('att_context_size')}; transformers has one limited "
+            "left context, and limited look-aheads"
+        ]
+    return []
+
+
+def _against_transducer(config: Mapping[str, Any], kind: Kind, tokens: int) -> list[str]:
     reasons = []
     decoder, joint = config["decoder"], config["joint"]
     prednet, jointnet = decoder.get("prednet") or {}, joint.get("jointnet") or {}
@@ -279,42 +475,54 @@ def _against_transducer(config: Mapping[str, Any], tokens: int) -> list[str]:
             f"joint.jointnet.activation: {jointnet.get('activation')!r}; known are {', '.join(ACTIVATIONS)}"
         )
     durations, outputs = durations_of(config), int(joint.get("num_extra_outputs") or 0)
-    if not outputs:
-        reasons.append("joint.num_extra_outputs: 0; this is a plain RNN-T, and ParakeetForTDT has a duration head")
-    elif durations != list(range(len(durations))):
+    if kind.head == "rnnt" and outputs:
+        reasons.append(f"joint.num_extra_outputs: {outputs}; {kind.name} has no duration head")
+    elif kind.head == "tdt" and durations != list(range(len(durations))):
         reasons.append(
             f"durations: {durations}; transformers' generate takes the number of a duration for the duration, so only "
             "0, 1, 2, ... decode right"
         )
-    elif len(durations) != outputs:
+    elif kind.head == "tdt" and len(durations) != outputs:
         reasons.append(f"durations: {durations} are not the joint's {outputs} outputs (num_extra_outputs)")
     if int(joint.get("num_classes", tokens)) not in (tokens, -1):
         reasons.append(f"joint.num_classes: {joint['num_classes']}, but the tokenizer has {tokens} pieces")
     return reasons
 
 
-def _against_weights(config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], tokens: int) -> list[str]:
+def _against_prompts(config: Mapping[str, Any]) -> list[str]:
+    defaults = config.get("model_defaults") or {}
+    if not defaults.get("initialize_prompt_feature"):
+        return ["model_defaults.initialize_prompt_feature: false; transformers gives the language to the network"]
+    numbers, prompts = prompts_of(config).values(), int(defaults.get("num_prompts", 128))
+    if not numbers or not 0 <= min(numbers) <= max(numbers) < prompts:
+        return [f"model_defaults.prompt_dictionary: its numbers have to be from 0 to {prompts - 1}"]
+    return []
+
+
+def _against_weights(
+    config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], kind: Kind, tokens: int
+) -> list[str]:
     reasons = []
-    embedding_VH = weights.get("decoder.prediction.embed.weight")
-    if embedding_VH is None or len(embedding_VH) != tokens + 1:
-        reasons.append(f"decoder.prediction.embed.weight has not {tokens} + 1 rows")
-    elif largest := float(embedding_VH[-1].abs().max()):
+    rows = "decoder.decoder_layers.0.weight" if kind.head == "ctc" else "decoder.prediction.embed.weight"
+    if rows not in weights or len(weights[rows]) != tokens + 1:
+        reasons.append(f"{rows} has not {tokens} + 1 rows")
+    elif kind.head != "ctc" and (largest := float(weights[rows][-1].abs().max())):
         reasons.append(
-            f"decoder.prediction.embed.weight: the blank's row is not zero (up to {largest:.3g}), so NeMo and "
-            "transformers would start from different states"
+            f"{rows}: the blank's row is not zero (up to {largest:.3g}), so NeMo and transformers would start from "
+            "different states"
         )
     adapters = sorted({".".join(key.split(".")[:4]) for key in weights if ".adapter" in key or ".lora_" in key})
     if adapters:
         reasons.append(f"{adapters[0]}: adapters have to be merged into the weights first")
-    return reasons + _against_filters(config, weights)
+    return reasons + _against_filters(config, weights, kind)
 
 
-def _against_filters(config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> list[str]:
+def _against_filters(config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], kind: Kind) -> list[str]:
     """NeMo keeps window and mel filters with the weights; transformers makes them from the settings."""
-    from transformers import ParakeetFeatureExtractor
+    import transformers
 
     settings = feature_settings(config)
-    made = ParakeetFeatureExtractor(**settings)
+    made = getattr(transformers, kind.features)(**settings)
     window_W = torch.hann_window(settings["win_length"], periodic=False)
     reasons = []
     for name, wanted in (("fb", made.mel_filters), ("window", window_W)):

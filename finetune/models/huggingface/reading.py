@@ -1,4 +1,4 @@
-"""Read a Hugging Face Parakeet-TDT directory as the NeMo model that this project trains, bit for bit the same weights.
+"""Read a Parakeet in Hugging Face's format as the NeMo model that this project trains, bit for bit the same weights.
 
 Loss, strategies, checkpoints and the files that a run leaves are then those of a .nemo. No code of the directory is
 ever run.
@@ -20,13 +20,16 @@ from finetune.errors import UserError
 from finetune.models.huggingface.layout import (
     ACTIVATIONS,
     ENCODER,
+    KINDS,
     NOT_KEPT,
     RECOMPUTED,
-    TARGETS,
+    STREAMING_ENCODER,
     TRAINING_SETTINGS,
+    Kind,
     feature_settings,
-    head_of,
     misfits,
+    names_of,
+    piece_count,
     to_nemo,
 )
 from finetune.models.huggingface.tokenizer import sentencepiece_of
@@ -41,7 +44,7 @@ log = logging.getLogger(__name__)
 
 # NeMo's published Parakeet-TDT recipe, for what transformers has no setting for.
 RECIPE = ROOT / "finetune" / "configs" / "models" / "parakeet_tdt_0.6b_v3.yaml"
-HUB_TIMEOUT = 10.0  # seconds to wait for an answer
+HUB_TIMEOUT = 5.0  # seconds to wait for an answer
 SPEC_AUGMENT = "nemo.collections.asr.modules.SpectrogramAugmentation"
 WANTED_FILES = [
     "config.json",
@@ -59,7 +62,7 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def load_hugging_face(directory: Path) -> Transducer:
-    """Load the NeMo model of a ParakeetForTDT's directory on the CPU, in float32.
+    """Load the NeMo model of a directory in Hugging Face's format on the CPU, in float32.
 
     Raises:
         UserError: it is of another kind, or NeMo's modules cannot express it.
@@ -67,92 +70,110 @@ def load_hugging_face(directory: Path) -> Transducer:
     config = nemo_config(directory, log_sources=True)
     weights = read_weights(directory)
     check_size(config, sum(tensor.nbytes for tensor in weights.values()), f"model.name: {directory}")
-    content, source = sentencepiece_of(directory, int(config["decoder"]["vocab_size"]))
+    content, source = sentencepiece_of(directory, piece_count(config))
     log.info("model %s: Hugging Face format; tokenizer from %s", directory, source)
     config["tokenizer"] = {"dir": str(_tokenizer_directory(content)), "type": "bpe"}
     model = build(config, str(directory))
     with open_dict(model.cfg):
         model.cfg.tokenizer.dir = str(directory)
         model.cfg.validation_ds = {"use_start_end_token": False}  # NeMo's own transcribe() reads this key
-    _take_weights(model, weights, directory)
+    _take_weights(model, weights, directory, _kind(directory))
     return model.eval()
 
 
 def nemo_config(directory: Path, log_sources: bool = False) -> dict[str, Any]:
-    """Return the NeMo model configuration of a Hugging Face directory, without its tokenizer.
+    """Return the NeMo model configuration of a Hugging Face directory, with `target`, without its tokenizer.
 
     Args:
         log_sources: log where the settings come from that transformers does not keep.
 
     Raises:
-        UserError: it is no ParakeetForTDT, or one that NeMo's modules cannot express.
+        UserError: it is no model of `KINDS`, or one that NeMo's modules cannot express.
     """
-    config = _config(directory)
+    kind = _kind(directory)
+    config = _config(directory, kind)
     kept = directory / TRAINING_SETTINGS
-    nemo = _read_kept(kept) if kept.is_file() else _recipe()
+    nemo = _read_kept(kept, kind) if kept.is_file() else _recipe(kind)
     try:
-        _check_settings(config, directory)
-        changed = _merge(nemo, _derived(config, _features(directory), nemo["preprocessor"]))
+        processor = _processor(directory)
+        _check_settings(config, processor, kind, directory)
+        changed = _merge(nemo, _derived(config, processor, nemo["preprocessor"], kind))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError, OverflowError) as error:
         raise UserError(
-            f"model.name: {directory} holds settings that no ParakeetForTDT has: {type(error).__name__}: "
+            f"model.name: {directory} holds settings that no {kind.name} has: {type(error).__name__}: "
             f"{first_line(error)}."
         ) from error
     # A file of this machine that it names would be read, and packed into what is saved.
     check_model_config(nemo, f"model.name: {directory}", set())
     if log_sources and not kept.is_file():
         log.info(
-            "model %s: it has no %s. What transformers does not keep (loss sigma %g, omega %g; SpecAugment; dropout "
-            "%g of the prediction network and %g of the joint; dither) is taken from NeMo's published Parakeet recipe",
+            "model %s: it has no %s. What transformers does not keep (%s) is taken from NeMo's published recipes",
             directory,
             TRAINING_SETTINGS,
-            nemo["loss"]["tdt_kwargs"].get("sigma", 0.0),
-            nemo["loss"]["tdt_kwargs"].get("omega", 0.0),
-            nemo["decoder"]["prednet"].get("dropout", 0.0),
-            nemo["joint"]["jointnet"].get("dropout", 0.0),
+            _not_kept(nemo),
         )
     elif log_sources and changed:
         log.warning("model %s: config.json differs from %s and holds: %s", directory, kept.name, "; ".join(changed))
     return nemo
 
 
+def _not_kept(nemo: dict[str, Any]) -> str:
+    """Return in words what a configuration holds that transformers has no setting for."""
+    told = []
+    if "joint" in nemo:
+        loss = nemo["loss"].get("tdt_kwargs") or nemo["loss"].get("warprnnt_numba_kwargs") or {}
+        known = ("sigma", "omega", "fastemit_lambda")
+        told.append("loss " + ", ".join(f"{key.split('_')[0]} {loss[key]:g}" for key in known if key in loss))
+        networks = nemo["decoder"]["prednet"].get("dropout", 0.0), nemo["joint"]["jointnet"].get("dropout", 0.0)
+        told.append("dropout {:g} of the prediction network and {:g} of the joint".format(*networks))
+    return "; ".join([*told, "SpecAugment", "dither"])
+
+
 def check_type(model_type: object, name: str) -> None:
-    """Raise UserError if a config.json is of another model than ParakeetForTDT."""
-    if model_type != "parakeet_tdt":
+    """Raise UserError if a config.json is of a model that is none of `KINDS`."""
+    if model_type not in KINDS:
+        known = ", ".join(f"{key} ({kind.name})" for key, kind in KINDS.items())
         raise UserError(
-            f"model.name: {name} is a Hugging Face model of the type {model_type!r}; this project trains models of "
-            "the type 'parakeet_tdt' (transformers' ParakeetForTDT) and NeMo transducers (.nemo)."
+            f"model.name: {name} is a Hugging Face model of the type {model_type!r}; this project trains NeMo models "
+            f"(.nemo) and models of the types {known}."
         )
 
 
-def _config(directory: Path) -> dict[str, Any]:
+def _kind(directory: Path) -> Kind:
+    model_type = read_json_object(directory / "config.json", "model.name").get("model_type")
+    check_type(model_type, str(directory))
+    return KINDS[str(model_type)]
+
+
+def _config(directory: Path, kind: Kind) -> dict[str, Any]:
     """Return config.json with transformers' defaults for what it leaves out."""
-    from transformers import ParakeetTDTConfig
+    import transformers
 
     file = directory / "config.json"
-    config = read_json_object(file, "model.name")
-    check_type(config.get("model_type"), str(directory))
     try:
-        return ParakeetTDTConfig.from_dict(config).to_dict()
+        return getattr(transformers, kind.config).from_dict(read_json_object(file, "model.name")).to_dict()
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(f"model.name: transformers does not take {file}: {error}") from error
 
 
-def _features(directory: Path) -> dict[str, Any]:
-    """Return the feature extractor's settings, from processor_config.json or an older directory's own file."""
-    processor, alone = directory / "processor_config.json", directory / "preprocessor_config.json"
-    found = read_json_object(processor, "model.name").get("feature_extractor") if processor.is_file() else None
-    if not found and alone.is_file():
-        found = read_json_object(alone, "model.name")
-    if not found:
+def _processor(directory: Path) -> dict[str, Any]:
+    """Return processor_config.json with the feature extractor's settings, which older directories keep in a file of
+    their own, and transformers' defaults for those that it leaves out."""
+    file, alone = directory / "processor_config.json", directory / "preprocessor_config.json"
+    found = read_json_object(file, "model.name") if file.is_file() else {}
+    features = found.get("feature_extractor")
+    if not features and alone.is_file():
+        features = read_json_object(alone, "model.name")
+    if not features:
         raise UserError(f"model.name: {directory} has no processor_config.json with the settings of its features.")
     defaults = {"feature_size": 80, "sampling_rate": 16000, "hop_length": 160, "n_fft": 512, "win_length": 400}
-    return {**defaults, "preemphasis": 0.97, **found}
+    return {**found, "feature_extractor": {**defaults, "preemphasis": 0.97, **features}}
 
 
-def _check_settings(config: dict[str, Any], directory: Path) -> None:
-    encoder = config["encoder_config"]
-    problems = []
+def _check_settings(config: dict[str, Any], processor: dict[str, Any], kind: Kind, directory: Path) -> None:
+    encoder, problems = config["encoder_config"], []
     if encoder["attention_bias"] != encoder["convolution_bias"]:
         problems.append("encoder_config: attention_bias and convolution_bias differ; NeMo's use_bias is both")
     for key, wanted in (("hidden_act", "silu"), ("subsampling_conv_kernel_size", 3), ("subsampling_conv_stride", 2)):
@@ -160,29 +181,59 @@ def _check_settings(config: dict[str, Any], directory: Path) -> None:
             problems.append(f"encoder_config.{key}: {encoder[key]!r}; NeMo has {wanted!r}")
     if encoder["intermediate_size"] % encoder["hidden_size"]:
         problems.append("encoder_config.intermediate_size is no multiple of hidden_size")
-    if config["hidden_act"] not in ACTIVATIONS:
+    if kind.head != "ctc" and config["hidden_act"] not in ACTIVATIONS:
         problems.append(f"hidden_act: {config['hidden_act']!r}; NeMo's joint has {', '.join(ACTIVATIONS)}")
-    if config["blank_token_id"] != config["vocab_size"] - 1:
-        size = config["vocab_size"]
-        problems.append(f"blank_token_id: {config['blank_token_id']} is not the last of vocab_size {size} ids")
+    blank = "pad_token_id" if kind.head == "ctc" else "blank_token_id"
+    if config[blank] != config["vocab_size"] - 1:
+        problems.append(f"{blank}: {config[blank]} is not the last of vocab_size {config['vocab_size']} ids")
+    if (dtype := processor["feature_extractor"].get("mel_filters_dtype", "float32")) != "float32":
+        problems.append(f"feature_extractor.mel_filters_dtype: {dtype!r}; NeMo's filters are in float32")
+    if kind.prompt and config["prompt_intermediate_size"] != 2 * encoder["hidden_size"]:
+        problems.append(
+            f"prompt_intermediate_size: {config['prompt_intermediate_size']} is not twice the encoder's hidden_size "
+            f"{encoder['hidden_size']}, as NeMo's is"
+        )
     if problems:
         raise UserError(f"model.name: {directory} cannot be expressed in NeMo: {'; '.join(problems)}.")
 
 
-def _read_kept(path: Path) -> dict[str, Any]:
-    """Read the kept NeMo configuration; the classes that it names are replaced by those of ParakeetForTDT."""
+def _read_kept(path: Path, kind: Kind) -> dict[str, Any]:
+    """Read the kept NeMo configuration; the classes that it names are replaced by those of the kind."""
     kept = resolved(read_settings(path, "model.name"), f"model.name: {path}")
-    return _with_targets({k: v for k, v in kept.items() if k not in NOT_KEPT})
+    return _with_targets({k: v for k, v in kept.items() if k not in NOT_KEPT}, kind)
 
 
-def _recipe() -> dict[str, Any]:
+def _recipe(kind: Kind) -> dict[str, Any]:
+    """Return NeMo's published recipe for a kind: that of Parakeet-TDT, with what the others have in its place."""
     root = read_settings(RECIPE, "model.name")
     model = {k: v for k, v in root["model"].items() if k not in ("tokenizer", *NOT_BUILT)}
     recipe = resolved({**root, "model": model}, f"model.name: {RECIPE}")["model"]
-    return _with_targets(recipe)
+    if kind.head != "tdt":
+        for section, key in (
+            ("model_defaults", "tdt_durations"),
+            ("model_defaults", "num_tdt_durations"),
+            ("joint", "num_extra_outputs"),
+            ("decoding", "model_type"),
+            ("decoding", "durations"),
+        ):
+            del recipe[section][key]
+        fast_emit = 0.005 if kind.streaming else 0.0
+        recipe["loss"] = {
+            "loss_name": "default",
+            "warprnnt_numba_kwargs": {"fastemit_lambda": fast_emit, "clamp": -1.0},
+        }
+    if kind.head == "ctc":
+        for section in ("joint", "loss", "rnnt_reduction", "model_defaults"):
+            del recipe[section]
+        recipe |= {"ctc_reduction": "mean_batch", "decoder": {}, "decoding": {"strategy": "greedy_batch"}}
+    if kind.streaming:
+        recipe["preprocessor"]["normalize"] = "NA"
+    if kind.prompt:
+        recipe["decoding"]["strip_lang_tags"] = True
+    return _with_targets(recipe, kind)
 
 
-def _with_targets(config: dict[str, Any]) -> dict[str, Any]:
+def _with_targets(config: dict[str, Any], kind: Kind) -> dict[str, Any]:
     """Return the configuration with NeMo's own classes in place of those that it names."""
 
     def without(value: Any) -> Any:
@@ -190,59 +241,82 @@ def _with_targets(config: dict[str, Any]) -> dict[str, Any]:
             return {k: without(v) for k, v in value.items() if k not in ("_target_", "cls", "target")}
         return [without(v) for v in value] if isinstance(value, list) else value
 
-    plain = without(config)
-    for part, target in TARGETS.items():
+    plain = {"target": kind.target, **without(config)}
+    for part, target in kind.targets.items():
         plain[part] = {"_target_": target, **(plain.get(part) or {})}
     if plain.get("spec_augment"):
         plain["spec_augment"] = {"_target_": SPEC_AUGMENT, **plain["spec_augment"]}
-    for section in ("loss", "decoding", "model_defaults"):
+    for section in ("decoding",) if kind.head == "ctc" else ("loss", "decoding", "model_defaults"):
         plain[section] = plain.get(section) or {}
-    plain["loss"] = {"loss_name": "tdt", **plain["loss"]}
+    if kind.head == "tdt":
+        plain["loss"] = {"loss_name": "tdt", **plain["loss"]}
     return plain
 
 
-def _derived(config: dict[str, Any], features: dict[str, Any], preprocessor: dict[str, Any]) -> dict[str, Any]:
+def _derived(
+    config: dict[str, Any], processor: dict[str, Any], preprocessor: dict[str, Any], kind: Kind
+) -> dict[str, Any]:
     """Return the settings of the Hugging Face files under NeMo's keys."""
-    e = config["encoder_config"]
-    tokens, durations = int(config["vocab_size"]) - 1, [int(d) for d in config["durations"]]
-    width = config["decoder_hidden_size"]
-    encoder = {ours: e[theirs] for ours, (theirs, _) in ENCODER.items()}
-    return {
+    e, features = config["encoder_config"], processor["feature_extractor"]
+    tokens = int(config["vocab_size"]) - 1
+    encoder = {
+        **{ours: e[theirs] for ours, (theirs, _) in ENCODER.items()},
+        "subsampling": "dw_striding",
+        "ff_expansion_factor": e["intermediate_size"] // e["hidden_size"],
+    }
+    if kind.streaming:
+        encoder |= {key: values[0] for key, values in STREAMING_ENCODER.items()}
+        encoder["att_context_size"] = _contexts(e, processor)
+    derived = {
         "sample_rate": features["sampling_rate"],
-        "model_defaults": {
-            "enc_hidden": e["hidden_size"],
-            "pred_hidden": width,
-            "joint_hidden": width,
-            "tdt_durations": durations,
-            "num_tdt_durations": len(durations),
-        },
         "preprocessor": _preprocessor(features, preprocessor),
-        "encoder": {
-            **encoder,
-            "subsampling": "dw_striding",
-            "ff_expansion_factor": e["intermediate_size"] // e["hidden_size"],
-        },
+        "encoder": encoder,
+    }
+    if kind.head == "ctc":
+        return {**derived, "decoder": {"feat_in": e["hidden_size"], "num_classes": tokens, "vocabulary": []}}
+    width = config["decoder_hidden_size"]
+    jointnet = {"joint_hidden": width, "pred_hidden": width, "encoder_hidden": e["hidden_size"]}
+    derived |= {
+        "model_defaults": {"enc_hidden": e["hidden_size"], "pred_hidden": width, "joint_hidden": width},
         "decoder": {
             "vocab_size": tokens,
             "prednet": {"pred_hidden": width, "pred_rnn_layers": config["num_decoder_layers"]},
         },
-        "joint": {
-            "num_classes": tokens,
-            "num_extra_outputs": len(durations),
-            "jointnet": {
-                "joint_hidden": width,
-                "pred_hidden": width,
-                "encoder_hidden": e["hidden_size"],
-                "activation": config["hidden_act"],
-            },
-        },
-        "decoding": {
-            "model_type": "tdt",
-            "durations": durations,
-            "greedy": {"max_symbols": config["max_symbols_per_step"]},
-        },
-        "loss": {"tdt_kwargs": {"durations": durations}},
+        "joint": {"num_classes": tokens, "jointnet": {**jointnet, "activation": config["hidden_act"]}},
+        "decoding": {"greedy": {"max_symbols": config["max_symbols_per_step"]}},
     }
+    if kind.head == "tdt":
+        durations = [int(d) for d in config["durations"]]
+        derived["model_defaults"] |= {"tdt_durations": durations, "num_tdt_durations": len(durations)}
+        derived["joint"]["num_extra_outputs"] = len(durations)
+        derived["decoding"] |= {"model_type": "tdt", "durations": durations}
+        derived["loss"] = {"tdt_kwargs": {"durations": durations}}
+    if kind.prompt:
+        derived["initialize_prompt_feature"] = True
+        derived["model_defaults"] |= {
+            "initialize_prompt_feature": True,
+            "num_prompts": config["num_prompts"],
+            "prompt_dictionary": _prompts(processor),
+        }
+    return derived
+
+
+def _contexts(encoder: dict[str, Any], processor: dict[str, Any]) -> list[Any]:
+    """Return the attention contexts as NeMo writes them: the default first, one alone without a list around it."""
+    from transformers.models.nemotron_asr_streaming.processing_nemotron_asr_streaming import (
+        DEFAULT_NUM_LOOKAHEAD_TOKENS,
+    )
+
+    left, default = encoder["sliding_window"] - 1, encoder["default_num_lookahead_tokens"]
+    rights = processor.get("supported_num_lookahead_tokens") or DEFAULT_NUM_LOOKAHEAD_TOKENS
+    contexts = [[left, right] for right in dict.fromkeys([default, *rights])]
+    return contexts[0] if len(contexts) == 1 else contexts
+
+
+def _prompts(processor: dict[str, Any]) -> dict[str, int]:
+    from transformers.models.nemotron3_5_asr.processing_nemotron3_5_asr import DEFAULT_PROMPT_DICTIONARY
+
+    return dict(processor.get("prompt_dictionary") or DEFAULT_PROMPT_DICTIONARY)
 
 
 def _preprocessor(features: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
@@ -322,15 +396,21 @@ def read_weights(directory: Path) -> dict[str, torch.Tensor]:
     return {key: t.float() if t.is_floating_point() else t for key, t in weights.items()}
 
 
-def _take_weights(model: Transducer, saved: dict[str, torch.Tensor], directory: Path) -> None:
+def _take_weights(model: Transducer, saved: dict[str, torch.Tensor], directory: Path, kind: Kind) -> None:
     """Load a directory's weights into the NeMo model, in place; every tensor has to fit."""
     own = model.state_dict()
-    head = head_of(own)
-    weights = {to_nemo(key, head): tensor for key, tensor in saved.items()}
+    names = names_of(kind, own)
+    weights = {to_nemo(key, names): tensor for key, tensor in saved.items()}
     expected = {key: tensor for key, tensor in own.items() if not RECOMPUTED.match(key)}
     if problems := misfits(weights, expected):
         raise UserError(f"model.name: the weights of {directory} do not fit: {problems}.")
-    blank_H = weights["decoder.prediction.embed.weight"][-1]
+    if kind.head != "ctc":
+        _clear_blank(weights["decoder.prediction.embed.weight"][-1], directory)
+    model.load_state_dict({**own, **weights})
+
+
+def _clear_blank(blank_H: torch.Tensor, directory: Path) -> None:
+    """Set the embedding of the blank to zero, in place."""
     if largest := float(blank_H.abs().max()):
         # Training with transformers changes this row; NeMo's embedding has it as padding, which stays zero.
         log.warning(
@@ -340,7 +420,6 @@ def _take_weights(model: Transducer, saved: dict[str, torch.Tensor], directory: 
             largest,
         )
         blank_H.zero_()
-    model.load_state_dict({**own, **weights})
 
 
 def cached_file(name: str, file: str) -> Path | None:

@@ -3,6 +3,7 @@
 import base64
 import json
 import random
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from transformers import ParakeetTokenizer
 
 BLANK = "<blank>"
+LANGUAGE_TAG = re.compile(r"<[a-z]{2,3}-[A-Za-z]{2,4}>$")
+"""What nemotron-3.5 ends a text with: special in transformers, which leaves it out, and printed by NeMo."""
 ALL_OF_THEM = 1_000_000  # leading spaces
 BYTES = [f"<0x{i:02X}>" for i in range(256)]
 SENTENCES = (
@@ -95,8 +98,15 @@ def _unknown_id(proto: SentencePieceModel) -> int:
     raise UserError("the tokenizer has no piece for what it cannot write, which SentencePiece needs.")
 
 
-def processor_tokenizer(proto: SentencePieceModel) -> "ParakeetTokenizer":
-    """Return transformers' ParakeetTokenizer with the blank as the id after the last piece."""
+def processor_tokenizer(
+    proto: SentencePieceModel, blank_pads: bool = False, left_out: re.Pattern[str] | None = None
+) -> "ParakeetTokenizer":
+    """Return transformers' ParakeetTokenizer with the blank as the id after the last piece.
+
+    Args:
+        blank_pads: the blank is also the padding, as transformers' CTC models have it, even if there is a `<pad>`.
+        left_out: what pieces look like that decoding leaves out.
+    """
     from transformers import ParakeetTokenizer
 
     tokens = len(proto.pieces)
@@ -105,8 +115,10 @@ def processor_tokenizer(proto: SentencePieceModel) -> "ParakeetTokenizer":
         raise UserError(f"the tokenizer has a piece {BLANK} of its own, the name of transformers' blank.")
     tokenizer = ParakeetTokenizer(tokenizer_object=fast_tokenizer(proto), clean_up_tokenization_spaces=False)
     tokenizer.add_tokens([BLANK], special_tokens=True)  # before any other token: its id has to be the next one
-    tokenizer.pad_token = "<pad>" if "<pad>" in names else BLANK
+    tokenizer.pad_token = "<pad>" if "<pad>" in names and not blank_pads else BLANK
     tokenizer.unk_token = proto.pieces[_unknown_id(proto)].piece
+    if left_out and (special := [name for name in names if left_out.fullmatch(name)]):
+        tokenizer.add_tokens(sorted(special), special_tokens=True)
     if tokenizer.convert_tokens_to_ids(BLANK) != tokens or len(tokenizer) != tokens + 1:
         raise UserError(f"the tokenizer's blank has id {tokenizer.convert_tokens_to_ids(BLANK)}, not {tokens}.")
     return tokenizer
@@ -258,7 +270,7 @@ def _proto_of(content: dict[str, Any], names: list[str], file: Path) -> Sentence
         if name == unknown:
             kind, score = UNKNOWN, 0.0
         elif name in added:
-            kind, score = CONTROL if added[name] else USER_DEFINED, 0.0
+            kind, score = CONTROL if added[name] and not LANGUAGE_TAG.match(name) else USER_DEFINED, 0.0
         elif has_bytes and name in BYTES:
             kind, score = BYTE, 0.0
         proto.pieces.add(piece=name, score=score, type=kind)

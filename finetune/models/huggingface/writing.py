@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,15 +12,21 @@ from omegaconf import OmegaConf
 
 from finetune.errors import UserError
 from finetune.models.huggingface.layout import (
+    CTC,
     NOT_KEPT,
     TRAINING_SETTINGS,
+    TRANSDUCER,
+    Kind,
     durations_of,
     encoder_settings,
     feature_settings,
     generation_settings,
-    head_of,
+    kind_of,
+    language_tags,
     misfits,
     model_settings,
+    names_of,
+    processor_settings,
     reasons_against,
     to_hugging_face,
 )
@@ -34,14 +41,51 @@ from finetune.models.sentencepiece_model import FILE
 
 log = logging.getLogger(__name__)
 
+HYBRID_SECTIONS = ("aux_ctc", "interctc")
+TRANSDUCER_SECTIONS = ("joint", "loss", "rnnt_reduction", "model_defaults")
+
+
+def head_of_hybrid(nemo: NemoFile, head: str | None) -> tuple[NemoFile, str]:
+    """Return one head of a hybrid model with the encoder as a model of its own, and what is left out, in words.
+
+    Args:
+        head: "ctc" or "transducer" (TDT or RNN-T), the default of a hybrid model.
+
+    Raises:
+        UserError: the model has no such head.
+    """
+    if not nemo.config.get("aux_ctc"):
+        own = "ctc" if kind_of(nemo.config).head == "ctc" else "transducer"
+        if head not in (None, own):
+            raise UserError(f"--head {head}: {nemo.path} has only {'a CTC head' if own == 'ctc' else 'a transducer'}.")
+        return nemo, ""
+    plain = {key: value for key, value in nemo.config.items() if key not in HYBRID_SECTIONS}
+    if head != "ctc":
+        weights = {key: tensor for key, tensor in nemo.weights.items() if not key.startswith("ctc_decoder.")}
+        return replace(nemo, config={**plain, "target": TRANSDUCER}, weights=weights), "the CTC head (--head ctc)"
+    aux, decoder = nemo.config["aux_ctc"], {"feat_in": nemo.config["encoder"]["d_model"]}
+    config = {
+        **{key: value for key, value in plain.items() if key not in TRANSDUCER_SECTIONS},
+        "target": CTC,
+        "ctc_reduction": aux.get("ctc_reduction", "mean_batch"),
+        "decoder": {**decoder, **{key: value for key, value in aux["decoder"].items() if value is not None}},
+        "decoding": aux.get("decoding") or {},
+    }
+    weights = {
+        key.replace("ctc_decoder.", "decoder.", 1): tensor
+        for key, tensor in nemo.weights.items()
+        if not key.startswith(("decoder.", "joint."))
+    }
+    return replace(nemo, config=config, weights=weights), "the transducer (--head transducer)"
+
 
 def check_expressible(nemo: NemoFile) -> None:
-    """Raise UserError, with every reason, for a model that transformers' ParakeetForTDT cannot express."""
-    reasons = []
+    """Raise UserError, with every reason, for a model that no class of transformers can express."""
+    reasons, kind = [], kind_of(nemo.config)
     if nemo.sentencepiece is None:
-        kind = (nemo.config.get("tokenizer") or {}).get("type")
-        reasons.append(f"tokenizer.type: {kind!r}; transformers' ParakeetTokenizer is one SentencePiece model (bpe)")
-    reasons += reasons_against(nemo.config, nemo.weights, nemo.tokens)
+        type_ = (nemo.config.get("tokenizer") or {}).get("type")
+        reasons.append(f"tokenizer.type: {type_!r}; transformers' ParakeetTokenizer is one SentencePiece model (bpe)")
+    reasons += reasons_against(nemo.config, nemo.weights, kind, nemo.tokens)
     if nemo.sentencepiece is not None:
         proto = nemo.tokenizer
         try:
@@ -74,14 +118,14 @@ def check_texts(nemo: NemoFile, texts: list[str]) -> None:
 
 def _refusal(nemo: NemoFile, reasons: list[str]) -> UserError:
     return UserError(
-        f"--to hf: {nemo.path} cannot be expressed as transformers' ParakeetForTDT:\n"
+        f"--to hf: {nemo.path} cannot be expressed as transformers' {kind_of(nemo.config).name}:\n"
         + "\n".join(f"  {reason}." for reason in reasons)
         + "\nNothing was written. --to nemo keeps such a model as it is."
     )
 
 
 def write_hugging_face(nemo: NemoFile, directory: Path, dtype: str = "float32") -> None:
-    """Write the files that AutoModelForTDT, AutoProcessor and pipeline("automatic-speech-recognition") load.
+    """Write the files that transformers' auto classes and pipeline("automatic-speech-recognition") load.
 
     Args:
         nemo: a model that passes `check_expressible`.
@@ -90,23 +134,18 @@ def write_hugging_face(nemo: NemoFile, directory: Path, dtype: str = "float32") 
     Raises:
         UserError: a tensor has no place in the transformers model, or the other way round.
     """
+    import transformers
     from safetensors.torch import save_file
-    from transformers import (
-        GenerationConfig,
-        ParakeetFeatureExtractor,
-        ParakeetForTDT,
-        ParakeetProcessor,
-        ParakeetTDTConfig,
-    )
 
-    tokenizer = processor_tokenizer(nemo.tokenizer)
+    kind = kind_of(nemo.config)
+    tags = language_tags(nemo.config)
+    tokenizer = processor_tokenizer(nemo.tokenizer, blank_pads=kind.head == "ctc", left_out=tags)
     pad_id = cast(int, tokenizer.pad_token_id)
-    config = ParakeetTDTConfig(
-        **model_settings(nemo.config, nemo.tokens, pad_id), dtype=dtype, architectures=["ParakeetForTDT"]
-    )
+    settings = model_settings(nemo.config, kind, nemo.tokens, pad_id)
+    config = getattr(transformers, kind.config)(**settings, dtype=dtype, architectures=[kind.name])
     with torch.device("meta"):
-        expected = ParakeetForTDT(config).state_dict()
-    weights = _renamed(nemo.weights, expected, nemo.path)
+        expected = getattr(transformers, kind.name)(config).state_dict()
+    weights = _renamed(nemo, kind, expected)
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / "model.safetensors"
     save_file(
@@ -116,11 +155,13 @@ def write_hugging_face(nemo: NemoFile, directory: Path, dtype: str = "float32") 
     )
     config.save_pretrained(directory)
     os.chmod(file, (directory / "config.json").stat().st_mode)  # safetensors writes for the owner alone
-    durations = len(durations_of(nemo.config))
-    GenerationConfig(**generation_settings(nemo.tokens, pad_id, durations)).save_pretrained(directory)
-    features = ParakeetFeatureExtractor(**feature_settings(nemo.config))
-    ParakeetProcessor(features, tokenizer, decoder_type="tdt").save_pretrained(directory)
-    factor = encoder_settings(nemo.config)["subsampling_factor"]
+    if kind.head != "ctc":
+        generation = generation_settings(kind, nemo.tokens, pad_id, len(durations_of(nemo.config)))
+        transformers.GenerationConfig(**generation).save_pretrained(directory)
+    features = getattr(transformers, kind.features)(**feature_settings(nemo.config))
+    processor = getattr(transformers, kind.processor)(features, tokenizer, **processor_settings(nemo.config, kind))
+    processor.save_pretrained(directory)
+    factor = encoder_settings(nemo.config, kind)["subsampling_factor"]
     if factor != 8:
         log.warning(
             "transformers' processor counts 8 frames of features to an encoder frame, this model has %d: multiply its "
@@ -133,14 +174,12 @@ def write_hugging_face(nemo: NemoFile, directory: Path, dtype: str = "float32") 
     (directory / TRAINING_SETTINGS).write_text(_training_settings(nemo.config), encoding="utf-8")
 
 
-def _renamed(
-    weights: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], path: Path
-) -> dict[str, torch.Tensor]:
+def _renamed(nemo: NemoFile, kind: Kind, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return a NeMo model's tensors under transformers' names, each with its own memory."""
-    head = head_of(weights)
-    found = {new: t for key, t in weights.items() if (new := to_hugging_face(key, head)) is not None}
+    names = names_of(kind, nemo.weights)
+    found = {new: t for key, t in nemo.weights.items() if (new := to_hugging_face(key, names)) is not None}
     if problems := misfits(found, expected):
-        raise UserError(f"--to hf: the weights of {path} do not fit ParakeetForTDT: {problems}.")
+        raise UserError(f"--to hf: the weights of {nemo.path} do not fit {kind.name}: {problems}.")
     own, memory = {}, set()
     for key, tensor in found.items():
         storage = tensor.untyped_storage()
@@ -153,7 +192,8 @@ def _renamed(
 def _training_settings(config: Mapping[str, Any]) -> str:
     """Return the NeMo configuration as YAML, without what the other files of the directory hold."""
     kept = {key: value for key, value in config.items() if key not in NOT_KEPT}
-    kept["joint"] = {key: value for key, value in config["joint"].items() if key != "vocabulary"}
+    for part in {"joint", "decoder"} & kept.keys():
+        kept[part] = {key: value for key, value in config[part].items() if key != "vocabulary"}
     head = (
         "# The NeMo configuration that this model was made with. transformers does not read it; the way back to NeMo "
         "takes from\n# here what config.json has no setting for. Where both say something, config.json holds.\n"

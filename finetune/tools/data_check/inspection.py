@@ -105,12 +105,15 @@ def work_on_run_file(file: Path, overrides: list[str], folder: Path) -> Work:
 def _with_model(work: Work, name: str, tokenizer: str | None, config: RunConfig | None = None) -> Work:
     """Tokenise as the model does, or as the run file changes its tokenizer, and judge by its encoder's frames."""
     from finetune.models.loading import load_model
+    from finetune.models.prompts import prompt_slots
     from finetune.training.data import fits_of
     from finetune.training.vocabulary_change import tokenizer_of_run
 
     model = load_model(name, tokenizer)
     encode = text_encoder(model.tokenizer if config is None else tokenizer_of_run(model, config))
-    options = replace(work.options, sample_rate=model.preprocessor._sample_rate, fits=fits_of(model))
+    options = replace(
+        work.options, sample_rate=model.preprocessor._sample_rate, fits=fits_of(model), prompts=prompt_slots(model)
+    )
     return replace(work, options=options, encode=encode)
 
 
@@ -136,7 +139,7 @@ def inspect_shard(index: int) -> Path:
             try:
                 entry = examine(source, place, (0, 0, 0, number), row, options, work.encode)
                 samples_SC, rate, audio_S = read_samples(entry, options)
-                if options.fits is not None and not options.fits([len(audio_S)], [len(entry.tokens)])[0]:
+                if options.fits is not None and not options.fits([len(audio_S)], [entry.tokens])[0]:
                     raise FilteredUtterance("more_tokens_than_frames")
             except FilteredUtterance as reason:
                 found["filtered"][str(reason)] += 1

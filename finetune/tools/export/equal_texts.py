@@ -1,6 +1,6 @@
 """Check that a Hugging Face directory is the same recogniser as its NeMo model: numbers and texts, on real clips.
 
-B batch, S samples, T encoder frames, U tokens, V outputs of the joint.
+B batch, S samples, T encoder frames, U tokens, V outputs of the head.
 """
 
 from __future__ import annotations
@@ -14,19 +14,24 @@ import torch
 
 from finetune.data.batching import BatchLimits
 from finetune.data.decode import as_float
+from finetune.data.language_prompts import AUTO, prompt_of
+from finetune.data.quarantine import BadUtterance
 from finetune.errors import UserError
 from finetune.evaluation.dataset import open_sources, stream_in_order
 from finetune.evaluation.recognise import evaluation_mode, recognise_batch
+from finetune.models.huggingface.layout import attention_contexts
+from finetune.models.look_ahead import attending
+from finetune.models.nemo import ctc_head
+from finetune.models.prompts import slots_of, with_prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from transformers import ParakeetForTDT, ParakeetProcessor
-
+    from finetune.models.huggingface.layout import Kind
     from finetune.models.protocols import Transducer
 
-UNKNOWN_MARK = "⁇"  # SentencePiece's text of the unknown piece, which transformers leaves out
+UNKNOWN_MARK = "⁇"  # with a space on both sides SentencePiece's text of the unknown piece; transformers has none
 TOKENS_TRIED = 24  # random tokens a clip for the prediction network
 
 
@@ -39,6 +44,8 @@ class Samples:
     """(S,) float32 each."""
     texts: list[str]
     """References; empty for synthetic signals."""
+    languages: list[str]
+    """As the rows name them; for a prompt model the names of prompts."""
     source: str
     """Where they come from, for messages."""
     passed_over: int = 0
@@ -52,7 +59,8 @@ class Recognised:
     texts: list[str]
     encoder_TH: list[torch.Tensor] = field(default_factory=list)
     logits_TV: list[torch.Tensor] = field(default_factory=list)
-    """The joint's raw outputs along the straight line through the lattice of the clip's frames and some tokens."""
+    """Raw outputs of the CTC head, or of the joint along the straight line through the lattice of the clip's frames
+    and some tokens."""
     stuck: list[int] = field(default_factory=list)
     """Most tokens in a row that were emitted for a clip without moving on to the next frame."""
 
@@ -77,7 +85,7 @@ def read_samples(
     limits = BatchLimits(clips=1)  # so that a long clip pads no other
     stream = stream_in_order(sources, rate, limits, max_samples=clips if longest is None else -1, workers=0)
     where = sources[0].source.path + (" and others" if len(sources) > 1 else "")
-    samples = Samples([], [], [], f"{where} ({sources[0].source.split or split})")
+    samples = Samples([], [], [], [], f"{where} ({sources[0].source.split or split})")
     for batch in stream.batches():
         if batch.error:
             raise UserError(f"{key}: {batch.error}", exit_code=1)
@@ -90,6 +98,7 @@ def read_samples(
         samples.ids += batch.ids
         samples.audio.append(as_float(batch.audio_BS[0, :length]).clone())
         samples.texts += batch.texts
+        samples.languages += batch.languages
         if len(samples.ids) == clips:
             break
     if not samples.ids:
@@ -110,55 +119,103 @@ def synthetic_samples(rate: int, clips: int = 4) -> Samples:
         audio.append(
             0.1 * swell_S * sum(tones, torch.zeros(())) + 0.02 * torch.randn(len(time_S), generator=generator)
         )
-    return Samples([f"synthetic-{i + 1}" for i in range(clips)], audio, [], "synthetic signals")
+    return Samples([f"synthetic-{i + 1}" for i in range(clips)], audio, [], [""] * clips, "synthetic signals")
 
 
-def through_nemo(model: Transducer, samples: Samples, batch: int) -> Recognised:
-    """Run NeMo's own modules on the clips, `batch` at a time."""
+def known_languages(languages: list[str], slots: Mapping[str, int]) -> list[str]:
+    """Return the names of the prompts of languages; `auto`, or the first, where the model has none for one."""
+    names = []
+    for language in languages:
+        try:
+            names.append(prompt_of(language, slots))
+        except BadUtterance:
+            names.append(AUTO if AUTO in slots else next(iter(slots)))
+    return names
+
+
+def through_nemo(
+    model: Transducer, samples: Samples, batch: int, kind: Kind, context: list[int] | None = None
+) -> Recognised:
+    """Run NeMo's own modules on the clips, `batch` at a time.
+
+    Args:
+        context: [left, right] of a streaming encoder's attention; None: its default.
+    """
     result = Recognised([])
-    with evaluation_mode(model):
+    with evaluation_mode(model), attending(model.encoder, context):
         for first in range(0, len(samples.ids), batch):
             clips = samples.audio[first : first + batch]
             lengths_B = torch.tensor([len(a) for a in clips])
             audio_BS = torch.nn.utils.rnn.pad_sequence(clips, batch_first=True)
-            result.texts += [h.text for h in recognise_batch(model, audio_BS, lengths_B)]
+            languages = samples.languages[first : first + batch]
+            result.texts += [h.text for h in recognise_batch(model, audio_BS, lengths_B, languages)]
             mel_BFT, mel_lengths_B = model.preprocessor(input_signal=audio_BS, length=lengths_B)
             enc_BHT, enc_lengths_B = model.encoder(audio_signal=mel_BFT, length=mel_lengths_B)
+            frames_B = enc_lengths_B.tolist()
+            result.encoder_TH += [enc_BHT[i, :, :frames].T for i, frames in enumerate(frames_B)]
+            enc_BHT = with_prompt(model, enc_BHT, slots_of(model, languages))
+            if kind.head == "ctc":
+                head = ctc_head(model)
+                assert head is not None
+                logits_BVT = head.decoder_layers(enc_BHT)
+                result.logits_TV += [logits_BVT[i, :, :frames].T for i, frames in enumerate(frames_B)]
+                continue
             tokens_BU = _tokens(model.tokenizer.vocab_size, range(first, first + len(clips)))
             pred_BHU, _, _ = model.decoder(
                 targets=tokens_BU, target_length=torch.full((len(clips),), tokens_BU.size(1))
             )
             enc_BTH = model.joint.project_encoder(enc_BHT.transpose(1, 2))
             pred_BUH = model.joint.project_prednet(pred_BHU.transpose(1, 2))
-            for i, frames in enumerate(enc_lengths_B.tolist()):
-                result.encoder_TH.append(enc_BHT[i, :, :frames].T)
-                # The joint's own forward may return log probabilities on the CPU.
-                result.logits_TV.append(model.joint.joint_net(_line(enc_BTH[i, :frames], pred_BUH[i])))
+            # The joint's own forward may return log probabilities on the CPU.
+            result.logits_TV += [
+                model.joint.joint_net(_line(enc_BTH[i, :frames], pred_BUH[i])) for i, frames in enumerate(frames_B)
+            ]
     return result
 
 
 def through_transformers(
-    model: ParakeetForTDT, processor: ParakeetProcessor, samples: Samples, batch: int
+    model: Any, processor: Any, samples: Samples, batch: int, kind: Kind, look_ahead: int | None = None
 ) -> Recognised:
-    """Run a ParakeetForTDT and its processor on the clips, by `generate` with the saved generation settings."""
+    """Run a model of transformers and its processor on the clips, by `generate` with the saved generation settings.
+
+    Args:
+        look_ahead: frames of a streaming encoder; None: the processor's default.
+    """
     result = Recognised([])
-    rate, blank = processor.feature_extractor.sampling_rate, model.config.blank_token_id
+    rate = processor.feature_extractor.sampling_rate
     with torch.no_grad():
         for first in range(0, len(samples.ids), batch):
             clips = samples.audio[first : first + batch]
-            inputs = processor([a.numpy() for a in clips], sampling_rate=rate).to(model.dtype)
-            output: Any = model.generate(**inputs)
-            result.texts += processor.batch_decode(output.sequences, skip_special_tokens=True)
-            result.stuck += [_most_on_one_frame(*row) for row in zip(output.sequences, output.durations)]
-            encoded: Any = model.get_audio_features(**inputs)
-            tokens_BU = _tokens(blank, range(first, first + len(clips)))
-            start_B1 = torch.full((len(clips), 1), blank)
-            pred_BUH = model.decoder(torch.cat([start_B1, tokens_BU], dim=1))
-            for i, frames in enumerate(encoded.attention_mask.sum(-1).tolist()):
-                result.encoder_TH.append(encoded.last_hidden_state[i, :frames])
-                sum_TH = _line(encoded.pooler_output[i, :frames], pred_BUH[i])
-                result.logits_TV.append(model.joint.head(model.joint.activation(sum_TH)))
+            prompt = {"language": samples.languages[first : first + batch]} if kind.prompt else {}
+            inputs = processor([a.numpy() for a in clips], sampling_rate=rate, **prompt).to(model.dtype)
+            if look_ahead is not None:
+                inputs["num_lookahead_tokens"] = look_ahead
+            if kind.head == "ctc":
+                _through_ctc(model, processor, inputs, result)
+            else:
+                _through_transducer(model, processor, inputs, result, range(first, first + len(clips)))
     return result
+
+
+def _through_ctc(model: Any, processor: Any, inputs: Any, result: Recognised) -> None:
+    result.texts += processor.batch_decode(model.generate(**inputs), skip_special_tokens=True)
+    encoded = model.encoder(**inputs)
+    for hidden_TH, frames in zip(encoded.last_hidden_state, encoded.attention_mask.sum(-1).tolist(), strict=True):
+        result.encoder_TH.append(hidden_TH[:frames])
+        result.logits_TV.append(model.ctc_head(hidden_TH[None, :frames])[0])
+
+
+def _through_transducer(model: Any, processor: Any, inputs: Any, result: Recognised, clips: range) -> None:
+    output = model.generate(**inputs)
+    result.texts += processor.batch_decode(output.sequences, skip_special_tokens=True)
+    result.stuck += [_most_on_one_frame(*row) for row in zip(output.sequences, output.durations)]
+    encoded, blank = model.get_audio_features(**inputs), model.config.blank_token_id
+    start_B1 = torch.full((len(clips), 1), blank)
+    pred_BUH = model.decoder(torch.cat([start_B1, _tokens(blank, clips)], dim=1))
+    for i, frames in enumerate(encoded.attention_mask.sum(-1).tolist()):
+        result.encoder_TH.append(encoded.last_hidden_state[i, :frames])
+        sum_TH = _line(encoded.pooler_output[i, :frames], pred_BUH[i])
+        result.logits_TV.append(model.joint.head(model.joint.activation(sum_TH)))
 
 
 def _tokens(vocabulary: int, clips: range) -> torch.Tensor:
@@ -192,29 +249,31 @@ def relative_difference(ones: Sequence[torch.Tensor], others: Sequence[torch.Ten
     return difference / largest if largest else difference
 
 
-def same_text(one: str, other: str) -> bool:
-    """Whether two texts are equal, apart from unknown pieces."""
-    if UNKNOWN_MARK in one or UNKNOWN_MARK in other:
-        one, other = (" ".join(text.replace(UNKNOWN_MARK, " ").split()) for text in (one, other))
+def same_text(one: str, other: str, with_tags: bool = False) -> bool:
+    """Whether two texts are equal, apart from unknown pieces, and from white space around language tags that both
+    left out."""
+    if with_tags or UNKNOWN_MARK in one or UNKNOWN_MARK in other:
+        one, other = (" ".join(f" {text} ".replace(f" {UNKNOWN_MARK} ", "").split()) for text in (one, other))
     return one == other
 
 
-def load_written(directory: Path, dtype: torch.dtype) -> tuple[ParakeetForTDT, ParakeetProcessor]:
+def load_written(directory: Path, dtype: torch.dtype, kind: Kind) -> tuple[Any, Any]:
     """Load model and processor of a directory, as a user does.
 
     Raises:
         UserError: transformers finds tensors missing, left over or of other shapes.
     """
-    from transformers import AutoModelForTDT, AutoProcessor
+    import transformers
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    model, info = AutoModelForTDT.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+    auto_class = getattr(transformers, kind.auto_class)
+    model, info = auto_class.from_pretrained(directory, dtype=dtype, output_loading_info=True)
     wrong = {k: v for k, v in info.items() if v}
     if wrong:
         raise UserError(f"{directory}: transformers does not take all weights: {wrong}.", exit_code=1)
-    return model.eval(), AutoProcessor.from_pretrained(directory)
+    return model.eval(), transformers.AutoProcessor.from_pretrained(directory)
 
 
 @dataclass
@@ -224,57 +283,74 @@ class Agreement:
     encoder: float
     """Largest relative difference of encoder outputs."""
     logits: float
-    """Largest relative difference of joint outputs."""
+    """Largest relative difference of the outputs of joint or CTC head."""
     clips: int
     ways: list[str]
     """The ways of decoding that were compared."""
+    said: int
+    """Clips with a text."""
     unknown: int
     """Texts with the unknown piece's mark."""
     changed_by_rounding: list[tuple[str, str, str]] = field(default_factory=list)
     """Clips whose text differs in the written type: id, float32, written type."""
 
 
-def compare(reference: Transducer | None, directory: Path, samples: Samples, tolerance: float) -> Agreement:
+def compare(
+    reference: Transducer | None, directory: Path, samples: Samples, tolerance: float, kind: Kind
+) -> Agreement:
     """Compare a written directory with its NeMo model, single and batched, computed in float32.
 
     Args:
         reference: NeMo model with the written weights, or None if NeMo is not installed: transformers is then only
             compared with itself, single against batched.
-        tolerance: largest relative difference of encoder and joint outputs.
+        tolerance: largest relative difference of encoder outputs, and of the joint's or the CTC head's.
 
     Raises:
         UserError: they differ, with the clip's id and both texts.
     """
-    model, processor = load_written(directory, torch.float32)
-    limit, many = model.config.max_symbols_per_step, len(samples.ids)
-    results = {}
-    if reference is not None:
-        results["NeMo single"] = through_nemo(reference, samples, 1)
-        results["NeMo batched"] = through_nemo(reference, samples, many)
-    results["transformers single"] = through_transformers(model, processor, samples, 1)
-    results["transformers batched"] = through_transformers(model, processor, samples, many)
-    (first_name, first), *others = results.items()
-    agreement = Agreement(0.0, 0.0, many, list(results), sum(UNKNOWN_MARK in text for text in first.texts))
+    model, processor = load_written(directory, torch.float32, kind)
+    limit, many = getattr(model.config, "max_symbols_per_step", 0), len(samples.ids)
+    groups: list[dict[str, Recognised]] = [{}]
+    for way, batch in (("single", 1), ("batched", many)):
+        if reference is not None:
+            groups[0][f"NeMo {way}"] = through_nemo(reference, samples, batch, kind)
+        groups[0][f"transformers {way}"] = through_transformers(model, processor, samples, batch, kind)
+    if reference is not None and kind.streaming:
+        for context in attention_contexts(reference.cfg)[1:]:
+            way = f"with look-ahead {context[1]}"
+            groups.append(
+                {
+                    f"NeMo {way}": through_nemo(reference, samples, many, kind, context),
+                    f"transformers {way}": through_transformers(model, processor, samples, many, kind, context[1]),
+                }
+            )
+    first = next(iter(groups[0].values()))
+    said = sum(bool(text) for text in first.texts)
+    unknown = sum(UNKNOWN_MARK in text for text in first.texts)
+    agreement = Agreement(0.0, 0.0, many, [name for group in groups for name in group], said, unknown)
     problems = []
-    for name, other in others:
-        encoder = relative_difference(first.encoder_TH, other.encoder_TH)
-        logits = relative_difference(first.logits_TV, other.logits_TV)
-        agreement.encoder, agreement.logits = max(agreement.encoder, encoder), max(agreement.logits, logits)
-        for what, found in (("encoder outputs", encoder), ("joint outputs", logits)):
-            if not found <= tolerance:
-                problems.append(
-                    f"{what} of {first_name} and {name} differ by {found:.2g} of the largest (allowed {tolerance:g})"
-                )
-        for i, (text, other_text) in enumerate(zip(first.texts, other.texts, strict=True)):
-            if same_text(text, other_text):
-                continue
-            problem = f"clip {samples.ids[i]}: {first_name} gives {text!r}, {name} gives {other_text!r}"
-            if other.stuck and other.stuck[i] > limit:
-                problem += (
-                    f" (transformers emitted {other.stuck[i]} tokens on one frame; NeMo goes on after {limit}, "
-                    "transformers never: the model is hardly trained)"
-                )
-            problems.append(problem)
+    for group in groups:
+        (first_name, first), *others = group.items()
+        for name, other in others:
+            encoder = relative_difference(first.encoder_TH, other.encoder_TH)
+            logits = relative_difference(first.logits_TV, other.logits_TV)
+            agreement.encoder, agreement.logits = max(agreement.encoder, encoder), max(agreement.logits, logits)
+            for what, found in (("encoder", encoder), (kind.head_name, logits)):
+                if not found <= tolerance:
+                    problems.append(
+                        f"{what} outputs of {first_name} and {name} differ by {found:.2g} of the largest (allowed "
+                        f"{tolerance:g})"
+                    )
+            for i, (text, other_text) in enumerate(zip(first.texts, other.texts, strict=True)):
+                if same_text(text, other_text, kind.prompt):
+                    continue
+                problem = f"clip {samples.ids[i]}: {first_name} gives {text!r}, {name} gives {other_text!r}"
+                if kind.head == "tdt" and other.stuck and other.stuck[i] > limit:
+                    problem += (
+                        f" (transformers emitted {other.stuck[i]} tokens on one frame; NeMo goes on after {limit}, "
+                        "transformers never: the model is hardly trained)"
+                    )
+                problems.append(problem)
     if problems:
         more = [f"and {len(problems) - 6} more"] if len(problems) > 6 else []
         listed = "\n  ".join([*problems[:6], *more])

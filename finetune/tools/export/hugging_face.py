@@ -12,11 +12,11 @@ import torch
 
 from finetune.errors import UserError
 from finetune.models.adapters import is_adapter
-from finetune.models.huggingface.layout import RECOMPUTED, feature_settings
+from finetune.models.huggingface.layout import RECOMPUTED, Kind, feature_settings, kind_of, prompts_of
 from finetune.models.huggingface.reading import cached_file, files_on_hub, is_hugging_face
-from finetune.models.huggingface.writing import check_expressible, check_texts, write_hugging_face
+from finetune.models.huggingface.writing import check_expressible, check_texts, head_of_hybrid, write_hugging_face
 from finetune.models.loading import check_hub_name, load_model
-from finetune.models.nemo import import_nemo
+from finetune.models.nemo import import_nemo, set_head
 from finetune.models.nemo_archive import NemoFile, archive_of, read_nemo, save_nemo
 from finetune.security.documents import read_settings
 from finetune.tools.export import CLIPS, TOLERANCE
@@ -24,6 +24,7 @@ from finetune.tools.export.equal_texts import (
     Agreement,
     Samples,
     compare,
+    known_languages,
     load_written,
     read_samples,
     same_text,
@@ -113,6 +114,7 @@ def export_hugging_face(
     split: str = "validation",
     tolerance: float = TOLERANCE,
     dtype: str = "float32",
+    head: str | None = None,
 ) -> str:
     """Write a model in Hugging Face's format, whole or not at all.
 
@@ -123,6 +125,7 @@ def export_hugging_face(
         split: of them.
         tolerance: largest difference of encoder and joint outputs, in parts of the largest value.
         dtype: of the written weights.
+        head: "ctc" or "transducer", which a hybrid model has both of; None: its transducer.
 
     Returns:
         What was written and compared, in lines to print.
@@ -140,10 +143,12 @@ def export_hugging_face(
         raise UserError(f"--output: {output} is not empty. Name another directory, or remove it.")
     aside = output.with_name(f".{output.name}.tmp")
     with tempfile.TemporaryDirectory(prefix="finetune-export-") as folder:
-        nemo = read_nemo(nemo_file(model_name, Path(folder)))
+        nemo, left_out = head_of_hybrid(read_nemo(nemo_file(model_name, Path(folder))), head)
         check_expressible(nemo)
         samples = samples_for(model_name, data, split, feature_settings(nemo.config)["sampling_rate"])
         check_texts(nemo, [" ".join(text.split()) for text in samples.texts])
+        if prompts := prompts_of(nemo.config):
+            samples.languages = known_languages(samples.languages, prompts)
         shutil.rmtree(aside, ignore_errors=True)
         try:
             write_hugging_face(nemo, aside, dtype)
@@ -152,7 +157,7 @@ def export_hugging_face(
             _put_in_place(aside, output)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-    return describe_export(output, samples, agreement, tolerance, dtype)
+    return describe_export(output, samples, agreement, tolerance, dtype, kind_of(nemo.config), left_out)
 
 
 def _put_in_place(aside: Path, output: Path) -> None:
@@ -168,37 +173,42 @@ def _put_in_place(aside: Path, output: Path) -> None:
 def _check(nemo: NemoFile, directory: Path, samples: Samples, tolerance: float, dtype: str) -> Agreement:
     """Compare the written directory with NeMo, in float32 on the written weights; then see what the written type
     changes."""
+    kind = kind_of(nemo.config)
     try:
         import_nemo()
     except ImportError as error:
         log.warning(
             "NeMo cannot be imported here (%s): only transformers single was compared with transformers batched", error
         )
-        return compare(None, directory, samples, tolerance)
+        return compare(None, directory, samples, tolerance, kind)
     reference = load_model(str(nemo.path))
+    set_head(reference, "ctc" if kind.head == "ctc" else "transducer")
     if dtype == "float32":
-        return compare(reference, directory, samples, tolerance)
-    before, kind = through_nemo(reference, samples, 1).texts, getattr(torch, dtype)
+        return compare(reference, directory, samples, tolerance, kind)
+    before, rounded = through_nemo(reference, samples, 1, kind).texts, getattr(torch, dtype)
     for name, tensor in reference.state_dict().items():
         if tensor.is_floating_point() and not RECOMPUTED.match(name):
-            tensor.copy_(tensor.to(kind))
-    agreement = compare(reference, directory, samples, tolerance)
-    model, processor = load_written(directory, kind)
-    after = through_transformers(model, processor, samples, 1).texts
+            tensor.copy_(tensor.to(rounded))
+    agreement = compare(reference, directory, samples, tolerance, kind)
+    model, processor = load_written(directory, rounded, kind)
+    after = through_transformers(model, processor, samples, 1, kind).texts
     agreement.changed_by_rounding = [
-        row for row in zip(samples.ids, before, after, strict=True) if not same_text(row[1], row[2])
+        row for row in zip(samples.ids, before, after, strict=True) if not same_text(row[1], row[2], kind.prompt)
     ]
     return agreement
 
 
-def describe_export(output: Path, samples: Samples, agreement: Agreement, tolerance: float, dtype: str) -> str:
+def describe_export(
+    output: Path, samples: Samples, agreement: Agreement, tolerance: float, dtype: str, kind: Kind, left_out: str = ""
+) -> str:
     """Report what was written and compared."""
     size = sum(file.stat().st_size for file in output.iterdir())
     lines = [
-        f"{output} ({size / 1e6:.1f} MB, {dtype})",
+        f"{output} ({kind.name}, {size / 1e6:.1f} MB, {dtype})",
+        *([f"left out: {left_out}"] if left_out else []),
         f"compared on {agreement.clips} clip(s) of {samples.source}: {', '.join(agreement.ways)}",
-        f"  texts equal; encoder outputs within {agreement.encoder:.1e}, joint outputs within {agreement.logits:.1e} "
-        f"of the largest (allowed {tolerance:g})",
+        f"  texts equal, {agreement.said} not empty; encoder outputs within {agreement.encoder:.1e}, {kind.head_name} "
+        f"outputs within {agreement.logits:.1e} of the largest (allowed {tolerance:g})",
     ]
     if samples.passed_over:
         lines.append(f"  {samples.passed_over} clip(s) longer than {LONGEST_CLIP:g} s were passed over")

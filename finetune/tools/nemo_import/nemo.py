@@ -112,11 +112,16 @@ def _model(imported: Import) -> None:
     kind = next((k for k in ("tdt_kwargs", "warprnnt_numba_kwargs") if imported.get(f"model.loss.{k}")), "tdt_kwargs")
     for name in ("sigma", "omega", "fastemit_lambda"):
         imported.copy(f"model.loss.{kind}.{name}", f"model.{name}")
-    reduction = imported.get("model.rnnt_reduction")
-    if reduction in ("mean_batch", "mean_volume"):
-        imported.set("training.loss_reduction", reduction, "model.rnnt_reduction")
-    elif reduction:
-        imported.leave("model.rnnt_reduction", "training.loss_reduction is mean_batch or mean_volume")
+    imported.copy("model.train_ds.unified_auto_ratio", "model.unified_auto_ratio")
+    for key in ("model.rnnt_reduction", "model.ctc_reduction"):
+        reduction = imported.get(key)
+        if reduction in ("mean_batch", "mean_volume"):
+            imported.set("training.loss_reduction", reduction, key)
+        elif reduction:
+            imported.leave(key, "training.loss_reduction is mean_batch or mean_volume")
+    imported.copy("model.aux_ctc.ctc_loss_weight", "model.ctc_loss_weight")
+    if imported.get("model.aux_ctc.ctc_reduction"):
+        imported.leave("model.aux_ctc.ctc_reduction", "both parts of the loss are reduced alike")
     if imported.get("model.log_prediction") is False:
         imported.set("training.sample_predictions", 0, "model.log_prediction")
     for name in ("fuse_loss_wer", "fused_batch_size"):

@@ -2,10 +2,12 @@
 
 LAYOUT = tuple(
     f"model.{name}"
-    for name in ("model_defaults", "preprocessor", "spec_augment", "encoder", "decoder", "joint", "decoding", "loss")
+    for name in (
+        *("model_defaults", "preprocessor", "spec_augment", "encoder", "decoder", "joint", "decoding", "loss"),
+        "aux_ctc",
+    )
 )
 LAYOUT_SECTIONS = dict.fromkeys(LAYOUT, "comes with the model that model.name names") | {
-    "model.aux_ctc": "the CTC head of a hybrid model is not trained",
     "model.interctc": "CTC losses between the layers are not trained",
     "model.freeze_updates": "set model.freeze_encoder and model.unfreeze_encoder_layers, for the whole run",
 }
@@ -35,7 +37,7 @@ REASONS = (
     ("model.*_ds.labels", "the texts' characters are those of the model's tokenizer"),
     ("model.*_ds.normalize_transcripts", "set data.text_normalization"),
     ("model.*_ds.symbols_to_keep", "data.text_normalization basic keeps apostrophes"),
-    ("model.*_ds.use_start_end_token", "transducers have no such tokens"),
+    ("model.*_ds.use_start_end_token", "transducers and CTC models have no such tokens"),
     ("model.*_ds.sample_rate_key", "the rate is read from the audio"),
     ("model.validation_ds.*", _EVALUATION),
     ("model.test_ds.*", _EVALUATION),

@@ -27,7 +27,9 @@ from finetune.tools.planning.memory import StepMemory, measure
 log = logging.getLogger(__name__)
 
 CANNOT = "cannot be followed here: "  # begins reasons that are not cached: another machine or version may do
-WITHOUT_EFFECT = {"name", "tokenizer", "adapter", "spec_augment", "sigma", "omega", "activation_offload"}
+WITHOUT_EFFECT = {
+    *("name", "tokenizer", "adapter", "spec_augment", "sigma", "omega", "streaming_share", "activation_offload"),
+}
 FOLLOWED_CODE = ("tools/planning", "losses", "strategies", "models")
 MOST_WORKERS = 8
 

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from finetune.config.schema import ModelConfig
 from finetune.losses.joint import GPU_BLOCK_BYTES
+from finetune.models.look_ahead import training_contexts
 from finetune.models.loss_module import TransducerLossModule
 from finetune.models.nemo import cast_parameters, prepare_for_training
 from finetune.strategies.encoder import apply_encoder_options
@@ -163,7 +164,7 @@ class Follower:
         self.loss_slopes: dict[tuple[Any, ...], dict[str, float]] = {}
         """Of memory.py, by what they depend on."""
         self.block_cells = 1
-        """Lattice cells of a full block of the loss, in the latest step."""
+        """Lattice cells of a full block of the loss, in the latest step; 0 where CTC is the whole loss."""
 
     def model(self, kind: Kind, depth: int) -> Skeleton:
         """Return the model with `depth` layers, changed as the options say, with fake parameters."""
@@ -224,7 +225,8 @@ class Follower:
                 account.enter("spectrogram", "encoder")
                 with account, kernels:
                     with torch.autocast("cpu", precision, enabled=precision is not None):
-                        losses_B = module(*batch)
+                        # Of a unified model a chunked context, whose masks take more than seeing everything.
+                        losses_B = module(*batch, context=training_contexts(model)[0][-1])
                     account.enter("loss backward", "joint")
                     loss = losses_B.sum() / clips
                     del losses_B
@@ -235,7 +237,7 @@ class Follower:
                 hook.remove()
             for p in trained:
                 p.grad = None
-        self.block_cells = min(block_sizes)
+        self.block_cells = min(block_sizes, default=0)
         return account.phases
 
 

@@ -18,10 +18,12 @@ from finetune.config.schema import RunConfig
 from finetune.config.tokenizer_setting import tokenizer_setting
 from finetune.errors import UserError
 from finetune.models.adapters import is_adapter, read_adapter
+from finetune.models.add_ctc import aux_ctc_section
+from finetune.models.huggingface.layout import piece_count
 from finetune.models.huggingface.reading import cached_file, is_hugging_face, nemo_config
 from finetune.models.loading import is_tokenizer, read_tokenizer
 from finetune.models.nemo import import_nemo
-from finetune.models.nemo_archive import NOT_BUILT, archive_of, check_model_config, read_config
+from finetune.models.nemo_archive import NOT_BUILT, archive_of, check_model_config, read_config, vocabulary_in
 from finetune.models.protocols import Decoding, Transducer
 from finetune.models.sentencepiece_model import parse
 from finetune.paths import ROOT
@@ -71,6 +73,9 @@ def layout_of(config: RunConfig) -> Layout:
     """
     setting = tokenizer_setting(config)
     layout = read_layout(config.model.name, setting.dir)
+    if config.model.add_ctc and "joint" in layout.model and not layout.model.get("aux_ctc"):
+        with open_dict(layout.model):
+            layout.model.aux_ctc = aux_ctc_section(layout.model.encoder.d_model, [])
     if not setting.changes:
         return layout
     if setting.size is None and is_tokenizer(setting.origin):
@@ -90,7 +95,7 @@ def read_layout(name: str, tokenizer: str | None = None) -> Layout:
     archive = cached_file(name, f"{path.name}.nemo") if on_hub else archive_of(path)
     if archive is not None:
         model = read_config(archive)
-        return _of_config(str(archive), {"model": model}, len((model.get("joint") or {}).get("vocabulary") or []))
+        return _of_config(str(archive), {"model": model}, len(vocabulary_in(model)))
     if is_adapter(path):
         return read_layout(read_adapter(path).base["name"])
     if is_hugging_face(path):
@@ -111,7 +116,7 @@ def read_layout(name: str, tokenizer: str | None = None) -> Layout:
 
 def _of_hugging_face(name: str, directory: Path) -> Layout:
     model = nemo_config(directory)
-    return _of_config(name, {"model": model}, int(model["decoder"]["vocab_size"]))
+    return _of_config(name, {"model": model}, piece_count(model))
 
 
 def _of_yaml(name: str, path: Path, tokenizer: str | None) -> Layout:
@@ -136,21 +141,24 @@ def _of_config(name: str, values: dict[str, Any], tokens: int, guessed: str = ""
     check_model_config(model, f"model.name: {name}")
     root = OmegaConf.create({"model": model})
     try:
-        root.model.encoder.n_layers, root.model.joint.jointnet, root.model.decoder.prednet  # noqa: B018
+        root.model.encoder.n_layers, root.model.decoder  # noqa: B018
+        if "joint" in root.model:
+            root.model.joint.jointnet, root.model.decoder.prednet  # noqa: B018
     except Exception as error:
-        raise UserError(f"model.name: {name} is no layout of a Conformer transducer: {error}") from error
+        raise UserError(f"model.name: {name} is no layout of a Conformer transducer or CTC model: {error}") from error
     if root.model.encoder.get("global_tokens"):
         raise UserError(
             f"model.name: {name} attends globally to some frames (encoder.global_tokens), which are looked up by "
             "value: a step cannot be followed without values. Measure one: finetune/train.py --dry-run."
         )
     if tokens < 1:
-        raise UserError(f"model.name: {name} does not say how many tokens it has (joint.vocabulary is empty).")
+        head = "joint" if "joint" in root.model else "decoder"
+        raise UserError(f"model.name: {name} does not say how many tokens it has ({head}.vocabulary is empty).")
     return Layout(name, root.model, tokens, guessed)
 
 
 class Skeleton(Transducer, torch.nn.Module):
-    """NeMo's encoder, prediction network and joint with random weights, under the names that a NeMo model gives them.
+    """NeMo's encoder, prompt kernel and heads with random weights, under the names that a NeMo model gives them.
 
     The encoder has one Conformer layer; `deepen` makes more.
     """
@@ -161,21 +169,34 @@ class Skeleton(Transducer, torch.nn.Module):
         cfg = copy.deepcopy(layout.model)
         with open_dict(cfg):
             cfg.encoder.n_layers = 1
-            cfg.decoder.vocab_size = layout.tokens
-            cfg.joint.num_classes = layout.tokens
-            cfg.joint.vocabulary = []  # the pieces themselves: only decoding reads them
-            cfg.joint.jointnet.encoder_hidden = cfg.encoder.d_model
-            cfg.joint.jointnet.pred_hidden = cfg.decoder.prednet.pred_hidden
+            heads = [cfg.aux_ctc.decoder] if cfg.get("aux_ctc") else []
+            if "joint" in cfg:
+                cfg.decoder.vocab_size = layout.tokens
+                cfg.joint.num_classes = layout.tokens
+                cfg.joint.vocabulary = []  # the pieces themselves: only decoding reads them
+                cfg.joint.jointnet.encoder_hidden = cfg.encoder.d_model
+                cfg.joint.jointnet.pred_hidden = cfg.decoder.prednet.pred_hidden
+            else:
+                heads = [cfg.decoder]
+            for head in heads:
+                head.update(feat_in=cfg.encoder.d_model, num_classes=layout.tokens, vocabulary=None)
         make = models.EncDecRNNTModel.from_config_dict
         self.cfg = cfg
         self.preprocessor = make(cfg.preprocessor)
         self.encoder = make(cfg.encoder)
         self.decoder = make(cfg.decoder)
-        self.joint = make(cfg.joint)
+        if "joint" in cfg:
+            self.joint = make(cfg.joint)
         if cfg.get("aux_ctc"):
-            with open_dict(cfg):
-                cfg.aux_ctc.decoder.update(feat_in=cfg.encoder.d_model, num_classes=layout.tokens, vocabulary=None)
             self.ctc_decoder = make(cfg.aux_ctc.decoder)
+        if cfg.get("model_defaults", {}).get("initialize_prompt_feature"):
+            self.num_prompts = int(cfg.model_defaults.get("num_prompts", 128))
+            width = int(cfg.encoder.d_model)
+            self.prompt_kernel = torch.nn.Sequential(
+                torch.nn.Linear(width + self.num_prompts, 2 * width),
+                torch.nn.ReLU(),
+                torch.nn.Linear(2 * width, width),
+            )
         self.spec_augmentation = None
         self.decoding = cast("Decoding", SimpleNamespace(decoding=None))  # a step decodes nothing
         self.frozen_modules: list[torch.nn.Module] = []

@@ -153,9 +153,11 @@ class Predictor:
         """Estimate the seconds of an optimizer step of such batches; None where the card's rates are not known."""
         m = self.layout.model
         frames, tokens = seconds / self.layout.seconds_a_frame, self.data.tokens_a_second * seconds
-        width = int(m.joint.jointnet.joint_hidden)
-        outputs = self.layout.tokens + 1 + int(m.joint.get("num_extra_outputs", 0) or 0)
-        more = loss_flops(clips, frames, tokens, width, outputs, self.config.model.occupancy_threshold)
+        more = 0.0
+        if self.memory.block_seconds:  # a lattice is computed
+            width = int(m.joint.jointnet.joint_hidden)
+            outputs = self.layout.tokens + 1 + int(m.joint.get("num_extra_outputs", 0) or 0)
+            more = loss_flops(clips, frames, tokens, width, outputs, self.config.model.occupancy_threshold)
         step = self.memory.at(clips, seconds)
         offloaded = float(step.peaks["encoder"].max()) if self.config.model.activation_offload else 0.0
         batches = self.config.training.gradient_accumulation_steps

@@ -193,7 +193,7 @@ def _try_worst_batches(trainer: Trainer, recovery: MemoryRecovery) -> None:
         try:
             for name, batch in worst.items():
                 before = [list(pair) for pair in recovery.bounds]
-                trainer.compute_gradients(trial.worst_step(trainer, batch))
+                trainer.compute_gradients(trial.worst_step(trainer, batch), context=trainer.contexts[0][-1])
                 trainer.optimizer.zero_grad()
                 pieces = "" if before == recovery.bounds else ", in smaller pieces"
                 log.info("auto batch: %s fit%s: %s", name, pieces, describe_report(recovery.describe(batch)))

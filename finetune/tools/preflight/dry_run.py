@@ -30,6 +30,7 @@ from finetune.errors import UserError
 from finetune.models.adapters import merged_state_dict
 from finetune.models.loading import load_model
 from finetune.models.nemo_archive import save_nemo
+from finetune.models.prompts import prompt_slots
 from finetune.models.protocols import Transducer
 from finetune.strategies.optimizers import state_tensors, stored_tensors, unwrap_optimizer
 from finetune.strategies.sharded import count_parameters
@@ -38,7 +39,7 @@ from finetune.tools.planning.accounting import HasPartition
 from finetune.tools.preflight import auto_batch, trial
 from finetune.tools.preflight.attempts import Attempts, Found
 from finetune.training import checkpoints, run
-from finetune.training.data import make_stream
+from finetune.training.data import make_stream, prompts_of_rows
 from finetune.training.trainer import Trainer
 
 TEXTS, TEXT_SECONDS = 1000, 20.0
@@ -66,6 +67,8 @@ def dry_run(config: RunConfig, strategy: Strategy, observe: Callable[[Trainer], 
         loaded = attempt("model", parts.load_model)
         if opened and loaded:
             attempt("tokenizer", parts.encode_texts)
+            if prompt_slots(parts.model):
+                attempt("languages", parts.count_languages)
             attempt("clips", parts.decode_clips)
             if attempt("engine", functools.partial(parts.build_trainer, observe)):
                 # Before the first step, as in a run: it is the base model's WER.
@@ -124,7 +127,7 @@ class DryRun:
         return line, {"rows": rows}
 
     def load_model(self) -> Found:
-        self.model = run.build_model(self.accelerator, self.settings)
+        self.model = run.build_model(self.accelerator, self.settings, self.sources)
         parameters = count_parameters(self.model)
         return f"{self.settings.model.name}: {parameters / 1e6:.1f} M parameters", {"parameters": parameters}
 
@@ -193,6 +196,18 @@ class DryRun:
             )
         self.warn(f"texts with unknown characters go to quarantine; {advice}")
         return line, values
+
+    def count_languages(self) -> Found:
+        """Find the prompts of the languages that rows from all over data.train name.
+
+        Raises:
+            UserError: more rows have none than data.max_bad_fraction.
+        """
+        stream = make_stream(self.accelerator, self.model, self.settings, self.sources["train"], training=True)
+        line, taken, refused = prompts_of_rows(stream, self.settings.data.max_bad_fraction)
+        for reason, rows in refused.items():
+            self.warn(f"{rows} rows go into quarantine: {reason}")
+        return line, {"prompts": taken, "without_prompt": refused}
 
     def decode_clips(self) -> Found:
         """Take the first utterances through the run's own stream and workers.

@@ -52,7 +52,7 @@ def smoke(config: RunConfig, strategy: Strategy, steps: int, observe: Callable[[
         auto_batch.set_bounds(accelerator, settings, strategy)
         planned = run.plan_steps(accelerator, settings, sources)
         settings.training.max_steps = planned  # the whole run's schedule, by steps
-        model = run.build_model(accelerator, settings)
+        model = run.build_model(accelerator, settings, sources)
         trainer = run.build_trainer(accelerator, model, sources, settings, planned)
         recovery = add_step_callbacks(trainer)
         trainer.begin(None)

@@ -147,6 +147,8 @@ def architecture_tags(architecture: dict[str, Any]) -> list[str]:
         tags.append("Transducer")
     if (architecture.get("loss") or {}).get("loss_name") == "tdt":
         tags.append("TDT")
+    if architecture.get("aux_ctc") or (architecture.get("decoder") and not architecture.get("joint")):
+        tags.append("CTC")
     return tags
 
 

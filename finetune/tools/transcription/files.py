@@ -43,7 +43,13 @@ class Transcript:
 
 
 def transcribe_files(
-    model: Transducer, files: list[str], cutting: Cutting, *, batch_size: int, timestamps: bool
+    model: Transducer,
+    files: list[str],
+    cutting: Cutting,
+    *,
+    batch_size: int,
+    timestamps: bool,
+    language: str | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Transcribe files; call inside `evaluation_mode`.
 
@@ -53,6 +59,7 @@ def transcribe_files(
         cutting: how files become chunks.
         batch_size: chunks decoded together; one more chunk and one block of audio are held.
         timestamps: rows have words and segments.
+        language: for the prompt of a prompt model; None: `auto`.
 
     Yields:
         One row a file, in their order: file, duration in seconds, text, and on demand words and segments. For a file
@@ -63,7 +70,7 @@ def transcribe_files(
     batch: list[tuple[Transcript, Chunk]] = []
 
     def recognise() -> None:
-        found = recognise_chunks(model, [chunk for _, chunk in batch], pieces)
+        found = recognise_chunks(model, [chunk for _, chunk in batch], pieces, language)
         for (transcript, chunk), tokens in zip(batch, found, strict=True):
             transcript.stitcher.add(chunk, tokens)
             transcript.pending -= 1

@@ -22,12 +22,18 @@ def enable_timestamps(model: Transducer) -> None:
     """Make NeMo's greedy decoding keep the durations and probabilities of its tokens, in place.
 
     Probabilities are those of the label among V labels and blank, scaled as (p V - 1) / (V - 1), so that a mere guess
-    has 0. Only steps that emit a label are recorded.
+    has 0. Only steps that emit a label are recorded. The best path of CTC has both in any case.
     """
     from omegaconf import open_dict
 
+    from finetune.models.nemo import chosen_head
+
+    if chosen_head(model) == "ctc":
+        return
     decoding = model.cfg.decoding
     with open_dict(decoding):
+        if decoding.strategy == "greedy" and model.decoder.blank_as_pad:
+            decoding.strategy = "greedy_batch"  # NeMo's search for single clips keeps no confidences of TDT
         decoding.tdt_include_token_duration = True
         decoding.confidence_cfg = {
             "preserve_frame_confidence": True,

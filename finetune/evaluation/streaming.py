@@ -1,0 +1,256 @@
+"""Recognition chunk by chunk, as at inference: what was heard is kept in caches, what comes is not known yet.
+
+Cache-aware models (Noroozi et al., "Stateful Conformer with Cache-based Inference for Streaming Automatic Speech
+Recognition", ICASSP 2024) keep the attention's and the convolutions' inputs of what was heard. Unified models have no
+caches in NeMo: each step encodes a window of left context, chunk and right context anew, and decodes the chunk. The
+texts are those of NeMo's own streaming of each recording by itself.
+
+B recordings, S samples, F mel bins, T frames.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune.data.decode import as_float
+from finetune.errors import UserError
+from finetune.models.look_ahead import attending, is_unified
+from finetune.models.nemo import chosen_head, ctc_head, weight_dtype
+from finetune.models.prompts import encode, slots_of, with_prompt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from finetune.models.look_ahead import Context
+    from finetune.models.protocols import Transducer
+
+ONLINE = ("per_feature", "all_features")
+"""Normalisations of the features that need the whole recording, and are made chunk by chunk instead."""
+
+
+@dataclass
+class Heard:
+    """What is recognised after a chunk."""
+
+    hypotheses: list[Any]
+    """Of each recording: NeMo's Hypothesis, or the best CTC label of each frame. The next chunk continues them."""
+    seconds: float
+    """Computing time of the chunk."""
+
+
+def stream(
+    model: Transducer,
+    audio_BS: torch.Tensor,
+    audio_lengths_B: torch.Tensor,
+    context: Context,
+    languages: Sequence[str] | None = None,
+) -> Iterator[Heard]:
+    """Recognise recordings chunk by chunk; call inside `evaluation_mode`.
+
+    Args:
+        audio_BS: (B, S) waveforms at the model's sample rate, zero-padded; float32, or int16 in 1/32768.
+        audio_lengths_B: (B,) samples.
+        context: of `finetune.models.look_ahead.streaming_contexts`.
+        languages: for the prompts of a prompt model; None: `auto`.
+
+    Yields:
+        What is recognised so far, after each chunk of the longest recording; others stay as they were at their end.
+
+    Raises:
+        UserError: the model's decoding cannot go on where it stopped.
+    """
+    strategy = str(model.cfg.decoding.get("strategy"))
+    if strategy not in ("greedy", "greedy_batch"):
+        raise UserError(f"model: decoding.strategy: {strategy} cannot stream; greedy_batch can.")
+    device = next(model.parameters()).device
+    audio_BS, audio_lengths_B = as_float(audio_BS.to(device)), audio_lengths_B.to(device)
+    slots_B = None if languages is None else slots_of(model, languages)
+    steps = (_windows if is_unified(model) else _cached)(model, audio_BS, audio_lengths_B, context, slots_B)
+    with torch.autocast(device.type, enabled=False), attending(model.encoder, context):
+        while True:
+            started = time.perf_counter()
+            hypotheses = next(steps, None)
+            if hypotheses is None:
+                return
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            yield Heard(hypotheses, time.perf_counter() - started)
+
+
+def normalizes_chunks(model: Transducer) -> bool:
+    """Return whether streaming normalises the features of each chunk by itself, since the model normalises those of
+    whole recordings, as NeMo's online normalisation does."""
+    return not is_unified(model) and model.preprocessor.featurizer.normalize in ONLINE
+
+
+def texts_of(model: Transducer, hypotheses: list[Any]) -> list[str]:
+    """Return the texts of what is recognised so far."""
+    if chosen_head(model) == "ctc":
+        decode = _ctc_decoding(model).ctc_decoder_predictions_tensor
+        lengths = [torch.tensor([len(labels_T)]) for labels_T in hypotheses]
+        return [
+            decode(decoder_outputs=labels_T[None], decoder_lengths=length, return_hypotheses=False)[0].text
+            for labels_T, length in zip(hypotheses, lengths, strict=True)
+        ]
+    return [hypothesis.text for hypothesis in model.decoding.decode_hypothesis(list(hypotheses))]
+
+
+def stream_texts(
+    model: Transducer,
+    audio_BS: torch.Tensor,
+    audio_lengths_B: torch.Tensor,
+    context: Context,
+    languages: Sequence[str] | None = None,
+    chunk_seconds: list[float] | None = None,
+) -> list[str]:
+    """Recognise recordings as `stream`, and return their texts.
+
+    Args:
+        chunk_seconds: gets the computing time of each chunk.
+    """
+    hypotheses: list[Any] = []
+    for heard in stream(model, audio_BS, audio_lengths_B, context, languages):
+        hypotheses = heard.hypotheses
+        if chunk_seconds is not None:
+            chunk_seconds.append(heard.seconds)
+    return texts_of(model, hypotheses) if hypotheses else [""] * len(audio_BS)
+
+
+# ---- one chunk's hypotheses -----------------------------------------------------------------------------------------
+
+
+def _ctc_decoding(model: Any) -> Any:
+    return model.ctc_decoding if hasattr(model, "ctc_decoder") else model.decoding
+
+
+def _decode(
+    model: Transducer, enc_BHT: torch.Tensor, enc_lengths_B: torch.Tensor, before: list[Any] | None
+) -> list[Any]:
+    """Continue hypotheses with the encoder's output of a chunk."""
+    head = ctc_head(model)
+    if head is not None and chosen_head(model) == "ctc":
+        labels_BT = head(encoder_output=enc_BHT).argmax(-1)
+        new = [labels_T[:length] for labels_T, length in zip(labels_BT, enc_lengths_B.tolist(), strict=True)]
+        return new if before is None else [torch.cat(pair) for pair in zip(before, new, strict=True)]
+    return model.decoding.decoding(encoder_output=enc_BHT, encoded_lengths=enc_lengths_B, partial_hypotheses=before)[0]
+
+
+# ---- cache-aware models ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _without_normalization(model: Transducer) -> Iterator[str | None]:
+    """Compute features without a normalisation that needs the whole recording; return the one that is missing."""
+    featurizer = model.preprocessor.featurizer
+    own = featurizer.normalize
+    online = own if own in ONLINE else None
+    if online:
+        featurizer.normalize = None
+    try:
+        yield online
+    finally:
+        featurizer.normalize = own
+
+
+def _first_and_later(value: int | list[int]) -> tuple[int, int]:
+    return (value[0], value[1]) if isinstance(value, list) else (value, value)
+
+
+def _cached(
+    model: Transducer,
+    audio_BS: torch.Tensor,
+    audio_lengths_B: torch.Tensor,
+    context: Context,
+    slots_B: torch.Tensor | None,
+) -> Iterator[list[Any]]:
+    """Yield hypotheses after each chunk of a cache-aware model.
+
+    A chunk comes with the last mel frames before it, for the subsampling. As NeMo does, the last chunk of a recording
+    is left out where it is too short for an encoder frame (less than 80 ms).
+    """
+    from nemo.collections.asr.parts.preprocessing.features import normalize_batch
+
+    encoder, featurizer = model.encoder, model.preprocessor.featurizer
+    encoder.setup_streaming_params(att_context_size=list(context))
+    settings = encoder.streaming_cfg
+    sizes, shifts = _first_and_later(settings.chunk_size), _first_and_later(settings.shift_size)
+    kept, least = _first_and_later(settings.pre_encode_cache_size), encoder.pre_encode.get_sampling_frames()
+    with _without_normalization(model) as online:
+        mel_BFT, lengths_B = model.preprocessor(input_signal=audio_BS, length=audio_lengths_B)
+    # The spectrogram has a frame more than the preprocessor counts, and NeMo's streaming hears it.
+    lengths_B = lengths_B + (0 if featurizer.exact_pad else 1)
+    over_B = torch.where(lengths_B > shifts[0], (lengths_B - shifts[0]) % shifts[1], 0)
+    lengths_B = lengths_B - torch.where(over_B < _first_and_later(least)[1], over_B, 0)
+    end = int(lengths_B.max())
+    mel_BFT = mel_BFT[:, :, :end]
+    dtype = weight_dtype(model)
+    caches = encoder.get_initial_cache_state(batch_size=len(mel_BFT), dtype=dtype, device=mel_BFT.device)
+    hypotheses, position = None, 0
+    while position < end:
+        later = int(position > 0)
+        before = min(kept[later], position)
+        chunk_BFT = mel_BFT[:, :, position - before : position + sizes[later]]
+        chunk_lengths_B = (lengths_B - position + before).clamp(0, chunk_BFT.size(2))
+        if online:
+            chunk_BFT, _, _ = normalize_batch(chunk_BFT, chunk_lengths_B.clamp(min=1), online)
+        missing = kept[later] - before
+        chunk_BFT = torch.nn.functional.pad(chunk_BFT, (missing, 0))
+        enc_BHT, enc_lengths_B, *caches = encoder.cache_aware_stream_step(
+            processed_signal=chunk_BFT.to(dtype),
+            processed_signal_length=torch.where(chunk_lengths_B > before, chunk_lengths_B + missing, 0),
+            cache_last_channel=caches[0],
+            cache_last_time=caches[1],
+            cache_last_channel_len=caches[2],
+            drop_extra_pre_encoded=settings.drop_extra_pre_encoded if later else 0,
+        )
+        hypotheses = _decode(model, with_prompt(model, enc_BHT, slots_B), enc_lengths_B, hypotheses)
+        yield hypotheses
+        position += shifts[later]
+
+
+# ---- unified models -------------------------------------------------------------------------------------------------
+
+
+def _windows(
+    model: Transducer,
+    audio_BS: torch.Tensor,
+    audio_lengths_B: torch.Tensor,
+    context: Context,
+    slots_B: torch.Tensor | None,
+) -> Iterator[list[Any]]:
+    """Yield hypotheses after each chunk of a unified model.
+
+    The last window has the recording's end as its right end, so that its chunk is what is left.
+    """
+    factor = model.encoder.subsampling_factor
+    mel_samples = int(model.preprocessor._sample_rate * float(model.cfg.preprocessor.window_stride)) // factor * factor
+    left, chunk, right = (frames * mel_samples * factor for frames in context)
+    lengths = audio_lengths_B.tolist()
+    hypotheses: list[Any] = [None] * len(lengths)
+    for position in range(0, max(max(lengths) - right, 1), chunk):
+        # Those of which something is left; a last window has taken all there was.
+        rows = [i for i, length in enumerate(lengths) if position == 0 or position + right < length]
+        ends = [min(position + chunk + right, lengths[i]) for i in rows]
+        starts = [max(0, end - left - chunk - right) for end in ends]
+        windows = [audio_BS[i, start:end] for i, start, end in zip(rows, starts, ends, strict=True)]
+        mel_BFT, mel_lengths_B = model.preprocessor(
+            input_signal=torch.nn.utils.rnn.pad_sequence(windows, batch_first=True),
+            length=torch.tensor([len(window_S) for window_S in windows], device=audio_BS.device),
+        )
+        row_slots_B = None if slots_B is None else slots_B[rows]
+        enc_BHT, enc_lengths_B = encode(model, mel_BFT.to(weight_dtype(model)), mel_lengths_B, row_slots_B)
+        parts = []
+        for enc_HT, length, i, start, end in zip(enc_BHT, enc_lengths_B.tolist(), rows, starts, ends, strict=True):
+            first = (position - start) // (mel_samples * factor)
+            parts.append(enc_HT[:, first : length if end == lengths[i] else first + context[1]].T)
+        part_lengths_B = torch.tensor([len(part_TH) for part_TH in parts], device=audio_BS.device)
+        part_BHT = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True).transpose(1, 2)
+        before = [hypotheses[i] for i in rows] if position else None
+        for i, hypothesis in zip(rows, _decode(model, part_BHT, part_lengths_B, before), strict=True):
+            hypotheses[i] = hypothesis
+        yield hypotheses
