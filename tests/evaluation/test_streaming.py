@@ -45,11 +45,13 @@ def talkative(tmp_path_factory: pytest.TempPathFactory, recordings: list[torch.T
     """
     folder, built = tmp_path_factory.mktemp("talkative"), {}
 
-    def build(name: str) -> Path:
-        if name not in built:
-            built[name] = folder / f"{name}.nemo"
+    def build(name: str, normalize: str = "NA") -> Path:
+        if (name, normalize) not in built:
+            built[name, normalize] = folder / f"{name}-{normalize}.nemo"
             families.build(name, families.sample_texts(), folder / "published.nemo")
             model = load_model(str(folder / "published.nemo"))
+            if normalize != "NA":
+                model.cfg.preprocessor.normalize = model.preprocessor.featurizer.normalize = normalize
             audio_BS, lengths_B = padded(recordings[2:3])
             with evaluation_mode(model):
                 mel_BFT, mel_lengths_B = model.preprocessor(input_signal=audio_BS, length=lengths_B)
@@ -62,8 +64,8 @@ def talkative(tmp_path_factory: pytest.TempPathFactory, recordings: list[torch.T
                     weight_OH *= 4 / enc_HT.std(1)
                     head.bias -= weight_OH @ enc_HT.mean(1)
                 model.joint.joint_net[-1].bias[-1] += 2  # the blank
-            save_nemo(model, built[name])
-        return built[name]
+            save_nemo(model, built[name, normalize])
+        return built[name, normalize]
 
     return build
 
@@ -171,12 +173,12 @@ def test_unified_texts_are_nemos_letter_by_letter(talkative, recordings, context
 
 
 def test_features_that_are_normalised_are_so_chunk_by_chunk_as_nemo_does_it(talkative, recordings):
-    model, theirs = load_model(str(talkative("streaming"))), load_model(str(talkative("streaming"))).eval()
-    for one in (model, theirs):
-        one.cfg.preprocessor.normalize = one.preprocessor.featurizer.normalize = "per_feature"
+    path = str(talkative("streaming", "per_feature"))
+    model, theirs = load_model(path), load_model(path).eval()
     with evaluation_mode(model):
         together = stream_texts(model, *padded(recordings), (70, 6))
     assert together == nemo_texts(theirs, recordings, [70, 6], online=True)
+    assert together != nemo_texts(theirs, recordings, [70, 6], online=False)
     assert normalizes_chunks(model)
     assert model.preprocessor.featurizer.normalize == "per_feature"
 
