@@ -116,14 +116,16 @@ def follow_all(
 def _follow_missing(
     layout: Layout, missing: dict[str, Kind], lengths: list[float], tokens_a_second: float
 ) -> Iterator[tuple[str, StepMemory | str]]:
-    workers = min(os.cpu_count() or 1, len(missing), MOST_WORKERS)
-    if workers < 2 or torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # must not fork
         for key, kind in missing.items():
             yield key, _follow(layout, kind, lengths, tokens_a_second)
         _follower.cache_clear()
         return
+    if not missing:
+        return
     import_nemo()  # once, before the processes fork
-    context = multiprocessing.get_context("fork")
+    workers = min(os.cpu_count() or 1, len(missing), MOST_WORKERS)
+    context = multiprocessing.get_context("fork")  # even for one: its autograd threads would forbid later forks
     with ProcessPoolExecutor(workers, context, torch.set_num_threads, (1,)) as pool:
         futures = {pool.submit(_follow, layout, kind, lengths, tokens_a_second): key for key, kind in missing.items()}
         for future in as_completed(futures):
