@@ -115,7 +115,7 @@ def transcribe(arguments: argparse.Namespace, files: list[str]) -> int:
     from finetune.evaluation.long_audio import Cutting
     from finetune.evaluation.recognise import evaluation_mode, frame_seconds
     from finetune.models.loading import load_model, move_to_device
-    from finetune.models.nemo import set_head
+    from finetune.models.nemo import set_head, warn_about_search
     from finetune.models.prompts import check_language
     from finetune.security.safe_text import json_line, one_line
     from finetune.strategies.attention import use_local_attention
@@ -126,6 +126,7 @@ def transcribe(arguments: argparse.Namespace, files: list[str]) -> int:
     timed = arguments.timestamps or arguments.format != ("json",)
     model = move_to_device(load_model(arguments.model, arguments.tokenizer), device_of(arguments))
     set_head(model, arguments.head, arguments.model)
+    warn_about_search(model)
     check_language(model, arguments.language)
     if arguments.streaming:
         return transcribe_streaming(model, files, arguments.look_ahead, arguments.language)

@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 ROOT = Path(__file__).resolve().parents[1]
 VOICE_PROMPTS = ROOT / "examples" / "voice_prompts" / "data"
 TOKENIZER = ROOT / "examples" / "base" / "tokenizer"
+sys.path.append(str(ROOT / "scripts" / "models"))  # families
 LAYOUT = ROOT / "finetune" / "configs" / "models" / "fastconformer_tdt_3m.yaml"
 
 # Settings under which nothing of a run is random.
@@ -88,6 +90,24 @@ def tiny_model(make_tiny_model: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
+def archive_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`archive_of("hybrid-rnnt", tokenizer=None, speaking=False)` builds a small archive as NVIDIA publishes them, of
+    scripts/models/families.py, once a session."""
+    import families
+
+    folder = tmp_path_factory.mktemp("families")
+
+    def build(name: str, tokenizer: str | None = None, speaking: bool = False) -> Path:
+        path = folder / f"{name}-{tokenizer}-{speaking}.nemo"
+        if not path.is_file():
+            with _random_state_kept():
+                families.build(name, families.sample_texts(), path, tokenizer, speaking)
+        return path
+
+    return build
+
+
+@pytest.fixture(scope="session")
 def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with 24 short real clips, English and French, as 16 kHz FLAC files, and manifest.jsonl."""
     import pyarrow.parquet as pq
@@ -140,6 +160,14 @@ class _random_state_kept:
         random.setstate(self.states[0])
         np.random.set_state(self.states[1])
         torch.set_rng_state(self.states[2])
+
+
+@pytest.fixture(autouse=True)
+def _threads_kept() -> Iterator[None]:
+    """With more threads than free cores, threads that wait for each other make every later test ten times slower."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 def reset_process() -> None:

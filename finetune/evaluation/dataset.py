@@ -19,7 +19,7 @@ from finetune.evaluation.significance import RESAMPLES, block_names
 from finetune.evaluation.streaming import normalizes_chunks, stream_texts
 from finetune.models.loading import load_model, move_to_device
 from finetune.models.look_ahead import Context, choose_contexts, latency_of
-from finetune.models.nemo import chosen_head, set_head
+from finetune.models.nemo import chosen_head, set_head, warn_about_search
 from finetune.models.prompts import check_language, prompt_slots
 from finetune.security.safe_text import json_line
 
@@ -186,6 +186,7 @@ def evaluate_model(
     sources = open_sources(s.data, s.split)
     model = move_to_device(load_model(name, s.tokenizer), s.device)
     set_head(model, s.head, name)
+    warn_about_search(model)
     contexts = choose_contexts(model, s.look_ahead) if s.look_ahead else {}
     blocks: list[str] = []
     with _naming(file):

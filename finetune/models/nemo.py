@@ -118,6 +118,15 @@ def set_head(model: Transducer, head: str | None, name: str = "the model") -> No
         model.cur_decoder = "ctc" if head == "ctc" else "rnnt"
 
 
+def warn_about_search(model: Transducer) -> None:
+    """Log that a CTC head decodes greedily where the model's configuration has a search."""
+    if chosen_head(model) == "ctc":
+        section = model.cfg.aux_ctc if has_transducer(model) else model.cfg
+        strategy = (section.get("decoding") or {}).get("strategy") or "greedy"
+        if not strategy.startswith("greedy"):
+            log.warning("decoding.strategy %s has no effect: CTC decodes greedily here", strategy)
+
+
 def chosen_head(model: Transducer) -> str:
     """Return the head that decodes: transducer or ctc."""
     if not has_transducer(model):

@@ -86,7 +86,7 @@ class Check:
                         "save_steps": 2,
                         "logging_steps": 1,
                         "dataloader_num_workers": 0,
-                        "num_threads": 2,
+                        "num_threads": 1,
                         "report_to": "none",
                     },
                 }

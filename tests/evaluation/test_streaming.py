@@ -37,7 +37,9 @@ def recordings(clips: Path) -> list[torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def talkative(tmp_path_factory: pytest.TempPathFactory, recordings: list[torch.Tensor]) -> Callable[[str], Path]:
+def talkative(
+    archive_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory, recordings: list[torch.Tensor]
+) -> Callable[[str], Path]:
     """`talkative("streaming")` builds a family's archive with random weights that write other letters at each sound.
 
     The heads hear how the encoder's outputs differ from their mean, which random layers hardly leave. A trained model
@@ -48,8 +50,7 @@ def talkative(tmp_path_factory: pytest.TempPathFactory, recordings: list[torch.T
     def build(name: str, normalize: str = "NA") -> Path:
         if (name, normalize) not in built:
             built[name, normalize] = folder / f"{name}-{normalize}.nemo"
-            families.build(name, families.sample_texts(), folder / "published.nemo")
-            model = load_model(str(folder / "published.nemo"))
+            model = load_model(str(archive_of(name)))
             if normalize != "NA":
                 model.cfg.preprocessor.normalize = model.preprocessor.featurizer.normalize = normalize
             audio_BS, lengths_B = padded(recordings[2:3])

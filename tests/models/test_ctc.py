@@ -3,7 +3,6 @@
 import itertools
 import json
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 import yaml
 from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, read_lines, write_manifest
 from ctc_layouts import ctc_layout, hybrid_layout
+from loss_equality import assert_equal_gradients, batch_of, gradients, prepared
 
 from finetune import evaluate, transcribe
 from finetune.errors import UserError
@@ -21,20 +21,16 @@ from finetune.evaluation.recognise import best_paths, evaluation_mode, recognise
 from finetune.models.add_ctc import add_ctc_head
 from finetune.models.loading import load_model
 from finetune.models.loss_module import TransducerLossModule
-from finetune.models.nemo import chosen_head, import_nemo, prepare_for_training, set_head
+from finetune.models.nemo import chosen_head, import_nemo, set_head
 from finetune.models.nemo_archive import read_config, save_nemo
-
-sys.path.insert(0, str(ROOT / "scripts" / "models"))
-
-import families
 
 Layout = Callable[[], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> str:
+def published(archive_of: Callable[..., Path]) -> str:
     """A small parakeet-ctc."""
-    return str(families.build("ctc", families.sample_texts(), tmp_path_factory.mktemp("ctc") / "ctc.nemo"))
+    return str(archive_of("ctc"))
 
 
 @pytest.fixture(scope="module")
@@ -61,31 +57,6 @@ def spoken(clips: Path, tmp_path: Path) -> Path:
     samples = [torch.cat([torch.from_numpy(part), torch.zeros(8000)]) for part in parts]
     soundfile.write(tmp_path / "spoken.wav", torch.cat(samples).numpy(), 16000)
     return tmp_path / "spoken.wav"
-
-
-def prepared(path: str, **options: Any) -> Any:
-    model = load_model(path)
-    prepare_for_training(model, spec_augment=False, dropout=0.0, freeze_batchnorm=True, **options)
-    return model
-
-
-def batch_of(model: Any) -> tuple[torch.Tensor, ...]:
-    """Three utterances of noise, with texts of 7, 3 and 1 tokens."""
-    draw = torch.Generator().manual_seed(0)
-    audio_BS = 0.1 * torch.randn(3, 24_000, generator=draw)
-    tokens_BU = torch.randint(1, model.tokenizer.vocab_size, (3, 7), generator=draw)
-    return audio_BS, torch.tensor([24_000, 20_000, 9_000]), tokens_BU, torch.tensor([7, 3, 1])
-
-
-def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_equal_gradients(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    largest = max(float(g.abs().max()) for g in theirs.values())
-    for name, gradient in theirs.items():
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-5 * largest, msg=name)
 
 
 # ---- the loss -------------------------------------------------------------------------------------------------------
@@ -175,16 +146,20 @@ def test_both_parts_of_a_hybrids_loss_are_logged_and_stay_however_a_step_is_cut(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [ctc_layout, hybrid_layout])
-def test_two_ranks_train_like_one_process(built, trainings, tmp_path, layout):
+@pytest.mark.parametrize(
+    ("layout", "engine"),
+    [(ctc_layout, "ddp"), (hybrid_layout, "ddp"), (hybrid_layout, "fsdp2"), (ctc_layout, "zero2")],
+)
+def test_two_ranks_train_like_one_process(built, trainings, tmp_path, layout, engine):
     name = [f"model.name={built(layout)}", "model.omega=0", "training.max_steps=8"]
     trainings(
+        "deepspeed" if engine == "zero2" else "torch",
         one=(1, *name, "training.gradient_accumulation_steps=2", "training.dataloader_num_workers=2"),
-        ddp=(2, *name, "--strategy", "ddp"),
+        two=(2, *name, "--strategy", engine),
     )
-    one, ddp = (read_lines(tmp_path / run / "metrics.jsonl") for run in ("one", "ddp"))
+    one, two = (read_lines(tmp_path / run / "metrics.jsonl") for run in ("one", "two"))
     parts = PARTS if layout is hybrid_layout else ("loss", "grad_norm")
-    for a, b in zip(one, ddp, strict=True):
+    for a, b in zip(one, two, strict=True):
         assert [b[part] for part in parts] == pytest.approx([a[part] for part in parts], rel=1e-3)
 
 
@@ -239,6 +214,14 @@ def test_a_head_that_is_not_there(built, tiny_model, capsys):
     assert chosen_head(ctc) == "ctc"
     assert transcribe.main(["--model", str(tiny_model), "--head", "ctc", "x.wav"]) == 2
     assert "has no CTC head" in capsys.readouterr().err
+
+
+def test_a_search_that_is_not_used_is_said(built, spoken, messages):
+    model = load_model(built(ctc_layout))
+    model.cfg.decoding.strategy = "pyctcdecode"
+    save_nemo(model, spoken.with_name("search.nemo"))
+    assert transcribe.main(["--model", str(spoken.with_name("search.nemo")), str(spoken)]) == 0
+    assert [m for m in messages if "pyctcdecode has no effect: CTC decodes greedily here" in m]
 
 
 # ---- a CTC model from end to end ------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@ as NVIDIA publishes them."""
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,11 @@ from typing import Any
 import pytest
 import soundfile
 import torch
-from conftest import ROOT, read_lines, write_manifest
+from conftest import read_lines, write_manifest
 
 from finetune.errors import UserError
 from finetune.models.loading import load_model
 from finetune.tools.export.equal_texts import same_text
-
-sys.path.insert(0, str(ROOT / "scripts" / "models"))
-
-import families
 
 CLIPS = 4
 # Family, head, the class of transformers, the NeMo class on the way back.
@@ -42,17 +37,10 @@ SLOW_WAYS = [
 
 
 @pytest.fixture(scope="module")
-def archive(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def archive(archive_of: Callable[..., Path]) -> Callable[[str], Path]:
     """`archive("rnnt")` builds a family's archive once and returns its path."""
-    folder, texts = tmp_path_factory.mktemp("archives"), families.sample_texts()
-
-    def build(name: str) -> Path:
-        path = folder / f"{name}.nemo"
-        if not path.is_file():  # 13,087 pieces take a minute
-            families.build(name, texts, path, "plain" if name == "prompt" else None, speaking=True)
-        return path
-
-    return build
+    # 13,087 pieces take a minute.
+    return lambda name: archive_of(name, "plain" if name == "prompt" else None, speaking=True)
 
 
 @pytest.fixture(scope="module")
@@ -271,6 +259,8 @@ def test_transformers_streams_what_nemo_streams(exported, archive, look_ahead):
 
 def test_language_tags_that_nemo_takes_out_are_special_in_transformers(tmp_path):
     """And pieces again on the way back, as nemotron-3.5 has them."""
+    import families
+
     from finetune.models.huggingface.layout import language_tags
     from finetune.models.huggingface.tokenizer import processor_tokenizer, sentencepiece_of
     from finetune.models.sentencepiece_model import USER_DEFINED, parse, processor

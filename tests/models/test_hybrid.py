@@ -1,56 +1,16 @@
 """Hybrid models: a transducer and a CTC head on one encoder, trained together."""
 
-import sys
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, read_lines
+from conftest import DETERMINISTIC, ONLY_TRAIN, read_lines
+from loss_equality import assert_equal_gradients, batch_of, gradients, prepared
 
 from finetune.models.loading import load_model
 from finetune.models.loss_module import TransducerLossModule
-from finetune.models.nemo import prepare_for_training
-
-sys.path.insert(0, str(ROOT / "scripts" / "models"))
-
-import families
 
 
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """`hybrid("hybrid-rnnt")` builds a small archive as NVIDIA publishes them, once, and returns its path."""
-    folder, built = tmp_path_factory.mktemp("hybrid"), {}
-
-    def build(name: str) -> str:
-        if name not in built:
-            built[name] = str(families.build(name, families.sample_texts(), folder / f"{name}.nemo"))
-        return built[name]
-
-    return build
-
-
-def batch_of(model: Any) -> tuple[torch.Tensor, ...]:
-    """Three utterances of noise, with texts of 7, 3 and 1 tokens."""
-    draw = torch.Generator().manual_seed(0)
-    audio_BS = 0.1 * torch.randn(3, 24_000, generator=draw)
-    tokens_BU = torch.randint(1, model.tokenizer.vocab_size, (3, 7), generator=draw)
-    return audio_BS, torch.tensor([24_000, 20_000, 9_000]), tokens_BU, torch.tensor([7, 3, 1])
-
-
-def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def prepared(path: str, **options: Any) -> Any:
-    model = load_model(path)
-    prepare_for_training(model, spec_augment=False, dropout=0.0, freeze_batchnorm=True, **options)
-    model.preprocessor.featurizer.dither = 0.0
-    return model
-
-
-def test_loss_and_gradients_are_nemos(hybrid):
-    model = prepared(hybrid("hybrid-rnnt"))
+def test_loss_and_gradients_are_nemos(archive_of):
+    model = prepared(archive_of("hybrid-rnnt"))
     audio_BS, audio_lengths_B, tokens_BU, token_lengths_B = batch_of(model)
     module = TransducerLossModule(model)
     module.train()
@@ -79,16 +39,12 @@ def test_loss_and_gradients_are_nemos(hybrid):
     theirs = (1 - weight) * transducer + weight * ctc
     theirs.backward()
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
-    of_theirs = gradients(model)
-    assert of_ours.keys() == of_theirs.keys()
-    largest = max(float(g.abs().max()) for g in of_theirs.values())
-    for name, gradient in of_theirs.items():
-        torch.testing.assert_close(of_ours[name], gradient, rtol=1e-5, atol=1e-5 * largest, msg=name)
+    assert_equal_gradients(of_ours, gradients(model))
     assert of_ours["ctc_decoder.decoder_layers.0.weight"].abs().max() > 0
 
 
-def test_an_utterance_without_a_ctc_alignment_still_trains_the_transducer(hybrid):
-    model = prepared(hybrid("hybrid-tdt"))
+def test_an_utterance_without_a_ctc_alignment_still_trains_the_transducer(archive_of):
+    model = prepared(archive_of("hybrid-tdt"))
     module = TransducerLossModule(model)
     module.train()
     audio_BS, lengths_B = (
@@ -104,8 +60,8 @@ def test_an_utterance_without_a_ctc_alignment_still_trains_the_transducer(hybrid
 
 
 @pytest.mark.parametrize(("weight", "moves"), [(None, True), (0.0, False)])
-def test_both_heads_are_trained_unless_the_weight_is_zero(hybrid, run_train, tiny_run, tmp_path, weight, moves):
-    path = hybrid("hybrid-tdt")
+def test_both_heads_are_trained_unless_the_weight_is_zero(archive_of, run_train, tiny_run, tmp_path, weight, moves):
+    path = str(archive_of("hybrid-tdt"))
     model = {**DETERMINISTIC, "name": path, "ctc_loss_weight": weight}
     assert run_train(*tiny_run(model=model, data=ONLY_TRAIN, training={"max_steps": 2})) == 0
     trained = load_model(str(tmp_path / "run"))
@@ -119,10 +75,10 @@ def test_both_heads_are_trained_unless_the_weight_is_zero(hybrid, run_train, tin
     assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 2
 
 
-def test_the_plans_model_has_both_heads(hybrid):
+def test_the_plans_model_has_both_heads(archive_of):
     from finetune.tools.planning.layout import Skeleton, read_layout
 
-    layout = read_layout(hybrid("hybrid-tdt"))
-    published = load_model(hybrid("hybrid-tdt"))
+    layout = read_layout(str(archive_of("hybrid-tdt")))
+    published = load_model(str(archive_of("hybrid-tdt")))
     names = {name for name, _ in published.named_parameters() if name.startswith("ctc_decoder.")}
     assert names == {name for name, _ in Skeleton(layout).named_parameters() if name.startswith("ctc_decoder.")}

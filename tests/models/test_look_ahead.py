@@ -1,17 +1,16 @@
 """Attention contexts of streaming models: what a training draws, what the encoder then sees, and their names."""
 
 import random
-import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
+from loss_equality import prepared
 
 from finetune.errors import UserError
-from finetune.models.loading import load_model
 from finetune.models.look_ahead import (
     OFFLINE,
     attending,
@@ -22,32 +21,14 @@ from finetune.models.look_ahead import (
     training_contexts,
 )
 from finetune.models.loss_module import TransducerLossModule
-from finetune.models.nemo import prepare_for_training
 from finetune.strategies.checkpointing import enable_gradient_checkpointing
-
-sys.path.insert(0, str(ROOT / "scripts" / "models"))
-
-import families
 
 STEPS = 4000
 
 
-@pytest.fixture(scope="module")
-def archives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("archives")
-    texts = families.sample_texts()
-    return {name: families.build(name, texts, folder / f"{name}.nemo") for name in ("streaming", "unified")}
-
-
 @pytest.fixture
-def load(archives) -> Any:
-    def prepared(name: str) -> Any:
-        model = load_model(str(archives[name]))
-        prepare_for_training(model, spec_augment=False, dropout=0.0, freeze_batchnorm=True)
-        model.preprocessor.featurizer.dither = 0.0
-        return model
-
-    return prepared
+def load(archive_of: Callable[..., Path]) -> Callable[[str], Any]:
+    return lambda name: prepared(archive_of(name))
 
 
 def shares(contexts: list[Any], probabilities: list[float]) -> dict[Any, float]:
@@ -124,7 +105,7 @@ def test_the_context_is_the_models_own_again_afterwards(load):
     with attending(encoder, (70, 0)):
         assert encoder.att_context_size == [70, 0]
     assert encoder.att_context_size == [70, 13]
-    assert encoder.att_context_size_all == families.LOOK_AHEADS["large"]
+    assert encoder.att_context_size_all == [[70, 13], [70, 6], [70, 1], [70, 0]]
 
 
 def test_names_of_look_aheads(load, tiny):

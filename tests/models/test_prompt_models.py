@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import ONLY_TRAIN, ROOT, read_lines, write_manifest
+from conftest import ONLY_TRAIN, read_lines, write_manifest
 from hostile_files import members_of, write_archive
+from loss_equality import assert_equal_gradients, batch_of, gradients, prepared
 from safetensors.torch import load_file
 
 from finetune.errors import UserError
@@ -19,19 +19,15 @@ from finetune.evaluation.recognise import evaluation_mode, recognise_batch
 from finetune.models.loading import load_model
 from finetune.models.look_ahead import attending
 from finetune.models.loss_module import TransducerLossModule
-from finetune.models.nemo import cast_parameters, prepare_for_training
+from finetune.models.nemo import cast_parameters
+from finetune.models.nemo_archive import save_nemo
 from finetune.models.prompts import auto_ratio, encode, slots_of
-
-sys.path.insert(0, str(ROOT / "scripts" / "models"))
-
-import families
 
 
 @pytest.fixture(scope="module")
-def prompt_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prompt_model(archive_of: Callable[..., Path]) -> Path:
     """A small archive in the layout of nvidia/nemotron-3.5-asr-streaming-0.6b, with fewer pieces."""
-    path = tmp_path_factory.mktemp("prompt") / "prompt.nemo"
-    return families.build("prompt", families.sample_texts(), path, tokenizer="plain")
+    return archive_of("prompt", tokenizer="plain")
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +63,8 @@ def audio_of(clips: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_loss_and_gradients_are_nemos(prompt_model):
-    model = load_model(str(prompt_model))
-    prepare_for_training(model, spec_augment=False, dropout=0.0, freeze_batchnorm=True)
-    model.preprocessor.featurizer.dither = 0.0
-    (audio_BS, lengths_B), token_lengths_B = audio_of(), torch.tensor([7, 3, 1])
-    tokens_BU = torch.randint(1, model.tokenizer.vocab_size, (3, 7), generator=torch.Generator().manual_seed(0))
+    model = prepared(prompt_model)
+    audio_BS, lengths_B, tokens_BU, token_lengths_B = batch_of(model)
     slots_B = slots_of(model, ["de", "en-GB", ""])
     assert slots_B is not None
     assert slots_B.tolist() == [9, 1, 101]
@@ -79,7 +72,7 @@ def test_loss_and_gradients_are_nemos(prompt_model):
     module.train()
     ours = module(audio_BS, lengths_B, tokens_BU, token_lengths_B, slots_B).mean()
     ours.backward()
-    of_ours = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    of_ours = gradients(model)
     assert of_ours["prompt_kernel.0.weight"].abs().max() > 0
     model.zero_grad()
 
@@ -97,11 +90,7 @@ def test_loss_and_gradients_are_nemos(prompt_model):
     theirs = theirs * token_lengths_B.sum() / len(token_lengths_B)
     theirs.backward()
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
-    of_theirs = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert of_ours.keys() == of_theirs.keys()
-    largest = max(float(g.abs().max()) for g in of_theirs.values())
-    for name, gradient in of_theirs.items():
-        torch.testing.assert_close(of_ours[name], gradient, rtol=1e-5, atol=1e-5 * largest, msg=name)
+    assert_equal_gradients(of_ours, gradients(model))
 
 
 def test_utterances_are_recognised_with_their_languages(prompt_model):
@@ -163,6 +152,23 @@ def test_training_goes_by_the_rows_languages_and_resumes_bit_by_bit(
     assert [row["loss"] for row in read_lines(run / "metrics.jsonl")] == losses
     again = load_file(run / "checkpoints" / "step-00000004" / "model.safetensors")
     assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])
+def test_two_ranks_train_like_one_process(prompt_model, trainings, tmp_path, engine):
+    quiet = load_model(str(prompt_model))
+    quiet.cfg.preprocessor.dither = 0.0  # each rank would draw its own
+    save_nemo(quiet, tmp_path / "quiet.nemo")
+    name = [f"model.name={tmp_path / 'quiet.nemo'}", "model.unified_auto_ratio=0", "training.max_steps=6"]
+    trainings(
+        "deepspeed" if engine == "zero2" else "torch",
+        one=(1, *name, "training.gradient_accumulation_steps=2", "training.dataloader_num_workers=2"),
+        two=(2, *name, "--strategy", engine),
+    )
+    one, two = (read_lines(tmp_path / run / "metrics.jsonl") for run in ("one", "two"))
+    for a, b in zip(one, two, strict=True):
+        assert [b["loss"], b["grad_norm"]] == pytest.approx([a["loss"], a["grad_norm"]], rel=1e-3)
 
 
 def test_the_share_of_auto_is_the_models_own_unless_it_is_set(prompt_model, without_auto):

@@ -2,14 +2,12 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT
 from hostile_files import members_of, write_archive
 
 from finetune.errors import UserError
@@ -17,10 +15,6 @@ from finetune.models.loading import load_model, read_tokenizer
 from finetune.models.loss_module import TransducerLossModule
 from finetune.models.nemo_archive import read_config
 from finetune.tools.planning.layout import read_layout
-
-sys.path.insert(0, str(ROOT / "scripts" / "models"))
-
-import families
 
 Change = Callable[[dict[str, Any]], object]
 # As NeMo 2.5 and 2.6 write it: without key_phrase_items_list.
@@ -202,10 +196,10 @@ def test_fastemit_is_the_models_own_unless_it_is_set(changed):
     assert TransducerLossModule(model, fastemit_lambda=0.0).loss.keywords["fastemit_lambda"] == 0.0
 
 
-def test_a_stateless_tdt_has_timestamps(tmp_path, clips, capsys):
+def test_a_stateless_tdt_has_timestamps(archive_of, clips, capsys):
     from finetune import transcribe
 
-    path = families.build("stateless-tdt", families.sample_texts(), tmp_path / "stateless.nemo")
+    path = archive_of("stateless-tdt")
     files = sorted(clips.glob("*.flac"))[:3]
     assert transcribe.main(["--model", str(path), *map(str, files), "--timestamps"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -216,7 +210,7 @@ def test_a_stateless_tdt_has_timestamps(tmp_path, clips, capsys):
     assert any(row["words"] for row in rows)
 
 
-def test_the_plan_says_that_global_attention_cannot_be_followed(tmp_path):
-    path = families.build("long-rnnt", families.sample_texts(), tmp_path / "long.nemo")
+def test_the_plan_says_that_global_attention_cannot_be_followed(archive_of):
+    path = archive_of("long-rnnt")
     with pytest.raises(UserError, match=r"encoder\.global_tokens.*Measure one: finetune/train\.py --dry-run"):
         read_layout(str(path))

@@ -1,37 +1,25 @@
 """Runs of streaming models: the draws of look-aheads are equal on all ranks and after a resume, the settings stay."""
 
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, read_lines
+from conftest import DETERMINISTIC, ONLY_TRAIN, read_lines
 from launching import BIN, TRAIN, curve, start, summary
 from safetensors.torch import load_file
 
 from finetune.models.loading import load_model
 from finetune.models.nemo_archive import read_config, save_nemo
 
-sys.path.insert(0, str(ROOT / "scripts" / "models"))
-
-import families
-
 Archive = Callable[[str], str]
 
 
-@pytest.fixture(scope="module")
-def archive(tmp_path_factory: pytest.TempPathFactory) -> Archive:
-    folder, built = tmp_path_factory.mktemp("archives"), {}
-
-    def build(name: str) -> str:
-        if name not in built:
-            built[name] = str(families.build(name, families.sample_texts(), folder / f"{name}.nemo"))
-        return built[name]
-
-    return build
+@pytest.fixture
+def archive(archive_of: Callable[..., Path]) -> Archive:
+    return lambda name: str(archive_of(name))
 
 
 @pytest.mark.parametrize("family", ["streaming", "unified"])
