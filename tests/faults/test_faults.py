@@ -44,7 +44,7 @@ QUICK = {
 
 @pytest.mark.timeout(3700)
 def test_after_a_fault_a_run_ends_as_if_there_had_been_none(tmp_path, subtests):
-    matrix = run_matrix(tmp_path, "--quick", "--kills", "10")
+    matrix = run_matrix(tmp_path, "--quick", "--kills", "4")
     said = {"full": "No space left", "damage": "optimizer.bin", "second": "in use by another process"}
     for kind, fault in QUICK.items():
         with subtests.test(kind):

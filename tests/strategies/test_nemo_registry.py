@@ -122,6 +122,7 @@ def test_bitsandbytes_trains_under_nemo(model, batch, name):
     assert describe_optimizer(model._optimizer)["optimizer_state_dtypes"]["uint8"] > 0
 
 
+@pytest.mark.slow
 def test_torchao_trains_under_nemo(model, batch):
     lstm = model.decoder.prediction.dec_rnn.lstm
     model.requires_grad_(False)  # each shape is compiled for seconds

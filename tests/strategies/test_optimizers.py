@@ -80,6 +80,7 @@ def test_the_same_mathematics(name):
     assert told["optimizer"] == ("CompiledAdamW" if name == "adamw_compiled" else "AdamW")
 
 
+@pytest.mark.slow
 def test_schedules_do_not_compile_the_step_anew():
     from torch._dynamo.utils import counters
 

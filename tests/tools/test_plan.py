@@ -255,6 +255,7 @@ def test_where_none_fits_the_smallest_with_a_smaller_batch_is_named():
 # ---- the 0.6 B layout -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_few_layers_stand_for_the_24_of_the_large_model(monkeypatch):
     """Followed with two of the layers and at other batches, against all 24 of them followed at this one."""
     from finetune.tools.planning.follow import Follower

@@ -26,6 +26,7 @@ def adamw_curve(run_train, tiny_run, tmp_path) -> list[tuple[float, float]]:
     return curve(tmp_path / "adamw")
 
 
+@pytest.mark.slow
 def test_accelerate_launch_with_a_strategys_file(tiny_run, tmp_path):
     """train.py finds the strategy's name in the launcher's command line and applies its overlay."""
     file = ROOT / "accelerate_configs" / "adamw_8bit.yaml"
@@ -63,6 +64,7 @@ def test_deepspeed_zero2_offload_equals_adamw_with_its_state_on_the_cpu(adamw_cu
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_deepspeed_accumulates_like_one_big_batch(adamw_curve, tiny_run, tmp_path):
     """`deepspeed --num_gpus=1`, as the README starts it."""
     training = {"max_steps": 8, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
@@ -196,6 +198,7 @@ def test_two_ddp_processes_equal_one_with_the_same_global_batch(run_train, tiny_
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_uneven_ranks_do_not_hang_and_lose_nothing(tiny_run, clips, tmp_path):
     """One rank has a tar file of 1,000 clips, the other one of 37; every clip comes once an epoch, and the short rank
     is named.
