@@ -7,7 +7,7 @@
 
 Files: whatever soundfile reads (WAV, FLAC, MP3, Ogg), any sample rate, any number of channels. `-` reads paths from
 standard input, one a line. Audio is read block by block and decoded in chunks that overlap, so that hours take no more
-memory than minutes. With --streaming the text of each file comes as it grows, then its JSON line.
+memory than minutes. With --streaming each file is held whole, and its text comes as it grows, then its JSON line.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.look_ahead is not None and not arguments.streaming:
         parser.error("--look-ahead belongs to --streaming")
-    whole = ("timestamps", "format", "output", "chunk", "overlap", "attention")
+    whole = ("timestamps", "format", "output", "chunk", "overlap", "attention", "context", "batch_size")
     if arguments.streaming and any(getattr(arguments, key) != parser.get_default(key) for key in whole):
         parser.error(f"--streaming prints text as it grows: leave out {', '.join(f'--{key}' for key in whole)}")
     if arguments.chunk is None and arguments.attention == "full":

@@ -146,6 +146,13 @@ RULES = (
     ),
     Rule(
         "model.add_ctc",
+        "model.adapter",
+        lambda c, engine, gpu: c.model.add_ctc and bool(c.model.adapter),
+        "the adapter was trained without the new CTC head",
+        "merge it (finetune.export --to nemo), and add the head to that model",
+    ),
+    Rule(
+        "model.add_ctc",
         "model.ctc_loss_weight 0",
         lambda c, engine, gpu: c.model.add_ctc and c.model.ctc_loss_weight == 0,
         "the new CTC head would stay at its random values",

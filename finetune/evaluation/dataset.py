@@ -16,7 +16,7 @@ from finetune.errors import UserError
 from finetune.evaluation.long_audio import LONGEST_AT_ONCE
 from finetune.evaluation.recognise import evaluation_limits, frame_seconds, score_stream
 from finetune.evaluation.significance import RESAMPLES, block_names
-from finetune.evaluation.streaming import normalizes_chunks, stream_texts
+from finetune.evaluation.streaming import check_streams, normalizes_chunks, stream_texts
 from finetune.models.loading import load_model, move_to_device
 from finetune.models.look_ahead import Context, choose_contexts, latency_of
 from finetune.models.nemo import chosen_head, set_head, warn_about_search
@@ -187,7 +187,9 @@ def evaluate_model(
     model = move_to_device(load_model(name, s.tokenizer), s.device)
     set_head(model, s.head, name)
     warn_about_search(model)
-    contexts = choose_contexts(model, s.look_ahead) if s.look_ahead else {}
+    contexts = choose_contexts(model, s.look_ahead) if s.look_ahead is not None else {}
+    if contexts:
+        check_streams(model)
     blocks: list[str] = []
     with _naming(file):
         lines = file.open("w", encoding="utf-8", errors="backslashreplace") if file else None

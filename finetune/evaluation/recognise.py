@@ -21,7 +21,7 @@ from finetune.errors import UserError
 from finetune.evaluation.long_audio import LONGEST_AT_ONCE, Chunk, Cutting, Pieces, Stitcher, Token, chunks_of
 from finetune.evaluation.mistakes import Mistakes
 from finetune.evaluation.scores import Counts, Utterance, WerAccumulator
-from finetune.models.nemo import chosen_head, ctc_head, weight_dtype
+from finetune.models.nemo import chosen_head, ctc_head, ctc_log_probs, weight_dtype
 from finetune.models.prompts import encode, slots_of
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def recognise_batch(
         if chosen_head(model) == "ctc":
             head = ctc_head(model)
             assert head is not None
-            return best_paths(model, head(encoder_output=enc_BHT), enc_lengths_B)
+            return best_paths(model, ctc_log_probs(head, enc_BHT), enc_lengths_B)
         return model.decoding.rnnt_decoder_predictions_tensor(
             encoder_output=enc_BHT, encoded_lengths=enc_lengths_B, return_hypotheses=True
         )

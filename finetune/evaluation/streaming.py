@@ -20,7 +20,7 @@ import torch
 from finetune.data.decode import as_float
 from finetune.errors import UserError
 from finetune.models.look_ahead import attending, is_unified
-from finetune.models.nemo import chosen_head, ctc_head, weight_dtype
+from finetune.models.nemo import chosen_head, ctc_head, ctc_log_probs, weight_dtype
 from finetune.models.prompts import encode, slots_of, with_prompt
 
 if TYPE_CHECKING:
@@ -38,9 +38,20 @@ class Heard:
     """What is recognised after a chunk."""
 
     hypotheses: list[Any]
-    """Of each recording: NeMo's Hypothesis, or the best CTC label of each frame. The next chunk continues them."""
+    """Of each recording: NeMo's Hypothesis, or the best CTC label of each frame; None without any frame so far. The
+    next chunk continues them."""
     seconds: float
     """Computing time of the chunk."""
+
+
+def check_streams(model: Transducer) -> None:
+    """Raise UserError where the model's decoding cannot go on where it stopped. CTC always can: it is greedy here."""
+    strategy = str(model.cfg.decoding.get("strategy"))
+    if chosen_head(model) != "ctc" and strategy not in ("greedy", "greedy_batch"):
+        raise UserError(
+            f"model: its decoding.strategy is {strategy}, which cannot stream. In NeMo, change_decoding_strategy to "
+            "greedy_batch and save the model again."
+        )
 
 
 def stream(
@@ -62,11 +73,9 @@ def stream(
         What is recognised so far, after each chunk of the longest recording; others stay as they were at their end.
 
     Raises:
-        UserError: the model's decoding cannot go on where it stopped.
+        UserError: as `check_streams`.
     """
-    strategy = str(model.cfg.decoding.get("strategy"))
-    if strategy not in ("greedy", "greedy_batch"):
-        raise UserError(f"model: decoding.strategy: {strategy} cannot stream; greedy_batch can.")
+    check_streams(model)
     device = next(model.parameters()).device
     audio_BS, audio_lengths_B = as_float(audio_BS.to(device)), audio_lengths_B.to(device)
     slots_B = None if languages is None else slots_of(model, languages)
@@ -90,14 +99,14 @@ def normalizes_chunks(model: Transducer) -> bool:
 
 def texts_of(model: Transducer, hypotheses: list[Any]) -> list[str]:
     """Return the texts of what is recognised so far."""
-    if chosen_head(model) == "ctc":
-        decode = _ctc_decoding(model).ctc_decoder_predictions_tensor
-        lengths = [torch.tensor([len(labels_T)]) for labels_T in hypotheses]
-        return [
-            decode(decoder_outputs=labels_T[None], decoder_lengths=length, return_hypotheses=False)[0].text
-            for labels_T, length in zip(hypotheses, lengths, strict=True)
-        ]
-    return [hypothesis.text for hypothesis in model.decoding.decode_hypothesis(list(hypotheses))]
+    head = ctc_head(model)
+    if head is not None and chosen_head(model) == "ctc":
+        blank = head.num_classes_with_blank - 1
+        runs = ([] if labels_T is None else labels_T.unique_consecutive().tolist() for labels_T in hypotheses)
+        decode = model.decoding.decode_tokens_to_str_with_strip_punctuation
+        return [decode([label for label in run if label != blank]) for run in runs]
+    heard = iter(model.decoding.decode_hypothesis([h for h in hypotheses if h is not None]))
+    return ["" if hypothesis is None else next(heard).text for hypothesis in hypotheses]
 
 
 def stream_texts(
@@ -124,17 +133,13 @@ def stream_texts(
 # ---- one chunk's hypotheses -----------------------------------------------------------------------------------------
 
 
-def _ctc_decoding(model: Any) -> Any:
-    return model.ctc_decoding if hasattr(model, "ctc_decoder") else model.decoding
-
-
 def _decode(
     model: Transducer, enc_BHT: torch.Tensor, enc_lengths_B: torch.Tensor, before: list[Any] | None
 ) -> list[Any]:
     """Continue hypotheses with the encoder's output of a chunk."""
     head = ctc_head(model)
     if head is not None and chosen_head(model) == "ctc":
-        labels_BT = head(encoder_output=enc_BHT).argmax(-1)
+        labels_BT = ctc_log_probs(head, enc_BHT).argmax(-1)
         new = [labels_T[:length] for labels_T, length in zip(labels_BT, enc_lengths_B.tolist(), strict=True)]
         return new if before is None else [torch.cat(pair) for pair in zip(before, new, strict=True)]
     return model.decoding.decoding(encoder_output=enc_BHT, encoded_lengths=enc_lengths_B, partial_hypotheses=before)[0]
@@ -244,13 +249,19 @@ def _windows(
         )
         row_slots_B = None if slots_B is None else slots_B[rows]
         enc_BHT, enc_lengths_B = encode(model, mel_BFT.to(weight_dtype(model)), mel_lengths_B, row_slots_B)
-        parts = []
+        parts, heard = [], []
         for enc_HT, length, i, start, end in zip(enc_BHT, enc_lengths_B.tolist(), rows, starts, ends, strict=True):
             first = (position - start) // (mel_samples * factor)
-            parts.append(enc_HT[:, first : length if end == lengths[i] else first + context[1]].T)
+            part_TH = enc_HT[:, first : length if end == lengths[i] else first + context[1]].T
+            if len(part_TH):  # less than a mel frame may be left of a recording
+                parts.append(part_TH)
+                heard.append(i)
+        if not heard:
+            yield hypotheses
+            continue
         part_lengths_B = torch.tensor([len(part_TH) for part_TH in parts], device=audio_BS.device)
         part_BHT = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True).transpose(1, 2)
-        before = [hypotheses[i] for i in rows] if position else None
-        for i, hypothesis in zip(rows, _decode(model, part_BHT, part_lengths_B, before), strict=True):
+        before = [hypotheses[i] for i in heard] if position else None
+        for i, hypothesis in zip(heard, _decode(model, part_BHT, part_lengths_B, before), strict=True):
             hypotheses[i] = hypothesis
         yield hypotheses

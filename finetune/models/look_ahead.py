@@ -7,12 +7,15 @@ model (`chunked_limited_with_rc`) it is (left, chunk, right), where -1 sees ever
 
 import contextlib
 import itertools
+import logging
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from finetune.errors import UserError
 from finetune.models.protocols import Encoder, Transducer
+
+log = logging.getLogger(__name__)
 
 Context = tuple[int, ...]
 CACHE_AWARE, UNIFIED = "chunked_limited", "chunked_limited_with_rc"
@@ -54,6 +57,8 @@ def training_contexts(model: Transducer, streaming_share: float | None = None) -
     encoder = model.encoder
     chunked = _chunked_contexts(model)
     if not chunked:
+        if streaming_share is not None:
+            log.warning("model.streaming_share has no effect: the model is not a unified one")
         return [tuple(one) for one in encoder.att_context_size_all], list(encoder.att_context_probs)
     if streaming_share is None:
         loss = model.cfg.get("loss") or {}

@@ -18,7 +18,15 @@ from finetune.losses import ctc_losses, fused_tdt_loss
 from finetune.losses.dropin import ACTIVATION_OF, in_forward_of
 from finetune.losses.operations import REAL, Operations
 from finetune.models.look_ahead import Context, attending
-from finetune.models.nemo import ctc_head, ctc_loss_weight, has_transducer, set_train_mode, tdt_durations, weight_dtype
+from finetune.models.nemo import (
+    ctc_head,
+    ctc_log_probs,
+    ctc_loss_weight,
+    has_transducer,
+    set_train_mode,
+    tdt_durations,
+    weight_dtype,
+)
 from finetune.models.prompts import encode
 from finetune.models.protocols import Transducer
 
@@ -137,7 +145,7 @@ class TransducerLossModule(nn.Module):
     ) -> torch.Tensor:
         head = ctc_head(self.nemo)
         assert head is not None
-        log_probs_BTV = head(encoder_output=enc_BHT)
+        log_probs_BTV = ctc_log_probs(head, enc_BHT)
         return ctc_losses(log_probs_BTV, tokens_BU, enc_lengths_B, token_lengths_B, self.ctc_loss)
 
     def _transducer_losses(

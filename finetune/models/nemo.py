@@ -118,6 +118,15 @@ def set_head(model: Transducer, head: str | None, name: str = "the model") -> No
         model.cur_decoder = "ctc" if head == "ctc" else "rnnt"
 
 
+def ctc_log_probs(head: CtcHead, enc_BHT: torch.Tensor) -> torch.Tensor:
+    """Return the CTC head's log-probabilities (B, T, V + 1) in float32: NeMo's are in the weights' type, and bfloat16
+    has steps of 0.06 where they matter."""
+    if head.is_adapter_available():
+        return head(encoder_output=enc_BHT).float()
+    logits_BTV = head.decoder_layers(enc_BHT).transpose(1, 2).float()
+    return (logits_BTV / head.temperature).log_softmax(-1)
+
+
 def warn_about_search(model: Transducer) -> None:
     """Log that a CTC head decodes greedily where the model's configuration has a search."""
     if chosen_head(model) == "ctc":

@@ -7,6 +7,7 @@ B batch, F mel bins, T frames, H width, P slots.
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -16,6 +17,8 @@ from finetune.data.language_prompts import AUTO, prompt_of
 from finetune.data.quarantine import BadUtterance
 from finetune.errors import UserError
 from finetune.models.protocols import Transducer
+
+log = logging.getLogger(__name__)
 
 DEFAULT_AUTO_RATIO = 0.5
 """NeMo's `unified_auto_ratio` where a configuration names none."""
@@ -56,6 +59,8 @@ def auto_ratio(model: Transducer, ratio: float | None) -> float:
                 f"model.unified_auto_ratio: {ratio:g} is set, but the model has no prompt `auto`; it has "
                 f"{', '.join(list(slots)[:12])}. Leave the key out."
             )
+        if ratio is not None and not slots:
+            log.warning("model.unified_auto_ratio has no effect: the model takes no prompts")
         return 0.0
     if ratio is not None:
         return ratio

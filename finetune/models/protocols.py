@@ -149,6 +149,8 @@ class CtcHead(Module):
     vocabulary: Sequence[str]
     decoder_layers: Sequential
     num_classes_with_blank: int
+    temperature: float
+    is_adapter_available: Callable[[], bool]
 
 
 class Decoding(Protocol):

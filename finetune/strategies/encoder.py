@@ -43,7 +43,7 @@ def apply_encoder_options(model: Transducer, m: "ModelConfig") -> None:
             m.lora_rank,
             model.lora_scaling,
             adapters,
-            "" if m.lora_train_decoder else ", as are prediction network and joint",
+            "" if m.lora_train_decoder else ", as are the heads",
         )
     if m.compile:
         log.info("compiling %d encoder layers in the first step", compile_layers(model))

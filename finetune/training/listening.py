@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from finetune.config.schema import RunConfig
 from finetune.data.sources import OpenSource
 from finetune.data.utterances import no_tokens
+from finetune.errors import UserError
 from finetune.evaluation.long_audio import LONGEST_AT_ONCE
 from finetune.evaluation.recognise import evaluation_mode, recognise_texts
 from finetune.models.heard_letters import Heard, Pair, match_letters
@@ -42,6 +43,8 @@ def listen(
     model.to(accelerator.device)
     with evaluation_mode(model), contextlib.closing(stream.batches()) as batches:
         for batch in batches:
+            if batch.error:
+                raise UserError(f"data.train: {batch.error}", exit_code=1)
             texts += batch.texts
             rows = [i for i, text in enumerate(batch.texts) if not letters.isdisjoint(text.lower())]
             if rows:

@@ -132,9 +132,9 @@ def kind_of(
     if m.lora_rank:
         targets = ", ".join(sorted(m.lora_targets))
         trained = f"LoRA of rank {m.lora_rank}, scaled by {model.lora_scaling:g}, on {targets}"
-        trained += "" if m.lora_train_decoder else ", without prediction network and joint"
+        trained += "" if m.lora_train_decoder else ", without the heads"
     elif m.freeze_encoder:
-        trained = f"the last {m.unfreeze_encoder_layers} layers of the encoder, prediction network and joint"
+        trained = f"the last {m.unfreeze_encoder_layers} layers of the encoder, and the heads"
     if hasattr(model, "ctc_decoder") and ctc_loss_weight(model) in (0, 1):
         trained += ", but not " + ("prediction network and joint" if ctc_loss_weight(model) else "the CTC head")
     return {
@@ -159,6 +159,7 @@ def settings_of(config: RunConfig, processes: int, total_steps: int) -> dict[str
     return {
         "model.name": config.model.name,
         "model.unified_auto_ratio": config.model.unified_auto_ratio,
+        "model.streaming_share": config.model.streaming_share,
         "training.seed": t.seed,
         "training.learning_rate": t.learning_rate,
         "training.per_device_train_batch_size": t.per_device_train_batch_size,

@@ -24,7 +24,7 @@ from finetune.errors import UserError
 from finetune.evaluation.scores import WerAccumulator
 from finetune.models.look_ahead import Context, draw_context, training_contexts
 from finetune.models.loss_module import TransducerLossModule
-from finetune.models.nemo import set_batchnorm_mode
+from finetune.models.nemo import has_transducer, set_batchnorm_mode, set_head
 from finetune.models.protocols import Transducer
 from finetune.signals import CutShort, Stopped, requested, saving_first
 from finetune.strategies import sharded
@@ -143,6 +143,8 @@ class Trainer:
         """Measure the base model as step 0, after checking that it decodes batches as it decodes single utterances."""
         with self.whole_model() as model:
             self.evaluator.check_decoding(model)
+        if self.config.model.add_ctc and has_transducer(self.model):
+            set_head(self.model, "transducer")  # that of the base model: the new head knows nothing
         if self.config.training.eval_on_start:
             found = self.evaluate(("validation", "test", "guard"))
             judged = found.get("test") or found.get("validation")
@@ -150,6 +152,7 @@ class Trainer:
                 self.progress.wer_before = {**judged.result(), "pairs": judged.pairs}
             if "guard" in found:
                 self.progress.guard_before = found["guard"].total.rates()["wer"]
+        set_head(self.model, None)
 
     def train(self) -> None:
         """Train until `max_epochs` passes over the data are done, or else until `total_steps`.

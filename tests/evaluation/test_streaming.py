@@ -173,6 +173,19 @@ def test_unified_texts_are_nemos_letter_by_letter(talkative, recordings, context
     assert all(len(set(text)) > 8 for text in together[1:])
 
 
+@pytest.mark.parametrize("context", [(70, 1, 0), (70, 2, 0)])
+def test_less_than_a_mel_frame_may_be_left_of_a_recording(talkative, recordings, context):
+    model, frame = load_model(str(talkative("unified"))), 1280
+    whole = 12 * frame
+    short = [recordings[2][: whole + 100], recordings[2][:whole], recordings[2][:100]]
+    with evaluation_mode(model):
+        cut, exact, nothing = stream_texts(model, *padded(short), context)
+        [alone] = stream_texts(model, *padded(short[:1]), context)
+        [silent] = stream_texts(model, *padded(short[2:]), context)
+    assert cut == alone == exact
+    assert nothing == silent == ""
+
+
 def test_features_that_are_normalised_are_so_chunk_by_chunk_as_nemo_does_it(talkative, recordings):
     path = str(talkative("streaming", "per_feature"))
     model, theirs = load_model(path), load_model(path).eval()

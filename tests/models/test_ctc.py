@@ -413,7 +413,7 @@ def test_the_head_alone_leaves_the_transducer_and_decodes(tiny_model, run_train,
 
 
 def test_a_head_for_a_changed_vocabulary(tiny_model, run_train, tiny_run, tmp_path):
-    """NVIDIA-NeMo/NeMo issue 14140: CTC learns while the transducer of a changed vocabulary waits."""
+    """Later or at once (NVIDIA-NeMo/NeMo issue 14140); either resumes."""
     (tmp_path / "texts.txt").write_text("çığ şöğüş\n" * 20)
     model = {**DETERMINISTIC, "name": str(tiny_model), "tokenizer": {"extend_from": str(tmp_path / "texts.txt")}}
     assert run_train(*tiny_run(model=model, data=ONLY_TRAIN, training={"output_dir": str(tmp_path / "grown")})) == 0

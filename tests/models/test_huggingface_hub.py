@@ -115,6 +115,7 @@ def test_nemo_files_of_other_names(ask, tmp_path):
     answer, _ = fetched(ask, folder)
     assert Path(answer["path"]).name == "best.nemo"
     assert Path(answer["path"]).read_bytes() == BASE.read_bytes()
+    assert fetched(ask, None)[0] == answer
     shutil.copy(BASE, folder / "last.nemo")
     answer, _ = fetched(ask, folder)
     assert "several .nemo files (best.nemo, last.nemo)" in answer["error"]

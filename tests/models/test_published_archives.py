@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from conftest import ROOT
 from hostile_files import members_of, write_archive
 
 from finetune.errors import UserError
@@ -177,7 +178,8 @@ def test_a_folder_with_one_archive_of_any_name(tiny_model, tmp_path):
         load_model(str(folder))
 
 
-def test_the_plan_takes_a_hub_name_whose_archive_is_in_the_cache(tiny_model, tmp_path, monkeypatch):
+@pytest.mark.parametrize("file", ["parakeet-small.nemo", "best.nemo"])
+def test_the_plan_takes_a_hub_name_whose_archive_is_in_the_cache(tiny_model, tmp_path, monkeypatch, file):
     import huggingface_hub.constants
 
     cache = tmp_path / "hub"
@@ -185,9 +187,24 @@ def test_the_plan_takes_a_hub_name_whose_archive_is_in_the_cache(tiny_model, tmp
     snapshot.mkdir(parents=True)
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("0123")
-    shutil.copy(tiny_model, snapshot / "parakeet-small.nemo")
+    shutil.copy(tiny_model, snapshot / file)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
     assert read_layout("someone/parakeet-small").layers == 2
+
+
+@pytest.mark.slow
+def test_the_plan_follows_local_attention(changed, tmp_path):
+    """As `change_attention_model("rel_pos_local_attn", [128, 128])` leaves it."""
+    from finetune import plan
+
+    local = {"self_attention_model": "rel_pos_local_attn", "att_context_size": [128, 128]}
+    name = changed(lambda config: config["encoder"].update(local))
+    values = {"model": {"name": name}, "data": {"train": str(ROOT / "examples" / "voice_prompts")}}
+    values["training"] = {"output_dir": str(tmp_path / "run")}
+    (tmp_path / "RUN.yaml").write_text(yaml.safe_dump(values))
+    shown = ["--gpu", "a100-80gb", "--strategies", "adamw", "--json", str(tmp_path / "plan.json")]
+    assert plan.main(["--config", str(tmp_path / "RUN.yaml"), *shown]) == 0
+    assert json.loads((tmp_path / "plan.json").read_text())["strategies"][0]["fits"]
 
 
 def test_fastemit_is_the_models_own_unless_it_is_set(changed):

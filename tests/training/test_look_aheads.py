@@ -52,7 +52,6 @@ def test_resumed_equals_unbroken_and_the_settings_stay(archive, run_train, tiny_
 
 
 def test_a_share_of_the_steps_sees_chunks(archive, run_train, tiny_run, tmp_path):
-    """Without a streaming step the losses are those of a training that knows of no chunks."""
     losses: dict[Any, Any] = {}
     for share in (0.0, 1.0):
         training = {"max_steps": 3, "output_dir": str(tmp_path / str(share))}

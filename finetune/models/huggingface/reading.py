@@ -433,6 +433,21 @@ def cached_file(name: str, file: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
+def cached_archive(name: str) -> Path | None:
+    """Return the .nemo file of a hub repository from the cache: that of its own name, else the only one."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    if (own := cached_file(name, name.split("/")[1] + ".nemo")) is not None:
+        return own
+    folder = Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    try:
+        commit = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    found = list((folder / "snapshots" / commit).glob("*.nemo"))
+    return found[0] if len(found) == 1 else None
+
+
 def files_on_hub(name: str) -> list[str]:
     """Return the names of a hub repository's files. A hub that cannot be reached is asked once, a busy one again."""
     from huggingface_hub import HfApi
@@ -463,6 +478,8 @@ def fetch(name: str) -> Path:
     try:
         files = files_on_hub(name)
     except Exception as error:  # no network, offline, no such repository
+        if (archive := cached_archive(name)) is not None:
+            return archive
         if (cached := cached_file(name, "config.json")) is None:
             raise
         check_type(read_json_object(cached, "model.name").get("model_type"), name)

@@ -49,7 +49,7 @@ def head_of_hybrid(nemo: NemoFile, head: str | None) -> tuple[NemoFile, str]:
     """Return one head of a hybrid model with the encoder as a model of its own, and what is left out, in words.
 
     Args:
-        head: "ctc" or "transducer" (TDT or RNN-T), the default of a hybrid model.
+        head: "ctc" or "transducer" (TDT or RNN-T), the default of a hybrid model unless CTC was trained alone.
 
     Raises:
         UserError: the model has no such head.
@@ -59,6 +59,8 @@ def head_of_hybrid(nemo: NemoFile, head: str | None) -> tuple[NemoFile, str]:
         if head not in (None, own):
             raise UserError(f"--head {head}: {nemo.path} has only {'a CTC head' if own == 'ctc' else 'a transducer'}.")
         return nemo, ""
+    if head is None and nemo.config["aux_ctc"].get("ctc_loss_weight") == 1:
+        head = "ctc"
     plain = {key: value for key, value in nemo.config.items() if key not in HYBRID_SECTIONS}
     if head != "ctc":
         weights = {key: tensor for key, tensor in nemo.weights.items() if not key.startswith("ctc_decoder.")}

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from omegaconf import open_dict
 from tqdm import tqdm
 
 from finetune.config.load import load_config
@@ -110,6 +111,9 @@ def _with_model(work: Work, name: str, tokenizer: str | None, config: RunConfig 
     from finetune.training.vocabulary_change import tokenizer_of_run
 
     model = load_model(name, tokenizer)
+    if config is not None and config.model.ctc_loss_weight is not None and hasattr(model, "ctc_decoder"):
+        with open_dict(model.cfg):
+            model.cfg.aux_ctc.ctc_loss_weight = config.model.ctc_loss_weight  # 1: CTC's alignments count
     encode = text_encoder(model.tokenizer if config is None else tokenizer_of_run(model, config))
     options = replace(
         work.options, sample_rate=model.preprocessor._sample_rate, fits=fits_of(model), prompts=prompt_slots(model)

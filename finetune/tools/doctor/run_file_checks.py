@@ -20,7 +20,7 @@ from finetune.config.tokenizer_setting import tokenizer_setting
 from finetune.data.sources import MANIFEST_SUFFIXES, parse_sources
 from finetune.data.tarred import expand_ranges
 from finetune.errors import UserError
-from finetune.models.huggingface.reading import cached_file, is_hugging_face
+from finetune.models.huggingface.reading import cached_archive, cached_file, is_hugging_face
 from finetune.models.nemo_archive import archive_of
 from finetune.security.secrets import clean_text, clean_urls
 from finetune.strategies.strategy import engine_with, number_of_processes
@@ -118,7 +118,7 @@ def _is_hub_model(name: str) -> bool:
 
 
 def _is_cached(name: str) -> bool:
-    return any(cached_file(name, file) for file in (name.split("/")[1] + ".nemo", "model.safetensors"))
+    return bool(cached_archive(name) or cached_file(name, "model.safetensors"))
 
 
 def data(wanted: Wanted) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ from finetune.errors import UserError
 from finetune.models.adapters import is_adapter, read_adapter
 from finetune.models.add_ctc import aux_ctc_section
 from finetune.models.huggingface.layout import piece_count
-from finetune.models.huggingface.reading import cached_file, is_hugging_face, nemo_config
+from finetune.models.huggingface.reading import cached_archive, cached_file, is_hugging_face, nemo_config
 from finetune.models.loading import is_tokenizer, read_tokenizer
 from finetune.models.nemo import import_nemo
 from finetune.models.nemo_archive import NOT_BUILT, archive_of, check_model_config, read_config, vocabulary_in
@@ -92,7 +92,7 @@ def read_layout(name: str, tokenizer: str | None = None) -> Layout:
     """
     path = Path(name)
     on_hub = name.count("/") == 1 and not path.exists()
-    archive = cached_file(name, f"{path.name}.nemo") if on_hub else archive_of(path)
+    archive = cached_archive(name) if on_hub else archive_of(path)
     if archive is not None:
         model = read_config(archive)
         return _of_config(str(archive), {"model": model}, len(vocabulary_in(model)))

@@ -36,7 +36,7 @@ def chosen_context(model: Transducer, look_ahead: str | None) -> Context:
 def stream_file(
     model: Transducer, file: str, context: Context, language: str | None, on_text: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Transcribe a file; call inside `evaluation_mode`. Of a long one the features and caches are held, no more.
+    """Transcribe a file; call inside `evaluation_mode`. Its samples and features are held whole.
 
     Args:
         language: for the prompt of a prompt model; None: `auto`.
@@ -58,6 +58,7 @@ def stream_file(
     languages, text = None if language is None else [language], ""
     for heard in stream(model, audio_1S, lengths_1, context, languages):
         [longer] = texts_of(model, heard.hypotheses)
+        longer = longer.rstrip("\N{REPLACEMENT CHARACTER}")  # bytes of a character that is not complete yet
         same = next((i for i, pair in enumerate(zip(text, longer, strict=False)) if len({*pair}) > 1), len(text))
         on_text(longer[same:])
         text = longer
