@@ -118,6 +118,7 @@ def train(
         model = run.build_model(accelerator, config, sources, checkpoint)
         trainer = run.build_trainer(accelerator, model, sources, config, total_steps)
         run.check_languages(trainer)
+        run.check_what_is_left(trainer, checkpoint is not None)
         recovery = add_step_callbacks(trainer)
         panel = add_run_callbacks(trainer, write_report, place or Place(), profile_steps)
         if observe is not None:

@@ -44,7 +44,7 @@ def spread_rows(
 
     Args:
         sources, options: of the stream; subset and seed count.
-        rows: at most.
+        rows: at most; all where there are no more and their number is known.
         seconds: after this time no shard is begun or read on.
         lengths: whether rows that do not state their length have to come with the audio that tells it.
     """
@@ -56,7 +56,9 @@ def spread_rows(
         if limit < 0 or None not in known:  # else the subset is that of the first shards
             pieces = [pieces[i] for i in np.random.default_rng((options.seed, 17)).permutation(len(pieces))]
         left = round(rows * share) if limit < 0 else min(round(rows * share), limit)
-        of_a_piece = max(left // max(len(pieces), 1), ROWS_OF_A_PIECE)
+        sizes = [piece.rows() for piece in pieces]
+        few = None not in sizes and sum(size or 0 for size in sizes) <= left
+        of_a_piece = left if few else max(left // max(len(pieces), 1), ROWS_OF_A_PIECE)
         for piece in pieces:
             shard = group[piece.shard][1]
             with contextlib.suppress(UnreadableShard, OSError):  # the stream reports it

@@ -23,6 +23,8 @@ from finetune.config.tokenizer_setting import tokenizer_setting
 from finetune.data.run_file import count_clips, mean_seconds, train_limits
 from finetune.data.run_file import open_sources as open_sources
 from finetune.data.sources import OpenSource
+from finetune.data.stream import UtteranceStream
+from finetune.data.usable import Usable, judge, look_at_usable
 from finetune.distributed import broadcast, on_main
 from finetune.durable_files import write_json
 from finetune.errors import UserError
@@ -262,6 +264,47 @@ def check_languages(trainer: Trainer) -> None:
     log.info("%s", line)
     for reason, rows in refused.items():
         log.warning("%d rows go into quarantine: %s", rows, reason)
+
+
+def how_much_is_left(
+    stream: UtteranceStream, config: RunConfig, ranks: int
+) -> tuple[str, Usable, str | None, list[str]]:
+    """Find on rank 0 what training leaves out of data.train, and how often it passes over the rest.
+
+    Returns:
+        A line to log; the figures; why a run should not begin with so little, or None; and warnings.
+
+    Raises:
+        UserError: no clip is left.
+    """
+    t, d = config.training, config.data
+
+    def look() -> tuple[Usable, str | None, list[str]]:
+        found = look_at_usable(stream)
+        return found, *judge(found, d.max_bad_fraction)
+
+    found, problem, warnings = on_main(look)
+    line = f"data.train: {found}"
+    if t.max_steps <= 0:
+        return f"{line}; {t.num_train_epochs:g} passes over them", found, problem, warnings
+    per_step = t.gradient_accumulation_steps * ranks
+    clips = 0 if d.batch_duration else train_limits(config).clips_of_length(found.seconds / max(found.clips, 1))
+    return line + found.passes(t.max_steps, clips * per_step, d.batch_duration * per_step), found, problem, warnings
+
+
+def check_what_is_left(trainer: Trainer, resumes: bool) -> None:
+    """Log how much of data.train the run trains on.
+
+    Raises:
+        UserError: none of it, or less than half without data.allow_large_losses where the run begins.
+    """
+    config = trainer.config
+    line, _, problem, warnings = how_much_is_left(trainer.stream, config, trainer.accelerator.num_processes)
+    if problem is not None and not resumes and not config.data.allow_large_losses:
+        raise UserError(f"{problem}.\n{line}", exit_code=1)
+    log.info("%s", line)
+    for text in (*warnings, *filter(None, [problem])):
+        log.warning("%s", text)
 
 
 def describe(trainer: Trainer, strategy: Strategy) -> None:

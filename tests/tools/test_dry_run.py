@@ -9,7 +9,18 @@ import yaml
 from conftest import read_lines, write_manifest
 
 PARTS = [
-    *("configuration", "sources", "model", "tokenizer", "clips", "engine", "evaluation", "worst batch", "checkpoint"),
+    *(
+        "configuration",
+        "sources",
+        "model",
+        "tokenizer",
+        "what is left",
+        "clips",
+        "engine",
+        "evaluation",
+        "worst batch",
+        "checkpoint",
+    ),
     *("model file", "time"),
 ]
 
@@ -68,7 +79,12 @@ def test_all_that_is_wrong_with_the_data_is_said_at_once(tried, tiny_run, clips,
     assert "cannot write 6 of 24 texts" in said
     assert "漢 6x" in said
     assert "14 of 24 clips decoded" in said
-    assert "quarantine takes 10" in said
+    assert "quarantine takes 10: 6 the tokenizer has no piece (such as" in said
+    assert "4 there is no file (such as" in said
+    assert "training on 14 of 24 clips" in said
+    assert "10 clips would go to quarantine, which ends a run above data.max_bad_fraction=0.05" in said
+    assert "% of the audio is left out" in said
+    assert "dry_run/" not in said  # a folder that is gone by then
     assert "NO-GO" in said
 
 

@@ -18,7 +18,8 @@ from accelerate import Accelerator
 from finetune.callbacks.defaults import add_step_callbacks
 from finetune.config.schema import RunConfig
 from finetune.data.normalization import normalize_text
-from finetune.data.quarantine import BadUtterance, Record, exceeds_bad_fraction
+from finetune.data.filters import in_words
+from finetune.data.quarantine import BadUtterance, Reasons, Record, exceeds_bad_fraction, kind_of
 from finetune.data.reader import group_sources
 from finetune.data.retry import Unreachable
 from finetune.data.run_file import with_filters
@@ -69,6 +70,7 @@ def dry_run(config: RunConfig, strategy: Strategy, observe: Callable[[Trainer], 
             attempt("tokenizer", parts.encode_texts)
             if prompt_slots(parts.model):
                 attempt("languages", parts.count_languages)
+            attempt("what is left", parts.look_at_usable)
             attempt("clips", parts.decode_clips)
             if attempt("engine", functools.partial(parts.build_trainer, observe)):
                 # Before the first step, as in a run: it is the base model's WER.
@@ -209,6 +211,20 @@ class DryRun:
             self.warn(f"{rows} rows go into quarantine: {reason}")
         return line, {"prompts": taken, "without_prompt": refused}
 
+    def look_at_usable(self) -> Found:
+        """Judge rows from all over data.train without decoding them.
+
+        Raises:
+            UserError: more than half of them are left out, without data.allow_large_losses.
+        """
+        stream = make_stream(self.accelerator, self.model, self.settings, self.sources["train"], training=True)
+        line, found, problem, warnings = run.how_much_is_left(stream, self.settings, self.accelerator.num_processes)
+        if problem is not None and not self.settings.data.allow_large_losses:
+            raise UserError(f"{line}. {problem}", exit_code=1)
+        for text in (*warnings, *filter(None, [problem])):
+            self.warn(text)
+        return line.removeprefix("data.train: "), vars(found)
+
     def decode_clips(self) -> Found:
         """Take the first utterances through the run's own stream and workers.
 
@@ -242,11 +258,15 @@ class DryRun:
         clips, filtered = sum(clips_R), sum(filtered_R, Counter())
         quarantined = list(itertools.chain(*quarantined_R))
         rows = clips + len(quarantined) + filtered.total()
-        reasons = "".join(f", {n} {reason}" for reason, n in filtered.most_common())
+        bounds = {source.filters for source in with_filters(sources, self.settings.data)}
+        reasons = "".join(f", {n} {in_words(reason, bounds)}" for reason, n in filtered.most_common())
         line = f"{clips} of {rows} clips decoded; filters take {filtered.total()}{reasons}; "
         line += f"quarantine takes {len(quarantined)}"
         if quarantined:
-            line += f", such as {quarantined[0]['id']}: {quarantined[0]['reason']}"
+            kinds = Reasons()
+            for record in quarantined:
+                kinds.add(kind_of(record["reason"]), record["id"])
+            line += f": {kinds}; {quarantined[0]['id']}: {quarantined[0]['reason']}"
         if not clips:
             raise UserError(f"data.train: no clip is left to train on: {line}", exit_code=1)
         limit = self.settings.data.max_bad_fraction
