@@ -17,8 +17,8 @@ from accelerate import Accelerator
 
 from finetune.callbacks.defaults import add_step_callbacks
 from finetune.config.schema import RunConfig
-from finetune.data.normalization import normalize_text
 from finetune.data.filters import in_words
+from finetune.data.normalization import normalize_text
 from finetune.data.quarantine import BadUtterance, Reasons, Record, exceeds_bad_fraction, kind_of
 from finetune.data.reader import group_sources
 from finetune.data.retry import Unreachable
