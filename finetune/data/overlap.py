@@ -64,7 +64,7 @@ class HeldOut:
     texts: dict[int, int] = field(default_factory=dict)
     """The first row with a text, by the text's hash."""
     names: set[str] = field(default_factory=set)
-    """Of audio files."""
+    """Of audio files and of the files that the rows stand in."""
     cut: list[str] = field(default_factory=list)
     """Evaluation sets of which only a part is held."""
 
@@ -77,7 +77,7 @@ class HeldOut:
             self.by_key.setdefault(key, []).append(index)
         audio = row.get(source.columns["audio"])
         path = audio.get("path") if isinstance(audio, dict) else audio
-        self.names |= {_name(path)} if isinstance(path, str) else set()
+        self.names |= {_name(str(path)), _name(shard.file)}
         if text:
             self.texts.setdefault(hash(text), index)
 
@@ -106,10 +106,11 @@ def _keys(
 ) -> Iterator[tuple[str, int]]:
     """Yield hashes by which equal clips are found: place, audio file, id, and, where it is read, the audio's bytes.
 
-    Audio files of other names than `names` are passed over: a name costs less than a place.
+    Files of other names than `names` are passed over: a name costs less than a place.
     """
     s = source.source
-    yield "row", hash(("row", _real(shard.file), s.name, s.revision, shard.first + number))
+    if names is None or _name(shard.file) in names:
+        yield "row", hash(("row", _real(shard.file), s.name, s.revision, shard.first + number))
     audio = row.get(source.columns["audio"])
     data, path = (audio.get("bytes"), audio.get("path")) if isinstance(audio, dict) else (None, audio)
     file = None
@@ -290,7 +291,7 @@ def find_overlap(opened: dict[str, list[OpenSource]], config: RunConfig, seconds
     """
     d, until = config.data, time.monotonic() + seconds
     held = hold_out(opened, config, seconds / 2)
-    found = Overlap(held)
+    found = Overlap(held, whole=not held.cut)
     if not held.rows:
         return found
     leave_out = LeaveOut(d.leave_out, "data.leave_out") if d.leave_out else None

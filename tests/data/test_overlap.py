@@ -15,6 +15,7 @@ from finetune.config.load import load_config
 from finetune.data import overlap
 from finetune.data.overlap import Overlap, find_overlap
 from finetune.data.run_file import open_sources
+from finetune.errors import UserError
 from finetune.split import main as split
 
 ROW = {"audio_filepath": "0.wav", "text": "zero", "duration": 1.0}
@@ -125,12 +126,12 @@ def test_rows_that_nothing_can_be_made_of(compare: Any) -> None:
 
 def test_parquet_without_its_audio_and_what_was_compared(compare: Any, corpus: Path, monkeypatch: Any) -> None:
     shards = str(corpus / "shards")
-    found = compare(str(corpus / "manifest.jsonl"), shards)
+    found = compare(str(corpus / "manifest.jsonl"), {"path": shards, "split": "validation"})
     assert (found.looked, found.whole, found.by_set()[0]["same_clips"]) == (47, True, 0)
     found = compare(str(corpus / "manifest.jsonl"), {"path": shards, "split": "train"})
     assert same(found) == {"id": 47}
     assert found.scope() == "47 rows of data.train compared with 47 of test"
-    assert not compare(str(corpus / "manifest.jsonl"), shards, seconds=0.0).whole
+    assert not compare(str(corpus / "manifest.jsonl"), str(corpus / "spoiled.jsonl"), seconds=0.0).whole
     monkeypatch.setattr(overlap, "HELD_ROWS", 30)
     found = compare(str(corpus / "manifest.jsonl"), {"path": shards, "split": "train"})
     assert (same(found), found.whole) == ({"id": 30}, False)
@@ -163,11 +164,16 @@ def test_a_run_refuses_clips_that_it_is_judged_on(refused: Any, tiny_run: Any, c
     assert "data.allow_overlap=true" in said
 
 
-def test_a_run_warns_of_texts(run_train: Any, tiny_run: Any, copied: Any, messages: list[str]) -> None:
+def test_a_run_warns_of_texts(run_train: Any, tiny_run: Any, copied: Any, capsys: Any, monkeypatch: Any) -> None:
+    def build(*_: Any) -> None:
+        raise UserError("so far")
+
+    monkeypatch.setattr("finetune.training.run.build_model", build)
     data = {"train": str(copied.train), "validation": str(copied.test), "test": None, "allow_overlap": False}
-    assert run_train(*tiny_run("training.max_steps=1", data=data)) == 0
-    (said,) = [text for text in messages if "stands in data.train" in text]
-    assert said.startswith("data.validation: 2 of 6 clips have a text that stands in data.train as well, ")
+    assert run_train(*tiny_run(data=data)) == 2
+    said = capsys.readouterr().err
+    assert "data.validation: 2 of 6 clips have a text that stands in data.train as well, 42.9% of its words: " in said
+    assert "error: so far" in said
 
 
 def test_a_dry_run_is_a_no_go(run_train: Any, tiny_run: Any, capsys: Any, monkeypatch: Any) -> None:
