@@ -328,6 +328,8 @@ class DataConfig(Section):
     allow_large_losses: Annotated[bool, Option("safety")] = False
     """Train although filters, quarantine and the other settings leave out more than half of the training clips, which
     ends the run before its first step otherwise. A resumed run only warns."""
+    allow_overlap: Annotated[bool, Option("safety")] = False
+    """Train although clips of `validation`, `test` or `guard` stand in `train`; else that is refused."""
 
 
 class TrainingConfig(Section):

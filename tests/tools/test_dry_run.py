@@ -9,19 +9,8 @@ import yaml
 from conftest import read_lines, write_manifest
 
 PARTS = [
-    *(
-        "configuration",
-        "sources",
-        "model",
-        "tokenizer",
-        "what is left",
-        "clips",
-        "engine",
-        "evaluation",
-        "worst batch",
-        "checkpoint",
-    ),
-    *("model file", "time"),
+    *("configuration", "sources", "overlap", "model", "tokenizer", "what is left", "clips", "engine", "evaluation"),
+    *("worst batch", "checkpoint", "model file", "time"),
 ]
 
 
