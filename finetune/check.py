@@ -16,15 +16,19 @@ import os
 import sys
 from pathlib import Path
 
+from finetune.errors import UserError
 from finetune.logs import print_error, set_up_logging
+from finetune.security.safe_text import one_line
 from finetune.tools.command_line import add_json, command, positive
+
+RESULT = "check.json"
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = command(
         "check",
         __doc__ or "",
-        "python -m finetune.check --data my_data/train.jsonl",
+        "python -m finetune.check --data my_data/train.jsonl --model M data.text_normalization=basic",
         "python -m finetune.check --config RUN.yaml --output-dir runs/check     # data.train, filtered as in training",
     )
     parser.add_argument("--data", nargs="+", metavar="D", help="one data set or several, read as one")
@@ -34,9 +38,25 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer", help="tokenizer directory, for a NeMo model YAML")
     parser.add_argument("--workers", type=positive, default=os.cpu_count(), help="processes that read and decode")
     parser.add_argument("--output-dir", type=Path, default=Path("check"), help="folder of the report (default: check)")
+    parser.add_argument("--overwrite", action="store_true", help="write over an earlier result without asking")
     add_json(parser)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the run file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as of a run file")
     return parser
+
+
+def may_write(folder: Path, overwrite: bool) -> bool:
+    """Return whether an earlier result may be written over; where there is a terminal, ask.
+
+    Raises:
+        UserError: nobody is there to answer.
+    """
+    if overwrite or not (folder / RESULT).is_file():
+        return True
+    if not sys.stdin.isatty():
+        raise UserError(
+            f"--output-dir: {folder} holds the result of a check. --overwrite writes over it; or name another folder."
+        )
+    return input(f"{folder} holds the result of a check. Write over it? [y/N] ").strip().lower() in ("y", "yes")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,20 +65,20 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(argv)
     if bool(arguments.data) == bool(arguments.config):
         parser.error("give either --data or --config")
-    if arguments.overrides and not arguments.config:
-        parser.error(f"{arguments.overrides[0]}: settings need --config")
     set_up_logging(arguments.verbose)
 
-    from finetune.errors import UserError
     from finetune.tools.data_check import inspection
     from finetune.tools.data_check.report import write_report
 
     a, folder = arguments, arguments.output_dir
     try:
+        if not may_write(folder, a.overwrite):
+            return 2
         if a.config:
             work = inspection.work_on_run_file(a.config, a.overrides, folder)
         else:
-            work = inspection.work_on_data(a.data, a.split, a.model, a.tokenizer, folder)
+            work = inspection.work_on_data(a.data, a.split, a.model, a.tokenizer, a.overrides, folder)
+        (folder / RESULT).unlink(missing_ok=True)
         found = inspection.inspect(work, folder, a.workers)
     except UserError as error:
         print_error(error)
@@ -66,17 +86,24 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(f"error: --output-dir: {folder} cannot be written: {error}", file=sys.stderr)
         return 1
-    for file in filter(None, (folder / "check.json", a.json)):
+    said = found.pop("said")
+    for file in filter(None, (folder / RESULT, a.json)):
         file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     write_report(found, folder / "report.html")
     for error in found["errors"]:
         print_error(error)
     for line in found["same_clips"] + found["same_texts"]:
         print(line)
+    for line in said:
+        print(one_line(line))
     print(
         f"{found['rows']} rows, {found['clips']} clips to train on, {found['hours']:.2f} h; left out by filters: "
         f"{sum(found['filtered'].values())}; bad: {found['bad']}; the report: {folder / 'report.html'}"
     )
+    for reason, n, example in found["left_out"]:
+        print(one_line(f"  {n:>7,}  {reason}, such as {example}"))
+    for kind, n in found["problems"].items():
+        print(one_line(f"  {n:>7,}  bad, such as {found['examples'][kind]}"))
     if found["same_clips"]:
         print(f"data.leave_out={folder / 'problems.jsonl'} trains without the clips that are evaluated")
     return 1 if found["errors"] or found["same_clips"] or found["bad_fraction"] > found["max_bad_fraction"] else 0

@@ -62,10 +62,7 @@ def load_config(
     layers.apply(parse_overrides(overrides), "command line")
     if stage is not None:
         layers.apply(*stage)
-    config = layers.build()
-    if layers.problems:
-        raise UserError(_listed(layers.problems))
-    return config, layers.origin
+    return layers.finish(), layers.origin
 
 
 def _listed(problems: list[str]) -> str:
@@ -144,6 +141,13 @@ class Layers:
             if not (optimizer_unknown and key == "training.optimizer_args"):
                 self.problems.append(f"{self._origin(key)}: {key}: {why}")
         self.problems += find_conflicts(config)
+        return config
+
+    def finish(self) -> RunConfig:
+        """Return what `build` returns; raise UserError with all problems where there are any."""
+        config = self.build()
+        if self.problems:
+            raise UserError(_listed(self.problems))
         return config
 
     def _refuse_references(self) -> None:

@@ -93,6 +93,8 @@ def set_vocabulary(
             f"{setting.key}: {checkpoint} was written without it, and its vocabulary cannot change on the way. Take "
             "out the key, or begin a new run from the model."
         )
+    if "by_language" in report:
+        log.info("the tokenizer before and now, on the texts of %s:\n%s", setting.key, Block(table(report)))
     old = tokenizer_of(model, setting.key)
     change_vocabulary(model, _place(accelerator, content, folder / WAITING, report), {"setting": report["setting"]})
     if heard is not None:
@@ -204,7 +206,6 @@ def make_tokenizer(
     report["pieces"] = len(new.pieces)
     if texts:
         report |= compare(texts, new, old)
-        log.info("the tokenizer before and now, on the texts of %s:\n%s", key, Block(table(report)))
         if report["not_written"]:
             log.warning("%s: characters without a piece: %s", key, report["not_written"][:20])
     return new.SerializeToString(), report, heard

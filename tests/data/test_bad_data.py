@@ -246,7 +246,17 @@ def test_a_disk_that_fills_while_the_check_writes(
 
     monkeypatch.setattr(np, "save", full)
     assert (
-        check(["--data", str(corpus / "manifest.jsonl"), "--output-dir", str(tmp_path / "check"), "--workers", "1"])
+        check(
+            [
+                "--data",
+                str(corpus / "manifest.jsonl"),
+                "--output-dir",
+                str(tmp_path / "check"),
+                "--workers",
+                "1",
+                "data.min_duration=0",
+            ]
+        )
         == 1
     )
     said = capsys.readouterr().err
@@ -254,7 +264,17 @@ def test_a_disk_that_fills_while_the_check_writes(
     assert "No space left on device" in said
     monkeypatch.undo()
     assert (
-        check(["--data", str(corpus / "manifest.jsonl"), "--output-dir", str(tmp_path / "check"), "--workers", "1"])
+        check(
+            [
+                "--data",
+                str(corpus / "manifest.jsonl"),
+                "--output-dir",
+                str(tmp_path / "check"),
+                "--workers",
+                "1",
+                "data.min_duration=0",
+            ]
+        )
         == 0
     )
 

@@ -67,6 +67,7 @@ def test_all_that_is_wrong_with_the_data_is_said_at_once(tried, tiny_run, clips,
     assert list(found) == PARTS
     assert "cannot write 6 of 24 texts" in said
     assert "漢 6x" in said
+    assert "the tokenizer has no piece for '字漢' (model.tokenizer.extend_from=DATA gives it pieces)" in said
     assert "14 of 24 clips decoded" in said
     assert "quarantine takes 10: 6 the tokenizer has no piece (such as" in said
     assert "4 there is no file (such as" in said

@@ -11,8 +11,8 @@ from finetune.data.normalization import normalize_text
 
 EXAMPLE_CHARACTERS = 40  # around what is shown
 EXAMPLES_A_SHARD = 200  # characters that get one, the rarest of a shard first
-RARE = 1e-3  # share of a language's characters below which each is listed with an example
-LISTED = 20
+RARE = 1e-3  # share of a language's characters below which one is listed with an example
+LISTED = 20  # of the rare characters, on the screen, over all languages
 
 NUMBER_WORDS = (
     "two three five seven eight nine hundred zwei drei fünf sieben acht hundert deux trois cinq sept huit "
@@ -119,7 +119,7 @@ def excerpt(text: str, place: int) -> str:
     """Return the text around a place, on one line."""
     start = max(place - EXAMPLE_CHARACTERS // 2, 0)
     end = start + EXAMPLE_CHARACTERS
-    inside = " ".join(text[start:end].split())
+    inside = " ".join(text[start:end].split()).encode("utf-8", "backslashreplace").decode("utf-8")
     return f"{'...' if start else ''}{inside}{'...' if end < len(text) else ''}"
 
 
@@ -129,20 +129,21 @@ def name_of(character: str) -> str:
     return character if shown else f"U+{ord(character):04X} {unicodedata.name(character, '')}".rstrip()
 
 
-def lines_about(language: str, texts: Texts) -> Iterator[str]:
-    """Yield lines for the screen about the texts of a language."""
-    total = texts.characters.total()
-    rare = [(c, n) for c, n in texts.characters.most_common()[::-1] if n < RARE * total]
-    common = " ".join(
-        f"{name_of(c)} {n:,}" for c, n in texts.characters.most_common() if n >= RARE * total and c != " "
-    )
-    yield f"{language}: {texts.texts:,} texts of {len(texts.characters)} characters: {common}"
-    for c, n in rare[:LISTED]:
-        yield f"  {n:>7,}  {name_of(c)}  {texts.examples.get(c, '')}"
-    if len(rare) > LISTED:
-        yield f"           and {len(rare) - LISTED} other rare ones, in the report"
+def lines_about(language: str, texts: Texts, languages: int) -> Iterator[str]:
+    """Yield lines for the screen about the texts of one of so many languages."""
+    total, listed = texts.characters.total(), max(LISTED // languages, 3)
+    counts = [(name_of(c), c, n) for c, n in texts.characters.most_common() if c != " "]
+    bound = max(RARE * total, 2)
+    common = " ".join(f"{name} {n:,}" for name, _, n in counts if n >= bound)
+    rare = sorted((row for row in counts if row[2] < bound), key=lambda row: (row[2], row[1].isalpha()))
+    named = "without a language" if language == "?" else language
+    yield f"texts {named}: {texts.texts:,}, of {len(counts)} characters: {common}"
+    for name, c, n in rare[:listed]:
+        yield f"  {n:>7,}  {name}  in: {texts.examples.get(c, '')}"
+    if len(rare) > listed:
+        yield f"  {len(rare) - listed:>7,}  other characters that are as rare: check.json"
     for name, n, example in texts.suspicious():
         yield f"  {n:>7,}  texts with {name}: {example}"
     if texts.deleted:
         deleted = " ".join(f"{name_of(c)} {n:,}" for c, n in texts.deleted.most_common(LISTED))
-        yield f"           data.text_normalization takes out: {deleted}"
+        yield f"  {texts.deleted.total():>7,}  characters that data.text_normalization takes out: {deleted}"

@@ -212,13 +212,13 @@ class DryRun:
             f"cannot write {len(lost)} of {texts} texts ({len(lost) / texts:.1%}), {unknown.total()} of {characters} "
             f"characters ({unknown.total() / max(characters, 1):.2%}): {most}{density}"
         )
-        advice = "normalise the texts (data.text_normalization: basic), or extend the model's tokenizer "
-        advice += "(model.tokenizer.extend_from)"
+        try:
+            encode(lost[0])
+        except BadUtterance as reason:
+            line += f"; {lost[0]!r}: {reason}"
         if len(lost) > d.max_bad_fraction * texts:
-            raise UserError(
-                f"{line}. More than data.max_bad_fraction={d.max_bad_fraction:g}: {advice}, such as {lost[0]!r}."
-            )
-        self.warn(f"texts with unknown characters go to quarantine; {advice}")
+            raise UserError(f"{line}. That is more than data.max_bad_fraction={d.max_bad_fraction:g}.")
+        self.warn("texts with unknown characters go to quarantine")
         return line, values
 
     def count_languages(self) -> Found:
