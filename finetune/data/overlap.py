@@ -88,9 +88,10 @@ class HeldOut:
         for kind, key in _keys(source, shard, number, row, content, self.names):
             for index in self.by_key.get(key, ()):
                 held = self.rows[index]
-                if kind == "id":
-                    known = seconds is not None and held.seconds is not None
-                    alike = abs(seconds - held.seconds) <= SAME_LENGTH if known else text == held.text
+                if kind == "id" and seconds is not None and held.seconds is not None:
+                    alike = abs(seconds - held.seconds) <= SAME_LENGTH
+                elif kind == "id":
+                    alike = text == held.text
                 else:
                     alike = kind == "row" or _shares_most(start, seconds, held.start, held.seconds)
                 if alike:
@@ -162,8 +163,9 @@ def _text(source: OpenSource, row: Row) -> str:
 def _part(source: OpenSource, row: Row) -> tuple[float, float | None]:
     """Return where an utterance begins in its file and its length, both in seconds."""
     offset = row.get("offset") if source.is_manifest else None
-    usable = isinstance(offset, int | float) and 0 <= offset < ABSURD_SECONDS
-    return float(offset) if usable else 0.0, row_duration(row)
+    if not isinstance(offset, int | float) or not 0 <= offset < ABSURD_SECONDS:
+        offset = 0.0
+    return float(offset), row_duration(row)
 
 
 def _shares_most(a: float, a_seconds: float | None, b: float, b_seconds: float | None) -> bool:

@@ -10,7 +10,7 @@ import logging
 import os
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -90,7 +90,8 @@ def split_data(
     sources = _open(data, split, by)
     files = {part: folder / f"{part}.jsonl" for part in PARTS}
     there = [str(file) for file in files.values() if file.exists()]
-    if there and not overwrite:
+    read = {os.path.realpath(shard.file) for source in sources for shard in source.shards}
+    if there and (not overwrite or read & {os.path.realpath(file) for file in there}):
         raise UserError(
             f"--output: {', '.join(there)} would be written over. Name another directory, or add --overwrite."
         )
@@ -337,7 +338,7 @@ def assign(
 
 
 def _write(
-    sources: list[OpenSource], found: Utterances, part_N: np.ndarray, outputs: dict[int, TextIO], folder: Path
+    sources: list[OpenSource], found: Utterances, part_N: np.ndarray, outputs: Mapping[int, TextIO], folder: Path
 ) -> None:
     parts = iter(part_N.tolist())
     usable = iter(found.usable)

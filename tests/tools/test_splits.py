@@ -74,7 +74,7 @@ def test_equal_texts_stay_together_and_more_data_move_nothing(divide: Any, tmp_p
         assert sorted(row["text"] for row in old) == sorted(row["text"] for row in parts[part]), part
 
 
-def test_an_earlier_result_is_not_written_over(divide: Any) -> None:
+def test_an_earlier_result_is_not_written_over(divide: Any, tmp_path: Path) -> None:
     first, _ = divide(0, rows_of(400))
     _, said = divide(2, rows_of(40))
     assert "train.jsonl" in said
@@ -82,6 +82,9 @@ def test_an_earlier_result_is_not_written_over(divide: Any) -> None:
     second, _ = divide(0, rows_of(400), "--test", "0%", "--overwrite")
     assert "test" in first
     assert "test" not in second
+    data = tmp_path / "out" / "train.jsonl"
+    assert main(["--data", str(data), "--output", str(tmp_path / "out"), "--overwrite"]) == 2
+    assert read_lines(data) == second["train"]
 
 
 def test_by_speaker_where_a_column_names_them(divide: Any) -> None:
