@@ -58,6 +58,8 @@ class Usable:
         return lost / max(self.clips + lost, 1)
 
     def __str__(self) -> str:
+        if not self.looked and self.rows != 0:
+            return "no row could be looked at, so what is left is not known"
         unit, size = ("min", 60) if self.all_seconds < 7200 else ("h", 3600)
         line = (
             f"training on {self.clips:,} of {self.clips + self.left_out.total():,} clips ({self.seconds / size:,.1f} "

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import soundfile
 from conftest import ONLY_TRAIN, read_lines, write_manifest
+from launching import BIN, TRAIN, start
 from stream_cases import RATE, make_stream
 
 from finetune.data.usable import judge, look_at_usable
@@ -92,6 +93,15 @@ def test_a_mixture_counts_a_pass_over_its_first_source(tmp_path: Path) -> None:
     assert not found.is_estimate
 
 
+def test_where_nothing_can_be_read_nothing_is_known(tmp_path: Path) -> None:
+    manifest = Path(manifest_of(tmp_path, 40))
+    stream = make_stream(str(manifest))
+    manifest.unlink()
+    found = look_at_usable(stream)
+    assert str(found) == "no row could be looked at, so what is left is not known"
+    assert judge(found, 0.05) == (None, [])
+
+
 def test_parquet_is_judged_without_its_audio(corpus: Path) -> None:
     found = look_at_usable(make_stream(str(corpus / "shards"), max_duration=0.3))
     durations = [row["duration"] for row in read_lines(corpus / "manifest.jsonl")]
@@ -127,3 +137,13 @@ def test_a_run_on_less_than_half_is_refused(
     again = failed(0, *arguments, "training.resume_from_checkpoint=true", "training.max_steps=3")
     assert line in again
     assert "67 % of the clips are left out" in again
+
+
+@pytest.mark.slow
+def test_all_ranks_refuse_together(tiny_run: Any, clips: Path, tmp_path: Path) -> None:
+    data = {**ONLY_TRAIN, "max_duration": sorted(row["duration"] for row in read_lines(clips / "manifest.jsonl"))[7]}
+    command = [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", TRAIN, *tiny_run(data=data)]
+    said = start(command, expect=1).stderr
+    assert "% of the clips are left out. Mend the data" in said
+    done = start([*command, "data.allow_large_losses=true", "training.max_steps=4"])
+    assert "4 steps pass over them" in done.stderr
