@@ -23,7 +23,7 @@ JUDGED_TOGETHER = 512  # utterances whose alignments are looked for at once
 
 
 @dataclass
-class Group:
+class Tally:
     """What became of the rows of one source of a mixture, or of all sources that are read as one."""
 
     looked: int = 0
@@ -61,10 +61,9 @@ class Usable:
         if not self.looked and self.rows != 0:
             return "no row could be looked at, so what is left is not known"
         unit, size = ("min", 60) if self.all_seconds < 7200 else ("h", 3600)
-        line = (
-            f"training on {self.clips:,} of {self.clips + self.left_out.total():,} clips ({self.seconds / size:,.1f} "
-        )
-        line += f"of {self.all_seconds / size:,.1f} {unit})"
+        every = self.clips + self.left_out.total()
+        of_audio = f"{self.seconds / size:,.1f} of {self.all_seconds / size:,.1f}"
+        line = f"training on {self.clips:,} of {every:,} clips ({of_audio} {unit})"
         if self.rows is None:
             line += ", as far as looked at; how many there are is not known beforehand"
         elif self.is_estimate:
@@ -94,7 +93,7 @@ def look_at_usable(stream: UtteranceStream, rows: int = ROWS_AT_MOST, seconds: f
         rows, seconds: bounds of the search.
     """
     sources = stream.sources
-    groups = [Group() for _ in sources.groups]
+    groups = [Tally() for _ in sources.groups]
     for ref, row in spread_rows(sources, stream.options, rows, seconds):
         source, shard = sources.groups[ref[0]][ref[2]]
         _look_at_row(groups[ref[0]], source, shard, ref[3], row, stream)
@@ -116,12 +115,12 @@ def look_at_usable(stream: UtteranceStream, rows: int = ROWS_AT_MOST, seconds: f
         found.all_seconds += group.seconds * scale
         found.looked += group.looked
         found.is_estimate |= own is None or group.looked < own
-    found.clips, found.bad = round(clips), round(bad)
+    found.clips, found.bad, found.left_out = round(clips), round(bad), +found.left_out
     return found
 
 
 def _look_at_row(
-    group: Group, source: OpenSource, shard: Shard, number: int, row: Row, stream: UtteranceStream
+    group: Tally, source: OpenSource, shard: Shard, number: int, row: Row, stream: UtteranceStream
 ) -> None:
     """Count a row by what training would do with it."""
     place, column = shard.place(number), source.columns["audio"]
@@ -142,7 +141,7 @@ def _look_at_row(
 
 
 @contained
-def _examine(group: Group, source: OpenSource, place: str, number: int, row: Row, stream: UtteranceStream) -> Entry:
+def _examine(group: Tally, source: OpenSource, place: str, number: int, row: Row, stream: UtteranceStream) -> Entry:
     """Examine a row whose length is found first, so that it counts whatever becomes of the row."""
     audio, seconds = row.get(source.columns["audio"]), row_duration(row)
     if seconds is None and audio is not None:
@@ -156,7 +155,7 @@ def _examine(group: Group, source: OpenSource, place: str, number: int, row: Row
     return examine(source, place, (0, 0, 0, number), row, stream.options, stream.encode)
 
 
-def _with_alignment(group: Group, stream: UtteranceStream) -> Iterator[float]:
+def _with_alignment(group: Tally, stream: UtteranceStream) -> Iterator[float]:
     """Yield the seconds of the clips that have an alignment, and count the others."""
     fits, rate = stream.options.fits, stream.options.sample_rate
     for start in range(0, len(group.kept), JUDGED_TOGETHER):

@@ -115,7 +115,7 @@ def _work_on(config: RunConfig, key: str, split: str, folder: Path) -> Work:
         for name in EVALUATION_SETS
         if not d.allow_overlap and (value := getattr(d, name))
     }
-    held = hold_out(evaluated, config, math.inf, content=True)
+    held = hold_out(evaluated, config, math.inf, content=True) if evaluated else None
     named = model, tokenizer_setting(config).dir
     work = Work(sources, options, len_of_characters, named, d.max_bad_fraction, folder / "parts", held)
     return work if model is None else _with_model(work, config)
