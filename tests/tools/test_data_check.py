@@ -190,7 +190,7 @@ def test_too_many_bad_clips_are_a_bad_verdict(tmp_path: Path, capsys: Any) -> No
     rows = [{"audio_filepath": f"{i}.flac", "text": "a"} for i in range(10)]
     manifest = write_manifest(tmp_path / "m.jsonl", rows)
     assert main(["--data", str(manifest), "--output-dir", str(tmp_path / "check")]) == 1
-    assert main(["--data", str(tmp_path / "none.jsonl"), "--output-dir", str(tmp_path / "check")]) == 2
+    assert main(["--data", str(tmp_path / "none.jsonl"), "--output-dir", str(tmp_path / "other")]) == 2
     assert "there is no manifest" in capsys.readouterr().err
     with pytest.raises(SystemExit) as caught:
         main([])
@@ -346,4 +346,4 @@ def test_settings_without_a_run_file(spoiled: Path, tmp_path: Path, capsys: Any)
     main([*arguments, "data.max_duration=1", "data.filters.alphabet_before_normalization=tex 123"])
     said = capsys.readouterr().out
     assert re.search(r"\n +\d+  longer than data.max_duration 1 s, such as c\d+\n", said)
-    assert "with characters outside data.filters.alphabet_before_normalization, such as c0\n" in said
+    assert "with characters outside data.filters.alphabet_before_normalization, such as c4\n" in said
