@@ -13,6 +13,7 @@ data.validation, test or guard stand in data.train, 2 bad arguments.
 import argparse
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from finetune.security.safe_text import one_line
 from finetune.tools.command_line import add_json, command, positive
 
 RESULT = "check.json"
+SETTING = re.compile(r"(model|data|training)\.[\w.]+=")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -63,6 +65,9 @@ def main(argv: list[str] | None = None) -> int:
     """Check a data set; return the exit code."""
     parser = make_parser()
     arguments = parser.parse_intermixed_args(argv)
+    settings = [entry for entry in arguments.data or () if SETTING.match(entry)]  # behind --data they seem data sets
+    arguments.overrides += settings
+    arguments.data = [entry for entry in arguments.data or () if entry not in settings]
     if bool(arguments.data) == bool(arguments.config):
         parser.error("give either --data or --config")
     set_up_logging(arguments.verbose)

@@ -107,7 +107,7 @@ def look_at_usable(stream: UtteranceStream, rows: int = ROWS_AT_MOST, seconds: f
     for group, own, all_rows, opened in zip(groups, there, passed, sources.groups, strict=True):
         kept = list(_with_alignment(group, stream))
         scale = (all_rows or 0) / group.looked if known and group.looked else 1.0
-        counts = {in_words(name, {s.filters for s, _ in opened}): n for name, n in group.filtered.items() if n}
+        counts = {in_words(name, [s.filters for s, _ in opened]): n for name, n in group.filtered.items() if n}
         counts |= {f"bad: {kind} (such as {group.bad.first[kind]})": n for kind, n in group.bad.counts.items()}
         found.left_out.update({reason: round(n * scale) for reason, n in counts.items()})
         clips, bad = clips + len(kept) * scale, bad + group.bad.counts.total() * scale

@@ -342,7 +342,7 @@ def test_an_earlier_result_is_not_written_over_unasked(
 
 
 def test_settings_without_a_run_file(spoiled: Path, tmp_path: Path, capsys: Any) -> None:
-    arguments = ["--data", str(spoiled), "--output-dir", str(tmp_path / "check"), "--workers", "1"]
+    arguments = ["--output-dir", str(tmp_path / "check"), "--workers", "1", "--data", str(spoiled)]
     main([*arguments, "data.max_duration=1", "data.filters.alphabet_before_normalization=tex 123"])
     said = capsys.readouterr().out
     assert re.search(r"\n +\d+  longer than data.max_duration 1 s, such as c\d+\n", said)

@@ -313,7 +313,7 @@ def inspect(work: Work, folder: Path, workers: int) -> dict[str, Any]:
     found["padding"] = estimate_padding(sample[some].tolist(), work.options.limits, work.options.shuffle_buffer_size)
     found["bad_fraction"] = found["bad"] / max(found["rows"], 1)
     found["max_bad_fraction"] = work.max_bad_fraction
-    bounds = {source.filters for source in work.sources}
+    bounds = [source.filters for source in work.sources]
     left_out = sorted(found["filtered"].items(), key=lambda item: -item[1])
     found["left_out"] = [(in_words(name, bounds), n, found["examples"][name]) for name, n in left_out]
     texts = found.pop("texts")

@@ -280,7 +280,7 @@ class DryRun:
         clips, filtered = sum(clips_R), sum(filtered_R, Counter())
         quarantined = list(itertools.chain(*quarantined_R))
         rows = clips + len(quarantined) + filtered.total()
-        bounds = {source.filters for source in with_filters(sources, self.settings.data)}
+        bounds = [source.filters for source in with_filters(sources, self.settings.data)]
         reasons = "".join(f", {n} {in_words(reason, bounds)}" for reason, n in filtered.most_common())
         line = f"{clips} of {rows} clips decoded; filters take {filtered.total()}{reasons}; "
         line += f"quarantine takes {len(quarantined)}"
