@@ -72,7 +72,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser()
     arguments, rest = parser.parse_known_intermixed_args(argv)
     if rest:
-        parser.error(f"unknown arguments {' '.join(rest)}; settings are given as key=value")
+        from finetune.config.load import FIELDS
+        from finetune.config.suggestions import closest
+
+        near = closest(rest[0].lstrip("-").split("=")[0], FIELDS)
+        hint = f", such as {near[0]}=..." if near else ""
+        parser.error(f"unknown arguments {' '.join(rest)}; settings are given as key=value{hint}")
     if arguments.config is None:
         if not Path("config.yaml").is_file():
             parser.print_usage(sys.stderr)
