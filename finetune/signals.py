@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+import psutil
+
 EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h."""
 
@@ -20,8 +22,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 EXIT_CODE_FILE = "FINETUNE_EXIT_CODE_FILE"
 """Environment variable that names a file for the exit code: launchers return 1 whatever the training returned."""
 
+LAUNCHERS = ("accelerate", "torchrun", "deepspeed")
+
 _received: str | None = None
 _saving_first = False
+_launched_by: list[str] | None = None
+"""Command line of the launcher that a terminal's shell has started; None without a terminal or without a launcher."""
 
 
 class Stopped(BaseException):
@@ -74,10 +80,49 @@ def saving_first() -> Iterator[None]:
         _saving_first = before
 
 
+@contextlib.contextmanager
+def alone_at_the_terminal() -> Iterator[None]:
+    """Within, Ctrl-C reaches this process, not the launcher that started it from a terminal's shell: accelerate and
+    deepspeed die of it with a traceback and leave the training behind, torchrun kills it after 30 s.
+
+    The first process of a machine becomes the terminal's foreground process group. Ctrl-Z is ignored, since it would
+    stop the training alone, and the shell would wait for the launcher.
+    """
+    global _launched_by
+    group = os.getpgrp()
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError, psutil.Error):  # no terminal
+            terminal = os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC)
+            stack.callback(os.close, terminal)
+            words = psutil.Process(group).cmdline() if group != os.getpid() else []
+            front = psutil.Process(os.tcgetpgrp(terminal))
+            # Another process of this training may have gone to the front already.
+            in_front = front.pid == group or group in (parent.pid for parent in front.parents())
+            if in_front and {Path(word).name for word in words[:2]}.intersection(LAUNCHERS):
+                _launched_by = words
+                if os.environ.get("LOCAL_RANK", "0") == "0":
+                    os.setpgid(0, 0)
+                    stack.callback(_to_the_front, terminal, group)
+                    _to_the_front(terminal, os.getpgrp())
+                    signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+        yield
+
+
+def _to_the_front(terminal: int, group: int) -> None:
+    """Make a process group the terminal's foreground; a group that is gone is left alone."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})  # which stops who asks from the background
+    with contextlib.suppress(OSError):
+        os.tcsetpgrp(terminal, group)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def code_for_launcher(code: int) -> int:
-    """Return the process's exit code: 0 for 75 where a wrapper reads it from a file, for torchrun would restart."""
-    elastic = EXIT_CODE_FILE in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
-    return 0 if code == EXIT_CODE and elastic else code
+    """Return the process's exit code: 0 for 75 where a wrapper reads it from a file and torchrun would restart, and
+    where a launcher would print a traceback on a terminal for any other."""
+    elastic, words = "TORCHELASTIC_RUN_ID" in os.environ, _launched_by or []
+    loud = elastic or ("accelerate" in {Path(word).name for word in words[:2]} and not {"--quiet", "-q"} & set(words))
+    quiet_wanted = (elastic and EXIT_CODE_FILE in os.environ) or (_launched_by is not None and loud)
+    return 0 if code == EXIT_CODE and quiet_wanted else code
 
 
 def write_exit_code(code: int) -> None:

@@ -264,9 +264,11 @@ def leave(code: int) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        code = main()
-    except BaseException as error:
-        stopping.write_exit_code(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
-        raise
+    with stopping.alone_at_the_terminal():
+        try:
+            code = main()
+        except BaseException as error:
+            given = error.code if isinstance(error, SystemExit) else None
+            stopping.write_exit_code(given if isinstance(given, int) else 1)
+            raise
     leave(code)

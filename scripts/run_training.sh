@@ -74,7 +74,7 @@ pass_on() {
     if [ "$ranks" = 0 ]; then # it has not started anything yet
         kill -TERM "$launcher" 2> /dev/null || true
     fi
-    echo "run_training: $1 passed on to $ranks process(es)" >&2
+    [ "$1" = INT ] || echo "run_training: $1 passed on to $ranks process(es)" >&2
 }
 kill_all() { # listed before the launcher ends, for then nobody knows any more whose children they were
     local started
