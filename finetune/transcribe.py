@@ -140,7 +140,7 @@ def transcribe(arguments: argparse.Namespace, files: list[str]) -> int:
     )
     failed = 0
     with evaluation_mode(model):
-        for row in tqdm(rows, total=len(files), unit="file", disable=len(files) == 1, delay=2):
+        for row in tqdm(rows, total=len(files), unit="file", disable=len(files) == 1, delay=2, leave=False):
             if "error" in row:
                 failed += 1
                 print_error(f"{one_line(row['file'])}: {one_line(row['error'])}")
@@ -148,9 +148,7 @@ def transcribe(arguments: argparse.Namespace, files: list[str]) -> int:
             if not arguments.output:
                 print(json_line(shown), flush=True)
             elif "error" not in row:
-                written = paths[row["file"]]
-                write_formats(row, shown, written)
-                print(f"{one_line(row['file'])} -> {', '.join(one_line(p) for p in written.values())}", flush=True)
+                write_formats(row, shown, paths[row["file"]])
     return failed
 
 

@@ -141,7 +141,8 @@ class Evaluator:
         for split in (s for s in splits if s in self.sources):
             found[split] = wer = self.evaluate_split(model, split)
             self.quarantine.add(wer.quarantined)
-            log_evaluation(step, split if weights == "raw" else f"{split} ({weights})", wer)
+            if not (is_best and split == "validation"):  # said when it became the best
+                log_evaluation(step, split if weights == "raw" else f"{split} ({weights})", wer)
             bad, clips = len(wer.quarantined), len(wer.quarantined) + wer.total.clips
             if bad > self.config.data.max_bad_fraction * clips:
                 log.warning(

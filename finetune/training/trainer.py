@@ -402,6 +402,7 @@ class Trainer:
         else:  # the number of steps is an estimate, and rates of 0 before the end would waste what comes
             self.schedule.step_to(self.share_done())
         p.step += 1
+        p.clipped_steps += grad_norm is not None and grad_norm > (self.config.training.max_grad_norm or math.inf)
         p.samples += batches.samples
         self.window.add(loss, grad_norm, batches, reason is None, self._loss_parts(loss))
         if self.config.training.log_clips:

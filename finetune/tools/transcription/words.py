@@ -14,7 +14,7 @@ SENTENCE_ENDS = ".?!\u2026\u3002\uff1f\uff01\u061f\u0964"
 CLOSING = "\"'\u00bb\u201d\u2019)]}\u300d\u300f"
 PAUSE_SECONDS = 1.0
 """A pause that ends a segment."""
-SEGMENT_SECONDS = 30.0
+SEGMENT_SECONDS = 15.0
 """Longest segment; a longer one is split at its pauses."""
 
 
