@@ -1,6 +1,8 @@
 """Predict memory and time of every strategy, before anything runs.
 
-No GPU is needed, no weights are read. Lengths and texts are sampled from data.train where it is on this machine. Exit codes: 0 a strategy fits, 1 none does, 2 bad arguments or configuration.
+No GPU is needed, no weights are read. Lengths and texts are sampled from data.train where it is on this machine.
+
+Exit codes: 0 a strategy fits, 1 none does, 2 bad arguments or configuration.
 """
 
 from __future__ import annotations

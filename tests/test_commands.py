@@ -80,7 +80,9 @@ def test_nothing_is_said_where_files_are_written(tiny_model, clips, tmp_path, ca
     said = ["--format", ",".join(kinds), "--output", tmp_path / "out"]
     assert main([str(a) for a in ("--model", tiny_model, *files, *said)]) == 0
     assert capsys.readouterr() == ("", "")
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(f"{f.stem}.{k}" for f in files for k in kinds)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
+        f"{f.stem}.{k}" for f in files for k in kinds
+    )
 
 
 def test_paths_from_standard_input_and_a_missing_file(tiny_model, clips, monkeypatch, capsys):

@@ -11,8 +11,8 @@ OTHER_NAMES = {
     name: keys.split()
     for keys, names in {
         "training.learning_rate": "lr max_lr base_lr peak_lr",
-        "training.per_device_train_batch_size": "batch batch_size bs train_batch_size micro_batch_size batch_size_per_gpu "
-        "per_gpu_train_batch_size train_micro_batch_size_per_gpu",
+        "training.per_device_train_batch_size": "batch batch_size bs train_batch_size micro_batch_size "
+        "batch_size_per_gpu per_gpu_train_batch_size train_micro_batch_size_per_gpu",
         "training.per_device_eval_batch_size": "eval_batch_size validation_batch_size per_gpu_eval_batch_size",
         "training.gradient_accumulation_steps": "grad_accum accum accumulation gradient_accumulation accum_steps "
         "grad_accum_steps grad_accumulation_steps accumulate_grad_batches accumulation_steps",

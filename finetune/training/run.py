@@ -279,7 +279,11 @@ def describe(trainer: Trainer, strategy: Strategy) -> None:
         accelerator.init_trackers("finetune", config=flat_settings(config))
     if strategy.engine == "ddp" and accelerator.num_processes == 1:
         log.warning("%s, but one process was started: it trains alone", strategy.engine_from)
-    processes, accumulated, clips = accelerator.num_processes, t.gradient_accumulation_steps, train_limits(config).clips
+    processes, accumulated, clips = (
+        accelerator.num_processes,
+        t.gradient_accumulation_steps,
+        train_limits(config).clips,
+    )
     parts = [f"{processes} processes"] * (processes > 1) + [f"{accumulated} batches"] * (accumulated > 1)
     batch = " x ".join([*parts, f"{clips} clips" if clips else "a batch by length"])
     of = f"{clips * processes * accumulated} clips ({batch})" if clips and parts else batch

@@ -154,7 +154,9 @@ def log_result(
     clipped, steps = summary["clipped_steps"], summary["steps"]
     if clipped > MOSTLY_CLIPPED * steps:
         limit = summary["effective_settings"]["training"]["max_grad_norm"]
-        text = "gradients were clipped in %d of %d steps (training.max_grad_norm=%g): there they all have the same norm. "
+        text = (
+            "gradients were clipped in %d of %d steps (training.max_grad_norm=%g): there they all have the same norm. "
+        )
         log.info(text + "A higher limit leaves them their own", clipped, steps, limit)
     if summary["adapter_bytes"]:
         sizes = summary["adapter_bytes"] / 1e6, summary["model_bytes"] / 1e6

@@ -54,7 +54,11 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         ("per_device_train_batch_size=1", "per_device_train_batch_size", " training.per_device_train_batch_size"),
         ("num_train_epochs=1", "num_train_epochs", " Did you mean training.num_train_epochs?"),
         ("training.grad_accum=1", "training.grad_accum", " Did you mean training.gradient_accumulation_steps?"),
-        ("training.gradient_accumulation=1", "training.gradient_accumulation", " training.gradient_accumulation_steps?"),
+        (
+            "training.gradient_accumulation=1",
+            "training.gradient_accumulation",
+            " training.gradient_accumulation_steps?",
+        ),
         ("fp16=true", "fp16", " Did you mean training.fp16?"),
         ("trainer.precision=16", "trainer.precision", " Did you mean training.bf16 or training.fp16?"),
         ("trainer.max_epochs=3", "trainer.max_epochs", " Did you mean training.num_train_epochs?"),

@@ -309,7 +309,9 @@ def test_the_page_of_20_000_clips_is_below_10_mb_and_needs_no_other_file(done, t
     write_manifest(folder / "evaluations.jsonl", [*rows, *read_lines(done / "evaluations.jsonl")[-9:]])
     letters = "abcdefghijklmnopqrstuvwxyz"
     reasons = ["".join(rng.choices(letters, k=30)) for _ in steps]
-    bad = [{"id": f"clip-{i}", "source": f"train.jsonl line {i}", "reason": reason} for i, reason in enumerate(reasons)]
+    bad = [
+        {"id": f"clip-{i}", "source": f"train.jsonl line {i}", "reason": reason} for i, reason in enumerate(reasons)
+    ]
     write_manifest(folder / "quarantine.jsonl", bad)
     clip = {**mistakes["clips"][0], "audio": "data:audio/mpeg;base64," + "A" * 100_000}
     (folder / "errors-test.json").write_text(json.dumps({**mistakes, "clips": [clip] * 200}))

@@ -54,7 +54,9 @@ ACCELERATE += ["--mixed_precision", "no", "--dynamo_backend", "no"]
     [
         ([*ACCELERATE, "--quiet", TRAIN], 1),
         pytest.param([*ACCELERATE, TRAIN], 0, marks=pytest.mark.slow),
-        pytest.param([str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", TRAIN], 0, marks=pytest.mark.slow),
+        pytest.param(
+            [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", TRAIN], 0, marks=pytest.mark.slow
+        ),
         pytest.param([str(BIN / "deepspeed"), "--num_gpus=1", TRAIN], 75, marks=pytest.mark.slow),
         pytest.param([sys.executable, TRAIN], 75, marks=pytest.mark.slow),
         pytest.param([sys.executable, "-m", "finetune.cli", "train"], 75, marks=pytest.mark.slow),

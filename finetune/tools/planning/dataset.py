@@ -1,4 +1,4 @@
-"""What a plan knows of the data: given on the command line, from a data check, from a sample of data.train, or guessed."""
+"""What a plan knows of the data: from the command line, a data check, a sample of data.train, or as a guess."""
 
 import contextlib
 import json

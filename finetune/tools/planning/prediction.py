@@ -220,9 +220,7 @@ def row_of(name: str, predictor: Predictor, command: str = "") -> Row:
     )
 
 
-def command_for(
-    config_file: Path, names: list[str], processes: int, overrides: Iterable[str] = ()
-) -> str:
+def command_for(config_file: Path, names: list[str], processes: int, overrides: Iterable[str] = ()) -> str:
     """Return the line to type: it starts a process for each GPU, unless told otherwise."""
     as_many = processes > 1 or torch.cuda.device_count() > 1
     words = [*([f"NUM_PROCESSES={processes}"] if as_many else []), "bash scripts/run_training.sh"]

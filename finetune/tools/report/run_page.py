@@ -64,9 +64,7 @@ def run_values(run: Run) -> tuple[dict[str, Any], list[Plot | None]]:
         "lengths": lengths,
         "clips": worst_clips(run),
         "reasons": reason_rows(run),
-        "examples": [
-            [e["id"], e["source"], e["reason"]] for r in run.quarantine[:LISTED_REASONS] for e in r.examples
-        ],
+        "examples": [[e["id"], e["source"], e["reason"]] for r in run.quarantine[:LISTED_REASONS] for e in r.examples],
         "filtered": None if filtered is None else sorted(filtered.items(), key=lambda item: -item[1]),
         "model_megabytes": model.stat().st_size / 1e6 if model.is_file() else None,
         "use": commands_for_use(run),
