@@ -22,12 +22,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 EXIT_CODE_FILE = "FINETUNE_EXIT_CODE_FILE"
 """Environment variable that names a file for the exit code: launchers return 1 whatever the training returned."""
 
-LAUNCHERS = ("accelerate", "torchrun", "deepspeed")
+ACCELERATE = {"accelerate", "accelerate-launch", "accelerate.commands.launch"}
+LAUNCHERS = ACCELERATE | {"torchrun", "torch.distributed.run", "deepspeed"}
 
 _received: str | None = None
 _saving_first = False
-_launched_by: list[str] | None = None
-"""Command line of the launcher that a terminal's shell has started; None without a terminal or without a launcher."""
+_quiet_at_end = False
+"""At a terminal, under a launcher that prints a traceback for every exit code but 0."""
 
 
 class Stopped(BaseException):
@@ -88,18 +89,21 @@ def alone_at_the_terminal() -> Iterator[None]:
     The first process of a machine becomes the terminal's foreground process group. Ctrl-Z is ignored, since it would
     stop the training alone, and the shell would wait for the launcher.
     """
-    global _launched_by
+    global _quiet_at_end
     group = os.getpgrp()
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError, psutil.Error):  # no terminal
             terminal = os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC)
             stack.callback(os.close, terminal)
             words = psutil.Process(group).cmdline() if group != os.getpid() else []
+            launcher = LAUNCHERS.intersection(Path(word).name for word in words[:3])
             front = psutil.Process(os.tcgetpgrp(terminal))
             # Another process of this training may have gone to the front already.
             in_front = front.pid == group or group in (parent.pid for parent in front.parents())
-            if in_front and {Path(word).name for word in words[:2]}.intersection(LAUNCHERS):
-                _launched_by = words
+            if in_front and launcher:
+                _quiet_at_end = "TORCHELASTIC_RUN_ID" in os.environ or (
+                    bool(launcher & ACCELERATE) and not {"--quiet", "-q"} & set(words)
+                )
                 if os.environ.get("LOCAL_RANK", "0") == "0":
                     os.setpgid(0, 0)
                     stack.callback(_to_the_front, terminal, group)
@@ -118,11 +122,9 @@ def _to_the_front(terminal: int, group: int) -> None:
 
 def code_for_launcher(code: int) -> int:
     """Return the process's exit code: 0 for 75 where a wrapper reads it from a file and torchrun would restart, and
-    where a launcher would print a traceback on a terminal for any other."""
-    elastic, words = "TORCHELASTIC_RUN_ID" in os.environ, _launched_by or []
-    loud = elastic or ("accelerate" in {Path(word).name for word in words[:2]} and not {"--quiet", "-q"} & set(words))
-    quiet_wanted = (elastic and EXIT_CODE_FILE in os.environ) or (_launched_by is not None and loud)
-    return 0 if code == EXIT_CODE and quiet_wanted else code
+    where a launcher would print a traceback on a terminal."""
+    elastic = EXIT_CODE_FILE in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
+    return 0 if code == EXIT_CODE and (elastic or _quiet_at_end) else code
 
 
 def write_exit_code(code: int) -> None:
