@@ -57,8 +57,8 @@ def closest(word: str, known: Iterable[str], most: int = 1) -> list[str]:
         most: how many at most by likeness; those clearly worse than the best are left out.
     """
     section = word.rpartition(".")[0]
-    names = set(known)
-    if names.issuperset(usual := OTHER_NAMES.get(_last(word), [""])):
+    names = list(known)
+    if (usual := OTHER_NAMES.get(_last(word))) and set(usual) <= set(names):
         return usual
     scores = {
         name: _likeness(_last(word), _last(name)) - (0.0 if name.rpartition(".")[0] == section else OTHER_SECTION)
