@@ -229,7 +229,9 @@ def main(argv: list[str] | None = None, observe: Callable[[Trainer], None] | Non
             return error.exit_code
         except (stopping.Stopped, stopping.CutShort) as stop:
             again = "Start the same command again with training.resume_from_checkpoint=true to go on."
-            print_error(f"{stop}. {again}", before="stopped: ")
+            agreed = isinstance(stop, stopping.CutShort) or stop.on_all_ranks
+            if not agreed or os.environ.get("RANK", "0") == "0":
+                print_error(f"{stop}. {again}", before="stopped: ")
             return stopping.EXIT_CODE
         except KeyboardInterrupt:
             again = "training.resume_from_checkpoint=true continues from the last checkpoint"
@@ -259,6 +261,7 @@ def leave(code: int) -> None:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
+        stopping.end_torchrun(code)
         os._exit(code)
     sys.exit(code)
 

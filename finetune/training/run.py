@@ -279,12 +279,9 @@ def describe(trainer: Trainer, strategy: Strategy) -> None:
         accelerator.init_trackers("finetune", config=flat_settings(config))
     if strategy.engine == "ddp" and accelerator.num_processes == 1:
         log.warning("%s, but one process was started: it trains alone", strategy.engine_from)
-    processes, accumulated, clips = (
-        accelerator.num_processes,
-        t.gradient_accumulation_steps,
-        train_limits(config).clips,
-    )
-    parts = [f"{processes} processes"] * (processes > 1) + [f"{accumulated} batches"] * (accumulated > 1)
+    processes, clips = accelerator.num_processes, train_limits(config).clips
+    accumulated = t.gradient_accumulation_steps
+    parts = [f"{n} {what}" for n, what in ((processes, "processes"), (accumulated, "batches")) if n > 1]
     batch = " x ".join([*parts, f"{clips} clips" if clips else "a batch by length"])
     of = f"{clips * processes * accumulated} clips ({batch})" if clips and parts else batch
     log.info(

@@ -608,7 +608,7 @@ class Trainer:
         if stop or self.batcher.save_wanted or self._at_last_step() or (t.save_steps and p.step % t.save_steps == 0):
             self.save(wait=stop)
         if stop:
-            raise Stopped(f"the checkpoint of step {p.step} is saved")
+            raise Stopped(f"the checkpoint of step {p.step} is saved", on_all_ranks=True)
         self.window.started += time.perf_counter() - paused
 
     def _evaluate_due(self) -> bool:

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -55,7 +56,9 @@ ACCELERATE += ["--mixed_precision", "no", "--dynamo_backend", "no"]
         ([*ACCELERATE, "--quiet", TRAIN], 1),
         pytest.param([*ACCELERATE, TRAIN], 0, marks=pytest.mark.slow),
         pytest.param(
-            [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", TRAIN], 0, marks=pytest.mark.slow
+            [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", TRAIN],
+            -signal.SIGKILL,
+            marks=pytest.mark.slow,
         ),
         pytest.param([str(BIN / "deepspeed"), "--num_gpus=1", TRAIN], 75, marks=pytest.mark.slow),
         pytest.param([sys.executable, TRAIN], 75, marks=pytest.mark.slow),

@@ -121,7 +121,8 @@ def segments_of(words: list[dict[str, Any]], pause: float = PAUSE_SECONDS) -> li
 
 
 def _split_long(words: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Split words at the longest pause, an eighth of their time from the ends, until no part takes more than SEGMENT_SECONDS."""
+    """Split words at the longest pause, an eighth of their time from the ends, until no part has more than
+    SEGMENT_SECONDS."""
     start, end = words[0]["start"], words[-1]["end"]
     if end - start <= SEGMENT_SECONDS or len(words) == 1:
         return [words]
