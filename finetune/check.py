@@ -3,9 +3,11 @@
 D is a NeMo manifest, a folder or glob of parquet or tar shards, an audio folder, or a hub data set name. With a model
 (or a run file, which names one) texts are tokenised and utterances judged by what its encoder's frames can carry. An
 interrupted check goes on where it was. Leaves report.html, check.json, and problems.jsonl with each utterance that
-cannot be used or comes twice, which `data.leave_out` takes.
+cannot be used, comes twice, or stands in data.validation, test or guard of the run file as well, which
+`data.leave_out` takes.
 
-Exit codes: 0 all is usable but what filters leave out, 1 more than data.max_bad_fraction is bad, 2 bad arguments.
+Exit codes: 0 all is usable but what filters leave out, 1 more than data.max_bad_fraction is bad or clips of
+data.validation, test or guard stand in data.train, 2 bad arguments.
 """
 
 import argparse
@@ -69,11 +71,15 @@ def main(argv: list[str] | None = None) -> int:
     write_report(found, folder / "report.html")
     for error in found["errors"]:
         print_error(error)
+    for line in found["same_clips"] + found["same_texts"]:
+        print(line)
     print(
         f"{found['rows']} rows, {found['clips']} clips to train on, {found['hours']:.2f} h; left out by filters: "
         f"{sum(found['filtered'].values())}; bad: {found['bad']}; the report: {folder / 'report.html'}"
     )
-    return 1 if found["errors"] or found["bad_fraction"] > found["max_bad_fraction"] else 0
+    if found["same_clips"]:
+        print(f"data.leave_out={folder / 'problems.jsonl'} trains without the clips that are evaluated")
+    return 1 if found["errors"] or found["same_clips"] or found["bad_fraction"] > found["max_bad_fraction"] else 0
 
 
 if __name__ == "__main__":

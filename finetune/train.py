@@ -117,9 +117,11 @@ def train(
     accelerator = run.build_accelerator(config, strategy)
     with run.output_directory(accelerator, config):
         sources = run.open_sources(config)
+        checkpoint = run.find_checkpoint(config)
+        if checkpoint is None:
+            run.check_overlap(config, sources)
         prediction = auto_batch.set_bounds(accelerator, config, strategy)
         total_steps = run.plan_steps(accelerator, config, sources)
-        checkpoint = run.find_checkpoint(config)
         model = run.build_model(accelerator, config, sources, checkpoint)
         trainer = run.build_trainer(accelerator, model, sources, config, total_steps)
         run.check_languages(trainer)

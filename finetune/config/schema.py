@@ -324,6 +324,8 @@ class DataConfig(Section):
     max_bad_fraction: Annotated[Fraction, Option("safety", "fraction")] = 0.05
     """Stop the run when a larger share of the clips read so far had to be put in quarantine (judged once 200 clips are
     read, and at the end of each epoch)."""
+    allow_overlap: Annotated[bool, Option("safety")] = False
+    """Train although clips of `validation`, `test` or `guard` stand in `train`; else that is refused."""
 
 
 class TrainingConfig(Section):

@@ -20,6 +20,7 @@ from finetune.config.compatibility import find_conflicts
 from finetune.config.redaction import without_secrets, write_config
 from finetune.config.schema import RunConfig
 from finetune.config.tokenizer_setting import tokenizer_setting
+from finetune.data.overlap import find_overlap, warnings_about
 from finetune.data.run_file import count_clips, mean_seconds, train_limits
 from finetune.data.run_file import open_sources as open_sources
 from finetune.data.sources import OpenSource
@@ -50,6 +51,8 @@ from finetune.training.trainer import Trainer
 from finetune.training.vocabulary_change import set_vocabulary
 
 log = logging.getLogger(__name__)
+
+OVERLAP_SECONDS = 10.0  # at the start of a run; a dry run takes longer, and a check reads the audio as well
 
 
 def build_accelerator(config: RunConfig, strategy: Strategy) -> Accelerator:
@@ -137,6 +140,23 @@ def _why_not_into(path: Path, config: RunConfig) -> str | None:
                 "model elsewhere."
             )
     return None
+
+
+def check_overlap(config: RunConfig, sources: dict[str, list[OpenSource]]) -> None:
+    """Warn of texts of the evaluation sets that stand in data.train.
+
+    Raises:
+        UserError: clips of theirs stand there, without data.allow_overlap.
+    """
+
+    def look() -> None:
+        found = find_overlap(sources, config, OVERLAP_SECONDS)
+        if not found.whole:
+            log.info("%s in %.0f s; --dry-run compares more", found.scope(), OVERLAP_SECONDS)
+        for text in warnings_about(found, sources, config):
+            log.warning("%s", text)
+
+    on_main(look)
 
 
 def find_checkpoint(config: RunConfig) -> Path | None:

@@ -10,8 +10,8 @@ import yaml
 from conftest import read_lines, write_manifest
 
 PARTS = [
-    *("configuration", "sources", "model", "tokenizer", "clips", "engine", "evaluation", "worst batch", "checkpoint"),
-    *("model file", "time"),
+    *("configuration", "sources", "overlap", "model", "tokenizer", "clips", "engine", "evaluation", "worst batch"),
+    *("checkpoint", "model file", "time"),
 ]
 
 

@@ -40,7 +40,7 @@ def run_file(tiny_model: Path, clips: Path, tmp_path_factory: pytest.TempPathFac
         "model": {"name": str(tiny_model)},
         "data": {
             **dict.fromkeys(("train", "validation", "test", "guard"), manifest),
-            "text_normalization": "basic", "max_bad_fraction": 0.5,
+            "text_normalization": "basic", "max_bad_fraction": 0.5, "allow_overlap": True,
         },
         "training": {
             "output_dir": str(folder / "done"),

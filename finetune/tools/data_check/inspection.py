@@ -30,10 +30,11 @@ from finetune.data.batching import BatchLimits, Buffer, Entry
 from finetune.data.filters import FilteredUtterance, Filters, level, parse_filters
 from finetune.data.leave_out import DUPLICATE, hash_of
 from finetune.data.options import StreamOptions
+from finetune.data.overlap import EVALUATION_SETS, HeldOut, Overlap, hold_out
 from finetune.data.quarantine import BadUtterance
 from finetune.data.reader import rows_from
 from finetune.data.retry import Unreachable, UnreadableShard
-from finetune.data.run_file import train_limits, with_filters
+from finetune.data.run_file import DEFAULT_SPLIT, train_limits, with_filters
 from finetune.data.shards import Row, Shard
 from finetune.data.sources import OpenSource, Source, open_source, parse_sources
 from finetune.data.utterances import examine, read_samples, row_id, text_encoder
@@ -66,6 +67,8 @@ class Work:
     """Name and tokenizer directory."""
     max_bad_fraction: float
     parts: Path
+    held: HeldOut | None = None
+    """What the run file evaluates, to be found in its data.train."""
 
     def __post_init__(self) -> None:
         self.shards = [(source, shard) for source in self.sources for shard in source.shards]
@@ -98,7 +101,13 @@ def work_on_run_file(file: Path, overrides: list[str], folder: Path) -> Work:
     )
     sources = with_filters([replace(s, root=root) for s in sources], d)
     model, tokenizer = config.model.name, tokenizer_setting(config).dir
-    work = Work(sources, options, len_of_characters, (model, tokenizer), d.max_bad_fraction, folder / "parts")
+    evaluated = {
+        key: [open_source(s, f"data.{key}") for s in parse_sources(value, f"data.{key}", DEFAULT_SPLIT[key])]
+        for key in EVALUATION_SETS
+        if not d.allow_overlap and (value := getattr(d, key))
+    }
+    held = hold_out(evaluated, config, math.inf, content=True)
+    work = Work(sources, options, len_of_characters, (model, tokenizer), d.max_bad_fraction, folder / "parts", held)
     return _with_model(work, model, tokenizer, config)
 
 
@@ -129,7 +138,7 @@ def inspect_shard(index: int) -> Path:
     file = work.parts / f"{index:06d}.json"
     if file.is_file() and json.loads(file.read_text(encoding="utf-8"))["error"] is None:
         return file
-    found: dict[str, Any] = {"rows": 0, "filtered": Counter(), "problems": [], "error": None}
+    found: dict[str, Any] = {"rows": 0, "filtered": Counter(), "problems": [], "in_common": [], "error": None}
     clips: list[dict[str, Any]] = []
     names: list[tuple[int, int]] = []
     try:
@@ -161,6 +170,8 @@ def inspect_shard(index: int) -> Path:
             )
             part = f" from {entry.offset}" if entry.has_offset else ""  # parts of one file share its path
             names.append((hash_of(_whole_id(source, shard, row, place) + part), number))
+            if work.held and (hits := work.held.find(source, shard, number, row, content=True)):
+                found["in_common"].append((number, hits))
     except (UnreadableShard, Unreachable) as error:
         found["error"] = str(error)
     np.save(file.with_suffix(".npy"), np.array(names, dtype=np.uint64).reshape(-1, 2))
@@ -284,11 +295,20 @@ def inspect(work: Work, folder: Path, workers: int) -> dict[str, Any]:
     found["padding"] = estimate_padding(sample[some].tolist(), work.options.limits, work.options.shuffle_buffer_size)
     found["bad_fraction"] = found["bad"] / max(found["rows"], 1)
     found["max_bad_fraction"] = work.max_bad_fraction
+    common = Overlap(work.held or HeldOut(), found["rows"])
     with (folder / "problems.jsonl").open("w", encoding="utf-8", errors="backslashreplace") as out:
         for index, (file, (_, shard)) in enumerate(zip(files, work.shards, strict=True)):
-            problems = json.loads(file.read_text(encoding="utf-8"))["problems"]
+            part = json.loads(file.read_text(encoding="utf-8"))
+            problems = part["problems"]
+            for row, hits in part["in_common"]:
+                place = shard.place(row)
+                common.add(hits, place)
+                splits = dict.fromkeys(common.held.rows[held].split for held, kind in hits if kind != "text")
+                problems += [{"source": place, "reason": f"stands in data.{', '.join(splits)}"}] if splits else []
             problems += [{"source": shard.place(row), "reason": DUPLICATE} for row in duplicates.get(index, ())]
             out.writelines(json.dumps(problem, ensure_ascii=False) + "\n" for problem in problems)
+    found["in_common"] = common.by_set()
+    found["same_clips"], found["same_texts"] = common.said()
     return found
 
 
@@ -316,7 +336,8 @@ def begin(work: Work) -> int:
     shards += [[file, os.stat(file).st_size, os.stat(file).st_mtime_ns] for file in files if os.path.isfile(file)]
     filters = [(source.filters.model_dump(), source.source.model_dump()) for source in work.sources]
     options = work.options
-    key = json.dumps([shards, filters, options.text_normalization, options.sample_rate, work.model], default=str)
+    held = [(row.split, row.place, row.text) for row in work.held.rows] if work.held else []
+    key = json.dumps([shards, held, filters, options.text_normalization, options.sample_rate, work.model], default=str)
     mark = work.parts / "of.txt"
     digest = hashlib.sha256(key.encode()).hexdigest()
     work.parts.mkdir(parents=True, exist_ok=True)

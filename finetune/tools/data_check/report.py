@@ -27,6 +27,7 @@ img { max-width: 100%; }
 <h2>Hours by language</h2>{{ table(("language", "clips", "hours"), languages) }}
 <h2>What would be left out</h2>{{ table(("filter", "clips"), left_out) }}
 <h2>What cannot be used</h2>{{ table(("reason", "clips"), problems.items()) }}
+{% for line in same_clips + same_texts %}<p><b>{{ line }}</b></p>{% endfor %}
 <p>Each clip stands in problems.jsonl, which `data.leave_out` takes.</p>
 <h2>Files</h2>{{ table(("sample rate, Hz", "clips"), sample_rates.items()) }}
 {{ table(("channels", "clips"), channels.items()) }}

@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from finetune.callbacks.defaults import add_step_callbacks
 from finetune.config.schema import RunConfig
 from finetune.data.normalization import normalize_text
+from finetune.data.overlap import find_overlap, warnings_about
 from finetune.data.quarantine import BadUtterance, Record, exceeds_bad_fraction
 from finetune.data.reader import group_sources
 from finetune.data.retry import Unreachable
@@ -25,7 +26,7 @@ from finetune.data.run_file import with_filters
 from finetune.data.sources import OpenSource
 from finetune.data.survey import length_of, spread_rows
 from finetune.data.utterances import text_encoder
-from finetune.distributed import broadcast, gather
+from finetune.distributed import broadcast, gather, on_main
 from finetune.errors import UserError
 from finetune.models.adapters import merged_state_dict
 from finetune.models.loading import load_model
@@ -44,6 +45,7 @@ from finetune.training.data import make_stream, prompts_of_rows
 from finetune.training.trainer import Trainer
 
 TEXTS, TEXT_SECONDS = 1000, 20.0
+OVERLAP_SECONDS = 300.0
 CLIPS = 200
 EVALUATED = 20
 SHUFFLE_BUFFER = 64  # utterances of each worker, in place of the run's buffer, which takes long to fill
@@ -65,6 +67,8 @@ def dry_run(config: RunConfig, strategy: Strategy, observe: Callable[[Trainer], 
         return attempts.close()
     with trial.trial_folder(parts.accelerator, parts.settings):
         opened = attempt("sources", parts.open_sources)
+        if opened and len(parts.sources) > 1:
+            attempt("overlap", parts.compare_splits)
         loaded = attempt("model", parts.load_model)
         if opened and loaded:
             attempt("tokenizer", parts.encode_texts)
@@ -126,6 +130,24 @@ class DryRun:
         rows = {key: count_rows(opened) for key, opened in self.sources.items()}
         line = ", ".join(f"{key} {'an unknown number of' if n is None else f'{n:,}'} rows" for key, n in rows.items())
         return line, {"rows": rows}
+
+    def compare_splits(self) -> Found:
+        """Look for what is evaluated in data.train.
+
+        Raises:
+            UserError: clips stand in both, without data.allow_overlap.
+        """
+        line, sets, warnings = on_main(self._overlap)
+        for text in warnings:
+            self.warn(text)
+        return line, {"in_common": sets}
+
+    def _overlap(self) -> tuple[str, list[dict[str, Any]], list[str]]:
+        found = find_overlap(self.sources, self.config, OVERLAP_SECONDS)
+        sets, warnings = found.by_set(), warnings_about(found, self.sources, self.config)
+        clips, texts = (sum(one[kind] for one in sets) for kind in ("same_clips", "same_texts"))
+        line = f"{found.scope()} by row, file, id and text: {clips or 'no'} equal clips, {texts or 'no'} equal texts"
+        return line, sets, warnings
 
     def load_model(self) -> Found:
         self.model = run.build_model(self.accelerator, self.settings, self.sources)
