@@ -138,7 +138,7 @@ def end_torchrun(code: int) -> None:
         code == EXIT_CODE
         and _interrupted
         and "TORCHELASTIC_RUN_ID" in environment
-        and environment["LOCAL_RANK"] == "0"
+        and environment.get("LOCAL_RANK") == "0"
     ):
         with contextlib.suppress(OSError, psutil.Error):
             if psutil.Process(os.getppid()).terminal() is not None and environment.get("GROUP_WORLD_SIZE") == "1":
