@@ -154,10 +154,8 @@ def log_result(
     clipped, steps = summary["clipped_steps"], summary["steps"]
     if clipped > MOSTLY_CLIPPED * steps:
         limit = summary["effective_settings"]["training"]["max_grad_norm"]
-        text = (
-            "gradients were clipped in %d of %d steps (training.max_grad_norm=%g): there they all have the same norm. "
-        )
-        log.info(text + "A higher limit leaves them their own", clipped, steps, limit)
+        text = "gradients were clipped in %d of %d steps, all to the same norm (training.max_grad_norm=%g)"
+        log.info(text, clipped, steps, limit)
     if summary["adapter_bytes"]:
         sizes = summary["adapter_bytes"] / 1e6, summary["model_bytes"] / 1e6
         log.info("adapter: %s, %.2f MB beside model.nemo's %.2f MB", output_dir / "adapter", *sizes)

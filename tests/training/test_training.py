@@ -290,7 +290,7 @@ def test_the_last_lines_say_each_thing_once_and_what_was_clipped(run_train, tiny
     assert [said.count(f" step {step} validation: WER ") for step in (0, 3)] == [1, 1]
     assert said.count(" WER on validation: ") == 1
     assert "1 process, precision fp32, 3 steps of 8 clips (2 batches x 4 clips)" in said
-    assert "gradients were clipped in 3 of 3 steps (training.max_grad_norm=0.001)" in said
+    assert "gradients were clipped in 3 of 3 steps, all to the same norm (training.max_grad_norm=0.001)" in said
     assert summary(tmp_path / "run")["clipped_steps"] == 3
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "Before clipping at training.max_grad_norm=0.001, which clipped 3 of 3 steps." in page
