@@ -113,9 +113,9 @@ def test_only_what_is_trained_and_evaluated_counts(compare: Any, tmp_path: Path)
 def test_rows_that_nothing_can_be_made_of(compare: Any) -> None:
     odd: list[Any] = [
         "no json",
-        {"audio_filepath": "a\0b.wav", "text": "x", "id": "n"},
+        {"audio_filepath": "a\0/b.wav", "text": "x", "id": "n"},
         {"audio_filepath": 5, "text": None, "id": {"a": [1]}},
-        {"audio_filepath": "\ud800.wav", "text": "\ud800", "offset": 10**400},
+        {"audio_filepath": "\ud800/a.wav", "text": "\ud800", "offset": 10**400},
         {"audio_filepath": "c.wav", "text": "y", "offset": "1 s", "duration": True},
     ]
     lines = [row if isinstance(row, str) else json.dumps(row) for row in odd]
