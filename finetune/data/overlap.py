@@ -264,7 +264,7 @@ def warnings_about(found: Overlap, opened: dict[str, list[OpenSource]], config: 
     clips, texts = found.said()
     if clips and not config.data.allow_overlap:
         data = " ".join(dict.fromkeys(source.source.path for source in opened["train"]))
-        raise UserError("\n".join([*clips, ADVICE.format(data=data)]))
+        raise UserError("\n".join([*(f"{line}." for line in clips), ADVICE.format(data=data)]))
     return clips + texts
 
 

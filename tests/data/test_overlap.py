@@ -185,6 +185,7 @@ def test_a_dry_run_is_a_no_go(run_train: Any, tiny_run: Any, capsys: Any, monkey
     said = capsys.readouterr().err
     assert "NO-GO   overlap" in said
     assert "data.test: 24 of 24 clips stand in data.train (24 by their row)" in said
+    assert "\\n" not in said, "several sets, one line"
     assert "NO-GO after" in said
 
 
