@@ -112,7 +112,11 @@ def main(argv: list[str] | None = None) -> int:
         print(help_of(command), end="")
         return 0
     module = load(command)
-    code = module.main(rest)
+    try:
+        code = module.main(rest)
+    except KeyboardInterrupt:
+        print("stopped by the keyboard", file=sys.stderr)
+        return 130
     if command == "train":
         module.leave(code)  # as `python finetune/train.py` does
     return code

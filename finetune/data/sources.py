@@ -19,6 +19,7 @@ from finetune.data.shards import Shard, arrow_shards, dataset_shards, manifest_s
 from finetune.data.storage import expand
 from finetune.data.tarred import tarred_shards
 from finetune.errors import UserError
+from finetune.paths import looks_local, near_path
 from finetune.security.archives import bound_headers
 
 log = logging.getLogger(__name__)
@@ -226,8 +227,8 @@ def _how_to_load(source: Source, key: str) -> tuple[tuple[Any, ...], dict[str, A
         if not any(files for _, _, files in os.walk(path)):
             raise UserError(f"{key}: the directory {path} is empty.")
         return (path,), options
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise UserError(f"{key}: there is no file or directory {path} (looked in {Path.cwd()}).")
+    if looks_local(path):
+        raise UserError(f"{key}: there is no file or directory {path} (looked in {Path.cwd()}).{near_path(path)}")
     return (path,), {**options, "revision": source.revision}
 
 
@@ -299,7 +300,7 @@ def _open_manifest(source: Source, key: str) -> OpenSource:
         shards, clips = tarred_shards(path, source.tarred_audio, key)
     else:
         if not remote and not os.path.isfile(path):
-            raise UserError(f"{key}: there is no manifest {path} (looked in {Path.cwd()}).")
+            raise UserError(f"{key}: there is no manifest {path} (looked in {Path.cwd()}).{near_path(path)}")
         try:
             shards, clips = manifest_shards(path)
         except OSError as error:

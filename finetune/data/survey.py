@@ -99,8 +99,8 @@ class Survey:
     """Where duration bounds the batches: utterances of similar length, those with the shortest texts first."""
 
     def __str__(self) -> str:
-        of = "" if self.rows is None else f" of {self.rows}"
-        return f"{self.looked}{of} rows looked at, the longest clip has {self.longest:.1f} s"
+        of = "" if self.rows is None else f" of {self.rows:,}"
+        return f"the longest of the {self.looked:,}{of} clips that were examined has {self.longest:.1f} s"
 
 
 def survey_lengths(stream: UtteranceStream, rows: int = ROWS_AT_MOST, seconds: float = SECONDS_AT_MOST) -> Survey:

@@ -299,11 +299,15 @@ def describe(trainer: Trainer, strategy: Strategy) -> None:
         accelerator.init_trackers("finetune", config=flat_settings(config))
     if strategy.engine == "ddp" and accelerator.num_processes == 1:
         log.warning("%s, but one process was started: it trains alone", strategy.engine_from)
-    clips = "batches by length" if not train_limits(config).clips else f"{t.per_device_train_batch_size} clips"
+    processes, clips = accelerator.num_processes, train_limits(config).clips
+    accumulated = t.gradient_accumulation_steps
+    parts = [f"{n} {what}" for n, what in ((processes, "processes"), (accumulated, "batches")) if n > 1]
+    batch = " x ".join([*parts, f"{clips} clips" if clips else "a batch by length"])
+    of = f"{clips * processes * accumulated} clips ({batch})" if clips and parts else batch
     log.info(
-        f"strategy {'+'.join(strategy.names) or 'none'}, engine {strategy.engine}, {accelerator.num_processes} "
-        f"process(es), precision {'bf16' if t.bf16 else 'fp16' if t.fp16 else 'fp32'}, {trainer.total_steps} steps of "
-        f"{accelerator.num_processes} x {t.gradient_accumulation_steps} x {clips}"
+        f"strategy {'+'.join(strategy.names) or 'none'}, engine {strategy.engine}, {processes} "
+        f"process{'es' if processes > 1 else ''}, precision {'bf16' if t.bf16 else 'fp16' if t.fp16 else 'fp32'}, "
+        f"{trainer.total_steps} step{'s' if trainer.total_steps > 1 else ''} of {of}"
     )
     if len(trainer.contexts[0]) > 1:
         log.info("%s", describe_contexts(trainer.model, *trainer.contexts))

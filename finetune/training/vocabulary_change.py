@@ -97,7 +97,7 @@ def set_vocabulary(
     change_vocabulary(model, _place(accelerator, content, folder / WAITING, report), {"setting": report["setting"]})
     if heard is not None:
         start_as_heard(model, old, heard.letters, heard.texts)
-    log.info("vocabulary of %d pieces; it will be in %s", model.tokenizer.vocab_size, folder / FOLDER)
+    log.info("vocabulary of %d pieces now", model.tokenizer.vocab_size)
     return True
 
 

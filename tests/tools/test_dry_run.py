@@ -1,6 +1,7 @@
 """`--dry-run`: go or no-go for each part of a run, without touching a run that is there."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,9 @@ def test_go_beside_a_run_that_is_there(tried, tiny_run, tmp_path):
     assert found["worst batch"]["peak_gib"] > 0
     assert found["checkpoint"]["checkpoint_bytes"] > 100_000
     assert found["time"]["hours"]["training"] == pytest.approx(500 * found["time"]["seconds_per_step"] / 3600)
+    assert re.search(r"500 steps in (\d+ h )?(\d+ min )?[\d.]+ (s|min), validation [\d.]+ (s|min)", said), said
+    assert "0.0 h" not in said
+    assert str(run / "dry_run" / "x")[:-2] + "/" not in said  # nothing that is gone is named
     for words in ("AdamW8bit", "equal weights, optimizer state and progress", "GO after", "holds a run"):
         assert words in said
 

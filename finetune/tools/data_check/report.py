@@ -22,7 +22,7 @@ img { max-width: 100%; }
 <h1>Check of a data set</h1>
 <p>{{ rows }} rows; {{ clips }} clips to train on, {{ "%.2f" % hours }} hours. {{ bad }} bad clips
 ({{ "%.2f" % (100 * bad_fraction) }} %; at most {{ "%g" % (100 * max_bad_fraction) }} % are allowed),
-{{ filtered.values() | sum }} left out by filters, {{ duplicate_ids }} ids that had come before.</p>
+{{ filtered.values() | sum }} left out by filters, {{ duplicate_ids }} clips with the id of an earlier clip.</p>
 {% for error in errors %}<p><b>{{ error }}</b></p>{% endfor %}
 <h2>Hours by language</h2>{{ table(("language", "clips", "hours"), languages) }}
 <h2>What would be left out</h2>{{ table(("filter", "clips"), left_out) }}

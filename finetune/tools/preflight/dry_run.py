@@ -39,6 +39,7 @@ from finetune.strategies.strategy import Strategy, engine_with
 from finetune.tools.planning.accounting import HasPartition
 from finetune.tools.preflight import auto_batch, trial
 from finetune.tools.preflight.attempts import Attempts, Found
+from finetune.tools.report.formats import duration
 from finetune.training import checkpoints, run
 from finetune.training.data import make_stream, prompts_of_rows
 from finetune.training.trainer import Trainer
@@ -455,8 +456,8 @@ class DryRun:
         audio_rate = audio / sum(times)
         line = (
             f"{per_step:.2f} s a step ({audio_rate:.0f} s of audio a second), {total:,} steps in "
-            f"{hours['training']:.1f} h, validation {hours['evaluations']:.1f} h, checkpoints "
-            f"{hours['checkpoints']:.1f} h: {sum(hours.values()):.1f} h in all"
+            f"{duration(per_step * total)}, validation {duration(evaluating)}, checkpoints {duration(saving)}: "
+            f"{duration(per_step * total + evaluating + saving)} in all"
         )
         values = {"seconds_per_step": per_step, "timed_steps": len(times), "steps": total, "hours": hours}
         return line, {**values, "audio_seconds_per_second": audio_rate}
