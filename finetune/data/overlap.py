@@ -3,6 +3,7 @@
 The rows of the evaluation sets are held in memory, and those of the training set pass by, however many they are.
 """
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -24,6 +25,7 @@ from finetune.data.shards import Row, Shard
 from finetune.data.sources import OpenSource
 from finetune.data.survey import count_rows, spread_rows
 from finetune.data.utterances import ABSURD_SECONDS, row_duration
+from finetune.durable_files import sha256_of
 from finetune.errors import UserError
 
 EVALUATION_SETS = ("validation", "test", "guard")
@@ -141,18 +143,25 @@ def _file(path: str, folder: str | None) -> str:
 
 @functools.lru_cache(4096)
 def _real(path: str) -> str:
-    return path if "://" in path or "\0" in path else os.path.realpath(path)
+    if "://" in path:
+        return path
+    try:
+        return os.path.realpath(path)
+    except ValueError:  # no path: a zero in it, or half of a character
+        return path
 
 
-def _digest(data: Any, file: str | None) -> bytes | None:
+def _digest(data: Any, file: str | None) -> str | None:
     if isinstance(data, bytes):
-        return hashlib.blake2b(data, digest_size=8).digest()
+        return hashlib.sha256(data).hexdigest()
     return _digest_of_file(file) if file is not None and "://" not in file else None
 
 
 @functools.lru_cache(16)  # the utterances of a long file mostly follow each other
-def _digest_of_file(file: str) -> bytes | None:
-    return hashlib.blake2b(Path(file).read_bytes(), digest_size=8).digest() if os.path.isfile(file) else None
+def _digest_of_file(file: str) -> str | None:
+    with contextlib.suppress(OSError, ValueError):  # decoding reports it
+        return sha256_of(Path(file))
+    return None
 
 
 def _text(source: OpenSource, row: Row) -> str:
@@ -255,7 +264,7 @@ def warnings_about(found: Overlap, opened: dict[str, list[OpenSource]], config: 
     clips, texts = found.said()
     if clips and not config.data.allow_overlap:
         data = " ".join(dict.fromkeys(source.source.path for source in opened["train"]))
-        raise UserError("\n".join([*clips, ADVICE.format(data=data)]))
+        raise UserError("\n".join([*(f"{line}." for line in clips), ADVICE.format(data=data)]))
     return clips + texts
 
 

@@ -63,7 +63,7 @@ def spread_rows(
         of_a_piece = left if few else max(left // max(len(pieces), 1), ROWS_OF_A_PIECE)
         for piece in pieces:
             shard = group[piece.shard][1]
-            with contextlib.suppress(UnreadableShard, OSError):  # the stream reports it
+            with contextlib.suppress(Exception):  # whatever a format raises; the stream reports it
                 for number, row in itertools.islice(read_light(shard, piece.start, lengths), min(of_a_piece, left)):
                     if (piece.stop is not None and number >= piece.stop) or time.monotonic() > until:
                         break

@@ -136,7 +136,7 @@ def _open(data: list[str], split: str, by: str | None) -> list[OpenSource]:
 
 def _check_audio(source: OpenSource, write_audio: bool, folder: Path) -> None:
     """Raise UserError where a manifest could not point at the audio."""
-    for _, row in source.shards[0].read(0):
+    for _, _, _, row in _rows([source], light=False):
         audio = row.get(source.columns["audio"])
         if isinstance(audio, dict) and audio.get("bytes") is not None and not write_audio:
             raise UserError(

@@ -113,9 +113,9 @@ def test_only_what_is_trained_and_evaluated_counts(compare: Any, tmp_path: Path)
 def test_rows_that_nothing_can_be_made_of(compare: Any) -> None:
     odd: list[Any] = [
         "no json",
-        {"audio_filepath": "a\0b.wav", "text": "x", "id": "n"},
+        {"audio_filepath": "a\0/b.wav", "text": "x", "id": "n"},
         {"audio_filepath": 5, "text": None, "id": {"a": [1]}},
-        {"audio_filepath": "\ud800.wav", "text": "\ud800", "offset": 10**400},
+        {"audio_filepath": "\ud800/a.wav", "text": "\ud800", "offset": 10**400},
         {"audio_filepath": "c.wav", "text": "y", "offset": "1 s", "duration": True},
     ]
     lines = [row if isinstance(row, str) else json.dumps(row) for row in odd]
@@ -185,6 +185,7 @@ def test_a_dry_run_is_a_no_go(run_train: Any, tiny_run: Any, capsys: Any, monkey
     said = capsys.readouterr().err
     assert "NO-GO   overlap" in said
     assert "data.test: 24 of 24 clips stand in data.train (24 by their row)" in said
+    assert "\\n" not in said, "several sets, one line"
     assert "NO-GO after" in said
 
 

@@ -165,6 +165,19 @@ def test_parts_of_other_sources_train_as_before(corpus: Path, tmp_path: Path, ca
     assert "weight" in capsys.readouterr().err
 
 
+def test_a_folder_of_audio_with_a_table_of_texts(corpus: Path, tmp_path: Path, capsys: Any) -> None:
+    for i in range(40):
+        (tmp_path / f"{i}.flac").write_bytes((corpus / f"clip{i:02d}.flac").read_bytes())
+    table = "".join(f"{i}.flac,words {i},speaker {i % 20}\n" for i in range(40))
+    (tmp_path / "metadata.csv").write_text(f"file_name,transcription,client_id\n{table}")
+    assert main(["--data", str(tmp_path), "--output", str(tmp_path / "out"), "--test", "20%"]) == 0
+    assert "the hash of client_id (20 of them)" in capsys.readouterr().out
+    rows = [row for part in PARTS for row in read_lines(tmp_path / "out" / f"{part}.jsonl")]
+    assert sorted((row["audio_filepath"], row["text"], row["client_id"]) for row in rows) == sorted(
+        (str(tmp_path / f"{i}.flac"), f"words {i}", f"speaker {i % 20}") for i in range(40)
+    )
+
+
 def test_as_a_module_of_the_data(tmp_path: Path) -> None:
     data = write_manifest(tmp_path / "all.jsonl", rows_of(100))
     command = [sys.executable, "-m", "finetune.data.split", "--data", str(data), "--output", str(tmp_path / "out")]
