@@ -3,26 +3,34 @@
 D is a NeMo manifest, a folder or glob of parquet or tar shards, an audio folder, or a hub data set name. With a model
 (or a run file, which names one) texts are tokenised and utterances judged by what its encoder's frames can carry. An
 interrupted check goes on where it was. Leaves report.html, check.json, and problems.jsonl with each utterance that
-cannot be used or comes twice, which `data.leave_out` takes.
+cannot be used, comes twice, or stands in data.validation, test or guard of the run file as well, which
+`data.leave_out` takes.
 
-Exit codes: 0 all is usable but what filters leave out, 1 more than data.max_bad_fraction is bad, 2 bad arguments.
+Exit codes: 0 all is usable but what filters leave out, 1 more than data.max_bad_fraction is bad or clips of
+data.validation, test or guard stand in data.train, 2 bad arguments.
 """
 
 import argparse
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
+from finetune.errors import UserError
 from finetune.logs import print_error, set_up_logging
+from finetune.security.safe_text import one_line
 from finetune.tools.command_line import add_json, command, positive
+
+RESULT = "check.json"
+SETTING = re.compile(r"(model|data|training)\.[\w.]+=")
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = command(
         "check",
         __doc__ or "",
-        "python -m finetune.check --data my_data/train.jsonl",
+        "python -m finetune.check --data my_data/train.jsonl --model M data.text_normalization=basic",
         "python -m finetune.check --config RUN.yaml --output-dir runs/check     # data.train, filtered as in training",
     )
     parser.add_argument("--data", nargs="+", metavar="D", help="one data set or several, read as one")
@@ -32,31 +40,50 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer", help="tokenizer directory, for a NeMo model YAML")
     parser.add_argument("--workers", type=positive, default=os.cpu_count(), help="processes that read and decode")
     parser.add_argument("--output-dir", type=Path, default=Path("check"), help="folder of the report (default: check)")
+    parser.add_argument("--overwrite", action="store_true", help="write over an earlier result without asking")
     add_json(parser)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the run file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as of a run file")
     return parser
+
+
+def may_write(folder: Path, overwrite: bool) -> bool:
+    """Return whether an earlier result may be written over; where there is a terminal, ask.
+
+    Raises:
+        UserError: nobody is there to answer.
+    """
+    if overwrite or not (folder / RESULT).is_file():
+        return True
+    if not sys.stdin.isatty():
+        raise UserError(
+            f"--output-dir: {folder} holds the result of a check. --overwrite writes over it; or name another folder."
+        )
+    return input(f"{folder} holds the result of a check. Write over it? [y/N] ").strip().lower() in ("y", "yes")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Check a data set; return the exit code."""
     parser = make_parser()
     arguments = parser.parse_intermixed_args(argv)
+    settings = [entry for entry in arguments.data or () if SETTING.match(entry)]  # behind --data they seem data sets
+    arguments.overrides += settings
+    arguments.data = [entry for entry in arguments.data or () if entry not in settings]
     if bool(arguments.data) == bool(arguments.config):
         parser.error("give either --data or --config")
-    if arguments.overrides and not arguments.config:
-        parser.error(f"{arguments.overrides[0]}: settings need --config")
     set_up_logging(arguments.verbose)
 
-    from finetune.errors import UserError
     from finetune.tools.data_check import inspection
     from finetune.tools.data_check.report import write_report
 
     a, folder = arguments, arguments.output_dir
     try:
+        if not may_write(folder, a.overwrite):
+            return 2
         if a.config:
             work = inspection.work_on_run_file(a.config, a.overrides, folder)
         else:
-            work = inspection.work_on_data(a.data, a.split, a.model, a.tokenizer, folder)
+            work = inspection.work_on_data(a.data, a.split, a.model, a.tokenizer, a.overrides, folder)
+        (folder / RESULT).unlink(missing_ok=True)
         found = inspection.inspect(work, folder, a.workers)
     except UserError as error:
         print_error(error)
@@ -64,16 +91,27 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(f"error: --output-dir: {folder} cannot be written: {error}", file=sys.stderr)
         return 1
-    for file in filter(None, (folder / "check.json", a.json)):
+    said = found.pop("said")
+    for file in filter(None, (folder / RESULT, a.json)):
         file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     write_report(found, folder / "report.html")
     for error in found["errors"]:
         print_error(error)
+    for line in found["same_clips"] + found["same_texts"]:
+        print(line)
+    for line in said:
+        print(one_line(line))
     print(
         f"{found['rows']} rows, {found['clips']} clips to train on, {found['hours']:.2f} h; left out by filters: "
         f"{sum(found['filtered'].values())}; bad: {found['bad']}; the report: {folder / 'report.html'}"
     )
-    return 1 if found["errors"] or found["bad_fraction"] > found["max_bad_fraction"] else 0
+    for reason, n, example in found["left_out"]:
+        print(one_line(f"  {n:>7,}  {reason}, such as {example}"))
+    for kind, n in found["problems"].items():
+        print(one_line(f"  {n:>7,}  bad, such as {found['examples'][kind]}"))
+    if found["same_clips"]:
+        print(f"data.leave_out={folder / 'problems.jsonl'} trains without the clips that are evaluated")
+    return 1 if found["errors"] or found["same_clips"] or found["bad_fraction"] > found["max_bad_fraction"] else 0
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ COMMANDS = {
     "train": ("finetune.train", "fine-tune a model; --dry-run and --smoke N try it first"),
     "plan": ("finetune.plan", "predict memory and time of every strategy, without a GPU"),
     "check": ("finetune.check", "read a data set to its end: hours, lengths, what training leaves out"),
+    "split": ("finetune.split", "divide data into manifests for training, validation and test"),
     "doctor": ("finetune.doctor", "say what this machine can run, and why not"),
     "evaluate": ("finetune.evaluate", "WER and CER by language, with intervals; compare two models"),
     "transcribe": ("finetune.transcribe", "transcribe audio of any length: JSON lines, SRT, VTT"),
@@ -111,7 +112,11 @@ def main(argv: list[str] | None = None) -> int:
         print(help_of(command), end="")
         return 0
     module = load(command)
-    code = module.main(rest)
+    try:
+        code = module.main(rest)
+    except KeyboardInterrupt:
+        print("stopped by the keyboard", file=sys.stderr)
+        return 130
     if command == "train":
         module.leave(code)  # as `python finetune/train.py` does
     return code

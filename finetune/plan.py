@@ -1,6 +1,8 @@
 """Predict memory and time of every strategy, before anything runs.
 
-No GPU is needed, no weights are read. Exit codes: 0 a strategy fits, 1 none does, 2 bad arguments or configuration.
+No GPU is needed, no weights are read. Lengths and texts are sampled from data.train where it is on this machine.
+
+Exit codes: 0 a strategy fits, 1 none does, 2 bad arguments or configuration.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--check", type=Path, help="folder of finetune.check: lengths and hours of the data")
     parser.add_argument("--hours", type=float, help="audio of the whole data set")
     parser.add_argument("--mean-seconds", type=float, help="mean length of the clips")
-    parser.add_argument("--tokens-per-second", type=float, help="of the texts (default: 5)")
+    parser.add_argument("--tokens-per-second", type=float, help="of the texts")
     parser.add_argument("--json", type=Path, help="write the plan there too")
     parser.add_argument("--picture", type=Path, help="write stacked bars against the card's memory there (PNG or SVG)")
     parser.add_argument(
@@ -68,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
             print("no GPU here: this plan is for the processor. For a GPU elsewhere: --gpu NAME or --gpu-memory SIZE")
         resolve_strategy(a.strategy)  # unknown names end the command, not one row
         config, _ = load_config(a.config, a.strategy, a.overrides)
-        data = data_of(config.data.max_duration, a.check, a.hours, a.mean_seconds, a.tokens_per_second)
+        data = data_of(config, a.check, a.hours, a.mean_seconds, a.tokens_per_second)
         combinations = all_combinations(a.strategy, a.strategies)
         plan = make_plan(a.config, a.overrides, combinations, card, a.gpus, data, _progress)
         print(presentation.table(plan))

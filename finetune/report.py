@@ -23,7 +23,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         metavar="FILE",
-        help="the page (default: RUN/report.html; of several runs compare.html in the working directory)",
+        help="the page (default: RUN/report.html; of several runs compare.html in the first RUN)",
     )
     return parser
 
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         if len(folders) == 1:
             path = write_run_page(folders[0], arguments.output)
         else:
-            path = write_comparison(folders, arguments.output or Path("compare.html"))
+            path = write_comparison(folders, arguments.output or arguments.runs[0] / "compare.html")
     except UserError as error:
         print_error(error)
         return error.exit_code

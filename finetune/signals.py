@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+import psutil
+
 EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h."""
 
@@ -20,12 +22,23 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 EXIT_CODE_FILE = "FINETUNE_EXIT_CODE_FILE"
 """Environment variable that names a file for the exit code: launchers return 1 whatever the training returned."""
 
+ACCELERATE = {"accelerate", "accelerate-launch", "accelerate.commands.launch"}
+LAUNCHERS = ACCELERATE | {"deepspeed"}
+
 _received: str | None = None
 _saving_first = False
+_interrupted = False
+"""Whether a SIGINT came."""
+_quiet_at_end = False
+"""At a terminal, under a launcher that prints a traceback for every exit code but 0."""
 
 
 class Stopped(BaseException):
     """The run was asked to stop and has nothing more to do. Like KeyboardInterrupt no Exception: it is no failure."""
+
+    def __init__(self, text: str, on_all_ranks: bool = False):
+        super().__init__(text)
+        self.on_all_ranks = on_all_ranks
 
 
 class CutShort(Exception):
@@ -38,8 +51,9 @@ def requested() -> str | None:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    global _received
+    global _received, _interrupted
     before, _received = _received, signal.Signals(number).name
+    _interrupted = _interrupted or number == signal.SIGINT
     if _saving_first and before == _received == "SIGINT":
         raise KeyboardInterrupt  # a second Ctrl-C: do not wait for the checkpoint
     if not _saving_first:
@@ -74,10 +88,61 @@ def saving_first() -> Iterator[None]:
         _saving_first = before
 
 
+@contextlib.contextmanager
+def alone_at_the_terminal() -> Iterator[None]:
+    """Within, Ctrl-C reaches this process, not the launcher that a terminal's shell started it with: accelerate and
+    deepspeed die of it with a traceback and leave the training behind.
+
+    The first process becomes the terminal's foreground process group. Ctrl-Z is ignored, since it would stop the
+    training alone, and the shell would wait for the launcher. torchrun starts processes that have no terminal
+    (`end_torchrun`).
+    """
+    global _quiet_at_end
+    group = os.getpgrp()
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError, psutil.Error):  # no terminal
+            terminal = os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC)
+            stack.callback(os.close, terminal)
+            words = psutil.Process(group).cmdline() if group != os.getpid() else []
+            launcher = LAUNCHERS.intersection(Path(word).name for word in words[:3])
+            first = os.environ.get("LOCAL_RANK", "0") == "0"
+            if launcher and first and os.tcgetpgrp(terminal) == group:
+                _quiet_at_end = bool(launcher & ACCELERATE) and not {"--quiet", "-q"} & set(words)
+                os.setpgid(0, 0)
+                stack.callback(_to_the_front, terminal, group)
+                _to_the_front(terminal, os.getpgrp())
+                signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+        yield
+
+
+def _to_the_front(terminal: int, group: int) -> None:
+    """Make a process group the terminal's foreground; a group that is gone is left alone."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})  # which stops who asks from the background
+    with contextlib.suppress(OSError):
+        os.tcsetpgrp(terminal, group)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def code_for_launcher(code: int) -> int:
-    """Return the process's exit code: 0 for 75 where a wrapper reads it from a file, for torchrun would restart."""
+    """Return the process's exit code: 0 for 75 where a wrapper reads it from a file and torchrun would restart, and
+    where a launcher would print a traceback on a terminal."""
     elastic = EXIT_CODE_FILE in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
-    return 0 if code == EXIT_CODE and elastic else code
+    return 0 if code == EXIT_CODE and (elastic or _quiet_at_end) else code
+
+
+def end_torchrun(code: int) -> None:
+    """Kill the torchrun that got Ctrl-C at a terminal and passed it on: all that it would still do is to print a
+    traceback. On the first process, when all is saved."""
+    environment = os.environ
+    if (
+        code == EXIT_CODE
+        and _interrupted
+        and "TORCHELASTIC_RUN_ID" in environment
+        and environment.get("LOCAL_RANK") == "0"
+    ):
+        with contextlib.suppress(OSError, psutil.Error):
+            if psutil.Process(os.getppid()).terminal() is not None and environment.get("GROUP_WORLD_SIZE") == "1":
+                os.kill(os.getppid(), signal.SIGKILL)
 
 
 def write_exit_code(code: int) -> None:

@@ -72,7 +72,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser()
     arguments, rest = parser.parse_known_intermixed_args(argv)
     if rest:
-        parser.error(f"unknown arguments {' '.join(rest)}; settings are given as key=value")
+        from finetune.config.load import FIELDS
+        from finetune.config.suggestions import closest
+
+        near = closest(rest[0].lstrip("-").split("=")[0], FIELDS)
+        hint = f", such as {near[0]}=..." if near else ""
+        parser.error(f"unknown arguments {' '.join(rest)}; settings are given as key=value{hint}")
     if arguments.config is None:
         if not Path("config.yaml").is_file():
             parser.print_usage(sys.stderr)
@@ -112,12 +117,15 @@ def train(
     accelerator = run.build_accelerator(config, strategy)
     with run.output_directory(accelerator, config):
         sources = run.open_sources(config)
+        checkpoint = run.find_checkpoint(config)
+        if checkpoint is None:
+            run.check_overlap(config, sources)
         prediction = auto_batch.set_bounds(accelerator, config, strategy)
         total_steps = run.plan_steps(accelerator, config, sources)
-        checkpoint = run.find_checkpoint(config)
         model = run.build_model(accelerator, config, sources, checkpoint)
         trainer = run.build_trainer(accelerator, model, sources, config, total_steps)
         run.check_languages(trainer)
+        run.check_what_is_left(trainer, checkpoint is not None)
         recovery = add_step_callbacks(trainer)
         panel = add_run_callbacks(trainer, write_report, place or Place(), profile_steps)
         if observe is not None:
@@ -224,7 +232,9 @@ def main(argv: list[str] | None = None, observe: Callable[[Trainer], None] | Non
             return error.exit_code
         except (stopping.Stopped, stopping.CutShort) as stop:
             again = "Start the same command again with training.resume_from_checkpoint=true to go on."
-            print_error(f"{stop}. {again}", before="stopped: ")
+            agreed = isinstance(stop, stopping.CutShort) or stop.on_all_ranks
+            if not agreed or os.environ.get("RANK", "0") == "0":
+                print_error(f"{stop}. {again}", before="stopped: ")
             return stopping.EXIT_CODE
         except KeyboardInterrupt:
             again = "training.resume_from_checkpoint=true continues from the last checkpoint"
@@ -254,14 +264,17 @@ def leave(code: int) -> None:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
+        stopping.end_torchrun(code)
         os._exit(code)
     sys.exit(code)
 
 
 if __name__ == "__main__":
-    try:
-        code = main()
-    except BaseException as error:
-        stopping.write_exit_code(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
-        raise
+    with stopping.alone_at_the_terminal():
+        try:
+            code = main()
+        except BaseException as error:
+            given = error.code if isinstance(error, SystemExit) else None
+            stopping.write_exit_code(given if isinstance(given, int) else 1)
+            raise
     leave(code)

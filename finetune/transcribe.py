@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from finetune.errors import UserError
 from finetune.evaluation.long_audio import CHUNK_SECONDS, OVERLAP_SECONDS
 from finetune.logs import print_error, set_up_logging
+from finetune.paths import near_path
 from finetune.tools.command_line import (
     add_decoding,
     add_head,
@@ -141,17 +142,15 @@ def transcribe(arguments: argparse.Namespace, files: list[str]) -> int:
     )
     failed = 0
     with evaluation_mode(model):
-        for row in tqdm(rows, total=len(files), unit="file", disable=len(files) == 1, delay=2):
+        for row in tqdm(rows, total=len(files), unit="file", disable=len(files) == 1, delay=2, leave=False):
             if "error" in row:
                 failed += 1
-                print_error(f"{one_line(row['file'])}: {one_line(row['error'])}")
+                print_error(f"{one_line(row['file'])}: {one_line(row['error'] + near_path(row['file']))}")
             shown = row if arguments.timestamps else {k: v for k, v in row.items() if k not in ("words", "segments")}
             if not arguments.output:
                 print(json_line(shown), flush=True)
             elif "error" not in row:
-                written = paths[row["file"]]
-                write_formats(row, shown, written)
-                print(f"{one_line(row['file'])} -> {', '.join(one_line(p) for p in written.values())}", flush=True)
+                write_formats(row, shown, paths[row["file"]])
     return failed
 
 

@@ -23,8 +23,7 @@ if [ -z "$own_choice" ]; then
         arguments+=(training.resume_from_checkpoint=true)
     fi
 fi
-.venv/bin/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
-    finetune/train.py --config finetune/configs/quickstart.yaml "${arguments[@]}"
+NUM_PROCESSES=1 bash scripts/run_training.sh --config finetune/configs/quickstart.yaml "${arguments[@]}"
 [ -n "$output" ] || exit 0
 echo
 echo "Everything about this run is in $output. Transcribe a file of your own (WAV, FLAC, MP3, Ogg):"

@@ -19,12 +19,15 @@ trap 'rm -f "$FINETUNE_EXIT_CODE_FILE"' EXIT
 root=$(cd "$(dirname "$0")/.." && pwd)
 bin=
 [ -x "$root/.venv/bin/python" ] && bin=$root/.venv/bin/
-# torch may take a minute; bash looks at signals while it waits, but not while a command runs in the foreground.
-"${bin}python" -c 'import torch; print(torch.cuda.device_count())' > "$FINETUNE_EXIT_CODE_FILE" &
-wait $!
-gpus=$(< "$FINETUNE_EXIT_CODE_FILE")
-: > "$FINETUNE_EXIT_CODE_FILE"
-processes=${NUM_PROCESSES:-$((gpus > 0 ? gpus : 1))}
+processes=${NUM_PROCESSES:-}
+if [ -z "$processes" ]; then
+    # torch may take a minute; bash looks at signals while it waits, but not while a command runs in the foreground.
+    "${bin}python" -c 'import torch; print(max(torch.cuda.device_count(), 1))' > "$FINETUNE_EXIT_CODE_FILE" &
+    wait $!
+    processes=$(< "$FINETUNE_EXIT_CODE_FILE")
+    : > "$FINETUNE_EXIT_CODE_FILE"
+fi
+[ "$processes" = 1 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # as torchrun does, with three lines of warning
 nodes=${NNODES:-1}
 restarts=${MAX_RESTARTS:-0}
 train=${TRAIN_SCRIPT:-$root/finetune/train.py}
@@ -32,17 +35,16 @@ if [ "$nodes" != 1 ]; then
     port=${MASTER_PORT:-29500}
     : "${NODE_RANK:?run_training: with NNODES=$nodes NODE_RANK has to be set, 0 on the first machine}"
     : "${MASTER_ADDR:?run_training: with NNODES=$nodes MASTER_ADDR has to be set to the address of machine 0}"
-    echo "run_training: $gpus GPU(s), $processes process(es) on machine $NODE_RANK of $nodes," \
+    echo "run_training: $processes process(es) on machine $NODE_RANK of $nodes," \
         "meeting at $MASTER_ADDR:$port" >&2
     launch=("${bin}torchrun" --nnodes "$nodes" --nproc_per_node "$processes" --max-restarts "$restarts"
         --rdzv_backend c10d --rdzv_id "${RDZV_ID:-finetune}" --rdzv_endpoint "$MASTER_ADDR:$port"
         --rdzv_conf "is_host=$([ "$NODE_RANK" = 0 ] && echo true || echo false)")
     unset MASTER_ADDR MASTER_PORT
 elif [ "$processes" -gt 1 ] || [ "$restarts" -gt 0 ]; then
-    echo "run_training: $gpus GPU(s), $processes process(es)" >&2
+    echo "run_training: $processes process(es)" >&2
     launch=("${bin}torchrun" --standalone --nproc_per_node "$processes" --max-restarts "$restarts")
 else
-    echo "run_training: $gpus GPU(s), one process" >&2
     launch=("${bin}accelerate" launch --quiet --num_processes 1 --num_machines 1
         --mixed_precision no --dynamo_backend no)
 fi
@@ -74,7 +76,7 @@ pass_on() {
     if [ "$ranks" = 0 ]; then # it has not started anything yet
         kill -TERM "$launcher" 2> /dev/null || true
     fi
-    echo "run_training: $1 passed on to $ranks process(es)" >&2
+    [ "$1" = INT ] || echo "run_training: $1 passed on to $ranks process(es)" >&2
 }
 kill_all() { # listed before the launcher ends, for then nobody knows any more whose children they were
     local started

@@ -228,7 +228,11 @@ def tiny_run(tiny_model: Path, clips: Path, tmp_path: Path) -> Callable[..., lis
         manifest = str(clips / "manifest.jsonl")
         run: dict[str, dict[str, Any]] = {
             "model": {"name": str(tiny_model)},
-            "data": {"train": manifest, "validation": manifest, "test": manifest, "text_normalization": "basic"},
+            "data": {
+                **dict.fromkeys(("train", "validation", "test"), manifest),
+                "allow_overlap": True,
+                "text_normalization": "basic",
+            },
             "training": {
                 "output_dir": str(tmp_path / "run"),
                 "max_steps": 2,

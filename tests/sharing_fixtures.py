@@ -29,7 +29,10 @@ def finished_run(tmp_path_factory, tiny_model, clips, run_train_for_session) -> 
     shutil.copy(tiny_model, base)
     run = {
         "model": {"name": str(base)},
-        "data": {"train": str(evil), "validation": str(manifest), "test": str(evil), "guard": str(manifest)},
+        "data": {
+            **{"train": str(evil), "validation": str(manifest), "test": str(evil), "guard": str(manifest)},
+            "allow_overlap": True,
+        },
         "training": {
             "output_dir": str(folder / "run"),
             "max_steps": 2,

@@ -72,6 +72,19 @@ def test_long_stereo_audio_at_another_rate_with_timestamps(tiny_model, clips, tm
     assert starts[-1] > seconds - 10
 
 
+def test_nothing_is_said_where_files_are_written(tiny_model, clips, tmp_path, capsys):
+    files = sorted(clips.glob("*.flac"))[:2]
+    kinds = ("srt", "vtt", "txt", "json")
+    from finetune.transcribe import main
+
+    said = ["--format", ",".join(kinds), "--output", tmp_path / "out"]
+    assert main([str(a) for a in ("--model", tiny_model, *files, *said)]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
+        f"{f.stem}.{k}" for f in files for k in kinds
+    )
+
+
 def test_paths_from_standard_input_and_a_missing_file(tiny_model, clips, monkeypatch, capsys):
     good = sorted(clips.glob("*.flac"))[0]
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{good}\nno/such/file.wav\n\n"))

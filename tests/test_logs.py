@@ -1,5 +1,6 @@
 """The screen shows what this project reports; what libraries report is shown with --verbose only."""
 
+import json
 import os
 import re
 import subprocess
@@ -109,3 +110,45 @@ def test_doctor_shows_nothing_of_libraries(tmp_path):
     )
     assert done.returncode in (0, 1)
     assert not OF_LIBRARIES.search(done.stderr), done.stderr
+
+
+COMMANDS = """
+import json, sys
+from finetune.cli import main
+for name, *arguments in json.loads(sys.argv[1]):
+    for stream in (sys.stdout, sys.stderr):
+        print(f"== {name}", file=stream, flush=True)
+    try:
+        assert main([name, *arguments]) in (0, 1), name
+    except SystemExit as end:  # train leaves the process
+        assert end.code == 0, name
+"""
+PROGRESS = re.compile(r"\r?(check|evaluate): +\d+%\|[^\r\n\]]*\]\n?|\r")
+ABOUT_THE_TASK = re.compile(rf"== [\w-]+|{OWN_LINE.pattern}|error: .*|")
+
+
+@pytest.mark.slow
+def test_no_command_shows_a_line_that_is_not_about_the_task(tiny_run, tmp_path, clips):
+    """In the order in which a user calls them, each line on the screen is the command's own."""
+    run, data = str(tmp_path / "run"), str(clips / "manifest.jsonl")
+    config, audio = ["--config", str(tmp_path / "RUN.yaml")], str(min(clips.glob("*.flac")))
+    tiny_run(data={"guard": data})
+    commands = [
+        ["check", "--data", data, "--output-dir", str(tmp_path / "check"), "--workers", "1"],
+        ["doctor", *config],
+        ["plan", *config, "--gpu", "l4", "--strategies", "adamw"],
+        ["train", *config, "--dry-run"],
+        ["train", *config],
+        ["evaluate", "--model", run, "--data", data],
+        ["transcribe", "--model", run, audio, "--format", "srt", "--output", str(tmp_path / "subtitles")],
+        ["report", run],
+        ["export", "--model", run, "--to", "nemo", "--output", str(tmp_path / "out")],
+        ["push-to-hub", "--model", run, "--repo", "someone/something"],
+    ]
+    done = run_python("-c", COMMANDS, json.dumps(commands))
+    said = PROGRESS.sub("", done.stderr)
+    assert said.count("== ") == len(commands)
+    assert not [line for line in said.splitlines() if not ABOUT_THE_TASK.fullmatch(line)], said
+    shown = re.sub("(?i)deepspeed", "", done.stdout + said)  # a package that doctor lists
+    assert not OF_LIBRARIES.search(shown), shown
+    assert done.stdout.split("== transcribe\n")[1].startswith("== report")

@@ -14,7 +14,7 @@ from finetune.config.messages import explain
 from finetune.config.schema import RENAMED, SECTIONS, RunConfig, meaning_of, option_of, schema_fields
 from finetune.config.suggestions import did_you_mean
 from finetune.errors import UserError
-from finetune.paths import OVERLAYS
+from finetune.paths import OVERLAYS, near_path
 from finetune.security.documents import check_references, first_line, leaves, parse_yaml, read_text
 from finetune.security.safe_text import lines
 from finetune.security.secrets import REMOVED, is_secret_name
@@ -62,10 +62,7 @@ def load_config(
     layers.apply(parse_overrides(overrides), "command line")
     if stage is not None:
         layers.apply(*stage)
-    config = layers.build()
-    if layers.problems:
-        raise UserError(_listed(layers.problems))
-    return config, layers.origin
+    return layers.finish(), layers.origin
 
 
 def _listed(problems: list[str]) -> str:
@@ -101,7 +98,8 @@ class Layers:
             is_section = key == TOKENIZER or isinstance(DEFAULTS.get(key), dict)
             merged = _merged(merged, value) if is_section and isinstance(value, dict) else value
             if self.origin.get(key, origin) != origin and before != merged:
-                log.info("%s: %s replaces %s (%s) by %s", origin, key, before, self.origin[key], value)
+                written = "null" if value is None else value
+                log.info("%s: %s=%s in place of %s (%s)", origin, key, written, before, self.origin[key])
             self.values[key], self.origin[key] = merged, origin
 
     def _flattened(self, values: Any, origin: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -123,8 +121,10 @@ class Layers:
             elif key in SECTIONS:
                 yield from self._flattened({} if value is None else value, origin, key + ".")
             else:
-                hint = did_you_mean(key, FIELDS, most=2) or " docs/configuration.md lists all keys."
-                self.problems.append(f"{origin}: unknown key {key}.{hint}")
+                inside = [f"{key}.{inner}" for inner in value] if isinstance(value, dict) else []
+                for unknown in inside or [key]:
+                    hint = did_you_mean(unknown, FIELDS, most=2) or " docs/configuration.md lists all keys."
+                    self.problems.append(f"{origin}: unknown key {unknown}.{hint}")
 
     def build(self) -> RunConfig:
         """Resolve references and check all values; afterwards `problems` has what is wrong."""
@@ -144,6 +144,13 @@ class Layers:
             if not (optimizer_unknown and key == "training.optimizer_args"):
                 self.problems.append(f"{self._origin(key)}: {key}: {why}")
         self.problems += find_conflicts(config)
+        return config
+
+    def finish(self) -> RunConfig:
+        """Return what `build` returns; raise UserError with all problems where there are any."""
+        config = self.build()
+        if self.problems:
+            raise UserError(_listed(self.problems))
         return config
 
     def _refuse_references(self) -> None:
@@ -232,7 +239,7 @@ def read_yaml(path: Path, what: str) -> dict[str, Any]:
         UserError: with the place of a syntax error.
     """
     if not path.is_file():
-        raise UserError(f"{what}: there is no file {path} (looked in {Path.cwd()}).")
+        raise UserError(f"{what}: there is no file {path} (looked in {Path.cwd()}).{near_path(str(path))}")
     try:
         values = parse_yaml(read_text(path))
     except OSError as error:

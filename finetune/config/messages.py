@@ -9,6 +9,8 @@ from pydantic_core import ErrorDetails
 from finetune.config.schema import option_of, range_of
 from finetune.config.suggestions import did_you_mean
 
+MOST_LISTED = 8
+"""Choices that are listed beside what was probably meant."""
 BOUNDS = {
     "greater_than_equal": "{ge:g} or more",
     "greater_than": "above {gt:g}",
@@ -32,7 +34,9 @@ def explain(error: ErrorDetails, field: FieldInfo | None = None, value: Any = No
         return str(context["error"])
     if kind == "literal_error":
         choices = re.findall(r"'([^']+)'", context["expected"])
-        return f"{found!r} is not one of {', '.join(choices)}.{did_you_mean(str(found), choices)}"
+        near = did_you_mean(str(found), choices)
+        listed = f"the {len(choices)} choices" if near and len(choices) > MOST_LISTED else ", ".join(choices)
+        return f"{found!r} is not one of {listed}.{near}"
     if kind in BOUNDS:
         allowed = range_of(field) if field is not None else ""
         return f"has to be {allowed or BOUNDS[kind].format(**context)}, found {found}."

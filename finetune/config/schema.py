@@ -290,8 +290,9 @@ class DataConfig(Section):
     clip's language (docs/evaluation.md)."""
     filters: Annotated[dict[str, Any], Option("texts")] = {}
     """Further filters, each counted in summary.json: `min_characters_per_second`, `max_characters_per_second`,
-    `max_tokens`, `alphabet` (the characters that texts may have), `min_level` (dB of full scale), `max_clipped` (share
-    of the samples), `min_sample_rate` (Hz), `max_channels`. A source may have `filters` of its own."""
+    `max_tokens`, `alphabet` (the characters that texts may have), `alphabet_before_normalization` (the same, as the
+    texts stand in the data), `min_level` (dB of full scale), `max_clipped` (share of the samples), `min_sample_rate`
+    (Hz), `max_channels`. A source may have `filters` of its own."""
     leave_out: Annotated[str | None, Option("texts")] = None
     """The problems.jsonl of a check (`python -m finetune.check`): training clips that it found unfit or duplicate are
     left out and counted."""
@@ -324,6 +325,11 @@ class DataConfig(Section):
     max_bad_fraction: Annotated[Fraction, Option("safety", "fraction")] = 0.05
     """Stop the run when a larger share of the clips read so far had to be put in quarantine (judged once 200 clips are
     read, and at the end of each epoch)."""
+    allow_large_losses: Annotated[bool, Option("safety")] = False
+    """Train although filters, quarantine and the other settings leave out more than half of the training clips, which
+    ends the run before its first step otherwise. A resumed run only warns."""
+    allow_overlap: Annotated[bool, Option("safety")] = False
+    """Train although clips of `validation`, `test` or `guard` stand in `train`; else that is refused."""
 
 
 class TrainingConfig(Section):

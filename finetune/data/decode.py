@@ -206,6 +206,11 @@ def _file_of(path: str, folder: str | Path | None, retries: int) -> str | io.Byt
         if not content:
             raise BadUtterance("the audio is empty (0 bytes)")
         return io.BytesIO(content)
+    return local_file(path, folder)
+
+
+def local_file(path: str, folder: str | Path | None) -> str:
+    """Return the name of a local file of audio; raise BadUtterance where there is none, or nothing in it."""
     file = Path(path) if folder is None or Path(path).is_absolute() else Path(folder) / path
     if not file.is_file():
         raise BadUtterance(f"there is no file {file}")

@@ -1,5 +1,7 @@
 """Filters that leave utterances out of the training, each counted under its name. S samples, C channels."""
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,9 @@ class Filters(Mapping):
     max_tokens: float | None = None
     """Target tokens of an utterance."""
     alphabet: str | None = None
-    """Characters that texts may have after normalisation, besides the space."""
+    """Characters that texts may have after normalisation, besides white space."""
+    alphabet_before_normalization: str | None = None
+    """Characters that texts may have as they are in the data, besides white space."""
     min_level: float | None = None
     """Root mean square in dB of full scale; silence lies below -60."""
     max_clipped: float | None = None
@@ -41,6 +45,12 @@ class Filters(Mapping):
             raise FilteredUtterance("shorter_than_min_duration")
         if self.max_duration is not None and seconds > self.max_duration:
             raise FilteredUtterance("longer_than_max_duration")
+
+    def check_written(self, text: str) -> None:
+        """Raise FilteredUtterance for a text that has other characters before it is normalised."""
+        allowed = self.alphabet_before_normalization
+        if allowed is not None and not set("".join(text.split())) <= set(allowed):
+            raise FilteredUtterance("outside_alphabet_before_normalization")
 
     def check_text(self, text: str, tokens: int) -> None:
         """Raise FilteredUtterance for a normalised text with other characters or too many tokens."""
@@ -75,6 +85,34 @@ class Filters(Mapping):
             raise FilteredUtterance("below_min_level")
         if self.max_clipped is not None and float(np.mean(np.abs(samples_SC) >= FULL_SCALE)) > self.max_clipped:
             raise FilteredUtterance("more_than_max_clipped")
+
+
+OF_NO_BOUND = {
+    "empty_text": "without a text",
+    "more_tokens_than_frames": "with more tokens than their encoder frames can carry",
+    "outside_alphabet": "with characters outside data.filters.alphabet",
+    "outside_alphabet_before_normalization": "with characters outside data.filters.alphabet_before_normalization",
+    "duplicate_id": "with an id that came before, by data.leave_out",
+    "in_leave_out": "listed in data.leave_out",
+}
+
+
+def in_words(reason: str, filters: Iterable[Filters]) -> str:
+    """Say why utterances are left out: "longer than data.max_duration 40 s".
+
+    Args:
+        reason: the text of a FilteredUtterance.
+        filters: of the sources; the bound is named where they agree on it.
+    """
+    bound = re.search(r"(min|max)_\w+$", reason)
+    if bound is None:
+        return OF_NO_BOUND.get(reason, reason.replace("_", " "))
+    values = {getattr(f, bound[0]) for f in filters}
+    value = f"{values.pop():g}" if len(values) == 1 and None not in values else "of their source"
+    than = reason[: bound.start()].replace("_", " ")
+    if bound[0].endswith("_duration"):
+        return f"{than}data.{bound[0]} {value}{' s' if value[0].isdigit() else ''}"
+    return f"{'' if than.startswith('below') else 'with '}{than}data.filters.{bound[0]} {value}"
 
 
 def level(samples_SC: np.ndarray) -> float:

@@ -11,6 +11,18 @@ SCORE_NORMALIZATIONS = (*NORMALIZATIONS, "open_asr")
 _LOOSE_APOSTROPHE = re.compile(r"(?<!\w)'|'(?!\w)")
 
 
+class _Kept(dict[int, str]):
+    """What `basic` makes of a character, by its code; filled as characters are met, since a lookup is quicker."""
+
+    def __missing__(self, code: int) -> str:
+        # Letters, digits and marks: a vowel sign of Hindi or Thai is a mark of its own, and no place to part a word.
+        self[code] = chr(code) if unicodedata.category(chr(code))[0] in "LMN" else " "
+        return self[code]
+
+
+_KEPT = _Kept({ord(apostrophe): "'" for apostrophe in "'\u2019\u02bc"})
+
+
 def normalize_text(text: str, mode: str) -> str:
     """Normalise a transcript.
 
@@ -23,8 +35,6 @@ def normalize_text(text: str, mode: str) -> str:
     if mode in ("lower", "basic"):
         text = text.lower()
     if mode == "basic":
-        text = text.replace("\u2019", "'").replace("\u02bc", "'")
-        # Letters, digits and marks: a vowel sign of Hindi or Thai is a mark of its own, and no place to part a word.
-        text = "".join(c if c == "'" or unicodedata.category(c)[0] in "LMN" else " " for c in text)
-        text = _LOOSE_APOSTROPHE.sub(" ", text)
+        text = text.translate(_KEPT)
+        text = _LOOSE_APOSTROPHE.sub(" ", text) if "'" in text else text
     return " ".join(text.split())

@@ -6,6 +6,7 @@ Utterances that a filter leaves out (`finetune.data.filters`) are counted in the
 """
 
 import logging
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +24,36 @@ Record = dict[str, str]
 
 class BadUtterance(Exception):
     """An utterance that cannot be used; the text is the reason in quarantine.jsonl."""
+
+
+KINDS = {
+    "there is no file": "there is no file",
+    "the tokenizer has no piece": "the tokenizer has no piece",
+    "the row says": "another length than the row says",
+    "offset": "an offset outside of the audio",
+}
+"""What reasons begin with that tell more than a colon parts, and their kind."""
+
+
+def kind_of(reason: str) -> str:
+    """Strip from a reason what differs between utterances, so that equal ones can be counted."""
+    kind = next((kind for start, kind in KINDS.items() if reason.startswith(start)), None)
+    return kind or reason.split(":")[0].split(" (")[0]
+
+
+@dataclass
+class Reasons:
+    """Why utterances are left out: how many, and the first of them, by the kind of reason."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    first: dict[str, str] = field(default_factory=dict)
+
+    def add(self, kind: str, name: str) -> None:
+        self.counts[kind] += 1
+        self.first.setdefault(kind, name)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{n} {kind} (such as {self.first[kind]})" for kind, n in self.counts.most_common())
 
 
 @dataclass
@@ -75,9 +106,13 @@ class Quarantine:
         self.is_main, self.file, self.progress = is_main, file, progress
         self.known: set[tuple[str, str]] = set()
         """(source, id) of the utterances that are written."""
+        self.reasons = Reasons()
+        """Of all that were put in quarantine, again in each epoch."""
 
     def add(self, reports: list[Record]) -> None:
         """Write bad utterances; one that returns in a later epoch is not written again."""
+        for record in reports:
+            self.reasons.add(kind_of(record["reason"]), record["id"])
         new = new_records(reports, self.known)
         self.progress.quarantine_lines += len(new)
         if new and self.is_main:
@@ -88,6 +123,8 @@ class Quarantine:
         """Take over the lines that the restored progress counts, and drop later ones."""
         lines = self.progress.quarantine_lines
         self.known = self.file.pairs("source", "id", lines=lines)
+        for reason, name in self.file.pairs("reason", "id", lines=lines):
+            self.reasons.add(kind_of(reason), name)
         if self.is_main:
             self.file.cut(lines)
 
@@ -97,23 +134,22 @@ def exceeds_bad_fraction(quarantined: int, rows_read: int, limit: float, all_rea
     return (all_read or rows_read >= BAD_FRACTION_JUDGED_AFTER) and quarantined > limit * rows_read
 
 
-def check_bad_fraction(quarantined: int, rows_read: int, limit: float, all_read: bool, file: Path) -> None:
-    """Raise UserError where `exceeds_bad_fraction`; `file` is the quarantine.jsonl that lists the reasons."""
+def check_bad_fraction(quarantined: int, rows_read: int, limit: float, all_read: bool, reasons: Reasons) -> None:
+    """Raise UserError with the reasons where `exceeds_bad_fraction`."""
     if exceeds_bad_fraction(quarantined, rows_read, limit, all_read):
         raise UserError(
             f"{quarantined} of {rows_read} clips had to be put in quarantine, more than "
-            f"data.max_bad_fraction={limit:g}. The reasons are in {file}. Mend the data, or "
+            f"data.max_bad_fraction={limit:g}: {reasons}. quarantine.jsonl of the run lists them. Mend the data, or "
             "raise data.max_bad_fraction.",
             exit_code=1,
         )
 
 
-def nothing_left(rows_read: int, quarantined: int, filtered: dict[str, int], file: Path) -> UserError:
+def nothing_left(rows_read: int, quarantined: int, filtered: dict[str, int], reasons: Reasons) -> UserError:
     """Return the error for an epoch without a single usable utterance."""
-    reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(filtered.items())) or "none"
+    by_filter = ", ".join(f"{n} {reason}" for reason, n in sorted(filtered.items())) or "none"
     return UserError(
-        f"data.train: no clip is left to train on. Read {rows_read}, put {quarantined} in quarantine (reasons in "
-        f"{file}), left out by filters: {reasons}. Check data.min_duration, data.max_duration "
-        "and the reasons.",
+        f"data.train: no clip is left to train on. Read {rows_read}, put {quarantined} in quarantine"
+        f"{f': {reasons}' if quarantined else ''}; left out by filters: {by_filter}.",
         exit_code=1,
     )

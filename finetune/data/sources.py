@@ -19,6 +19,7 @@ from finetune.data.shards import Shard, arrow_shards, dataset_shards, manifest_s
 from finetune.data.storage import expand
 from finetune.data.tarred import tarred_shards
 from finetune.errors import UserError
+from finetune.paths import looks_local, near_path
 from finetune.security.archives import bound_headers
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ COLUMNS = {
     "text": ("text", "sentence", "transcription", "transcript", "normalized_text", "raw_text", "txt"),
     "language": ("language", "lang", "locale", "target_lang"),
     "id": ("id", "__key__", "utt_id", "file_name"),
+    "speaker": ("speaker", "speaker_id", "spk_id", "client_id", "session", "session_id"),
 }
 """What columns are called where a source does not name them; the first one found counts."""
 
@@ -69,6 +71,8 @@ class Source(Mapping):
     text_column: str | None = None
     language_column: str | None = None
     id_column: str | None = None
+    speaker_column: str | None = None
+    """Speaker or session, whose clips `parakeet-finetune split` keeps together."""
     tarred_audio: str | None = None
     """Tar files of a NeMo manifest's audio, such as `audio__OP_0..127_CL_.tar`."""
     text_normalization: TextNormalization | None = None
@@ -88,7 +92,7 @@ class OpenSource:
     clips: int | None = None
     """Number of rows, where it is known without reading them."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Columns of audio, text, language and id; of a manifest's language only where the source names it."""
+    """Columns of audio, text, language, id and speaker; of a manifest's last two only where the source names them."""
     is_manifest: bool = False
     """A NeMo manifest: rows are lines of JSON, and `offset` and `duration` cut an utterance out of its file."""
     filters: Filters = Filters()
@@ -111,11 +115,27 @@ def parse_sources(value: Any, key: str, split: str) -> list[Source]:
             entry = {"path": entry}
         if not isinstance(entry, dict) or not isinstance(entry.get("path"), str) or not entry["path"]:
             raise UserError(f"{key}: a source is a path, or a mapping with `path`; found {entry!r}.")
+        _check_split(entry.get("split"), entry["path"], key)
         sources.append(parse_mapping(Source, {"split": split, **entry}, key))
         parse_filters(sources[-1].filters, f"{key}.filters")
     if len({source.weight is None for source in sources}) > 1:
         raise UserError(f"{key}: give every source of the list a weight, or none.")
     return sources
+
+
+def _check_split(split: object, path: str, key: str) -> None:
+    """Raise UserError for a `split` that would choose nothing."""
+    if split is None:
+        return
+    way_out = f"`parakeet-finetune split --data {path} --output DIR` divides data into manifests."
+    if "[" in str(split):
+        raise UserError(f"{key}: split {split!r}: a stream reads a split as a whole. {way_out}")
+    is_file = path.endswith(MANIFEST_SUFFIXES) or os.path.isfile(path) or any(c in path for c in "*?[")
+    if is_file or "://" in path or os.path.isfile(os.path.join(path, "dataset_info.json")):
+        raise UserError(
+            f"{key}: `split` has no effect on {path}, which has no splits: all of it would be read. Leave it out. "
+            + way_out
+        )
 
 
 def open_source(source: Source, key: str) -> OpenSource:
@@ -207,8 +227,8 @@ def _how_to_load(source: Source, key: str) -> tuple[tuple[Any, ...], dict[str, A
         if not any(files for _, _, files in os.walk(path)):
             raise UserError(f"{key}: the directory {path} is empty.")
         return (path,), options
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise UserError(f"{key}: there is no file or directory {path} (looked in {Path.cwd()}).")
+    if looks_local(path):
+        raise UserError(f"{key}: there is no file or directory {path} (looked in {Path.cwd()}).{near_path(path)}")
     return (path,), {**options, "revision": source.revision}
 
 
@@ -280,7 +300,7 @@ def _open_manifest(source: Source, key: str) -> OpenSource:
         shards, clips = tarred_shards(path, source.tarred_audio, key)
     else:
         if not remote and not os.path.isfile(path):
-            raise UserError(f"{key}: there is no manifest {path} (looked in {Path.cwd()}).")
+            raise UserError(f"{key}: there is no manifest {path} (looked in {Path.cwd()}).{near_path(path)}")
         try:
             shards, clips = manifest_shards(path)
         except OSError as error:
@@ -292,7 +312,8 @@ def _open_manifest(source: Source, key: str) -> OpenSource:
         "text": source.text_column or "text",
         "id": source.id_column or "id",
     }
-    if source.language_column:
-        columns["language"] = source.language_column
+    for role in ("language", "speaker"):
+        if named := getattr(source, f"{role}_column"):
+            columns[role] = named
     folder = path.rsplit("/", 1)[0] if remote else str(Path(path).parent)
     return OpenSource(source, shards, folder, clips, columns, is_manifest=True, remote=remote)

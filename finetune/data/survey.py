@@ -3,6 +3,7 @@
 import contextlib
 import heapq
 import itertools
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ FETCHED_AT_ONCE = 32
 
 
 def spread_rows(
-    sources: Sources, options: StreamOptions, rows: int, seconds: float, lengths: bool = True
+    sources: Sources, options: StreamOptions, rows: int | None, seconds: float, lengths: bool = True
 ) -> Iterator[tuple[Ref, Row]]:
     """Yield rows from all parts of what an epoch reads, or all of them where they are few.
 
@@ -44,7 +45,7 @@ def spread_rows(
 
     Args:
         sources, options: of the stream; subset and seed count.
-        rows: at most.
+        rows: at most; all where there are no more and their number is known. None: all.
         seconds: after this time no shard is begun or read on.
         lengths: whether rows that do not state their length have to come with the audio that tells it.
     """
@@ -55,12 +56,15 @@ def spread_rows(
         pieces = chosen_pieces(known, limit, options.seed if options.shuffle else None, options.skip_samples)
         if limit < 0 or None not in known:  # else the subset is that of the first shards
             pieces = [pieces[i] for i in np.random.default_rng((options.seed, 17)).permutation(len(pieces))]
-        left = round(rows * share) if limit < 0 else min(round(rows * share), limit)
-        of_a_piece = max(left // max(len(pieces), 1), ROWS_OF_A_PIECE)
+        bound = sys.maxsize if rows is None else round(rows * share)
+        left = bound if limit < 0 else min(bound, limit)
+        sizes = [piece.rows() for piece in pieces]
+        few = rows is None or (None not in sizes and sum(size or 0 for size in sizes) <= left)
+        of_a_piece = left if few else max(left // max(len(pieces), 1), ROWS_OF_A_PIECE)
         for piece in pieces:
             shard = group[piece.shard][1]
-            with contextlib.suppress(UnreadableShard, OSError):  # the stream reports it
-                for number, row in itertools.islice(_read(shard, piece.start, lengths), min(of_a_piece, left)):
+            with contextlib.suppress(Exception):  # whatever a format raises; the stream reports it
+                for number, row in itertools.islice(read_light(shard, piece.start, lengths), min(of_a_piece, left)):
                     if (piece.stop is not None and number >= piece.stop) or time.monotonic() > until:
                         break
                     left -= 1
@@ -69,8 +73,8 @@ def spread_rows(
                 break
 
 
-def _read(shard: Shard, start: int, lengths: bool) -> NumberedRows:
-    """Read rows without their audio, where that is possible and `lengths` do not need it."""
+def read_light(shard: Shard, start: int, lengths: bool) -> NumberedRows:
+    """Read a shard's rows from one on without their audio, where that is possible and `lengths` do not need it."""
     if shard.light is None:
         return shard.read(start)
     rows = shard.light(start)
@@ -97,8 +101,8 @@ class Survey:
     """Where duration bounds the batches: utterances of similar length, those with the shortest texts first."""
 
     def __str__(self) -> str:
-        of = "" if self.rows is None else f" of {self.rows}"
-        return f"{self.looked}{of} rows looked at, the longest clip has {self.longest:.1f} s"
+        of = "" if self.rows is None else f" of {self.rows:,}"
+        return f"the longest of the {self.looked:,}{of} clips that were examined has {self.longest:.1f} s"
 
 
 def survey_lengths(stream: UtteranceStream, rows: int = ROWS_AT_MOST, seconds: float = SECONDS_AT_MOST) -> Survey:

@@ -92,7 +92,7 @@ def _rows(sources: list[OpenSource], key: str, normalization: str, rows: int, se
     counts = [source.clips for source in sources if source.clips is not None]
     total = sum(counts) if len(counts) == len(sources) else None
     if total is None or looked < total:
-        log.info("%s: %d%s rows looked at", key, looked, "" if total is None else f" of {total}")
+        log.info("%s: texts of %d%s rows", key, looked, "" if total is None else f" of {total}")
     if unusable:
         log.warning("%s: %d rows without a text are left out", key, unusable)
     return found

@@ -101,6 +101,7 @@ def examine(
     filters = source.filters
     if duration is not None:
         filters.check_duration(duration)
+    filters.check_written(text)
     text = normalize_text(text, source.source.text_normalization or options.text_normalization)
     if not text and not options.keep_empty_text:
         raise FilteredUtterance("empty_text")
@@ -246,10 +247,9 @@ def text_encoder(tokenizer: Any) -> Callable[[str], list[int]]:
         ids = tokenizer.text_to_ids(text)
         if unknown_id is not None and unknown_id in ids:
             unknown = sorted({c for c in text if not c.isspace() and unknown_id in tokenizer.text_to_ids(c)})
-            raise BadUtterance(
-                f"the tokenizer has no piece for {''.join(unknown) or text!r}; normalise the texts "
-                "(data.text_normalization: basic), or give the model pieces for them (model.tokenizer.extend_from)"
-            )
+            helps = unknown_id not in tokenizer.text_to_ids(normalize_text(text, "basic"))
+            advice = "data.text_normalization=basic" if helps else "model.tokenizer.extend_from=DATA gives it pieces"
+            raise BadUtterance(f"the tokenizer has no piece for {''.join(unknown) or text!r} ({advice})")
         return ids
 
     return encode

@@ -1,6 +1,5 @@
 """Load a transducer, or only its tokenizer, from whatever `model.name` may be."""
 
-import difflib
 import logging
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from finetune.models.nemo import build, check_heads, set_head
 from finetune.models.prompts import check_prompts
 from finetune.models.protocols import Transducer
 from finetune.models.sentencepiece_model import FILE, SentencePieceModel, parse, tokenizer_of
+from finetune.paths import looks_local, near_path
 from finetune.security.archives import content_of, reading
 from finetune.security.documents import read_settings, resolved
 
@@ -49,8 +49,6 @@ def load_model(name: str, tokenizer: str | None = None) -> Transducer:
         )
     if path.suffix in (".yaml", ".yml"):
         return _build(path, tokenizer)
-    if path.suffix == ".nemo":
-        raise UserError(f"model.name: there is no file {name} (looked in {Path.cwd()}).")
     return _download(name)
 
 
@@ -92,16 +90,9 @@ def _restore(path: Path) -> Transducer:
 
 
 def check_hub_name(name: str, key: str) -> None:
-    """Raise UserError if the name of a missing file can be no hub's, so that a mistyped path asks no network.
-
-    A path starts like one, or its first part is a local directory.
-    """
-    path = Path(name)
-    if name.startswith((".", "/")) or (len(path.parts) > 1 and Path(path.parts[0]).is_dir()):
-        around = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-        close = difflib.get_close_matches(path.name, around, n=1)
-        hint = f" Did you mean {path.parent / close[0]}?" if close else ""
-        raise UserError(f"{key}: there is no file or directory {name} (looked in {Path.cwd()}).{hint}")
+    """Raise UserError if the name of a missing file can be no hub's, so that a mistyped path asks no network."""
+    if looks_local(name):
+        raise UserError(f"{key}: there is no file or directory {name} (looked in {Path.cwd()}).{near_path(name)}")
     if name.count("/") != 1:
         raise UserError(
             f"{key}: there is no file or directory {name}, and it is not a hub name like nvidia/parakeet-tdt-0.6b-v3."
@@ -131,7 +122,7 @@ def _download(name: str) -> Transducer:
 
 def _build(path: Path, tokenizer: str | None) -> Transducer:
     if not path.is_file():
-        raise UserError(f"model.name: there is no file {path} (looked in {Path.cwd()}).")
+        raise UserError(f"model.name: there is no file {path} (looked in {Path.cwd()}).{near_path(str(path))}")
     root = read_settings(path, "model.name")
     layout = root.get("model")
     if not isinstance(layout, dict):

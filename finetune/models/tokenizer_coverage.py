@@ -45,8 +45,10 @@ def compare(texts: list[Text], new: SentencePieceModel, old: SentencePieceModel 
 
     Returns:
         {"texts", "seconds", "by_language": {language: {"texts", "characters", "seconds", "new": rates, "old": rates,
-        "same_segmentation"}}, "not_written": [[character, count], ...], "pieces_used"}. Rates are fractions of texts
-        and characters without <unk>, tokens a character (spaces not counted) and tokens a second of audio.
+        "same_segmentation", "new_pieces", "new_piece_tokens"}}, "not_written": [[character, count], ...],
+        "pieces_used"}. Rates are fractions of texts and characters without <unk>, tokens a character (spaces not
+        counted) and tokens a second of audio; the last two are pieces that the old tokenizer lacks and the texts use,
+        and their tokens.
         `same_segmentation` is the fraction of the texts that the old one writes whose pieces are the same in both.
         Languages are by name, "" where none is known; "all" is their sum.
     """
@@ -54,11 +56,15 @@ def compare(texts: list[Text], new: SentencePieceModel, old: SentencePieceModel 
     counts: dict[str, dict[str, Counts]] = {name: defaultdict(Counts) for name in encodings}
     same: Counter[str] = Counter()
     used: set[str] = set()
+    added = {p.piece for p in new.pieces} - {p.piece for p in (new if old is None else old).pieces}
+    added_used: dict[str, Counter[str]] = defaultdict(Counter)
     for text, *encoded in zip(texts, *encodings.values(), strict=True):
         for name, (pieces, unknown) in zip(encodings, encoded, strict=True):
             for language in (text.language, ALL):
                 _add(counts[name][language], text, len(pieces), unknown)
         used.update(encoded[0][0])
+        for language in (text.language, ALL) if added else ():
+            added_used[language].update(piece for piece in encoded[0][0] if piece in added)
         if old is not None and not encoded[1][1] and encoded[0][0] == encoded[1][0]:
             same.update((text.language, ALL))
     by_language = {}
@@ -69,6 +75,8 @@ def compare(texts: list[Text], new: SentencePieceModel, old: SentencePieceModel 
         if old is not None:
             written = counts["old"][language].written_texts
             row["same_segmentation"] = same[language] / written if written else None
+            pieces = added_used[language]
+            row |= {"new_pieces": len(pieces), "new_piece_tokens": pieces.total()}
         by_language[language] = row
     names = {p.piece for p in new.pieces}
     return {
@@ -105,19 +113,26 @@ def _add(counts: Counts, text: Text, tokens: int, unknown: list[str]) -> None:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Format the report as a table by language."""
+    """Format the report as a table by language, with their sum where there are several."""
     two = "old" in report["by_language"][ALL]
     columns = [("texts written", "texts_written"), ("characters", "characters_written")]
     columns += [("tokens/char", "tokens_per_character"), ("tokens/s", "tokens_per_second")]
     head = ["language", "texts", *(name + (" old > new" if two else "") for name, _ in columns)]
-    rows = [head + (["same pieces"] if two else [])]
+    rows = [head + (["same pieces", "new pieces"] if two else [])]
+    several = len(report["by_language"]) > 2
     for language, row in report["by_language"].items():
+        if language == ALL and not several:
+            continue
         cells = [language or "(not said)", str(row["texts"])]
         for _, key in columns:
             share = key.endswith("written")
             values = [_cell(row[name][key], share) for name in (("old", "new") if two else ("new",))]
             cells.append(" > ".join(values))
-        rows.append(cells + ([_cell(row["same_segmentation"], True)] if two else []))
+        if two:
+            tokens = (row["new"]["tokens_per_character"] or 0) * row["characters"]
+            share = _cell(row["new_piece_tokens"] / tokens if tokens else None, True)
+            cells += [_cell(row["same_segmentation"], True), f"{row['new_pieces']} ({share} of the tokens)"]
+        rows.append(cells)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

@@ -64,6 +64,7 @@ class Growth:
             "pieces_before": self.before,
             "pieces_added": len(self.added),
             "new_characters": self.characters,
+            "new_pieces": self.added,
             "characters_left_out": self.left_out,
             "unreachable": self.unreachable,
         }

@@ -81,10 +81,9 @@ def resolve_strategy(named: list[str], deepspeed_file: str | None = None) -> Str
             log.info("the launcher's own Accelerate file %s sets engine and precision", launched_with)
     for name in named:
         if name not in strategy_names():
-            raise UserError(
-                f"--strategy: there is no strategy {name!r}.{did_you_mean(name, strategy_names())} There are: "
-                f"{', '.join(strategy_names())}."
-            )
+            near = did_you_mean(name, strategy_names(), most=3)
+            every = f" There are: {', '.join(strategy_names())}." if not near else " docs/strategies.md lists all."
+            raise UserError(f"--strategy: there is no strategy {name!r}.{near}{every}")
         if name not in strategy.names:
             strategy.names.append(name)
     for name in strategy.names:

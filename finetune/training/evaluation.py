@@ -141,7 +141,8 @@ class Evaluator:
         for split in (s for s in splits if s in self.sources):
             found[split] = wer = self.evaluate_split(model, split)
             self.quarantine.add(wer.quarantined)
-            log_evaluation(step, split if weights == "raw" else f"{split} ({weights})", wer)
+            if not (is_best and split == "validation"):  # said when it became the best
+                log_evaluation(step, split if weights == "raw" else f"{split} ({weights})", wer)
             bad, clips = len(wer.quarantined), len(wer.quarantined) + wer.total.clips
             if bad > self.config.data.max_bad_fraction * clips:
                 log.warning(
@@ -168,8 +169,11 @@ class Evaluator:
 
     # ---- during the run ---------------------------------------------------------------------------------------------
 
-    def evaluate(self, model: Transducer, splits: tuple[str, ...]) -> dict[str, WerAccumulator]:
-        """Evaluate the splits, and the callbacks' candidates on validation; keep the best model by validation WER."""
+    def evaluate(self, model: Transducer, splits: tuple[str, ...], last: bool = False) -> dict[str, WerAccumulator]:
+        """Evaluate the splits, and the callbacks' candidates on validation; keep the best model by validation WER.
+
+        In the `last` evaluation of a run, data.guard follows where the closing one will be of an earlier step.
+        """
         p = self.progress
         found = self._evaluate_splits(model, splits, p.step)
         if "validation" in found:
@@ -181,6 +185,8 @@ class Evaluator:
                         callback.on_validated(model, p.step, found["validation"].total.rates()["wer"])
                 for candidate in self._candidates(model, final=False):
                     self._evaluate_candidate(model, candidate)
+            if last and self.config.training.guard_steps and p.best_step not in (None, p.step):
+                self._evaluate_splits(model, ("guard",), p.step)
         for callback in self.callbacks:
             callback.on_evaluations_done()
         return found
@@ -331,7 +337,7 @@ def splits_due(step: int, last: bool, eval_steps: int, guard_steps: int) -> tupl
     """Return the splits of an evaluation during the run.
 
     data.guard is in the first one after each `guard_steps`, in all where that is below 0, in none where it is 0; and
-    not in the last one, which the best model's follows at once.
+    not in the last one, since `Evaluator.evaluate` knows whether the best model's follows at the same step.
     """
     guarded = guard_steps < 0 or (guard_steps > 0 and step // guard_steps > (step - eval_steps) // guard_steps)
     return ("validation", "guard") if guarded and not last else ("validation",)

@@ -25,6 +25,7 @@ class Progress:
     skipped_steps: int = 0
     spikes: int = 0
     scale_skips: int = 0
+    clipped_steps: int = 0
     out_of_memory: int = 0
     filtered: dict[str, int] = field(default_factory=dict)
     best_step: int | None = None

@@ -20,9 +20,12 @@ from finetune.config.compatibility import find_conflicts
 from finetune.config.redaction import without_secrets, write_config
 from finetune.config.schema import RunConfig
 from finetune.config.tokenizer_setting import tokenizer_setting
+from finetune.data.overlap import find_overlap, warnings_about
 from finetune.data.run_file import count_clips, mean_seconds, train_limits
 from finetune.data.run_file import open_sources as open_sources
 from finetune.data.sources import OpenSource
+from finetune.data.stream import UtteranceStream
+from finetune.data.usable import Usable, judge, look_at_usable
 from finetune.distributed import broadcast, on_main
 from finetune.durable_files import write_json
 from finetune.errors import UserError
@@ -50,6 +53,8 @@ from finetune.training.trainer import Trainer
 from finetune.training.vocabulary_change import set_vocabulary
 
 log = logging.getLogger(__name__)
+
+OVERLAP_SECONDS = 10.0  # at the start of a run; a dry run takes longer, and a check reads the audio as well
 
 
 def build_accelerator(config: RunConfig, strategy: Strategy) -> Accelerator:
@@ -137,6 +142,23 @@ def _why_not_into(path: Path, config: RunConfig) -> str | None:
                 "model elsewhere."
             )
     return None
+
+
+def check_overlap(config: RunConfig, sources: dict[str, list[OpenSource]]) -> None:
+    """Warn of texts of the evaluation sets that stand in data.train.
+
+    Raises:
+        UserError: clips of theirs stand there, without data.allow_overlap.
+    """
+
+    def look() -> None:
+        found = find_overlap(sources, config, OVERLAP_SECONDS)
+        if not found.whole:
+            log.info("%s in %.0f s; --dry-run compares more", found.scope(), OVERLAP_SECONDS)
+        for text in warnings_about(found, sources, config):
+            log.warning("%s", text)
+
+    on_main(look)
 
 
 def find_checkpoint(config: RunConfig) -> Path | None:
@@ -264,6 +286,47 @@ def check_languages(trainer: Trainer) -> None:
         log.warning("%d rows go into quarantine: %s", rows, reason)
 
 
+def how_much_is_left(
+    stream: UtteranceStream, config: RunConfig, ranks: int
+) -> tuple[str, Usable, str | None, list[str]]:
+    """Find on rank 0 what training leaves out of data.train, and how often it passes over the rest.
+
+    Returns:
+        A line to log; the figures; why a run should not begin with so little, or None; and warnings.
+
+    Raises:
+        UserError: no clip is left.
+    """
+    t, d = config.training, config.data
+
+    def look() -> tuple[Usable, str | None, list[str]]:
+        found = look_at_usable(stream)
+        return found, *judge(found, d.max_bad_fraction)
+
+    found, problem, warnings = on_main(look)
+    line = f"data.train: {found}"
+    if t.max_steps <= 0:
+        return f"{line}; {t.num_train_epochs:g} passes over them", found, problem, warnings
+    per_step = t.gradient_accumulation_steps * ranks
+    clips = 0 if d.batch_duration else train_limits(config).clips_of_length(found.seconds / max(found.clips, 1))
+    return line + found.passes(t.max_steps, clips * per_step, d.batch_duration * per_step), found, problem, warnings
+
+
+def check_what_is_left(trainer: Trainer, resumes: bool) -> None:
+    """Log how much of data.train the run trains on.
+
+    Raises:
+        UserError: none of it, or less than half without data.allow_large_losses where the run begins.
+    """
+    config = trainer.config
+    line, _, problem, warnings = how_much_is_left(trainer.stream, config, trainer.accelerator.num_processes)
+    if problem is not None and not resumes and not config.data.allow_large_losses:
+        raise UserError(f"{problem}.\n{line}", exit_code=1)
+    log.info("%s", line)
+    for text in (*warnings, *filter(None, [problem])):
+        log.warning("%s", text)
+
+
 def describe(trainer: Trainer, strategy: Strategy) -> None:
     """Write config.yaml and environment.json, start the trackers, and log the run in a line."""
     accelerator, config = trainer.accelerator, trainer.config
@@ -279,11 +342,15 @@ def describe(trainer: Trainer, strategy: Strategy) -> None:
         accelerator.init_trackers("finetune", config=flat_settings(config))
     if strategy.engine == "ddp" and accelerator.num_processes == 1:
         log.warning("%s, but one process was started: it trains alone", strategy.engine_from)
-    clips = "batches by length" if not train_limits(config).clips else f"{t.per_device_train_batch_size} clips"
+    processes, clips = accelerator.num_processes, train_limits(config).clips
+    accumulated = t.gradient_accumulation_steps
+    parts = [f"{n} {what}" for n, what in ((processes, "processes"), (accumulated, "batches")) if n > 1]
+    batch = " x ".join([*parts, f"{clips} clips" if clips else "a batch by length"])
+    of = f"{clips * processes * accumulated} clips ({batch})" if clips and parts else batch
     log.info(
-        f"strategy {'+'.join(strategy.names) or 'none'}, engine {strategy.engine}, {accelerator.num_processes} "
-        f"process(es), precision {'bf16' if t.bf16 else 'fp16' if t.fp16 else 'fp32'}, {trainer.total_steps} steps of "
-        f"{accelerator.num_processes} x {t.gradient_accumulation_steps} x {clips}"
+        f"strategy {'+'.join(strategy.names) or 'none'}, engine {strategy.engine}, {processes} "
+        f"process{'es' if processes > 1 else ''}, precision {'bf16' if t.bf16 else 'fp16' if t.fp16 else 'fp32'}, "
+        f"{trainer.total_steps} step{'s' if trainer.total_steps > 1 else ''} of {of}"
     )
     if len(trainer.contexts[0]) > 1:
         log.info("%s", describe_contexts(trainer.model, *trainer.contexts))

@@ -156,7 +156,7 @@ class StepBatcher:
         self.quarantine.add(quarantined)
         if more or p.audio_seconds:  # without one usable utterance `nothing_left` says more
             limit = self.config.data.max_bad_fraction
-            check_bad_fraction(p.quarantined, p.rows_read, limit, not more, self.quarantine.file.path)
+            check_bad_fraction(p.quarantined, p.rows_read, limit, not more, self.quarantine.reasons)
         micro_batches, samples = int(table_RN[:, -1].max()), int(clips + infeasible)
         return StepBatches(batches, micro_batches, clips, tokens, samples, seconds, padded_seconds), not more
 
@@ -187,4 +187,4 @@ class StepBatcher:
     def nothing_left(self) -> UserError:
         """Return the error for an epoch without a single usable utterance."""
         p = self.progress
-        return nothing_left(p.rows_read, p.quarantined, p.filtered, self.quarantine.file.path)
+        return nothing_left(p.rows_read, p.quarantined, p.filtered, self.quarantine.reasons)

@@ -21,6 +21,9 @@ from finetune.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
+MOSTLY_CLIPPED = 0.5
+"""Share of the steps with clipped gradients from which on it is said."""
+
 
 def write_summary(trainer: Trainer, strategy: Strategy, result: FinalResult) -> None:
     """Write summary.json, and log what came of the run. On the main process."""
@@ -82,6 +85,7 @@ def summarise(trainer: Trainer, strategy: Strategy, result: FinalResult) -> dict
         "skipped_steps": p.skipped_steps,
         "spikes": p.spikes,
         "scale_skips": p.scale_skips,
+        "clipped_steps": p.clipped_steps,
         "out_of_memory": p.out_of_memory,
         "batch_bounds": None,
         "drift_warnings": p.drift_warnings,
@@ -147,6 +151,11 @@ def log_result(
         log.info("WER on guard: %.3f before, %.3f after%s", guard_before, guard_after, text)
         if guard_after > guard_before and (change is None or change["significant"]):
             log.warning("the model lost on data.guard. %s", LOST_ON_GUARD)
+    clipped, steps = summary["clipped_steps"], summary["steps"]
+    if clipped > MOSTLY_CLIPPED * steps:
+        limit = summary["effective_settings"]["training"]["max_grad_norm"]
+        text = "gradients were clipped in %d of %d steps, all to the same norm (training.max_grad_norm=%g)"
+        log.info(text, clipped, steps, limit)
     if summary["adapter_bytes"]:
         sizes = summary["adapter_bytes"] / 1e6, summary["model_bytes"] / 1e6
         log.info("adapter: %s, %.2f MB beside model.nemo's %.2f MB", output_dir / "adapter", *sizes)

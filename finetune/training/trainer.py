@@ -178,7 +178,7 @@ class Trainer:
         """Evaluate and save the last step, settle which weights are the best model, and evaluate those."""
         p = self.progress
         if p.step > 0 and p.last_evaluated != p.step and "validation" in self.sources:
-            self.evaluate(("validation",))  # the end of the last epoch is rarely a step with an evaluation
+            self.evaluate(("validation",), last=True)  # the end of the last epoch is rarely a step with an evaluation
             self._last_saved = -1  # a checkpoint of this step does not know of it yet
         self.save(wait=True)
         with self.whole_model() as model:
@@ -299,13 +299,13 @@ class Trainer:
         sharded. All ranks enter."""
         return sharded.whole_model(self.model, self.replica, self.accelerator.device)
 
-    def evaluate(self, splits: tuple[str, ...]) -> dict[str, WerAccumulator]:
-        """Evaluate the splits that the run file names; keep the best model by validation WER."""
+    def evaluate(self, splits: tuple[str, ...], last: bool = False) -> dict[str, WerAccumulator]:
+        """Evaluate the splits that the run file names; keep the best model by validation WER. See `Evaluator`."""
         self._part("evaluation")
         self.step_filter.require_finite()
         average_batchnorm(self.model)
         with self.whole_model() as model:
-            found = self.evaluator.evaluate(model, splits)
+            found = self.evaluator.evaluate(model, splits, last)
         self._part("other")
         return found
 
@@ -405,6 +405,7 @@ class Trainer:
         else:  # the number of steps is an estimate, and rates of 0 before the end would waste what comes
             self.schedule.step_to(self.share_done())
         p.step += 1
+        p.clipped_steps += grad_norm is not None and grad_norm > (self.config.training.max_grad_norm or math.inf)
         p.samples += batches.samples
         self.window.add(loss, grad_norm, batches, reason is None, self._loss_parts(loss))
         if self.config.training.log_clips:
@@ -610,7 +611,7 @@ class Trainer:
         if stop or self.batcher.save_wanted or self._at_last_step() or (t.save_steps and p.step % t.save_steps == 0):
             self.save(wait=stop)
         if stop:
-            raise Stopped(f"the checkpoint of step {p.step} is saved")
+            raise Stopped(f"the checkpoint of step {p.step} is saved", on_all_ranks=True)
         self.window.started += time.perf_counter() - paused
 
     def _evaluate_due(self) -> bool:
@@ -621,7 +622,8 @@ class Trainer:
         p.evaluation_due = False
         self.writer.wait()  # no worker is forked beside a writing thread
         try:
-            self.evaluate(splits_due(p.step, self._at_last_step(), t.eval_steps, t.guard_steps))
+            last = self._at_last_step()
+            self.evaluate(splits_due(p.step, last, t.eval_steps, t.guard_steps), last)
         except CutShort:
             p.restore(before)
             return False

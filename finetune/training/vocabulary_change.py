@@ -93,11 +93,13 @@ def set_vocabulary(
             f"{setting.key}: {checkpoint} was written without it, and its vocabulary cannot change on the way. Take "
             "out the key, or begin a new run from the model."
         )
+    if "by_language" in report:
+        log.info("the tokenizer before and now, on the texts of %s:\n%s", setting.key, Block(table(report)))
     old = tokenizer_of(model, setting.key)
     change_vocabulary(model, _place(accelerator, content, folder / WAITING, report), {"setting": report["setting"]})
     if heard is not None:
         start_as_heard(model, old, heard.letters, heard.texts)
-    log.info("vocabulary of %d pieces; it will be in %s", model.tokenizer.vocab_size, folder / FOLDER)
+    log.info("vocabulary of %d pieces now", model.tokenizer.vocab_size)
     return True
 
 
@@ -204,7 +206,6 @@ def make_tokenizer(
     report["pieces"] = len(new.pieces)
     if texts:
         report |= compare(texts, new, old)
-        log.info("the tokenizer before and now, on the texts of %s:\n%s", key, Block(table(report)))
         if report["not_written"]:
             log.warning("%s: characters without a piece: %s", key, report["not_written"][:20])
     return new.SerializeToString(), report, heard

@@ -180,7 +180,15 @@ def measure_check(folder: Path, rows: int) -> dict[str, float]:
             }
             file.write(json.dumps(row) + "\n")
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    arguments = ["--data", str(folder / "manifest.jsonl"), "--workers", "1", "--output-dir", str(folder / "check")]
+    arguments = [
+        "--data",
+        str(folder / "manifest.jsonl"),
+        "--workers",
+        "1",
+        "--output-dir",
+        str(folder / "check"),
+        "--overwrite",
+    ]
     with Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         check.main(arguments)

@@ -108,6 +108,7 @@ def write_run_file(folder: Path) -> Path:
             "train": str(clips / "manifest.jsonl"),
             "validation": str(clips / "held_out.jsonl"),
             "test": str(clips / "held_out.jsonl"),
+            "allow_overlap": True,
             "text_normalization": "basic",
             "shuffle_buffer_size": 8,
             "group_by_duration": True,

@@ -76,6 +76,7 @@ class Check:
                     "data": {
                         "train": self.manifest,
                         "validation": self.manifest,
+                        "allow_overlap": True,
                         "text_normalization": "basic",
                     },
                     "training": {

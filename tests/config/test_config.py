@@ -47,13 +47,36 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         ("training.lr=1", "training.lr", "Did you mean training.learning_rate"),
         ("training.epochs=1", "training.epochs", "Did you mean training.num_train_epochs?"),
         ("training.steps_eval=1", "training.steps_eval", "Did you mean training.eval_steps?"),
-        ("training.batch_size=1", "training.batch_size", "training.per_device_train_batch_size"),
+        ("training.batch_size=1", "training.batch_size", " Did you mean training.per_device_train_batch_size?"),
+        ("lr=1", "lr", " Did you mean training.learning_rate?"),
+        ("model.learning_rate=1", "model.learning_rate", " Did you mean training.learning_rate?"),
+        ("optimizer.lr=1", "optimizer.lr", " Did you mean training.learning_rate?"),
+        ("per_device_train_batch_size=1", "per_device_train_batch_size", " training.per_device_train_batch_size"),
+        ("num_train_epochs=1", "num_train_epochs", " Did you mean training.num_train_epochs?"),
+        ("training.grad_accum=1", "training.grad_accum", " Did you mean training.gradient_accumulation_steps?"),
+        (
+            "training.gradient_accumulation=1",
+            "training.gradient_accumulation",
+            " training.gradient_accumulation_steps?",
+        ),
+        ("fp16=true", "fp16", " Did you mean training.fp16?"),
+        ("trainer.precision=16", "trainer.precision", " Did you mean training.bf16 or training.fp16?"),
+        ("trainer.max_epochs=3", "trainer.max_epochs", " Did you mean training.num_train_epochs?"),
+        ("data.train_ds.manifest_filepath=a.json", "data.train_ds.manifest_filepath", " Did you mean data.train?"),
     ],
 )
 def test_unknown_key(run_file: Callable[..., Path], override: str, key: str, suggested: str) -> None:
     message = problem(run_file(), override)
     assert f"command line: unknown key {key}." in message
     assert suggested in message.split(f"{key}.", 1)[1]
+
+
+def test_the_usual_names_lead_to_keys_that_there_are() -> None:
+    from finetune.config.load import FIELDS
+    from finetune.config.suggestions import OTHER_NAMES
+
+    assert {key for keys in OTHER_NAMES.values() for key in keys} <= set(FIELDS)
+    assert not [name for name in OTHER_NAMES if any(key.endswith(f".{name}") for key in FIELDS)]
 
 
 def test_keys_that_were_renamed(run_file: Callable[..., Path], messages: list[str]) -> None:
@@ -294,12 +317,15 @@ def test_order_of_layers(run_file: Callable[..., Path], messages: list[str]) -> 
     config, origin = load_config(path, ["adamw_8bit"], [])
     assert (config.training.optimizer, origin["training.optimizer"]) == ("adamw_8bit", "strategy adamw_8bit")
     assert config.training.learning_rate == 1e-3
-    assert messages == [f"strategy adamw_8bit: training.optimizer replaces adamw ({path}) by adamw_8bit"]
+    assert messages == [f"strategy adamw_8bit: training.optimizer=adamw_8bit in place of adamw ({path})"]
     messages.clear()
     config, origin = load_config(path, ["adamw_8bit", "gradient_checkpointing"], ["training.optimizer=adamw"])
     assert (config.training.optimizer, origin["training.optimizer"]) == ("adamw", "command line")
     assert config.model.gradient_checkpointing is True
-    assert messages[-1] == "command line: training.optimizer replaces adamw_8bit (strategy adamw_8bit) by adamw"
+    assert messages[-1] == "command line: training.optimizer=adamw in place of adamw_8bit (strategy adamw_8bit)"
+    guarded = run_file(data__guard="examples/voice_prompts")
+    load_config(guarded, [], ["data.guard=null"])
+    assert messages[-1] == f"command line: data.guard=null in place of examples/voice_prompts ({guarded})"
     config, _ = load_config(path, ["adamw_8bit", "adamw"], [])
     assert config.training.optimizer == "adamw"
 

@@ -12,7 +12,7 @@ from stream_cases import RATE, make_stream, read_epoch
 
 from finetune.data.augment import augment, parse_augmentation
 from finetune.data.decode import as_float
-from finetune.data.filters import FilteredUtterance, Filters, parse_filters
+from finetune.data.filters import FilteredUtterance, Filters, in_words, parse_filters
 from finetune.errors import UserError
 
 
@@ -32,6 +32,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "many": ({"max_tokens": 5}, {"text": "abcdef"}, "more_than_max_tokens"),
     "alphabet": ({"alphabet": "abc"}, {"text": "a bäc"}, "outside_alphabet"),
+    "as written": (
+        {"alphabet_before_normalization": "abc"},
+        {"text": "a bac?"},
+        "outside_alphabet_before_normalization",
+    ),
     "silent": ({"min_level": -60}, {"level": 0.0005}, "below_min_level"),
     "clipped": ({"max_clipped": 0.01}, {"level": 3.0}, "more_than_max_clipped"),
     "telephone": ({"min_sample_rate": 16_000}, {"rate": 8_000}, "below_min_sample_rate"),
@@ -72,6 +77,31 @@ def test_bounds_of_a_source_go_before_the_common_ones() -> None:
     own.check_text("abcdefgh", 8)
     with pytest.raises(FilteredUtterance, match="longer_than_max_duration"):
         own.check_duration(11.0)
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("longer_than_max_duration", "longer than data.max_duration 40 s"),
+        ("shorter_than_min_duration", "shorter than data.min_duration of their source"),
+        ("more_than_max_tokens", "with more than data.filters.max_tokens 200"),
+        ("fewer_than_min_characters_per_second", "with fewer than data.filters.min_characters_per_second 2"),
+        ("below_min_level", "below data.filters.min_level -60"),
+        ("empty_text", "without a text"),
+    ],
+)
+def test_reasons_in_words(reason: str, words: str) -> None:
+    common = {"max_duration": 40.0, "max_tokens": 200, "min_characters_per_second": 2, "min_level": -60}
+    assert in_words(reason, [Filters(min_duration=0.1, **common), Filters(min_duration=0.2, **common)]) == words
+
+
+def test_a_lost_accent_is_seen_before_normalisation(tmp_path: Path) -> None:
+    rows = [{**write_clip(tmp_path, name, {}), "text": text} for name, text in (("lost", "sar?"), ("kept", "Sara"))]
+    manifest = str(write_manifest(tmp_path / "m.jsonl", rows))
+    for key, left in (("alphabet", ["kept", "lost"]), ("alphabet_before_normalization", ["kept"])):
+        source = {"path": manifest, "filters": {key: "arsS"}}
+        batches = read_epoch(make_stream(source, text_normalization="basic"))
+        assert sorted(i for b in batches for i in b.ids) == left
 
 
 @pytest.mark.parametrize(
@@ -208,6 +238,7 @@ def test_wrong_settings_end_the_run_before_the_model_is_loaded(refused: Any, tin
 
 
 def test_what_filters_left_out_stands_in_the_summary(failed: Any, tiny_run: Any, tmp_path: Path) -> None:
-    failed(0, *tiny_run("training.max_steps=2", data={"filters": {"max_tokens": 4}, "validation": None, "test": None}))
+    data = {"filters": {"max_tokens": 4}, "allow_large_losses": True, "validation": None, "test": None}
+    assert "13 with more than data.filters.max_tokens 4" in failed(0, *tiny_run("training.max_steps=2", data=data))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["filtered"]["more_than_max_tokens"] > 0

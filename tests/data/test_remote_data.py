@@ -38,7 +38,8 @@ def check_from_hub(endpoint: str, tmp_path: Path, *arguments: str) -> tuple[subp
         "HF_HUB_OFFLINE": "0",
         "HF_DATASETS_OFFLINE": "0",
     }
-    command = [sys.executable, "-m", "finetune.check", "--output-dir", str(out), "--workers", "1", *arguments]
+    command = [sys.executable, "-m", "finetune.check", "--output-dir", str(out), "--workers", "1", "--overwrite"]
+    command += [*arguments, "data.min_duration=0"]
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False), out
 
 

@@ -138,6 +138,13 @@ def test_tar_shards(corpus: Path, tmp_path: Path) -> None:
         ([{"path": "a", "weight": "much"}], ("weight: expected float", "'much'")),
         ({"path": 3}, ("`path`", "3")),
         (3, ("a source is a path", "3")),
+        (
+            {"path": "it.jsonl", "split": "train[:80%]"},
+            ("a split as a whole", "parakeet-finetune split --data it.jsonl"),
+        ),
+        ({"path": "it.jsonl", "split": "train"}, ("no effect on it.jsonl", "parakeet-finetune split --data it.jsonl")),
+        ({"path": "shards/*.parquet", "split": "test"}, ("no effect", "Leave it out")),
+        ({"path": "s3://bucket/a.parquet", "split": "test"}, ("no effect", "Leave it out")),
     ],
 )
 def test_sources_that_are_refused(value: Any, words: tuple[str, ...]) -> None:

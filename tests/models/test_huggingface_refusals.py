@@ -261,7 +261,7 @@ def test_a_model_that_stays_on_a_frame_is_refused_with_the_cause(tiny_model, cli
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("no/such/model.nemo", "there is no file or directory no/such/model.nemo, and it is not a hub name"),
+        ("no/such/model.nemo", "there is no file or directory no/such/model.nemo (looked in "),
         ("finetune/configs/models/fastconformer_tdt_3m.yaml", "random weights"),
         ("pyproject.toml", "is no .nemo file"),
     ],

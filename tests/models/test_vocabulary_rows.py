@@ -553,7 +553,7 @@ def test_a_real_model_learns_to_write_what_it_could_not(run_train: Any, tmp_path
     manifest = str(phonetic_prompts(tmp_path))
     run = {
         "model": {"name": str(BASE), "tokenizer": {"extend_from": manifest}, **DETERMINISTIC},
-        "data": {"train": manifest, "validation": manifest, "max_eval_samples": 60},
+        "data": {"train": manifest, "validation": manifest, "max_eval_samples": 60, "allow_overlap": True},
         "training": {
             "output_dir": str(tmp_path / "run"),
             "max_steps": 120,

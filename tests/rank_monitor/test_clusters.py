@@ -157,7 +157,8 @@ def is_gone(pid: str) -> bool:
 def test_run_training_stops_at_once_while_it_starts(scripts_alone, tmp_path, name):
     """torch's import takes up to a minute."""
     (tmp_path / ".venv/bin/python").write_text('#!/usr/bin/env bash\necho $$ > "$PIDS"\nexec sleep 3600\n')
-    process = subprocess.Popen(["bash", str(tmp_path / "scripts/run_training.sh")], env=scripts_alone)
+    environment = {key: value for key, value in scripts_alone.items() if key != "NUM_PROCESSES"}
+    process = subprocess.Popen(["bash", str(tmp_path / "scripts/run_training.sh")], env=environment)
     wait_for_lines(tmp_path / "pids", 1, process)
     process.send_signal(getattr(signal, name))
     assert process.wait(timeout=900) == 75

@@ -89,6 +89,11 @@ def test_a_changed_vocabulary_is_in_the_introduction_and_in_the_changes(finished
         assert f"Its vocabulary was {said}: {pieces:,} pieces now." in text.split("## Results")[0]
         changed = f"trained further, as described above; its vocabulary was {said}: {pieces:,} pieces now. The authors"
         assert changed in text.split("## Licence")[1]
+    (run / "tokenizer").mkdir()
+    growth = {"pieces_before": 1, "pieces_added": 2, "new_characters": ["ő"], "new_pieces": ["ő", "▁ő"]}
+    (run / "tokenizer" / "report.json").write_text(json.dumps({"pieces": 3, "growth": growth}))
+    text = card_in(push("--model", run, *arguments)[1])
+    assert f"{pieces:,} pieces now. The first of the new pieces: ő ▁ő.\n" in text
     hf = tmp_path / "export"
     hf.mkdir()
     (hf / "config.json").write_text("{}")

@@ -22,6 +22,7 @@ from finetune.data.run_file import open_sources
 from finetune.errors import UserError
 from finetune.tools.data_check import inspection
 from finetune.tools.data_check.inspection import estimate_padding
+from finetune.tools.data_check.texts import Texts, findings, lines_about
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_the_report(spoiled: Path, tmp_path: Path, capsys: Any) -> None:
     assert found == json.loads((out / "check.json").read_text())
     assert (found["rows"], found["clips"], found["bad"], found["duplicate_ids"]) == (40, 37, 2, 1)
     assert found["filtered"] == {"empty_text": 1}
-    assert found["problems"] == {"there is no file": 1, "the row says": 1}
+    assert found["problems"] == {"there is no file": 1, "another length than the row says": 1}
     assert found["clips_by_language"] == {"en": 27, "fr": 10}
     seconds = sum(soundfile.info(spoiled.parent / f"{i}.flac").duration for i in range(40) if i not in (3, 5, 9))
     assert found["hours"] == pytest.approx(seconds / 3600, rel=1e-6)
@@ -78,7 +79,11 @@ def test_the_report(spoiled: Path, tmp_path: Path, capsys: Any) -> None:
     page = (out / "report.html").read_text()
     assert "data:image/png;base64," in page
     assert "there is no file" in page
-    assert "40 rows, 37 clips" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "40 rows, 37 clips" in said
+    assert "        1  without a text, such as c5\n" in said
+    assert f"        1  bad, such as c3: there is no file {spoiled.parent / 'gone.flac'}\n" in said
+    assert "        1  bad, such as c9: the row says 9.00 s, the audio has " in said
 
 
 def test_training_leaves_out_what_the_check_has_found(spoiled: Path, tmp_path: Path) -> None:
@@ -106,7 +111,7 @@ def test_a_check_that_was_finished_reads_everything_again(spoiled: Path, tmp_pat
     arguments = ["--data", str(spoiled), "--output-dir", str(tmp_path / "check"), "--workers", "1"]
     main(arguments)
     soundfile.write(spoiled.parent / "gone.flac", np.zeros(RATE), RATE)
-    main(arguments)
+    main([*arguments, "--overwrite"])
     assert {p.get("id") for p in read_lines(tmp_path / "check" / "problems.jsonl")} == {"c9", None}
     assert "there is no file" not in json.loads((tmp_path / "check" / "check.json").read_text())["problems"]
 
@@ -150,7 +155,7 @@ def test_a_check_goes_on_where_it_was_and_begins_anew_for_other_data(
     spoiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "check"
-    arguments = ["--data", str(spoiled), "--output-dir", str(out), "--workers", "1"]
+    arguments = ["--data", str(spoiled), "--output-dir", str(out), "--workers", "1", "--overwrite"]
     began = []
     read_all = inspection.read_all
 
@@ -185,7 +190,7 @@ def test_too_many_bad_clips_are_a_bad_verdict(tmp_path: Path, capsys: Any) -> No
     rows = [{"audio_filepath": f"{i}.flac", "text": "a"} for i in range(10)]
     manifest = write_manifest(tmp_path / "m.jsonl", rows)
     assert main(["--data", str(manifest), "--output-dir", str(tmp_path / "check")]) == 1
-    assert main(["--data", str(tmp_path / "none.jsonl"), "--output-dir", str(tmp_path / "check")]) == 2
+    assert main(["--data", str(tmp_path / "none.jsonl"), "--output-dir", str(tmp_path / "other")]) == 2
     assert "there is no manifest" in capsys.readouterr().err
     with pytest.raises(SystemExit) as caught:
         main([])
@@ -198,3 +203,147 @@ def test_estimated_padding() -> None:
     mixed = [[1.0 + i % 10, 20] for i in range(400)]
     found = estimate_padding(mixed, BatchLimits(clips=8), 200)
     assert found["by duration"] < 0.1 < 0.3 < found["at random"]
+
+
+LOST = [
+    ("non so se sar? pronto", "it"),
+    ("perch?no", "it"),
+    ("Questa \u00c3\u00a8 la citt\u00c3\u00a0", "it"),
+    ("caf\ufffd", "it"),
+    ("p\u0430gina", "it"),  # a Cyrillic letter
+    ("<unk> ciao", "it"),
+    ("PREMI IL TASTO", "it"),
+    ("ho 3 gatti", "it"),
+    ("ho cinque gatti", "it"),
+    ("Come stai? Bene, grazie.", "it"),
+    ("Really? Yes, of course: OK.", "en"),
+]
+
+
+@pytest.fixture
+def lost_accents(tmp_path: Path) -> Path:
+    soundfile.write(tmp_path / "a.flac", 0.1 * np.random.default_rng(0).standard_normal(2 * RATE), RATE)
+    rows = [
+        {"audio_filepath": "a.flac", "id": f"c{i}", "text": text, "lang": language}
+        for i, (text, language) in enumerate(LOST)
+    ]
+    return write_manifest(tmp_path / "lost.jsonl", rows)
+
+
+def test_what_looks_wrong_in_texts_is_on_the_screen(lost_accents: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "check"
+    arguments = ["--data", str(lost_accents), "--output-dir", str(out), "--workers", "1"]
+    assert main([*arguments, "data.text_normalization=basic"]) == 0
+    said = capsys.readouterr().out
+    for line in (
+        "texts it: 10, of ",
+        "        2  texts with '?' inside or in place of letters: non so se sar? pronto",
+        "        1  texts with UTF-8 that was read as Latin-1: Questa \u00c3\u00a8 la citt\u00c3",
+        "        1  texts with U+FFFD, a character that was lost: caf\ufffd",
+        "        1  texts with two scripts in one word: p\u0430gina",
+        "        1  texts with markup: <unk> ciao",
+        "        1  texts with capitals only: PREMI IL TASTO",
+        "        1  texts with digits, beside 1 with number words: ho 3 gatti | ho cinque gatti",
+        "characters that data.text_normalization takes out: ? 3 ",
+    ):
+        assert line in said, said
+    english = said.split("texts en: ")[1].split("rows, ")[0]
+    assert "texts with" not in english
+    found = json.loads((out / "check.json").read_text())["texts"]
+    assert (found["it"]["texts"], found["en"]["texts"]) == (10, 1)
+    assert found["it"]["characters"]["?"] == 3
+    assert found["it"]["examples"]["\ufffd"] == "caf\ufffd"
+    assert "caf\ufffd" in (out / "report.html").read_text(encoding="utf-8")
+
+
+def test_rare_characters_have_an_example() -> None:
+    texts = Texts()
+    for _ in range(400):
+        texts.add("questa parola", "none")
+    texts.add("l'unica \u0301", "none")
+    lines = list(lines_about("it", texts, 1))
+    assert lines[0].startswith("texts it: 401, of 15 characters: a 1,201 ")
+    assert "        1  '  in: l'unica" in [line[: len("        1  '  in: l'unica")] for line in lines]
+    assert any(line.startswith("        1  U+0301 COMBINING ACUTE ACCENT  in: ") for line in lines)
+    merged = Texts()
+    merged.merge(json.loads(json.dumps(texts.as_json())))
+    merged.merge(json.loads(json.dumps(texts.as_json())))
+    assert (merged.texts, merged.characters["q"], merged.examples["'"]) == (802, 800, texts.examples["'"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What? No.",
+        "Comment \u00e7a va ? Bien",
+        "OK",
+        "\u201cCAF\u00c9\u201d b",
+        "\u00c9t\u00e9\u2026 oui",
+        "Что? Да",
+        "l'\u00e9t\u00e9",
+    ],
+)
+def test_nothing_is_wrong_with_these(text: str) -> None:
+    assert list(findings(text)) == []
+
+
+def test_the_advice_of_a_problem_is_taken_by_the_same_command(
+    tiny_model: Path, clips: Path, tmp_path: Path, capsys: Any
+) -> None:
+    rows = [
+        {**row, "audio_filepath": str(clips / row["audio_filepath"])} for row in read_lines(clips / "manifest.jsonl")
+    ]
+    for row in rows:
+        row["text"] = row["text"].capitalize()
+    manifest = write_manifest(tmp_path / "capitals.jsonl", rows)
+    arguments = [
+        "--data",
+        str(manifest),
+        "--model",
+        str(tiny_model),
+        "--workers",
+        "1",
+        "--output-dir",
+        str(tmp_path / "check"),
+    ]
+    assert main(arguments) == 1
+    assert "  bad, such as " in capsys.readouterr().out
+    reason = read_lines(tmp_path / "check" / "problems.jsonl")[0]["reason"]
+    advice = re.search(r"\((data\.text_normalization=basic)\)", reason)
+    assert advice, reason
+    assert main([*arguments, "--overwrite", advice[1]]) == 0
+    rows[0]["text"] = "ça ñ"
+    write_manifest(manifest, rows)
+    assert main([*arguments, "--overwrite", advice[1]]) == 0
+    reason = read_lines(tmp_path / "check" / "problems.jsonl")[0]["reason"]
+    assert reason == "the tokenizer has no piece for 'ñ' (model.tokenizer.extend_from=DATA gives it pieces)"
+    capsys.readouterr()
+    assert main([*arguments, "--overwrite", advice[1], f"model.tokenizer.extend_from={manifest}"]) == 0
+    assert read_lines(tmp_path / "check" / "problems.jsonl") == []
+    assert "old > new" not in capsys.readouterr().err  # the table of the vocabulary
+
+
+def test_an_earlier_result_is_not_written_over_unasked(
+    spoiled: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--data", str(spoiled), "--output-dir", str(tmp_path / "check"), "--workers", "1"]
+    assert main(arguments) == 0
+    result = tmp_path / "check" / "check.json"
+    before = result.stat().st_mtime_ns
+    assert main(arguments) == 2
+    assert "holds the result of a check. --overwrite writes over it" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    for answer, code in (("n", 2), ("y", 0)):
+        monkeypatch.setattr("builtins.input", lambda _, answer=answer: answer)
+        assert main(arguments) == code
+        assert (result.stat().st_mtime_ns == before) == (code == 2)
+    assert main([*arguments, "--overwrite", "data.max_durations=1"]) == 2
+    assert "unknown key data.max_durations" in capsys.readouterr().err
+
+
+def test_settings_without_a_run_file(spoiled: Path, tmp_path: Path, capsys: Any) -> None:
+    arguments = ["--output-dir", str(tmp_path / "check"), "--workers", "1", "--data", str(spoiled)]
+    main([*arguments, "data.max_duration=1", "data.filters.alphabet_before_normalization=tex 123"])
+    said = capsys.readouterr().out
+    assert re.search(r"\n +\d+  longer than data.max_duration 1 s, such as c\d+\n", said)
+    assert "with characters outside data.filters.alphabet_before_normalization, such as c4\n" in said

@@ -1,6 +1,7 @@
 """`--dry-run`: go or no-go for each part of a run, without touching a run that is there."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,8 @@ import yaml
 from conftest import read_lines, write_manifest
 
 PARTS = [
-    *("configuration", "sources", "model", "tokenizer", "clips", "engine", "evaluation", "worst batch", "checkpoint"),
-    *("model file", "time"),
+    *("configuration", "sources", "overlap", "model", "tokenizer", "what is left", "clips", "engine", "evaluation"),
+    *("worst batch", "checkpoint", "model file", "time"),
 ]
 
 
@@ -48,6 +49,9 @@ def test_go_beside_a_run_that_is_there(tried, tiny_run, tmp_path):
     assert found["worst batch"]["peak_gib"] > 0
     assert found["checkpoint"]["checkpoint_bytes"] > 100_000
     assert found["time"]["hours"]["training"] == pytest.approx(500 * found["time"]["seconds_per_step"] / 3600)
+    assert re.search(r"500 steps in (\d+ h )?(\d+ min )?[\d.]+ (s|min), validation [\d.]+ (s|min)", said), said
+    assert "0.0 h" not in said
+    assert str(run / "dry_run" / "x")[:-2] + "/" not in said  # nothing that is gone is named
     for words in ("AdamW8bit", "equal weights, optimizer state and progress", "GO after", "holds a run"):
         assert words in said
 
@@ -67,8 +71,14 @@ def test_all_that_is_wrong_with_the_data_is_said_at_once(tried, tiny_run, clips,
     assert list(found) == PARTS
     assert "cannot write 6 of 24 texts" in said
     assert "漢 6x" in said
+    assert "the tokenizer has no piece for '字漢' (model.tokenizer.extend_from=DATA gives it pieces)" in said
     assert "14 of 24 clips decoded" in said
-    assert "quarantine takes 10" in said
+    assert "quarantine takes 10: 6 the tokenizer has no piece (such as" in said
+    assert "4 there is no file (such as" in said
+    assert "training on 14 of 24 clips" in said
+    assert "10 clips would go to quarantine, which ends a run above data.max_bad_fraction=0.05" in said
+    assert "% of the audio is left out" in said
+    assert "dry_run/" not in said  # a folder that is gone by then
     assert "NO-GO" in said
 
 

@@ -307,7 +307,7 @@ def test_the_command_names_what_is_missing_and_how_to_start(script, tmp_path):
     settings = ["model.train_ds.manifest_filepath=t.jsonl", f"++model.tokenizer.dir={TOKENIZER}"]
     code, _, said = script(source, *settings, "--output", run_file)
     assert code == 0, said
-    assert f"accelerate launch --quiet finetune/train.py --config {run_file}" in said
+    assert f"bash scripts/run_training.sh --config {run_file}" in said
     config, _ = load_config(run_file, [], [])
     assert config.model.name == str(source)
     assert config.model.tokenizer == str(TOKENIZER)

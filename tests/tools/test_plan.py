@@ -4,11 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT, tiny_layout
+from conftest import ROOT, TOKENIZER, read_lines, tiny_layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ from finetune.tools.planning.dataset import Data
 from finetune.tools.planning.engines import Engine
 from finetune.tools.planning.gpus import GIB, card_named, card_with_memory
 from finetune.tools.planning.layout import read_layout
-from finetune.tools.planning.prediction import Predictor, Row, recommend
+from finetune.tools.planning.prediction import Predictor, Row, command_for, recommend
 
 LONGEST = 1.5  # seconds; as the clips of the fixture
 
@@ -84,7 +85,8 @@ def test_the_plan_has_every_strategy_and_says_what_to_type(planned, plan_folder,
     assert found["recommended"] == "adamw"
     said = capsys.readouterr().out
     run = plan_folder / "RUN.yaml"
-    assert f"accelerate launch --quiet finetune/train.py --config {run} --strategy adamw\n" in said
+    assert f"  bash scripts/run_training.sh --config {run} --strategy adamw\n" in said
+    assert "0.8 s on average (a guess), 5 tokens a second (a guess), 100 h (train.jsonl is not on this" in said
     assert "not measured" in said
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 20_000
@@ -97,8 +99,8 @@ def test_several_gpus_share_what_the_engine_shares(planned):
     assert states["ddp"] == pytest.approx(states["adamw"])
     for engine in ("zero1", "zero2", "zero3", "fsdp2"):
         assert states[engine] == pytest.approx(states["adamw"] / 4, rel=0.01)
-    assert "--config_file accelerate_configs/zero2.yaml --num_processes 4" in rows["zero2"]["command"]
-    assert "--multi_gpu --num_processes 4" in rows["adamw_8bit"]["command"]
+    assert rows["zero2"]["command"].startswith("NUM_PROCESSES=4 bash scripts/run_training.sh --config ")
+    assert rows["zero2"]["command"].endswith("--strategy zero2")
     assert "cpu_offload_ao" in rows["cpu_offload_ao"]["reason"]
 
 
@@ -127,6 +129,52 @@ def test_data_as_the_check_found_them(planned, clips, tmp_path):
     assert found["data"]["mean"] == pytest.approx(3600 * checked["hours"] / checked["clips"])
     assert found["data"]["longest"] == LONGEST
     assert rows_of(found)["adamw"]["hours"] > 0
+
+
+def test_lengths_tokens_and_hours_come_from_the_data(planned, clips, capsys):
+    from finetune.models.loading import read_tokenizer
+    from finetune.models.sentencepiece_model import processor
+
+    rows = read_lines(clips / "manifest.jsonl")
+    encode = processor(read_tokenizer(str(TOKENIZER), "tokenizer")).encode
+    seconds = sum(row["duration"] for row in rows)
+    asked = ("--gpu", "l4", "--strategies", "adamw", f"data.train={clips / 'manifest.jsonl'}")
+    found = planned(*asked)
+    assert found["data"]["assumed"] == []
+    assert found["data"]["mean"] == pytest.approx(seconds / len(rows))
+    assert found["data"]["hours"] == pytest.approx(seconds / 3600)
+    assert found["data"]["tokens_a_second"] == round(sum(len(encode(row["text"])) for row in rows) / seconds, 1)
+    assert rows_of(found)["adamw"]["hours"] > 0
+    said = capsys.readouterr().out
+    assert f"h (from {len(rows)} of {len(rows)} rows of data.train)" in said
+    assert "guess" not in said
+    first = said.splitlines()[3].split()
+    assert first[0] == "strategy"
+    assert first[-1] == "hours"
+
+
+def test_a_processor_has_no_times_and_nothing_is_said_of_cost(planned, monkeypatch, capfd):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    planned("--strategies", "adamw,adamw_8bit")
+    said, errors = capfd.readouterr()
+    assert errors == ""
+    lines = said.splitlines()
+    assert lines[0].startswith("no GPU here: this plan is for the processor.")
+    assert lines[1].startswith("1 x the processor of this machine, ")
+    assert "no times: nothing is known of this processor's or card's speed" in lines
+    assert any(line.startswith("take adamw: it fits: ") for line in lines)
+    assert not [word for word in ("speed:", "order of", "cost", "s/step", "hours") if word in said]
+    assert lines[-1] == "  to try a part of the data first: training.stages (docs/full_dataset.md)"
+
+
+def test_the_command_is_the_readmes():
+    run = "finetune/configs/parakeet_tdt_0.6b_v3.yaml"
+    command = command_for(Path(run), ["recommended"], 1)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"RUN={run}" in readme
+    assert f"\n{command.replace(run, '$RUN')} " in readme
 
 
 @pytest.mark.parametrize(

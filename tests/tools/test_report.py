@@ -40,7 +40,7 @@ def run_file(tiny_model: Path, clips: Path, tmp_path_factory: pytest.TempPathFac
         "model": {"name": str(tiny_model)},
         "data": {
             **dict.fromkeys(("train", "validation", "test", "guard"), manifest),
-            "text_normalization": "basic", "max_bad_fraction": 0.5,
+            "text_normalization": "basic", "max_bad_fraction": 0.5, "allow_overlap": True,
         },
         "training": {
             "output_dir": str(folder / "done"),
@@ -147,6 +147,7 @@ def test_new_pieces_of_the_vocabulary_are_named(tmp_path):
     growth = {"pieces_before": 1024, "pieces_added": 3, "new_characters": ["ő", "ű"]}
     for grown, says in (
         (growth, "extended by 3 pieces to 1,027; new characters: ő ű"),
+        ({**growth, "new_pieces": ["ő", "ű", "▁ő"]}, "extended by 3 pieces to 1,027; new pieces: ő ű ▁ő"),
         (None, "replaced: 1,027 pieces"),
     ):
         found = {"pieces": 1027, **({"growth": grown} if grown else {})}
@@ -217,7 +218,7 @@ def test_a_page_that_cannot_be_written_ends_no_run(run_file, run_train, tmp_path
     assert not list(folder.glob("errors-*"))  # report_clips=0
 
 
-def test_runs_side_by_side(done, run_file, tmp_path, capsys):
+def test_runs_side_by_side(done, run_file, tmp_path, monkeypatch, capsys):
     other = tmp_path / "stages" / "stage-2"
     shutil.copytree(done, other, ignore=shutil.ignore_patterns("checkpoints", "model.nemo"))
     config = yaml.safe_load((other / "config.yaml").read_text())
@@ -235,8 +236,14 @@ def test_runs_side_by_side(done, run_file, tmp_path, capsys):
         r"These runs were judged on different data: .*other\.jsonl, 24 clips.*error rates do not compare", said
     )
     assert "The guard sets differ" not in said
-    guard = json.loads((done / "summary.json").read_text())["guard_wer_after"]
-    assert re.search(rf"WER on guard \(change\) {100 * guard:.2f} % \(\S+ %\) {100 * guard:.2f} % ", said)
+    summary = json.loads((done / "summary.json").read_text())
+    guard, manifest = summary["guard_wer_after"], run_file.with_name("manifest.jsonl")
+    assert re.search(rf"Judged on test: {manifest} test: \S+other\.jsonl WER, base model", said)
+    assert f"Guard set {manifest} {manifest} WER on guard" in said
+    tested = summary["significance"]["guard"]
+    changed = ("worse" if tested["difference"] > 0 else "better") if tested["significant"] else "no significant change"
+    words = rf"{100 * guard:.2f} % \(\S+ %\), {changed}"
+    assert re.search(rf"WER on guard \(change\) {words}.* {words}", said)
     environment = json.loads((other / "environment.json").read_text())
     source = "data.train={path: 'https://bucket/x?sig=hunter4&se=1', secret: hunter5}"
     environment["command"] = ["train.py", source, "--hf-token", "hunter6", "data.max_duration=20"]
@@ -246,6 +253,14 @@ def test_runs_side_by_side(done, run_file, tmp_path, capsys):
         assert "hunter" not in name.read_text()
     assert "data.max_duration=20" in texts(other / "report.html")
     assert capsys.readouterr().out.startswith(str(page))
+    config["data"]["guard"] = "another.jsonl"
+    (other / "config.yaml").write_text(yaml.safe_dump(config))
+    page.unlink()
+    monkeypatch.chdir(tmp_path)
+    assert report(other, done) == 0
+    assert capsys.readouterr().out.startswith(str(other / "compare.html"))
+    assert not page.exists(), "nothing is written into the working directory"
+    assert re.search(r"The guard sets differ: .*Error rates on them do not compare", texts(other / "compare.html"))
 
 
 # ---- its parts ------------------------------------------------------------------------------------------------------
@@ -279,6 +294,38 @@ def test_a_page_of_a_long_run_stays_small(tmp_path):
 
     library = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
     assert (tmp_path / "report.html").stat().st_size - library.stat().st_size < 1_000_000
+
+
+def test_the_page_of_20_000_clips_is_below_10_mb_and_needs_no_other_file(done, tmp_path):
+    """Every clip a step, all of them in quarantine for a reason of its own, and every worst clip with its audio."""
+    rng = random.Random(0)
+    folder = tmp_path / "run"
+    shutil.copytree(done, folder, ignore=shutil.ignore_patterns("checkpoints", "model.nemo", "report.html"))
+    metrics, evaluations = read_lines(done / "metrics.jsonl")[-1], read_lines(done / "evaluations.jsonl")[:3]
+    steps = range(1, 20_001)
+    write_manifest(folder / "metrics.jsonl", [{**metrics, "step": s, "loss": rng.random()} for s in steps])
+    rows = [{**row, "step": s} for s in range(0, 20_001, 100) for row in evaluations]
+    mistakes = json.loads((done / "errors-test.json").read_text())
+    write_manifest(folder / "evaluations.jsonl", [*rows, *read_lines(done / "evaluations.jsonl")[-9:]])
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    reasons = ["".join(rng.choices(letters, k=30)) for _ in steps]
+    bad = [
+        {"id": f"clip-{i}", "source": f"train.jsonl line {i}", "reason": reason} for i, reason in enumerate(reasons)
+    ]
+    write_manifest(folder / "quarantine.jsonl", bad)
+    clip = {**mistakes["clips"][0], "audio": "data:audio/mpeg;base64," + "A" * 100_000}
+    (folder / "errors-test.json").write_text(json.dumps({**mistakes, "clips": [clip] * 200}))
+    assert report(folder) == 0
+    page = folder / "report.html"
+    assert page.stat().st_size < 10e6
+    content = page.read_text(encoding="utf-8")
+    assert content.count('src="data:audio/') == 29
+    assert "19,950 other reasons" in content
+    without_scripts = re.sub(r"<script\b.*?</script>", "", content, flags=re.DOTALL)
+    addresses = re.findall(r"""<\w[^<>]*?\s(?:src|href|action|poster)=["']?([^"'> ]+)""", without_scripts)
+    assert {a[:6] for a in addresses if not a.startswith("#")} == {"data:a", "data:,"}
+    assert "url(" not in without_scripts
+    assert "default-src 'none'" in content  # a browser refuses whatever else the page would fetch
 
 
 def test_a_page_that_takes_long_is_written_less_often(tmp_path, monkeypatch):

@@ -93,12 +93,12 @@ def test_long_segments_are_split_at_their_longest_pauses() -> None:
     words, clock = [], 0.0
     for i in range(700):
         words.append({"word": f"w{i}", "start": round(clock, 3), "end": round(clock + 0.3, 3)})
-        clock += 0.3 + (0.6 if i % 40 == 39 else 0.1)
+        clock += 0.3 + (0.6 if i % 30 == 29 else 0.1)
     segments = segments_of(words)
     assert " ".join(s["text"] for s in segments).split() == [w["word"] for w in words]
     assert all(0 < s["end"] - s["start"] <= SEGMENT_SECONDS for s in segments)
     assert len(segments) < 2.5 * clock / SEGMENT_SECONDS
-    assert all(int(s["text"].split()[-1][1:]) % 40 == 39 for s in segments[:-1])
+    assert all(int(s["text"].split()[-1][1:]) % 30 == 29 for s in segments[:-1])
     endless = {"word": "w", "start": 0.0, "end": 100.0}
     assert [s["text"] for s in segments_of([endless, {**words[0], "start": 100.1, "end": 100.2}])] == ["w", "w0"]
 

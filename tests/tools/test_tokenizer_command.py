@@ -17,10 +17,10 @@ from turkish import TURKISH
 
 from finetune import tokenizer as command
 from finetune.data.normalization import normalize_text
-from finetune.data.text_corpus import read_texts
+from finetune.data.text_corpus import Text, read_texts
 from finetune.models.loading import read_tokenizer
 from finetune.models.sentencepiece_model import alphabet, piece_encoder, processor, train_tokenizer, write_tokenizer
-from finetune.models.tokenizer_coverage import compare
+from finetune.models.tokenizer_coverage import compare, table
 from finetune.models.tokenizer_growth import LEAST_COUNT, grow_as_heard, grow_from_tokenizer, grow_on_texts
 
 PROMPTS = ROOT / "examples" / "voice_prompts"
@@ -255,6 +255,19 @@ def test_extending_a_models_tokenizer(tmp_path: Path, tiny_model: Path, capsys: 
     assert "128" in capsys.readouterr().out
     assert call(*arguments, "--extend", tiny_model, "--pieces", "all", "--report-on", PROMPTS, "--json", report) == 0
     assert json.loads(report.read_text(encoding="utf-8"))["by_language"]["en"]["same_segmentation"] < 1
+
+
+def test_the_table_counts_new_pieces_and_sums_up_several_languages(old: Any, grown: Any, turkish: list[str]) -> None:
+    _, growth = grown
+    texts = [Text(text, "tr", None) for text in turkish]
+    head, row = table(compare(texts, growth.model, old)).splitlines()
+    assert head.split("  ")[-1] == "new pieces"
+    assert row.startswith("tr ")
+    encoded = [piece for text in turkish for piece in processor(growth.model).encode(text, out_type=str)]
+    new = [piece for piece in encoded if piece in set(growth.added)]
+    assert row.endswith(f"{len(set(new))} ({100 * len(new) / len(encoded):.2f} % of the tokens)")
+    lines = table(compare([*texts, Text("yes", "en", None)], growth.model, old)).splitlines()
+    assert [line.split()[0] for line in lines] == ["language", "en", "tr", "all"]
 
 
 def test_texts_are_read_without_their_audio(tmp_path: Path) -> None:

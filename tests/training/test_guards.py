@@ -146,6 +146,21 @@ def test_the_judged_split_has_intervals_and_a_p_value(run_train, tiny_run, tmp_p
     assert "significantly better than the base model by" in said
 
 
+def test_the_guard_is_measured_at_the_last_step_where_an_earlier_one_is_chosen(run_train, tiny_run, tmp_path, heard):
+    """Any training makes both sets worse, so that the base model is kept."""
+    from finetune.tools.report.plots import wer_plot
+    from finetune.tools.report.read import read_run
+
+    data = {"validation": str(heard), "guard": str(heard), "test": None}
+    assert run_train(*tiny_run(data=data, training={"max_steps": 4, "eval_steps": 2, "learning_rate": 0.05})) == 0
+    rows = read_lines(tmp_path / "run" / "evaluations.jsonl")
+    guard = [(r["step"], r.get("model")) for r in rows if r["split"] == "guard" and r["language"] is None]
+    assert guard == [(0, None), (2, None), (4, None), (0, "best")]
+    plot = wer_plot(read_run(tmp_path / "run"), "guard")
+    assert plot is not None
+    assert plot.traces[0]["x"] == [0, 2, 4]
+
+
 def test_a_continued_run_is_still_compared_with_the_base_model(run_train, tiny_run, tmp_path, heard):
     settings = {"max_steps": 12, "eval_steps": 3, "guard_steps": 6, "save_steps": 3, "learning_rate": 0.05}
     arguments = [*tiny_run(training=settings), f"data.guard={heard}", "data.validation=null"]

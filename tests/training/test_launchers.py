@@ -1,9 +1,13 @@
 """The same script under every launcher, in processes of their own, as users start it."""
 
+import contextlib
 import io
 import json
 import os
+import pty
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -40,6 +44,65 @@ def test_accelerate_launch_with_a_strategys_file(tiny_run, tmp_path):
     assert environment["command"][:4] == ["accelerate", "launch", "--config_file", str(file)]
     assert (tmp_path / "run" / "report.html").is_file()
     assert "strategy adamw_8bit, from the launcher's --config_file" in done.stderr
+
+
+RUN_TRAINING = ["bash", str(ROOT / "scripts" / "run_training.sh")]
+ACCELERATE = [str(BIN / "accelerate"), "launch", "--num_processes", "1", "--num_machines", "1"]
+ACCELERATE += ["--mixed_precision", "no", "--dynamo_backend", "no"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "code"),
+    [
+        ([*ACCELERATE, "--quiet", TRAIN], 1),
+        pytest.param([*ACCELERATE, TRAIN], 0, marks=pytest.mark.slow),
+        pytest.param(
+            [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", TRAIN],
+            -signal.SIGKILL,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param([str(BIN / "deepspeed"), "--num_gpus=1", TRAIN], 75, marks=pytest.mark.slow),
+        pytest.param([sys.executable, TRAIN], 75, marks=pytest.mark.slow),
+        pytest.param([sys.executable, "-m", "finetune.cli", "train"], 75, marks=pytest.mark.slow),
+        pytest.param(RUN_TRAINING, 75, marks=pytest.mark.slow),
+    ],
+    ids=["accelerate --quiet", "accelerate", "torchrun", "deepspeed", "python", "console command", "run_training.sh"],
+)
+def test_ctrl_c_at_a_terminal_says_one_sentence(tiny_run, tmp_path, monkeypatch, launcher, code):
+    """Each launcher leads its process group at a terminal, as a shell starts it; the panel is shown there."""
+    arguments = tiny_run(data=ONLY_TRAIN, training={"max_steps": 100_000, "save_steps": 0})
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
+    process, terminal = pty.fork()
+    if not process:
+        os.chdir("/")
+        os.execvp(launcher[0], [*launcher, *arguments])
+    os.set_blocking(terminal, False)
+    said, status, interrupted = b"", None, False
+    deadline = time.monotonic() + 500
+    while status is None:
+        assert time.monotonic() < deadline, said.decode()[-3000:]
+        with contextlib.suppress(OSError):  # nothing to read
+            said += os.read(terminal, 65536)
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        if not interrupted and metrics.is_file() and metrics.stat().st_size:
+            os.write(terminal, b"\x03")
+            interrupted = True
+        ended, how = os.waitpid(process, os.WNOHANG)
+        status = os.waitstatus_to_exitcode(how) if ended else None
+        time.sleep(0.02)
+    with contextlib.suppress(OSError):
+        said += os.read(terminal, 1 << 20)
+    os.close(terminal)
+    shown = said.decode()
+    assert status == code, shown[-3000:]
+    assert "Traceback" not in shown
+    assert "KeyboardInterrupt" not in shown
+    (saved,) = re.findall(r"stopped: the checkpoint of step (\d+) is saved\. Start the same command again", shown)
+    assert read_lines(metrics)[-1]["step"] == int(saved)
+    assert (tmp_path / "run" / "checkpoints" / f"step-{int(saved):08d}").is_dir()
 
 
 def test_bare_accelerate_launch_with_combined_strategies(tiny_run, tmp_path):

@@ -279,3 +279,21 @@ def test_epochs_of_many_small_batches_keep_their_learning_rate(run_train, tiny_r
     assert summary(tmp_path / "run")["steps"] == len(rates) > summary(tmp_path / "run")["total_steps"]
     assert all(rate > 0 for rate in rates[1:])
     assert rates[-1] < 0.5 * max(rates)
+
+
+def test_the_last_lines_say_each_thing_once_and_what_was_clipped(run_train, tiny_run, tmp_path, capsys):
+    """Without a test set the closing evaluation is of what was measured already."""
+    training = {"max_steps": 3, "eval_steps": 3, "max_grad_norm": 1e-3, "gradient_accumulation_steps": 2}
+    arguments = tiny_run(data={"test": None}, training=training)
+    assert run_train(*arguments) == 0
+    said = capsys.readouterr().err
+    assert [said.count(f" step {step} validation: WER ") for step in (0, 3)] == [1, 1]
+    assert said.count(" WER on validation: ") == 1
+    assert "1 process, precision fp32, 3 steps of 8 clips (2 batches x 4 clips)" in said
+    assert "gradients were clipped in 3 of 3 steps, all to the same norm (training.max_grad_norm=0.001)" in said
+    assert summary(tmp_path / "run")["clipped_steps"] == 3
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "Before clipping at training.max_grad_norm=0.001, which clipped 3 of 3 steps." in page
+    assert run_train(*arguments, "training.max_grad_norm=1e6", "training.overwrite_output_dir=true") == 0
+    assert "clipped" not in capsys.readouterr().err
+    assert summary(tmp_path / "run")["clipped_steps"] == 0

@@ -11,7 +11,7 @@ import logging
 import math
 import multiprocessing
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -23,24 +23,26 @@ import numpy as np
 from omegaconf import open_dict
 from tqdm import tqdm
 
-from finetune.config.load import load_config
+from finetune.config.load import Layers, load_config, parse_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.tokenizer_setting import tokenizer_setting
 from finetune.data.audio_root import check_root
 from finetune.data.batching import BatchLimits, Buffer, Entry
-from finetune.data.filters import FilteredUtterance, Filters, level, parse_filters
+from finetune.data.filters import FilteredUtterance, in_words, level
 from finetune.data.leave_out import DUPLICATE, hash_of
 from finetune.data.options import StreamOptions
-from finetune.data.quarantine import BadUtterance
+from finetune.data.overlap import EVALUATION_SETS, HeldOut, Overlap, hold_out
+from finetune.data.quarantine import BadUtterance, kind_of
 from finetune.data.reader import rows_from
 from finetune.data.retry import Unreachable, UnreadableShard
-from finetune.data.run_file import train_limits, with_filters
+from finetune.data.run_file import DEFAULT_SPLIT, train_limits, with_filters
 from finetune.data.shards import Row, Shard
 from finetune.data.sources import OpenSource, Source, open_source, parse_sources
-from finetune.data.utterances import examine, read_samples, row_id, text_encoder
+from finetune.data.utterances import LONGEST_TEXT, examine, read_samples, row_id, row_language, text_encoder
 from finetune.data.worker_lifetime import ends_with_this_process
 from finetune.durable_files import write_text
 from finetune.errors import UserError
+from finetune.tools.data_check.texts import Texts, lines_about
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ COUNTED = {"clips_by_language": "language", "sample_rates": "sample_rate", "chan
 COUNTERS = ("seconds_by_language", "filtered", *COUNTED)
 SAMPLED_A_SHARD = 200  # utterances whose lengths may take part in the estimate of padding
 PADDING_SAMPLE = 20_000
+NO_MODEL = "(no model)"
 
 
 @dataclass
@@ -67,6 +70,8 @@ class Work:
     """Name and tokenizer directory."""
     max_bad_fraction: float
     parts: Path
+    held: HeldOut | None = None
+    """What the run file evaluates, to be found in its data.train."""
 
     def __post_init__(self) -> None:
         self.shards = [(source, shard) for source in self.sources for shard in source.shards]
@@ -75,20 +80,27 @@ class Work:
 _inherited: list[Work] = []
 
 
-def work_on_data(data: list[str], split: str, model: str | None, tokenizer: str | None, folder: Path) -> Work:
-    """Inspect data sets as they are, with batches of 16; a model's tokenizer and frames count where one is named."""
-    sources = [open_source(source, "--data") for source in parse_sources(data, "--data", split)]
-    sources = [replace(s, filters=parse_filters(s.source.filters, "--data", Filters())) for s in sources]
-    options = StreamOptions(BatchLimits(clips=16), sample_rate=16_000, check_durations=True)
-    work = Work(sources, options, len_of_characters, (model, tokenizer), 0.05, folder / "parts")
-    return work if model is None else _with_model(work, model, tokenizer)
+def work_on_data(
+    data: list[str], split: str, model: str | None, tokenizer: str | None, overrides: list[str], folder: Path
+) -> Work:
+    """Inspect data sets as `data.train` of a run with these settings; a model's tokenizer and frames count where one
+    is named."""
+    layers = Layers()
+    named = {"name": model or NO_MODEL, "tokenizer": tokenizer}
+    values = {"model": named, "data": {"train": data}, "training": {"output_dir": str(folder)}}
+    layers.apply(values, "--data")
+    layers.apply(parse_overrides(overrides), "command line")
+    return _work_on(layers.finish(), "--data", split, folder)
 
 
 def work_on_run_file(file: Path, overrides: list[str], folder: Path) -> Work:
     """Inspect `data.train` of a run file with its filters, model and batches."""
-    config, _ = load_config(file, [], overrides)
+    return _work_on(load_config(file, [], overrides)[0], "data.train", "train", folder)
+
+
+def _work_on(config: RunConfig, key: str, split: str, folder: Path) -> Work:
     d = config.data
-    sources = [open_source(s, "data.train") for s in parse_sources(d.train, "data.train", "train")]
+    sources = [open_source(s, key) for s in parse_sources(d.train, key, split)]
     root = check_root(d.root)
     options = StreamOptions(
         train_limits(config),
@@ -98,27 +110,33 @@ def work_on_run_file(file: Path, overrides: list[str], folder: Path) -> Work:
         check_durations=True,
     )
     sources = with_filters([replace(s, root=root) for s in sources], d)
-    model, tokenizer = config.model.name, tokenizer_setting(config).dir
-    work = Work(sources, options, len_of_characters, (model, tokenizer), d.max_bad_fraction, folder / "parts")
-    return _with_model(work, model, tokenizer, config)
+    model = None if config.model.name == NO_MODEL else config.model.name
+    evaluated = {
+        name: [open_source(s, f"data.{name}") for s in parse_sources(value, f"data.{name}", DEFAULT_SPLIT[name])]
+        for name in EVALUATION_SETS
+        if not d.allow_overlap and (value := getattr(d, name))
+    }
+    held = hold_out(evaluated, config, math.inf, content=True) if evaluated else None
+    named = model, tokenizer_setting(config).dir
+    work = Work(sources, options, len_of_characters, named, d.max_bad_fraction, folder / "parts", held)
+    return work if model is None else _with_model(work, config)
 
 
-def _with_model(work: Work, name: str, tokenizer: str | None, config: RunConfig | None = None) -> Work:
-    """Tokenise as the model does, or as the run file changes its tokenizer, and judge by its encoder's frames."""
+def _with_model(work: Work, config: RunConfig) -> Work:
+    """Tokenise as the run does, and judge by its encoder's frames."""
     from finetune.models.loading import load_model
     from finetune.models.prompts import prompt_slots
     from finetune.training.data import fits_of
     from finetune.training.vocabulary_change import tokenizer_of_run
 
-    model = load_model(name, tokenizer)
-    if config is not None and config.model.ctc_loss_weight is not None and hasattr(model, "ctc_decoder"):
+    model = load_model(config.model.name, tokenizer_setting(config).dir)
+    if config.model.ctc_loss_weight is not None and hasattr(model, "ctc_decoder"):
         with open_dict(model.cfg):
             model.cfg.aux_ctc.ctc_loss_weight = config.model.ctc_loss_weight  # 1: CTC's alignments count
-    encode = text_encoder(model.tokenizer if config is None else tokenizer_of_run(model, config))
     options = replace(
         work.options, sample_rate=model.preprocessor._sample_rate, fits=fits_of(model), prompts=prompt_slots(model)
     )
-    return replace(work, options=options, encode=encode)
+    return replace(work, options=options, encode=text_encoder(tokenizer_of_run(model, config)))
 
 
 def len_of_characters(text: str) -> list[int]:
@@ -133,13 +151,19 @@ def inspect_shard(index: int) -> Path:
     file = work.parts / f"{index:06d}.json"
     if file.is_file() and json.loads(file.read_text(encoding="utf-8"))["error"] is None:
         return file
-    found: dict[str, Any] = {"rows": 0, "filtered": Counter(), "problems": [], "error": None}
+    found: dict[str, Any] = {"rows": 0, "filtered": Counter(), "problems": [], "in_common": [], "error": None}
+    examples: dict[str, str] = {}
+    texts: dict[str, Texts] = defaultdict(Texts)
     clips: list[dict[str, Any]] = []
     names: list[tuple[int, int]] = []
     try:
         for number, row in rows_from(shard, 0, options.read_retries if source.remote else 0):
             found["rows"] += 1
             place = shard.place(number)
+            text = row.get(source.columns["text"])
+            if isinstance(text, str) and len(text) <= LONGEST_TEXT:
+                normalization = source.source.text_normalization or options.text_normalization
+                texts[row_language(source, row) or "?"].add(text, normalization)
             try:
                 entry = examine(source, place, (0, 0, 0, number), row, options, work.encode)
                 samples_SC, rate, audio_S = read_samples(entry, options)
@@ -147,9 +171,12 @@ def inspect_shard(index: int) -> Path:
                     raise FilteredUtterance("more_tokens_than_frames")
             except FilteredUtterance as reason:
                 found["filtered"][str(reason)] += 1
+                examples.setdefault(str(reason), row_id(source, place, row))
                 continue
             except BadUtterance as reason:
-                found["problems"].append({"id": row_id(source, place, row), "source": place, "reason": str(reason)})
+                name = row_id(source, place, row)
+                found["problems"].append({"id": name, "source": place, "reason": str(reason)})
+                examples.setdefault(kind_of(str(reason)), f"{name}: {reason}")
                 continue
             seconds = len(audio_S) / options.sample_rate
             clips.append(
@@ -165,9 +192,12 @@ def inspect_shard(index: int) -> Path:
             )
             part = f" from {entry.offset}" if entry.has_offset else ""  # parts of one file share its path
             names.append((hash_of(_whole_id(source, shard, row, place) + part), number))
+            if work.held and (hits := work.held.find(source, shard, number, row, content=True)):
+                found["in_common"].append((number, hits))
     except (UnreadableShard, Unreachable) as error:
         found["error"] = str(error)
     np.save(file.with_suffix(".npy"), np.array(names, dtype=np.uint64).reshape(-1, 2))
+    found |= {"examples": examples, "texts": {language: own.as_json() for language, own in texts.items()}}
     write_text(file, json.dumps(found | figures_of(clips, index)))
     return file
 
@@ -204,6 +234,8 @@ def gather(files: list[Path]) -> dict[str, Any]:
     sums: dict[str, Counter[str]] = {name: Counter() for name in COUNTERS}
     histograms = {name: np.zeros(bins, dtype=np.int64) for name, (_, _, bins) in BINS.items()}
     problems: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    texts: dict[str, Texts] = defaultdict(Texts)
     for file in files:
         part = json.loads(file.read_text(encoding="utf-8"))
         rows += part["rows"]
@@ -215,6 +247,9 @@ def gather(files: list[Path]) -> dict[str, Any]:
         for name in histograms:
             histograms[name] += np.array(part["histograms"][name])
         problems.update(kind_of(problem["reason"]) for problem in part["problems"])
+        examples = part["examples"] | examples
+        for language, own in part["texts"].items():
+            texts[language].merge(own)
     duplicates = find_duplicates(files)
     return {
         "rows": rows,
@@ -226,6 +261,8 @@ def gather(files: list[Path]) -> dict[str, Any]:
         "hours": sum(sums["seconds_by_language"].values()) / 3600,
         "bad": sum(problems.values()),
         "problems": dict(problems.most_common()),
+        "examples": examples,
+        "texts": {language: texts[language] for language in sorted(texts, key=lambda name: -texts[name].texts)},
         "duplicate_ids": sum(map(len, duplicates.values())),
         "histograms": {
             name: {"from": low, "to": high, "counts": histograms[name].tolist()}
@@ -244,14 +281,6 @@ def find_duplicates(files: list[Path]) -> dict[int, list[int]]:
     return {
         i: array[part, 1].tolist() for i, (array, part) in enumerate(zip(arrays, parts, strict=True)) if part.any()
     }
-
-
-def kind_of(reason: str) -> str:
-    """Strip from a reason what differs between utterances, so that equal ones can be counted."""
-    for word in ("there is no file", "the tokenizer has no piece", "the row says", "offset"):
-        if reason.startswith(word):
-            return word
-    return reason.split(":")[0].split(" (")[0]
 
 
 def estimate_padding(sample: list[list[float]], limits: BatchLimits, buffer_size: int) -> dict[str, float]:
@@ -288,11 +317,30 @@ def inspect(work: Work, folder: Path, workers: int) -> dict[str, Any]:
     found["padding"] = estimate_padding(sample[some].tolist(), work.options.limits, work.options.shuffle_buffer_size)
     found["bad_fraction"] = found["bad"] / max(found["rows"], 1)
     found["max_bad_fraction"] = work.max_bad_fraction
+    bounds = [source.filters for source in work.sources]
+    left_out = sorted(found["filtered"].items(), key=lambda item: -item[1])
+    found["left_out"] = [(in_words(name, bounds), n, found["examples"][name]) for name, n in left_out]
+    texts = found.pop("texts")
+    found["texts"] = {
+        language: {"texts": own.texts, "characters": dict(own.characters.most_common()), "deleted": own.deleted}
+        | {"examples": own.examples, "suspicious": own.suspicious()}
+        for language, own in texts.items()
+    }
+    found["said"] = [line for language, own in texts.items() for line in lines_about(language, own, len(texts))]
+    common = Overlap(work.held or HeldOut(), found["rows"])
     with (folder / "problems.jsonl").open("w", encoding="utf-8", errors="backslashreplace") as out:
         for index, (file, (_, shard)) in enumerate(zip(files, work.shards, strict=True)):
-            problems = json.loads(file.read_text(encoding="utf-8"))["problems"]
+            part = json.loads(file.read_text(encoding="utf-8"))
+            problems = part["problems"]
+            for row, hits in part["in_common"]:
+                place = shard.place(row)
+                common.add(hits, place)
+                splits = dict.fromkeys(common.held.rows[held].split for held, kind in hits if kind != "text")
+                problems += [{"source": place, "reason": f"stands in data.{', '.join(splits)}"}] if splits else []
             problems += [{"source": shard.place(row), "reason": DUPLICATE} for row in duplicates.get(index, ())]
             out.writelines(json.dumps(problem, ensure_ascii=False) + "\n" for problem in problems)
+    found["in_common"] = common.by_set()
+    found["same_clips"], found["same_texts"] = common.said()
     return found
 
 
@@ -320,7 +368,8 @@ def begin(work: Work) -> int:
     shards += [[file, os.stat(file).st_size, os.stat(file).st_mtime_ns] for file in files if os.path.isfile(file)]
     filters = [(source.filters.model_dump(), source.source.model_dump()) for source in work.sources]
     options = work.options
-    key = json.dumps([shards, filters, options.text_normalization, options.sample_rate, work.model], default=str)
+    held = [(row.split, row.place, row.text) for row in work.held.rows] if work.held else []
+    key = json.dumps([shards, held, filters, options.text_normalization, options.sample_rate, work.model], default=str)
     mark = work.parts / "of.txt"
     digest = hashlib.sha256(key.encode()).hexdigest()
     work.parts.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,8 @@ import io
 from pathlib import Path
 from typing import Any
 
+from finetune.tools.data_check.texts import name_of
+
 PAGE = """\
 {%- macro table(heads, rows) %}
 {% if rows %}<table><tr>{% for head in heads %}<th>{{ head }}</th>{% endfor %}</tr>
@@ -22,13 +24,18 @@ img { max-width: 100%; }
 <h1>Check of a data set</h1>
 <p>{{ rows }} rows; {{ clips }} clips to train on, {{ "%.2f" % hours }} hours. {{ bad }} bad clips
 ({{ "%.2f" % (100 * bad_fraction) }} %; at most {{ "%g" % (100 * max_bad_fraction) }} % are allowed),
-{{ filtered.values() | sum }} left out by filters, {{ duplicate_ids }} ids that had come before.</p>
+{{ filtered.values() | sum }} left out by filters, {{ duplicate_ids }} with an id that came before.</p>
 {% for error in errors %}<p><b>{{ error }}</b></p>{% endfor %}
 <h2>Hours by language</h2>{{ table(("language", "clips", "hours"), languages) }}
-<h2>What would be left out</h2>{{ table(("filter", "clips"), left_out) }}
-<h2>What cannot be used</h2>{{ table(("reason", "clips"), problems.items()) }}
+<h2>What would be left out</h2>{{ table(("reason", "clips", "such as"), left_out) }}
+<h2>What cannot be used</h2>{{ table(("reason", "clips", "such as"), bad_ones) }}
+{% for line in same_clips + same_texts %}<p><b>{{ line }}</b></p>{% endfor %}
 <p>Each clip stands in problems.jsonl, which `data.leave_out` takes.</p>
-<h2>Files</h2>{{ table(("sample rate, Hz", "clips"), sample_rates.items()) }}
+{% for language, own in texts.items() %}<h2>Texts: {{ language }}</h2>
+{{ table(("what looks wrong", "texts", "such as"), own.suspicious) }}
+{{ table(("character", "times", "such as"), own.rows) }}
+{% if own.deleted %}{{ table(("taken out by data.text_normalization", "times"), own.deleted.items()) }}{% endif %}
+{% endfor %}<h2>Files</h2>{{ table(("sample rate, Hz", "clips"), sample_rates.items()) }}
 {{ table(("channels", "clips"), channels.items()) }}
 <h2>Padding of training batches, estimated</h2>{{ table(("batches", "share of the audio"), shares) }}
 <h2>Lengths and levels</h2>
@@ -42,12 +49,15 @@ def write_report(found: dict[str, Any], path: Path) -> None:
     import jinja2
 
     seconds = sorted(found["seconds_by_language"].items(), key=lambda item: -item[1])
-    filtered = sorted(found["filtered"].items(), key=lambda item: -item[1])
+    texts = {
+        language: own | {"rows": [(name_of(c), n, own["examples"].get(c, "")) for c, n in own["characters"].items()]}
+        for language, own in found["texts"].items()
+    }
     page = jinja2.Environment(autoescape=True).from_string(PAGE)
     text = page.render(
-        **found,
+        **(found | {"texts": texts}),
         languages=[(name, found["clips_by_language"][name], f"{total / 3600:.2f}") for name, total in seconds],
-        left_out=[(name.replace("_", " "), n) for name, n in filtered],
+        bad_ones=[(kind, n, found["examples"][kind]) for kind, n in found["problems"].items()],
         shares=[(name, f"{100 * share:.1f} %") for name, share in found["padding"].items()],
         picture=_histograms(found["histograms"]),
     )

@@ -123,7 +123,4 @@ def start_line(imported: Import, run_file: str) -> str:
         count = processes if processes > 0 else "GPUS_OF_A_NODE"
         nodes = f"--nnodes {imported.nodes} --nproc_per_node {count} --rdzv_backend c10d"
         return f"torchrun {nodes} --rdzv_endpoint FIRST_NODE:29500 finetune/train.py {arguments}"
-    if processes < 0:
-        return f"bash scripts/run_training.sh {arguments}"
-    launcher = f"torchrun --standalone --nproc_per_node {processes}" if processes > 1 else "accelerate launch --quiet"
-    return f"{launcher} finetune/train.py {arguments}"
+    return f"{f'NUM_PROCESSES={processes} ' if processes > 1 else ''}bash scripts/run_training.sh {arguments}"

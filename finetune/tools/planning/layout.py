@@ -26,7 +26,7 @@ from finetune.models.nemo import import_nemo
 from finetune.models.nemo_archive import NOT_BUILT, archive_of, check_model_config, read_config, vocabulary_in
 from finetune.models.protocols import Decoding, Transducer
 from finetune.models.sentencepiece_model import parse
-from finetune.paths import ROOT
+from finetune.paths import ROOT, near_path
 from finetune.security.documents import read_settings, resolved
 
 # Hub names whose layout is shipped, with the number of their tokens.
@@ -110,7 +110,7 @@ def read_layout(name: str, tokenizer: str | None = None) -> Layout:
     raise UserError(
         f"model.name: {name} is no .nemo file, run directory, Hugging Face directory or NeMo model YAML here, and no "
         f"hub name that was downloaded or whose layout is known ({', '.join(KNOWN)}). Give the model's .nemo file, or "
-        "the NeMo model YAML that it was made from."
+        f"the NeMo model YAML that it was made from.{near_path(name)}"
     )
 
 

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
+
 from finetune.config.compatibility import find_conflicts
 from finetune.config.load import load_config
 from finetune.config.schema import RunConfig
 from finetune.data.batching import BatchLimits
 from finetune.errors import UserError
-from finetune.paths import ACCELERATE_CONFIGS, strategy_names
+from finetune.paths import strategy_names
 from finetune.strategies.optimizers import RELEASES_GRADIENTS
 from finetune.strategies.strategy import Strategy, engine_with, resolve_precision, resolve_strategy
 from finetune.tools.planning import cache
@@ -218,24 +220,12 @@ def row_of(name: str, predictor: Predictor, command: str = "") -> Row:
     )
 
 
-def command_for(
-    config_file: Path, names: list[str], engine: str, processes: int, overrides: Iterable[str] = ()
-) -> str:
-    """Return the line to type."""
-    engines = [n for n in names if engine != "none" and _has_engine(n)]
-    words = ["accelerate launch --quiet"]
-    if engines:
-        words.append(f"--config_file accelerate_configs/{engines[0]}.yaml --num_processes {processes}")
-    elif processes > 1:
-        words.append(f"--multi_gpu --num_processes {processes}")
-    words.append(f"finetune/train.py --config {config_file}")
-    words += [f"--strategy {n}" for n in names if n not in engines]
+def command_for(config_file: Path, names: list[str], processes: int, overrides: Iterable[str] = ()) -> str:
+    """Return the line to type: it starts a process for each GPU, unless told otherwise."""
+    as_many = processes > 1 or torch.cuda.device_count() > 1
+    words = [*([f"NUM_PROCESSES={processes}"] if as_many else []), "bash scripts/run_training.sh"]
+    words += [f"--config {shlex.quote(str(config_file))}", *(f"--strategy {n}" for n in names)]
     return " ".join(words + [shlex.quote(setting) for setting in overrides])
-
-
-def _has_engine(name: str) -> bool:
-    text = (ACCELERATE_CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")
-    return "distributed_type: NO" not in text and 'distributed_type: "NO"' not in text
 
 
 def make_plan(
@@ -285,7 +275,7 @@ def make_plan(
         longest = min(data.longest, config.data.max_duration)  # a strategy may have one of its own
         within = replace(data, longest=longest, mean=min(data.mean, longest))
         predictor = Predictor(config, engine_of(strategy, processes), card, within, layout, memory)
-        command = command_for(config_file, names, strategy.engine, processes, overrides)
+        command = command_for(config_file, names, processes, overrides)
         rows[i] = row_of(rows[i].strategy, predictor, command)
     return plan_of(rows, card, processes, data, *recommend(rows, card, processes))
 
@@ -321,8 +311,8 @@ def recommend(rows: list[Row], card: Card, processes: int) -> tuple[str | None, 
     for row in tried:
         if row.fits:
             why = (
-                f"the first that fits, in the order of speed: {_gib(row)} of {card.usable / GIB:.1f} GiB that can be "
-                f"used, with {row.batch} clips of the longest length"
+                f"{'it' if card.flops_16 is None else 'the first, in the order of speed, that'} fits: {_gib(row)} of "
+                f"{card.usable / GIB:.1f} GiB that can be used, with {row.batch} clips of the longest length"
             )
             return row.strategy, "; ".join(filter(None, [why, ", ".join(too_large)]))
         if row.fits is False:

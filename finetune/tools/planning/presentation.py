@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from finetune.tools.planning.dataset import Data
 from finetune.tools.planning.prediction import SHOWN, Plan, Row
 
 COLOURS = ("#4477aa", "#66ccee", "#ee6677", "#ccbb44", "#228833", "#bbbbbb")
@@ -15,11 +16,12 @@ def table(plan: Plan) -> str:
     """Return the plan as text, the recommended strategy first, then from the least memory to the most."""
     data = plan.data
     possible = sorted(_possible(plan), key=lambda row: row.strategy != plan.recommended)
-    mean, tokens = f"{data.mean:.1f} s on average", f"{data.tokens_a_second:g} tokens a second"
     lines = [
-        f"{plan.gpus} x {plan.gpu}, {plan.usable_gib:.1f} of {plan.memory_gib:.1f} GiB can be used; clips up to "
-        f"{data.longest:g} s, {mean}{' (assumed)' if 'mean' in data.assumed else ''}, "
-        f"{tokens}{' (assumed)' if 'tokens_a_second' in data.assumed else ''}",
+        f"{plan.gpus} x {plan.gpu}, {plan.usable_gib:.1f} of {plan.memory_gib:.1f} GiB can be used",
+        f"clips up to {data.longest:g} s, {data.mean:.1f} s on average{_guess(data, 'mean')}, "
+        f"{data.tokens_a_second:.3g} tokens a second{_guess(data, 'tokens_a_second')}"
+        + (f", {_two_digits(data.hours)} h" if data.hours is not None else "")
+        + (f" ({data.source})" if data.source else ""),
         "",
         *_columns(plan, possible),
     ]
@@ -32,6 +34,8 @@ def table(plan: Plan) -> str:
     if any(row.seconds_per_step is not None for row in possible):
         hours = "; hours: one pass over the data" if data.hours is not None else ""
         lines.append(f"times are estimates from the card's published rates, not measured{hours}")
+    else:
+        lines.append("no times: nothing is known of this processor's or card's speed")
     if plan.recommended is None:
         return "\n".join([*lines, "", f"no recommendation: {plan.why}"])
     row = possible[0]
@@ -42,7 +46,7 @@ def table(plan: Plan) -> str:
         f"take {row.strategy}: {plan.why}",
         f"  {row.command}{smaller}",
         f"  clips that fit by length: {bounds} (training.auto_batch: true makes such batches by itself)",
-        "  gradual validation: training.stages begins with a part of the data (docs/full_dataset.md)",
+        "  to try a part of the data first: training.stages (docs/full_dataset.md)",
     ]
     return "\n".join(lines)
 
@@ -72,6 +76,10 @@ def _columns(plan: Plan, rows: list[Row]) -> list[str]:
     for first, *others in zip(*columns):
         lines.append("  ".join([first.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(others, widths[1:]))]))
     return [line.rstrip() for line in lines]
+
+
+def _guess(data: Data, name: str) -> str:
+    return " (a guess)" if name in data.assumed else ""
 
 
 def draw(plan: Plan, path: Path) -> None:

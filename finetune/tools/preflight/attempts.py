@@ -80,7 +80,7 @@ class Attempts:
     def _reason(self, error: Exception) -> str:
         """Return why a part is no-go: the user's message, or the error and where it came from."""
         if isinstance(error, UserError):
-            return str(error)
+            return str(error).replace("\n", " ")
         if is_out_of_memory(error) and self.accelerator is not None:
             engine = engine_with(self.strategy.engine, self.accelerator.num_processes)
             return out_of_memory_message(error, self.config, self.accelerator.device.type == "cuda", engine)

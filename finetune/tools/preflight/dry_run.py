@@ -17,15 +17,17 @@ from accelerate import Accelerator
 
 from finetune.callbacks.defaults import add_step_callbacks
 from finetune.config.schema import RunConfig
+from finetune.data.filters import in_words
 from finetune.data.normalization import normalize_text
-from finetune.data.quarantine import BadUtterance, Record, exceeds_bad_fraction
+from finetune.data.overlap import find_overlap, warnings_about
+from finetune.data.quarantine import BadUtterance, Reasons, Record, exceeds_bad_fraction, kind_of
 from finetune.data.reader import group_sources
 from finetune.data.retry import Unreachable
 from finetune.data.run_file import with_filters
 from finetune.data.sources import OpenSource
 from finetune.data.survey import length_of, spread_rows
 from finetune.data.utterances import text_encoder
-from finetune.distributed import broadcast, gather
+from finetune.distributed import broadcast, gather, on_main
 from finetune.errors import UserError
 from finetune.models.adapters import merged_state_dict
 from finetune.models.loading import load_model
@@ -38,11 +40,13 @@ from finetune.strategies.strategy import Strategy, engine_with
 from finetune.tools.planning.accounting import HasPartition
 from finetune.tools.preflight import auto_batch, trial
 from finetune.tools.preflight.attempts import Attempts, Found
+from finetune.tools.report.formats import duration
 from finetune.training import checkpoints, run
 from finetune.training.data import make_stream, prompts_of_rows
 from finetune.training.trainer import Trainer
 
 TEXTS, TEXT_SECONDS = 1000, 20.0
+OVERLAP_SECONDS = 300.0
 CLIPS = 200
 EVALUATED = 20
 SHUFFLE_BUFFER = 64  # utterances of each worker, in place of the run's buffer, which takes long to fill
@@ -64,11 +68,14 @@ def dry_run(config: RunConfig, strategy: Strategy, observe: Callable[[Trainer], 
         return attempts.close()
     with trial.trial_folder(parts.accelerator, parts.settings):
         opened = attempt("sources", parts.open_sources)
+        if opened and len(parts.sources) > 1:
+            attempt("overlap", parts.compare_splits)
         loaded = attempt("model", parts.load_model)
         if opened and loaded:
             attempt("tokenizer", parts.encode_texts)
             if prompt_slots(parts.model):
                 attempt("languages", parts.count_languages)
+            attempt("what is left", parts.look_at_usable)
             attempt("clips", parts.decode_clips)
             if attempt("engine", functools.partial(parts.build_trainer, observe)):
                 # Before the first step, as in a run: it is the base model's WER.
@@ -125,6 +132,24 @@ class DryRun:
         rows = {key: count_rows(opened) for key, opened in self.sources.items()}
         line = ", ".join(f"{key} {'an unknown number of' if n is None else f'{n:,}'} rows" for key, n in rows.items())
         return line, {"rows": rows}
+
+    def compare_splits(self) -> Found:
+        """Look for what is evaluated in data.train.
+
+        Raises:
+            UserError: clips stand in both, without data.allow_overlap.
+        """
+        line, sets, warnings = on_main(self._overlap)
+        for text in warnings:
+            self.warn(text)
+        return line, {"in_common": sets}
+
+    def _overlap(self) -> tuple[str, list[dict[str, Any]], list[str]]:
+        found = find_overlap(self.sources, self.config, OVERLAP_SECONDS)
+        sets, warnings = found.by_set(), warnings_about(found, self.sources, self.config)
+        clips, texts = (sum(one[kind] for one in sets) for kind in ("same_clips", "same_texts"))
+        line = f"{found.scope()} by row, file, id and text: {clips or 'no'} equal clips, {texts or 'no'} equal texts"
+        return line, sets, warnings
 
     def load_model(self) -> Found:
         self.model = run.build_model(self.accelerator, self.settings, self.sources)
@@ -188,13 +213,13 @@ class DryRun:
             f"cannot write {len(lost)} of {texts} texts ({len(lost) / texts:.1%}), {unknown.total()} of {characters} "
             f"characters ({unknown.total() / max(characters, 1):.2%}): {most}{density}"
         )
-        advice = "normalise the texts (data.text_normalization: basic), or extend the model's tokenizer "
-        advice += "(model.tokenizer.extend_from)"
+        try:
+            encode(lost[0])
+        except BadUtterance as reason:
+            line += f"; {lost[0]!r}: {reason}"
         if len(lost) > d.max_bad_fraction * texts:
-            raise UserError(
-                f"{line}. More than data.max_bad_fraction={d.max_bad_fraction:g}: {advice}, such as {lost[0]!r}."
-            )
-        self.warn(f"texts with unknown characters go to quarantine; {advice}")
+            raise UserError(f"{line}. That is more than data.max_bad_fraction={d.max_bad_fraction:g}.")
+        self.warn("texts with unknown characters go to quarantine")
         return line, values
 
     def count_languages(self) -> Found:
@@ -208,6 +233,20 @@ class DryRun:
         for reason, rows in refused.items():
             self.warn(f"{rows} rows go into quarantine: {reason}")
         return line, {"prompts": taken, "without_prompt": refused}
+
+    def look_at_usable(self) -> Found:
+        """Judge rows from all over data.train without decoding them.
+
+        Raises:
+            UserError: more than half of them are left out, without data.allow_large_losses.
+        """
+        stream = make_stream(self.accelerator, self.model, self.settings, self.sources["train"], training=True)
+        line, found, problem, warnings = run.how_much_is_left(stream, self.settings, self.accelerator.num_processes)
+        if problem is not None and not self.settings.data.allow_large_losses:
+            raise UserError(f"{line}. {problem}", exit_code=1)
+        for text in (*warnings, *filter(None, [problem])):
+            self.warn(text)
+        return line.removeprefix("data.train: "), vars(found)
 
     def decode_clips(self) -> Found:
         """Take the first utterances through the run's own stream and workers.
@@ -242,11 +281,15 @@ class DryRun:
         clips, filtered = sum(clips_R), sum(filtered_R, Counter())
         quarantined = list(itertools.chain(*quarantined_R))
         rows = clips + len(quarantined) + filtered.total()
-        reasons = "".join(f", {n} {reason}" for reason, n in filtered.most_common())
+        bounds = [source.filters for source in with_filters(sources, self.settings.data)]
+        reasons = "".join(f", {n} {in_words(reason, bounds)}" for reason, n in filtered.most_common())
         line = f"{clips} of {rows} clips decoded; filters take {filtered.total()}{reasons}; "
         line += f"quarantine takes {len(quarantined)}"
         if quarantined:
-            line += f", such as {quarantined[0]['id']}: {quarantined[0]['reason']}"
+            kinds = Reasons()
+            for record in quarantined:
+                kinds.add(kind_of(record["reason"]), record["id"])
+            line += f": {kinds}; {quarantined[0]['id']}: {quarantined[0]['reason']}"
         if not clips:
             raise UserError(f"data.train: no clip is left to train on: {line}", exit_code=1)
         limit = self.settings.data.max_bad_fraction
@@ -433,8 +476,8 @@ class DryRun:
         audio_rate = audio / sum(times)
         line = (
             f"{per_step:.2f} s a step ({audio_rate:.0f} s of audio a second), {total:,} steps in "
-            f"{hours['training']:.1f} h, validation {hours['evaluations']:.1f} h, checkpoints "
-            f"{hours['checkpoints']:.1f} h: {sum(hours.values()):.1f} h in all"
+            f"{duration(per_step * total)}, validation {duration(evaluating)}, checkpoints {duration(saving)}: "
+            f"{duration(per_step * total + evaluating + saving)} in all"
         )
         values = {"seconds_per_step": per_step, "timed_steps": len(times), "steps": total, "hours": hours}
         return line, {**values, "audio_seconds_per_second": audio_rate}

@@ -16,7 +16,7 @@ from finetune.tools.publishing.facts import Data, Facts
 from finetune.tools.publishing.private import VOCABULARY_CHANGES
 from finetune.tools.report.formats import duration, gib, text_of
 from finetune.tools.report.read import Rates, number
-from finetune.tools.report.run_page import training_rows
+from finetune.tools.report.run_page import LISTED_PIECES, training_rows
 
 TASK = "automatic-speech-recognition"
 TASK_NAME = "Automatic speech recognition"
@@ -73,6 +73,7 @@ def make_card(
         "earlier": list(dict.fromkeys(filter(None, (facts.base.through, facts.base.went_on)))),
         "parts": parts_of(architecture, summary),
         "vocabulary": vocabulary_change(architecture),
+        "new_pieces": " ".join(((facts.run.vocabulary.get("growth") or {}).get("new_pieces") or [])[:LISTED_PIECES]),
         "has_intervals": any(row.interval_before or row.interval_after for row in [*facts.rows, *facts.guard]),
         "seen": seen,
         "filtered": [(reason.replace("_", " "), n) for reason, n in (summary.get("filtered") or {}).items()],

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from finetune.evaluation.significance import p_value_text
 from finetune.tools.report import plots
 from finetune.tools.report.formats import change, duration, gib, hours, millions, percent, speed, text_of
 from finetune.tools.report.page import write_page
 from finetune.tools.report.plots import Plot, curve, curves_plot
-from finetune.tools.report.read import Run, read_run
+from finetune.tools.report.read import Rates, Run, read_run
 from finetune.tools.report.run_page import source_text, status
 
 NO_DIFFERENCE = {("training", key) for key in ("output_dir", "resume_from_checkpoint", "overwrite_output_dir")}
@@ -105,8 +106,9 @@ def results(runs: list[Run]) -> list[list[str]]:
 
     def rate(which: str) -> Callable[[Run], str | None]:
         def get(run: Run) -> str | None:
-            value = percent(getattr(run.rates(run.judged_on)[None], which))
-            return value and f"{value} %"
+            rates = run.rates(run.judged_on)[None]
+            value = percent(getattr(rates, which))
+            return value and f"{value} %{verdict(rates) if which == 'wer_after' else ''}"
 
         return get
 
@@ -115,16 +117,17 @@ def results(runs: list[Run]) -> list[list[str]]:
         if rates.wer_after is None:
             return None
         changed = change(rates.wer_after, rates.wer_before)
-        return f"{percent(rates.wer_after)} %" + (f" ({changed})" if changed else "")
+        return f"{percent(rates.wer_after)} %" + (f" ({changed})" if changed else "") + verdict(rates)
 
     figures: list[tuple[str, Callable[[Run], Any]]] = [
         ("State", lambda run: "done" if run.finished else "not done"),
         ("Steps", lambda run: run.step),
-        ("Judged on", lambda run: run.judged_on),
+        ("Judged on", lambda run: f"{run.judged_on}: {source_text(run.setting('data', run.judged_on))}"),
         ("WER, base model", rate("wer_before")),
         ("WER", rate("wer_after")),
         ("CER, base model", rate("cer_before")),
         ("CER", rate("cer_after")),
+        ("Guard set", lambda run: source_text(run.setting("data", "guard"))),
         ("WER on guard (change)", guard),
         ("Best step", lambda run: run.best_step),
         ("Last loss", lambda run: next(iter(run.logged("loss")[-1:]), None)),
@@ -138,6 +141,15 @@ def results(runs: list[Run]) -> list[list[str]]:
         ("In quarantine", lambda run: run.quarantined),
     ]
     return [[name, *(text_of(get(run)) for run in runs)] for name, get in figures]
+
+
+def verdict(rates: Rates) -> str:
+    """Return in words whether a WER differs from the base model's, where that was tested."""
+    if not rates.test or rates.wer_after is None or rates.wer_before is None:
+        return ""
+    if not rates.test["significant"]:
+        return ", no significant change"
+    return f", {'better' if rates.wer_after < rates.wer_before else 'worse'} ({p_value_text(rates.test)})"
 
 
 def languages(runs: list[Run]) -> list[list[Any]]:

@@ -147,7 +147,7 @@ def wer_plot(run: Run, split: str) -> Plot | None:
 
 def run_curves(run: Run) -> list[Plot | None]:
     """Return the plots of a run over its steps."""
-    rows, limit = run.metrics, run.setting("training", "max_grad_norm", 0)
+    rows = run.metrics
 
     def single(name: str, key: str) -> list[Curve]:
         return with_smoothed(curve(name, rows, key))
@@ -195,7 +195,7 @@ def run_curves(run: Run) -> list[Plot | None]:
             "Gradient norm",
             "norm",
             single("gradient norm", "grad_norm"),
-            f"Before clipping at training.max_grad_norm={limit:g}." if limit else "Not clipped.",
+            clipping_note(run),
         ),
         curves_plot(
             "waiting",
@@ -206,6 +206,15 @@ def run_curves(run: Run) -> list[Plot | None]:
             rangemode="tozero",
         ),
     ]
+
+
+def clipping_note(run: Run) -> str:
+    """Return the limit of the gradient norm, and how many steps it was exceeded in."""
+    limit, clipped = run.setting("training", "max_grad_norm", 0), run.summary.get("clipped_steps")
+    if not limit:
+        return "Not clipped."
+    share = "" if clipped is None else f", which clipped {clipped:,} of {run.step:,} steps"
+    return f"Before clipping at training.max_grad_norm={limit:g}{share}."
 
 
 def memory_bar(parts: dict[str, float], measured: float | None) -> Plot:

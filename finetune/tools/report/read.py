@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import UserError
+from finetune.paths import near_path
 from finetune.security.documents import parse_json, parse_yaml
 from finetune.security.secrets import clean, known_secrets
 
@@ -207,7 +208,7 @@ def read_run(folder: Path) -> Run:
     if not is_run(folder):
         raise UserError(
             f"{folder} is no run's folder: it has no config.yaml, metrics.jsonl or summary.json. "
-            "Name a training.output_dir."
+            f"Name a training.output_dir.{near_path(str(folder))}"
         )
     config = {k: v for k, v in read_mapping(folder / "config.yaml").items() if isinstance(v, dict)}
     environment = read_mapping(folder / "environment.json")

@@ -13,6 +13,8 @@ from finetune.tools.report.plots import Plot
 from finetune.tools.report.read import SPLITS, Run, number
 
 LISTED_PIECES = 20
+LISTED_CLIPS, LISTED_REASONS = 100, 50
+AUDIO_BYTES = 3_000_000  # of all clips together, as text
 AUDIO_SECONDS = 20  # that errors-SPLIT.json keeps of an utterance
 WEIGHTS = {"ema": "moving average of the weights, ", "average": "mean of evaluated states, "}
 NAVIGATION = [
@@ -61,8 +63,8 @@ def run_values(run: Run) -> tuple[dict[str, Any], list[Plot | None]]:
         "grouped": run.setting("data", "group_by_duration", True) and run.setting("data", "shuffle", True),
         "lengths": lengths,
         "clips": worst_clips(run),
-        "reasons": [[r.text, r.clips, ", ".join(e["id"] for e in r.examples)] for r in run.quarantine],
-        "examples": [[e["id"], e["source"], e["reason"]] for r in run.quarantine for e in r.examples],
+        "reasons": reason_rows(run),
+        "examples": [[e["id"], e["source"], e["reason"]] for r in run.quarantine[:LISTED_REASONS] for e in r.examples],
         "filtered": None if filtered is None else sorted(filtered.items(), key=lambda item: -item[1]),
         "model_megabytes": model.stat().st_size / 1e6 if model.is_file() else None,
         "use": commands_for_use(run),
@@ -208,11 +210,11 @@ def vocabulary_text(run: Run) -> str | None:
     pieces, growth = run.vocabulary.get("pieces"), run.vocabulary.get("growth")
     if pieces is None or growth is None:
         return None if pieces is None else f"replaced: {pieces:,} pieces"
-    text, characters = f"extended by {growth['pieces_added']:,} pieces to {pieces:,}", growth["new_characters"]
-    if characters:
-        more = ", …" if len(characters) > LISTED_PIECES else ""
-        text += f"; new characters: {' '.join(characters[:LISTED_PIECES])}{more}"
-    return text
+    listed = growth.get("new_pieces") or growth["new_characters"]
+    kind = "new pieces" if "new_pieces" in growth else "new characters"
+    more = " …" if len(listed) > LISTED_PIECES else ""
+    text = f"extended by {growth['pieces_added']:,} pieces to {pieces:,}"
+    return f"{text}; {kind}: {' '.join(listed[:LISTED_PIECES])}{more}" if listed else text
 
 
 def source_text(value: object) -> str | None:
@@ -262,9 +264,11 @@ def padding_fraction(run: Run) -> float | None:
 
 def worst_clips(run: Run) -> list[dict[str, Any]]:
     """Return the worst utterances of the last evaluation that listed them."""
-    found = []
-    for place, clip in enumerate(run.mistakes.get("clips") or [], 1):
+    found, held = [], 0
+    for place, clip in enumerate((run.mistakes.get("clips") or [])[:LISTED_CLIPS], 1):
         seconds, audio = number(clip.get("seconds")), str(clip.get("audio") or "")
+        held += len(audio)
+        audio = audio if held <= AUDIO_BYTES else ""
         length = "" if seconds is None else f", {seconds:.1f} s"
         errors = f"{clip.get('word_errors')} errors in {clip.get('words')} words"
         found.append(
@@ -277,6 +281,13 @@ def worst_clips(run: Run) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def reason_rows(run: Run) -> list[list[Any]]:
+    """Return the reasons of the quarantine with clips and examples; the rare ones of many as one."""
+    shown, rest = run.quarantine[:LISTED_REASONS], run.quarantine[LISTED_REASONS:]
+    rows: list[list[Any]] = [[r.text, r.clips, ", ".join(e["id"] for e in r.examples)] for r in shown]
+    return rows + [[f"{len(rest):,} other reasons", sum(r.clips for r in rest), ""]] * bool(rest)
 
 
 # ---- commands ------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ SENTENCE_ENDS = ".?!\u2026\u3002\uff1f\uff01\u061f\u0964"
 CLOSING = "\"'\u00bb\u201d\u2019)]}\u300d\u300f"
 PAUSE_SECONDS = 1.0
 """A pause that ends a segment."""
-SEGMENT_SECONDS = 30.0
+SEGMENT_SECONDS = 15.0
 """Longest segment; a longer one is split at its pauses."""
 
 
@@ -121,14 +121,15 @@ def segments_of(words: list[dict[str, Any]], pause: float = PAUSE_SECONDS) -> li
 
 
 def _split_long(words: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Split words at the longest pause in their middle half, until no part takes more than SEGMENT_SECONDS."""
+    """Split words at the longest pause, an eighth of their time from the ends, until no part has more than
+    SEGMENT_SECONDS."""
     start, end = words[0]["start"], words[-1]["end"]
     if end - start <= SEGMENT_SECONDS or len(words) == 1:
         return [words]
 
     def fitness(i: int) -> tuple[bool, float, float]:
         off_centre = abs(words[i]["start"] - (start + end) / 2)
-        return off_centre <= (end - start) / 4, round(words[i]["start"] - words[i - 1]["end"], 3), -off_centre
+        return off_centre <= (end - start) * 3 / 8, round(words[i]["start"] - words[i - 1]["end"], 3), -off_centre
 
     cut = max(range(1, len(words)), key=fitness)
     return [*_split_long(words[:cut]), *_split_long(words[cut:])]

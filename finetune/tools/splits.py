@@ -1,0 +1,390 @@
+"""Dividing data into manifests for training, validation and test by hashes of speakers or texts.
+
+N utterances, G groups of utterances that stay together.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import yaml
+from tqdm import tqdm
+
+from finetune.data.leave_out import hash_of
+from finetune.data.normalization import normalize_text
+from finetune.data.quarantine import BadUtterance
+from finetune.data.retry import Unreachable
+from finetune.data.shards import BAD_LINE, Row, Shard
+from finetune.data.sources import COLUMNS, OpenSource, open_source, parse_sources
+from finetune.data.survey import length_of, read_light
+from finetune.data.utterances import row_language
+from finetune.durable_files import put_in_place
+from finetune.errors import UserError
+
+log = logging.getLogger(__name__)
+
+PARTS = ("train", "validation", "test")
+TRAIN, VALIDATION, TEST = range(3)
+NOT_IN_A_MANIFEST = ("weight", "filters", "text_normalization")
+"""Keys of a source that belong to the run file."""
+
+Amount = tuple[float, str]
+"""A number, and its unit: "%" of the clips, "h" hours of audio, or "" clips."""
+
+
+@dataclass
+class Utterances:
+    """What is known of each utterance, 29 bytes; those without a text are only counted."""
+
+    text_N: array = field(default_factory=lambda: array("Q"))
+    """Hash of the normalised text."""
+    speaker_N: array = field(default_factory=lambda: array("Q"))
+    """Hash of speaker or session; 0 without one."""
+    language_N: array = field(default_factory=lambda: array("I"))
+    seconds_N: array = field(default_factory=lambda: array("d"))
+    """NaN where the audio cannot be read."""
+    usable: bytearray = field(default_factory=bytearray)
+    """By row, whether it is one of the N."""
+    languages: dict[str, int] = field(default_factory=dict)
+    columns: Counter[str] = field(default_factory=Counter)
+    """Utterances by the column that names their speaker."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Rows without a text, by the reason."""
+    example: str = ""
+    """Place of the first of them."""
+
+
+def split_data(
+    data: list[str],
+    split: str,
+    folder: Path,
+    validation: Amount,
+    test: Amount,
+    *,
+    by: str | None = None,
+    write_audio: bool = False,
+    overwrite: bool = False,
+) -> "Division":
+    """Write a manifest for each part into `folder`; return what each of them holds.
+
+    Args:
+        data: paths, hub names, or mappings of the run file in YAML; read as one.
+        split: of a folder or hub data set.
+        validation, test: how much goes there.
+        by: column of speakers or sessions, or "text"; None takes a column that is called so.
+        write_audio: write audio that lies in shards as files.
+        overwrite: replace earlier manifests.
+
+    Raises:
+        UserError: bad sources or amounts, manifests that are there, or audio in shards without `write_audio`.
+    """
+    sources = _open(data, split, by)
+    files = {part: folder / f"{part}.jsonl" for part in PARTS}
+    there = [str(file) for file in files.values() if file.exists()]
+    read = {os.path.realpath(shard.file) for source in sources for shard in source.shards}
+    if there and (not overwrite or read & {os.path.realpath(file) for file in there}):
+        raise UserError(
+            f"--output: {', '.join(there)} would be written over. Name another directory, or add --overwrite."
+        )
+    for source in sources:
+        _check_audio(source, write_audio, folder)
+    found = _read(sources, by)
+    if not found.text_N:
+        raise UserError(f"--data: no row of {', '.join(data)} has a text ({_reasons(found)}).", exit_code=1)
+    division = _divide(found, validation, test, by)
+    folder.mkdir(parents=True, exist_ok=True)
+    division.folder = folder
+    wanted = [part for number, part in enumerate(PARTS) if (division.part_N == number).any()]
+    asides = {part: folder / f".{part}.jsonl.tmp" for part in wanted}
+    try:
+        with contextlib.ExitStack() as opened:
+            outputs = {
+                PARTS.index(part): opened.enter_context(aside.open("w", encoding="utf-8", errors="backslashreplace"))
+                for part, aside in asides.items()
+            }
+            _write(sources, found, division.part_N, outputs, folder)
+        for part, aside in asides.items():
+            put_in_place(aside, files[part])
+    finally:
+        for aside in asides.values():
+            aside.unlink(missing_ok=True)
+    for part in PARTS:
+        if part not in wanted:
+            files[part].unlink(missing_ok=True)  # of an earlier split
+    return division
+
+
+def _open(data: list[str], split: str, by: str | None) -> list[OpenSource]:
+    values = [yaml.safe_load(entry) if entry.lstrip().startswith("{") else entry for entry in data]
+    parsed = parse_sources(values, "--data", split)
+    for source in parsed:
+        named = [key for key in NOT_IN_A_MANIFEST if getattr(source, key) is not None]
+        if named:
+            raise UserError(f"--data: {', '.join(named)} of {source.path} belongs to the run file, not to manifests.")
+    column = None if by in (None, "text") else by
+    return [open_source(s.model_copy(update={"speaker_column": column or s.speaker_column}), "--data") for s in parsed]
+
+
+def _check_audio(source: OpenSource, write_audio: bool, folder: Path) -> None:
+    """Raise UserError where a manifest could not point at the audio."""
+    for _, _, _, row in _rows([source], light=False):
+        audio = row.get(source.columns["audio"])
+        if isinstance(audio, dict) and audio.get("bytes") is not None and not write_audio:
+            raise UserError(
+                f"--data: {source.source.path} holds its audio inside of its shards, where no manifest can point. "
+                f"--write-audio writes it as files to {folder / 'audio'}."
+            )
+        return
+
+
+def _rows(sources: list[OpenSource], light: bool) -> Iterator[tuple[OpenSource, Shard, int, Row]]:
+    """Yield all rows in their order; `light`: without the audio where lengths are known without it."""
+    for source in sources:
+        for shard in tqdm(source.shards, desc=source.source.path, unit="shard", leave=False, delay=2, disable=None):
+            try:
+                for number, row in read_light(shard, 0, lengths=True) if light else shard.read(0):
+                    yield source, shard, number, row
+            except (OSError, ValueError) as error:
+                raise UserError(f"--data: {shard.file} cannot be read: {error}", exit_code=1) from error
+
+
+def _read(sources: list[OpenSource], by: str | None) -> Utterances:
+    """Read texts, speakers, languages and lengths."""
+    found = Utterances()
+    for source, shard, number, row in _rows(sources, light=True):
+        text = row.get(source.columns["text"])
+        reason = row.get(BAD_LINE) or (None if isinstance(text, str) else "no text")
+        found.usable.append(reason is None)
+        if reason is not None:
+            found.refused[str(reason).split(":")[0]] += 1
+            found.example = found.example or shard.place(number)
+            continue
+        # An empty text keeps nothing together.
+        text = normalize_text(str(text), "basic") or f"\0{shard.place(number)}"
+        found.text_N.append(hash_of(text))
+        named = source.columns.get("speaker")
+        column = next((c for c in ((named,) if named else COLUMNS["speaker"]) if row.get(c) not in (None, "")), None)
+        column = None if by == "text" else column
+        found.speaker_N.append(hash_of(f"\1{row[column]}") if column else 0)
+        if column:
+            found.columns[column] += 1
+        language = row_language(source, row)
+        found.language_N.append(found.languages.setdefault(language, len(found.languages)))
+        try:
+            found.seconds_N.append(length_of(source, row))
+        except (BadUtterance, Unreachable):
+            found.seconds_N.append(float("nan"))
+    if by not in (None, "text") and not found.columns:
+        raise UserError(f"--by: no row has a column {by!r}.")
+    return found
+
+
+@dataclass
+class Division:
+    """Which part each utterance belongs to, and how that was decided."""
+
+    found: Utterances
+    part_N: np.ndarray
+    """(N,) uint8: TRAIN, VALIDATION or TEST."""
+    decided_by: str
+    again: str
+    """Options that divide more data in the same way."""
+    warnings: list[str]
+    folder: Path = Path()
+
+    def as_json(self) -> dict[str, Any]:
+        languages_N, seconds_N = np.array(self.found.language_N), np.nan_to_num(np.array(self.found.seconds_N))
+        return {
+            "decided_by": self.decided_by,
+            "again": self.again,
+            "warnings": self.warnings,
+            "without_text": dict(self.found.refused),
+            "unknown_lengths": int(np.isnan(np.array(self.found.seconds_N)).sum()),
+            "parts": {
+                part: {
+                    "file": str(self.folder / f"{part}.jsonl"),
+                    "clips": int((own_N := self.part_N == number).sum()),
+                    "hours": float(seconds_N[own_N].sum()) / 3600,
+                    "share": float(own_N.mean()),
+                    "clips_by_language": {
+                        language: int((own_N & (languages_N == code)).sum())
+                        for language, code in sorted(self.found.languages.items())
+                    },
+                }
+                for number, part in enumerate(PARTS)
+                if (self.part_N == number).any()
+            },
+        }
+
+    def __str__(self) -> str:
+        found = self.as_json()
+        parts = found["parts"]
+        lines = [f"divided by {self.decided_by}", f"{'':<10}  {'clips':>9}     hours  share of the clips"]
+        for part, p in parts.items():
+            lines.append(f"{part:<10}  {p['clips']:>9,}  {p['hours']:8.2f}  {100 * p['share']:.1f} %")
+        if len(self.found.languages) > 1:
+            for language in sorted(self.found.languages):
+                counts = ", ".join(f"{part} {p['clips_by_language'][language]:,}" for part, p in parts.items())
+                lines.append(f"{language or '(no language)'}: {counts}")
+        lines += [f"warning: {text}" for text in self.warnings]
+        lines += [f"to divide more data in the same way: {self.again}", "", "data:"]
+        lines += [f"  {part}: {p['file']}" for part, p in parts.items()]
+        return "\n".join([*lines, "", f"next: parakeet-finetune check --data {parts['train']['file']}"])
+
+
+def _divide(found: Utterances, validation: Amount, test: Amount, by: str | None) -> Division:
+    """Decide the part of each utterance.
+
+    Raises:
+        UserError: nothing, or everything, would be held out.
+    """
+    text_N, speaker_N = np.array(found.text_N), np.array(found.speaker_N)
+    share = {VALIDATION: _share(validation, found), TEST: _share(test, found)}
+    if not 0 < sum(share.values()) < 1:
+        raise UserError(
+            f"--validation, --test: they take {sum(share.values()):.0%} of {len(text_N):,} clips; there has to be "
+            "something for each part."
+        )
+    speakers, warnings = len(np.unique(speaker_N[speaker_N > 0])), []
+    column = ", ".join(found.columns)
+    if by is None and speakers and speakers * min(s for s in share.values() if s) < 1:
+        warnings.append(f"{column} names only {speakers}, too few to keep apart: texts decide. --by {column} insists.")
+        speakers = 0
+    group_N = np.where(speaker_N > 0, speaker_N, text_N) if speakers else text_N
+    part_N, missing = assign(group_N, np.array(found.language_N), share)
+    languages = sorted(found.languages, key=lambda name: found.languages[name])
+    for part in sorted({part for _, part in missing}):
+        names = ", ".join(languages[code] or "(no language)" for code, own in missing if own == part)
+        warnings.append(
+            f"{names}: too few {column if speakers else 'texts'} for {share[part]:.1%}: none in {PARTS[part]}. "
+            f"Take more (--{PARTS[part]} 20%)" + (", or --by text." if speakers else ".")
+        )
+    if speakers:
+        for part in (VALIDATION, TEST):
+            own_N = part_N == part
+            again = int(np.isin(text_N[own_N], text_N[part_N == TRAIN]).sum())
+            if again:
+                warnings.append(
+                    f"{again:,} of {own_N.sum():,} clips of {PARTS[part]} have a text that others speak in train: "
+                    "--by text keeps equal texts together."
+                )
+    texts = f"the hash of the normalised text ({len(np.unique(text_N)):,} texts)"
+    no_column = "" if by or found.columns else "; no column names speakers or sessions"
+    decided_by = f"the hash of {column} ({speakers:,} of them)" if speakers else texts + no_column
+    if speakers and (without := int((speaker_N == 0).sum())):
+        decided_by += f", and {without:,} clips without one by the hash of their text"
+    unknown = int(np.isnan(np.array(found.seconds_N)).sum())
+    if unknown:
+        warnings.append(f"the audio of {unknown:,} clips cannot be read; their hours are missing.")
+    if found.refused:
+        warnings.append(f"{found.refused.total():,} rows are in no part: {_reasons(found)}.")
+    shares = " ".join(f"--{PARTS[part]} {100 * s:.4g}%" for part, s in share.items())
+    how = f"--by {found.columns.most_common(1)[0][0] if speakers else 'text'}"
+    return Division(found, part_N, decided_by, f"{how} {shares}", warnings)
+
+
+def _reasons(found: Utterances) -> str:
+    return ", ".join(f"{n:,} {reason}" for reason, n in found.refused.most_common(3)) + f", such as {found.example}"
+
+
+def _share(amount: Amount, found: Utterances) -> float:
+    value, unit = amount
+    if unit == "%":
+        return value / 100
+    whole = float(np.nansum(np.array(found.seconds_N))) / 3600 if unit == "h" else len(found.text_N)
+    return value / max(whole, 1e-9)
+
+
+def assign(
+    group_N: np.ndarray, language_N: np.ndarray, share: dict[int, float]
+) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """Return the part of each utterance by thresholds on the hash of its group, which more data do not move.
+
+    A language that has groups enough for its share, and less than half of it by the thresholds, gets the groups next
+    to them.
+
+    Args:
+        group_N: (N,) uint64, evenly distributed.
+        language_N: (N,) numbers of languages.
+        share: of VALIDATION and TEST.
+
+    Returns:
+        (N,) uint8, and (language, part) where a language has too few groups for any.
+    """
+    hash_G, number_N = np.unique(group_N, return_inverse=True)
+    u_G = hash_G / 2.0**64  # ascending
+    part_G = np.full(len(hash_G), TRAIN, dtype=np.uint8)
+    part_G[u_G < share[TEST] + share[VALIDATION]] = VALIDATION
+    part_G[u_G < share[TEST]] = TEST
+    missing = []
+    for language in np.unique(language_N).tolist():
+        own_G = np.unique(number_N[language_N == language])
+        for part in (TEST, VALIDATION):
+            there, wanted = int((part_G[own_G] == part).sum()), int(share[part] * len(own_G))
+            if there < wanted / 2:
+                part_G[own_G[part_G[own_G] == TRAIN][: wanted - there]] = part
+            elif not there and share[part]:
+                missing.append((language, part))
+    return part_G[number_N], missing
+
+
+def _write(
+    sources: list[OpenSource], found: Utterances, part_N: np.ndarray, outputs: Mapping[int, TextIO], folder: Path
+) -> None:
+    parts = iter(part_N.tolist())
+    usable = iter(found.usable)
+    for source, _, _, row in _rows(sources, light=False):
+        if next(usable, False):
+            line = json.dumps(manifest_row(source, row, folder), ensure_ascii=False)
+            outputs[next(parts)].write(line + "\n")
+    if next(parts, None) is not None:
+        raise UserError("--data: the data changed while they were read; start again.", exit_code=1)
+
+
+def manifest_row(source: OpenSource, row: Row, folder: Path) -> Row:
+    """Return a row as a NeMo manifest's, with an absolute path; audio within it is written below `folder`."""
+    columns = source.columns
+    if source.is_manifest:
+        new = dict(row)
+    else:  # `offset` would cut the audio
+        new = {k: v for k, v in row.items() if isinstance(v, str | int | float | bool) and k != "offset"}
+    audio = row.get(columns["audio"])
+    data, path = (audio.get("bytes"), audio.get("path")) if isinstance(audio, dict) else (None, audio)
+    if isinstance(data, bytes):
+        new["audio_filepath"] = _write_audio(data, str(path or ""), folder.absolute() / "audio")
+    elif isinstance(path, str) and path:
+        new["audio_filepath"] = _absolute(path, source.folder)
+    new["text"] = row[columns["text"]]
+    if columns.get("id") in row and columns["id"] not in ("id", "__key__"):
+        new["id"] = row[columns["id"]]
+    language = row_language(source, row)
+    if language != next((str(new[c]) for c in ("lang", *COLUMNS["language"]) if new.get(c)), ""):
+        new["lang"] = language
+    return new
+
+
+def _absolute(path: str, folder: str | None) -> str:
+    if "://" in path:
+        return path
+    if folder is not None and "://" in folder:
+        return f"{folder.rstrip('/')}/{path}"
+    return os.path.abspath(path if folder is None else os.path.join(folder, path))
+
+
+def _write_audio(data: bytes, name: str, folder: Path) -> str:
+    """Write audio under a name of its content, and return its path."""
+    digest = hashlib.blake2b(data, digest_size=12).hexdigest()
+    file = folder / digest[:2] / f"{digest}{Path(name).suffix}"
+    if not file.is_file() or file.stat().st_size != len(data):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
+    return str(file)

@@ -1,0 +1,185 @@
+"""`parakeet-finetune split`: data divided by hashes into manifests that name the audio where it lies."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from conftest import read_lines, write_manifest
+from stream_cases import ids, make_stream, read_epoch
+
+from finetune.split import main
+from finetune.tools.splits import TEST, TRAIN, VALIDATION, assign
+
+PARTS = ("train", "validation", "test")
+
+
+def rows_of(count: int, **values: Any) -> list[dict[str, Any]]:
+    """Rows of two seconds; each text comes twice, with other capitals and punctuation."""
+    rows = [{"audio_filepath": f"audio/{i}.wav", "text": f"sentence {i // 2}", "duration": 2.0} for i in range(count)]
+    for i, row in enumerate(rows):
+        row["text"] = f"Sentence, {i // 2}!" if i % 2 else row["text"]
+        row.update({name: value(i) if callable(value) else value for name, value in values.items()})
+    return rows
+
+
+@pytest.fixture
+def divide(tmp_path: Path, capsys: Any) -> Any:
+    """Calls the command, which has to end with this exit code; returns the parts by audio file, and what it said."""
+
+    def run(code: int, rows: list[Any], *arguments: str, folder: str = "out") -> tuple[dict[str, list[Any]], str]:
+        data = write_manifest(tmp_path / "all.jsonl", rows)
+        assert main(["--data", str(data), "--output", str(tmp_path / folder), *arguments]) == code
+        said = capsys.readouterr()
+        there = {part: tmp_path / folder / f"{part}.jsonl" for part in PARTS}
+        return {part: read_lines(file) for part, file in there.items() if file.exists()}, said.out + said.err
+
+    return run
+
+
+def names(rows: list[dict[str, Any]]) -> set[str]:
+    return {Path(row["audio_filepath"]).name for row in rows}
+
+
+def test_equal_texts_stay_together_and_more_data_move_nothing(divide: Any, tmp_path: Path) -> None:
+    rows = rows_of(2000, lang="it")
+    parts, said = divide(0, rows, "--json", str(tmp_path / "split.json"))
+    assert sum(map(len, parts.values())) == 2000
+    assert [len(parts[part]) for part in PARTS[1:]] == pytest.approx([100, 100], abs=40)
+    texts = {part: {row["text"].lower().replace(",", "").strip("!") for row in own} for part, own in parts.items()}
+    assert not texts["train"] & texts["test"]
+    assert not texts["train"] & texts["validation"]
+    assert not texts["validation"] & texts["test"]
+    assert parts["test"][0]["audio_filepath"].startswith(f"{tmp_path}/audio/")
+    assert parts["test"][0]["lang"] == "it"
+
+    found = json.loads((tmp_path / "split.json").read_text())["parts"]["test"]
+    assert found["hours"] == pytest.approx(len(parts["test"]) * 2 / 3600)
+    assert f"test        {len(parts['test']):>9}  {found['hours']:8.2f}  {100 * found['share']:.1f} %" in said
+    assert "the hash of the normalised text (1,000 texts); no column names speakers or sessions" in said
+    block = yaml.safe_load(said[said.index("data:") : said.index("\nnext:")])
+    assert block == {"data": {part: f"{tmp_path}/out/{part}.jsonl" for part in PARTS}}
+    assert f"next: parakeet-finetune check --data {tmp_path}/out/train.jsonl" in said
+
+    more = [*({**row, "text": f"more {i}"} for i, row in enumerate(rows_of(300))), *rows]
+    random.Random(0).shuffle(more)
+    again, _ = divide(0, more, folder="again")
+    for part in PARTS:
+        old = [row for row in again[part] if not row["text"].startswith("more")]
+        assert sorted(row["text"] for row in old) == sorted(row["text"] for row in parts[part]), part
+
+
+def test_an_earlier_result_is_not_written_over(divide: Any, tmp_path: Path) -> None:
+    first, _ = divide(0, rows_of(400))
+    _, said = divide(2, rows_of(40))
+    assert "train.jsonl" in said
+    assert "--overwrite" in said
+    second, _ = divide(0, rows_of(400), "--test", "0%", "--overwrite")
+    assert "test" in first
+    assert "test" not in second
+    data = tmp_path / "out" / "train.jsonl"
+    assert main(["--data", str(data), "--output", str(tmp_path / "out"), "--overwrite"]) == 2
+    assert read_lines(data) == second["train"]
+
+
+def test_by_speaker_where_a_column_names_them(divide: Any) -> None:
+    rows = rows_of(2000, speaker_id=lambda i: i % 200)
+    parts, said = divide(0, rows)
+    speakers = {part: {row["speaker_id"] for row in own} for part, own in parts.items()}
+    assert not speakers["train"] & (speakers["test"] | speakers["validation"])
+    assert "the hash of speaker_id (200 of them)" in said
+    assert "have a text that others speak in train: --by text" in said
+    by_text, said = divide(0, rows, "--by", "text", folder="texts")
+    assert by_text != parts
+    assert "others speak" not in said
+    few, said = divide(0, rows_of(2000, speaker_id=lambda i: i % 3), folder="few")
+    assert few["test"]
+    assert "speaker_id names only 3, too few to keep apart: texts decide. --by speaker_id insists." in said
+    _, said = divide(2, rows_of(20), "--by", "singer", folder="no")
+    assert "no row has a column 'singer'" in said
+
+
+def test_each_language_gets_its_share_where_it_has_enough() -> None:
+    for seed in range(20):
+        language_N = np.repeat([0, 1, 2], [4000, 40, 3])
+        group_N = np.random.default_rng(seed).integers(1, 2**64, len(language_N), dtype=np.uint64)
+        part_N, missing = assign(group_N, language_N, {TEST: 0.05, VALIDATION: 0.05})
+        for language, low, high in ((0, 140, 260), (1, 1, 9)):
+            for part in (TEST, VALIDATION):
+                assert low <= int((part_N[language_N == language] == part).sum()) <= high
+        own = {(2, part) for part in (TEST, VALIDATION) if not (part_N[language_N == 2] == part).any()}
+        assert set(missing) == own
+        assert (part_N[language_N == 1] == TRAIN).sum() > 20
+
+
+def test_counts_and_hours(divide: Any) -> None:
+    parts, said = divide(0, rows_of(4000), "--validation", "400", "--test", "0.4h")
+    assert len(parts["validation"]) == pytest.approx(400, rel=0.25)
+    assert len(parts["test"]) == pytest.approx(720, rel=0.25)
+    assert "to divide more data in the same way: --by text --validation 10% --test 18%" in said
+    _, said = divide(2, rows_of(40), "--test", "40", folder="no")
+    assert "something for each part" in said
+    for wrong in ("0.05", "120%", "many", "-1"):
+        with pytest.raises(SystemExit):
+            main(["--data", "d.jsonl", "--output", "no", f"--test={wrong}"])
+
+
+def test_rows_without_a_text_are_named(divide: Any, tmp_path: Path) -> None:
+    rows: list[Any] = rows_of(200)
+    rows[3], rows[7] = "not json", {**rows[7], "text": None}
+    parts, said = divide(0, rows)
+    assert sum(map(len, parts.values())) == 198
+    assert (
+        f"2 rows are in no part: 1 the line is not valid JSON, 1 no text, such as {tmp_path}/all.jsonl line 4" in said
+    )
+
+
+def test_parts_of_other_sources_train_as_before(corpus: Path, tmp_path: Path, capsys: Any) -> None:
+    """Audio inside of parquet files is written out on demand; the column of a mapping, and a relative path, hold."""
+    shards, out = str(corpus / "shards"), tmp_path / "out"
+    assert main(["--data", shards, "--output", str(out)]) == 2
+    assert "--write-audio" in capsys.readouterr().err
+    assert not out.exists()
+    assert main(["--data", shards, "--output", str(out), "--test", "20%", "--write-audio"]) == 0
+    read = {b: make_stream(str(out / f"{b}.jsonl"), shuffle=False, check_durations=True) for b in PARTS}
+    batches = [batch for stream in read.values() for batch in read_epoch(stream)]
+    assert [q for b in batches for q in b.quarantined] == []
+    assert sorted(ids(batches)) == sorted(ids(read_epoch(make_stream(shards, shuffle=False))))
+    rows = {row["id"]: row for part in PARTS for row in read_lines(out / f"{part}.jsonl")}
+    assert {row["language"] for row in rows.values()} == {"en", "fr"}
+    assert rows["clip01"]["text"] == "text 1"
+
+    renamed = [{"audio_filepath": f"clip{i:02d}.flac", "said": f"text {i}"} for i in range(40)]
+    source = {"path": str(write_manifest(corpus / "said.jsonl", renamed)), "text_column": "said", "language": "sv"}
+    assert main(["--data", json.dumps(source), "--output", str(tmp_path / "second")]) == 0
+    batches = read_epoch(make_stream([str(tmp_path / "second" / f"{part}.jsonl") for part in PARTS], shuffle=False))
+    assert [q for b in batches for q in b.quarantined] == []
+    assert sorted(text for b in batches for text in b.texts) == sorted(row["said"] for row in renamed)
+    assert {language for b in batches for language in b.languages} == {"sv"}
+    assert main(["--data", json.dumps({**source, "weight": 2}), "--output", str(tmp_path / "third")]) == 2
+    assert "weight" in capsys.readouterr().err
+
+
+def test_a_folder_of_audio_with_a_table_of_texts(corpus: Path, tmp_path: Path, capsys: Any) -> None:
+    for i in range(40):
+        (tmp_path / f"{i}.flac").write_bytes((corpus / f"clip{i:02d}.flac").read_bytes())
+    table = "".join(f"{i}.flac,words {i},speaker {i % 20}\n" for i in range(40))
+    (tmp_path / "metadata.csv").write_text(f"file_name,transcription,client_id\n{table}")
+    assert main(["--data", str(tmp_path), "--output", str(tmp_path / "out"), "--test", "20%"]) == 0
+    assert "the hash of client_id (20 of them)" in capsys.readouterr().out
+    rows = [row for part in PARTS for row in read_lines(tmp_path / "out" / f"{part}.jsonl")]
+    assert sorted((row["audio_filepath"], row["text"], row["client_id"]) for row in rows) == sorted(
+        (str(tmp_path / f"{i}.flac"), f"words {i}", f"speaker {i % 20}") for i in range(40)
+    )
+
+
+def test_as_a_module_of_the_data(tmp_path: Path) -> None:
+    data = write_manifest(tmp_path / "all.jsonl", rows_of(100))
+    command = [sys.executable, "-m", "finetune.data.split", "--data", str(data), "--output", str(tmp_path / "out")]
+    done = subprocess.run([*command, "--validation", "5%", "--test", "5%"], capture_output=True, text=True, check=True)
+    assert "data:\n  train:" in done.stdout
