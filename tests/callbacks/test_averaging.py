@@ -249,10 +249,10 @@ def test_the_better_one_is_kept(
     trained: dict[int, dict[str, torch.Tensor]] = {}
 
     def watch(trainer: Any) -> None:
-        def evaluate(splits: Any) -> Any:
+        def evaluate(splits: Any, last: bool = False) -> Any:
             state = {n: t.detach().clone() for n, t in averaged_tensors(trainer.model).items()}
             trained[trainer.progress.step] = state
-            return whole(splits)
+            return whole(splits, last)
 
         whole, trainer.evaluate = trainer.evaluate, evaluate
 
