@@ -1,0 +1,94 @@
+"""Run the walk-through of docs/your_language.md as it stands there, and write what each command prints below it.
+
+    python scripts/docs/write_your_language.py [--folder DIR] [--keep]
+
+The page has blocks that begin with ```console: a line with `$ ` is a command, the lines below it are its output.
+Recordings and texts are those of the French sample prompts, as sound files and a metadata.csv; the old data are the
+English ones. Run files are the page's YAML blocks, whose first line is `# NAME`. Takes about ten minutes on two CPU
+cores. --keep leaves the page as it is and only fails where a command does.
+"""
+
+import argparse
+import csv
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "your_language.md"
+PROMPTS = ROOT / "examples" / "voice_prompts" / "data"
+LINKED = ("accelerate_configs", "ds_configs", "examples", "finetune", "scripts", "constraints.txt", "pyproject.toml")
+BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+RUN_FILE = re.compile(r"^```yaml\n# (\S+\.yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def write_recordings(folder: Path, language: str, names: tuple[str, ...] = ("train", "validation", "test")) -> None:
+    """Write the prompts of a language as files and a metadata.csv with the columns file_name and text."""
+    folder.mkdir(parents=True)
+    with (folder / "metadata.csv").open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(("file_name", "text"))
+        for shard in (shard for name in names for shard in sorted(PROMPTS.glob(f"{name}-*.parquet"))):
+            for row in pq.read_table(shard).to_pylist():
+                if row["language"] == language:
+                    (folder / row["audio"]["path"]).write_bytes(row["audio"]["bytes"])
+                    table.writerow((row["audio"]["path"], row["text"]))
+
+
+def output_of(command: str, folder: Path) -> str:
+    """Run a command of the page; return what it prints, without progress bars and this machine's paths.
+
+    Raises:
+        SystemExit: it fails.
+    """
+    print(f"$ {command}", file=sys.stderr, flush=True)
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    lines = [ESCAPES.sub("", line.rpartition("\r")[2].rstrip()) for line in done.stdout.splitlines()]
+    text = "\n".join(line for line in lines if line).replace(f"{folder}/", "").replace(f"{ROOT}/", "")
+    if done.returncode:
+        raise SystemExit(f"{command}: exit code {done.returncode}\n{text}")
+    return text + "\n" if text else ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
+    parser.add_argument("--keep", action="store_true")
+    arguments = parser.parse_args()
+    page = PAGE.read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (arguments.folder or Path(temporary) / "work").resolve()
+        folder.mkdir(parents=True)
+        for name in LINKED:
+            (folder / name).symlink_to(ROOT / name)
+        write_recordings(folder / "recordings", "fr")
+        write_recordings(folder / "old_recordings", "en")
+        for name, text in RUN_FILE.findall(page):
+            (folder / name).write_text(text, encoding="utf-8")
+
+        def run(block: re.Match[str]) -> str:
+            commands = [line[2:] for line in block[1].splitlines() if line.startswith("$ ")]
+            return "```console\n" + "".join(f"$ {one}\n{output_of(one, folder)}" for one in commands) + "```"
+
+        written = BLOCK.sub(run, page)
+    if not arguments.keep:
+        PAGE.write_text(written, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
