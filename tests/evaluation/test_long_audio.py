@@ -407,9 +407,7 @@ def test_local_attention_and_files_of_all_formats(
     arguments = ["--model", tiny_model, *files, "--attention", "local", "--context", "16"]
     rows = transcribe(capsys, *arguments)
     assert main([str(a) for a in (*arguments, "--format", "srt,vtt,txt,json", "--output", folder)]) == 0
-    kinds = ("srt", "vtt", "txt", "json")
-    expected = [f"{f} -> {', '.join(str(folder / f'{f.stem}.{kind}') for kind in kinds)}" for f in files]
-    assert capsys.readouterr().out.splitlines() == expected, "one line a file, no JSON"
+    assert capsys.readouterr().out == ""
     assert [r["file"] for r in rows] == [str(f) for f in files]
     assert all("words" not in r and r["text"] for r in rows)  # --timestamps was not asked for
     assert sorted(p.name for p in folder.iterdir()) == sorted(

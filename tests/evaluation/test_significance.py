@@ -332,6 +332,8 @@ def test_a_loss_on_the_guard_set_within_chance_is_no_warning(tmp_path, messages)
         messages.clear()
         after = heard(wrong)
         summary = {
+            "steps": 2,
+            "clipped_steps": 0,
             "judged_on": "test",
             "wer_before": None,
             "wer_after": None,

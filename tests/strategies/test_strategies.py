@@ -232,6 +232,7 @@ CONFLICTS: dict[tuple[str, str], list[str]] = {
         "model.lora_rank=4",
         "model.lora_train_decoder=false",
     ],
+    ("model.add_ctc", "model.adapter"): ["model.add_ctc=true", "model.adapter=somewhere"],
     ("model.add_ctc", "model.ctc_loss_weight 0"): ["model.add_ctc=true", "model.ctc_loss_weight=0"],
     ("training.ema_decay", "DeepSpeed ZeRO-3"): [
         "training.ema_decay=0.9",

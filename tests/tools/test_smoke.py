@@ -40,7 +40,7 @@ def test_a_healthy_run(smoked):
     assert max(peaks) == found["peak_gib"] * 2**30 > 1.2 * min(peaks)
     # Nothing is left of any step beside the weights and the optimizer's states.
     assert len({row["tensors"] for row in steps}) == 1
-    for words in ("24 of 24 rows", "stable", "headroom", "smoke test of 30 steps: good"):
+    for words in ("24 of 24 clips", "stable", "headroom", "smoke test of 30 steps: good"):
         assert words in said
     assert "uncertain" not in said
 

@@ -298,7 +298,7 @@ def test_wrong_models(failed: Callable[..., str], tiny_run: Callable[..., list[s
     without_tokenizer["model"]["tokenizer"]["dir"] = None
     (tmp_path / "speechless.yaml").write_text(yaml.safe_dump(without_tokenizer))
     cases = {
-        "nowhere.nemo": ["there is no file {}"],
+        "nowhere.nemo": ["there is no file or directory {}"],
         "nowhere.yaml": ["there is no file {}"],
         "nowhere/at/all": ["there is no file or directory {}"],
         "garbage.nemo": ["{} cannot be read as a NeMo model"],
