@@ -4,8 +4,8 @@
 
 The page has blocks that begin with ```console: a line with `$ ` is a command, the lines below it are its output.
 Recordings and texts are those of the French sample prompts, as sound files and a metadata.csv; the old data are the
-English ones. Run files are the page's YAML blocks, whose first line is `# NAME`. Takes about ten minutes on two CPU
-cores. --keep leaves the page as it is and only fails where a command does.
+English ones. Run files are the page's YAML blocks, whose first line is `# NAME`. --keep leaves the
+page as it is and only fails where a command does.
 """
 
 import argparse
