@@ -11,10 +11,13 @@ import argparse
 import json
 import statistics
 import time
+from datetime import date
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from compare_vocabularies import processor_name
 
 from finetune.models.add_ctc import add_ctc_head
 from finetune.models.loading import load_model
@@ -103,7 +106,13 @@ def main() -> int:
     print(f"      {min(ratios):.3f} to {max(ratios):.3f} over {len(ratios)} turns")
     print(f"peak: {peaks[0] / 1e6:.1f} MB alone, {peaks[1] / 1e6:.1f} MB with CTC: x {peaks[1] / peaks[0]:.3f}")
     if arguments.json:
-        settings = {key: str(value) for key, value in vars(arguments).items() if key != "json"}
+        settings = {
+            "date": date.today().isoformat(),
+            "processor": processor_name(),
+            "versions": {name: metadata.version(name) for name in ("torch", "nemo_toolkit")},
+            "command": f"python scripts/bench/hybrid.py --clips {arguments.clips} --seconds {arguments.seconds:g}",
+            "layout": arguments.layout.name,
+        }
         arguments.json.write_text(json.dumps({**settings, **result, "ratios": ratios}, indent=2) + "\n")
     return 0
 
