@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from conftest import DETERMINISTIC, ROOT
+import pytest
+from conftest import DETERMINISTIC, ROOT, read_lines
 from launching import start
 
 UNSHUFFLED = {"test": None, "shuffle": False, "group_by_duration": False}
@@ -57,6 +58,20 @@ def run_trainings(
 def reference() -> tuple[Any, ...]:
     """One process that sees in two batches what two processes see in one each."""
     return (1, "training.gradient_accumulation_steps=2", "training.dataloader_num_workers=2")
+
+
+def assert_two_ranks_train_like_one(
+    trainings: Callable[..., Any], folder: Path, engine: str, parts: tuple[str, ...], *arguments: str
+) -> None:
+    """Two ranks under a strategy log what one process does that sees both ranks' clips, to 1e-3 in these parts."""
+    trainings(
+        "deepspeed" if engine == "zero2" else "torch",
+        one=(*reference(), *arguments),
+        two=(2, *arguments, "--strategy", engine),
+    )
+    one, two = (read_lines(folder / run / "metrics.jsonl") for run in ("one", "two"))
+    for a, b in zip(one, two, strict=True):
+        assert [b[part] for part in parts] == pytest.approx([a[part] for part in parts], rel=1e-3)
 
 
 def evaluated(manifest: Path) -> list[str]:

@@ -244,39 +244,15 @@ def test_a_disk_that_fills_while_the_check_writes(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
+    arguments = ["--data", str(corpus / "manifest.jsonl"), "--output-dir", str(tmp_path / "check"), "--workers", "1"]
+    arguments += ["data.min_duration=0"]
     monkeypatch.setattr(np, "save", full)
-    assert (
-        check(
-            [
-                "--data",
-                str(corpus / "manifest.jsonl"),
-                "--output-dir",
-                str(tmp_path / "check"),
-                "--workers",
-                "1",
-                "data.min_duration=0",
-            ]
-        )
-        == 1
-    )
+    assert check(arguments) == 1
     said = capsys.readouterr().err
     assert "error: --output-dir:" in said
     assert "No space left on device" in said
     monkeypatch.undo()
-    assert (
-        check(
-            [
-                "--data",
-                str(corpus / "manifest.jsonl"),
-                "--output-dir",
-                str(tmp_path / "check"),
-                "--workers",
-                "1",
-                "data.min_duration=0",
-            ]
-        )
-        == 0
-    )
+    assert check(arguments) == 0
 
 
 def test_arrow_on_the_disk(corpus: Path, tmp_path: Path) -> None:

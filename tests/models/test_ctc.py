@@ -13,6 +13,7 @@ import torch
 import yaml
 from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, read_lines, write_manifest
 from ctc_layouts import ctc_layout, hybrid_layout
+from engine_cases import assert_two_ranks_train_like_one
 from loss_equality import assert_equal_gradients, batch_of, gradients, prepared
 from omegaconf import OmegaConf
 
@@ -153,15 +154,8 @@ def test_both_parts_of_a_hybrids_loss_are_logged_and_stay_however_a_step_is_cut(
 )
 def test_two_ranks_train_like_one_process(built, trainings, tmp_path, layout, engine):
     name = [f"model.name={built(layout)}", "model.omega=0", "training.max_steps=8"]
-    trainings(
-        "deepspeed" if engine == "zero2" else "torch",
-        one=(1, *name, "training.gradient_accumulation_steps=2", "training.dataloader_num_workers=2"),
-        two=(2, *name, "--strategy", engine),
-    )
-    one, two = (read_lines(tmp_path / run / "metrics.jsonl") for run in ("one", "two"))
     parts = PARTS if layout is hybrid_layout else ("loss", "grad_norm")
-    for a, b in zip(one, two, strict=True):
-        assert [b[part] for part in parts] == pytest.approx([a[part] for part in parts], rel=1e-3)
+    assert_two_ranks_train_like_one(trainings, tmp_path, engine, parts, *name)
 
 
 # ---- decoding -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from conftest import ONLY_TRAIN, read_lines, write_manifest
+from engine_cases import assert_two_ranks_train_like_one
 from hostile_files import members_of, write_archive
 from loss_equality import assert_equal_gradients, batch_of, gradients, prepared
 from safetensors.torch import load_file
@@ -161,14 +162,7 @@ def test_two_ranks_train_like_one_process(prompt_model, trainings, tmp_path, eng
     quiet.cfg.preprocessor.dither = 0.0  # each rank would draw its own
     save_nemo(quiet, tmp_path / "quiet.nemo")
     name = [f"model.name={tmp_path / 'quiet.nemo'}", "model.unified_auto_ratio=0", "training.max_steps=6"]
-    trainings(
-        "deepspeed" if engine == "zero2" else "torch",
-        one=(1, *name, "training.gradient_accumulation_steps=2", "training.dataloader_num_workers=2"),
-        two=(2, *name, "--strategy", engine),
-    )
-    one, two = (read_lines(tmp_path / run / "metrics.jsonl") for run in ("one", "two"))
-    for a, b in zip(one, two, strict=True):
-        assert [b["loss"], b["grad_norm"]] == pytest.approx([a["loss"], a["grad_norm"]], rel=1e-3)
+    assert_two_ranks_train_like_one(trainings, tmp_path, engine, ("loss", "grad_norm"), *name)
 
 
 def test_the_share_of_auto_is_the_models_own_unless_it_is_set(prompt_model, without_auto):
