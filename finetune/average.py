@@ -37,22 +37,25 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if len(arguments.models) < 2:
         parser.error("--models: a mean takes two models or more")
+    if arguments.split and not arguments.data:
+        parser.error("--split is of --data")
     set_up_logging(arguments.verbose)
+    from finetune.data.sources import split_to_read
     from finetune.evaluation.dataset import EvaluationSettings
     from finetune.tools.averaging import write_mean
 
     settings = None
-    if arguments.data:
-        settings = EvaluationSettings(
-            data=arguments.data,
-            split=arguments.split,
-            batch_size=arguments.batch_size,
-            normalization=arguments.normalization,
-            max_samples=arguments.max_samples,
-            device=device_of(arguments),
-            resamples=0,
-        )
     try:
+        if arguments.data:
+            settings = EvaluationSettings(
+                data=arguments.data,
+                split=split_to_read(arguments.data, arguments.split, "test"),
+                batch_size=arguments.batch_size,
+                normalization=arguments.normalization,
+                max_samples=arguments.max_samples,
+                device=device_of(arguments),
+                resamples=0,
+            )
         path, rows = write_mean(arguments.models, arguments.output, settings)
     except UserError as error:
         print_error(error)

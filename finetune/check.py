@@ -35,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--data", nargs="+", metavar="D", help="one data set or several, read as one")
     parser.add_argument("--config", type=Path, help="run file: its data.train, filters and model")
-    parser.add_argument("--split", default="train", help="split of a folder or hub data set (default: train)")
+    parser.add_argument("--split", help="split of a folder or hub data set (default: train)")
     parser.add_argument("--model", help="model whose tokenizer and frames are used")
     parser.add_argument("--tokenizer", help="tokenizer directory, for a NeMo model YAML")
     parser.add_argument("--workers", type=positive, default=os.cpu_count(), help="processes that read and decode")
@@ -72,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("give either --data or --config")
     set_up_logging(arguments.verbose)
 
+    from finetune.data.sources import split_to_read
     from finetune.tools.data_check import inspection
     from finetune.tools.data_check.report import write_report
 
@@ -82,7 +83,8 @@ def main(argv: list[str] | None = None) -> int:
         if a.config:
             work = inspection.work_on_run_file(a.config, a.overrides, folder)
         else:
-            work = inspection.work_on_data(a.data, a.split, a.model, a.tokenizer, a.overrides, folder)
+            split = split_to_read(a.data, a.split, "train")
+            work = inspection.work_on_data(a.data, split, a.model, a.tokenizer, a.overrides, folder)
         (folder / RESULT).unlink(missing_ok=True)
         found = inspection.inspect(work, folder, a.workers)
     except UserError as error:

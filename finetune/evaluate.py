@@ -114,12 +114,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
     """Evaluate --model on --data, and compare it with --against if given."""
+    from finetune.data.sources import split_to_read
     from finetune.evaluation.comparison import compare_utterances
     from finetune.evaluation.dataset import EvaluationSettings, evaluate_model
 
     settings = EvaluationSettings(
         data=arguments.data,
-        split=arguments.split,
+        split=split_to_read(arguments.data, arguments.split, "test"),
         batch_size=arguments.batch_size,
         chunk=arguments.chunk,
         normalization=arguments.normalization or "basic",

@@ -35,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="D",
         help=f"data whose first {CLIPS} clips are compared (default: the run's data.validation)",
     )
-    only.add_argument("--split", default="validation", help="split of --data (default: validation)")
+    only.add_argument("--split", help="split of --data (default: validation)")
     only.add_argument(
         "--tolerance",
         type=float,
@@ -56,6 +56,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.to == "nemo" and (arguments.data or arguments.head or arguments.dtype != "float32"):
         parser.error("--data, --head and --dtype are for --to hf")
+    if arguments.split and not arguments.data:
+        parser.error("--split is of --data")
     if not arguments.tolerance > 0:
         parser.error("--tolerance has to be above 0")
     return arguments
@@ -67,13 +69,15 @@ def main(argv: list[str] | None = None) -> int:
     set_up_logging(arguments.verbose)
     try:
         if arguments.to == "hf":
+            from finetune.data.sources import split_to_read
             from finetune.tools.export.hugging_face import export_hugging_face
 
+            split = split_to_read(arguments.data or [], arguments.split, "validation")
             report = export_hugging_face(
                 arguments.model,
                 arguments.output,
                 data=arguments.data,
-                split=arguments.split,
+                split=split,
                 tolerance=arguments.tolerance,
                 dtype=arguments.dtype,
                 head=arguments.head,

@@ -35,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command("split", __doc__ or "", EXAMPLE)
     add = parser.add_argument
     add("--data", required=True, nargs="+", metavar="D", help=f"read as one; each {DATA}")
-    add("--split", default="train", help="split of a folder or hub data set (default: train)")
+    add("--split", help="split of a folder or hub data set (default: train)")
     add("--output", required=True, type=Path, metavar="DIR", help="folder for train, validation and test.jsonl")
     for part in ("validation", "test"):
         add(f"--{part}", type=amount, default="5%", metavar="N", help="such as 5%%, 500 or 2h (default: 5%%)")
@@ -50,12 +50,14 @@ def main(argv: list[str] | None = None) -> int:
     """Divide data; return the exit code."""
     arguments = make_parser().parse_args(argv)
     set_up_logging(arguments.verbose)
+    from finetune.data.sources import split_to_read
     from finetune.tools.splits import split_data
 
     a = arguments
     try:
+        split = split_to_read(a.data, a.split, "train")
         found = split_data(
-            a.data, a.split, a.output, a.validation, a.test, by=a.by, write_audio=a.write_audio, overwrite=a.overwrite
+            a.data, split, a.output, a.validation, a.test, by=a.by, write_audio=a.write_audio, overwrite=a.overwrite
         )
     except UserError as error:
         print_error(error)

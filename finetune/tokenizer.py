@@ -34,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command("tokenizer", __doc__ or "", EXAMPLE)
     add = parser.add_argument
     add("--data", nargs="+", required=True, metavar="D", help="texts to learn from; with --extend also a tokenizer")
-    add("--split", default="train", help="split of a data set (default: train)")
+    add("--split", help="split of a data set (default: train)")
     add("--size", type=positive, required=True, metavar="N", help="pieces; with --extend: at most so many new ones")
     add("--output", type=Path, required=True, metavar="DIR", help="for tokenizer.model, tokenizer.vocab and vocab.txt")
     add("--type", choices=("bpe", "unigram"), help="default: bpe; with --extend that of the old one")
@@ -65,6 +65,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def make_tokenizer(arguments: argparse.Namespace) -> tuple[Any, Growth | None, list[Text]]:
     """Return the SentencePiece message, how it grew if it extends an old one, and the texts that it learned from."""
+    from finetune.data.sources import split_to_read
     from finetune.data.text_corpus import read_texts
     from finetune.models.loading import is_tokenizer, read_tokenizer
     from finetune.models.sentencepiece_model import train_tokenizer
@@ -76,7 +77,8 @@ def make_tokenizer(arguments: argparse.Namespace) -> tuple[Any, Growth | None, l
     if old is not None and len(a.data) == 1 and is_tokenizer(a.data[0]):
         growth = grow_from_tokenizer(old, read_tokenizer(a.data[0], "--data"), a.size, pieces=pieces, key="--size")
         return growth.model, growth, []
-    texts = read_texts(a.data, "--data", a.normalization, a.split)
+    split = split_to_read(a.data + a.report_on, a.split, "train")
+    texts = read_texts(a.data, "--data", a.normalization, split)
     plain = [text.text for text in texts]
     if old is not None:
         coverage = 1.0 if a.coverage is None else a.coverage
@@ -102,7 +104,9 @@ def main(argv: list[str] | None = None) -> int:
         against = arguments.against or arguments.extend
         old = read_tokenizer(against, "--against" if arguments.against else "--extend") if against else None
         if arguments.report_on:
-            texts = texts + read_texts(arguments.report_on, "--report-on", arguments.normalization, arguments.split)
+            texts = texts + read_texts(
+                arguments.report_on, "--report-on", arguments.normalization, arguments.split or "train"
+            )
     except UserError as error:
         print_error(error)
         return error.exit_code

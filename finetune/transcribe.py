@@ -34,7 +34,7 @@ from finetune.tools.command_line import (
 )
 
 if TYPE_CHECKING:
-    from finetune.models.protocols import Transducer
+    from finetune.models.protocols import AsrModel
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ def transcribe(arguments: argparse.Namespace, files: list[str]) -> int:
     return failed
 
 
-def transcribe_streaming(model: Transducer, files: list[str], look_ahead: str | None, language: str | None) -> int:
+def transcribe_streaming(model: AsrModel, files: list[str], look_ahead: str | None, language: str | None) -> int:
     """Print each file's text as it grows, and its JSON line; return the number of files that could not be read."""
     from finetune.evaluation.recognise import evaluation_mode, frame_seconds
     from finetune.evaluation.streaming import normalizes_chunks

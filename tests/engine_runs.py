@@ -25,7 +25,7 @@ from run_callbacks import held_tensors
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from finetune import train
-from finetune.models.loss_module import TransducerLossModule
+from finetune.models.loss_module import LossModule
 from finetune.models.nemo import import_nemo
 from finetune.strategies.optimizers import describe_optimizer, state_tensors, unwrap_optimizer
 from finetune.training.callbacks import StepResult
@@ -66,7 +66,7 @@ def spoil(calls: Container[int], how: str = "nan") -> None:
             gradients alone are not numbers; `norm`: the gradients are so large that their norm alone is infinite;
             `spike`: losses and gradients are a thousand times as large; `nan_first`: nan for the first clip only.
     """
-    whole, seen = TransducerLossModule.forward, []
+    whole, seen = LossModule.forward, []
 
     def forward(self: Any, *inputs: Any, **options: Any) -> torch.Tensor:
         seen.append(1)
@@ -80,7 +80,7 @@ def spoil(calls: Container[int], how: str = "nan") -> None:
             return losses_B
         return losses_B + math.inf if how == "inf" else losses_B * (1000 if how == "spike" else math.nan)
 
-    TransducerLossModule.forward = forward
+    LossModule.forward = forward
 
 
 def digest(trainer: Any) -> str:

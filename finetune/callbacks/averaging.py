@@ -23,7 +23,7 @@ from finetune.distributed import broadcast, on_main
 from finetune.durable_files import put_in_place
 from finetune.errors import UserError
 from finetune.models.nemo import learning_batchnorms
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 from finetune.training.callbacks import Callback, Candidate, StepResult
 from finetune.training.checkpoints import CANNOT_WRITE
 from finetune.training.outputs import read_best
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 EMA_FILE = "ema.safetensors"
 
 
-def averaged_tensors(model: Transducer) -> dict[str, torch.Tensor]:
+def averaged_tensors(model: AsrModel) -> dict[str, torch.Tensor]:
     """Return what training changes, by name: trained parameters, and running statistics of learning BatchNorm modules,
     of a model that may be sharded."""
     found: dict[str, torch.Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -45,7 +45,7 @@ def averaged_tensors(model: Transducer) -> dict[str, torch.Tensor]:
     return found
 
 
-def _all_tensors(model: Transducer) -> dict[str, torch.Tensor]:
+def _all_tensors(model: AsrModel) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
@@ -73,7 +73,7 @@ class Ema(Callback):
         processes: of the run.
     """
 
-    def __init__(self, model: Transducer, decay: float, device: str = "same", processes: int = 1):
+    def __init__(self, model: AsrModel, decay: float, device: str = "same", processes: int = 1):
         self.model, self.decay, self.processes, self.updates = model, decay, processes, 0
         self.average: dict[str, torch.Tensor] = {}
         for name, tensor in averaged_tensors(model).items():
@@ -99,7 +99,7 @@ class Ema(Callback):
     def held_tensors(self) -> dict[str, torch.Tensor]:
         return {f"moving average {i}": _local(tensor) for i, tensor in enumerate(self.average.values())}
 
-    def candidates(self, model: Transducer, final: bool) -> list[Candidate]:
+    def candidates(self, model: AsrModel, final: bool) -> list[Candidate]:
         if final:
             return []
         self.mean_over_processes()
@@ -148,7 +148,7 @@ class Ema(Callback):
 
     @contextlib.contextmanager
     @torch.no_grad()
-    def _inside(self, model: Transducer) -> Iterator[None]:
+    def _inside(self, model: AsrModel) -> Iterator[None]:
         """Put the average in place of a model's weights; on exit they are as before.
 
         Args:
@@ -169,7 +169,7 @@ class Ema(Callback):
 class CheckpointAverage(Callback):
     """Keeps the weights of some evaluations, and offers their mean as the best model at the end."""
 
-    def __init__(self, accelerator: Accelerator, config: RunConfig, progress: Progress, model: Transducer):
+    def __init__(self, accelerator: Accelerator, config: RunConfig, progress: Progress, model: AsrModel):
         t = config.training
         self.accelerator, self.progress, self.model = accelerator, progress, model
         self.output_dir, self.number, self.by = Path(t.output_dir), t.average_checkpoints, t.average_by
@@ -180,10 +180,10 @@ class CheckpointAverage(Callback):
     def on_fresh_run(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def on_validated(self, model: Transducer, step: int, wer: float) -> None:
+    def on_validated(self, model: AsrModel, step: int, wer: float) -> None:
         on_main(lambda: self._keep(model, step, wer))
 
-    def candidates(self, model: Transducer, final: bool) -> list[Candidate]:
+    def candidates(self, model: AsrModel, final: bool) -> list[Candidate]:
         if not final or self._already_judged():
             return []
         if self.accelerator.is_main_process:  # the settings may be others than when the states were kept
@@ -213,7 +213,7 @@ class CheckpointAverage(Callback):
     def summary(self) -> dict[str, Any]:
         return {} if self.earlier is None else {"average_checkpoints": self.earlier}
 
-    def _keep(self, model: Transducer, step: int, wer: float) -> None:
+    def _keep(self, model: AsrModel, step: int, wer: float) -> None:
         """Write the weights of an evaluation, and remove those that are not among the ones to keep any more."""
         path, state = self.folder / f"step-{step:08d}.safetensors", _all_tensors(model)
         whole = {n: state[n].detach().to("cpu", copy=True).contiguous() for n in averaged_tensors(self.model)}
@@ -250,7 +250,7 @@ class CheckpointAverage(Callback):
 
     @contextlib.contextmanager
     @torch.no_grad()
-    def _averaged(self, model: Transducer, paths: list[Path]) -> Iterator[None]:
+    def _averaged(self, model: AsrModel, paths: list[Path]) -> Iterator[None]:
         """Put the mean, summed up in float32, into the model, and leave it there: a copy of the weights would double
         the memory."""
         sums: dict[str, torch.Tensor] = {}

@@ -22,7 +22,7 @@ from finetune.distributed import broadcast, gather, sum_over_ranks
 from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.models.nemo import encoder_lengths
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 from finetune.strategies.optimizers import RELEASES_GRADIENTS
 from finetune.training.callbacks import Callback, ComputeGradients
 from finetune.training.progress import Progress
@@ -51,7 +51,7 @@ class MemoryRecovery(Callback):
         progress: Progress,
         module: torch.nn.Module,
         optimizer: AcceleratedOptimizer,
-        model: Transducer,
+        model: AsrModel,
         resumed: bool = False,
     ):
         self.accelerator, self.config, self.progress = accelerator, config, progress

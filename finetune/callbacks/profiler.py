@@ -25,7 +25,7 @@ from finetune.config.schema import RunConfig
 from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.models.nemo import has_transducer
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 from finetune.security.safe_text import Block
 from finetune.training.callbacks import Callback, StepResult
 from finetune.training.progress import Progress
@@ -82,7 +82,7 @@ class Profiler(Callback):
         accelerator: Accelerator,
         config: RunConfig,
         progress: Progress,
-        model: Transducer,
+        model: AsrModel,
         loss_module: torch.nn.Module,
         total_steps: int,
         steps: int,

@@ -123,6 +123,19 @@ def parse_sources(value: Any, key: str, split: str) -> list[Source]:
     return sources
 
 
+def split_to_read(data: list[str], split: str | None, default: str) -> str:
+    """Return the split that a command reads: what --split says, or the default.
+
+    Raises:
+        UserError: --split says what would choose nothing in any of `data`, which are not empty then.
+    """
+    if split is None:
+        return default
+    if "[" in split or not any(map(_has_splits, data)):
+        _check_split(split, data[0], "--split")
+    return split
+
+
 def _check_split(split: object, path: str, key: str) -> None:
     """Raise UserError for a `split` that would choose nothing."""
     if split is None:
@@ -130,12 +143,17 @@ def _check_split(split: object, path: str, key: str) -> None:
     way_out = f"`parakeet-finetune split --data {path} --output DIR` divides data into manifests."
     if "[" in str(split):
         raise UserError(f"{key}: split {split!r}: a stream reads a split as a whole. {way_out}")
-    is_file = path.endswith(MANIFEST_SUFFIXES) or os.path.isfile(path) or any(c in path for c in "*?[")
-    if is_file or "://" in path or os.path.isfile(os.path.join(path, "dataset_info.json")):
+    if not _has_splits(path):
         raise UserError(
             f"{key}: `split` has no effect on {path}, which has no splits: all of it would be read. Leave it out. "
             + way_out
         )
+
+
+def _has_splits(path: str) -> bool:
+    """Return whether a source can have splits: a folder or a hub data set."""
+    is_file = path.endswith(MANIFEST_SUFFIXES) or os.path.isfile(path) or any(c in path for c in "*?[")
+    return not (is_file or "://" in path or os.path.isfile(os.path.join(path, "dataset_info.json")))
 
 
 def open_source(source: Source, key: str) -> OpenSource:

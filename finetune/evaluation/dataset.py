@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from finetune.data.batch import Batch
     from finetune.data.batching import BatchLimits
     from finetune.evaluation.scores import Counts, Utterance, WerAccumulator
-    from finetune.models.protocols import Transducer
+    from finetune.models.protocols import AsrModel
 
 
 def open_sources(data: Any, split: str, key: str = "--data") -> list[OpenSource]:
@@ -94,7 +94,7 @@ class EvaluationSettings:
 
 
 def count_errors(
-    model: Transducer,
+    model: AsrModel,
     sources: list[OpenSource],
     settings: EvaluationSettings,
     on_utterance: Callable[[Utterance, Counts], None] | None = None,
@@ -129,7 +129,7 @@ def count_errors(
 
 
 def count_streaming_errors(
-    model: Transducer,
+    model: AsrModel,
     sources: list[OpenSource],
     settings: EvaluationSettings,
     name: str,

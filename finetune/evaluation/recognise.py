@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from finetune.data.batch import Batch
     from finetune.data.stream import UtteranceStream
-    from finetune.models.protocols import Transducer
+    from finetune.models.protocols import AsrModel
 
 SHORTEST_SECONDS = 0.1
 CHUNKS_AT_ONCE = 4  # decoded together, of one long utterance
@@ -54,7 +54,7 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 def recognise_batch(
-    model: Transducer, audio_BS: torch.Tensor, audio_lengths_B: torch.Tensor, languages: Sequence[str] | None = None
+    model: AsrModel, audio_BS: torch.Tensor, audio_lengths_B: torch.Tensor, languages: Sequence[str] | None = None
 ) -> list[Any]:
     """Decode a padded batch of waveforms greedily, to NeMo's Hypothesis objects; call inside `evaluation_mode`.
 
@@ -79,7 +79,7 @@ def recognise_batch(
         )
 
 
-def best_paths(model: Transducer, log_probs_BTV: torch.Tensor, enc_lengths_B: torch.Tensor) -> list[Any]:
+def best_paths(model: AsrModel, log_probs_BTV: torch.Tensor, enc_lengths_B: torch.Tensor) -> list[Any]:
     """Return the best path of each utterance as NeMo's Hypothesis (Graves et al., ICML 2006, section 3.2): the most
     probable label of each frame, equal neighbours as one token, without blanks.
 
@@ -110,13 +110,13 @@ def best_paths(model: Transducer, log_probs_BTV: torch.Tensor, enc_lengths_B: to
     return found
 
 
-def frame_seconds(model: Transducer) -> float:
+def frame_seconds(model: AsrModel) -> float:
     """Length of an encoder frame in seconds."""
     return float(model.cfg.preprocessor.window_stride) * model.encoder.subsampling_factor
 
 
 def recognise_chunks(
-    model: Transducer, chunks: list[Chunk], pieces: Pieces, language: str | None = None
+    model: AsrModel, chunks: list[Chunk], pieces: Pieces, language: str | None = None
 ) -> list[list[Token]]:
     """Decode chunks of recordings at the model's sample rate together; call inside `evaluation_mode`.
 
@@ -150,13 +150,13 @@ def _as_list(values: Any) -> list[Any]:
     return values.tolist() if isinstance(values, torch.Tensor) else [float(v) for v in values]
 
 
-def text_of(model: Transducer, tokens: list[Token]) -> str:
+def text_of(model: AsrModel, tokens: list[Token]) -> str:
     """Text of a sequence of tokens."""
     return " ".join(model.decoding.decode_tokens_to_str_with_strip_punctuation([t.id for t in tokens]).split())
 
 
 def recognise_long(
-    model: Transducer, audio_S: torch.Tensor, longest: float, batch_size: int, language: str | None = None
+    model: AsrModel, audio_S: torch.Tensor, longest: float, batch_size: int, language: str | None = None
 ) -> str:
     """Recognise a recording of any length (floats in [-1, 1] or int16) in chunks of `longest` seconds, `batch_size` of
     them at once; call inside `evaluation_mode`."""
@@ -177,7 +177,7 @@ def evaluation_limits(clips: int, longest: float) -> BatchLimits:
 
 
 def recognise_texts(
-    model: Transducer,
+    model: AsrModel,
     audio_BS: torch.Tensor,
     lengths_B: torch.Tensor,
     longest: float,
@@ -204,7 +204,7 @@ def recognise_texts(
 
 
 def score_stream(
-    model: Transducer,
+    model: AsrModel,
     stream: UtteranceStream,
     *,
     normalization: str,
@@ -276,7 +276,7 @@ def score_stream(
     return wer
 
 
-def batched_decoding_differs(model: Transducer, batch: Batch, clips: int = 4) -> list[tuple[str, str, str]]:
+def batched_decoding_differs(model: AsrModel, batch: Batch, clips: int = 4) -> list[tuple[str, str, str]]:
     """Utterances that decode otherwise alone than in a batch, as (id, alone, batched); normally none."""
     if not batch.ids:
         return []

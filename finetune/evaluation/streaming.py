@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from finetune.models.look_ahead import Context
-    from finetune.models.protocols import Transducer
+    from finetune.models.protocols import AsrModel
 
 ONLINE = ("per_feature", "all_features")
 """Normalisations of the features that need the whole recording, and are made chunk by chunk instead."""
@@ -44,7 +44,7 @@ class Heard:
     """Computing time of the chunk."""
 
 
-def check_streams(model: Transducer) -> None:
+def check_streams(model: AsrModel) -> None:
     """Raise UserError where the model's decoding cannot go on where it stopped. CTC always can: it is greedy here."""
     strategy = str(model.cfg.decoding.get("strategy"))
     if chosen_head(model) != "ctc" and strategy not in ("greedy", "greedy_batch"):
@@ -55,7 +55,7 @@ def check_streams(model: Transducer) -> None:
 
 
 def stream(
-    model: Transducer,
+    model: AsrModel,
     audio_BS: torch.Tensor,
     audio_lengths_B: torch.Tensor,
     context: Context,
@@ -91,13 +91,13 @@ def stream(
             yield Heard(hypotheses, time.perf_counter() - started)
 
 
-def normalizes_chunks(model: Transducer) -> bool:
+def normalizes_chunks(model: AsrModel) -> bool:
     """Return whether streaming normalises the features of each chunk by itself, since the model normalises those of
     whole recordings, as NeMo's online normalisation does."""
     return not is_unified(model) and model.preprocessor.featurizer.normalize in ONLINE
 
 
-def texts_of(model: Transducer, hypotheses: list[Any]) -> list[str]:
+def texts_of(model: AsrModel, hypotheses: list[Any]) -> list[str]:
     """Return the texts of what is recognised so far."""
     head = ctc_head(model)
     if head is not None and chosen_head(model) == "ctc":
@@ -110,7 +110,7 @@ def texts_of(model: Transducer, hypotheses: list[Any]) -> list[str]:
 
 
 def stream_texts(
-    model: Transducer,
+    model: AsrModel,
     audio_BS: torch.Tensor,
     audio_lengths_B: torch.Tensor,
     context: Context,
@@ -134,7 +134,7 @@ def stream_texts(
 
 
 def _decode(
-    model: Transducer, enc_BHT: torch.Tensor, enc_lengths_B: torch.Tensor, before: list[Any] | None
+    model: AsrModel, enc_BHT: torch.Tensor, enc_lengths_B: torch.Tensor, before: list[Any] | None
 ) -> list[Any]:
     """Continue hypotheses with the encoder's output of a chunk."""
     head = ctc_head(model)
@@ -149,7 +149,7 @@ def _decode(
 
 
 @contextlib.contextmanager
-def _without_normalization(model: Transducer) -> Iterator[str | None]:
+def _without_normalization(model: AsrModel) -> Iterator[str | None]:
     """Compute features without a normalisation that needs the whole recording; return the one that is missing."""
     featurizer = model.preprocessor.featurizer
     own = featurizer.normalize
@@ -167,7 +167,7 @@ def _first_and_later(value: int | list[int]) -> tuple[int, int]:
 
 
 def _cached(
-    model: Transducer,
+    model: AsrModel,
     audio_BS: torch.Tensor,
     audio_lengths_B: torch.Tensor,
     context: Context,
@@ -222,7 +222,7 @@ def _cached(
 
 
 def _windows(
-    model: Transducer,
+    model: AsrModel,
     audio_BS: torch.Tensor,
     audio_lengths_B: torch.Tensor,
     context: Context,

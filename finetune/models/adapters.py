@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from finetune.errors import UserError
 from finetune.models.nemo import HEAD_MODULES, pieces_of
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 from finetune.security.documents import first_line, parse_json, read_text
 
 if TYPE_CHECKING:
@@ -66,13 +66,13 @@ def merge_saved_lora(state: dict[str, torch.Tensor], scaling: float) -> dict[str
     return merged
 
 
-def merged_state_dict(model: Transducer) -> dict[str, torch.Tensor]:
+def merged_state_dict(model: AsrModel) -> dict[str, torch.Tensor]:
     """Return the weights as a model without adapters has them; the model's own are not changed."""
     state = model.state_dict()
     return merge_saved_lora(state, model.lora_scaling) if hasattr(model, "lora_scaling") else state
 
 
-def load_merged_state_dict(model: Transducer, weights: dict[str, torch.Tensor]) -> None:
+def load_merged_state_dict(model: AsrModel, weights: dict[str, torch.Tensor]) -> None:
     """Load weights without adapters into the model's base layers, in place; its adapters then add nothing.
 
     Args:
@@ -112,7 +112,7 @@ def is_adapter(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
-def _adapter_names(model: Transducer, train_decoder: bool) -> dict[str, str]:
+def _adapter_names(model: AsrModel, train_decoder: bool) -> dict[str, str]:
     """Return what an adapter holds of a model, by PEFT's names without their prefix: the names in its state dict."""
     names = {}
     for name in model.state_dict():
@@ -123,7 +123,7 @@ def _adapter_names(model: Transducer, train_decoder: bool) -> dict[str, str]:
     return names
 
 
-def base_hash(model: Transducer, train_decoder: bool) -> str:
+def base_hash(model: AsrModel, train_decoder: bool) -> str:
     """Return the SHA-256 of what an adapter needs of its base model: names, shapes, types and values of the weights,
     and the tokens. LoRA layers change nothing of it.
 
@@ -141,7 +141,7 @@ def base_hash(model: Transducer, train_decoder: bool) -> str:
     return digest.hexdigest()
 
 
-def name_base(model: Transducer, m: "ModelConfig", base: str, started_from: str | None, changed: bool) -> None:
+def name_base(model: AsrModel, m: "ModelConfig", base: str, started_from: str | None, changed: bool) -> None:
     """Set `model.lora_base`, by which an adapter names its base model; where it cannot, no adapter is written.
 
     Args:
@@ -164,7 +164,7 @@ def name_base(model: Transducer, m: "ModelConfig", base: str, started_from: str 
         log.warning("no adapter will be written beside model.nemo: %s", why)
 
 
-def write_adapter(model: Transducer, folder: Path) -> None:
+def write_adapter(model: AsrModel, folder: Path) -> None:
     """Write the adapter of a model with LoRA layers and whole weights, over an earlier one."""
     state = model.state_dict()
     names = _adapter_names(model, model.lora_settings["train_decoder"])
@@ -180,7 +180,7 @@ def write_adapter(model: Transducer, folder: Path) -> None:
     os.replace(aside, folder)
 
 
-def _config(model: Transducer) -> "LoraConfig":
+def _config(model: AsrModel) -> "LoraConfig":
     from peft import LoraConfig
 
     s = model.lora_settings
@@ -229,7 +229,7 @@ def read_adapter(path: Path) -> Adapter:
     return Adapter(path, settings, base, tensors)
 
 
-def check_base(adapter: Adapter, model: Transducer, name: str) -> None:
+def check_base(adapter: Adapter, model: AsrModel, name: str) -> None:
     """Raise UserError if weights or tokens of the base model, as it was loaded, are not those of the adapter's."""
     found = base_hash(model, adapter.settings["train_decoder"])
     if found != adapter.base["sha256"]:
@@ -250,7 +250,7 @@ def _check_names(adapter: Adapter, expected: set[str]) -> None:
 
 
 @torch.no_grad()
-def merge_adapter(model: Transducer, adapter: Adapter) -> None:
+def merge_adapter(model: AsrModel, adapter: Adapter) -> None:
     """Add the updates to the weights of a checked base model, in place, with the same sums as in a run's model.nemo.
 
     Raises:
@@ -277,7 +277,7 @@ def merge_adapter(model: Transducer, adapter: Adapter) -> None:
 
 
 @torch.no_grad()
-def load_into_lora(model: Transducer, adapter: Adapter) -> None:
+def load_into_lora(model: AsrModel, adapter: Adapter) -> None:
     """Load the adapter into the LoRA layers of a base model, in place, to continue its training.
 
     Raises:

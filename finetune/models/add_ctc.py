@@ -7,7 +7,7 @@ from omegaconf import OmegaConf, open_dict
 
 from finetune.errors import UserError
 from finetune.models.nemo import ctc_head, import_nemo, pieces_of
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def aux_ctc_section(encoder_width: int, pieces: list[str]) -> dict[str, Any]:
     }
 
 
-def add_ctc_head(model: Transducer, name: str) -> bool:
+def add_ctc_head(model: AsrModel, name: str) -> bool:
     """Give a transducer a CTC head with random weights, in place; its class becomes EncDecHybridRNNTCTCBPEModel.
 
     Returns:

@@ -13,7 +13,7 @@ from finetune.models.huggingface.reading import fetch, is_hugging_face, load_hug
 from finetune.models.huggingface.tokenizer import sentencepiece_of
 from finetune.models.nemo import build, check_heads, set_head
 from finetune.models.prompts import check_prompts
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 from finetune.models.sentencepiece_model import FILE, SentencePieceModel, parse, tokenizer_of
 from finetune.paths import looks_local, near_path
 from finetune.security.archives import content_of, reading
@@ -22,7 +22,7 @@ from finetune.security.documents import read_settings, resolved
 log = logging.getLogger(__name__)
 
 
-def load_model(name: str, tokenizer: str | None = None) -> Transducer:
+def load_model(name: str, tokenizer: str | None = None) -> AsrModel:
     """Load a NeMo model with a SentencePiece tokenizer on the CPU: a transducer (EncDecRNNTBPEModel, TDT or RNN-T), a
     hybrid or a CTC model.
 
@@ -52,7 +52,7 @@ def load_model(name: str, tokenizer: str | None = None) -> Transducer:
     return _download(name)
 
 
-def _merge_into_base(path: Path) -> Transducer:
+def _merge_into_base(path: Path) -> AsrModel:
     adapter = read_adapter(path)
     base = adapter.base["name"]
     try:
@@ -68,14 +68,14 @@ def _merge_into_base(path: Path) -> Transducer:
     return model
 
 
-def _checked(model: Transducer, path: Path) -> Transducer:
+def _checked(model: AsrModel, path: Path) -> AsrModel:
     check_heads(model, str(path))
     check_prompts(model, str(path))
     set_head(model, None)
     return model
 
 
-def _restore(path: Path) -> Transducer:
+def _restore(path: Path) -> AsrModel:
     try:
         return _checked(nemo_archive.restore(path), path)
     except UserError:
@@ -99,7 +99,7 @@ def check_hub_name(name: str, key: str) -> None:
         )
 
 
-def _download(name: str) -> Transducer:
+def _download(name: str) -> AsrModel:
     if Path(name).exists():
         raise UserError(
             f"model.name: {name} is neither a .nemo file nor a NeMo model YAML (.yaml). Weights alone do not say what "
@@ -120,7 +120,7 @@ def _download(name: str) -> Transducer:
     return load_model(str(fetched))
 
 
-def _build(path: Path, tokenizer: str | None) -> Transducer:
+def _build(path: Path, tokenizer: str | None) -> AsrModel:
     if not path.is_file():
         raise UserError(f"model.name: there is no file {path} (looked in {Path.cwd()}).{near_path(str(path))}")
     root = read_settings(path, "model.name")
@@ -144,7 +144,7 @@ def _build(path: Path, tokenizer: str | None) -> Transducer:
     return _checked(build(layout, str(path)), path)
 
 
-def move_to_device(model: Transducer, device: str) -> Transducer:
+def move_to_device(model: AsrModel, device: str) -> AsrModel:
     """Move the model to a device; raise UserError if this machine has no such device."""
     try:
         return model.to(device)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from finetune.errors import UserError
-from finetune.models.protocols import Encoder, Transducer
+from finetune.models.protocols import AsrModel, Encoder
 
 log = logging.getLogger(__name__)
 
@@ -35,17 +35,17 @@ class Latency:
     """The frame itself and its look-ahead: from a chunk's first sound until the chunk can be recognised."""
 
 
-def is_unified(model: Transducer) -> bool:
+def is_unified(model: AsrModel) -> bool:
     return model.encoder.att_context_style == UNIFIED
 
 
-def _chunked_contexts(model: Transducer) -> list[Context]:
+def _chunked_contexts(model: AsrModel) -> list[Context]:
     """Return every (left, chunk, right) of a unified model's lists; none of another model."""
     lists = model.encoder.att_chunk_context_size if is_unified(model) else None
     return [tuple(map(int, one)) for one in itertools.product(*lists)] if lists else []
 
 
-def training_contexts(model: Transducer, streaming_share: float | None = None) -> tuple[list[Context], list[float]]:
+def training_contexts(model: AsrModel, streaming_share: float | None = None) -> tuple[list[Context], list[float]]:
     """Return the contexts that a training draws from, and their probabilities.
 
     Args:
@@ -90,7 +90,7 @@ def attending(encoder: Encoder, context: Sequence[int] | None) -> Iterator[None]
 # ---- streaming ------------------------------------------------------------------------------------------------------
 
 
-def streaming_contexts(model: Transducer) -> dict[str, Context]:
+def streaming_contexts(model: AsrModel) -> dict[str, Context]:
     """Return the contexts that a model was trained to stream with, by the names that commands give them.
 
     The name is the look-ahead in frames, such as "13"; of a unified model chunk and right context, such as "7+7".
@@ -115,7 +115,7 @@ def streaming_contexts(model: Transducer) -> dict[str, Context]:
     return found
 
 
-def choose_contexts(model: Transducer, wanted: str) -> dict[str, Context]:
+def choose_contexts(model: AsrModel, wanted: str) -> dict[str, Context]:
     """Return the contexts that `--look-ahead` names: one or several with commas, or `all`.
 
     Raises:
@@ -145,7 +145,7 @@ def latency_of(context: Context, frame_seconds: float) -> Latency:
     return Latency(*(round(1000 * frame_seconds * n, 3) for n in frames))
 
 
-def describe_contexts(model: Transducer, contexts: Sequence[Context], probabilities: Sequence[float]) -> str:
+def describe_contexts(model: AsrModel, contexts: Sequence[Context], probabilities: Sequence[float]) -> str:
     """Return what a training draws from, and what its evaluations use, in a line."""
     if is_unified(model):
         return (

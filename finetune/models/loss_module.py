@@ -28,10 +28,10 @@ from finetune.models.nemo import (
     weight_dtype,
 )
 from finetune.models.prompts import encode
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 
 
-class TransducerLossModule(nn.Module):
+class LossModule(nn.Module):
     """The module that Accelerate prepares: `forward` returns the losses, so DDP, ZeRO and FSDP see every parameter.
 
     Args:
@@ -45,7 +45,7 @@ class TransducerLossModule(nn.Module):
 
     def __init__(
         self,
-        nemo_model: Transducer,
+        nemo_model: AsrModel,
         *,
         sigma: float | None = None,
         omega: float | None = None,

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf, open_dict
 
 from finetune.errors import UserError
 from finetune.losses import feasible_clips, feasible_ctc_clips
-from finetune.models.protocols import CtcHead, Transducer
+from finetune.models.protocols import AsrModel, CtcHead
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def class_of(config: dict[str, Any]) -> str:
     return "EncDecHybridRNNTCTCBPEModel" if config.get("aux_ctc") else "EncDecRNNTBPEModel"
 
 
-def build(config: dict[str, Any], name: str) -> Transducer:
+def build(config: dict[str, Any], name: str) -> AsrModel:
     """Return a model of a checked NeMo configuration with random weights; raise UserError if NeMo cannot build it."""
     models = import_nemo()
     try:
@@ -56,7 +56,7 @@ def build(config: dict[str, Any], name: str) -> Transducer:
 # ---- heads ----------------------------------------------------------------------------------------------------------
 
 
-def check_heads(model: Transducer, name: str) -> None:
+def check_heads(model: AsrModel, name: str) -> None:
     """Raise UserError if the outputs of a head are not tokens, blank and, of a joint, durations: its loss would be the
     wrong one."""
     tokens = model.tokenizer.vocab_size
@@ -78,24 +78,24 @@ def check_heads(model: Transducer, name: str) -> None:
         )
 
 
-def has_transducer(model: Transducer) -> bool:
+def has_transducer(model: AsrModel) -> bool:
     """Return whether the model has a prediction network and a joint; a CTC model has none."""
     return hasattr(model, "joint")
 
 
-def ctc_head(model: Transducer) -> CtcHead | None:
+def ctc_head(model: AsrModel) -> CtcHead | None:
     """Return the CTC head of a hybrid or a CTC model; None for other models."""
     if has_transducer(model):
         return getattr(model, "ctc_decoder", None)
     return cast("CtcHead", model.decoder)
 
 
-def head_modules(model: Transducer) -> dict[str, torch.nn.Module]:
+def head_modules(model: AsrModel) -> dict[str, torch.nn.Module]:
     """Return the networks above the encoder by name: those of HEAD_MODULES that the model has."""
     return {name: getattr(model, name) for name in HEAD_MODULES if hasattr(model, name)}
 
 
-def set_head(model: Transducer, head: str | None, name: str = "the model") -> None:
+def set_head(model: AsrModel, head: str | None, name: str = "the model") -> None:
     """Decode with one of the model's heads from here on.
 
     Args:
@@ -127,7 +127,7 @@ def ctc_log_probs(head: CtcHead, enc_BHT: torch.Tensor) -> torch.Tensor:
     return (logits_BTV / head.temperature).log_softmax(-1)
 
 
-def warn_about_search(model: Transducer) -> None:
+def warn_about_search(model: AsrModel) -> None:
     """Log that a CTC head decodes greedily where the model's configuration has a search."""
     if chosen_head(model) == "ctc":
         section = model.cfg.aux_ctc if has_transducer(model) else model.cfg
@@ -136,25 +136,25 @@ def warn_about_search(model: Transducer) -> None:
             log.warning("decoding.strategy %s has no effect: CTC decodes greedily here", strategy)
 
 
-def chosen_head(model: Transducer) -> str:
+def chosen_head(model: AsrModel) -> str:
     """Return the head that decodes: transducer or ctc."""
     if not has_transducer(model):
         return "ctc"
     return "ctc" if getattr(model, "cur_decoder", "rnnt") == "ctc" else "transducer"
 
 
-def pieces_of(model: Transducer) -> list[str]:
+def pieces_of(model: AsrModel) -> list[str]:
     """Return the tokens as the heads' configuration has them, without the blank."""
     head = model.joint if has_transducer(model) else cast("CtcHead", model.decoder)
     return [str(piece) for piece in head.vocabulary]
 
 
-def weight_dtype(model: Transducer) -> torch.dtype:
+def weight_dtype(model: AsrModel) -> torch.dtype:
     """Return the type of the parameters; BatchNorm's may be wider."""
     return next(next(iter(head_modules(model).values())).parameters()).dtype
 
 
-def tdt_durations(model: Transducer) -> tuple[int, ...]:
+def tdt_durations(model: AsrModel) -> tuple[int, ...]:
     """Return the durations of the TDT head in encoder frames; empty for a plain RNN-T and a CTC model."""
     if not has_transducer(model) or model.joint.num_extra_outputs == 0:
         return ()
@@ -168,7 +168,7 @@ def tdt_durations(model: Transducer) -> tuple[int, ...]:
     return tuple(int(d) for d in durations)
 
 
-def ctc_loss_weight(model: Transducer) -> float:
+def ctc_loss_weight(model: AsrModel) -> float:
     """Return the share of the CTC loss: of a hybrid model its `aux_ctc.ctc_loss_weight`, 1 for a CTC model, else 0."""
     if not has_transducer(model):
         return 1.0
@@ -178,14 +178,14 @@ def ctc_loss_weight(model: Transducer) -> float:
 
 
 def clips_with_alignment(
-    model: Transducer, enc_lengths_B: torch.Tensor, tokens_BU: torch.Tensor, token_lengths_B: torch.Tensor
+    model: AsrModel, enc_lengths_B: torch.Tensor, tokens_BU: torch.Tensor, token_lengths_B: torch.Tensor
 ) -> torch.Tensor:
     """Return which utterances have an alignment under the model's loss, (B,) bool: the transducer's, or CTC's where
     that is the whole loss.
 
     Args:
         enc_lengths_B: (B,) encoder frames.
-        tokens_BU, token_lengths_B: as in `TransducerLossModule.forward`.
+        tokens_BU, token_lengths_B: as in `LossModule.forward`.
     """
     if ctc_loss_weight(model) == 1:
         return feasible_ctc_clips(enc_lengths_B, tokens_BU, token_lengths_B)
@@ -196,7 +196,7 @@ def clips_with_alignment(
 
 
 def prepare_for_training(
-    model: Transducer,
+    model: AsrModel,
     *,
     spec_augment: bool,
     dropout: float | None,
@@ -228,7 +228,7 @@ def prepare_for_training(
     model.freeze_batchnorm = freeze_batchnorm
 
 
-def prepare_for_decoding(model: Transducer) -> None:
+def prepare_for_decoding(model: AsrModel) -> None:
     """Let a rank decode as it likes, in place."""
     # A collective in the encoder's forward would hang when ranks take different numbers of evaluation batches.
     model.encoder.sync_max_audio_length = False
@@ -236,7 +236,7 @@ def prepare_for_decoding(model: Transducer) -> None:
         model.decoding.decoding.disable_cuda_graphs()  # they disturb later work in the same process (NeMo issue 15423)
 
 
-def _share_loss(model: Transducer, ctc_weight: float | None) -> None:
+def _share_loss(model: AsrModel, ctc_weight: float | None) -> None:
     """Set the share of the CTC loss of a hybrid model, freeze the head that has none, and decode with one that has."""
     if ctc_weight is not None:
         with open_dict(model.cfg):
@@ -257,7 +257,7 @@ def _share_loss(model: Transducer, ctc_weight: float | None) -> None:
         log.info("a hybrid model without a share of the CTC loss: its CTC head stays as it is")
 
 
-def _set_dropout(model: Transducer, p: float) -> None:
+def _set_dropout(model: AsrModel, p: float) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = p
@@ -267,7 +267,7 @@ def _set_dropout(model: Transducer, p: float) -> None:
         layer.self_attn.dropout_rate = p
 
 
-def cast_parameters(model: Transducer, dtype: torch.dtype) -> None:
+def cast_parameters(model: AsrModel, dtype: torch.dtype) -> None:
     """Cast parameters and buffers of the encoder and the heads, in place.
 
     BatchNorm stays in float32, since its running statistics would stand still in bf16; so does the preprocessor.
@@ -283,7 +283,7 @@ def cast_parameters(model: Transducer, dtype: torch.dtype) -> None:
                     setattr(module, name, buffer.to(dtype))
 
 
-def set_train_mode(model: Transducer) -> None:
+def set_train_mode(model: AsrModel) -> None:
     """Call `model.train()`, but keep frozen modules, and BatchNorm where the run file says so, in evaluation mode."""
     model.train()
     for module in getattr(model, "frozen_modules", ()):
@@ -292,14 +292,14 @@ def set_train_mode(model: Transducer) -> None:
         set_batchnorm_mode(model, training=False)
 
 
-def set_batchnorm_mode(model: Transducer, training: bool) -> None:
+def set_batchnorm_mode(model: AsrModel, training: bool) -> None:
     """Let BatchNorm use and update the statistics of the batch, or use its stored ones."""
     for module in model.modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
             module.train(training)
 
 
-def learning_batchnorms(model: Transducer) -> list[torch.nn.Module]:
+def learning_batchnorms(model: AsrModel) -> list[torch.nn.Module]:
     """Return the BatchNorm modules whose statistics change in training."""
     if getattr(model, "freeze_batchnorm", False):
         return []
@@ -308,7 +308,7 @@ def learning_batchnorms(model: Transducer) -> list[torch.nn.Module]:
     return [norm for norm in norms if norm not in frozen]
 
 
-def encoder_lengths(model: Transducer, audio_lengths_B: torch.Tensor) -> torch.Tensor:
+def encoder_lengths(model: AsrModel, audio_lengths_B: torch.Tensor) -> torch.Tensor:
     """Return the encoder frames of each clip.
 
     Args:

@@ -20,7 +20,7 @@ from finetune.durable_files import put_in_place
 from finetune.errors import UserError
 from finetune.models.adapters import is_adapter, load_merged_state_dict, merged_state_dict
 from finetune.models.nemo import class_of, import_nemo
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 from finetune.models.sentencepiece_model import SentencePieceModel, parse
 from finetune.security.archives import content_of, named, reading, unpack
 from finetune.security.documents import leaves, parse_settings, resolved
@@ -317,7 +317,7 @@ def _connector() -> type:
     return CheckedConnector
 
 
-def restore(path: Path) -> Transducer:
+def restore(path: Path) -> AsrModel:
     """Restore a model from a .nemo file on the CPU, as NeMo builds it.
 
     Raises:
@@ -421,12 +421,12 @@ def read_nemo(path: Path) -> NemoFile:
     return NemoFile(path, config, weights, sentencepiece)
 
 
-def save_nemo(model: Transducer, path: Path) -> None:
+def save_nemo(model: AsrModel, path: Path) -> None:
     """Write a .nemo that plain NeMo restores, LoRA adapters merged; it is whole or absent."""
     put_in_place(write_nemo(model, path), path)
 
 
-def write_nemo(model: Transducer, path: Path) -> Path:
+def write_nemo(model: AsrModel, path: Path) -> Path:
     """Write the .nemo for `path` under another name beside it, and return that name."""
     if "validation_ds" not in model.cfg:
         with open_dict(model.cfg):  # NeMo's own transcribe() reads this key
@@ -442,7 +442,7 @@ def write_nemo(model: Transducer, path: Path) -> Path:
     return aside
 
 
-def load_weights(model: Transducer, path: Path) -> None:
+def load_weights(model: AsrModel, path: Path) -> None:
     """Load the weights of a .nemo into a model of the same layout, in place; LoRA adapters then add nothing."""
     with reading(path, "model.nemo") as (archive, members):
         weights = weights_in(archive, members, str(path))

@@ -16,7 +16,7 @@ import torch
 from finetune.data.language_prompts import AUTO, prompt_of
 from finetune.data.quarantine import BadUtterance
 from finetune.errors import UserError
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 
 log = logging.getLogger(__name__)
 
@@ -24,14 +24,14 @@ DEFAULT_AUTO_RATIO = 0.5
 """NeMo's `unified_auto_ratio` where a configuration names none."""
 
 
-def prompt_slots(model: Transducer) -> dict[str, int]:
+def prompt_slots(model: AsrModel) -> dict[str, int]:
     """Return the slots of the model's prompts by name; empty for a model without prompts."""
     if not hasattr(model, "prompt_kernel"):
         return {}
     return {str(name): slot for name, slot in (model.cfg.model_defaults.get("prompt_dictionary") or {}).items()}
 
 
-def check_prompts(model: Transducer, name: str) -> None:
+def check_prompts(model: AsrModel, name: str) -> None:
     """Raise UserError if the model's `prompt_dictionary` has no prompts, or slots that its prompt kernel lacks."""
     if not hasattr(model, "prompt_kernel"):
         return
@@ -46,7 +46,7 @@ def check_prompts(model: Transducer, name: str) -> None:
             )
 
 
-def auto_ratio(model: Transducer, ratio: float | None) -> float:
+def auto_ratio(model: AsrModel, ratio: float | None) -> float:
     """Return the share of training clips with the prompt `auto`: `model.unified_auto_ratio`, or the model's own.
 
     Raises:
@@ -69,7 +69,7 @@ def auto_ratio(model: Transducer, ratio: float | None) -> float:
     return alone if alone is not None else float(trained.get("unified_auto_ratio", DEFAULT_AUTO_RATIO))
 
 
-def check_language(model: Transducer, language: str | None, key: str = "--language") -> None:
+def check_language(model: AsrModel, language: str | None, key: str = "--language") -> None:
     """Check a language that was asked for; None asks for `auto` of a prompt model, and nothing of others.
 
     Raises:
@@ -86,7 +86,7 @@ def check_language(model: Transducer, language: str | None, key: str = "--langua
         raise UserError(f"{key}: {reason}") from reason
 
 
-def slots_of(model: Transducer, languages: Sequence[str]) -> torch.Tensor | None:
+def slots_of(model: AsrModel, languages: Sequence[str]) -> torch.Tensor | None:
     """Return the (B,) slots of the prompts of languages that `check_language` or the stream let pass; None for a model
     without prompts."""
     slots = prompt_slots(model)
@@ -94,7 +94,7 @@ def slots_of(model: Transducer, languages: Sequence[str]) -> torch.Tensor | None
 
 
 def encode(
-    model: Transducer,
+    model: AsrModel,
     mel_BFT: torch.Tensor,
     mel_lengths_B: torch.Tensor,
     slots_B: torch.Tensor | None = None,
@@ -112,7 +112,7 @@ def encode(
     return with_prompt(model, enc_BHT, slots_B), enc_lengths_B
 
 
-def with_prompt(model: Transducer, enc_BHT: torch.Tensor, slots_B: torch.Tensor | None = None) -> torch.Tensor:
+def with_prompt(model: AsrModel, enc_BHT: torch.Tensor, slots_B: torch.Tensor | None = None) -> torch.Tensor:
     """Return encoder outputs (B, H, T) with the prompt mixed in; those of a model without prompts as they are.
 
     Args:

@@ -174,8 +174,8 @@ class Tokenizer(Protocol):
     ids_to_tokens: Callable[[Sequence[int]], list[str]]
 
 
-class Transducer(Module):
-    """A NeMo transducer with a SentencePiece tokenizer (`EncDecRNNTBPEModel`), with a TDT or an RNN-T head.
+class AsrModel(Module):
+    """A NeMo model with a SentencePiece tokenizer: TDT or RNN-T transducer, hybrid with a CTC head, or CTC.
 
     Only a hybrid model has `ctc_decoder`. A CTC model (`EncDecCTCModelBPE`) has no joint, and its `decoder` is the CTC
     head: ask `finetune.models.nemo.has_transducer` before either is used. Only a prompt model has `prompt_kernel`,

@@ -10,7 +10,7 @@ import sentencepiece.sentencepiece_model_pb2 as messages
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 from finetune.errors import UserError
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 
 FILE = "tokenizer.model"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # ModelProto.SentencePiece.Type
@@ -71,7 +71,7 @@ def kind_of(model: SentencePieceModel) -> str:
     return KINDS[model.trainer_spec.model_type]
 
 
-def tokenizer_of(model: Transducer, key: str) -> SentencePieceModel:
+def tokenizer_of(model: AsrModel, key: str) -> SentencePieceModel:
     """Return the tokenizer of a loaded NeMo model; raise UserError if it is not one of SentencePiece alone."""
     inner = getattr(model.tokenizer, "tokenizer", None)
     if inner is None or not hasattr(inner, "serialized_model_proto"):

@@ -18,7 +18,7 @@ import torch
 from omegaconf import OmegaConf, open_dict
 
 from finetune.models.nemo import check_heads, has_transducer, head_modules
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 from finetune.models.sentencepiece_model import (
     FILE,
     NORMAL,
@@ -41,7 +41,7 @@ Sources = list[list[int]]
 """For each new piece the ids of the old ones whose rows it starts from."""
 
 
-def change_vocabulary(model: Transducer, directory: Path, note: Mapping[str, Any] | None = None) -> Sources:
+def change_vocabulary(model: AsrModel, directory: Path, note: Mapping[str, Any] | None = None) -> Sources:
     """Give a model another tokenizer, in place.
 
     A piece that the old tokenizer has too keeps its rows in the prediction network's embedding and in the joint's head
@@ -95,7 +95,7 @@ def change_vocabulary(model: Transducer, directory: Path, note: Mapping[str, Any
     return sources
 
 
-def _change_tokens(model: Transducer, directory: Path) -> None:
+def _change_tokens(model: AsrModel, directory: Path) -> None:
     """Let NeMo make the heads anew for another tokenizer, with the loss that the transducer had."""
     from nemo.collections.asr.losses.rnnt import RNNTLoss
 
@@ -117,7 +117,7 @@ def _change_tokens(model: Transducer, directory: Path) -> None:
         model.joint.set_wer(model.wer)
 
 
-def changes_of(model: Transducer) -> list[dict[str, Any]]:
+def changes_of(model: AsrModel) -> list[dict[str, Any]]:
     """Return the records of the changes of the model's vocabulary."""
     records = model.cfg.get(HISTORY)
     return cast(list[dict[str, Any]], OmegaConf.to_container(records, resolve=True)) if records else []
@@ -131,7 +131,7 @@ def letters_without_relative(old: SentencePieceModel, new: SentencePieceModel) -
     return {c.lower() for c in characters if not _known_relative(c, ids, {})}
 
 
-def start_as_heard(model: Transducer, old: SentencePieceModel, heard: Mapping[str, str], texts: Iterable[str]) -> None:
+def start_as_heard(model: AsrModel, old: SentencePieceModel, heard: Mapping[str, str], texts: Iterable[str]) -> None:
     """Let the new pieces with letters that have no relative begin as the old letters that are heard in their place.
 
     A head's row is that of the first of the old pieces that write these letters, which is when the model hears it; the

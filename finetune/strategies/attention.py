@@ -4,10 +4,10 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from finetune.errors import UserError
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 
 
-def use_scaled_dot_product_attention(model: Transducer) -> int:
+def use_scaled_dot_product_attention(model: AsrModel) -> int:
     """Switch NeMo's attention modules to torch's fused kernel, in place; the mathematics stays the same.
 
     The relative position scores become the kernel's additive mask, so one (B, heads, T, T) tensor is kept for the
@@ -35,7 +35,7 @@ def use_scaled_dot_product_attention(model: Transducer) -> int:
     return len(layers)
 
 
-def use_local_attention(model: Transducer, context: int) -> None:
+def use_local_attention(model: AsrModel, context: int) -> None:
     """Switch NeMo's encoder from full to local attention, in place; the weights stay.
 
     Memory and time then grow linearly with the length of an utterance, not with its square. A model that was trained

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 
 
 @contextlib.contextmanager
@@ -30,7 +30,7 @@ def _batchnorm_counts_once(layer: torch.nn.Module) -> Iterator[None]:
             norm.momentum, norm.num_batches_tracked = momentum, batches
 
 
-def enable_gradient_checkpointing(model: Transducer, every: int = 1) -> int:
+def enable_gradient_checkpointing(model: AsrModel, every: int = 1) -> int:
     """Let the subsampling and each `every`-th Conformer layer of `model.encoder` recompute its activations, in place.
 
     Active only while gradients are recorded, so evaluation is untouched. Non-reentrant: works with DDP, frozen inputs

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from finetune.models.protocols import EncoderLayer, Transducer
+from finetune.models.protocols import AsrModel, EncoderLayer
 
 LENGTHS = 32
 
 
-def compile_layers(model: Transducer, backend: str = "inductor") -> int:
+def compile_layers(model: AsrModel, backend: str = "inductor") -> int:
     """Compile the Conformer layers of `model.encoder` in place, with torch.compile's `backend`; return their number.
 
     All layers share one compiled function, whose graph takes their weights as inputs, and lengths and batch sizes are

@@ -3,7 +3,7 @@
 import logging
 from typing import TYPE_CHECKING
 
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 from finetune.strategies.attention import use_scaled_dot_product_attention
 from finetune.strategies.checkpointing import enable_gradient_checkpointing
 from finetune.strategies.compilation import compile_layers
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def apply_encoder_options(model: Transducer, m: "ModelConfig") -> None:
+def apply_encoder_options(model: AsrModel, m: "ModelConfig") -> None:
     """Apply attention kernel, freezing, adapters, compilation and checkpointing, in place.
 
     Raises:

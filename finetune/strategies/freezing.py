@@ -1,10 +1,10 @@
 """Training without the encoder, or with its last layers only."""
 
 from finetune.errors import UserError
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 
 
-def freeze_encoder(model: Transducer, trained_layers: int = 0) -> None:
+def freeze_encoder(model: AsrModel, trained_layers: int = 0) -> None:
     """Freeze the encoder but its last Conformer layers, in place.
 
     What is frozen gets no gradients and so no optimizer states, stores no activations, and stays in evaluation mode

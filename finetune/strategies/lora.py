@@ -10,11 +10,11 @@ import torch
 
 from finetune.errors import UserError
 from finetune.models.nemo import head_modules
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 
 
 def add_lora(
-    model: Transducer,
+    model: AsrModel,
     *,
     rank: int,
     alpha: float | None = None,

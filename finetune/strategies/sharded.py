@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import load_file, save_file
 
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -29,7 +29,7 @@ def shards_parameters(accelerator: "Accelerator") -> bool:
     return accelerator.is_fsdp2 or (plugin is not None and plugin.zero_stage == 3)
 
 
-def make_replica(model: Transducer) -> Transducer:
+def make_replica(model: AsrModel) -> AsrModel:
     """Copy a NeMo model to the host, without gradients, before an engine shards it.
 
     What strategies put on the modules of the original (checkpointing, compilation) is taken off: the copy would call
@@ -49,7 +49,7 @@ def make_replica(model: Transducer) -> Transducer:
 
 
 @torch.no_grad()
-def copy_weights(model: Transducer, replica: Transducer) -> None:
+def copy_weights(model: AsrModel, replica: AsrModel) -> None:
     """Gather each parameter of `model` into `replica`, and copy the buffers of checkpoints. All ranks take part."""
     targets = replica.state_dict()
     for name, parameter in model.named_parameters():
@@ -74,7 +74,7 @@ def _gathered(parameter: torch.nn.Parameter) -> Iterator[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def whole_model(model: Transducer, replica: Transducer | None, device: torch.device) -> Iterator[Transducer]:
+def whole_model(model: AsrModel, replica: AsrModel | None, device: torch.device) -> Iterator[AsrModel]:
     """Provide the model with whole weights, on the device. All ranks enter.
 
     Args:
@@ -96,7 +96,7 @@ def count_parameters(model: torch.nn.Module, trainable: bool = False) -> int:
     return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad or not trainable)
 
 
-def model_to_keep(accelerator: "Accelerator", model: Transducer, replica: Transducer | None) -> Transducer | None:
+def model_to_keep(accelerator: "Accelerator", model: AsrModel, replica: AsrModel | None) -> AsrModel | None:
     """Return the model whose weights a checkpoint holds as safetensors beside the engine's own files; None where the
     engine writes safetensors itself.
     """
@@ -104,14 +104,14 @@ def model_to_keep(accelerator: "Accelerator", model: Transducer, replica: Transd
     return model if replica is None and accelerator.distributed_type == "DEEPSPEED" else replica
 
 
-def write_whole_weights(directory: Path, replica: Transducer) -> None:
+def write_whole_weights(directory: Path, replica: AsrModel) -> None:
     """Write a model's weights into a checkpoint, named as in the state of the trained module (`nemo.` first)."""
     weights = {f"nemo.{name}": tensor.contiguous().clone() for name, tensor in replica.state_dict().items()}
     save_file(weights, directory / WHOLE_WEIGHTS)
 
 
 def read_whole_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Read the weights of a checkpoint of any engine, named as in TransducerLossModule's state (`nemo.encoder...`).
+    """Read the weights of a checkpoint of any engine, named as in LossModule's state (`nemo.encoder...`).
 
     Raises:
         FileNotFoundError: the checkpoint holds no whole weights.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from finetune.data.sources import OpenSource
-    from finetune.models.protocols import Transducer
+    from finetune.models.protocols import AsrModel
 
 
 def write_mean(
@@ -55,9 +55,7 @@ def write_mean(
     return path, rows
 
 
-def _check_layout(
-    name: str, model: Transducer, first: str, tokens: list[str], tensors: dict[str, torch.Tensor]
-) -> None:
+def _check_layout(name: str, model: AsrModel, first: str, tokens: list[str], tensors: dict[str, torch.Tensor]) -> None:
     """Raise UserError where a model has other tokens or tensors than the first one."""
     ours = pieces_of(model)
     shapes, theirs = ({n: tuple(t.shape) for n, t in state.items()} for state in (tensors, model.state_dict()))
@@ -75,7 +73,7 @@ def _check_layout(
     raise UserError(f"--models: {why}. Only models of one layout and one tokenizer have a mean.")
 
 
-def _rates(model: Transducer, sources: list[OpenSource], settings: EvaluationSettings | None) -> dict[str, Any]:
+def _rates(model: AsrModel, sources: list[OpenSource], settings: EvaluationSettings | None) -> dict[str, Any]:
     if settings is None:
         return {}
     counts = count_errors(move_to_device(model, settings.device), sources, settings).total

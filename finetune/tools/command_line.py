@@ -40,7 +40,7 @@ def add_model(parser: argparse.ArgumentParser, *, required: bool) -> None:
 
 def add_data(parser: argparse.ArgumentParser, purpose: str) -> None:
     parser.add_argument("--data", nargs="+", metavar="D", help=f"{purpose}; each {DATA}")
-    parser.add_argument("--split", default="test", help="split of a folder or hub data set (default: test)")
+    parser.add_argument("--split", help="split of a folder or hub data set (default: test)")
     parser.add_argument("--max-samples", type=int, default=-1, metavar="N", help="only the first N clips")
 
 

@@ -12,7 +12,7 @@ import torch
 
 from finetune.data.batch import Batch
 from finetune.evaluation.scores import WerAccumulator
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 from finetune.training.step_batches import StepBatches
 
 LOST_ON_GUARD = (
@@ -146,11 +146,11 @@ class Callback:
         """Return what computes a step's gradients in place of `compute`."""
         return compute
 
-    def candidates(self, model: Transducer, final: bool) -> list[Candidate]:
+    def candidates(self, model: AsrModel, final: bool) -> list[Candidate]:
         """Return other weights to evaluate on data.validation; `model` is whole, `final` where training is over."""
         return []
 
-    def on_validated(self, model: Transducer, step: int, wer: float) -> None:
+    def on_validated(self, model: AsrModel, step: int, wer: float) -> None:
         """The raw weights of `step` have this WER on data.validation; `model` holds them whole."""
 
     def held_tensors(self) -> dict[str, torch.Tensor]:

@@ -22,14 +22,14 @@ from finetune.errors import UserError
 from finetune.evaluation.recognise import LONGEST_AT_ONCE, evaluation_limits
 from finetune.models.nemo import clips_with_alignment, encoder_lengths
 from finetune.models.prompts import auto_ratio, prompt_slots
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 
 LANGUAGE_ROWS, LANGUAGE_SECONDS = 1000, 10.0
 
 
 def make_stream(
     accelerator: Accelerator,
-    model: Transducer,
+    model: AsrModel,
     config: RunConfig,
     sources: list[OpenSource],
     training: bool,
@@ -80,7 +80,7 @@ def make_stream(
     )
 
 
-def fits_of(model: Transducer) -> Callable[[list[int], list[list[int]]], list[bool]]:
+def fits_of(model: AsrModel) -> Callable[[list[int], list[list[int]]], list[bool]]:
     """Return the test whether utterances of so many samples have an alignment with these tokens."""
 
     def fits(samples: list[int], tokens: list[list[int]]) -> list[bool]:

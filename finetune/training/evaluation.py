@@ -30,7 +30,7 @@ from finetune.evaluation.utterance_counts import UtteranceCounts, compare_evalua
 from finetune.models.adapters import write_adapter
 from finetune.models.nemo import learning_batchnorms
 from finetune.models.nemo_archive import load_weights, write_nemo
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 from finetune.signals import CutShort, requested
 from finetune.training.callbacks import Callback, Candidate, EvaluationResult
 from finetune.training.checkpoints import CANNOT_WRITE
@@ -66,7 +66,7 @@ class Evaluator:
         progress: Progress,
         quarantine: Quarantine,
         callbacks: list[Callback],
-        require_finite: Callable[[Transducer | None], None],
+        require_finite: Callable[[AsrModel | None], None],
     ):
         self.accelerator, self.config, self.sources, self.progress = accelerator, config, sources, progress
         self.quarantine, self.callbacks, self.require_finite = quarantine, callbacks, require_finite
@@ -75,7 +75,7 @@ class Evaluator:
         self.keeps_models = True
         """False measures a run without writing model.nemo."""
 
-    def evaluate_split(self, model: Transducer, split: str, max_clips: int | None = None) -> WerAccumulator:
+    def evaluate_split(self, model: AsrModel, split: str, max_clips: int | None = None) -> WerAccumulator:
         """Count the errors on a split over all ranks; every rank gets the merged counts.
 
         Args:
@@ -129,7 +129,7 @@ class Evaluator:
         return merged
 
     def _evaluate_splits(
-        self, model: Transducer, splits: tuple[str, ...], step: int, weights: str = "raw", is_best: bool = False
+        self, model: AsrModel, splits: tuple[str, ...], step: int, weights: str = "raw", is_best: bool = False
     ) -> dict[str, WerAccumulator]:
         """Evaluate those splits that the run file names, write their lines, and tell the callbacks.
 
@@ -169,7 +169,7 @@ class Evaluator:
 
     # ---- during the run ---------------------------------------------------------------------------------------------
 
-    def evaluate(self, model: Transducer, splits: tuple[str, ...], last: bool = False) -> dict[str, WerAccumulator]:
+    def evaluate(self, model: AsrModel, splits: tuple[str, ...], last: bool = False) -> dict[str, WerAccumulator]:
         """Evaluate the splits, and the callbacks' candidates on validation; keep the best model by validation WER.
 
         In the `last` evaluation of a run, data.guard follows where the closing one will be of an earlier step.
@@ -191,17 +191,17 @@ class Evaluator:
             callback.on_evaluations_done()
         return found
 
-    def _candidates(self, model: Transducer, final: bool) -> list[Candidate]:
+    def _candidates(self, model: AsrModel, final: bool) -> list[Candidate]:
         return [c for callback in self.callbacks for c in callback.candidates(model, final)]
 
-    def _evaluate_candidate(self, model: Transducer, candidate: Candidate) -> tuple[float | None, bool]:
+    def _evaluate_candidate(self, model: AsrModel, candidate: Candidate) -> tuple[float | None, bool]:
         """Return the candidate's WER on validation, and whether it is the best model now."""
         with candidate.inside:
             found = self._evaluate_splits(model, ("validation",), self.progress.step, candidate.weights)["validation"]
             taken = self._offer(model, found, candidate.weights)
         return found.total.rates()["wer"], taken
 
-    def _offer(self, model: Transducer, wer: WerAccumulator, weights: str) -> bool:
+    def _offer(self, model: AsrModel, wer: WerAccumulator, weights: str) -> bool:
         """Keep the model where its validation WER is the best so far; return whether it is."""
         p, rate = self.progress, wer.total.rates()["wer"]
         if rate is None or (p.best_wer is not None and rate >= p.best_wer):
@@ -210,7 +210,7 @@ class Evaluator:
         self.keep_model(model)
         return True
 
-    def keep_model(self, model: Transducer) -> None:
+    def keep_model(self, model: AsrModel) -> None:
         """Write the present weights as model.nemo, and the adapter beside it where there is one.
 
         Raises:
@@ -221,7 +221,7 @@ class Evaluator:
         self.require_finite(model)
         on_main(lambda: self._write_model(model))
 
-    def _write_model(self, model: Transducer) -> None:
+    def _write_model(self, model: AsrModel) -> None:
         p, folder = self.progress, self.output_dir
         try:
             (folder / "checkpoints").mkdir(exist_ok=True)
@@ -250,7 +250,7 @@ class Evaluator:
                 exit_code=1,
             ) from error
 
-    def check_decoding(self, model: Transducer) -> None:
+    def check_decoding(self, model: AsrModel) -> None:
         """Compare batched with single decoding on a few utterances; a difference makes every WER doubtful."""
         split = next((s for s in ("validation", "test") if s in self.sources), None)
         if split is None or not self.accelerator.is_main_process:
@@ -269,7 +269,7 @@ class Evaluator:
 
     # ---- the end of the run -----------------------------------------------------------------------------------------
 
-    def finish(self, model: Transducer) -> FinalResult:
+    def finish(self, model: AsrModel) -> FinalResult:
         """Settle which weights are best, and evaluate them on the test set (else validation) and data.guard."""
         p, result, replaced = self.progress, FinalResult(), False
         if p.best_step is None:  # nothing to choose by
@@ -343,7 +343,7 @@ def splits_due(step: int, last: bool, eval_steps: int, guard_steps: int) -> tupl
     return ("validation", "guard") if guarded and not last else ("validation",)
 
 
-def average_batchnorm(model: Transducer) -> None:
+def average_batchnorm(model: AsrModel) -> None:
     """Average BatchNorm's running statistics over the ranks: under DDP each rank has its own, and the means are
     evaluated and saved."""
     if torch.distributed.is_initialized():

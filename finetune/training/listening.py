@@ -13,7 +13,7 @@ from finetune.evaluation.long_audio import LONGEST_AT_ONCE
 from finetune.evaluation.recognise import evaluation_mode, recognise_texts
 from finetune.models.heard_letters import Heard, Pair, match_letters
 from finetune.models.nemo import prepare_for_decoding
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 from finetune.training.data import make_stream
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ LETTERS_SHOWN = 64
 
 
 def listen(
-    accelerator: Accelerator, model: Transducer, config: RunConfig, sources: list[OpenSource], letters: set[str]
+    accelerator: Accelerator, model: AsrModel, config: RunConfig, sources: list[OpenSource], letters: set[str]
 ) -> Heard:
     """Find the letters that a model writes where texts of the training data have new ones. On the main process.
 

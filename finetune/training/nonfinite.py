@@ -28,7 +28,7 @@ from finetune.data.decode import as_float
 from finetune.distributed import gather, sum_over_ranks
 from finetune.errors import UserError
 from finetune.models.nemo import learning_batchnorms
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 from finetune.training.checkpoints import checkpoints_of
 from finetune.training.outputs import LineFile
 from finetune.training.progress import Progress
@@ -58,7 +58,7 @@ class StepFilter:
     def __init__(
         self,
         accelerator: Accelerator,
-        model: Transducer,
+        model: AsrModel,
         optimizer: AcceleratedOptimizer,
         config: RunConfig,
         progress: Progress,
@@ -256,7 +256,7 @@ class StepFilter:
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
-    def require_finite(self, model: Transducer | None = None) -> None:
+    def require_finite(self, model: AsrModel | None = None) -> None:
         """Check, before anything is kept, that weights and statistics are finite on every rank. All ranks enter.
 
         Args:
@@ -366,7 +366,7 @@ def _describe_clips(clips: list[dict[str, Any]]) -> str:
     return f"not finite for {_some(bad, CLIPS_NAMED)}; {text}" if 0 < len(bad) < len(clips) else text
 
 
-def _weights_of(model: Transducer) -> dict[str, torch.Tensor]:
+def _weights_of(model: AsrModel) -> dict[str, torch.Tensor]:
     """Return what this process holds of a model's parameters, and its buffers, by name."""
     found = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

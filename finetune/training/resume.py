@@ -15,7 +15,7 @@ from finetune.distributed import gather
 from finetune.errors import UserError
 from finetune.models.adapters import load_merged_state_dict, merge_saved_lora
 from finetune.models.nemo import ctc_loss_weight
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 from finetune.strategies.optimizers import unwrap_optimizer
 from finetune.strategies.sharded import read_whole_weights
 from finetune.strategies.zero_shards import redistribute
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def take_weights(model: Transducer, path: Path) -> None:
+def take_weights(model: AsrModel, path: Path) -> None:
     """Load a checkpoint's weights, in place, into a model that no engine has taken apart yet.
 
     What the same strategy continues exactly, `load_states` loads again; for another strategy this is what carries
@@ -51,7 +51,7 @@ def take_weights(model: Transducer, path: Path) -> None:
         raise UserError(checkpoints.does_not_fit(path, error)) from error
 
 
-def _in_place(model: Transducer, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+def _in_place(model: AsrModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
     """Return the weights by the names of the model's state, or None where they are of a model with other layers."""
     own = model.state_dict()
     # A file keeps a tensor that modules share under one of its names only.
@@ -116,7 +116,7 @@ def _redistribute(module: torch.nn.Module, path: Path) -> bool:
 
 
 def kind_of(
-    accelerator: Accelerator, config: RunConfig, model: Transducer, optimizer: AcceleratedOptimizer
+    accelerator: Accelerator, config: RunConfig, model: AsrModel, optimizer: AcceleratedOptimizer
 ) -> dict[str, str]:
     """Return what decides how a run's saved state looks: optimizer, engine, what is trained, and in which type."""
     m = config.model

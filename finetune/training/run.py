@@ -33,9 +33,9 @@ from finetune.models.adapters import base_hash, check_base, load_into_lora, name
 from finetune.models.add_ctc import add_ctc_head
 from finetune.models.loading import load_model
 from finetune.models.look_ahead import describe_contexts
-from finetune.models.loss_module import TransducerLossModule
+from finetune.models.loss_module import LossModule
 from finetune.models.nemo import cast_parameters, prepare_for_training
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 from finetune.rank_monitor import client as rank_monitor
 from finetune.security.secrets import clean, known_secrets
 from finetune.strategies.accelerator import make_accelerator
@@ -173,7 +173,7 @@ def build_model(
     config: RunConfig,
     sources: dict[str, list[OpenSource]],
     checkpoint: Path | None = None,
-) -> Transducer:
+) -> AsrModel:
     """Return the NeMo model on the training device, prepared as the run file's `model:` says, with the weights of a
     checkpoint."""
     started = time.perf_counter()
@@ -234,7 +234,7 @@ def plan_steps(accelerator: Accelerator, config: RunConfig, sources: dict[str, l
 
 def build_trainer(
     accelerator: Accelerator,
-    model: Transducer,
+    model: AsrModel,
     sources: dict[str, list[OpenSource]],
     config: RunConfig,
     total_steps: int,
@@ -242,7 +242,7 @@ def build_trainer(
     """Put loss, optimizer, schedule and stream around the model."""
     m, t = config.model, config.training
     replica = make_replica(model) if shards_parameters(accelerator) else None
-    module = TransducerLossModule(
+    module = LossModule(
         model,
         sigma=m.sigma,
         omega=m.omega,

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from finetune.distributed import gather
 from finetune.durable_files import write_json
 from finetune.errors import UserError
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 from finetune.strategies.sharded import write_whole_weights
 from finetune.training import checkpoints
 
@@ -60,7 +60,7 @@ class CheckpointWriter:
         step: int,
         state: dict[str, Any],
         rank_state: dict[str, Any],
-        replica: Transducer | None,
+        replica: AsrModel | None,
         tensors: dict[str, dict[str, torch.Tensor]],
     ) -> None:
         """Write a checkpoint, or begin to; `wait` returns when it is there. All ranks

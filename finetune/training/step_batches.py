@@ -15,7 +15,7 @@ from finetune.distributed import gather, gather_rows
 from finetune.errors import UserError
 from finetune.losses import feasible_ctc_clips
 from finetune.models.nemo import clips_with_alignment, ctc_loss_weight, encoder_lengths
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 from finetune.training.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class StepBatcher:
     def __init__(
         self,
         accelerator: Accelerator,
-        model: Transducer,
+        model: AsrModel,
         config: RunConfig,
         progress: Progress,
         quarantine: Quarantine,

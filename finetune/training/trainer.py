@@ -23,9 +23,9 @@ from finetune.distributed import gather, sum_over_ranks
 from finetune.errors import UserError
 from finetune.evaluation.scores import WerAccumulator
 from finetune.models.look_ahead import Context, draw_context, training_contexts
-from finetune.models.loss_module import TransducerLossModule
+from finetune.models.loss_module import LossModule
 from finetune.models.nemo import has_transducer, set_batchnorm_mode, set_head
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 from finetune.signals import CutShort, Stopped, requested, saving_first
 from finetune.strategies import sharded
 from finetune.strategies.optimizers import describe_optimizer, unwrap_optimizer
@@ -54,7 +54,7 @@ class Trainer:
 
     Args:
         accelerator, config: of the run.
-        module: prepared TransducerLossModule.
+        module: prepared LossModule.
         optimizer: prepared optimizer.
         schedule: learning rates.
         stream: training batches of this rank.
@@ -77,16 +77,16 @@ class Trainer:
         config: RunConfig,
         total_steps: int,
         max_epochs: int | None,
-        replica: Transducer | None = None,
+        replica: AsrModel | None = None,
     ):
         t = config.training
         self.accelerator, self.module, self.optimizer, self.schedule = accelerator, module, optimizer, schedule
         self.stream, self.sources, self.config = stream, sources, config
         self.total_steps, self.max_epochs = total_steps, max_epochs
         loss_module = accelerator.unwrap_model(module)
-        assert isinstance(loss_module, TransducerLossModule)
+        assert isinstance(loss_module, LossModule)
         self.loss_module = loss_module
-        self.model: Transducer = loss_module.nemo
+        self.model: AsrModel = loss_module.nemo
         self.replica = replica
         self.output_dir = Path(t.output_dir)
         self.progress = p = Progress()
@@ -294,7 +294,7 @@ class Trainer:
 
     # ---- evaluation ------------------------------------------------------------------------------------------------
 
-    def whole_model(self) -> AbstractContextManager[Transducer]:
+    def whole_model(self) -> AbstractContextManager[AsrModel]:
         """Return a context with the model to evaluate and to save: itself, or a whole replica where parameters are
         sharded. All ranks enter."""
         return sharded.whole_model(self.model, self.replica, self.accelerator.device)

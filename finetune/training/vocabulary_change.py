@@ -23,7 +23,7 @@ from finetune.distributed import broadcast, on_main
 from finetune.errors import UserError
 from finetune.models.heard_letters import Heard
 from finetune.models.loading import is_tokenizer, read_tokenizer
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 from finetune.models.sentencepiece_model import (
     FILE,
     kind_of,
@@ -53,7 +53,7 @@ WAITING = ".tokenizer.new"
 
 def set_vocabulary(
     accelerator: Accelerator,
-    model: Transducer,
+    model: AsrModel,
     config: RunConfig,
     sources: list[OpenSource],
     checkpoint: Path | None,
@@ -103,7 +103,7 @@ def set_vocabulary(
     return True
 
 
-def move_tokenizer_into_run(models: list[Transducer | None], output_dir: Path) -> None:
+def move_tokenizer_into_run(models: list[AsrModel | None], output_dir: Path) -> None:
     """Move a tokenizer that was made for this run to its place in the run's directory. On the main process.
 
     Args:
@@ -123,7 +123,7 @@ def move_tokenizer_into_run(models: list[Transducer | None], output_dir: Path) -
             model.cfg.tokenizer.dir = str(final)
 
 
-def tokenizer_of_run(model: Transducer, config: RunConfig) -> Any:
+def tokenizer_of_run(model: AsrModel, config: RunConfig) -> Any:
     """Return the tokenizer that a run's texts are encoded with, which has NeMo's `text_to_ids` and `tokenizer`: the
     model's, or the one that `model.tokenizer` asks for, made anew. The model stays as it is."""
     setting = tokenizer_setting(config)
@@ -140,7 +140,7 @@ def _noted(setting: TokenizerSetting) -> dict[str, Any]:
     return {kind: setting.origin, "size": setting.size, "pieces": setting.pieces, "coverage": setting.coverage}
 
 
-def _has_already(model: Transducer, note: dict[str, Any]) -> bool:
+def _has_already(model: AsrModel, note: dict[str, Any]) -> bool:
     """Return whether the model's vocabulary was changed in this way, and not replaced since."""
     changes = [change.get("setting") or {} for change in changes_of(model)]
     replaced = [i for i, change in enumerate(changes) if "replace_with" in change]
@@ -148,7 +148,7 @@ def _has_already(model: Transducer, note: dict[str, Any]) -> bool:
 
 
 def make_tokenizer(
-    model: Transducer,
+    model: AsrModel,
     setting: TokenizerSetting,
     normalization: str,
     hear: Callable[[set[str]], Heard] | None = None,
@@ -228,7 +228,7 @@ def _place(accelerator: Accelerator, content: bytes, shared: Path, report: dict[
 
 
 def _take_stored(
-    accelerator: Accelerator, model: Transducer, setting: TokenizerSetting, stored: Path, final: Path
+    accelerator: Accelerator, model: AsrModel, setting: TokenizerSetting, stored: Path, final: Path
 ) -> bool:
     """Give the model the tokenizer of the run that is resumed; return whether it did not have it yet."""
     content, note = b"", None

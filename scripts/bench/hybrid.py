@@ -21,7 +21,7 @@ from compare_vocabularies import processor_name
 
 from finetune.models.add_ctc import add_ctc_head
 from finetune.models.loading import load_model
-from finetune.models.loss_module import TransducerLossModule
+from finetune.models.loss_module import LossModule
 from finetune.models.nemo import prepare_for_training
 from finetune.tools.planning.accounting import StepAccount
 
@@ -39,7 +39,7 @@ class Side:
             add_ctc_head(model, str(arguments.layout))
         prepare_for_training(model, spec_augment=False, dropout=None, freeze_batchnorm=True)
         self.device = device
-        self.module = TransducerLossModule(model.to(device), omega=0.0).train()
+        self.module = LossModule(model.to(device), omega=0.0).train()
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-5, fused=True)
 
     def step(self, batch: tuple[torch.Tensor, ...]) -> None:

@@ -39,10 +39,10 @@ def rows(run: Path, weights: str = "raw") -> list[dict[str, Any]]:
 @pytest.mark.parametrize("device", ["same", "cpu"])
 def test_ema_equals_a_computation_by_hand(run_train, tiny_run, tmp_path, monkeypatch, device):
     """Over a real training, with BatchNorm that learns and a step that is skipped, which must not count."""
-    from finetune.models.loss_module import TransducerLossModule
+    from finetune.models.loss_module import LossModule
 
     seen: list[dict[str, torch.Tensor]] = []
-    whole, calls = TransducerLossModule.forward, []
+    whole, calls = LossModule.forward, []
 
     def forward(self: Any, *inputs: Any, **options: Any) -> torch.Tensor:
         losses_B = whole(self, *inputs, **options)
@@ -62,7 +62,7 @@ def test_ema_equals_a_computation_by_hand(run_train, tiny_run, tmp_path, monkeyp
         seen.append(copy())
         step, trainer.train_on = trainer.train_on, train_on
 
-    monkeypatch.setattr(TransducerLossModule, "forward", forward)
+    monkeypatch.setattr(LossModule, "forward", forward)
     training = {**EMA, "ema_device": device, "eval_on_start": False}
     assert run_train(*tiny_run(training=training, **QUIET), observe=watch) == 0
     run = tmp_path / "run"

@@ -388,16 +388,16 @@ def test_a_slow_source_is_noticed_in_a_real_run(run_train, tiny_run, tmp_path, m
 SLOW_RANK = """
 import os, sys, time
 from finetune import train
-from finetune.models.loss_module import TransducerLossModule
+from finetune.models.loss_module import LossModule
 
-forward = TransducerLossModule.forward
+forward = LossModule.forward
 
 def slowly(*arguments, **options):
     time.sleep(2.0)
     return forward(*arguments, **options)
 
 if os.environ["RANK"] == "1":
-    TransducerLossModule.forward = slowly
+    LossModule.forward = slowly
 train.leave(train.main(sys.argv[1:]))
 """
 

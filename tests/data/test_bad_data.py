@@ -20,6 +20,7 @@ from finetune.data.decode import as_float
 from finetune.data.reader import fetch, rows_from
 from finetune.data.retry import UnreadableShard
 from finetune.data.shards import Shard
+from finetune.data.sources import split_to_read
 from finetune.errors import UserError
 from finetune.training.outputs import LineFile
 
@@ -268,5 +269,10 @@ def test_arrow_on_the_disk(corpus: Path, tmp_path: Path) -> None:
         assert ids(read_epoch(make_stream({"path": str(tmp_path / "splits"), "split": split}, shuffle=False))) == clips
     with pytest.raises(UserError, match="`split` has no effect on "):
         make_stream({"path": str(tmp_path / "plain"), "split": "train"})
+    with pytest.raises(UserError, match="--split: `split` has no effect on "):
+        split_to_read([str(tmp_path / "plain"), "a.jsonl"], "train", "test")
+    both = [str(tmp_path / "plain"), str(tmp_path / "splits")]
+    assert split_to_read(both, "other", "test") == "other", "one of them has splits"
+    assert split_to_read(["a.jsonl"], None, "test") == "test"
     with pytest.raises(UserError, match=r"no split 'test'; it has \['other', 'train'\]"):
         make_stream({"path": str(tmp_path / "splits"), "split": "test"})

@@ -22,7 +22,7 @@ from finetune.errors import UserError
 from finetune.evaluation.recognise import best_paths, evaluation_mode, recognise_batch, recognise_long
 from finetune.models.add_ctc import add_ctc_head
 from finetune.models.loading import load_model
-from finetune.models.loss_module import TransducerLossModule
+from finetune.models.loss_module import LossModule
 from finetune.models.nemo import chosen_head, import_nemo, set_head
 from finetune.models.nemo_archive import read_config, save_nemo
 
@@ -68,7 +68,7 @@ def test_loss_and_gradients_of_a_ctc_model_are_nemos(built):
     model = prepared(built(ctc_layout))
     assert type(model).__name__ == "EncDecCTCModelBPE"
     audio_BS, audio_lengths_B, tokens_BU, token_lengths_B = batch_of(model)
-    module = TransducerLossModule(model)
+    module = LossModule(model)
     module.train()
     ours = module(audio_BS, audio_lengths_B, tokens_BU, token_lengths_B).mean()
     ours.backward()
@@ -84,7 +84,7 @@ def test_loss_and_gradients_of_a_ctc_model_are_nemos(built):
 
 def test_a_clip_without_an_alignment_is_left_out(built):
     model = prepared(built(ctc_layout))
-    module = TransducerLossModule(model).train()
+    module = LossModule(model).train()
     audio_BS, lengths_B = (
         0.1 * torch.randn(1, 4_000, generator=torch.Generator().manual_seed(0)),
         torch.tensor([4_000]),
@@ -97,7 +97,7 @@ def test_a_clip_without_an_alignment_is_left_out(built):
 @pytest.mark.parametrize("layout", [ctc_layout, hybrid_layout])
 def test_the_loss_of_an_utterance_depends_on_nothing_else_in_its_batch(built, layout):
     model = prepared(built(layout))
-    module = TransducerLossModule(model, omega=0.0).train()
+    module = LossModule(model, omega=0.0).train()
     audio_BS, audio_lengths_B, tokens_BU, token_lengths_B = batch_of(model)
     together_B = module(audio_BS, audio_lengths_B, tokens_BU, token_lengths_B)
     together_B.sum().backward()

@@ -175,9 +175,9 @@ def gradients(
     model: Any, audio: list[Any], tokens_BU: torch.Tensor, lengths_B: torch.Tensor
 ) -> tuple[Any, dict[str, Any]]:
     """Losses of our module in evaluation mode, sigma 0, and gradients of its mean a token by NeMo's names."""
-    from finetune.models.loss_module import TransducerLossModule
+    from finetune.models.loss_module import LossModule
 
-    module = TransducerLossModule(model, sigma=0.0, omega=0.0).eval()
+    module = LossModule(model, sigma=0.0, omega=0.0).eval()
     audio_BS = torch.nn.utils.rnn.pad_sequence([torch.from_numpy(a) for a in audio], batch_first=True)
     losses_B = module(audio_BS, torch.tensor([len(a) for a in audio]), tokens_BU, lengths_B)
     model.zero_grad()

@@ -6,13 +6,13 @@ from conftest import DETERMINISTIC, ONLY_TRAIN, read_lines
 from loss_equality import assert_equal_gradients, batch_of, gradients, prepared
 
 from finetune.models.loading import load_model
-from finetune.models.loss_module import TransducerLossModule
+from finetune.models.loss_module import LossModule
 
 
 def test_loss_and_gradients_are_nemos(archive_of):
     model = prepared(archive_of("hybrid-rnnt"))
     audio_BS, audio_lengths_B, tokens_BU, token_lengths_B = batch_of(model)
-    module = TransducerLossModule(model)
+    module = LossModule(model)
     module.train()
     ours = module(audio_BS, audio_lengths_B, tokens_BU, token_lengths_B).mean()
     ours.backward()
@@ -45,7 +45,7 @@ def test_loss_and_gradients_are_nemos(archive_of):
 
 def test_an_utterance_without_a_ctc_alignment_still_trains_the_transducer(archive_of):
     model = prepared(archive_of("hybrid-tdt"))
-    module = TransducerLossModule(model)
+    module = LossModule(model)
     module.train()
     audio_BS, lengths_B = (
         0.1 * torch.randn(1, 4_000, generator=torch.Generator().manual_seed(0)),

@@ -20,7 +20,7 @@ from finetune.models.look_ahead import (
     streaming_contexts,
     training_contexts,
 )
-from finetune.models.loss_module import TransducerLossModule
+from finetune.models.loss_module import LossModule
 from finetune.strategies.checkpointing import enable_gradient_checkpointing
 
 STEPS = 4000
@@ -38,7 +38,7 @@ def shares(contexts: list[Any], probabilities: list[float]) -> dict[Any, float]:
 
 def losses(model: Any, **options: Any) -> torch.Tensor:
     draw = torch.Generator().manual_seed(0)
-    module = TransducerLossModule(model)
+    module = LossModule(model)
     module.train()
     audio_BS = 0.1 * torch.randn(2, 40_000, generator=draw)
     tokens_BU = torch.randint(1, model.tokenizer.vocab_size, (2, 5), generator=draw)

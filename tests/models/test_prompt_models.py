@@ -19,7 +19,7 @@ from finetune.errors import UserError
 from finetune.evaluation.recognise import evaluation_mode, recognise_batch
 from finetune.models.loading import load_model
 from finetune.models.look_ahead import attending
-from finetune.models.loss_module import TransducerLossModule
+from finetune.models.loss_module import LossModule
 from finetune.models.nemo import cast_parameters
 from finetune.models.nemo_archive import save_nemo
 from finetune.models.prompts import auto_ratio, encode, slots_of
@@ -69,7 +69,7 @@ def test_loss_and_gradients_are_nemos(prompt_model):
     slots_B = slots_of(model, ["de", "en-GB", ""])
     assert slots_B is not None
     assert slots_B.tolist() == [9, 1, 101]
-    module = TransducerLossModule(model)
+    module = LossModule(model)
     module.train()
     ours = module(audio_BS, lengths_B, tokens_BU, token_lengths_B, slots_B).mean()
     ours.backward()

@@ -13,7 +13,7 @@ from hostile_files import members_of, write_archive
 
 from finetune.errors import UserError
 from finetune.models.loading import load_model, read_tokenizer
-from finetune.models.loss_module import TransducerLossModule
+from finetune.models.loss_module import LossModule
 from finetune.models.nemo_archive import read_config
 from finetune.tools.planning.layout import read_layout
 
@@ -209,8 +209,8 @@ def test_the_plan_follows_local_attention(changed, tmp_path):
 
 def test_fastemit_is_the_models_own_unless_it_is_set(changed):
     model = load_model(changed(lambda config: config["loss"]["tdt_kwargs"].update(fastemit_lambda=0.03)))
-    assert TransducerLossModule(model).loss.keywords["fastemit_lambda"] == 0.03
-    assert TransducerLossModule(model, fastemit_lambda=0.0).loss.keywords["fastemit_lambda"] == 0.0
+    assert LossModule(model).loss.keywords["fastemit_lambda"] == 0.03
+    assert LossModule(model, fastemit_lambda=0.0).loss.keywords["fastemit_lambda"] == 0.0
 
 
 def test_a_stateless_tdt_has_timestamps(archive_of, clips, capsys):

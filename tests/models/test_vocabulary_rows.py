@@ -132,7 +132,7 @@ def test_a_grown_model_says_the_same_before_any_training(tmp_path: Path) -> None
 def test_loss_and_decoding_stay_those_of_tdt(tiny: Any, tmp_path: Path) -> None:
     """What NeMo's change_vocabulary loses: the durations get gradient, and NeMo's own loss object is TDT with its
     settings."""
-    from finetune.models.loss_module import TransducerLossModule
+    from finetune.models.loss_module import LossModule
 
     model = tiny()
     kwargs = dict(model.cfg.loss.tdt_kwargs)
@@ -158,7 +158,7 @@ def test_loss_and_decoding_stay_those_of_tdt(tiny: Any, tmp_path: Path) -> None:
     ids = model.tokenizer.text_to_ids("ğ ş")
     tokens_BU = torch.tensor([ids, ids])
     audio_BS, lengths_B = 0.1 * torch.randn(2, 24_000), torch.tensor([24_000, 20_000])
-    module = TransducerLossModule(model)
+    module = LossModule(model)
     losses_B = module(audio_BS, lengths_B, tokens_BU, torch.tensor([len(ids)] * 2))
     losses_B.sum().backward()
     assert losses_B.isfinite().all()

@@ -99,7 +99,7 @@ def test_ddp_does_not_wait_for_what_is_frozen(tiny, tmp_path, kind):
     """DDP stops the second forward where a parameter that it expects got no gradient in the first."""
     from conftest import reset_process
 
-    from finetune.models.loss_module import TransducerLossModule
+    from finetune.models.loss_module import LossModule
     from finetune.strategies.freezing import freeze_encoder
     from finetune.strategies.lora import add_lora
 
@@ -110,7 +110,7 @@ def test_ddp_does_not_wait_for_what_is_frozen(tiny, tmp_path, kind):
         freeze_encoder(model, 0 if kind == "frozen" else 1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
-        module = torch.nn.parallel.DistributedDataParallel(TransducerLossModule(model)).train()
+        module = torch.nn.parallel.DistributedDataParallel(LossModule(model)).train()
         for _ in range(2):
             module(
                 torch.randn(2, 16000),

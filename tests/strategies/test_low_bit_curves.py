@@ -14,7 +14,7 @@ import torch
 from conftest import ROOT, VOICE_PROMPTS
 
 from finetune.models.loading import load_model
-from finetune.models.loss_module import TransducerLossModule
+from finetune.models.loss_module import LossModule
 from finetune.models.nemo import cast_parameters, prepare_for_training
 from finetune.strategies.optimizers import build_optimizer, describe_optimizer, parameter_groups
 
@@ -44,7 +44,7 @@ def fine_tune(name: str, dtype: torch.dtype = torch.float32) -> tuple[float, flo
     model = load_model(str(ROOT / "examples" / "base" / "fastconformer_tdt_3m.nemo"))
     prepare_for_training(model, spec_augment=False, dropout=0.0, freeze_batchnorm=True)
     cast_parameters(model, dtype)
-    module = TransducerLossModule(model, occupancy_threshold=1e-4).train()
+    module = LossModule(model, occupancy_threshold=1e-4).train()
     optimizer = build_optimizer(name, parameter_groups(model, {}, RATE, 0.01), {})
     clips, losses = batches(model), []
     for step in range(STEPS):

@@ -293,7 +293,7 @@ def test_compiled_layers_train_like_plain_ones(train, plain_losses, graphs, tiny
 def test_lengths_are_padded_to_buckets_and_losses_stay(tiny_model):
     """BatchNorm on its stored statistics: in others the padding counts."""
     from finetune.models.loading import load_model
-    from finetune.models.loss_module import TransducerLossModule
+    from finetune.models.loss_module import LossModule
     from finetune.models.nemo import prepare_for_training
 
     model = load_model(str(tiny_model))
@@ -309,8 +309,8 @@ def test_lengths_are_padded_to_buckets_and_losses_stay(tiny_model):
             torch.tensor([[5, 9], [7, 3]]),
             torch.tensor([2, 1]),
         )
-        plain = TransducerLossModule(model).train()(*batch)
-        padded = TransducerLossModule(model, length_bucket=0.5).train()(*batch)
+        plain = LossModule(model).train()(*batch)
+        padded = LossModule(model, length_bucket=0.5).train()(*batch)
         torch.testing.assert_close(padded, plain, rtol=1e-5, atol=1e-5)
     assert [f % 50 for f in frames[1::2]] == [0, 0, 0]
     assert all(f % 50 for f in frames[0::2])

@@ -69,10 +69,10 @@ def options(name: str, **more: Any) -> dict[str, Any]:
 
 def train(model: Any, batch: tuple[torch.Tensor, ...], steps: int = 4) -> tuple[list[float], list[float]]:
     """Losses and learning rates of NeMo's optimizer and schedule on one batch."""
-    from finetune.models.loss_module import TransducerLossModule
+    from finetune.models.loss_module import LossModule
 
     trained, optimizer, scheduler = (
-        TransducerLossModule(model).train(),
+        LossModule(model).train(),
         model._optimizer,
         model._scheduler["scheduler"],
     )

@@ -12,6 +12,8 @@ from conftest import ROOT, read_lines
 from sharing_cases import EVIL_FILE, PRIVATE_FOLDER, REPO, card_in, copied, members
 from upload_server import TOKEN, Repository
 
+from finetune.report import main as report
+
 pytest_plugins = ["sharing_fixtures"]
 
 
@@ -336,6 +338,17 @@ def test_an_unfinished_run_and_one_that_kept_the_base_say_so(finished_run, push,
     text = card_in(push("--model", kept, "--repo", REPO, "--base-licence", "mit")[1])
     assert "was not finished" in text
     assert "| all | 16 |" in text
+
+
+def test_evaluation_sets_that_share_clips_with_the_training_are_no_secret(finished_run, push, tmp_path):
+    allowed = copied(finished_run, tmp_path / "allowed")
+    settings = (allowed / "config.yaml").read_text(encoding="utf-8")
+    assert "allow_overlap: false" in settings
+    (allowed / "config.yaml").write_text(settings.replace("allow_overlap: false", "allow_overlap: true"))
+    arguments = ("--model", allowed, "--repo", REPO, "--base-licence", "mit")
+    assert "(data.allow_overlap): the error rates above may flatter it" in card_in(push(*arguments)[1])
+    assert report([str(allowed)]) == 0
+    assert "were allowed in the evaluation sets (data.allow_overlap)" in (allowed / "report.html").read_text()
 
 
 # ---- licences -------------------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def one_thread():
 def real_peak(config: Any, case: Case, clips: int, seconds: float, tokens: int) -> int:
     """Most bytes of tensors at once in a step of a real training, which has optimizer states."""
     from finetune.models.loading import load_model
-    from finetune.models.loss_module import TransducerLossModule
+    from finetune.models.loss_module import LossModule
     from finetune.models.nemo import cast_parameters, prepare_for_training
     from finetune.strategies.encoder import apply_encoder_options
     from finetune.strategies.optimizers import build_optimizer, parameter_groups
@@ -117,7 +117,7 @@ def real_peak(config: Any, case: Case, clips: int, seconds: float, tokens: int) 
     prepare_for_training(model, spec_augment=False, dropout=m.dropout, freeze_batchnorm=m.freeze_batchnorm)
     apply_encoder_options(model, m)
     cast_parameters(model, getattr(torch, m.dtype))
-    module = TransducerLossModule(
+    module = LossModule(
         model,
         sigma=m.sigma,
         omega=0.0,

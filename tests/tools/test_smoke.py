@@ -67,7 +67,7 @@ def test_a_batch_that_does_not_fit(smoked, monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr("finetune.models.loss_module.TransducerLossModule.forward", full)
+    monkeypatch.setattr("finetune.models.loss_module.LossModule.forward", full)
     said, found = smoked(1, 10)
     for words in (
         "step 1 does not fit, with the longest clips: 4 clips of up to 1.4 s",
@@ -80,10 +80,10 @@ def test_a_batch_that_does_not_fit(smoked, monkeypatch):
 
 
 def test_a_loss_that_is_not_finite(smoked, monkeypatch):
-    from finetune.models.loss_module import TransducerLossModule
+    from finetune.models.loss_module import LossModule
 
-    forward = TransducerLossModule.forward
-    monkeypatch.setattr(TransducerLossModule, "forward", lambda *a, **k: forward(*a, **k) * float("nan"))
+    forward = LossModule.forward
+    monkeypatch.setattr(LossModule, "forward", lambda *a, **k: forward(*a, **k) * float("nan"))
     said, found = smoked(1, 2)
     assert "not finite in step 1, 2 of 2" in found["problems"][0]
     assert "too few to tell" in said

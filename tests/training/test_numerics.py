@@ -21,12 +21,12 @@ NO_EVALUATION = {"eval_on_start": False, "eval_steps": 0}
 @pytest.fixture
 def spoiled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """`spoiled(calls, how)` spoils these calls of the model (counted from 1), in place of those spoiled before."""
-    from finetune.models.loss_module import TransducerLossModule
+    from finetune.models.loss_module import LossModule
 
-    whole = TransducerLossModule.forward
+    whole = LossModule.forward
 
     def begin(calls: Container[int], how: str = "nan") -> None:
-        monkeypatch.setattr(TransducerLossModule, "forward", whole)
+        monkeypatch.setattr(LossModule, "forward", whole)
         spoil(calls, how)
 
     return begin

@@ -35,7 +35,7 @@ from finetune.models.huggingface.layout import (
 from finetune.models.huggingface.tokenizer import sentencepiece_of
 from finetune.models.nemo import build
 from finetune.models.nemo_archive import NOT_BUILT, check_model_config, check_size
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 from finetune.models.sentencepiece_model import FILE, parse, write_tokenizer
 from finetune.paths import ROOT
 from finetune.security.documents import first_line, read_json_object, read_settings, resolved
@@ -61,7 +61,7 @@ def is_hugging_face(path: Path) -> bool:
     return path.is_dir() and (path / "config.json").is_file()
 
 
-def load_hugging_face(directory: Path) -> Transducer:
+def load_hugging_face(directory: Path) -> AsrModel:
     """Load the NeMo model of a directory in Hugging Face's format on the CPU, in float32.
 
     Raises:
@@ -396,7 +396,7 @@ def read_weights(directory: Path) -> dict[str, torch.Tensor]:
     return {key: t.float() if t.is_floating_point() else t for key, t in weights.items()}
 
 
-def _take_weights(model: Transducer, saved: dict[str, torch.Tensor], directory: Path, kind: Kind) -> None:
+def _take_weights(model: AsrModel, saved: dict[str, torch.Tensor], directory: Path, kind: Kind) -> None:
     """Load a directory's weights into the NeMo model, in place; every tensor has to fit."""
     own = model.state_dict()
     names = names_of(kind, own)

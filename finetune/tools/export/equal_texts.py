@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from finetune.models.huggingface.layout import Kind
-    from finetune.models.protocols import Transducer
+    from finetune.models.protocols import AsrModel
 
 UNKNOWN_MARK = "⁇"  # with a space on both sides SentencePiece's text of the unknown piece; transformers has none
 TOKENS_TRIED = 24  # random tokens a clip for the prediction network
@@ -134,7 +134,7 @@ def known_languages(languages: list[str], slots: Mapping[str, int]) -> list[str]
 
 
 def through_nemo(
-    model: Transducer, samples: Samples, batch: int, kind: Kind, context: list[int] | None = None
+    model: AsrModel, samples: Samples, batch: int, kind: Kind, context: list[int] | None = None
 ) -> Recognised:
     """Run NeMo's own modules on the clips, `batch` at a time.
 
@@ -295,9 +295,7 @@ class Agreement:
     """Clips whose text differs in the written type: id, float32, written type."""
 
 
-def compare(
-    reference: Transducer | None, directory: Path, samples: Samples, tolerance: float, kind: Kind
-) -> Agreement:
+def compare(reference: AsrModel | None, directory: Path, samples: Samples, tolerance: float, kind: Kind) -> Agreement:
     """Compare a written directory with its NeMo model, single and batched, computed in float32.
 
     Args:

@@ -14,7 +14,7 @@ from finetune.models.loading import load_model
 from finetune.models.nemo_archive import save_nemo
 
 if TYPE_CHECKING:
-    from finetune.models.protocols import Transducer
+    from finetune.models.protocols import AsrModel
 
 
 def output_file(output: Path, models: list[str]) -> Path:
@@ -32,7 +32,7 @@ def output_file(output: Path, models: list[str]) -> Path:
     return path
 
 
-def write_checked(model: Transducer, path: Path) -> None:
+def write_checked(model: AsrModel, path: Path) -> None:
     """Write a .nemo file, and put it in place if it has the same weights and texts when it is read again.
 
     Raises:
@@ -47,7 +47,7 @@ def write_checked(model: Transducer, path: Path) -> None:
         aside.unlink(missing_ok=True)
 
 
-def _compare(model: Transducer, again: Transducer, path: Path) -> None:
+def _compare(model: AsrModel, again: AsrModel, path: Path) -> None:
     rate = model.preprocessor._sample_rate
     audio_BS = torch.randn(2, 3 * rate, generator=torch.Generator().manual_seed(0)) * 0.1
     lengths_B = torch.tensor([3 * rate, 2 * rate])

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from finetune.config.schema import ModelConfig
 from finetune.losses.joint import GPU_BLOCK_BYTES
 from finetune.models.look_ahead import training_contexts
-from finetune.models.loss_module import TransducerLossModule
+from finetune.models.loss_module import LossModule
 from finetune.models.nemo import cast_parameters, prepare_for_training
 from finetune.strategies.encoder import apply_encoder_options
 from finetune.tools.planning.accounting import TensorAccount
@@ -188,7 +188,7 @@ class Follower:
         """Follow one step with `depth` layers, without optimizer states; all clips and texts have one length."""
         model, m = self.model(kind, depth), kind.options
         block_sizes: list[int] = []
-        module = TransducerLossModule(
+        module = LossModule(
             model,
             sigma=m.sigma,
             omega=0.0,

@@ -24,7 +24,7 @@ from finetune.models.huggingface.reading import cached_archive, cached_file, is_
 from finetune.models.loading import is_tokenizer, read_tokenizer
 from finetune.models.nemo import import_nemo
 from finetune.models.nemo_archive import NOT_BUILT, archive_of, check_model_config, read_config, vocabulary_in
-from finetune.models.protocols import Decoding, Transducer
+from finetune.models.protocols import AsrModel, Decoding
 from finetune.models.sentencepiece_model import parse
 from finetune.paths import ROOT, near_path
 from finetune.security.documents import read_settings, resolved
@@ -157,7 +157,7 @@ def _of_config(name: str, values: dict[str, Any], tokens: int, guessed: str = ""
     return Layout(name, root.model, tokens, guessed)
 
 
-class Skeleton(Transducer, torch.nn.Module):
+class Skeleton(AsrModel, torch.nn.Module):
     """NeMo's encoder, prompt kernel and heads with random weights, under the names that a NeMo model gives them.
 
     The encoder has one Conformer layer; `deepen` makes more.

@@ -33,7 +33,7 @@ from finetune.models.adapters import merged_state_dict
 from finetune.models.loading import load_model
 from finetune.models.nemo_archive import save_nemo
 from finetune.models.prompts import prompt_slots
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 from finetune.strategies.optimizers import state_tensors, stored_tensors, unwrap_optimizer
 from finetune.strategies.sharded import count_parameters
 from finetune.strategies.strategy import Strategy, engine_with
@@ -99,7 +99,7 @@ class DryRun:
         self.settings = trial.trial_config(config, "dry_run")
         self.sources: dict[str, list[OpenSource]] = {}
         self.accelerator: Accelerator
-        self.model: Transducer
+        self.model: AsrModel
         self.trainer: Trainer
         self.clips_per_second: float | None = None
         """Of an evaluation."""

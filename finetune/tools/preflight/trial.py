@@ -20,7 +20,7 @@ from finetune.distributed import broadcast
 from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.models.nemo import encoder_lengths
-from finetune.models.protocols import Transducer
+from finetune.models.protocols import AsrModel
 from finetune.strategies.strategy import Strategy, engine_with
 from finetune.tools.planning.accounting import StepAccount
 from finetune.training import run
@@ -134,7 +134,7 @@ def worst_steps(trainer: Trainer, worst: dict[str, Batch]) -> list[tuple[str, St
     return [(name, worst_step(trainer, batch)) for _ in range(2) for name, batch in worst.items()]
 
 
-def describe_step(model: Transducer, step_batches: StepBatches) -> dict[str, Any]:
+def describe_step(model: AsrModel, step_batches: StepBatches) -> dict[str, Any]:
     """Return `describe_batch` of the largest batch of this rank's step; {} where it has none."""
     rate = model.preprocessor._sample_rate
     sizes = [describe_batch(b, encoder_lengths(model, b.audio_lengths_B), rate) for b in step_batches.batches]

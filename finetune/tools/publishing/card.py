@@ -289,6 +289,11 @@ def limits_of(facts: Facts, languages: list[str]) -> list[Markup]:
                 "The error rates are those of the validation split, on which the best model was chosen too: "
                 "they flatter it."
             )
+        if facts.run.setting("data", "allow_overlap"):
+            limits.append(
+                "Clips that stand in the training data and in an evaluation set were allowed (data.allow_overlap): "
+                "the error rates above may flatter it."
+            )
     if missing := [name for name in languages if name not in measured]:
         limits.append(f"Languages without an evaluation: {', '.join(map(plain, missing))}.")
     if facts.run.config:

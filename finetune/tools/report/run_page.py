@@ -159,6 +159,8 @@ def result_notes(run: Run) -> list[str]:
     rates = run.rates(run.judged_on)[None]
     if rates.wer_after is not None and rates.wer_before is None:
         notes.append("The base model was not measured (training.eval_on_start).")
+    if run.setting("data", "allow_overlap"):
+        notes.append("Clips of the training data were allowed in the evaluation sets (data.allow_overlap).")
     if run.finished and run.summary.get("best_step") == 0:
         notes.append("No evaluation was better than the base model: model.nemo is the base model.")
     return notes

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from finetune.models.protocols import Transducer
+    from finetune.models.protocols import AsrModel
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Transcript:
 
 
 def transcribe_files(
-    model: Transducer,
+    model: AsrModel,
     files: list[str],
     cutting: Cutting,
     *,
@@ -95,7 +95,7 @@ def transcribe_files(
         yield _row_of(model, transcript, timestamps)
 
 
-def _row_of(model: Transducer, transcript: Transcript, timestamps: bool) -> dict[str, Any]:
+def _row_of(model: AsrModel, transcript: Transcript, timestamps: bool) -> dict[str, Any]:
     tokens, duration = transcript.stitcher.tokens, transcript.samples / model.preprocessor._sample_rate
     row: dict[str, Any] = {"file": transcript.file}
     if transcript.error is not None:

@@ -16,10 +16,10 @@ from finetune.models.look_ahead import Context, choose_contexts, is_unified
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from finetune.models.protocols import Transducer
+    from finetune.models.protocols import AsrModel
 
 
-def chosen_context(model: Transducer, look_ahead: str | None) -> Context:
+def chosen_context(model: AsrModel, look_ahead: str | None) -> Context:
     """Return the context of `--look-ahead`; None: the model's default, the longest of a unified model.
 
     Raises:
@@ -34,7 +34,7 @@ def chosen_context(model: Transducer, look_ahead: str | None) -> Context:
 
 
 def stream_file(
-    model: Transducer, file: str, context: Context, language: str | None, on_text: Callable[[str], None]
+    model: AsrModel, file: str, context: Context, language: str | None, on_text: Callable[[str], None]
 ) -> dict[str, Any]:
     """Transcribe a file; call inside `evaluation_mode`. Its samples and features are held whole.
 

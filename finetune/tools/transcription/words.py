@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.evaluation.long_audio import Token
 
 if TYPE_CHECKING:
-    from finetune.models.protocols import Transducer
+    from finetune.models.protocols import AsrModel
 
 SENTENCE_ENDS = ".?!\u2026\u3002\uff1f\uff01\u061f\u0964"
 CLOSING = "\"'\u00bb\u201d\u2019)]}\u300d\u300f"
@@ -18,7 +18,7 @@ SEGMENT_SECONDS = 15.0
 """Longest segment; a longer one is split at its pauses."""
 
 
-def enable_timestamps(model: Transducer) -> None:
+def enable_timestamps(model: AsrModel) -> None:
     """Make NeMo's greedy decoding keep the durations and probabilities of its tokens, in place.
 
     Probabilities are those of the label among V labels and blank, scaled as (p V - 1) / (V - 1), so that a mere guess
@@ -45,9 +45,7 @@ def enable_timestamps(model: Transducer) -> None:
     model.change_decoding_strategy(decoding, verbose=False)
 
 
-def words_of(
-    model: Transducer, tokens: list[Token], seconds_per_frame: float, duration: float
-) -> list[dict[str, Any]]:
+def words_of(model: AsrModel, tokens: list[Token], seconds_per_frame: float, duration: float) -> list[dict[str, Any]]:
     """Words with start and end in seconds, and their confidence.
 
     A word begins at the frame of its first token and ends with its last token that is not punctuation: models put the
