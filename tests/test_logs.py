@@ -83,6 +83,7 @@ def test_help_shows_nothing_of_libraries(command):
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_transcription_shows_the_text_alone(tiny_model, tmp_path):
     noise = np.random.default_rng(0).standard_normal(16_000).astype("float32")
     soundfile.write(tmp_path / "a.wav", 0.05 * noise, 16_000)
@@ -91,6 +92,7 @@ def test_a_transcription_shows_the_text_alone(tiny_model, tmp_path):
     assert not OF_LIBRARIES.search(done.stderr), done.stderr
 
 
+@pytest.mark.slow
 def test_a_training_shows_its_own_lines_alone(tiny_run):
     """Under DeepSpeed, which reports most."""
     quiet = run_python(str(ROOT / "finetune" / "train.py"), *tiny_run(), "--strategy", "zero2")

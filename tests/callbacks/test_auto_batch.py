@@ -132,6 +132,7 @@ def test_a_step_is_made_again_in_smaller_batches(run_train, tiny_run, tmp_path: 
     assert [n for _, n in found["batch_bounds"]] == sorted((n for _, n in found["batch_bounds"]), reverse=True)
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_later_is_named_kept_and_counted(run_train, tiny_run, tmp_path: Path, capsys) -> None:
     def later(trainer: Any) -> None:
         step = trainer.train_on

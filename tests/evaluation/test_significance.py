@@ -86,6 +86,7 @@ def test_nineteen_of_twenty_intervals_hold_the_true_wer(clips):
     assert 0.91 <= held / trials <= 0.975
 
 
+@pytest.mark.slow
 def test_nineteen_of_twenty_paired_intervals_hold_the_true_difference():
     generator = np.random.default_rng(4)
     held, trials = 0, 400

@@ -42,6 +42,7 @@ QUICK = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3700)
 def test_after_a_fault_a_run_ends_as_if_there_had_been_none(tmp_path, subtests):
     matrix = run_matrix(tmp_path, "--quick", "--kills", "4")

@@ -150,6 +150,7 @@ def test_a_comparison_goes_on_where_it_was(tiny_run, tmp_path):
     assert rows_that_ran(out) == kept
 
 
+@pytest.mark.slow
 def test_a_row_that_has_to_run_fails_the_command(tiny_run, tmp_path):
     run_file = tiny_run()[1]
     done = subprocess.run(

@@ -37,6 +37,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.slow
 def test_without_nemo(tmp_path, clips):
     """The archive is written by what is in it; single is compared with batched, and that is said."""
     rows = [

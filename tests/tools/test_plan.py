@@ -64,6 +64,7 @@ def rows_of(found: dict[str, Any]) -> dict[str, Any]:
     return {row["strategy"]: row for row in found["strategies"]}
 
 
+@pytest.mark.slow
 def test_the_plan_has_every_strategy_and_says_what_to_type(planned, plan_folder, capsys):
     capsys.readouterr()
     picture = plan_folder / "plan.png"
@@ -104,6 +105,7 @@ def test_several_gpus_share_what_the_engine_shares(planned):
     assert "cpu_offload_ao" in rows["cpu_offload_ao"]["reason"]
 
 
+@pytest.mark.slow
 def test_strategies_are_combined_as_one_more_row(planned):
     asked = ("--strategy", "adamw_8bit", "--strategy", "gradient_checkpointing")
     rows = rows_of(planned("--gpu", "l4", *asked, "--strategies", "adamw,gradient_checkpointing"))

@@ -161,9 +161,8 @@ def real_peak(config: Any, case: Case, clips: int, seconds: float, tokens: int) 
     return account.peak
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("wide", marks=pytest.mark.slow), "flat", pytest.param("deep", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wide", "flat", "deep"])
 def test_predicted_memory_is_that_of_real_steps(name, tmp_path, process_group):
     seed = int(os.environ.get("PLAN_ACCURACY_SEED") or random.SystemRandom().randrange(10**6))
     draw = random.Random(f"{seed} {name}")

@@ -96,6 +96,7 @@ def test_one_step_alone(smoked):
     assert "1 step is too few to tell" in said
 
 
+@pytest.mark.slow
 def test_halved_bounds_are_said(run_train, tiny_run, tmp_path, monkeypatch, capsys):
     def limit(trainer):
         """Memory that ends at 6 padded seconds of a batch, which the plan does not know."""

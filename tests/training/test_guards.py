@@ -207,6 +207,7 @@ def test_a_base_model_that_was_not_measured_or_whose_counts_are_spoiled(run_trai
     assert "test is not compared with it: " in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_evaluation_keeps_no_tensors(tiny_model, clips, tmp_path):
     """The bytes of all tensors alive do not grow with the clips that were decoded."""
     from finetune.data.batching import BatchLimits

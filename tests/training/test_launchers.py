@@ -54,7 +54,7 @@ ACCELERATE += ["--mixed_precision", "no", "--dynamo_backend", "no"]
 @pytest.mark.parametrize(
     ("launcher", "code"),
     [
-        ([*ACCELERATE, "--quiet", TRAIN], 1),
+        pytest.param([*ACCELERATE, "--quiet", TRAIN], 1, marks=pytest.mark.slow),
         pytest.param([*ACCELERATE, TRAIN], 0, marks=pytest.mark.slow),
         pytest.param(
             [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", TRAIN],
@@ -62,7 +62,7 @@ ACCELERATE += ["--mixed_precision", "no", "--dynamo_backend", "no"]
             marks=pytest.mark.slow,
         ),
         pytest.param([str(BIN / "deepspeed"), "--num_gpus=1", TRAIN], 75, marks=pytest.mark.slow),
-        pytest.param([sys.executable, TRAIN], 75, marks=pytest.mark.slow),
+        ([sys.executable, TRAIN], 75),
         pytest.param([sys.executable, "-m", "finetune.cli", "train"], 75, marks=pytest.mark.slow),
         pytest.param(RUN_TRAINING, 75, marks=pytest.mark.slow),
     ],
@@ -114,6 +114,7 @@ def test_bare_accelerate_launch_with_combined_strategies(tiny_run, tmp_path):
     assert told["optimizer"] == "AdamW8bit"
 
 
+@pytest.mark.slow
 def test_deepspeed_zero2_offload_equals_adamw_with_its_state_on_the_cpu(adamw_curve, tiny_run, tmp_path):
     """`deepspeed --num_gpus=1`; DeepSpeed compiles its CPU optimizer the first time, a minute or so."""
     training = {"max_steps": 8, "dataloader_num_workers": 1}
