@@ -232,12 +232,13 @@ def describe_difference(result: dict[str, Any], better: str, worse: str) -> str:
     """
     if result["difference"] is None:
         return "no reference has a word: nothing can be said"
-    points = 100 * result["difference"]
-    chance = p_value_text(result)
+    points, chance, by = 100 * result["difference"], p_value_text(result), result["significant"]
     if result["difference_interval"]:
         low, high = (100 * v for v in result["difference_interval"])
-        chance = f"95 % interval {low:+.2f} to {high:+.2f}, {chance}"
-    if result["significant"]:
+        if by and points < 0:  # "better by" has no sign
+            low, high = -high, -low
+        chance = f"95 % interval {low:{'' if by else '+'}.2f} to {high:{'' if by else '+'}.2f}, {chance}"
+    if by:
         return f"{worse if points > 0 else better} by {abs(points):.2f} points ({chance})"
     text, needed = f"no significant difference: {points:+.2f} points ({chance})", result["clips_needed"]
     if needed and needed > result["clips"]:

@@ -219,7 +219,7 @@ def test_a_comparison_tells_each_language_and_its_verdict():
     low, high = found["difference_interval"]
     assert low < found["difference"] < high < 0
     assert describe_difference(found, "better", "worse").startswith(
-        f"better by {-100 * found['difference']:.2f} points (95 %"
+        f"better by {-100 * found['difference']:.2f} points (95 % interval {-100 * high:.2f} to {-100 * low:.2f}, p"
     )
     assert describe_difference({**found, "difference": 0.06}, "better", "worse").startswith("worse by 6.00 points")
     assert describe_difference(french, "better", "worse").startswith("no significant difference")
