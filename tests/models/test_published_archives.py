@@ -207,7 +207,9 @@ def test_the_plan_follows_local_attention(changed, tmp_path):
     assert json.loads((tmp_path / "plan.json").read_text())["strategies"][0]["fits"]
 
 
-def test_fastemit_is_the_models_own_unless_it_is_set(changed):
+def test_fastemit_is_the_models_own_unless_it_is_set(changed, archive_of):
+    rnnt = LossModule(load_model(str(archive_of("streaming-eou"))))
+    assert (rnnt.durations, rnnt.loss.keywords["fastemit_lambda"]) == ((), 0.03)
     model = load_model(changed(lambda config: config["loss"]["tdt_kwargs"].update(fastemit_lambda=0.03)))
     assert LossModule(model).loss.keywords["fastemit_lambda"] == 0.03
     assert LossModule(model, fastemit_lambda=0.0).loss.keywords["fastemit_lambda"] == 0.0
