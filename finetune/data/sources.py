@@ -19,7 +19,7 @@ from finetune.data.shards import Shard, arrow_shards, dataset_shards, manifest_s
 from finetune.data.storage import expand
 from finetune.data.tarred import tarred_shards
 from finetune.errors import UserError
-from finetune.paths import looks_local, near_path
+from finetune.paths import check_access, looks_local, near_path
 from finetune.security.archives import bound_headers
 
 log = logging.getLogger(__name__)
@@ -180,6 +180,8 @@ def _open_source(source: Source, key: str) -> OpenSource:
     for url in (path, source.tarred_audio or ""):
         if "://" in url:
             _check_protocol(url, key)
+        else:
+            check_access(url, key)
     if path.endswith(MANIFEST_SUFFIXES):
         return _open_manifest(source, key)
     bound_headers()  # of the tar shards that `datasets` reads
@@ -192,7 +194,7 @@ def _open_source(source: Source, key: str) -> OpenSource:
         dataset = datasets.load_dataset(*arguments, **options)
     except Exception as error:
         local = os.path.exists(path) or "data_files" in options
-        hint = "" if local else " It is no local path either; check the name and the network."
+        hint = "" if local else f" It is no local path either; check the name and the network.{near_path(path)}"
         raise UserError(f"{key}: {split} cannot be opened: {_in_words(error)}{hint}") from error
     columns = _find_columns(source, list(dataset.features or _first_row(dataset, key, path)), key)
     remote = "://" in path or (not os.path.exists(path) and "data_files" not in options)
