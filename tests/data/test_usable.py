@@ -49,8 +49,8 @@ def test_every_reason_is_counted(tmp_path: Path) -> None:
     assert found.left_out == {
         "longer than data.max_duration 1.6 s": 10,
         "without a text": 2,
-        "bad: no text in column 'text' (such as c0)": 3,
-        "bad: there is no file (such as c6)": 2,
+        "bad: without a text (such as c0)": 3,
+        "bad: without a file (such as c6)": 2,
         "with more tokens than their encoder frames can carry": 1,
     }
     assert found.clips == 40 - 18

@@ -195,7 +195,7 @@ class DryRun:
                 seconds += length_of(source, row)
                 tokens += count
         if not texts:
-            raise UserError("data.train: not one text was found in the rows that were looked at.", exit_code=1)
+            raise UserError("data.train: not one text was found in the rows that were read.", exit_code=1)
         rate = tokens / seconds if seconds else None
         values = {
             "texts": texts,
@@ -282,14 +282,13 @@ class DryRun:
         quarantined = list(itertools.chain(*quarantined_R))
         rows = clips + len(quarantined) + filtered.total()
         bounds = [source.filters for source in with_filters(sources, self.settings.data)]
-        reasons = "".join(f", {n} {in_words(reason, bounds)}" for reason, n in filtered.most_common())
-        line = f"{clips} of {rows} clips decoded; filters take {filtered.total()}{reasons}; "
-        line += f"quarantine takes {len(quarantined)}"
+        line = f"{clips} of {rows} clips decoded"
+        line += "".join(f", {n} {in_words(reason, bounds)}" for reason, n in filtered.most_common())
         if quarantined:
             kinds = Reasons()
             for record in quarantined:
                 kinds.add(kind_of(record["reason"]), record["id"])
-            line += f": {kinds}; {quarantined[0]['id']}: {quarantined[0]['reason']}"
+            line += f", {len(quarantined)} unusable: {kinds}; {quarantined[0]['id']}: {quarantined[0]['reason']}"
         if not clips:
             raise UserError(f"data.train: no clip is left to train on: {line}", exit_code=1)
         limit = self.settings.data.max_bad_fraction
