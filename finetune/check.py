@@ -20,7 +20,7 @@ from pathlib import Path
 from finetune.errors import UserError
 from finetune.logs import print_error, set_up_logging
 from finetune.security.safe_text import one_line
-from finetune.tools.command_line import add_json, command, positive
+from finetune.tools.command_line import add_json, command, positive, run_command
 
 RESULT = "check.json"
 SETTING = re.compile(r"(model|data|training)\.[\w.]+=")
@@ -117,4 +117,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

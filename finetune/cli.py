@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from finetune import __version__
+from finetune.tools.command_line import run_command
 
 PROG = "parakeet-finetune"
 COMMANDS = {
@@ -92,7 +93,10 @@ def completion_script(shell: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command that the arguments name; return its exit code."""
-    argv = sys.argv[1:] if argv is None else argv
+    return run_command(lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(argv: list[str]) -> int:
     parser = make_parser()
     command, rest = parser.parse_args(argv[:1]).command, argv[1:]
     if command is None:
@@ -112,11 +116,7 @@ def main(argv: list[str] | None = None) -> int:
         print(help_of(command), end="")
         return 0
     module = load(command)
-    try:
-        code = module.main(rest)
-    except KeyboardInterrupt:
-        print("stopped by the keyboard", file=sys.stderr)
-        return 130
+    code = module.main(rest)
     if command == "train":
         module.leave(code)  # as `python finetune/train.py` does
     return code

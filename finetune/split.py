@@ -17,7 +17,7 @@ from pathlib import Path
 from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.logs import print_error, set_up_logging
-from finetune.tools.command_line import DATA, add_json, command
+from finetune.tools.command_line import DATA, add_json, command, run_command
 
 EXAMPLE = "python -m finetune.split --data my_data/all.jsonl --output my_data/split --validation 5% --test 5%"
 
@@ -72,4 +72,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -9,11 +9,9 @@ import hashlib
 import json
 import logging
 import math
-import multiprocessing
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,7 +37,7 @@ from finetune.data.run_file import DEFAULT_SPLIT, train_limits, with_filters
 from finetune.data.shards import Row, Shard
 from finetune.data.sources import OpenSource, Source, open_source, parse_sources
 from finetune.data.utterances import LONGEST_TEXT, examine, read_samples, row_id, row_language, text_encoder
-from finetune.data.worker_lifetime import ends_with_this_process
+from finetune.data.worker_lifetime import task_processes
 from finetune.durable_files import write_text
 from finetune.errors import UserError
 from finetune.tools.data_check.texts import Texts, lines_about
@@ -347,17 +345,20 @@ def inspect(work: Work, folder: Path, workers: int) -> dict[str, Any]:
 def read_all(work: Work, workers: int) -> list[Path]:
     """Inspect all shards in parallel; return their parts in order."""
     shards, files = work.shards, []
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), ends_with_this_process()) as pool:
-        parts = pool.map(inspect_shard, range(len(shards)))
-        try:
+    try:
+        with task_processes(workers) as pool:
+            parts = pool.map(inspect_shard, range(len(shards)))
             for part in tqdm(parts, total=len(shards), desc="check", unit="shard"):
                 files.append(part)
-        except BrokenProcessPool as error:
-            raise UserError(
-                f"a process was killed, most likely for want of memory, at {shards[len(files)][1].place(0)} or in one "
-                f"of the {workers} shards behind it. What has been read is kept: start again, with fewer --workers.",
-                exit_code=1,
-            ) from error
+    except KeyboardInterrupt:
+        read = len([*work.parts.glob("*.json")])
+        raise KeyboardInterrupt(f"{read} of {len(shards)} shards are read; the same line goes on there") from None
+    except BrokenProcessPool as error:
+        raise UserError(
+            f"a process was killed, most likely for want of memory, at {shards[len(files)][1].place(0)} or in one "
+            f"of the {workers} shards behind it. What has been read is kept: start again, with fewer --workers.",
+            exit_code=1,
+        ) from error
     return files
 
 
