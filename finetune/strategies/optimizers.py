@@ -176,5 +176,6 @@ def optimizer_in_words(optimizer: torch.optim.Optimizer) -> str:
     if not sizes:
         return f"{told['optimizer']}: no state"
     each = ", ".join(f"{n / 1e6:,.1f} MB {dtype}" for dtype, n in sizes.items()) if len(sizes) > 1 else "".join(sizes)
-    where = " and ".join({"cpu": "the CPU", "cuda": "the GPU"}.get(d, d) for d in told["optimizer_state_devices"])
+    devices: list[str] = told["optimizer_state_devices"]
+    where = " and ".join({"cpu": "the CPU", "cuda": "the GPU"}.get(device, device) for device in devices)
     return f"{told['optimizer']}: {told['optimizer_state_bytes'] / 1e6:,.1f} MB of state ({each}) on {where}"
