@@ -124,7 +124,7 @@ def test_a_run_on_less_than_half_is_refused(
     arguments = tiny_run(data=data, training={"max_steps": 2, "save_steps": 2})
     line = f"training on 8 of 24 clips (0.1 of {sum(durations) / 60:.1f} min): 16 longer than data.max_duration "
     message = failed(1, *arguments)
-    assert "data.train: 67 % of the clips are left out." in message
+    assert "data.train: 77 % of the audio is left out." in message
     assert "data.allow_large_losses=true" in message
     assert line in message
     assert "2 steps pass over them 1.0 times" in message
@@ -138,11 +138,11 @@ def test_a_run_on_less_than_half_is_refused(
 
     said = failed(0, *arguments, "data.allow_large_losses=true")
     assert line in said
-    assert "67 % of the clips are left out" in said
+    assert "77 % of the audio is left out" in said
     # What was begun goes on, with a warning.
     again = failed(0, *arguments, "training.resume_from_checkpoint=true", "training.max_steps=3")
     assert line in again
-    assert "67 % of the clips are left out" in again
+    assert "77 % of the audio is left out" in again
 
 
 @pytest.mark.slow
@@ -150,6 +150,6 @@ def test_all_ranks_refuse_together(tiny_run: Any, clips: Path, tmp_path: Path) -
     data = {**ONLY_TRAIN, "max_duration": sorted(row["duration"] for row in read_lines(clips / "manifest.jsonl"))[7]}
     command = [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", TRAIN, *tiny_run(data=data)]
     said = start(command, expect=1).stderr
-    assert "% of the clips are left out. Fix the data" in said
+    assert "% of the audio is left out. Fix the data" in said
     done = start([*command, "data.allow_large_losses=true", "training.max_steps=4"])
     assert "4 steps pass over them" in done.stderr

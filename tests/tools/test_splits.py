@@ -203,7 +203,7 @@ def test_counts_and_hours(divide: Any) -> None:
 def test_rows_without_a_text_are_named(divide: Any, tmp_path: Path) -> None:
     rows: list[Any] = rows_of(200)
     rows[3], rows[7] = "not json", {**rows[7], "text": None}
-    parts, said = divide(0, rows)
+    parts, said = divide(0, rows, "--test", "10%")
     assert sum(map(len, parts.values())) == 198
     assert (
         f"2 rows are in no part: 1 the line is not valid JSON, 1 no text, such as {tmp_path}/all.jsonl line 4" in said
