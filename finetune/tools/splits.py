@@ -354,10 +354,14 @@ def _empty_parts(group_N: np.ndarray, part_N: np.ndarray, share: dict[int, float
         wanted = share[part] if not share[part] or first < share[part] else math.floor(100 * first + 1) / 100
         start += wanted
         options.append(f"--{PARTS[part]} {100 * wanted:.8g}%")
-    ways = [" ".join(options)] if TRAIN in part_N and start <= MOST_ADVISED else []
+    count, ways = len(np.unique(group_N)), []
+    if TRAIN not in part_N and count > len(share):
+        ways.append("smaller parts")
+    elif TRAIN in part_N and start <= MOST_ADVISED:
+        ways.append(" ".join(options))
     ways += [] if unit == "texts" else ["--by text"]
-    advice = f"; take {' or '.join(ways)}" if ways else ""
-    return f"none of {len(np.unique(group_N)):,} {unit} falls into {' and '.join(empty)}{advice}"
+    advice = f"take {' or '.join(ways)}" if ways else "too few"
+    return f"none of {count:,} {unit} falls into {' and '.join(empty)}; {advice}"
 
 
 def _held_out(files: Mapping[str, Path]) -> set[int]:

@@ -145,10 +145,10 @@ def _why_not_into(path: Path, config: RunConfig) -> str | None:
 
 
 def check_overlap(config: RunConfig, sources: dict[str, list[OpenSource]]) -> None:
-    """Warn of texts of the evaluation sets that stand in data.train.
+    """Warn of texts of the evaluation sets that are also in data.train.
 
     Raises:
-        UserError: clips of theirs stand there, without data.allow_overlap.
+        UserError: clips of theirs are there, without data.allow_overlap.
     """
 
     def look() -> None:

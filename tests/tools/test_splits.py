@@ -134,14 +134,18 @@ def test_each_language_gets_its_share_and_those_without_are_named(divide: Any) -
     parts, said = divide(0, rows[:-1], *advice.split(), folder="again")
     assert "none of" not in said
     _, said = divide(0, rows, folder="one")
-    assert "warning: sv: none of 1 texts falls into train and validation.\n" in said, "no share gives each part some"
+    assert "warning: sv: none of 1 texts falls into train and validation; too few.\n" in said
 
 
 def test_nothing_is_written_where_nothing_is_left_to_train_on(divide: Any, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     before = write_manifest(tmp_path / "out" / "train.jsonl", [{"text": "an earlier one"}]).read_text()
-    _, said = divide(2, rows_of(3), "--test", "49.9%", "--validation", "50%", "--overwrite")
-    assert "none of 2 texts falls into train." in said
+    for count, advice in (
+        (3, "2 texts falls into train; too few"),
+        (6, "3 texts falls into train; take smaller parts"),
+    ):
+        _, said = divide(2, rows_of(count), "--test", "49.9%", "--validation", "50%", "--overwrite")
+        assert f"none of {advice}." in said
     _, said = divide(2, rows_of(30, speaker="a"), "--by", "speaker", "--overwrite")
     assert re.search("none of 1 speaker falls into validation and test; take --by text.", said)
     assert (tmp_path / "out" / "train.jsonl").read_text() == before
