@@ -19,7 +19,7 @@ COMMANDS = {
     "train": ("finetune.train", "fine-tune a model; --dry-run and --smoke N try it first"),
     "plan": ("finetune.plan", "predict memory and time of every strategy, without a GPU"),
     "check": ("finetune.check", "read a data set to its end: hours, lengths, what training leaves out"),
-    "split": ("finetune.split", "divide data into manifests for training, validation and test"),
+    "split": ("finetune.split", "split data into manifests for training, validation and test"),
     "doctor": ("finetune.doctor", "say what this machine can run, and why not"),
     "evaluate": ("finetune.evaluate", "WER and CER by language, with intervals; compare two models"),
     "transcribe": ("finetune.transcribe", "transcribe audio of any length: JSON lines, SRT, VTT"),

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import os
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -102,6 +103,12 @@ class OpenSource:
     remote: bool = False
     """Read over a network, where failures may pass."""
 
+    @property
+    def reads_audio(self) -> bool:
+        """Whether rows come with their audio only."""
+        rows_alone = self.is_manifest and self.source.tarred_audio is None
+        return not rows_alone and any(shard.light is None for shard in self.shards)
+
 
 def parse_sources(value: Any, key: str, split: str) -> list[Source]:
     """Parse the sources that a key of the run file names: a string, a mapping, or a list of these.
@@ -140,7 +147,7 @@ def _check_split(split: object, path: str, key: str) -> None:
     """Raise UserError for a `split` that would choose nothing."""
     if split is None:
         return
-    way_out = f"`parakeet-finetune split --data {path} --output DIR` divides data into manifests."
+    way_out = f"`parakeet-finetune split --data {shlex.quote(path)} --output DIR` splits data into manifests."
     if "[" in str(split):
         raise UserError(f"{key}: split {split!r}: a stream reads a split as a whole. {way_out}")
     if not _has_splits(path):

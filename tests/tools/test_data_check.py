@@ -391,7 +391,7 @@ def test_an_earlier_result_is_not_written_over_unasked(
     result = tmp_path / "check" / "check.json"
     before = result.stat().st_mtime_ns
     assert main(arguments) == 2
-    assert "holds the result of a check. --overwrite writes over it" in capsys.readouterr().err
+    assert "holds the result of a check. --overwrite replaces it" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     for answer, code in (("n", 2), ("y", 0)):
         monkeypatch.setattr("builtins.input", lambda _, answer=answer: answer)
@@ -407,3 +407,17 @@ def test_settings_without_a_run_file(spoiled: Path, tmp_path: Path, capsys: Any)
     said = capsys.readouterr().out
     assert re.search(r"\n +\d+  longer than data.max_duration 1 s, such as c\d+\n", said)
     assert "with characters outside data.filters.alphabet_before_normalization, such as c4\n" in said
+
+
+def test_options_that_would_be_ignored_and_a_result_that_cannot_be_written(
+    spoiled: Path, tmp_path: Path, capsys: Any
+) -> None:
+    for option in ("--split", "--model", "--tokenizer"):
+        with pytest.raises(SystemExit):
+            main(["--config", "RUN.yaml", option, "x"])
+        assert f"{option} goes with --data" in capsys.readouterr().err
+    arguments = ["--data", str(spoiled), "--workers", "1", "--output-dir"]
+    assert main([*arguments, str(tmp_path / "check"), "--json", str(tmp_path / "none" / "c.json")]) == 1
+    assert f"error: --json: {tmp_path}/none/c.json cannot be written" in capsys.readouterr().err
+    assert main([*arguments, str(spoiled / "check")]) == 1
+    assert f"error: --output-dir: {spoiled}/check cannot be written" in capsys.readouterr().err
