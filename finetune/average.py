@@ -15,7 +15,7 @@ from finetune.data.normalization import NORMALIZATIONS
 from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.logs import print_error, set_up_logging
-from finetune.tools.command_line import MODEL, add_data, add_decoding, add_json, command, device_of
+from finetune.tools.command_line import MODEL, add_data, add_decoding, add_json, command, device_of, run_command
 
 EXAMPLE = "python -m finetune.average --models runs/one runs/two --output runs/mean --data examples/voice_prompts"
 
@@ -70,4 +70,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

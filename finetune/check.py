@@ -3,26 +3,27 @@
 D is a NeMo manifest, a folder or glob of parquet or tar shards, an audio folder, or a hub data set name. With a model
 (or a run file, which names one) texts are tokenised and utterances judged by what its encoder's frames can carry. An
 interrupted check goes on where it was. Leaves report.html, check.json, and problems.jsonl with each utterance that
-cannot be used, comes twice, or stands in data.validation, test or guard of the run file as well, which
-`data.leave_out` takes.
+cannot be used, comes twice, or is in data.validation, test or guard of the run file as well, which `data.leave_out`
+takes.
 
 Exit codes: 0 all is usable but what filters leave out, 1 more than data.max_bad_fraction is bad or clips of
-data.validation, test or guard stand in data.train, 2 bad arguments.
+data.validation, test or guard are also in data.train, 2 bad arguments.
 """
 
 import argparse
-import json
 import os
 import re
 import sys
 from pathlib import Path
 
+from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.logs import print_error, set_up_logging
 from finetune.security.safe_text import one_line
-from finetune.tools.command_line import add_json, command, positive
+from finetune.tools.command_line import add_json, command, positive, run_command, writing
 
 RESULT = "check.json"
+WITH_DATA = ("split", "model", "tokenizer")
 SETTING = re.compile(r"(model|data|training)\.[\w.]+=")
 
 
@@ -40,14 +41,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer", help="tokenizer directory, for a NeMo model YAML")
     parser.add_argument("--workers", type=positive, default=os.cpu_count(), help="processes that read and decode")
     parser.add_argument("--output-dir", type=Path, default=Path("check"), help="folder of the report (default: check)")
-    parser.add_argument("--overwrite", action="store_true", help="write over an earlier result without asking")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier result without asking")
     add_json(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as of a run file")
     return parser
 
 
 def may_write(folder: Path, overwrite: bool) -> bool:
-    """Return whether an earlier result may be written over; where there is a terminal, ask.
+    """Return whether an earlier result may be replaced; where there is a terminal, ask.
 
     Raises:
         UserError: nobody is there to answer.
@@ -56,9 +57,9 @@ def may_write(folder: Path, overwrite: bool) -> bool:
         return True
     if not sys.stdin.isatty():
         raise UserError(
-            f"--output-dir: {folder} holds the result of a check. --overwrite writes over it; or name another folder."
+            f"--output-dir: {folder} holds the result of a check. --overwrite replaces it; or name another folder."
         )
-    return input(f"{folder} holds the result of a check. Write over it? [y/N] ").strip().lower() in ("y", "yes")
+    return input(f"{folder} holds the result of a check. Replace it? [y/N] ").strip().lower() in ("y", "yes")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,6 +71,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments.data = [entry for entry in arguments.data or () if entry not in settings]
     if bool(arguments.data) == bool(arguments.config):
         parser.error("give either --data or --config")
+    if arguments.config and (alone := [name for name in WITH_DATA if getattr(arguments, name)]):
+        parser.error(f"--{alone[0]} goes with --data; with --config, the run file says it")
     set_up_logging(arguments.verbose)
 
     from finetune.data.sources import split_to_read
@@ -85,18 +88,18 @@ def main(argv: list[str] | None = None) -> int:
         else:
             split = split_to_read(a.data, a.split, "train")
             work = inspection.work_on_data(a.data, split, a.model, a.tokenizer, a.overrides, folder)
-        (folder / RESULT).unlink(missing_ok=True)
-        found = inspection.inspect(work, folder, a.workers)
+        with writing("--output-dir", folder):
+            (folder / RESULT).unlink(missing_ok=True)
+            found = inspection.inspect(work, folder, a.workers)
+            said = found.pop("said")
+            write_json(folder / RESULT, found)
+            write_report(found, folder / "report.html")
+        with writing("--json", a.json):
+            if a.json:
+                write_json(a.json, found)
     except UserError as error:
         print_error(error)
         return error.exit_code
-    except OSError as error:
-        print(f"error: --output-dir: {folder} cannot be written: {error}", file=sys.stderr)
-        return 1
-    said = found.pop("said")
-    for file in filter(None, (folder / RESULT, a.json)):
-        file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    write_report(found, folder / "report.html")
     for error in found["errors"]:
         print_error(error)
     for line in found["same_clips"] + found["same_texts"]:
@@ -112,9 +115,9 @@ def main(argv: list[str] | None = None) -> int:
     for kind, n in found["problems"].items():
         print(one_line(f"  {n:>7,}  bad, such as {found['examples'][kind]}"))
     if found["same_clips"]:
-        print(f"data.leave_out={folder / 'problems.jsonl'} trains without the clips that are evaluated")
+        print(found["way_out"])
     return 1 if found["errors"] or found["same_clips"] or found["bad_fraction"] > found["max_bad_fraction"] else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

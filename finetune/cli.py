@@ -12,13 +12,14 @@ from pathlib import Path
 from types import ModuleType
 
 from finetune import __version__
+from finetune.tools.command_line import run_command
 
 PROG = "parakeet-finetune"
 COMMANDS = {
     "train": ("finetune.train", "fine-tune a model; --dry-run and --smoke N try it first"),
     "plan": ("finetune.plan", "predict memory and time of every strategy, without a GPU"),
     "check": ("finetune.check", "read a data set to its end: hours, lengths, what training leaves out"),
-    "split": ("finetune.split", "divide data into manifests for training, validation and test"),
+    "split": ("finetune.split", "split data into manifests for training, validation and test"),
     "doctor": ("finetune.doctor", "say what this machine can run, and why not"),
     "evaluate": ("finetune.evaluate", "WER and CER by language, with intervals; compare two models"),
     "transcribe": ("finetune.transcribe", "transcribe audio of any length: JSON lines, SRT, VTT"),
@@ -92,7 +93,10 @@ def completion_script(shell: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command that the arguments name; return its exit code."""
-    argv = sys.argv[1:] if argv is None else argv
+    return run_command(lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(argv: list[str]) -> int:
     parser = make_parser()
     command, rest = parser.parse_args(argv[:1]).command, argv[1:]
     if command is None:
@@ -112,11 +116,7 @@ def main(argv: list[str] | None = None) -> int:
         print(help_of(command), end="")
         return 0
     module = load(command)
-    try:
-        code = module.main(rest)
-    except KeyboardInterrupt:
-        print("stopped by the keyboard", file=sys.stderr)
-        return 130
+    code = module.main(rest)
     if command == "train":
         module.leave(code)  # as `python finetune/train.py` does
     return code

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.errors import UserError
-from finetune.tools.command_line import add_json, command
+from finetune.tools.command_line import add_json, command, run_command
 
 if TYPE_CHECKING:
     from finetune.tools.doctor.findings import Finding, Wanted
@@ -108,4 +108,4 @@ def examine(arguments: argparse.Namespace, wanted: Wanted) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -30,6 +30,7 @@ from finetune.tools.command_line import (
     add_model,
     command,
     device_of,
+    run_command,
 )
 
 
@@ -195,4 +196,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from finetune.errors import UserError
 from finetune.logs import print_error, set_up_logging
-from finetune.tools.command_line import add_model, command
+from finetune.tools.command_line import add_model, command, run_command
 from finetune.tools.export import CLIPS, DTYPES, TOLERANCE
 
 
@@ -95,4 +95,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from finetune.errors import UserError
 from finetune.logs import print_error, set_up_logging
-from finetune.tools.command_line import command
+from finetune.tools.command_line import command, run_command
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -68,4 +68,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

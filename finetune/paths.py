@@ -1,6 +1,8 @@
 """Where this project's files lie."""
 
+import contextlib
 import difflib
+import os
 import sys
 from pathlib import Path
 
@@ -29,25 +31,41 @@ def strategy_names() -> list[str]:
 
 def looks_local(name: str) -> bool:
     """Return whether a name is meant as a path: no hub is asked for it where there is no such file."""
-    parts = Path(name).parts
+    parts, near = Path(name).parts, nearest(name)
     return (
         name.startswith((".", "/", "~", "runs/"))
         or name.endswith(".nemo")
         or name.count("/") > 1
-        or (len(parts) > 1 and Path(parts[0]).is_dir())
+        or (len(parts) > 1 and os.path.isdir(parts[0]))
+        or (near is not None and len(near.parts) == len(parts))
     )
+
+
+def nearest(name: str) -> Path | None:
+    """Return what has a like name in the place of a missing path: the whole of it, or else as far as it is there."""
+    path, missing, close = Path(name), [], []
+    while path.name and not os.path.exists(path):
+        missing.append(path.name)
+        path = path.parent
+    with contextlib.suppress(OSError):  # no folder, or not ours to list
+        close = difflib.get_close_matches(missing.pop(), os.listdir(path), n=1) if missing else []
+    whole = path.joinpath(*close, *reversed(missing))
+    return (whole if os.path.exists(whole) else path / close[0]) if close else None
 
 
 def near_path(name: str) -> str:
     """Return " Did you mean X?" where a missing path has something of a like name in its place, else nothing."""
-    if name.startswith("~") and (home := Path(name).expanduser()).exists():
+    if name.startswith("~") and os.path.exists(home := os.path.expanduser(name)):
         return f" Did you mean {home}? Settings do not expand ~."
-    path, missing = Path(name), []
-    while not path.exists() and path.name:
-        missing.append(path.name)
-        path = path.parent
-    if not missing or not path.is_dir():
-        return ""
-    close = difflib.get_close_matches(missing.pop(), (other.name for other in path.iterdir()), n=1)
-    whole = path.joinpath(*close, *reversed(missing))
-    return f" Did you mean {whole if whole.exists() else path / close[0]}?" if close else ""
+    near = nearest(name)
+    return f" Did you mean {near}?" if near else ""
+
+
+def check_access(name: str, key: str) -> None:
+    """Raise UserError where the system does not say whether a path exists, as behind a folder without permission."""
+    try:
+        os.stat(name)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise UserError(f"{key}: {name} cannot be read: {error.strerror}.") from error

@@ -13,7 +13,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from finetune.tools.command_line import command
+from finetune.tools.command_line import command, run_command
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -92,4 +92,4 @@ def _progress(done: int, of: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

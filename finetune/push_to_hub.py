@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from finetune.tools.command_line import command
+from finetune.tools.command_line import command, run_command
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -88,4 +88,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

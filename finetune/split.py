@@ -1,11 +1,12 @@
-"""Divide data into manifests for training, validation and test, which name the audio where it lies.
+"""Split data into manifests for training, validation and test, which name the audio where it lies.
 
     python -m finetune.split --data D [D ...] --output DIR [--validation 5%] [--test 5%]
 
-A hash decides, not chance: the same command divides the same way, and data that are added later leave every clip
-where it was. All clips of a speaker (or session) stay together where a column names them, else all clips with the same
-text, capitals and punctuation aside. Each language gets its share. D is as in a run file: a path, a hub data set, or a
-mapping such as '{path: D, text_column: sentence, language: it}'.
+A hash decides, not chance: the same command splits the same way. With the options of the line "to split more data the
+same way", data that are added later move no clip. All clips of a speaker (or session) stay together where a column
+names them, else all clips with the same text, capitals and punctuation aside. Each language gets its share, up to
+chance. D is as in a run file: a path, a hub data set, or a mapping such as
+'{path: D, text_column: sentence, language: it}'.
 
 Exit codes: 0 done, 1 failed, 2 bad arguments, or DIR holds an earlier result.
 """
@@ -17,7 +18,7 @@ from pathlib import Path
 from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.logs import print_error, set_up_logging
-from finetune.tools.command_line import DATA, add_json, command
+from finetune.tools.command_line import DATA, add_json, command, run_command, writing
 
 EXAMPLE = "python -m finetune.split --data my_data/all.jsonl --output my_data/split --validation 5% --test 5%"
 
@@ -47,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Divide data; return the exit code."""
+    """Split data; return the exit code."""
     arguments = make_parser().parse_args(argv)
     set_up_logging(arguments.verbose)
     from finetune.data.sources import split_to_read
@@ -59,17 +60,15 @@ def main(argv: list[str] | None = None) -> int:
         found = split_data(
             a.data, split, a.output, a.validation, a.test, by=a.by, write_audio=a.write_audio, overwrite=a.overwrite
         )
+        print(found)
+        with writing("--json", a.json):
+            if a.json:
+                write_json(a.json, found.as_json())
     except UserError as error:
         print_error(error)
         return error.exit_code
-    except OSError as error:
-        print_error(f"--output: {a.output} cannot be written: {error}")
-        return 1
-    print(found)
-    if a.json:
-        write_json(a.json, found.as_json())
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -20,7 +20,7 @@ from finetune.data.normalization import NORMALIZATIONS
 from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.logs import print_error, set_up_logging
-from finetune.tools.command_line import add_json, command, positive
+from finetune.tools.command_line import add_json, command, positive, run_command
 
 if TYPE_CHECKING:
     from finetune.data.text_corpus import Text
@@ -131,4 +131,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -32,7 +32,7 @@ from finetune import signals as stopping  # noqa: E402
 from finetune.errors import UserError  # noqa: E402
 from finetune.logs import print_error, set_up_logging  # noqa: E402
 from finetune.rank_monitor import client as ranks  # noqa: E402
-from finetune.tools.command_line import command, positive  # noqa: E402
+from finetune.tools.command_line import INTERRUPTED, command, positive, run_command  # noqa: E402
 
 if TYPE_CHECKING:
     from finetune.callbacks.eta import Place
@@ -238,8 +238,8 @@ def main(argv: list[str] | None = None, observe: Callable[[Trainer], None] | Non
             return stopping.EXIT_CODE
         except KeyboardInterrupt:
             again = "training.resume_from_checkpoint=true continues from the last checkpoint"
-            print_error(again, before="stopped by the keyboard; ")
-            return 1
+            print_error(again, before="interrupted: ")
+            return INTERRUPTED
         except OSError as error:
             if error.errno not in DISK_TROUBLE:
                 raise
@@ -272,7 +272,7 @@ def leave(code: int) -> None:
 if __name__ == "__main__":
     with stopping.alone_at_the_terminal():
         try:
-            code = main()
+            code = run_command(main)
         except BaseException as error:
             given = error.code if isinstance(error, SystemExit) else None
             stopping.write_exit_code(given if isinstance(given, int) else 1)

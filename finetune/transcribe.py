@@ -31,6 +31,7 @@ from finetune.tools.command_line import (
     command,
     device_of,
     positive,
+    run_command,
 )
 
 if TYPE_CHECKING:
@@ -183,4 +184,4 @@ def transcribe_streaming(model: AsrModel, files: list[str], look_ahead: str | No
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -7,7 +7,8 @@
 # 0) and MASTER_PORT (default 29500).
 # SIGTERM, SIGINT and SIGUSR1 are passed on to the training, which saves a checkpoint and ends; a SIGHUP as SIGTERM.
 # SIGUSR2 kills it.
-# Exit codes are the training's own: 0 done, 75 stopped and saved (start it again), 1 failed, 2 bad arguments.
+# Exit codes are the training's own: 0 done, 75 stopped and saved (start it again), 1 failed, 2 bad arguments,
+# 130 interrupted twice.
 set -euo pipefail
 trap 'exit 75' TERM INT HUP USR1 # there is nothing to save yet
 trap 'exit 137' USR2

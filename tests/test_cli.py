@@ -1,7 +1,9 @@
 """The console command: help, examples, start-up, completion."""
 
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tomllib
@@ -92,6 +94,19 @@ def test_completion(shell, capsys):
         assert word in script, word
     if shell == "bash":
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("start", [["-m", "finetune.cli", "evaluate"], ["-m", "finetune.evaluate"]], ids=" ".join)
+def test_an_interrupted_command_says_one_word(start, tmp_path):
+    file = tmp_path / "utterances.jsonl"
+    os.mkfifo(file)
+    command = [sys.executable, *start, "--compare", str(file), str(file)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    with file.open("w"):  # when the command reads it
+        process.send_signal(signal.SIGINT)
+        printed = process.communicate()
+    assert (process.returncode, *printed) == (130, "", "interrupted\n")
 
 
 def test_a_command_runs_as_its_module_does(capsys):

@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -320,3 +321,52 @@ def test_commands_options_and_settings_of_the_evaluations_page(capsys):
     assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == set(SCORE_NORMALIZATIONS)
     for path in re.findall(r"`python (scripts/\S+?)`?[ `]", text):
         assert (ROOT / path).is_file(), path
+
+
+# ---- your_language.md -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def walk_through(tmp_path, monkeypatch):
+    """The functions of the script that runs the page, in the folder that it prepares."""
+    script = runpy.run_path(str(ROOT / "scripts" / "docs" / "write_your_language.py"))
+    script["prepare"](tmp_path, script["PAGE"].read_text(encoding="utf-8"))
+    monkeypatch.chdir(tmp_path)
+    return script
+
+
+def test_the_commands_of_the_walk_through_parse(walk_through):
+    from finetune.cli import load
+    from finetune.train import parse_arguments
+
+    page = walk_through["PAGE"].read_text(encoding="utf-8")
+    lines = re.findall(r"^\$ (.+)$", "".join(walk_through["BLOCK"].findall(page)), re.MULTILINE)
+    assert len(lines) == 11
+    for line in lines:
+        first, second, *words = shlex.split(line)
+        if first == "bash":
+            assert second == "scripts/run_training.sh"
+            parse_arguments(words)
+        else:
+            load(second).make_parser().parse_intermixed_args(words)
+        assert all(Path(word).is_file() for word in words if re.match(r"(test_)?recordings/|my_run", word)), line
+
+
+def test_the_run_files_of_the_walk_through_name_what_its_first_step_makes(walk_through, capsys):
+    from finetune.cli import main
+    from finetune.config.compatibility import find_conflicts
+    from finetune.config.load import load_config
+    from finetune.data.run_file import open_sources
+
+    page = walk_through["PAGE"].read_text(encoding="utf-8")
+    for line in re.findall(r"^\$ parakeet-finetune (split .+)$", page, re.MULTILINE):
+        assert main(shlex.split(line)) == 0, capsys.readouterr().err
+    names = re.findall(r"^```yaml\n# (\S+)$", page, re.MULTILINE)
+    assert len(names) == page.count("```yaml") == 2
+    for name, strategies in zip(names, ([], ["recommended"]), strict=True):
+        config, _ = load_config(Path(name), strategies, [])
+        assert not find_conflicts(config, "none", gpu=True)
+        clips = {key: sum(source.clips or 0 for source in sources) for key, sources in open_sources(config).items()}
+        assert clips.keys() == {"train", "validation", "test", "guard"}
+        assert clips["train"] > 800
+        assert min(clips["validation"], clips["guard"]) >= 30

@@ -238,10 +238,11 @@ def read_yaml(path: Path, what: str) -> dict[str, Any]:
     Raises:
         UserError: with the place of a syntax error.
     """
-    if not path.is_file():
-        raise UserError(f"{what}: there is no file {path} (looked in {Path.cwd()}).{near_path(str(path))}")
     try:
         values = parse_yaml(read_text(path))
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        there = f"{what}: there is no file {path} (looked in {Path.cwd()}).{near_path(str(path))}"
+        raise UserError(there) from error
     except OSError as error:
         raise UserError(f"{what}: {path} cannot be read: {error.strerror or error}.") from error
     except ValueError as error:

@@ -326,10 +326,10 @@ class DataConfig(Section):
     """Stop the run when a larger share of the clips read so far had to be put in quarantine (judged once 200 clips are
     read, and at the end of each epoch)."""
     allow_large_losses: Annotated[bool, Option("safety")] = False
-    """Train although filters, quarantine and the other settings leave out more than half of the training clips, which
-    ends the run before its first step otherwise. A resumed run only warns."""
+    """Train although filters, quarantine and the other settings leave out more than half of the training clips or
+    audio, which ends the run before its first step otherwise. A resumed run only warns."""
     allow_overlap: Annotated[bool, Option("safety")] = False
-    """Train although clips of `validation`, `test` or `guard` stand in `train`; else that is refused."""
+    """Train although clips of `validation`, `test` or `guard` are also in `train`; else that is refused."""
 
 
 class TrainingConfig(Section):

@@ -1,13 +1,15 @@
-"""Clips and texts that stand in the training set and in an evaluation set as well.
+"""Clips and texts of the evaluation sets that are also in the training set.
 
 The rows of the evaluation sets are held in memory, and those of the training set pass by, however many they are.
 """
 
+import bisect
 import contextlib
 import functools
 import hashlib
 import itertools
 import os
+import shlex
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -32,13 +34,11 @@ EVALUATION_SETS = ("validation", "test", "guard")
 HELD_ROWS = 100_000  # of each evaluation set: about 100 MB
 SAME_LENGTH = 0.01  # seconds
 EXAMPLES = 3
-ADVICE = (
-    "Divide the data anew (parakeet-finetune split --data {data} --output DIR), or let parakeet-finetune check "
-    "--config RUN.yaml list these clips for data.leave_out. data.allow_overlap=true trains all the same."
-)
 
 Hit = tuple[int, str]
-"""Number of a held row, and what a training row has in common with it: "row", "audio", "id", "bytes" or "text"."""
+"""Number of a held row, and what a training row has in common with it: "row", "audio", "bytes", "id" or "text";
+"id of another": the same id stands at another clip.
+"""
 WHY = {"row": "their row", "audio": "their audio file", "id": "their id", "bytes": "the bytes of their audio"}
 
 
@@ -62,7 +62,11 @@ class HeldOut:
 
     rows: list[HeldRow] = field(default_factory=list)
     by_key: dict[int, list[int]] = field(default_factory=dict)
-    """Numbers of rows by the hashes of `_keys`."""
+    """Numbers of rows by the hashes of `_keys`, by their start; of an id, the first of each set."""
+    not_unique: set[int] = field(default_factory=set)
+    """Hashes of ids that several clips of a set have, such as those of a speaker or call."""
+    longest: float = 0.0
+    """Seconds of the longest row."""
     texts: dict[int, int] = field(default_factory=dict)
     """The first row with a text, by the text's hash."""
     names: set[str] = field(default_factory=set)
@@ -75,8 +79,17 @@ class HeldOut:
         text = _text(source, row)
         index, (start, seconds) = len(self.rows), _part(source, row)
         self.rows.append(HeldRow(split, shard.place(number), text, start, seconds))
-        for _, key in _keys(source, shard, number, row, content):
-            self.by_key.setdefault(key, []).append(index)
+        self.longest = max(self.longest, seconds or ABSURD_SECONDS)
+        for kind, key in _keys(source, shard, number, row, content):
+            own = self.by_key.setdefault(key, [])
+            if kind != "id":
+                bisect.insort(own, index, key=self._start)
+                continue
+            first = next((i for i in own if self.rows[i].split == split), None)
+            if first is None:
+                own.append(index)
+            elif not self._is_alike(first, text, seconds):
+                self.not_unique.add(key)
         audio = row.get(source.columns["audio"])
         path = audio.get("path") if isinstance(audio, dict) else audio
         self.names |= {_name(str(path)), _name(shard.file)}
@@ -88,26 +101,37 @@ class HeldOut:
         text, (start, seconds) = _text(source, row), _part(source, row)
         found: dict[int, str] = {}
         for kind, key in _keys(source, shard, number, row, content, self.names):
-            for index in self.by_key.get(key, ()):
+            own = self.by_key.get(key, ())
+            if kind == "id":
+                for index in own if key not in self.not_unique else ():
+                    found.setdefault(index, kind if self._is_alike(index, text, seconds) else "id of another")
+                continue
+            first = bisect.bisect_left(own, start - self.longest, key=self._start)
+            behind = bisect.bisect_right(own, start + (seconds or ABSURD_SECONDS), key=self._start)
+            for index in own[first:behind]:
                 held = self.rows[index]
-                if kind == "id" and seconds is not None and held.seconds is not None:
-                    alike = abs(seconds - held.seconds) <= SAME_LENGTH
-                elif kind == "id":
-                    alike = text == held.text
-                else:
-                    alike = kind == "row" or _shares_most(start, seconds, held.start, held.seconds)
-                if alike:
+                if kind == "row" or _shares_most(start, seconds, held.start, held.seconds):
                     found.setdefault(index, kind)
         hits = list(found.items())
         if text and (index := self.texts.get(hash(text))) is not None:
             hits.append((index, "text"))
         return hits
 
+    def _start(self, index: int) -> float:
+        return self.rows[index].start
+
+    def _is_alike(self, index: int, text: str, seconds: float | None) -> bool:
+        """Return whether text and length are those of a held row: many data sets number their clips."""
+        held = self.rows[index]
+        if not text or text != held.text:
+            return False
+        return seconds is None or held.seconds is None or abs(seconds - held.seconds) <= SAME_LENGTH
+
 
 def _keys(
     source: OpenSource, shard: Shard, number: int, row: Row, content: bool, names: set[str] | None = None
 ) -> Iterator[tuple[str, int]]:
-    """Yield hashes by which equal clips are found: place, audio file, id, and, where it is read, the audio's bytes.
+    """Yield hashes by which equal clips are found: place, audio file, the audio's bytes where it is read, and id.
 
     Files of other names than `names` are passed over: a name costs less than a place.
     """
@@ -120,11 +144,11 @@ def _keys(
     if isinstance(path, str) and path and data is None and (content or names is None or _name(path) in names):
         file = _file(path, source.folder)
         yield "audio", hash(("audio", file))
+    if content and (digest := _digest(data, file)) is not None:
+        yield "bytes", hash(("bytes", digest))
     column = source.columns.get("id", "")
     if column not in ("__key__", "file_name") and (name := row.get(column)):  # those name files within a shard
         yield "id", hash(("id", str(name)))
-    if content and (digest := _digest(data, file)) is not None:
-        yield "bytes", hash(("bytes", digest))
 
 
 def _name(path: str) -> str:
@@ -194,36 +218,55 @@ class Overlap:
     """All of its rows; None where that is not known."""
     whole: bool = True
     """Whether every row was compared."""
-    clips: dict[int, tuple[str, str]] = field(default_factory=dict)
+    unread: list[str] = field(default_factory=list)
+    """Files of the training set that could not be read."""
+    found: dict[int, tuple[str, str]] = field(default_factory=dict)
     """(what they have in common, place in the training set) by the number of the held row."""
+    ids_of_others: set[int] = field(default_factory=set)
+    """Held rows whose id another clip of the training set has as well."""
+    same_rows: int = 0
+    """Rows of the training set that are a held clip."""
     texts: dict[int, str] = field(default_factory=dict)
     """Place in the training set by the number of the first held row with the text."""
+
+    @property
+    def clips(self) -> dict[int, tuple[str, str]]:
+        """Those of `found` that are the same indeed."""
+        return {i: how for i, how in self.found.items() if how[0] != "id" or i not in self.ids_of_others}
 
     def add(self, hits: list[Hit], place: str) -> None:
         for index, kind in hits:
             if kind == "text":
                 self.texts.setdefault(index, place)
-            else:
-                self.clips.setdefault(index, (kind, place))
+            elif kind == "id of another":
+                self.ids_of_others.add(index)
+            elif index not in self.found or (kind != "id" and self.found[index][0] == "id"):
+                self.found[index] = kind, place
+        self.same_rows += bool(self.sets_of(hits))
+
+    def sets_of(self, hits: list[Hit]) -> list[str]:
+        """Return the evaluation sets that a row of the training set is a clip of."""
+        same = (i for i, kind in hits if kind in WHY and (kind != "id" or i not in self.ids_of_others))
+        return list(dict.fromkeys(self.held.rows[i].split for i in same))
 
     def by_set(self) -> list[dict[str, Any]]:
         """Return counts and examples for each evaluation set; a clip that is the same does not count for its text."""
-        rows, found = self.held.rows, []
+        rows, clips, found = self.held.rows, self.clips, []
         for split in dict.fromkeys(row.split for row in rows):
             own = [index for index, row in enumerate(rows) if row.split == split]
-            same = [index for index in own if index in self.clips]
+            same = [index for index in own if index in clips]
             first = {index: self.held.texts.get(hash(rows[index].text), -1) for index in own}
-            known = [index for index in own if index not in self.clips and first[index] in self.texts]
+            known = [index for index in own if index not in clips and first[index] in self.texts]
             words, words_known = (sum(len(rows[index].text.split()) for index in some) for some in (own, known))
             found.append(
                 {
                     "set": split,
                     "clips": len(own),
                     "same_clips": len(same),
-                    "same_by": dict(Counter(self.clips[index][0] for index in same).most_common()),
+                    "same_by": dict(Counter(clips[index][0] for index in same).most_common()),
                     "same_texts": len(known),
                     "words_in_same_texts": words_known / max(words, 1),
-                    "clip_examples": [f"{rows[i].place} is {self.clips[i][1]}" for i in same[:EXAMPLES]],
+                    "clip_examples": [f"{rows[i].place} is {clips[i][1]}" for i in same[:EXAMPLES]],
                     "text_examples": [f"{rows[i].text[:60]!r} ({self.texts[first[i]]})" for i in known[:EXAMPLES]],
                 }
             )
@@ -233,15 +276,15 @@ class Overlap:
         """Return a line for each evaluation set with clips of the training set, and one for each with its texts."""
         sets = self.by_set()
         clips = [
-            f"data.{one['set']}: {one['same_clips']} of {one['clips']} clips stand in data.train "
+            f"data.{one['set']}: {one['same_clips']} of {one['clips']} clips are also in data.train "
             f"({', '.join(f'{n} by {WHY[kind]}' for kind, n in one['same_by'].items())}): "
             + "; ".join(one["clip_examples"])
             for one in sets
             if one["same_clips"]
         ]
         texts = [
-            f"data.{one['set']}: {one['same_texts']} of {one['clips']} clips have a text that stands in data.train as "
-            f"well, {one['words_in_same_texts']:.1%} of its words: {'; '.join(one['text_examples'])}"
+            f"data.{one['set']}: {one['same_texts']} of {one['clips']} clips share their text with data.train "
+            f"({100 * one['words_in_same_texts']:.1f} % of the words): {'; '.join(one['text_examples'])}"
             for one in sets
             if one["same_texts"]
         ]
@@ -252,19 +295,32 @@ class Overlap:
         held = Counter(row.split for row in self.held.rows)
         some = ", ".join(f"{n:,} of {split}" + " (a part)" * (split in self.held.cut) for split, n in held.items())
         of = "" if self.whole or self.of is None else f" of {self.of:,}"
-        return f"{self.looked:,}{of} rows of data.train compared with {some}"
+        lost = f" ({self.unread[0]} cannot be read)" if self.unread else ""
+        return f"{self.looked:,}{of} rows of data.train{lost} compared with {some}"
+
+    def way_out(self, sources: list[OpenSource], leave_out: str) -> str:
+        """Say what to do about clips that are the same.
+
+        Args:
+            sources: of data.train.
+            leave_out: how to train without them, where other clips are left.
+        """
+        data = " ".join(shlex.quote(path) for path in dict.fromkeys(source.source.path for source in sources))
+        split = f"Split the data again (parakeet-finetune split --data {data} --output DIR)"
+        rest = f", or {leave_out}" if self.same_rows < self.looked else ": all of data.train is evaluated as well"
+        return f"{split}{rest}. data.allow_overlap=true trains anyway."
 
 
 def warnings_about(found: Overlap, opened: dict[str, list[OpenSource]], config: RunConfig) -> list[str]:
-    """Return a sentence for each evaluation set that has something in common with the training set.
+    """Return a sentence for each evaluation set that has clips or texts in common with the training set.
 
     Raises:
         UserError: clips are the same, and data.allow_overlap does not allow it.
     """
     clips, texts = found.said()
     if clips and not config.data.allow_overlap:
-        data = " ".join(dict.fromkeys(source.source.path for source in opened["train"]))
-        raise UserError("\n".join([*(f"{line}." for line in clips), ADVICE.format(data=data)]))
+        leave_out = "let parakeet-finetune check --config RUN.yaml list these clips for data.leave_out"
+        raise UserError("\n".join([*(f"{line}." for line in clips), found.way_out(opened["train"], leave_out)]))
     return clips + texts
 
 
@@ -283,10 +339,11 @@ def hold_out(opened: dict[str, list[OpenSource]], config: RunConfig, seconds: fl
         if content:  # no reading without the audio
             sources = [replace(s, shards=[replace(shard, light=None) for shard in s.shards]) for s in sources]
         grouped = group_sources(sources, config.data.max_eval_samples)
-        rows = spread_rows(grouped, options, None, until - time.monotonic(), lengths=False)
+        unread: list[str] = []
+        rows = spread_rows(grouped, options, None, until - time.monotonic(), lengths=False, unread=unread)
         for ref, row in itertools.islice(rows, HELD_ROWS):
             held.add(split, *grouped.groups[ref[0]][ref[2]], ref[3], row, content)
-        if next(rows, None) is not None or time.monotonic() > until:
+        if next(rows, None) is not None or unread or time.monotonic() > until:
             held.cut.append(split)
     return held
 
@@ -311,12 +368,13 @@ def find_overlap(opened: dict[str, list[OpenSource]], config: RunConfig, seconds
     )
     grouped = group_sources(opened["train"], d.max_samples)
     found.of = count_rows(grouped, options)
-    for ref, row in spread_rows(grouped, options, None, until - time.monotonic(), lengths=False):
+    rows = spread_rows(grouped, options, None, until - time.monotonic(), lengths=False, unread=found.unread)
+    for ref, row in rows:
         source, shard = grouped.groups[ref[0]][ref[2]]
         found.looked += 1
         if hits := held.find(source, shard, ref[3], row):
             place = shard.place(ref[3])
             if leave_out is None or leave_out.reason(place) is None:
                 found.add(hits, place)
-    found.whole = time.monotonic() <= until and not held.cut
+    found.whole = time.monotonic() <= until and not held.cut and not found.unread
     return found

@@ -27,12 +27,20 @@ class BadUtterance(Exception):
 
 
 KINDS = {
-    "there is no file": "there is no file",
-    "the tokenizer has no piece": "the tokenizer has no piece",
-    "the row says": "another length than the row says",
-    "offset": "an offset outside of the audio",
+    "there is no file": "without a file",
+    "no text": "without a text",
+    "no audio": "without audio",
+    "the tokenizer has no piece": "with characters the tokenizer lacks",
+    "the text has": "with a text that is too long",
+    "the model has no prompt": "in a language the model has no prompt for",
+    "the row says": "of another length than the row says",
+    "offset": "with an offset outside of the audio",
+    "the audio is empty": "with empty audio",
+    "the audio cannot be decoded": "with audio that cannot be decoded",
+    "the audio is too short": "too short for one frame of features",
+    "the audio holds samples": "with samples that are not finite",
 }
-"""What reasons begin with that tell more than a colon parts, and their kind."""
+"""What reasons begin with, and how a number of clips with such a reason is described."""
 
 
 def kind_of(reason: str) -> str:

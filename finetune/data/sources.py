@@ -3,6 +3,7 @@
 import itertools
 import logging
 import os
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +20,7 @@ from finetune.data.shards import Shard, arrow_shards, dataset_shards, manifest_s
 from finetune.data.storage import expand
 from finetune.data.tarred import tarred_shards
 from finetune.errors import UserError
-from finetune.paths import looks_local, near_path
+from finetune.paths import check_access, looks_local, near_path
 from finetune.security.archives import bound_headers
 
 log = logging.getLogger(__name__)
@@ -102,6 +103,12 @@ class OpenSource:
     remote: bool = False
     """Read over a network, where failures may pass."""
 
+    @property
+    def reads_audio(self) -> bool:
+        """Whether rows come with their audio only."""
+        rows_alone = self.is_manifest and self.source.tarred_audio is None
+        return not rows_alone and any(shard.light is None for shard in self.shards)
+
 
 def parse_sources(value: Any, key: str, split: str) -> list[Source]:
     """Parse the sources that a key of the run file names: a string, a mapping, or a list of these.
@@ -140,7 +147,7 @@ def _check_split(split: object, path: str, key: str) -> None:
     """Raise UserError for a `split` that would choose nothing."""
     if split is None:
         return
-    way_out = f"`parakeet-finetune split --data {path} --output DIR` divides data into manifests."
+    way_out = f"`parakeet-finetune split --data {shlex.quote(path)} --output DIR` splits data into manifests."
     if "[" in str(split):
         raise UserError(f"{key}: split {split!r}: a stream reads a split as a whole. {way_out}")
     if not _has_splits(path):
@@ -180,6 +187,8 @@ def _open_source(source: Source, key: str) -> OpenSource:
     for url in (path, source.tarred_audio or ""):
         if "://" in url:
             _check_protocol(url, key)
+        else:
+            check_access(url, key)
     if path.endswith(MANIFEST_SUFFIXES):
         return _open_manifest(source, key)
     bound_headers()  # of the tar shards that `datasets` reads
@@ -192,7 +201,7 @@ def _open_source(source: Source, key: str) -> OpenSource:
         dataset = datasets.load_dataset(*arguments, **options)
     except Exception as error:
         local = os.path.exists(path) or "data_files" in options
-        hint = "" if local else " It is no local path either; check the name and the network."
+        hint = "" if local else f" It is no local path either; check the name and the network.{near_path(path)}"
         raise UserError(f"{key}: {split} cannot be opened: {_in_words(error)}{hint}") from error
     columns = _find_columns(source, list(dataset.features or _first_row(dataset, key, path)), key)
     remote = "://" in path or (not os.path.exists(path) and "data_files" not in options)

@@ -1,4 +1,4 @@
-"""The other name of `python -m finetune.split`, beside the data that it divides."""
+"""The other name of `python -m finetune.split`, beside the data that it splits."""
 
 import runpy
 

@@ -37,7 +37,12 @@ FETCHED_AT_ONCE = 32
 
 
 def spread_rows(
-    sources: Sources, options: StreamOptions, rows: int | None, seconds: float, lengths: bool = True
+    sources: Sources,
+    options: StreamOptions,
+    rows: int | None,
+    seconds: float,
+    lengths: bool = True,
+    unread: list[str] | None = None,
 ) -> Iterator[tuple[Ref, Row]]:
     """Yield rows from all parts of what an epoch reads, or all of them where they are few.
 
@@ -48,6 +53,7 @@ def spread_rows(
         rows: at most; all where there are no more and their number is known. None: all.
         seconds: after this time no shard is begun or read on.
         lengths: whether rows that do not state their length have to come with the audio that tells it.
+        unread: gets the files of shards that cannot be read to their end.
     """
     until = time.monotonic() + seconds
     shares = [w / sum(sources.weights) for w in sources.weights] if sources.weights else [1.0]
@@ -63,12 +69,15 @@ def spread_rows(
         of_a_piece = left if few else max(left // max(len(pieces), 1), ROWS_OF_A_PIECE)
         for piece in pieces:
             shard = group[piece.shard][1]
-            with contextlib.suppress(Exception):  # whatever a format raises; the stream reports it
+            try:
                 for number, row in itertools.islice(read_light(shard, piece.start, lengths), min(of_a_piece, left)):
                     if (piece.stop is not None and number >= piece.stop) or time.monotonic() > until:
                         break
                     left -= 1
                     yield (g, 0, piece.shard, number), row
+            except Exception:  # whatever a format raises; the stream reports it
+                if unread is not None:
+                    unread.append(shard.file)
             if left <= 0 or time.monotonic() > until:
                 break
 

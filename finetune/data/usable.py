@@ -59,13 +59,13 @@ class Usable:
 
     def __str__(self) -> str:
         if not self.looked and self.rows != 0:
-            return "no row could be looked at, so what is left is not known"
+            return "no row could be read, so the amount of usable data is unknown"
         unit, size = ("min", 60) if self.all_seconds < 7200 else ("h", 3600)
         every = self.clips + self.left_out.total()
         of_audio = f"{self.seconds / size:,.1f} of {self.all_seconds / size:,.1f}"
         line = f"training on {self.clips:,} of {every:,} clips ({of_audio} {unit})"
         if self.rows is None:
-            line += ", as far as looked at; how many there are is not known beforehand"
+            line += ", so far read; the total is unknown"
         elif self.is_estimate:
             line += f", estimated from {self.looked:,} rows"
         reasons = ", ".join(f"{n:,} {reason}" for reason, n in self.left_out.most_common())
@@ -170,12 +170,12 @@ def _with_alignment(group: Tally, stream: UtteranceStream) -> Iterator[float]:
 def _rows_of(stream: UtteranceStream, number: int) -> int | None:
     """Return the rows of a group that take part; None where only reading tells."""
     group, limit, skip = stream.sources.groups[number], stream.sources.limits[number], stream.options.skip_samples
-    known = [shard.rows for _, shard in group]
-    if None in known:
-        return None
     clips = {id(source): source.clips for source, _ in group}.values()
     if limit < 0 and not skip and None not in clips:  # blank lines of a manifest are rows, and no clips
         return sum(n or 0 for n in clips)
+    known = [shard.rows for _, shard in group]
+    if None in known:
+        return None
     return sum(piece.rows() or 0 for piece in chosen_pieces(known, limit, None, skip))
 
 
@@ -196,15 +196,15 @@ def judge(found: Usable, max_bad_fraction: float) -> tuple[str | None, list[str]
     if found.bad > max_bad_fraction * (found.clips + found.left_out.total()):
         warnings.append(
             f"data.train: {found.bad:,} clips would go to quarantine, which ends a run above "
-            f"data.max_bad_fraction={max_bad_fraction:g}. Mend them, or raise it"
+            f"data.max_bad_fraction={max_bad_fraction:g}. Fix them, or raise it"
         )
-    if share > REFUSED_ABOVE:
-        return (
-            f"data.train: {100 * share:.0f} % of the clips are left out. Mend the data or the settings named, or set "
-            "data.allow_large_losses=true to train on the rest"
-        ), warnings
     audio = 1 - found.seconds / found.all_seconds if found.all_seconds else 0.0
+    lost = (
+        f"data.train: {100 * max(share, audio):.0f} % of the {'clips are' if share >= audio else 'audio is'} left out"
+    )
+    if max(share, audio) > REFUSED_ABOVE:
+        advice = "Fix the data or the settings above, or set data.allow_large_losses=true to train on the rest"
+        return f"{lost}. {advice}", warnings
     if max(share, audio) > WARNED_ABOVE:
-        what = "clips are" if share >= audio else "audio is"
-        warnings.append(f"data.train: {100 * max(share, audio):.0f} % of the {what} left out")
+        warnings.append(lost)
     return None, warnings

@@ -1,12 +1,15 @@
 """Lifetime of worker processes: they end with the process that they work for, however that ends."""
 
+import contextlib
 import ctypes
 import functools
+import multiprocessing
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 SECONDS_AFTER_SIGTERM = 60
@@ -46,3 +49,25 @@ def ends_with_this_process(begin: Callable[..., None] = end_with_parent) -> Call
     if threading.current_thread() is not threading.main_thread():
         return None
     return functools.partial(begin, os.getpid())
+
+
+def begin_task_process(parent: int) -> None:
+    """Let this process end with its parent, to which a terminal's Ctrl-C is left."""
+    end_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def task_processes(workers: int, begin: Callable[..., None] = begin_task_process) -> Iterator[ProcessPoolExecutor]:
+    """Fork processes for the tasks that are submitted within; an exception there, such as Ctrl-C, kills them."""
+    others = multiprocessing.active_children()
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), ends_with_this_process(begin))
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)  # first: a pool that works takes a death for a failure
+        for process in multiprocessing.active_children():
+            if process not in others:
+                process.kill()
+        raise
+    pool.shutdown()

@@ -15,7 +15,7 @@ from finetune.models.nemo import build, check_heads, set_head
 from finetune.models.prompts import check_prompts
 from finetune.models.protocols import AsrModel
 from finetune.models.sentencepiece_model import FILE, SentencePieceModel, parse, tokenizer_of
-from finetune.paths import looks_local, near_path
+from finetune.paths import check_access, looks_local, near_path
 from finetune.security.archives import content_of, reading
 from finetune.security.documents import read_settings, resolved
 
@@ -35,6 +35,7 @@ def load_model(name: str, tokenizer: str | None = None) -> AsrModel:
     Raises:
         UserError: nothing is found under the name, or it is no model that this project trains.
     """
+    check_access(name, "model.name")
     path = Path(name)
     if (archive := nemo_archive.archive_of(path)) is not None:
         return _restore(archive)
@@ -114,7 +115,7 @@ def _download(name: str) -> AsrModel:
         raise UserError(
             f"model.name: {name} is no local file, and loading it from the hub failed: {type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else ''}. Check the name and the network, or download the "
-            ".nemo file and give its path.",
+            f".nemo file and give its path.{near_path(name)}",
             exit_code=1,
         ) from error
     return load_model(str(fetched))

@@ -167,3 +167,15 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         "optimizer_state_dtypes": dict(bytes_by_dtype),
         "optimizer_state_devices": sorted({t.device.type for t in tensors}),
     }
+
+
+def optimizer_in_words(optimizer: torch.optim.Optimizer) -> str:
+    """Return what `describe_optimizer` does as text: "AdamW: 22.8 MB of state (float32) on the CPU"."""
+    told = describe_optimizer(optimizer)
+    sizes: dict[str, int] = told["optimizer_state_dtypes"]
+    if not sizes:
+        return f"{told['optimizer']}: no state"
+    each = ", ".join(f"{n / 1e6:,.1f} MB {dtype}" for dtype, n in sizes.items()) if len(sizes) > 1 else "".join(sizes)
+    devices: list[str] = told["optimizer_state_devices"]
+    where = " and ".join({"cpu": "the CPU", "cuda": "the GPU"}.get(device, device) for device in devices)
+    return f"{told['optimizer']}: {told['optimizer_state_bytes'] / 1e6:,.1f} MB of state ({each}) on {where}"

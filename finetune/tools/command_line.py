@@ -1,10 +1,28 @@
 """Options that several commands share. Nothing heavy is imported, so that --help answers at once."""
 
 import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from finetune.errors import UserError
 
 MODEL = "a .nemo file, a run's directory, an adapter's or a Hugging Face directory, a hub name, or a NeMo model YAML"
 DATA = "a NeMo manifest, a folder or glob of parquet or tar shards, an audio folder, or a hub data set name"
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it: 128 and the number of SIGINT."""
+
+
+def run_command(main: Callable[[], int]) -> int:
+    """Return a command's exit code; after Ctrl-C say so in one sentence, with what the KeyboardInterrupt adds."""
+    try:
+        return main()
+    except KeyboardInterrupt as stop:
+        start = "\n" if sys.stderr.isatty() else ""  # behind the terminal's ^C
+        print(f"{start}interrupted{f': {stop}' if stop.args else ''}", file=sys.stderr)
+        return INTERRUPTED
 
 
 def command(name: str, description: str, *examples: str) -> argparse.ArgumentParser:
@@ -77,6 +95,19 @@ def add_look_ahead(parser: argparse.ArgumentParser, purpose: str) -> None:
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
+
+
+@contextlib.contextmanager
+def writing(option: str, path: Path | None) -> Iterator[None]:
+    """Turn a failure to write what an option names into a UserError.
+
+    Raises:
+        UserError: the file or folder cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{option}: {path} cannot be written: {error}", exit_code=1) from error
 
 
 def device_of(arguments: argparse.Namespace) -> str:

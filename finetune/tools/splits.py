@@ -1,4 +1,4 @@
-"""Dividing data into manifests for training, validation and test by hashes of speakers or texts.
+"""Splitting data into manifests for training, validation and test by hashes of speakers or texts.
 
 N utterances, G groups of utterances that stay together.
 """
@@ -7,11 +7,14 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
+import shlex
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,18 +25,22 @@ from tqdm import tqdm
 from finetune.data.leave_out import hash_of
 from finetune.data.normalization import normalize_text
 from finetune.data.quarantine import BadUtterance
-from finetune.data.retry import Unreachable
-from finetune.data.shards import BAD_LINE, Row, Shard
+from finetune.data.reader import rows_from
+from finetune.data.retry import RETRIES, Unreachable, UnreadableShard
+from finetune.data.shards import BAD_LINE, Row, Shard, parse_line
 from finetune.data.sources import COLUMNS, OpenSource, open_source, parse_sources
 from finetune.data.survey import length_of, read_light
-from finetune.data.utterances import row_language
+from finetune.data.utterances import row_id, row_language
 from finetune.durable_files import put_in_place
 from finetune.errors import UserError
+from finetune.tools.command_line import writing
 
 log = logging.getLogger(__name__)
 
 PARTS = ("train", "validation", "test")
 TRAIN, VALIDATION, TEST = range(3)
+MOST_ADVISED = 0.5  # held out
+CUTTING = ("offset", "duration")  # of a manifest's rows: they say which part of the audio is meant
 NOT_IN_A_MANIFEST = ("weight", "filters", "text_normalization")
 """Keys of a source that belong to the run file."""
 
@@ -85,7 +92,8 @@ def split_data(
         overwrite: replace earlier manifests.
 
     Raises:
-        UserError: bad sources or amounts, manifests that are there, or audio in shards without `write_audio`.
+        UserError: bad sources or amounts, manifests that are there, audio in shards without `write_audio`, or a file
+            that cannot be written.
     """
     sources = _open(data, split, by)
     files = {part: folder / f"{part}.jsonl" for part in PARTS}
@@ -101,30 +109,41 @@ def split_data(
     if not found.text_N:
         raise UserError(f"--data: no row of {', '.join(data)} has a text ({_reasons(found)}).", exit_code=1)
     division = _divide(found, validation, test, by)
-    folder.mkdir(parents=True, exist_ok=True)
     division.folder = folder
     wanted = [part for number, part in enumerate(PARTS) if (division.part_N == number).any()]
     asides = {part: folder / f".{part}.jsonl.tmp" for part in wanted}
     try:
-        with contextlib.ExitStack() as opened:
+        with writing("--output", folder), contextlib.ExitStack() as opened:
+            held_out = _held_out(files)
+            folder.mkdir(parents=True, exist_ok=True)
             outputs = {
                 PARTS.index(part): opened.enter_context(aside.open("w", encoding="utf-8", errors="backslashreplace"))
                 for part, aside in asides.items()
             }
-            _write(sources, found, division.part_N, outputs, folder)
-        for part, aside in asides.items():
-            put_in_place(aside, files[part])
+            moved = _write(sources, found, division.part_N, outputs, folder, held_out)
+        with writing("--output", folder):
+            for part, aside in asides.items():
+                put_in_place(aside, files[part])
+            for part in PARTS:
+                if part not in wanted:
+                    files[part].unlink(missing_ok=True)  # of an earlier split
     finally:
         for aside in asides.values():
-            aside.unlink(missing_ok=True)
-    for part in PARTS:
-        if part not in wanted:
-            files[part].unlink(missing_ok=True)  # of an earlier split
+            with contextlib.suppress(OSError):
+                aside.unlink(missing_ok=True)
+    if moved:
+        division.warnings.append(
+            f"{moved:,} clips of the earlier validation and test are now in train: models trained on either split "
+            "cannot be compared on them."
+        )
     return division
 
 
 def _open(data: list[str], split: str, by: str | None) -> list[OpenSource]:
-    values = [yaml.safe_load(entry) if entry.lstrip().startswith("{") else entry for entry in data]
+    try:
+        values = [yaml.safe_load(entry) if entry.lstrip().startswith("{") else entry for entry in data]
+    except yaml.YAMLError as error:
+        raise UserError(f"--data: no mapping in YAML, such as '{{path: D, language: it}}': {error}") from error
     parsed = parse_sources(values, "--data", split)
     for source in parsed:
         named = [key for key in NOT_IN_A_MANIFEST if getattr(source, key) is not None]
@@ -150,11 +169,12 @@ def _rows(sources: list[OpenSource], light: bool) -> Iterator[tuple[OpenSource, 
     """Yield all rows in their order; `light`: without the audio where lengths are known without it."""
     for source in sources:
         for shard in tqdm(source.shards, desc=source.source.path, unit="shard", leave=False, delay=2, disable=None):
+            read = replace(shard, read=partial(read_light, shard, lengths=True)) if light else shard
             try:
-                for number, row in read_light(shard, 0, lengths=True) if light else shard.read(0):
+                for number, row in rows_from(read, 0, RETRIES if source.remote else 0):
                     yield source, shard, number, row
-            except (OSError, ValueError) as error:
-                raise UserError(f"--data: {shard.file} cannot be read: {error}", exit_code=1) from error
+            except UnreadableShard as error:
+                raise UserError(f"--data: {error}", exit_code=1) from error
 
 
 def _read(sources: list[OpenSource], by: str | None) -> Utterances:
@@ -169,7 +189,7 @@ def _read(sources: list[OpenSource], by: str | None) -> Utterances:
             found.example = found.example or shard.place(number)
             continue
         # An empty text keeps nothing together.
-        text = normalize_text(str(text), "basic") or f"\0{shard.place(number)}"
+        text = normalize_text(str(text), "basic") or f"\0{row_id(source, shard.place(number), row)}"
         found.text_N.append(hash_of(text))
         named = source.columns.get("speaker")
         column = next((c for c in ((named,) if named else COLUMNS["speaker"]) if row.get(c) not in (None, "")), None)
@@ -197,7 +217,7 @@ class Division:
     """(N,) uint8: TRAIN, VALIDATION or TEST."""
     decided_by: str
     again: str
-    """Options that divide more data in the same way."""
+    """Options that split more data the same way."""
     warnings: list[str]
     folder: Path = Path()
 
@@ -228,7 +248,7 @@ class Division:
     def __str__(self) -> str:
         found = self.as_json()
         parts = found["parts"]
-        lines = [f"divided by {self.decided_by}", f"{'':<10}  {'clips':>9}     hours  share of the clips"]
+        lines = [f"split by {self.decided_by}", f"{'':<10}  {'clips':>9}     hours  share of the clips"]
         for part, p in parts.items():
             lines.append(f"{part:<10}  {p['clips']:>9,}  {p['hours']:8.2f}  {100 * p['share']:.1f} %")
         if len(self.found.languages) > 1:
@@ -236,16 +256,16 @@ class Division:
                 counts = ", ".join(f"{part} {p['clips_by_language'][language]:,}" for part, p in parts.items())
                 lines.append(f"{language or '(no language)'}: {counts}")
         lines += [f"warning: {text}" for text in self.warnings]
-        lines += [f"to divide more data in the same way: {self.again}", "", "data:"]
+        lines += [f"to split more data the same way: {self.again}", "", "data:"]
         lines += [f"  {part}: {p['file']}" for part, p in parts.items()]
-        return "\n".join([*lines, "", f"next: parakeet-finetune check --data {parts['train']['file']}"])
+        return "\n".join([*lines, "", f"next: parakeet-finetune check --data {shlex.quote(parts['train']['file'])}"])
 
 
 def _divide(found: Utterances, validation: Amount, test: Amount, by: str | None) -> Division:
     """Decide the part of each utterance.
 
     Raises:
-        UserError: nothing, or everything, would be held out.
+        UserError: a part would be empty.
     """
     text_N, speaker_N = np.array(found.text_N), np.array(found.speaker_N)
     share = {VALIDATION: _share(validation, found), TEST: _share(test, found)}
@@ -257,17 +277,21 @@ def _divide(found: Utterances, validation: Amount, test: Amount, by: str | None)
     speakers, warnings = len(np.unique(speaker_N[speaker_N > 0])), []
     column = ", ".join(found.columns)
     if by is None and speakers and speakers * min(s for s in share.values() if s) < 1:
-        warnings.append(f"{column} names only {speakers}, too few to keep apart: texts decide. --by {column} insists.")
+        warnings.append(
+            f"{column} names only {speakers}, too few to split by; splitting by text instead. --by "
+            f"{found.columns.most_common(1)[0][0]} forces it."
+        )
         speakers = 0
     group_N = np.where(speaker_N > 0, speaker_N, text_N) if speakers else text_N
-    part_N, missing = assign(group_N, np.array(found.language_N), share)
-    languages = sorted(found.languages, key=lambda name: found.languages[name])
-    for part in sorted({part for _, part in missing}):
-        names = ", ".join(languages[code] or "(no language)" for code, own in missing if own == part)
-        warnings.append(
-            f"{names}: too few {column if speakers else 'texts'} for {share[part]:.1%}: none in {PARTS[part]}. "
-            f"Take more (--{PARTS[part]} 20%)" + (", or --by text." if speakers else ".")
-        )
+    language_N = np.array(found.language_N)
+    part_N = assign(group_N, share)
+    unit = column if speakers else "texts"
+    if empty := _empty_parts(group_N, part_N, share, unit):
+        raise UserError(f"--validation, --test: {empty}.")
+    for language, code in sorted(found.languages.items()):
+        own_N = language_N == code
+        if empty := _empty_parts(group_N[own_N], part_N[own_N], share, unit):
+            warnings.append(f"{language or '(no language)'}: {empty}.")
     if speakers:
         for part in (VALIDATION, TEST):
             own_N = part_N == part
@@ -277,19 +301,21 @@ def _divide(found: Utterances, validation: Amount, test: Amount, by: str | None)
                     f"{again:,} of {own_N.sum():,} clips of {PARTS[part]} have a text that others speak in train: "
                     "--by text keeps equal texts together."
                 )
-    texts = f"the hash of the normalised text ({len(np.unique(text_N)):,} texts)"
+    texts = f"normalised text ({len(np.unique(text_N)):,} texts)"
     no_column = "" if by or found.columns else "; no column names speakers or sessions"
-    decided_by = f"the hash of {column} ({speakers:,} of them)" if speakers else texts + no_column
+    decided_by = f"{column} ({speakers:,} values)" if speakers else texts + no_column
     if speakers and (without := int((speaker_N == 0).sum())):
-        decided_by += f", and {without:,} clips without one by the hash of their text"
+        decided_by += f", and {without:,} clips without one by text"
     unknown = int(np.isnan(np.array(found.seconds_N)).sum())
     if unknown:
         warnings.append(f"the audio of {unknown:,} clips cannot be read; their hours are missing.")
     if found.refused:
         warnings.append(f"{found.refused.total():,} rows are in no part: {_reasons(found)}.")
-    shares = " ".join(f"--{PARTS[part]} {100 * s:.4g}%" for part, s in share.items())
-    how = f"--by {found.columns.most_common(1)[0][0] if speakers else 'text'}"
-    return Division(found, part_N, decided_by, f"{how} {shares}", warnings)
+    shares = " ".join(f"--{PARTS[part]} {100 * s:.8g}%" for part, s in share.items())
+    how = f"--by {column} " if speakers else "--by text "
+    if speakers and len(found.columns) > 1:  # the default, which no option is
+        how = ""
+    return Division(found, part_N, decided_by, how + shares, warnings)
 
 
 def _reasons(found: Utterances) -> str:
@@ -301,53 +327,75 @@ def _share(amount: Amount, found: Utterances) -> float:
     if unit == "%":
         return value / 100
     whole = float(np.nansum(np.array(found.seconds_N))) / 3600 if unit == "h" else len(found.text_N)
-    return value / max(whole, 1e-9)
+    return float(f"{value / max(whole, 1e-9):.4g}")  # as it is printed for more data
 
 
-def assign(
-    group_N: np.ndarray, language_N: np.ndarray, share: dict[int, float]
-) -> tuple[np.ndarray, list[tuple[int, int]]]:
-    """Return the part of each utterance by thresholds on the hash of its group, which more data do not move.
-
-    A language that has groups enough for its share, and less than half of it by the thresholds, gets the groups next
-    to them.
+def assign(group_N: np.ndarray, share: dict[int, float]) -> np.ndarray:
+    """Return the part (N,) uint8 of each utterance: thresholds on the hash of its group, which more data do not move.
 
     Args:
         group_N: (N,) uint64, evenly distributed.
-        language_N: (N,) numbers of languages.
         share: of VALIDATION and TEST.
-
-    Returns:
-        (N,) uint8, and (language, part) where a language has too few groups for any.
     """
-    hash_G, number_N = np.unique(group_N, return_inverse=True)
-    u_G = hash_G / 2.0**64  # ascending
-    part_G = np.full(len(hash_G), TRAIN, dtype=np.uint8)
-    part_G[u_G < share[TEST] + share[VALIDATION]] = VALIDATION
-    part_G[u_G < share[TEST]] = TEST
-    missing = []
-    for language in np.unique(language_N).tolist():
-        own_G = np.unique(number_N[language_N == language])
-        for part in (TEST, VALIDATION):
-            there, wanted = int((part_G[own_G] == part).sum()), int(share[part] * len(own_G))
-            if there < wanted / 2:
-                part_G[own_G[part_G[own_G] == TRAIN][: wanted - there]] = part
-            elif not there and share[part]:
-                missing.append((language, part))
-    return part_G[number_N], missing
+    u_N = group_N / 2.0**64
+    return np.select([u_N < share[TEST], u_N < share[TEST] + share[VALIDATION]], [TEST, VALIDATION], TRAIN).astype(
+        np.uint8
+    )
+
+
+def _empty_parts(group_N: np.ndarray, part_N: np.ndarray, share: dict[int, float], unit: str) -> str:
+    """Say which parts get nothing of some utterances, and which options change that; "" where each gets some."""
+    empty = [PARTS[part] for part, asked in ((TRAIN, 1), *share.items()) if asked and part not in part_N]
+    if not empty:
+        return ""
+    u_N, start, options = group_N / 2.0**64, 0.0, []
+    for part in (TEST, VALIDATION):
+        first = u_N[u_N >= start].min(initial=1.0) - start
+        wanted = share[part] if not share[part] or first < share[part] else math.floor(100 * first + 1) / 100
+        start += wanted
+        options.append(f"--{PARTS[part]} {100 * wanted:.8g}%")
+    count, ways = len(np.unique(group_N)), []
+    if TRAIN not in part_N and count > len(share):
+        ways.append("smaller parts")
+    elif TRAIN in part_N and start <= MOST_ADVISED:
+        ways.append(" ".join(options))
+    ways += [] if unit == "texts" else ["--by text"]
+    advice = f"take {' or '.join(ways)}" if ways else "too few"
+    return f"none of {count:,} {unit} falls into {' and '.join(empty)}; {advice}"
+
+
+def _held_out(files: Mapping[str, Path]) -> set[int]:
+    """Return the clips of earlier manifests of validation and test, as hashes of their audio."""
+    held = set()
+    for file in (files[PARTS[part]] for part in (VALIDATION, TEST)):
+        if file.is_file():
+            with file.open("rb") as lines:
+                held |= {_clip(parse_line(line)) for line in lines}
+    return held
+
+
+def _clip(row: Row) -> int:
+    return hash((str(row.get("audio_filepath")), str(row.get("offset"))))
 
 
 def _write(
-    sources: list[OpenSource], found: Utterances, part_N: np.ndarray, outputs: Mapping[int, TextIO], folder: Path
-) -> None:
-    parts = iter(part_N.tolist())
-    usable = iter(found.usable)
+    sources: list[OpenSource],
+    found: Utterances,
+    part_N: np.ndarray,
+    outputs: Mapping[int, TextIO],
+    folder: Path,
+    held_out: set[int],
+) -> int:
+    """Write the manifests; return how many clips of `held_out` are in train."""
+    parts, usable, moved = iter(part_N.tolist()), iter(found.usable), 0
     for source, _, _, row in _rows(sources, light=False):
         if next(usable, False):
-            line = json.dumps(manifest_row(source, row, folder), ensure_ascii=False)
-            outputs[next(parts)].write(line + "\n")
+            part, new = next(parts), manifest_row(source, row, folder)
+            moved += part == TRAIN and _clip(new) in held_out
+            outputs[part].write(json.dumps(new, ensure_ascii=False) + "\n")
     if next(parts, None) is not None:
         raise UserError("--data: the data changed while they were read; start again.", exit_code=1)
+    return moved
 
 
 def manifest_row(source: OpenSource, row: Row, folder: Path) -> Row:
@@ -355,8 +403,8 @@ def manifest_row(source: OpenSource, row: Row, folder: Path) -> Row:
     columns = source.columns
     if source.is_manifest:
         new = dict(row)
-    else:  # `offset` would cut the audio
-        new = {k: v for k, v in row.items() if isinstance(v, str | int | float | bool) and k != "offset"}
+    else:  # `offset` and `duration` would cut the audio
+        new = {k: v for k, v in row.items() if isinstance(v, str | int | float | bool) and k not in CUTTING}
     audio = row.get(columns["audio"])
     data, path = (audio.get("bytes"), audio.get("path")) if isinstance(audio, dict) else (None, audio)
     if isinstance(data, bytes):

@@ -262,7 +262,7 @@ class Evaluator:
             return
         differing = batched_decoding_differs(model, batch)
         if not differing:
-            log.info("batched and single decoding agree")
+            log.debug("batched and single decoding agree")
             return
         text = "batched decoding differs from single decoding on %d of 4 clips, such as %s: %r alone, %r in a batch"
         log.warning(text, len(differing), *differing[0])

@@ -145,10 +145,10 @@ def _why_not_into(path: Path, config: RunConfig) -> str | None:
 
 
 def check_overlap(config: RunConfig, sources: dict[str, list[OpenSource]]) -> None:
-    """Warn of texts of the evaluation sets that stand in data.train.
+    """Warn of texts of the evaluation sets that are also in data.train.
 
     Raises:
-        UserError: clips of theirs stand there, without data.allow_overlap.
+        UserError: clips of theirs are there, without data.allow_overlap.
     """
 
     def look() -> None:
@@ -321,7 +321,7 @@ def check_what_is_left(trainer: Trainer, resumes: bool) -> None:
     config = trainer.config
     line, _, problem, warnings = how_much_is_left(trainer.stream, config, trainer.accelerator.num_processes)
     if problem is not None and not resumes and not config.data.allow_large_losses:
-        raise UserError(f"{problem}.\n{line}", exit_code=1)
+        raise UserError(f"{line}.\n{problem}.", exit_code=1)
     log.info("%s", line)
     for text in (*warnings, *filter(None, [problem])):
         log.warning("%s", text)

@@ -28,7 +28,7 @@ from finetune.models.nemo import has_transducer, set_batchnorm_mode, set_head
 from finetune.models.protocols import AsrModel
 from finetune.signals import CutShort, Stopped, requested, saving_first
 from finetune.strategies import sharded
-from finetune.strategies.optimizers import describe_optimizer, unwrap_optimizer
+from finetune.strategies.optimizers import optimizer_in_words, unwrap_optimizer
 from finetune.training import resume
 from finetune.training.callbacks import Callback, ComputeGradients, StepResult
 from finetune.training.checkpoints import read_checkpoint_state, remove_later_checkpoints
@@ -587,11 +587,7 @@ class Trainer:
         t, p = self.config.training, self.progress
         if not self._optimizer_logged:
             self._optimizer_logged = True
-            log.info(
-                "optimizer %(optimizer)s: %(optimizer_state_bytes)d bytes of state %(optimizer_state_dtypes)s on "
-                "%(optimizer_state_devices)s",
-                describe_optimizer(self.optimizer),
-            )
+            log.info("optimizer %s", optimizer_in_words(self.optimizer))
         if p.step % t.logging_steps == 0 or p.step == 1 or self._done():
             self._log_window()
         p.evaluation_due = bool(t.eval_steps and p.step % t.eval_steps == 0) or self._at_last_step()

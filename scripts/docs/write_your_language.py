@@ -3,9 +3,9 @@
     python scripts/docs/write_your_language.py [--folder DIR] [--keep]
 
 The page has blocks that begin with ```console: a line with `$ ` is a command, the lines below it are its output.
-Recordings and texts are those of the French sample prompts, as sound files and a metadata.csv; the old data are the
-English ones. Run files are the page's YAML blocks, whose first line is `# NAME`. --keep leaves the
-page as it is and only fails where a command does.
+The recordings are the French sample prompts, as sound files and a metadata.csv: those of the training split, and the
+others for the test; the old data are the English ones. Run files are the page's YAML blocks, whose first line is
+`# NAME`. --keep leaves the page as it is and only fails where a command does.
 """
 
 import argparse
@@ -28,17 +28,28 @@ RUN_FILE = re.compile(r"^```yaml\n# (\S+\.yaml)\n(.*?)^```$", re.MULTILINE | re.
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-def write_recordings(folder: Path, language: str, names: tuple[str, ...] = ("train", "validation", "test")) -> None:
+def write_recordings(folder: Path, language: str, splits: tuple[str, ...]) -> None:
     """Write the prompts of a language as files and a metadata.csv with the columns file_name and text."""
     folder.mkdir(parents=True)
     with (folder / "metadata.csv").open("w", encoding="utf-8", newline="") as file:
         table = csv.writer(file)
         table.writerow(("file_name", "text"))
-        for shard in (shard for name in names for shard in sorted(PROMPTS.glob(f"{name}-*.parquet"))):
+        for shard in (shard for split in splits for shard in sorted(PROMPTS.glob(f"{split}-*.parquet"))):
             for row in pq.read_table(shard).to_pylist():
                 if row["language"] == language:
                     (folder / row["audio"]["path"]).write_bytes(row["audio"]["bytes"])
                     table.writerow((row["audio"]["path"], row["text"]))
+
+
+def prepare(folder: Path, page: str) -> None:
+    """Write what the commands of the page take for granted: recordings, run files, and this project beside them."""
+    for name in LINKED:
+        (folder / name).symlink_to(ROOT / name)
+    write_recordings(folder / "recordings", "fr", ("train",))
+    write_recordings(folder / "test_recordings", "fr", ("validation", "test"))
+    write_recordings(folder / "old_recordings", "en", ("train", "validation", "test"))
+    for name, text in RUN_FILE.findall(page):
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def output_of(command: str, folder: Path) -> str:
@@ -73,12 +84,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.folder or Path(temporary) / "work").resolve()
         folder.mkdir(parents=True)
-        for name in LINKED:
-            (folder / name).symlink_to(ROOT / name)
-        write_recordings(folder / "recordings", "fr")
-        write_recordings(folder / "old_recordings", "en")
-        for name, text in RUN_FILE.findall(page):
-            (folder / name).write_text(text, encoding="utf-8")
+        prepare(folder, page)
 
         def run(block: re.Match[str]) -> str:
             commands = [line[2:] for line in block[1].splitlines() if line.startswith("$ ")]

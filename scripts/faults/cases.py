@@ -357,7 +357,7 @@ def _interrupted_twice(moment: Moment) -> Callable[[Laboratory, Path], Trial]:
         ]
         if attempt.code in (0, 75) or any(f"{moment.count:08d}" in name for name in after):
             trial.problems.append(f"the second SIGINT did not end it at once (exit code {attempt.code})")
-        check_end(trial, attempt, (1, 130, -signal.SIGINT))
+        check_end(trial, attempt, (130, -signal.SIGINT))
         go_on(laboratory, folder, trial, attempt, attempt.last_checkpoint)
         return trial
 

@@ -1,8 +1,9 @@
-"""Clips and texts of the evaluation sets that stand in the training set."""
+"""Clips and texts of the evaluation sets that are also in the training set."""
 
 import json
 import os
 import shutil
+import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,7 +56,7 @@ def test_the_same_row_and_the_same_file_however_written(compare: Any, tmp_path: 
     found = compare(rows, other)
     assert same(found) == {"audio": 3}
     clips, texts = found.said()
-    assert clips[0].startswith("data.test: 3 of 4 clips stand in data.train (3 by their audio file): ")
+    assert clips[0].startswith("data.test: 3 of 4 clips are also in data.train (3 by their audio file): ")
     assert f"{tmp_path}/test.jsonl line 1 is {tmp_path}/train.jsonl line 1" in clips[0]
     assert texts == []
 
@@ -71,18 +72,47 @@ def test_parts_of_a_recording_are_the_same_where_they_share_most(compare: Any) -
     assert same(compare(train, whole)) == {"audio": 1}
 
 
-def test_the_same_id_with_the_same_text_or_length(compare: Any) -> None:
+def test_the_same_id_with_the_same_text_and_length(compare: Any) -> None:
     rows = [
         {"audio_filepath": f"a/{i}.wav", "id": f"clip-{i}", "text": f"text {i}", "duration": 1.0 + i} for i in range(5)
     ]
     other = [{**row, "audio_filepath": f"b/{i}.wav"} for i, row in enumerate(rows)]
-    other[1] = {**other[1], "text": "Corrected."}
+    other[1] = {**other[1], "text": "another"}
     other[2] = {**other[2], "duration": 9.0}  # a number that both sets give to other clips
     other[3] = {"audio_filepath": "b/3.wav", "id": "clip-3", "text": "Text 3"}
     other[4] = {"audio_filepath": "b/4.wav", "id": "clip-4", "text": "another"}
     found = compare(rows, other)
-    assert sorted(found.clips) == [0, 1, 3]
-    assert same(found) == {"id": 3}
+    assert sorted(found.clips) == [0, 3]
+    assert same(found) == {"id": 2}
+    assert same(compare(rows * 2, other)) == {"id": 2}, "rows that come twice"
+
+
+def test_an_id_that_several_clips_have_says_nothing(compare: Any) -> None:
+    """The id is that of a speaker: each says "yes" in both sets, and something else in one of them."""
+
+    def row(name: str, i: int, text: str) -> dict[str, Any]:
+        return {"audio_filepath": f"{name}{i}.wav", "id": f"speaker-{i}", "text": text}
+
+    yes, no = ([row(f"{answer}-", i, answer) for i in range(20)] for answer in ("yes", "no"))
+    for train, test in ((yes, [*yes, *no]), ([*yes, *no], yes), ([*no, *yes], yes)):
+        test = [{**own, "audio_filepath": f"test/{own['audio_filepath']}"} for own in test]
+        found = compare(train, test)
+        assert (found.clips, found.said()[0], found.same_rows <= 20) == ({}, [], True)
+        assert found.by_set()[0]["same_texts"] == 20
+
+
+def test_many_rows_of_a_recording_or_call_are_not_all_walked(compare: Any, monkeypatch: Any) -> None:
+    def rows(count: int, first: float) -> list[dict[str, Any]]:
+        file = {"audio_filepath": "call.wav", "id": "call", "duration": 1.0}
+        return [{**file, "text": f"{first} {i}", "offset": first + 4.0 * i} for i in range(count)]
+
+    compared, shares_most = [], overlap._shares_most
+    monkeypatch.setattr(overlap, "_shares_most", lambda *parts: compared.append(parts) or shares_most(*parts))
+    found = compare([*rows(400, 2.0), *rows(2, 0.2)], rows(400, 0.0)[::-1])
+    assert sorted(found.held.rows[i].start for i in found.clips) == [0.0, 4.0]
+    assert len(compared) < 2000
+    assert max(map(len, found.held.by_key.values())) == 400
+    assert min(map(len, found.held.by_key.values())) == 1
 
 
 def test_texts_are_a_warning_with_their_share_of_the_words(compare: Any) -> None:
@@ -95,7 +125,7 @@ def test_texts_are_a_warning_with_their_share_of_the_words(compare: Any) -> None
     clips, texts = found.said()
     assert clips == []
     assert texts[0].startswith(
-        "data.test: 3 of 4 clips have a text that stands in data.train as well, 55.6% of its words: 'good morning' ("
+        "data.test: 3 of 4 clips share their text with data.train (55.6 % of the words): 'good morning' ("
     )
 
 
@@ -104,7 +134,7 @@ def test_only_what_is_trained_and_evaluated_counts(compare: Any, tmp_path: Path)
     assert same(compare(rows, rows[4:8])) == {"audio": 4}
     assert same(compare(rows, rows[4:8], max_eval_samples=3)) == {"audio": 3}
     assert same(compare(rows, rows[4:8], max_samples=6, shuffle=False)) == {"audio": 2}
-    left_out = [{"source": f"{tmp_path}/train.jsonl line {n}", "reason": "stands in data.test"} for n in (5, 6)]
+    left_out = [{"source": f"{tmp_path}/train.jsonl line {n}", "reason": "also in data.test"} for n in (5, 6)]
     file = write_manifest(tmp_path / "problems.jsonl", left_out)
     found = compare(rows, rows[4:8], leave_out=str(file))
     assert (same(found), found.texts.keys()) == ({"audio": 2}, {2, 3})
@@ -138,6 +168,26 @@ def test_parquet_without_its_audio_and_what_was_compared(compare: Any, corpus: P
     assert found.scope() == "47 of 47 rows of data.train compared with 30 of test (a part)"
 
 
+def test_what_cannot_be_read_was_not_compared(compare: Any, corpus: Path, tmp_path: Path) -> None:
+    shutil.copytree(corpus / "shards" / "data", tmp_path / "shards")
+    file = sorted((tmp_path / "shards").glob("train-*"))[3]
+    train, test = {"path": str(tmp_path / "shards"), "split": "train"}, str(corpus / "manifest.jsonl")
+
+    def damaged(train: Any, test: Any) -> Overlap:
+        content, opened = file.read_bytes(), overlap.group_sources
+        with pytest.MonkeyPatch.context() as patch:  # once it is open
+            patch.setattr(overlap, "group_sources", lambda *a: file.write_bytes(b"PAR1" * 50) and opened(*a))
+            found = compare(train, test)
+        file.write_bytes(content)
+        return found
+
+    found = damaged(train, test)
+    assert (found.looked, found.whole) == (32, False)
+    assert found.scope() == f"32 of 47 rows of data.train ({file} cannot be read) compared with 47 of test"
+    found = damaged(test, train)
+    assert (found.whole, found.held.cut) == (False, ["test"])
+
+
 # ---- in a run, a dry run and a check -------------------------------------------------------------------------------
 
 
@@ -159,9 +209,10 @@ def copied(clips: Path, tmp_path: Path) -> SimpleNamespace:
 def test_a_run_refuses_clips_that_it_is_judged_on(refused: Any, tiny_run: Any, clips: Path) -> None:
     manifest = clips / "manifest.jsonl"
     said = refused(*tiny_run("data.allow_overlap=false", "data.test=null"))
-    assert "data.validation: 24 of 24 clips stand in data.train (24 by their row)" in said
-    assert f"parakeet-finetune split --data {manifest} --output DIR" in said
-    assert "data.allow_overlap=true" in said
+    assert "data.validation: 24 of 24 clips are also in data.train (24 by their row)" in said
+    assert f"Split the data again (parakeet-finetune split --data {manifest} --output DIR): all of data.train" in said
+    assert "data.allow_overlap=true trains anyway" in said
+    assert "leave_out" not in said, "which would leave nothing"
 
 
 def test_a_run_warns_of_texts(run_train: Any, tiny_run: Any, copied: Any, capsys: Any, monkeypatch: Any) -> None:
@@ -172,7 +223,7 @@ def test_a_run_warns_of_texts(run_train: Any, tiny_run: Any, copied: Any, capsys
     data = {"train": str(copied.train), "validation": str(copied.test), "test": None, "allow_overlap": False}
     assert run_train(*tiny_run(data=data)) == 2
     said = capsys.readouterr().err
-    assert "data.validation: 2 of 6 clips have a text that stands in data.train as well, 42.9% of its words: " in said
+    assert "data.validation: 2 of 6 clips share their text with data.train (42.9 % of the words): " in said
     assert "error: so far" in said
 
 
@@ -184,9 +235,31 @@ def test_a_dry_run_is_a_no_go(run_train: Any, tiny_run: Any, capsys: Any, monkey
     assert run_train(*tiny_run("data.allow_overlap=false"), "--dry-run") == 1
     said = capsys.readouterr().err
     assert "NO-GO   overlap" in said
-    assert "data.test: 24 of 24 clips stand in data.train (24 by their row)" in said
+    assert "data.test: 24 of 24 clips are also in data.train (24 by their row)" in said
     assert "\\n" not in said, "several sets, one line"
     assert "NO-GO after" in said
+
+
+def test_a_dry_run_reads_audio_for_30_seconds_at_most(
+    run_train: Any, tiny_run: Any, corpus: Path, clips: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    bounds = []
+
+    def compare(sources: Any, config: Any, seconds: float) -> None:
+        bounds.append(seconds)
+        raise UserError("so far")
+
+    def build(*_: Any) -> None:
+        raise UserError("so far")
+
+    monkeypatch.setattr("finetune.tools.preflight.dry_run.find_overlap", compare)
+    monkeypatch.setattr("finetune.training.run.build_model", build)
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        tar.add(clips / "manifest.jsonl")
+    tarred = {"path": str(clips / "manifest.jsonl"), "tarred_audio": str(tmp_path / "a.tar")}
+    for train in (str(clips / "manifest.jsonl"), str(corpus / "shards"), tarred):
+        assert run_train(*tiny_run(data={"train": train}), "--dry-run") == 1
+    assert bounds == [300.0, 300.0, 30.0]
 
 
 def test_a_check_compares_the_audio_and_lists_what_to_leave_out(
@@ -196,16 +269,27 @@ def test_a_check_compares_the_audio_and_lists_what_to_leave_out(
     run, out = tiny_run(data=data), tmp_path / "check"
     assert check([*run, "--output-dir", str(out), "--workers", "1"]) == 1
     said = capsys.readouterr().out
-    assert "data.test: 2 of 6 clips stand in data.train (2 by the bytes of their audio)" in said
+    assert "data.test: 2 of 6 clips are also in data.train (2 by the bytes of their audio)" in said
     assert "the bytes of their audio" in (out / "report.html").read_text()
     problems = {row["source"]: row["reason"] for row in read_lines(out / "problems.jsonl")}
-    assert problems == {f"{copied.train} line {n}": "stands in data.test" for n in (1, 2)}
-    config, _ = load_config(Path(run[1]), [], [f"data.leave_out={out / 'problems.jsonl'}"])
+    assert problems == {f"{copied.train} line {n}": "also in data.test" for n in (1, 2)}
+    advice = f"data.leave_out={out / 'problems.jsonl'}"
+    assert f"or add {advice} to train without these clips." in said
+    config, _ = load_config(Path(run[1]), [], [advice])
     found = find_overlap(open_sources(config), config, 60.0)
     assert (found.clips, found.texts) == ({}, {})
+    for _ in range(2):  # the list that it reads is the one that it writes
+        assert check([*run, "--output-dir", str(out), "--workers", "1", "--overwrite", advice]) == 0
+        assert "2  listed in data.leave_out" in capsys.readouterr().out
+        assert [row["source"] for row in read_lines(out / "problems.jsonl")] == list(problems)
+    data["train"] = data["test"]
+    assert check([*tiny_run(data=data), "--output-dir", str(out), "--workers", "1", "--overwrite"]) == 1
+    said = capsys.readouterr().out
+    assert f"--data {copied.test} --output DIR): all of data.train is evaluated as well" in said
+    assert "leave_out" not in said
 
 
-def test_what_split_divides_has_nothing_in_common(compare: Any, tmp_path: Path) -> None:
+def test_what_split_writes_has_nothing_in_common(compare: Any, tmp_path: Path) -> None:
     rows = [{**ROW, "audio_filepath": f"{i}.wav", "text": f"Text {i % 300}."} for i in range(900)]
     data = write_manifest(tmp_path / "all.jsonl", rows)
     assert split(["--data", str(data), "--output", str(tmp_path / "out")]) == 0

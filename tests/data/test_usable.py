@@ -49,8 +49,8 @@ def test_every_reason_is_counted(tmp_path: Path) -> None:
     assert found.left_out == {
         "longer than data.max_duration 1.6 s": 10,
         "without a text": 2,
-        "bad: no text in column 'text' (such as c0)": 3,
-        "bad: there is no file (such as c6)": 2,
+        "bad: without a text (such as c0)": 3,
+        "bad: without a file (such as c6)": 2,
         "with more tokens than their encoder frames can carry": 1,
     }
     assert found.clips == 40 - 18
@@ -61,7 +61,8 @@ def test_every_reason_is_counted(tmp_path: Path) -> None:
     )
     assert found.passes(100, 4, 0) == "; 100 steps pass over them 18.2 times"
     assert found.passes(2, 4, 0) == "; 2 steps see 36 % of them"
-    assert judge(found, 1.0) == (None, ["data.train: 54 % of the audio is left out"])
+    problem, warnings = judge(found, 1.0)
+    assert (problem.startswith("data.train: 54 % of the audio is left out. Fix the data or"), warnings) == (True, [])
 
 
 def test_of_many_rows_some_are_looked_at(tmp_path: Path) -> None:
@@ -79,9 +80,14 @@ def test_a_number_that_only_reading_tells(tmp_path: Path) -> None:
     stream = make_stream(manifest_of(tmp_path, 40))
     for group in stream.sources.groups:
         group[:] = [(source, replace(shard, rows=None)) for source, shard in group]
+    assert look_at_usable(stream).passes(100, 4, 0) == "; 100 steps pass over them 11.1 times", (
+        "as the source tells it"
+    )
+    for source in {id(source): source for source, _ in stream.sources.groups[0]}.values():
+        source.clips = None
     found = look_at_usable(stream)
     assert (found.rows, found.is_estimate, found.clips) == (None, True, 36)
-    assert ", as far as looked at; how many there are is not known beforehand: 4 without a text" in str(found)
+    assert ", so far read; the total is unknown: 4 without a text" in str(found)
     assert found.passes(100, 4, 0) == ""
 
 
@@ -98,7 +104,7 @@ def test_where_nothing_can_be_read_nothing_is_known(tmp_path: Path) -> None:
     stream = make_stream(str(manifest))
     manifest.unlink()
     found = look_at_usable(stream)
-    assert str(found) == "no row could be looked at, so what is left is not known"
+    assert str(found) == "no row could be read, so the amount of usable data is unknown"
     assert judge(found, 0.05) == (None, [])
 
 
@@ -118,7 +124,7 @@ def test_a_run_on_less_than_half_is_refused(
     arguments = tiny_run(data=data, training={"max_steps": 2, "save_steps": 2})
     line = f"training on 8 of 24 clips (0.1 of {sum(durations) / 60:.1f} min): 16 longer than data.max_duration "
     message = failed(1, *arguments)
-    assert "data.train: 67 % of the clips are left out." in message
+    assert "data.train: 77 % of the audio is left out." in message
     assert "data.allow_large_losses=true" in message
     assert line in message
     assert "2 steps pass over them 1.0 times" in message
@@ -132,11 +138,11 @@ def test_a_run_on_less_than_half_is_refused(
 
     said = failed(0, *arguments, "data.allow_large_losses=true")
     assert line in said
-    assert "67 % of the clips are left out" in said
+    assert "77 % of the audio is left out" in said
     # What was begun goes on, with a warning.
     again = failed(0, *arguments, "training.resume_from_checkpoint=true", "training.max_steps=3")
     assert line in again
-    assert "67 % of the clips are left out" in again
+    assert "77 % of the audio is left out" in again
 
 
 @pytest.mark.slow
@@ -144,6 +150,6 @@ def test_all_ranks_refuse_together(tiny_run: Any, clips: Path, tmp_path: Path) -
     data = {**ONLY_TRAIN, "max_duration": sorted(row["duration"] for row in read_lines(clips / "manifest.jsonl"))[7]}
     command = [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", TRAIN, *tiny_run(data=data)]
     said = start(command, expect=1).stderr
-    assert "% of the clips are left out. Mend the data" in said
+    assert "% of the audio is left out. Fix the data" in said
     done = start([*command, "data.allow_large_losses=true", "training.max_steps=4"])
     assert "4 steps pass over them" in done.stderr

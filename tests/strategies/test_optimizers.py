@@ -9,7 +9,7 @@ import torch
 from conftest import DETERMINISTIC, ONLY_TRAIN, read_lines
 
 from finetune.config.optimizers import BITSANDBYTES
-from finetune.strategies.optimizers import build_optimizer, describe_optimizer, parameter_groups
+from finetune.strategies.optimizers import build_optimizer, describe_optimizer, optimizer_in_words, parameter_groups
 
 
 class Net(torch.nn.Module):
@@ -107,6 +107,17 @@ def test_bytes_of_low_bit_states(without_compiler, name, bytes_per_parameter, dt
     parameters = sum(p.numel() for p in Net().parameters())
     assert told["optimizer_state_bytes"] / parameters < bytes_per_parameter
     assert told["optimizer_state_dtypes"][dtype] > 0.8 * told["optimizer_state_bytes"]
+
+
+def test_the_state_in_words():
+    weights = [torch.nn.Parameter(torch.ones(500_000, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
+    optimizer = torch.optim.AdamW(weights)
+    assert optimizer_in_words(optimizer) == "AdamW: no state"
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    words = "AdamW: 6.0 MB of state (4.0 MB float32, 2.0 MB bfloat16) on the CPU"
+    assert optimizer_in_words(optimizer) == words
 
 
 def test_lion_keeps_one_8bit_state():

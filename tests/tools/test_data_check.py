@@ -1,9 +1,14 @@
 """The command that reads a data set and reports on it."""
 
+import functools
+import http.server
 import json
 import os
 import re
 import signal
+import subprocess
+import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import soundfile
-from conftest import read_lines, write_manifest
+from conftest import ROOT, read_lines, write_manifest
 from stream_cases import RATE, ids, make_stream, read_epoch
 
 from finetune.check import main
@@ -66,7 +71,7 @@ def test_the_report(spoiled: Path, tmp_path: Path, capsys: Any) -> None:
     assert found == json.loads((out / "check.json").read_text())
     assert (found["rows"], found["clips"], found["bad"], found["duplicate_ids"]) == (40, 37, 2, 1)
     assert found["filtered"] == {"empty_text": 1}
-    assert found["problems"] == {"there is no file": 1, "another length than the row says": 1}
+    assert found["problems"] == {"without a file": 1, "of another length than the row says": 1}
     assert found["clips_by_language"] == {"en": 27, "fr": 10}
     seconds = sum(soundfile.info(spoiled.parent / f"{i}.flac").duration for i in range(40) if i not in (3, 5, 9))
     assert found["hours"] == pytest.approx(seconds / 3600, rel=1e-6)
@@ -113,7 +118,7 @@ def test_a_check_that_was_finished_reads_everything_again(spoiled: Path, tmp_pat
     soundfile.write(spoiled.parent / "gone.flac", np.zeros(RATE), RATE)
     main([*arguments, "--overwrite"])
     assert {p.get("id") for p in read_lines(tmp_path / "check" / "problems.jsonl")} == {"c9", None}
-    assert "there is no file" not in json.loads((tmp_path / "check" / "check.json").read_text())["problems"]
+    assert "without a file" not in json.loads((tmp_path / "check" / "check.json").read_text())["problems"]
 
 
 @pytest.mark.timeout(900)
@@ -123,6 +128,47 @@ def test_a_process_that_is_killed_ends_the_check(
     monkeypatch.setattr(inspection, "read_samples", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     assert main(["--data", str(spoiled), "--output-dir", str(tmp_path / "check"), "--workers", "2"]) == 1
     assert re.search(rf"a process was killed.*at {spoiled} line \d+.*fewer --workers", capsys.readouterr().err)
+
+
+@pytest.mark.timeout(300)
+def test_an_interrupted_check_goes_on(tmp_path: Path, capsys: Any) -> None:
+    """Ctrl-C at a terminal reaches the worker, too, which waits for audio here."""
+    for i in range(2):
+        soundfile.write(tmp_path / f"{i}.wav", np.full(RATE, i / 2), RATE)
+    asked, released = threading.Event(), threading.Event()
+
+    class Late(http.server.SimpleHTTPRequestHandler):
+        def send_head(self) -> Any:
+            asked.set()
+            released.wait()
+            return super().send_head()
+
+    late = functools.partial(Late, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), late) as server:
+        threading.Thread(target=server.serve_forever).start()
+        here = write_manifest(tmp_path / "here.jsonl", [{"audio_filepath": "0.wav", "text": "a"}])
+        row = {"audio_filepath": f"http://127.0.0.1:{server.server_port}/1.wav", "text": "b"}
+        arguments = ["--data", str(here), str(write_manifest(tmp_path / "there.jsonl", [row])), "--workers", "1"]
+        arguments += ["--output-dir", str(tmp_path / "check")]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "finetune.check", *arguments],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        assert asked.wait(200)
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.communicate()[1]
+        released.set()
+        assert main(arguments) == 0
+        server.shutdown()
+    assert process.returncode == 130
+    assert said.splitlines()[-1] == "interrupted: 1 of 2 shards are read; the same line goes on there"
+    assert "Traceback" not in said
+    printed = capsys.readouterr()
+    assert "goes on: 1 of 2 shards have been read before" in printed.err
+    assert "2 rows, 2 clips" in printed.out
 
 
 def test_parts_of_one_file_are_no_duplicates(tmp_path: Path) -> None:
@@ -237,7 +283,7 @@ def test_what_looks_wrong_in_texts_is_on_the_screen(lost_accents: Path, tmp_path
     said = capsys.readouterr().out
     for line in (
         "texts it: 10, of ",
-        "        2  texts with '?' inside or in place of letters: non so se sar? pronto",
+        "        2  texts with '?' inside or in place of letters: perch?no",
         "        1  texts with UTF-8 that was read as Latin-1: Questa \u00c3\u00a8 la citt\u00c3",
         "        1  texts with U+FFFD, a character that was lost: caf\ufffd",
         "        1  texts with two scripts in one word: p\u0430gina",
@@ -281,10 +327,24 @@ def test_rare_characters_have_an_example() -> None:
         "\u00c9t\u00e9\u2026 oui",
         "Что? Да",
         "l'\u00e9t\u00e9",
+        "le chat du voisin en sept.",
+        "du bist da",
+        "iki rytojaus",
+        "voi siete pronti, ho sete",
     ],
 )
 def test_nothing_is_wrong_with_these(text: str) -> None:
     assert list(findings(text)) == []
+
+
+def test_a_question_mark_before_a_small_letter_is_wrong_where_sentences_begin_with_capitals() -> None:
+    texts = Texts()
+    for text in ("come stai? bene", "perch?no"):
+        texts.add(text, "none")
+    lost = "'?' inside or in place of letters"
+    assert texts.suspicious() == [(lost, 1, "perch?no")]
+    texts.add("Non so se sar? pronto", "none")
+    assert texts.suspicious() == [(lost, 3, "perch?no")]
 
 
 def test_the_advice_of_a_problem_is_taken_by_the_same_command(
@@ -331,7 +391,7 @@ def test_an_earlier_result_is_not_written_over_unasked(
     result = tmp_path / "check" / "check.json"
     before = result.stat().st_mtime_ns
     assert main(arguments) == 2
-    assert "holds the result of a check. --overwrite writes over it" in capsys.readouterr().err
+    assert "holds the result of a check. --overwrite replaces it" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     for answer, code in (("n", 2), ("y", 0)):
         monkeypatch.setattr("builtins.input", lambda _, answer=answer: answer)
@@ -347,3 +407,17 @@ def test_settings_without_a_run_file(spoiled: Path, tmp_path: Path, capsys: Any)
     said = capsys.readouterr().out
     assert re.search(r"\n +\d+  longer than data.max_duration 1 s, such as c\d+\n", said)
     assert "with characters outside data.filters.alphabet_before_normalization, such as c4\n" in said
+
+
+def test_options_that_would_be_ignored_and_a_result_that_cannot_be_written(
+    spoiled: Path, tmp_path: Path, capsys: Any
+) -> None:
+    for option in ("--split", "--model", "--tokenizer"):
+        with pytest.raises(SystemExit):
+            main(["--config", "RUN.yaml", option, "x"])
+        assert f"{option} goes with --data" in capsys.readouterr().err
+    arguments = ["--data", str(spoiled), "--workers", "1", "--output-dir"]
+    assert main([*arguments, str(tmp_path / "check"), "--json", str(tmp_path / "none" / "c.json")]) == 1
+    assert f"error: --json: {tmp_path}/none/c.json cannot be written" in capsys.readouterr().err
+    assert main([*arguments, str(spoiled / "check")]) == 1
+    assert f"error: --output-dir: {spoiled}/check cannot be written" in capsys.readouterr().err

@@ -73,8 +73,8 @@ def test_all_that_is_wrong_with_the_data_is_said_at_once(tried, tiny_run, clips,
     assert "漢 6x" in said
     assert "the tokenizer has no piece for '字漢' (model.tokenizer.extend_from=DATA gives it pieces)" in said
     assert "14 of 24 clips decoded" in said
-    assert "quarantine takes 10: 6 the tokenizer has no piece (such as" in said
-    assert "4 there is no file (such as" in said
+    assert ", 10 unusable: 6 with characters the tokenizer lacks (such as" in said
+    assert "4 without a file (such as" in said
     assert "training on 14 of 24 clips" in said
     assert "10 clips would go to quarantine, which ends a run above data.max_bad_fraction=0.05" in said
     assert "% of the audio is left out" in said

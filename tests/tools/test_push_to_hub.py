@@ -304,3 +304,15 @@ def test_the_other_format_is_made_where_none_is_given(push, hub):
         assert name in said
     assert 'pipeline("automatic-speech-recognition"' in said
     assert hub.asked == []
+
+
+def test_an_interrupted_upload_says_how_things_are(capsys):
+    from finetune.tools.command_line import run_command
+    from finetune.tools.publishing.hub_upload import explained
+
+    def upload() -> int:
+        with explained("uploading to me/model", "Nothing was changed.", {"hf_secret"}):
+            raise KeyboardInterrupt("hf_secret")
+
+    assert run_command(upload) == 130
+    assert capsys.readouterr().err == "interrupted: uploading to me/model. Nothing was changed.\n"

@@ -1,20 +1,20 @@
-"""`parakeet-finetune split`: data divided by hashes into manifests that name the audio where it lies."""
+"""`parakeet-finetune split`: data split by hashes into manifests that name the audio where it lies."""
 
 import json
 import random
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 from conftest import read_lines, write_manifest
 from stream_cases import ids, make_stream, read_epoch
 
 from finetune.split import main
-from finetune.tools.splits import TEST, TRAIN, VALIDATION, assign
 
 PARTS = ("train", "validation", "test")
 
@@ -61,7 +61,7 @@ def test_equal_texts_stay_together_and_more_data_move_nothing(divide: Any, tmp_p
     found = json.loads((tmp_path / "split.json").read_text())["parts"]["test"]
     assert found["hours"] == pytest.approx(len(parts["test"]) * 2 / 3600)
     assert f"test        {len(parts['test']):>9}  {found['hours']:8.2f}  {100 * found['share']:.1f} %" in said
-    assert "the hash of the normalised text (1,000 texts); no column names speakers or sessions" in said
+    assert said.startswith("split by normalised text (1,000 texts); no column names speakers or sessions\n")
     block = yaml.safe_load(said[said.index("data:") : said.index("\nnext:")])
     assert block == {"data": {part: f"{tmp_path}/out/{part}.jsonl" for part in PARTS}}
     assert f"next: parakeet-finetune check --data {tmp_path}/out/train.jsonl" in said
@@ -79,8 +79,10 @@ def test_an_earlier_result_is_not_written_over(divide: Any, tmp_path: Path) -> N
     _, said = divide(2, rows_of(40))
     assert "train.jsonl" in said
     assert "--overwrite" in said
-    second, _ = divide(0, rows_of(400), "--test", "0%", "--overwrite")
-    assert "test" in first
+    second, said = divide(0, rows_of(400), "--test", "0%", "--validation", "5%", "--overwrite")
+    moved = names(second["train"]) & (names(first["test"]) | names(first["validation"]))
+    assert f"warning: {len(moved)} clips of the earlier validation and test are now in train" in said
+    assert len(moved) > 5
     assert "test" not in second
     data = tmp_path / "out" / "train.jsonl"
     assert main(["--data", str(data), "--output", str(tmp_path / "out"), "--overwrite"]) == 2
@@ -92,36 +94,109 @@ def test_by_speaker_where_a_column_names_them(divide: Any) -> None:
     parts, said = divide(0, rows)
     speakers = {part: {row["speaker_id"] for row in own} for part, own in parts.items()}
     assert not speakers["train"] & (speakers["test"] | speakers["validation"])
-    assert "the hash of speaker_id (200 of them)" in said
+    assert said.startswith("split by speaker_id (200 values)\n")
     assert "have a text that others speak in train: --by text" in said
     by_text, said = divide(0, rows, "--by", "text", folder="texts")
     assert by_text != parts
     assert "others speak" not in said
     few, said = divide(0, rows_of(2000, speaker_id=lambda i: i % 3), folder="few")
     assert few["test"]
-    assert "speaker_id names only 3, too few to keep apart: texts decide. --by speaker_id insists." in said
+    assert (
+        "speaker_id names only 3, too few to split by; splitting by text instead. --by speaker_id forces it." in said
+    )
     _, said = divide(2, rows_of(20), "--by", "singer", folder="no")
     assert "no row has a column 'singer'" in said
 
 
-def test_each_language_gets_its_share_where_it_has_enough() -> None:
-    for seed in range(20):
-        language_N = np.repeat([0, 1, 2], [4000, 40, 3])
-        group_N = np.random.default_rng(seed).integers(1, 2**64, len(language_N), dtype=np.uint64)
-        part_N, missing = assign(group_N, language_N, {TEST: 0.05, VALIDATION: 0.05})
-        for language, low, high in ((0, 140, 260), (1, 1, 9)):
-            for part in (TEST, VALIDATION):
-                assert low <= int((part_N[language_N == language] == part).sum()) <= high
-        own = {(2, part) for part in (TEST, VALIDATION) if not (part_N[language_N == 2] == part).any()}
-        assert set(missing) == own
-        assert (part_N[language_N == 1] == TRAIN).sum() > 20
+def test_a_small_set_that_grows_moves_no_clip(divide: Any) -> None:
+    def rows(count: int) -> list[dict[str, Any]]:
+        return [{"audio_filepath": f"{i}.wav", "text": f"words {i}", "duration": 1.0} for i in range(count)]
+
+    nothing, said = divide(2, rows(40))
+    assert nothing == {}, "before anything is written"
+    assert "none of 40 texts falls into validation; take --test 5% --validation 6%." in said
+    shares = ("--test", "5%", "--validation", "6%")
+    parts, _ = divide(0, rows(40), *shares)
+    more, _ = divide(0, rows(80), *shares, folder="more")
+    assert sorted(map(len, parts.values()))[0] >= 1
+    for part, own in parts.items():
+        assert names(own) <= names(more[part]), part
+
+
+def test_each_language_gets_its_share_and_those_without_are_named(divide: Any) -> None:
+    texts = [("it", f"parola {i}") for i in range(3000)] + [("fi", f"words {i}") for i in range(40)] + [("sv", "hej")]
+    rows = [{"audio_filepath": f"{i}.wav", "text": t, "lang": c, "duration": 1.0} for i, (c, t) in enumerate(texts)]
+    parts, said = divide(0, rows[:-1])
+    for part in PARTS[1:]:
+        assert sum(row["lang"] == "it" for row in parts[part]) == pytest.approx(150, abs=50)
+    advice = "--test 5% --validation 6%"
+    assert f"warning: fi: none of 40 texts falls into validation; take {advice}." in said
+    parts, said = divide(0, rows[:-1], *advice.split(), folder="again")
+    assert "none of" not in said
+    _, said = divide(0, rows, folder="one")
+    assert "warning: sv: none of 1 texts falls into train and validation; too few.\n" in said
+
+
+def test_nothing_is_written_where_nothing_is_left_to_train_on(divide: Any, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    before = write_manifest(tmp_path / "out" / "train.jsonl", [{"text": "an earlier one"}]).read_text()
+    for count, advice in (
+        (3, "2 texts falls into train; too few"),
+        (6, "3 texts falls into train; take smaller parts"),
+    ):
+        _, said = divide(2, rows_of(count), "--test", "49.9%", "--validation", "50%", "--overwrite")
+        assert f"none of {advice}." in said
+    _, said = divide(2, rows_of(30, speaker="a"), "--by", "speaker", "--overwrite")
+    assert re.search("none of 1 speaker falls into validation and test; take --by text.", said)
+    assert (tmp_path / "out" / "train.jsonl").read_text() == before
+
+
+def test_what_is_printed_is_typed_as_it_stands(divide: Any) -> None:
+    """Options for more data repeat the split, with several columns of speakers too; paths are quoted."""
+    rows = [row | {("speaker", "session")[i % 2]: f"s{i % 100}"} for i, row in enumerate(rows_of(2000))]
+    for count in (2000, 1990):  # an odd share of clips
+        parts, said = divide(0, rows[:count], "--test", "77", folder=f"a folder {count}")
+        assert (
+            f"next: parakeet-finetune check --data '{Path(parts['train'][0]['audio_filepath']).parents[1]}/a folder"
+            in said
+        )
+        again = shlex.split(re.search("to split more data the same way: (.*)", said)[1])
+        more, _ = divide(0, rows[:count], *again, folder=f"more{count}")
+        assert more == parts
+
+
+def test_rows_without_words_stay_where_they_are(divide: Any) -> None:
+    rows = rows_of(300, text=lambda i: "...")
+    parts, _ = divide(0, rows)
+    again, _ = divide(0, rows_of(100) + rows, folder="again")
+    for part, own in parts.items():
+        assert names(own) == names([row for row in again[part] if row["text"] == "..."])
+
+
+def test_what_cannot_be_read_or_written_is_said(divide: Any, tmp_path: Path, capsys: Any) -> None:
+    def said(*arguments: str) -> str:
+        assert main(["--output", str(tmp_path / "out"), *arguments]) in (1, 2)
+        return capsys.readouterr().err
+
+    assert "--data: no mapping in YAML" in said("--data", "{path: a.jsonl")
+    manifest = str(write_manifest(tmp_path / "m.jsonl", [{"audio_filepath": "a.wav", "text": "a"}]))
+    (tmp_path / "a.tar").write_bytes(b"no archive" * 100)
+    tarred = json.dumps({"path": manifest, "tarred_audio": str(tmp_path / "a.tar")})
+    assert re.search(
+        "--data: .*a.tar cannot be read from row 0 on: ReadError", said("--data", tarred, "--write-audio")
+    )
+    _, text = divide(1, rows_of(400), "--json", str(tmp_path / "none" / "split.json"))
+    assert f"--json: {tmp_path}/none/split.json cannot be written" in text
+    (tmp_path / "file").write_text("")
+    _, text = divide(1, rows_of(400), folder="file/out")
+    assert f"--output: {tmp_path}/file/out cannot be written" in text
 
 
 def test_counts_and_hours(divide: Any) -> None:
     parts, said = divide(0, rows_of(4000), "--validation", "400", "--test", "0.4h")
     assert len(parts["validation"]) == pytest.approx(400, rel=0.25)
     assert len(parts["test"]) == pytest.approx(720, rel=0.25)
-    assert "to divide more data in the same way: --by text --validation 10% --test 18%" in said
+    assert "to split more data the same way: --by text --validation 10% --test 18%" in said
     _, said = divide(2, rows_of(40), "--test", "40", folder="no")
     assert "something for each part" in said
     for wrong in ("0.05", "120%", "many", "-1"):
@@ -132,7 +207,7 @@ def test_counts_and_hours(divide: Any) -> None:
 def test_rows_without_a_text_are_named(divide: Any, tmp_path: Path) -> None:
     rows: list[Any] = rows_of(200)
     rows[3], rows[7] = "not json", {**rows[7], "text": None}
-    parts, said = divide(0, rows)
+    parts, said = divide(0, rows, "--test", "10%")
     assert sum(map(len, parts.values())) == 198
     assert (
         f"2 rows are in no part: 1 the line is not valid JSON, 1 no text, such as {tmp_path}/all.jsonl line 4" in said
@@ -156,7 +231,7 @@ def test_parts_of_other_sources_train_as_before(corpus: Path, tmp_path: Path, ca
 
     renamed = [{"audio_filepath": f"clip{i:02d}.flac", "said": f"text {i}"} for i in range(40)]
     source = {"path": str(write_manifest(corpus / "said.jsonl", renamed)), "text_column": "said", "language": "sv"}
-    assert main(["--data", json.dumps(source), "--output", str(tmp_path / "second")]) == 0
+    assert main(["--data", json.dumps(source), "--output", str(tmp_path / "second"), "--validation", "10%"]) == 0
     batches = read_epoch(make_stream([str(tmp_path / "second" / f"{part}.jsonl") for part in PARTS], shuffle=False))
     assert [q for b in batches for q in b.quarantined] == []
     assert sorted(text for b in batches for text in b.texts) == sorted(row["said"] for row in renamed)
@@ -168,18 +243,19 @@ def test_parts_of_other_sources_train_as_before(corpus: Path, tmp_path: Path, ca
 def test_a_folder_of_audio_with_a_table_of_texts(corpus: Path, tmp_path: Path, capsys: Any) -> None:
     for i in range(40):
         (tmp_path / f"{i}.flac").write_bytes((corpus / f"clip{i:02d}.flac").read_bytes())
-    table = "".join(f"{i}.flac,words {i},speaker {i % 20}\n" for i in range(40))
-    (tmp_path / "metadata.csv").write_text(f"file_name,transcription,client_id\n{table}")
+    table = "".join(f"{i}.flac,words {i},speaker {i % 20},0.01\n" for i in range(40))
+    (tmp_path / "metadata.csv").write_text(f"file_name,transcription,client_id,duration\n{table}")
     assert main(["--data", str(tmp_path), "--output", str(tmp_path / "out"), "--test", "20%"]) == 0
-    assert "the hash of client_id (20 of them)" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("split by client_id (20 values)\n")
     rows = [row for part in PARTS for row in read_lines(tmp_path / "out" / f"{part}.jsonl")]
+    assert not any("duration" in row for row in rows), "which cuts the audio that a manifest names"
     assert sorted((row["audio_filepath"], row["text"], row["client_id"]) for row in rows) == sorted(
         (str(tmp_path / f"{i}.flac"), f"words {i}", f"speaker {i % 20}") for i in range(40)
     )
 
 
 def test_as_a_module_of_the_data(tmp_path: Path) -> None:
-    data = write_manifest(tmp_path / "all.jsonl", rows_of(100))
+    data = write_manifest(tmp_path / "all.jsonl", rows_of(400))
     command = [sys.executable, "-m", "finetune.data.split", "--data", str(data), "--output", str(tmp_path / "out")]
     done = subprocess.run([*command, "--validation", "5%", "--test", "5%"], capture_output=True, text=True, check=True)
     assert "data:\n  train:" in done.stdout

@@ -70,7 +70,7 @@ def test_batched_decoding_that_differs_is_said(run_train, tiny_run, monkeypatch,
         return hypotheses
 
     assert run_train(*tiny_run(data={"test": None})) == 0
-    assert "batched and single decoding agree" in capfd.readouterr().err
+    assert "single decoding" not in capfd.readouterr().err
     monkeypatch.setattr(recognise, "recognise_batch", first_clip_right)
     assert run_train(*tiny_run("training.overwrite_output_dir=true", data={"test": None})) == 0
     assert "batched decoding differs from single decoding on 3 of 4 clips" in capfd.readouterr().err

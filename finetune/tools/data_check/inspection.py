@@ -9,11 +9,10 @@ import hashlib
 import json
 import logging
 import math
-import multiprocessing
 import os
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +28,8 @@ from finetune.config.tokenizer_setting import tokenizer_setting
 from finetune.data.audio_root import check_root
 from finetune.data.batching import BatchLimits, Buffer, Entry
 from finetune.data.filters import FilteredUtterance, in_words, level
-from finetune.data.leave_out import DUPLICATE, hash_of
+from finetune.data.leave_out import DUPLICATE, LeaveOut, hash_of
+from finetune.data.leave_out import REASONS as LEFT_OUT
 from finetune.data.options import StreamOptions
 from finetune.data.overlap import EVALUATION_SETS, HeldOut, Overlap, hold_out
 from finetune.data.quarantine import BadUtterance, kind_of
@@ -39,7 +39,7 @@ from finetune.data.run_file import DEFAULT_SPLIT, train_limits, with_filters
 from finetune.data.shards import Row, Shard
 from finetune.data.sources import OpenSource, Source, open_source, parse_sources
 from finetune.data.utterances import LONGEST_TEXT, examine, read_samples, row_id, row_language, text_encoder
-from finetune.data.worker_lifetime import ends_with_this_process
+from finetune.data.worker_lifetime import task_processes
 from finetune.durable_files import write_text
 from finetune.errors import UserError
 from finetune.tools.data_check.texts import Texts, lines_about
@@ -108,6 +108,7 @@ def _work_on(config: RunConfig, key: str, split: str, folder: Path) -> Work:
         shuffle_buffer_size=d.shuffle_buffer_size,
         text_normalization=d.text_normalization,
         check_durations=True,
+        leave_out=LeaveOut(d.leave_out, "data.leave_out") if d.leave_out else None,
     )
     sources = with_filters([replace(s, root=root) for s in sources], d)
     model = None if config.model.name == NO_MODEL else config.model.name
@@ -151,7 +152,14 @@ def inspect_shard(index: int) -> Path:
     file = work.parts / f"{index:06d}.json"
     if file.is_file() and json.loads(file.read_text(encoding="utf-8"))["error"] is None:
         return file
-    found: dict[str, Any] = {"rows": 0, "filtered": Counter(), "problems": [], "in_common": [], "error": None}
+    found: dict[str, Any] = {
+        "rows": 0,
+        "filtered": Counter(),
+        "problems": [],
+        "in_common": [],
+        "left_out": [],
+        "error": None,
+    }
     examples: dict[str, str] = {}
     texts: dict[str, Texts] = defaultdict(Texts)
     clips: list[dict[str, Any]] = []
@@ -171,6 +179,8 @@ def inspect_shard(index: int) -> Path:
                     raise FilteredUtterance("more_tokens_than_frames")
             except FilteredUtterance as reason:
                 found["filtered"][str(reason)] += 1
+                if str(reason) in LEFT_OUT:  # stays in the list, which may replace the one that was read
+                    found["left_out"].append((number, str(reason)))
                 examples.setdefault(str(reason), row_id(source, place, row))
                 continue
             except BadUtterance as reason:
@@ -327,37 +337,44 @@ def inspect(work: Work, folder: Path, workers: int) -> dict[str, Any]:
         for language, own in texts.items()
     }
     found["said"] = [line for language, own in texts.items() for line in lines_about(language, own, len(texts))]
-    common = Overlap(work.held or HeldOut(), found["rows"])
+    common = Overlap(work.held or HeldOut(), found["clips"])
+    for file, (_, shard) in zip(files, work.shards, strict=True):
+        for row, hits in json.loads(file.read_text(encoding="utf-8"))["in_common"]:
+            common.add(hits, shard.place(row))
     with (folder / "problems.jsonl").open("w", encoding="utf-8", errors="backslashreplace") as out:
         for index, (file, (_, shard)) in enumerate(zip(files, work.shards, strict=True)):
             part = json.loads(file.read_text(encoding="utf-8"))
             problems = part["problems"]
             for row, hits in part["in_common"]:
-                place = shard.place(row)
-                common.add(hits, place)
-                splits = dict.fromkeys(common.held.rows[held].split for held, kind in hits if kind != "text")
-                problems += [{"source": place, "reason": f"stands in data.{', '.join(splits)}"}] if splits else []
-            problems += [{"source": shard.place(row), "reason": DUPLICATE} for row in duplicates.get(index, ())]
+                if splits := common.sets_of(hits):
+                    problems.append({"source": shard.place(row), "reason": f"also in data.{', '.join(splits)}"})
+            again = [*part["left_out"], *((row, DUPLICATE) for row in duplicates.get(index, ()))]
+            problems += [{"source": shard.place(row), "reason": reason} for row, reason in again]
             out.writelines(json.dumps(problem, ensure_ascii=False) + "\n" for problem in problems)
     found["in_common"] = common.by_set()
     found["same_clips"], found["same_texts"] = common.said()
+    listed = shlex.quote(f"data.leave_out={folder / 'problems.jsonl'}")
+    found["way_out"] = common.way_out(work.sources, f"add {listed} to train without these clips")
     return found
 
 
 def read_all(work: Work, workers: int) -> list[Path]:
     """Inspect all shards in parallel; return their parts in order."""
     shards, files = work.shards, []
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), ends_with_this_process()) as pool:
-        parts = pool.map(inspect_shard, range(len(shards)))
-        try:
+    try:
+        with task_processes(workers) as pool:
+            parts = pool.map(inspect_shard, range(len(shards)))
             for part in tqdm(parts, total=len(shards), desc="check", unit="shard"):
                 files.append(part)
-        except BrokenProcessPool as error:
-            raise UserError(
-                f"a process was killed, most likely for want of memory, at {shards[len(files)][1].place(0)} or in one "
-                f"of the {workers} shards behind it. What has been read is kept: start again, with fewer --workers.",
-                exit_code=1,
-            ) from error
+    except KeyboardInterrupt:
+        read = len([*work.parts.glob("*.json")])
+        raise KeyboardInterrupt(f"{read} of {len(shards)} shards are read; the same line goes on there") from None
+    except BrokenProcessPool as error:
+        raise UserError(
+            f"a process was killed, most likely for want of memory, at {shards[len(files)][1].place(0)} or in one "
+            f"of the {workers} shards behind it. What has been read is kept: start again, with fewer --workers.",
+            exit_code=1,
+        ) from error
     return files
 
 
@@ -369,7 +386,9 @@ def begin(work: Work) -> int:
     filters = [(source.filters.model_dump(), source.source.model_dump()) for source in work.sources]
     options = work.options
     held = [(row.split, row.place, row.text) for row in work.held.rows] if work.held else []
-    key = json.dumps([shards, held, filters, options.text_normalization, options.sample_rate, work.model], default=str)
+    left_out = hashlib.sha256(options.leave_out.hashes.tobytes()).hexdigest() if options.leave_out else None
+    settings = [options.text_normalization, options.sample_rate, left_out]
+    key = json.dumps([shards, held, filters, settings, work.model], default=str)
     mark = work.parts / "of.txt"
     digest = hashlib.sha256(key.encode()).hexdigest()
     work.parts.mkdir(parents=True, exist_ok=True)

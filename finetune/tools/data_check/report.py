@@ -30,7 +30,7 @@ img { max-width: 100%; }
 <h2>What would be left out</h2>{{ table(("reason", "clips", "such as"), left_out) }}
 <h2>What cannot be used</h2>{{ table(("reason", "clips", "such as"), bad_ones) }}
 {% for line in same_clips + same_texts %}<p><b>{{ line }}</b></p>{% endfor %}
-<p>Each clip stands in problems.jsonl, which `data.leave_out` takes.</p>
+<p>problems.jsonl lists each clip; `data.leave_out` takes it.</p>
 {% for language, own in texts.items() %}<h2>Texts: {{ language }}</h2>
 {{ table(("what looks wrong", "texts", "such as"), own.suspicious) }}
 {{ table(("character", "times", "such as"), own.rows) }}

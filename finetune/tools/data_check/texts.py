@@ -15,17 +15,17 @@ RARE = 1e-3  # share of a language's characters below which one is listed with a
 LISTED = 20  # of the rare characters, on the screen, over all languages
 
 NUMBER_WORDS = (
-    "two three five seven eight nine hundred zwei drei fünf sieben acht hundert deux trois cinq sept huit "
-    "cinco siete ocho ciento cinque dieci cento três sete oito twee drie vijf zeven acht honderd "
-    "dwa trzy pięć siedem osiem två fem sju åtta hundra syv otte kaksi kolme viisi seitsemän kahdeksan sata "
+    "two three five seven eight nine hundred zwei drei fünf sieben acht hundert deux trois cinq huit "
+    "cinco ocho ciento cinque dieci cento três oito twee drie vijf zeven acht honderd "
+    "dwa trzy pięć siedem osiem två fem sju åtta hundra syv otte kaksi kolme seitsemän kahdeksan "
     "dva tři pět päť sedm sedem osm osem două trei cinci șapte három öt nyolc száz два три пять семь восемь "
-    "сто п'ять сім вісім δύο τρία πέντε επτά οκτώ εκατό viis seitse kaheksa divi trīs pieci du trys penki iki üç beş"
+    "сто п'ять сім вісім δύο τρία πέντε επτά οκτώ εκατό seitse kaheksa divi trīs pieci trys penki üç beş"
 )
-"""Of the languages of Parakeet's European models, and a few more."""
+"""Of the languages of Parakeet's European models, and a few more: those that are no other word in any of them."""
 
 _LEADS = "\u00c2-\u00c5\u00ce-\u00d1\u00d7-\u00d9"
 _FOLLOWING = "\u0080-\u00bf" + bytes(set(range(0x80, 0xA0)) - {0x81, 0x8D, 0x8F, 0x90, 0x9D}).decode("cp1252")
-QUESTION = "'?' inside or in place of letters"
+QUESTION, BEFORE_SMALL = "'?' inside or in place of letters", "'?' before a small letter"
 PATTERNS = {
     QUESTION: re.compile(
         r"[^\W\d_]\?+[^\W\d_]"  # perch?no
@@ -53,7 +53,7 @@ def findings(text: str) -> Iterator[tuple[str, int]]:
         if found := pattern.search(text):
             yield name, found.start()
         elif name == QUESTION and (places := [m for m in WITHIN_A_SENTENCE.finditer(text) if m[1].islower()]):
-            yield name, places[0].start()
+            yield BEFORE_SMALL, places[0].start()
     if text.isupper() and sum(map(str.isalpha, text)) >= CAPITAL_LETTERS:
         yield CAPITALS, 0
     if found := DIGIT.search(text):
@@ -105,8 +105,13 @@ class Texts:
         self.examples = part["examples"] | self.examples
 
     def suspicious(self) -> list[tuple[str, int, str]]:
-        """Return what looks wrong, in how many texts, with an example; digits only beside number words."""
+        """Return what looks wrong, in how many texts, with an example: digits only beside number words, and a '?'
+        before a small letter only where sentences begin with capitals."""
         found = dict(self.found.most_common())
+        capitals = sum(n for c, n in self.characters.items() if c.isupper())
+        if (small := found.pop(BEFORE_SMALL, 0)) and capitals > RARE * self.characters.total():
+            found[QUESTION] = found.get(QUESTION, 0) + small
+            self.examples.setdefault(QUESTION, self.examples[BEFORE_SMALL])
         digits, words = found.pop(DIGITS, 0), found.pop(WORDS, 0)
         rows = [(name, n, self.examples[name]) for name, n in found.items()]
         if digits and words:

@@ -18,6 +18,7 @@ from finetune.models.huggingface.writing import check_expressible, check_texts, 
 from finetune.models.loading import check_hub_name, load_model
 from finetune.models.nemo import import_nemo, set_head
 from finetune.models.nemo_archive import NemoFile, archive_of, read_nemo, save_nemo
+from finetune.paths import check_access
 from finetune.security.documents import read_settings
 from finetune.tools.export import CLIPS, TOLERANCE
 from finetune.tools.export.equal_texts import (
@@ -45,6 +46,7 @@ def nemo_file(name: str, folder: Path) -> Path:
     Raises:
         UserError: there is none.
     """
+    check_access(name, "--model")
     path = Path(name)
     if (archive := archive_of(path, "--model")) is not None:
         return archive

@@ -4,10 +4,9 @@ import functools
 import hashlib
 import json
 import logging
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from importlib import metadata
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 
+from finetune.data.worker_lifetime import begin_task_process, task_processes
 from finetune.errors import UserError
 from finetune.models.nemo import import_nemo
 from finetune.paths import ROOT
@@ -125,8 +125,7 @@ def _follow_missing(
         return
     import_nemo()  # once, before the processes fork
     workers = min(os.cpu_count() or 1, len(missing), MOST_WORKERS)
-    context = multiprocessing.get_context("fork")  # even for one: its autograd threads would forbid later forks
-    with ProcessPoolExecutor(workers, context, torch.set_num_threads, (1,)) as pool:
+    with task_processes(workers, _begin) as pool:  # even for one: its autograd threads would forbid later forks
         futures = {pool.submit(_follow, layout, kind, lengths, tokens_a_second): key for key, kind in missing.items()}
         for future in as_completed(futures):
             try:
@@ -134,6 +133,11 @@ def _follow_missing(
             except BrokenProcessPool:
                 reason = f"{CANNOT}the process that did was killed (is there memory enough on this machine?)"
                 yield futures[future], reason
+
+
+def _begin(parent: int) -> None:
+    begin_task_process(parent)
+    torch.set_num_threads(1)
 
 
 _follower = functools.lru_cache(maxsize=1)(Follower)

@@ -26,7 +26,7 @@ from finetune.models.nemo import import_nemo
 from finetune.models.nemo_archive import NOT_BUILT, archive_of, check_model_config, read_config, vocabulary_in
 from finetune.models.protocols import AsrModel, Decoding
 from finetune.models.sentencepiece_model import parse
-from finetune.paths import ROOT, near_path
+from finetune.paths import ROOT, check_access, near_path
 from finetune.security.documents import read_settings, resolved
 
 # Hub names whose layout is shipped, with the number of their tokens.
@@ -90,6 +90,7 @@ def read_layout(name: str, tokenizer: str | None = None) -> Layout:
     Raises:
         UserError: nothing is found under the name that says what the model looks like.
     """
+    check_access(name, "model.name")
     path = Path(name)
     on_hub = name.count("/") == 1 and not path.exists()
     archive = cached_archive(name) if on_hub else archive_of(path)

@@ -203,7 +203,7 @@ def _try_worst_batches(trainer: Trainer, recovery: MemoryRecovery) -> None:
                 module.training = training
             trainer.optimizer.zero_grad()
     trainer.progress.restore(progress)
-    log.info("auto batch: the worst batches fit (%d clips looked at)", survey.looked)
+    log.info("auto batch: the worst batches fit (of %d clips that were read)", survey.looked)
 
 
 def _state_bytes(trainer: Trainer) -> int:

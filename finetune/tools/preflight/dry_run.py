@@ -46,7 +46,7 @@ from finetune.training.data import make_stream, prompts_of_rows
 from finetune.training.trainer import Trainer
 
 TEXTS, TEXT_SECONDS = 1000, 20.0
-OVERLAP_SECONDS = 300.0
+OVERLAP_SECONDS, OVERLAP_SECONDS_WITH_AUDIO = 300.0, 30.0
 CLIPS = 200
 EVALUATED = 20
 SHUFFLE_BUFFER = 64  # utterances of each worker, in place of the run's buffer, which takes long to fill
@@ -145,7 +145,9 @@ class DryRun:
         return line, {"in_common": sets}
 
     def _overlap(self) -> tuple[str, list[dict[str, Any]], list[str]]:
-        found = find_overlap(self.sources, self.config, OVERLAP_SECONDS)
+        with_audio = any(source.reads_audio for opened in self.sources.values() for source in opened)
+        seconds = OVERLAP_SECONDS_WITH_AUDIO if with_audio else OVERLAP_SECONDS
+        found = find_overlap(self.sources, self.config, seconds)
         sets, warnings = found.by_set(), warnings_about(found, self.sources, self.config)
         clips, texts = (sum(one[kind] for one in sets) for kind in ("same_clips", "same_texts"))
         line = f"{found.scope()} by row, file, id and text: {clips or 'no'} equal clips, {texts or 'no'} equal texts"
@@ -195,7 +197,7 @@ class DryRun:
                 seconds += length_of(source, row)
                 tokens += count
         if not texts:
-            raise UserError("data.train: not one text was found in the rows that were looked at.", exit_code=1)
+            raise UserError("data.train: not one text was found in the rows that were read.", exit_code=1)
         rate = tokens / seconds if seconds else None
         values = {
             "texts": texts,
@@ -282,14 +284,13 @@ class DryRun:
         quarantined = list(itertools.chain(*quarantined_R))
         rows = clips + len(quarantined) + filtered.total()
         bounds = [source.filters for source in with_filters(sources, self.settings.data)]
-        reasons = "".join(f", {n} {in_words(reason, bounds)}" for reason, n in filtered.most_common())
-        line = f"{clips} of {rows} clips decoded; filters take {filtered.total()}{reasons}; "
-        line += f"quarantine takes {len(quarantined)}"
+        line = f"{clips} of {rows} clips decoded"
+        line += "".join(f", {n} {in_words(reason, bounds)}" for reason, n in filtered.most_common())
         if quarantined:
             kinds = Reasons()
             for record in quarantined:
                 kinds.add(kind_of(record["reason"]), record["id"])
-            line += f": {kinds}; {quarantined[0]['id']}: {quarantined[0]['reason']}"
+            line += f", {len(quarantined)} unusable: {kinds}; {quarantined[0]['id']}: {quarantined[0]['reason']}"
         if not clips:
             raise UserError(f"data.train: no clip is left to train on: {line}", exit_code=1)
         limit = self.settings.data.max_bad_fraction

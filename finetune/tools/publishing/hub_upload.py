@@ -123,17 +123,20 @@ def explained(what: str, after: str | Callable[[], str], secrets: Set[str]) -> I
         secrets: values that must not be in the message.
 
     Raises:
-        UserError: the request failed or was interrupted.
+        UserError: the request failed.
+        KeyboardInterrupt: it was interrupted; with the message.
     """
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        happened = "was interrupted." if isinstance(error, KeyboardInterrupt) else f"failed: {_reason(error)}"
-        text = f"{what} {happened} {after if isinstance(after, str) else after()}"
+        interrupted = isinstance(error, KeyboardInterrupt)
+        failed = "." if interrupted else f" failed: {_reason(error)}"
+        text = f"{what}{failed} {after if isinstance(after, str) else after()}"
+        text = clean_text(text, frozenset(secrets), personal=False)
     else:
         return
     # No chain: the causes may show headers.
-    raise UserError(clean_text(text, frozenset(secrets), personal=False), exit_code=1) from None
+    raise KeyboardInterrupt(text) if interrupted else UserError(text, exit_code=1) from None
 
 
 def _reason(error: BaseException) -> str:

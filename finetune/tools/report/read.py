@@ -1,5 +1,6 @@
 """Read the folder of a run, finished, going or dead: what is missing or half written is left out."""
 
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -231,7 +232,7 @@ def read_run(folder: Path) -> Run:
 
 def is_run(folder: Path) -> bool:
     """Return whether a run began in this folder."""
-    return any((folder / name).is_file() for name in ("config.yaml", "metrics.jsonl", "summary.json"))
+    return any(os.path.isfile(folder / name) for name in ("config.yaml", "metrics.jsonl", "summary.json"))
 
 
 def stage_folders(folder: Path) -> list[Path]:
