@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -59,6 +60,15 @@ def tiny_layout(dropout: float = 0.1) -> dict[str, Any]:
     model["preprocessor"]["dither"] = 0.0  # its noise would hide small differences
     model["tokenizer"]["dir"] = str(TOKENIZER)
     return layout
+
+
+def own_port(launcher: str) -> list[str]:
+    """The option with which ranks of accelerate or deepspeed meet at a free port: all would take 29500, and tests that
+    run side by side would stop each other."""
+    option = {"accelerate": "--main_process_port", "deepspeed": "--master_port"}.get(launcher)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return [option, str(probe.getsockname()[1])] if option else []
 
 
 @pytest.fixture(scope="session")

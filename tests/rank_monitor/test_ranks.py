@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, read_lines
+from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, own_port, read_lines
 from launching import BIN, TRAIN, curve, start, summary
 
 from finetune.rank_monitor.client import MONITOR
@@ -350,9 +350,9 @@ def launch(how: str, count: int = 2, *options: str) -> list[str]:
     if how == "torchrun":
         return [str(BIN / "torchrun"), "--standalone", *options, "--nproc_per_node", str(count)]
     if how == "deepspeed":
-        return [str(BIN / "deepspeed"), f"--num_gpus={count}"]
+        return [str(BIN / "deepspeed"), f"--num_gpus={count}", *own_port("deepspeed")]
     words = ["launch", "--multi_gpu", "--num_processes", str(count), "--num_machines", "1", "--mixed_precision", "no"]
-    return [str(BIN / "accelerate"), *words, "--dynamo_backend", "no"]
+    return [str(BIN / "accelerate"), *words, "--dynamo_backend", "no", *own_port("accelerate")]
 
 
 def fault_of(

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from conftest import DETERMINISTIC, ROOT, read_lines
+from conftest import DETERMINISTIC, ROOT, own_port, read_lines
 from engine_cases import NOTHING_STAYS, SAVED, STEPS, UNSHUFFLED, evaluated, reference
 from launching import BIN, TRAIN, start, summary
 
@@ -249,7 +249,7 @@ def test_offload(trainings, clips, bare_zero3, tmp_path):
 def test_launchers(launch, strategy, tiny_run, tmp_path):
     arguments = tiny_run(model=DETERMINISTIC, data=UNSHUFFLED | {"validation": None}, training={"eval_steps": 0})
     named = [] if any(word.endswith(".yaml") for word in launch) else ["--strategy", strategy]
-    start([str(BIN / launch[0]), *launch[1:], TRAIN, *arguments, *named], cwd=ROOT)
+    start([str(BIN / launch[0]), *launch[1:], *own_port(launch[0]), TRAIN, *arguments, *named], cwd=ROOT)
     told = summary(tmp_path / "run")
     assert (told["strategy"], told["steps"]) == ([strategy], 2)
     assert told["world_size"] == (1 if launch == ["accelerate", "launch"] else 2)
