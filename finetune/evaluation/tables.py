@@ -28,7 +28,8 @@ def print_rates(result: dict[str, Any]) -> None:
     """
     widths = (7, 16, 7, 16, 6, 6, 6, 7, 6)
     _print_row("language", ("WER %", "95 %", "CER %", "95 %", "sub", "del", "ins", "words", "clips"), widths)
-    for name, r in [*result["by_language"].items(), ("all", result)]:
+    languages = result["by_language"].items() if len(result["by_language"]) > 1 else []
+    for name, r in [*languages, ("all", result)]:
         rates = (
             _percent(r["wer"]),
             _interval(r.get("wer_interval")),

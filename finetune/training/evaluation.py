@@ -374,8 +374,9 @@ def log_evaluation(step: int, split: str, wer: WerAccumulator) -> None:
     if rates["wer"] is None:
         log.warning("evaluation of %s: no clip with words in it", split)
         return
-    languages = " ".join(f"{n} {c.rates()['wer']:.3f}" for n, c in sorted(wer.by_language.items()) if c.words)
-    figures = f"WER {rates['wer']:.3f} CER {rates['cer']:.3f} ({languages}) on {rates['clips']} clips"
+    languages = [f"{n} {c.rates()['wer']:.3f}" for n, c in sorted(wer.by_language.items()) if c.words]
+    each = f" ({' '.join(languages)})" if len(languages) > 1 else ""
+    figures = f"WER {rates['wer']:.3f} CER {rates['cer']:.3f}{each} on {rates['clips']} clips"
     log.info("step %d %s: %s", step, split, figures)
     if wer.left_out:
         log.info("  %d clips of %s have no reference after normalisation and are left out", wer.left_out, split)

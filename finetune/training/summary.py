@@ -140,9 +140,8 @@ def log_result(
             log.info("  %s", _describe_change(found[judged]))
         by_language = found.get(judged, {}).get("by_language", {})
         for name, pair in summary["wer_by_language"].items():
-            if None not in pair.values():
-                several = len(by_language) > 1 and name in by_language
-                change = f": {_describe_change(by_language[name])}" if several else ""
+            if None not in pair.values() and len(summary["wer_by_language"]) > 1:
+                change = f": {_describe_change(by_language[name])}" if name in by_language else ""
                 log.info("  %s: %.3f before, %.3f after%s", name, pair["before"], pair["after"], change)
     guard_before, guard_after = summary.get("guard_wer_before"), summary.get("guard_wer_after")
     if guard_before is not None and guard_after is not None:

@@ -67,7 +67,7 @@ def _columns(plan: Plan, rows: list[Row]) -> list[str]:
                 str(row.max_batch),
                 f"{row.max_batch_duration:.0f}",
                 _two_digits(row.seconds_per_step),
-                _two_digits(row.hours),
+                "<0.01" if row.hours is not None and row.hours < 0.01 else _two_digits(row.hours),
             ]
         )
     columns = [column for column in zip(*cells) if any(column[1:])]  # times are not always known

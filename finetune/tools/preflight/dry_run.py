@@ -345,7 +345,9 @@ class DryRun:
                 if bad:
                     self.warn(f"data.{split}: {len(bad)} clip(s) cannot be used, such as {bad[0]}")
                 if rate >= 1 and not self.settings.model.name.endswith((".yaml", ".yml")):
-                    self.warn(f"data.{split}: WER {rate:.2f} is that of a model that does not know this language")
+                    self.warn(
+                        f"data.{split}: WER {rate:.2f}: the model does not know this language yet, or the texts are others"
+                    )
         if not lines:
             self.warn("no data.validation: nothing can tell whether the model gets better")
             return "nothing to evaluate", {}

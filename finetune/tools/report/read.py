@@ -180,8 +180,9 @@ class Run:
         best = self.best(split)
         tested = (self.summary.get("significance") or {}).get(split) or {}
         tests = {**(tested.get("by_language") or {}), None: tested}
-        rates = {}
-        for language in [None, *sorted(name for name in {*base, *best} if name is not None)]:
+        rates, languages = {}, {*base, *best} - {None}
+        # A single one that no clip names says nothing that the row of all does not.
+        for language in [None, *(sorted(languages) if languages != {"unknown"} else ())]:
             before, after, test = base.get(language, {}), best.get(language, {}), tests.get(language, {})
             # Without a base model to compare with, the interval of the chosen one stands here only.
             whole = self.summary if language is None and split == self.judged_on else {}
