@@ -25,6 +25,7 @@ PROMPTS = ROOT / "examples" / "voice_prompts" / "data"
 LINKED = ("accelerate_configs", "ds_configs", "examples", "finetune", "scripts", "constraints.txt", "pyproject.toml")
 BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RUN_FILE = re.compile(r"^```yaml\n# (\S+\.yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PROGRESS = re.compile(r"\w+: +\d+(%\||clip )")
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -65,11 +66,11 @@ def output_of(command: str, folder: Path) -> str:
         env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
         check=False,
     )
-    lines = [ESCAPES.sub("", line.rpartition("\r")[2].rstrip()) for line in done.stdout.splitlines()]
-    text = "\n".join(line for line in lines if line).replace(f"{folder}/", "").replace(f"{ROOT}/", "")
+    lines = [ESCAPES.sub("", line.rpartition("\r")[2].rstrip()) for line in done.stdout.decode().split("\n")]
+    shown = [line for line in lines if line and not PROGRESS.match(line)]
+    text = "\n".join(shown).replace(f"{folder}/", "").replace(f"{ROOT}/", "")
     if done.returncode:
         raise SystemExit(f"{command}: exit code {done.returncode}\n{text}")
     return text + "\n" if text else ""

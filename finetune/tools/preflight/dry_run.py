@@ -345,9 +345,8 @@ class DryRun:
                 if bad:
                     self.warn(f"data.{split}: {len(bad)} clip(s) cannot be used, such as {bad[0]}")
                 if rate >= 1 and not self.settings.model.name.endswith((".yaml", ".yml")):
-                    self.warn(
-                        f"data.{split}: WER {rate:.2f}: the model does not know this language yet, or the texts are others"
-                    )
+                    why = "the model does not know this language yet, or these are not its texts"
+                    self.warn(f"data.{split}: WER {rate:.2f}: {why}")
         if not lines:
             self.warn("no data.validation: nothing can tell whether the model gets better")
             return "nothing to evaluate", {}
