@@ -13,6 +13,7 @@ data.validation, test or guard are also in data.train, 2 bad arguments.
 import argparse
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -116,7 +117,11 @@ def main(argv: list[str] | None = None) -> int:
         print(one_line(f"  {n:>7,}  bad, such as {found['examples'][kind]}"))
     if found["same_clips"]:
         print(found["way_out"])
-    return 1 if found["errors"] or found["same_clips"] or found["bad_fraction"] > found["max_bad_fraction"] else 0
+    if found["errors"] or found["same_clips"] or found["bad_fraction"] > found["max_bad_fraction"]:
+        return 1
+    run_file = shlex.quote(str(a.config)) if a.config else "RUN.yaml, with these data as its data.train"
+    print(f"next: parakeet-finetune plan --config {run_file}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -169,6 +169,7 @@ def test_an_interrupted_check_goes_on(tmp_path: Path, capsys: Any) -> None:
     printed = capsys.readouterr()
     assert "goes on: 1 of 2 shards have been read before" in printed.err
     assert "2 rows, 2 clips" in printed.out
+    assert printed.out.splitlines()[-1].startswith("next: parakeet-finetune plan --config RUN.yaml")
 
 
 def test_parts_of_one_file_are_no_duplicates(tmp_path: Path) -> None:
@@ -224,9 +225,10 @@ def test_a_check_goes_on_where_it_was_and_begins_anew_for_other_data(
     assert json.loads((out / "check.json").read_text())["rows"] == 10
 
 
-def test_with_a_run_file_its_filters_and_its_model(tiny_run: Any, tmp_path: Path) -> None:
+def test_with_a_run_file_its_filters_and_its_model(tiny_run: Any, tmp_path: Path, capsys: Any) -> None:
     run_file = tiny_run(data={"filters": {"max_tokens": 4}, "max_duration": 1.0})[1]
     assert main(["--config", run_file, "--output-dir", str(tmp_path / "check"), "--workers", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"next: parakeet-finetune plan --config {run_file}"
     found = json.loads((tmp_path / "check" / "check.json").read_text())
     assert found["filtered"]["more_than_max_tokens"] > 0
     assert found["rows"] == found["clips"] + sum(found["filtered"].values())

@@ -341,14 +341,18 @@ def test_an_unfinished_run_and_one_that_kept_the_base_say_so(finished_run, push,
 
 
 def test_evaluation_sets_that_share_clips_with_the_training_are_no_secret(finished_run, push, tmp_path):
-    allowed = copied(finished_run, tmp_path / "allowed")
-    settings = (allowed / "config.yaml").read_text(encoding="utf-8")
-    assert "allow_overlap: false" in settings
-    (allowed / "config.yaml").write_text(settings.replace("allow_overlap: false", "allow_overlap: true"))
-    arguments = ("--model", allowed, "--repo", REPO, "--base-licence", "mit")
-    assert "(data.allow_overlap): the error rates above may flatter it" in card_in(push(*arguments)[1])
-    assert report([str(allowed)]) == 0
-    assert "were allowed in the evaluation sets (data.allow_overlap)" in (allowed / "report.html").read_text()
+    run = copied(finished_run, tmp_path / "run")
+    arguments = ("--model", run, "--repo", REPO, "--base-licence", "mit")
+    settings = (run / "config.yaml").read_text(encoding="utf-8")
+    for allowed in (True, False):
+        was = "allow_overlap: true" in settings
+        settings = settings.replace(f"allow_overlap: {str(was).lower()}", f"allow_overlap: {str(allowed).lower()}")
+        (run / "config.yaml").write_text(settings, encoding="utf-8")
+        flattered = "(data.allow_overlap): the error rates above may flatter it"
+        assert (flattered in card_in(push(*arguments)[1])) is allowed
+        assert report([str(run)]) == 0
+        page = (run / "report.html").read_text(encoding="utf-8")
+        assert ("were allowed in the evaluation sets (data.allow_overlap)" in page) is allowed
 
 
 # ---- licences -------------------------------------------------------------------------------------------------------
