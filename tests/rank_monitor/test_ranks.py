@@ -509,6 +509,7 @@ def test_two_machines_as_network_namespaces(tiny_run, tmp_path):
     }
     arguments = tiny_run(model=DETERMINISTIC, data=ONLY_TRAIN, training=training)
     environment = {"WORK": str(tmp_path / "two"), "TRAIN_SCRIPT": FAULTY, "STEP_SECONDS": "0.1", "CUT_AFTER": "25"}
+    environment["LAUNCH_TIMEOUT"] = "1500"  # on a busy machine a launch takes minutes
     done = subprocess.run(
         ["bash", str(ROOT / "scripts" / "cluster" / "two_machines.sh"), *arguments, "--strategy", "ddp"],
         capture_output=True,
