@@ -465,7 +465,7 @@ def test_the_data_check_reads_texts_with_the_grown_tokenizer(grown_run: Any, cap
     from finetune import check
 
     arguments = grown_run("run")
-    assert check.main([*arguments[:2], "--json", str(tmp_path / "found.json")]) == 0
+    assert check.main([*arguments[:2], "--output-dir", str(tmp_path / "check")]) == 0
     assert not (tmp_path / "run").exists()
 
 

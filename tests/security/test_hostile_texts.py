@@ -195,13 +195,13 @@ def test_tables_of_commands_write_them_out(capsys):
     empty = {"wer": 0.5, "cer": 0.5, "substitutions": 1, "deletions": 0, "insertions": 0, "words": 2, "clips": 1}
     bad = [{"id": EVIL_ID, "reason": "x\x1b[2J\ny"}]
     result: dict[str, Any] = {
-        **empty, "by_language": {EVIL_LANGUAGE: empty}, "audio_seconds": 1.0, "rtfx": 1.0, "rtfx_whole": 1.0,
-        "left_out": 0, "normalization": "basic", "quarantined": bad,
+        **empty, "by_language": {EVIL_LANGUAGE: empty, "en": empty}, "audio_seconds": 1.0,
+        "rtfx": 1.0, "rtfx_whole": 1.0, "left_out": 0, "normalization": "basic", "quarantined": bad,
     }  # fmt: skip
     print_rates(result)
     said = capsys.readouterr().out
     assert not re.search("[\x00-\x09\x0b-\x1f\u202e\u2028]", said)
-    assert len(said.splitlines()) == 5
+    assert len(said.splitlines()) == 6
 
 
 def test_messages_and_tracebacks_hold_no_secret(monkeypatch, capsys):

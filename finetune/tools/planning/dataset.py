@@ -126,7 +126,7 @@ def sample(config: RunConfig) -> tuple[float | None, float | None, float | None,
     if not seconds:
         return None, None, None, f"none of {looked} rows of data.train has a text and a length to train on"
     clips = count_clips(sources, d.max_samples, d.skip_samples)
-    of = "" if clips is None or looked >= clips else f" of {clips:,}"  # a mixture's pass may have fewer
+    of = "" if clips is None or looked > clips else f" of {clips:,}"  # a mixture's pass may have fewer
     hours = None if clips is None else clips * kept / looked * seconds / kept / 3600
     # Rounded, so that a step which was followed with them is found again.
     rate = round(tokens / seconds, 1) if tokens else None
