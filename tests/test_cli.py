@@ -115,3 +115,21 @@ def test_a_command_runs_as_its_module_does(capsys):
     assert stop.value.code == 2
     assert "--gpus" in capsys.readouterr().err
     assert help_of("plan") != load("plan").make_parser().format_help()
+
+
+@pytest.mark.parametrize("command", ["check", "split", "tokenizer", "evaluate", "average", "export"])
+def test_a_split_that_would_choose_nothing_is_refused(command, tmp_path, capsys):
+    """By every command that takes --split, before it reads a model or writes anything."""
+    (tmp_path / "all.jsonl").write_text('{"audio_filepath": "a.wav", "duration": 1.0, "text": "a"}\n')
+    output = str(tmp_path / "out")
+    own = {
+        "check": ["--output-dir", output],
+        "split": ["--output", output],
+        "tokenizer": ["--size", "32", "--output", output],
+        "evaluate": ["--model", "a.nemo"],
+        "average": ["--models", "a.nemo", "b.nemo", "--output", output],
+        "export": ["--model", "a.nemo", "--to", "hf", "--output", output],
+    }[command]
+    assert main([command, "--data", str(tmp_path / "all.jsonl"), "--split", "test", *own]) == 2
+    assert "error: --split: `split` has no effect on " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

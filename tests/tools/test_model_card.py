@@ -204,7 +204,7 @@ def test_the_card_is_read_by_the_hubs_own_loader_and_says_what_the_run_measured(
     assert (data.library_name, data.pipeline_tag) == ("nemo", "automatic-speech-recognition")
     assert data.language == ["en", "fr", "de"]
     assert data.datasets == ["owner/calls"]
-    assert {"FastConformer", "TDT"} <= set(data.tags)
+    assert {"FastConformer", "Transducer", "TDT"} <= set(data.tags)
     summary = json.loads((finished_run / "summary.json").read_text())
     results = {(r.dataset_args or {}).get("language", "all"): r for r in data.eval_results if r.metric_type == "wer"}
     assert results["all"].metric_value == round(100 * summary["wer_after"], 2)
