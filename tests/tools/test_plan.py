@@ -241,15 +241,43 @@ def test_a_cache_that_cannot_be_written_is_done_without(tiny_memory, tmp_path, m
     assert cache.find("key") is None
 
 
+FOLLOW_TWICE = """
+import sys
+from pathlib import Path
+import torch
+from torch._subclasses import FakeTensorMode
+from finetune.config.load import load_config
+from finetune.tools.planning import cache
+from finetune.tools.planning.follow import Kind
+from finetune.tools.planning.layout import read_layout
+
+with FakeTensorMode():  # from here on, autograd starts threads
+    torch.ones(1)
+torch.ones(1, requires_grad=True).backward()
+config, _ = load_config(Path(sys.argv[1]), [], [])
+kinds = [Kind(config.model, precision, releases=False, cuda=False) for precision in ("bf16", "no")]
+for memory in cache.follow_all(read_layout(config.model.name), kinds, [1.5, 0.9, 0.45], 5.0):
+    print(type(memory).__name__)
+"""
+
+
+def test_steps_are_followed_where_autograd_forbids_to_fork(plan_folder, tmp_path):
+    code = [sys.executable, "-c", FOLLOW_TWICE, str(plan_folder / "RUN.yaml")]
+    env = {**os.environ, "PARAKEET_FINETUNE_CACHE": str(tmp_path)}
+    done = subprocess.run(code, capture_output=True, text=True, cwd=ROOT, env=env)
+    assert done.stdout.split() == ["StepMemory", "StepMemory"], done.stdout + done.stderr
+
+
 # ---- figures --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def tiny_memory(planned, plan_folder):
-    """Of the run file alone, from the cache."""
+def tiny_memory(plan_folder):
+    """Of the run file alone."""
     config, _ = load_config(plan_folder / "RUN.yaml", [], [])
     lengths = [LONGEST, 0.6 * LONGEST, 0.3 * LONGEST]
-    return cache.find(cache.key_of(read_layout(config.model.name), kind_of(config), lengths, 5.0))
+    [memory] = cache.follow_all(read_layout(config.model.name), [kind_of(config)], lengths, 5.0)
+    return memory
 
 
 @pytest.fixture(scope="module")

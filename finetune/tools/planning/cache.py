@@ -116,14 +116,14 @@ def follow_all(
 def _follow_missing(
     layout: Layout, missing: dict[str, Kind], lengths: list[float], tokens_a_second: float
 ) -> Iterator[tuple[str, StepMemory | str]]:
-    if torch.cuda.is_initialized():  # must not fork
+    if not missing:
+        return
+    import_nemo()  # once, before the processes fork
+    if torch.cuda.is_initialized() or not _a_fork_can_follow():
         for key, kind in missing.items():
             yield key, _follow(layout, kind, lengths, tokens_a_second)
         _follower.cache_clear()
         return
-    if not missing:
-        return
-    import_nemo()  # once, before the processes fork
     workers = min(os.cpu_count() or 1, len(missing), MOST_WORKERS)
     with task_processes(workers, _begin) as pool:  # even for one: its autograd threads would forbid later forks
         futures = {pool.submit(_follow, layout, kind, lengths, tokens_a_second): key for key, kind in missing.items()}
@@ -133,6 +133,23 @@ def _follow_missing(
             except BrokenProcessPool:
                 reason = f"{CANNOT}the process that did was killed (is there memory enough on this machine?)"
                 yield futures[future], reason
+
+
+def _a_fork_can_follow() -> bool:
+    """Whether autograd works in a forked process: not once it has started threads here, as after fake tensors."""
+    with task_processes(1, _begin) as pool:
+        try:
+            return pool.submit(_autograd_works).result()
+        except BrokenProcessPool:
+            return True  # the processes that follow say what is wrong
+
+
+def _autograd_works() -> bool:
+    try:
+        torch.ones(1, requires_grad=True).backward()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _begin(parent: int) -> None:
