@@ -354,6 +354,9 @@ def describe(trainer: Trainer, strategy: Strategy) -> None:
     )
     if len(trainer.contexts[0]) > 1:
         log.info("%s", describe_contexts(trainer.model, *trainer.contexts))
+    if trainer.resumed_from is not None:
+        p = trainer.progress
+        log.info("resumed from step-%08d: step %d, epoch %d, %d clips", p.step, p.step, p.epoch, p.samples)
 
 
 def trackers_of(config: RunConfig) -> list[str]:

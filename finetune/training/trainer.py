@@ -273,7 +273,6 @@ class Trainer:
             text = "the clips come in another order than in an unbroken run: %s. What is left of the epoch comes once"
             log.warning(text, "; ".join(changes))
         resume.log_changed_settings(state["settings"], self._settings())
-        log.info("resumed from %s: step %d, epoch %d, %d clips", checkpoint.name, p.step, p.epoch, p.samples)
 
     def _kind(self) -> dict[str, str]:
         return resume.kind_of(self.accelerator, self.config, self.model, self.optimizer)
