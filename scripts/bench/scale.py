@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Measure what grows with data, ranks and steps: slopes of the real code on small data and the small base model.
 
-    python scripts/bench/scale.py [--json FILE] [--cases data,check,ranks,steps] [--rows 1000,10000] [--ranks 1,2,4,8]
+    python scripts/bench/scale.py [--json FILE] [--cases data,check,overlap,ranks,steps] [--rows 1000,10000] [--ranks 1,2,4,8]
 
 data   of manifests and parquet files of so many rows: seconds and memory to open them, what is sent to a DataLoader
        worker, the stream's state in a checkpoint (for 1 and for 8 ranks); the quarantine's file and its set in memory.
        Decoding is replaced by 0.1 s of silence.
 check  finetune.check: reading short files of 0.2 s, and putting together what was found in all shards.
+overlap  looking for 5,000 rows of a validation set in a training set of so many rows, before a run starts.
 ranks  processes over gloo on this machine that train examples/base: seconds to the first step, of the exchange of a
        step's counts, and of a checkpoint; its bytes, and those of each rank's part. NeMo is imported once and the
        processes are forked from there.
@@ -19,6 +20,7 @@ squares over the sizes.
 
 import argparse
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -45,6 +47,7 @@ import soundfile
 import torch
 import yaml
 
+from finetune.config.schema import RunConfig
 from finetune.data import worker_shards
 from finetune.data.batching import BatchLimits
 from finetune.data.options import StreamOptions
@@ -57,6 +60,7 @@ BATCHES = 40  # of 64 clips, before the state is looked at: the buffer is full
 CHECKED = (1000, 10_000, 40_000)
 LINES = (1000, 10_000, 100_000)
 RUNS = (20, 60)  # steps, each logged
+HELD = 5000  # rows of an evaluation set
 EXCHANGES = 200
 TRAINED_STEPS = 4
 MODEL = ROOT / "examples" / "base" / "fastconformer_tdt_3m.nemo"
@@ -256,6 +260,40 @@ def bench_check(sizes: list[int]) -> dict[str, Any]:
     return {"tables": tables, "slopes": {name: slopes(table, "rows") for name, table in tables.items()}}
 
 
+def measure_overlap(train: str, held: str, rows: int) -> dict[str, float]:
+    """Comparing a training set with an evaluation set, which has the texts of the manifest's first rows."""
+    from finetune.data.overlap import find_overlap
+
+    paths = {"train": train, "validation": held}
+    config = RunConfig.model_validate(
+        {"model": {"name": str(MODEL)}, "data": paths, "training": {"output_dir": "none"}}
+    )
+    opened = {key: [open_source(s, "data") for s in parse_sources(path, "data", key)] for key, path in paths.items()}
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    found = find_overlap(opened, config, float("inf"))
+    seconds, used = time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert found.whole and found.looked == rows
+    [one] = found.by_set()
+    return {"rows": rows, "cpu_seconds": seconds, "memory_bytes": used * 1024, "same_texts": one["same_texts"]}
+
+
+def bench_overlap(sizes: list[int]) -> dict[str, Any]:
+    """Tables and slopes of the search for evaluation sets in manifests and parquet files."""
+    tables: dict[str, list[dict[str, float]]] = {"manifest": [], "parquet": []}
+    for rows in sizes:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            (folder / "p").mkdir()
+            (folder / "held").mkdir()
+            bench_data.write_manifest(folder / "m.jsonl", rows)
+            with (folder / "m.jsonl").open(encoding="utf-8") as file:  # the paths are relative: other audio
+                (folder / "held" / "held.jsonl").write_text("".join(itertools.islice(file, HELD)), encoding="utf-8")
+            for kind, path in (("manifest", str(folder / "m.jsonl")), ("parquet", write_parquet(folder / "p", rows))):
+                tables[kind].append(in_child(measure_overlap, path, str(folder / "held" / "held.jsonl"), rows))
+                print(json.dumps({kind: tables[kind][-1]}), flush=True)
+    return {"tables": tables, "slopes": {name: slopes(table, "rows") for name, table in tables.items()}}
+
+
 # ---- ranks ---------------------------------------------------------------------------------------------------------
 
 
@@ -452,7 +490,7 @@ def bench_steps() -> dict[str, Any]:
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default="data,check,ranks,steps")
+    parser.add_argument("--cases", default="data,check,overlap,ranks,steps")
     parser.add_argument("--rows", default="1000,10000,100000,1000000", help="sizes of the data sets")
     parser.add_argument("--ranks", default="1,2,4,8", help="numbers of processes")
     parser.add_argument("--json", type=Path, help="results; those of other cases in the file are kept")
@@ -461,6 +499,7 @@ def main() -> int:
     cases = {
         "data": lambda: bench_data_growth(rows),
         "check": lambda: bench_check(rows),
+        "overlap": lambda: bench_overlap(rows),
         "ranks": lambda: bench_ranks(ranks),
         "steps": bench_steps,
     }
