@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Measure what grows with data, ranks and steps: slopes of the real code on small data and the small base model.
 
-    python scripts/bench/scale.py [--json FILE] [--cases data,check,overlap,ranks,steps] [--rows 1000,10000] [--ranks 1,2,4,8]
+    python scripts/bench/scale.py [--json FILE] [--cases data,check,overlap,ranks,steps] [--rows 1000,10000]
+                                  [--ranks 1,2,4,8]
 
 data   of manifests and parquet files of so many rows: seconds and memory to open them, what is sent to a DataLoader
        worker, the stream's state in a checkpoint (for 1 and for 8 ranks); the quarantine's file and its set in memory.
@@ -272,7 +273,8 @@ def measure_overlap(train: str, held: str, rows: int) -> dict[str, float]:
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     found = find_overlap(opened, config, float("inf"))
     seconds, used = time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert found.whole and found.looked == rows
+    assert found.whole
+    assert found.looked == rows
     [one] = found.by_set()
     return {"rows": rows, "cpu_seconds": seconds, "memory_bytes": used * 1024, "same_texts": one["same_texts"]}
 
