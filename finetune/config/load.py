@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
@@ -98,8 +99,8 @@ class Layers:
             is_section = key == TOKENIZER or isinstance(DEFAULTS.get(key), dict)
             merged = _merged(merged, value) if is_section and isinstance(value, dict) else value
             if self.origin.get(key, origin) != origin and before != merged:
-                written = "null" if value is None else value
-                log.info("%s: %s=%s in place of %s (%s)", origin, key, written, before, self.origin[key])
+                written = _written(value), _written(before)
+                log.info("%s: %s=%s in place of %s (%s)", origin, key, *written, self.origin[key])
             self.values[key], self.origin[key] = merged, origin
 
     def _flattened(self, values: Any, origin: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -199,6 +200,12 @@ class Layers:
 
     def _origin(self, key: str) -> str:
         return self.origin.get(".".join(key.split(".")[:2]), "default")
+
+
+def _written(value: Any) -> str:
+    """Return a value as a run file has it."""
+    flow = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000, sort_keys=False)
+    return flow.partition("\n")[0]
 
 
 def _nested(values: dict[str, Any]) -> dict[str, dict[str, Any]]:

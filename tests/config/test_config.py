@@ -326,6 +326,8 @@ def test_order_of_layers(run_file: Callable[..., Path], messages: list[str]) -> 
     guarded = run_file(data__guard="examples/voice_prompts")
     load_config(guarded, [], ["data.guard=null"])
     assert messages[-1] == f"command line: data.guard=null in place of examples/voice_prompts ({guarded})"
+    load_config(guarded, [], ["data.guard={path: my.jsonl, language: fr}"])
+    assert "command line: data.guard={path: my.jsonl, language: fr} in place of examples/voice_prompts" in messages[-1]
     config, _ = load_config(path, ["adamw_8bit", "adamw"], [])
     assert config.training.optimizer == "adamw"
 
