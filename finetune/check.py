@@ -115,6 +115,14 @@ def main(argv: list[str] | None = None) -> int:
         print(one_line(f"  {n:>7,}  {reason}, such as {example}"))
     for kind, n in found["problems"].items():
         print(one_line(f"  {n:>7,}  bad, such as {found['examples'][kind]}"))
+    for kind, n in found["doubts"].items():
+        print(one_line(f"  {n:>7,}  {kind}, such as {found['examples'][kind]}"))
+    if found["suspicious"]:
+        listed = folder / "suspicious.jsonl"
+        print(
+            f"{found['suspicious']} suspicious clips, each with its reason: {listed}. Correct them and split the data "
+            f"again, or train without them: data.leave_out={shlex.quote(str(listed))}"
+        )
     if found["same_clips"]:
         print(found["way_out"])
     if found["errors"] or found["same_clips"] or found["bad_fraction"] > found["max_bad_fraction"]:

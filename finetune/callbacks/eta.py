@@ -58,14 +58,15 @@ class Eta:
         return time.perf_counter() - self.paused
 
     def seconds_per_step(self) -> float | None:
-        """Return the mean of the last steps with everything but evaluations; None before the first."""
-        if len(self.marks) < 2:
+        """Return the mean of the last steps with everything but evaluations; None before the second: the first one
+        waits for workers to start."""
+        if len(self.marks) < 2 or self.marks[0][0] == self.begun:
             return None
         (first, began), (last, ended) = self.marks[0], self.marks[-1]
         return (ended - began) / max(last - first, 1)
 
     def seconds_left(self, step: int, total: int) -> float | None:
-        """Return the time left of this run, with evaluations once one has been timed; None before the first step."""
+        """Return the time left of this run, with evaluations once one has been timed; None before the second step."""
         each = self.seconds_per_step()
         if each is None:
             return None

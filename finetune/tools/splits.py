@@ -67,7 +67,9 @@ class Utterances:
     refused: Counter[str] = field(default_factory=Counter)
     """Rows without a text, by the reason."""
     example: str = ""
-    """Place of the first of them."""
+    """The first of them: its line, or its audio."""
+    unreadable: str = ""
+    """The first clip whose audio cannot be read."""
 
 
 def split_data(
@@ -186,7 +188,8 @@ def _read(sources: list[OpenSource], by: str | None) -> Utterances:
         found.usable.append(reason is None)
         if reason is not None:
             found.refused[str(reason).split(":")[0]] += 1
-            found.example = found.example or shard.place(number)
+            place = shard.place(number)
+            found.example = found.example or (place if source.is_manifest else row_id(source, place, row))
             continue
         # An empty text keeps nothing together.
         text = normalize_text(str(text), "basic") or f"\0{row_id(source, shard.place(number), row)}"
@@ -203,6 +206,7 @@ def _read(sources: list[OpenSource], by: str | None) -> Utterances:
             found.seconds_N.append(length_of(source, row))
         except (BadUtterance, Unreachable):
             found.seconds_N.append(float("nan"))
+            found.unreadable = found.unreadable or row_id(source, shard.place(number), row)
     if by not in (None, "text") and not found.columns:
         raise UserError(f"--by: no row has a column {by!r}.")
     return found
@@ -308,9 +312,10 @@ def _divide(found: Utterances, validation: Amount, test: Amount, by: str | None)
         decided_by += f", and {without:,} clips without one by text"
     unknown = int(np.isnan(np.array(found.seconds_N)).sum())
     if unknown:
-        warnings.append(f"the audio of {unknown:,} clips cannot be read; their hours are missing.")
-    if found.refused:
-        warnings.append(f"{found.refused.total():,} rows are in no part: {_reasons(found)}.")
+        clips = "1 clip" if unknown == 1 else f"{unknown:,} clips"
+        warnings.append(f"the audio of {clips} cannot be read, such as {found.unreadable}; the hours lack it.")
+    if rows := found.refused.total():
+        warnings.append(f"{rows:,} row{'s are' if rows > 1 else ' is'} in no part: {_reasons(found)}.")
     shares = " ".join(f"--{PARTS[part]} {100 * s:.8g}%" for part, s in share.items())
     how = f"--by {column} " if speakers else "--by text "
     if speakers and len(found.columns) > 1:  # the default, which no option is

@@ -138,6 +138,8 @@ def log_result(
         log.info("WER on %s: %s (%+.0f %%), best step %s (%s weights)", judged, before_after, percent, *best)
         if judged in found:
             log.info("  %s", _describe_change(found[judged]))
+        if now < was and summary["best_step"] == summary["steps"]:
+            log.info("the last evaluation was the best: with more steps the WER may fall further")
         by_language = found.get(judged, {}).get("by_language", {})
         for name, pair in summary["wer_by_language"].items():
             if None not in pair.values() and len(summary["wer_by_language"]) > 1:
@@ -153,13 +155,16 @@ def log_result(
     clipped, steps = summary["clipped_steps"], summary["steps"]
     if clipped > MOSTLY_CLIPPED * steps:
         limit = summary["effective_settings"]["training"]["max_grad_norm"]
-        text = "gradients were clipped in %d of %d steps, all to the same norm (training.max_grad_norm=%g)"
+        text = (
+            "gradients were clipped in %d of %d steps, all to the same norm (training.max_grad_norm=%g); that is no "
+            "fault, but then the learning rate alone sets the size of a step"
+        )
         log.info(text, clipped, steps, limit)
     if summary["adapter_bytes"]:
         sizes = summary["adapter_bytes"] / 1e6, summary["model_bytes"] / 1e6
         log.info("adapter: %s, %.2f MB beside model.nemo's %.2f MB", output_dir / "adapter", *sizes)
     log.info("model: %s   summary: %s", output_dir / "model.nemo", output_dir / "summary.json")
-    log.info("transcribe a file: python -m finetune.transcribe --model %s FILE", output_dir)
+    log.info("transcribe a file: parakeet-finetune transcribe --model %s FILE", output_dir)
 
 
 def _describe_change(result: dict[str, Any]) -> str:

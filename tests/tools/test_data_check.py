@@ -304,6 +304,34 @@ def test_what_looks_wrong_in_texts_is_on_the_screen(lost_accents: Path, tmp_path
     assert "caf\ufffd" in (out / "report.html").read_text(encoding="utf-8")
 
 
+def test_suspicious_clips_are_named(tmp_path: Path, capsys: Any) -> None:
+    """They are trained on, and listed so that data.leave_out can take them."""
+    noise = 0.1 * np.random.default_rng(0).standard_normal(2 * RATE)
+    texts = ["well said", "nothing heard", "much too much text for a tenth of a second", "perch?no", "the end is gone"]
+    for i in range(5):
+        samples_S = 0.0 * noise if i == 1 else noise[: RATE // 5] if i == 2 else noise
+        soundfile.write(tmp_path / f"{i}.wav", samples_S, RATE)
+    whole = (tmp_path / "4.wav").read_bytes()
+    (tmp_path / "4.wav").write_bytes(whole[: len(whole) // 2])
+    rows = [{"id": f"c{i}", "audio_filepath": f"{i}.wav", "text": text} for i, text in enumerate(texts)]
+    manifest, out = write_manifest(tmp_path / "m.jsonl", rows), tmp_path / "check"
+    assert main(["--data", str(manifest), "--output-dir", str(out), "--workers", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "        1  silent clips, such as c1: silent: -120 dB of full scale\n" in said
+    assert (
+        "        1  clips with more than 30 characters a second, such as c2: 42 characters in 0.20 s are " in said
+    )
+    half = f"{len(whole) // 2:,} of {len(whole):,} bytes are there"
+    assert f"        1  files that are cut off, such as c4: cut off: {half}\n" in said
+    assert f"4 suspicious clips, each with its reason: {out}/suspicious.jsonl. " in said
+    listed = read_lines(out / "suspicious.jsonl")
+    assert [line["id"] for line in listed] == ["c1", "c2", "c3", "c4"]
+    assert listed[2]["reason"] == "the text has '?' inside or in place of letters"
+    stream = make_stream(str(manifest), leave_out=LeaveOut(str(out / "suspicious.jsonl"), "data.leave_out"))
+    assert ids(read_epoch(stream)) == ["c0"]
+    assert "cut off" in (out / "report.html").read_text()
+
+
 def test_rare_characters_have_an_example() -> None:
     texts = Texts()
     for _ in range(400):

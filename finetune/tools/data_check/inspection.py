@@ -42,6 +42,7 @@ from finetune.data.utterances import LONGEST_TEXT, examine, read_samples, row_id
 from finetune.data.worker_lifetime import task_processes
 from finetune.durable_files import write_text
 from finetune.errors import UserError
+from finetune.tools.data_check.doubts import doubt_about_file, doubts_about
 from finetune.tools.data_check.texts import Texts, lines_about
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,8 @@ BINS = {
     "level in dB of full scale": (-80.0, 0.0, 80),
 }
 COUNTED = {"clips_by_language": "language", "sample_rates": "sample_rate", "channels": "channels"}
-COUNTERS = ("seconds_by_language", "filtered", *COUNTED)
+COUNTERS = ("seconds_by_language", "filtered", "doubts", *COUNTED)
+SUSPICIOUS_A_SHARD = 1000  # that are listed; all are counted
 SAMPLED_A_SHARD = 200  # utterances whose lengths may take part in the estimate of padding
 PADDING_SAMPLE = 20_000
 NO_MODEL = "(no model)"
@@ -156,6 +158,8 @@ def inspect_shard(index: int) -> Path:
         "rows": 0,
         "filtered": Counter(),
         "problems": [],
+        "doubts": Counter(),
+        "suspicious": [],
         "in_common": [],
         "left_out": [],
         "error": None,
@@ -169,9 +173,11 @@ def inspect_shard(index: int) -> Path:
             found["rows"] += 1
             place = shard.place(number)
             text = row.get(source.columns["text"])
+            doubts = list(doubt_about_file(row.get(source.columns["audio"]), source.folder))
             if isinstance(text, str) and len(text) <= LONGEST_TEXT:
                 normalization = source.source.text_normalization or options.text_normalization
-                texts[row_language(source, row) or "?"].add(text, normalization)
+                wrong = texts[row_language(source, row) or "?"].add(text, normalization)
+                doubts += [("", f"the text has {name}") for name in wrong]  # `texts` counts them
             try:
                 entry = examine(source, place, (0, 0, 0, number), row, options, work.encode)
                 samples_SC, rate, audio_S = read_samples(entry, options)
@@ -182,13 +188,16 @@ def inspect_shard(index: int) -> Path:
                 if str(reason) in LEFT_OUT:  # stays in the list, which may replace the one that was read
                     found["left_out"].append((number, str(reason)))
                 examples.setdefault(str(reason), row_id(source, place, row))
+                _note(found, examples, row_id(source, place, row), place, doubts)
                 continue
             except BadUtterance as reason:
                 name = row_id(source, place, row)
                 found["problems"].append({"id": name, "source": place, "reason": str(reason)})
                 examples.setdefault(kind_of(str(reason)), f"{name}: {reason}")
                 continue
-            seconds = len(audio_S) / options.sample_rate
+            seconds, loudness = len(audio_S) / options.sample_rate, level(samples_SC)
+            doubts += doubts_about(loudness, len(entry.text), seconds)
+            _note(found, examples, row_id(source, place, row), place, doubts)
             clips.append(
                 {
                     "language": entry.language or "?",
@@ -197,7 +206,7 @@ def inspect_shard(index: int) -> Path:
                     "seconds": seconds,
                     "characters per second": len(entry.text) / max(seconds, 1e-3),
                     "tokens": len(entry.tokens),
-                    "level in dB of full scale": level(samples_SC),
+                    "level in dB of full scale": loudness,
                 }
             )
             part = f" from {entry.offset}" if entry.has_offset else ""  # parts of one file share its path
@@ -210,6 +219,19 @@ def inspect_shard(index: int) -> Path:
     found |= {"examples": examples, "texts": {language: own.as_json() for language, own in texts.items()}}
     write_text(file, json.dumps(found | figures_of(clips, index)))
     return file
+
+
+def _note(
+    found: dict[str, Any], examples: dict[str, str], name: str, place: str, doubts: list[tuple[str, str]]
+) -> None:
+    """Count what is suspicious in a clip, and list the clip."""
+    for kind, how in doubts:
+        if kind:
+            found["doubts"][kind] += 1
+            examples.setdefault(kind, f"{name}: {how}")
+    if doubts and len(found["suspicious"]) < SUSPICIOUS_A_SHARD:
+        reason = "; ".join(how for _, how in doubts)
+        found["suspicious"].append({"id": name, "source": place, "reason": reason})
 
 
 def _whole_id(source: OpenSource, shard: Shard, row: Row, place: str) -> str:
@@ -351,6 +373,12 @@ def inspect(work: Work, folder: Path, workers: int) -> dict[str, Any]:
             again = [*part["left_out"], *((row, DUPLICATE) for row in duplicates.get(index, ()))]
             problems += [{"source": shard.place(row), "reason": reason} for row, reason in again]
             out.writelines(json.dumps(problem, ensure_ascii=False) + "\n" for problem in problems)
+    found["suspicious"] = 0
+    with (folder / "suspicious.jsonl").open("w", encoding="utf-8", errors="backslashreplace") as out:
+        for file in files:
+            suspicious = json.loads(file.read_text(encoding="utf-8"))["suspicious"]
+            found["suspicious"] += len(suspicious)
+            out.writelines(json.dumps(one, ensure_ascii=False) + "\n" for one in suspicious)
     found["in_common"] = common.by_set()
     found["same_clips"], found["same_texts"] = common.said()
     listed = shlex.quote(f"data.leave_out={folder / 'problems.jsonl'}")

@@ -29,6 +29,8 @@ img { max-width: 100%; }
 <h2>Hours by language</h2>{{ table(("language", "clips", "hours"), languages) }}
 <h2>What would be left out</h2>{{ table(("reason", "clips", "such as"), left_out) }}
 <h2>What cannot be used</h2>{{ table(("reason", "clips", "such as"), bad_ones) }}
+<h2>What is suspicious, but trained on</h2>{{ table(("what", "clips", "such as"), doubtful) }}
+<p>suspicious.jsonl lists these clips, and those whose texts look wrong; `data.leave_out` takes it.</p>
 {% for line in same_clips + same_texts %}<p><b>{{ line }}</b></p>{% endfor %}
 <p>problems.jsonl lists each clip; `data.leave_out` takes it.</p>
 {% for language, own in texts.items() %}<h2>Texts: {{ language }}</h2>
@@ -58,6 +60,7 @@ def write_report(found: dict[str, Any], path: Path) -> None:
         **(found | {"texts": texts}),
         languages=[(name, found["clips_by_language"][name], f"{total / 3600:.2f}") for name, total in seconds],
         bad_ones=[(kind, n, found["examples"][kind]) for kind, n in found["problems"].items()],
+        doubtful=[(kind, n, found["examples"][kind]) for kind, n in found["doubts"].items()],
         shares=[(name, f"{100 * share:.1f} %") for name, share in found["padding"].items()],
         picture=_histograms(found["histograms"]),
     )

@@ -44,7 +44,7 @@ CAPITALS, DIGITS, WORDS = "capitals only", "digits", "number words"
 WITHIN_A_SENTENCE = re.compile(r"\?\s+([^\W\d_])")  # sar? pronto
 DIGIT = re.compile(r"\d")
 NUMBER_WORD = re.compile(rf"\b(?:{'|'.join(NUMBER_WORDS.split())})\b", re.IGNORECASE)
-CAPITAL_LETTERS = 4  # at least, since OK and TV are no shouting
+CAPITAL_LETTERS = 4  # at least, since OK and TV are no shouting; nor is M S D N, spelt out
 
 
 def findings(text: str) -> Iterator[tuple[str, int]]:
@@ -54,7 +54,7 @@ def findings(text: str) -> Iterator[tuple[str, int]]:
             yield name, found.start()
         elif name == QUESTION and (places := [m for m in WITHIN_A_SENTENCE.finditer(text) if m[1].islower()]):
             yield BEFORE_SMALL, places[0].start()
-    if text.isupper() and sum(map(str.isalpha, text)) >= CAPITAL_LETTERS:
+    if text.isupper() and sum(map(str.isalpha, text)) >= CAPITAL_LETTERS and max(map(len, text.split())) > 1:
         yield CAPITALS, 0
     if found := DIGIT.search(text):
         yield DIGITS, found.start()
@@ -75,14 +75,15 @@ class Texts:
     examples: dict[str, str] = field(default_factory=dict)
     """By the character or the finding."""
 
-    def add(self, text: str, normalization: str) -> None:
-        """Count a text as it stands in the data."""
+    def add(self, text: str, normalization: str) -> list[str]:
+        """Count a text as it stands in the data; return what is wrong in it whatever the others are like."""
         self.texts += 1
         counts = Counter(text)
         self.characters.update(counts)
         for c in counts.keys() - self.examples.keys():
             self.examples[c] = excerpt(text, text.index(c))
-        for name, place in findings(text):
+        wrong = list(findings(text))
+        for name, place in wrong:
             self.found[name] += 1
             self.examples.setdefault(name, excerpt(text, place))
         if normalization != "none":
@@ -90,6 +91,7 @@ class Texts:
             before = Counter(unicodedata.normalize("NFC", text).lower().replace("\u2019", "'"))
             before.subtract(normalize_text(text, normalization).lower())
             self.deleted.update({c: n for c, n in before.items() if n > 0 and not c.isspace()})
+        return [name for name, _ in wrong if name in PATTERNS]
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values of a shard, with the examples of its rarest characters."""

@@ -63,7 +63,7 @@ class Attempts:
     def warn(self, text: str) -> None:
         """Log what is no reason to stop."""
         self.warnings.append(text)
-        log.warning("        %s", text)
+        log.warning("        warning: %s", text)
 
     def close(self) -> int:
         """Log the outcome and write the result; return the exit code."""
@@ -72,7 +72,8 @@ class Attempts:
             if self.failed:
                 log.error("NO-GO after %.0f s: %s. See the lines above, and %s", seconds, ", ".join(self.failed), path)
             else:
-                some = f", {len(self.warnings)} warning(s)" if self.warnings else ""
+                n = len(self.warnings)
+                some = f", {n} warning{'s' if n > 1 else ''}" if n else ""
                 parts = len(self.found)
                 log.info("GO after %.0f s%s: all %d parts of the run work here. %s", seconds, some, parts, path)
         return 1 if self.failed else 0
