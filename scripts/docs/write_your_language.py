@@ -1,6 +1,7 @@
 """Run the walk-through of docs/your_language.md as it stands there, and write what each command prints below it.
 
     python scripts/docs/write_your_language.py [--folder DIR] [--keep]
+    python scripts/docs/write_your_language.py --recordings DIR        # only the recordings of the page
 
 The page has blocks that begin with ```console: a line with `$ ` is a command, the lines below it are its output.
 The recordings are the French sample prompts, as sound files and a metadata.csv: those of the training split, and the
@@ -42,13 +43,18 @@ def write_recordings(folder: Path, language: str, splits: tuple[str, ...]) -> No
                     table.writerow((row["audio"]["path"], row["text"]))
 
 
+def write_all_recordings(folder: Path) -> None:
+    """Write the three folders of the page."""
+    write_recordings(folder / "recordings", "fr", ("train",))
+    write_recordings(folder / "test_recordings", "fr", ("validation", "test"))
+    write_recordings(folder / "old_recordings", "en", ("train", "validation", "test"))
+
+
 def prepare(folder: Path, page: str) -> None:
     """Write what the commands of the page take for granted: recordings, run files, and this project beside them."""
     for name in LINKED:
         (folder / name).symlink_to(ROOT / name)
-    write_recordings(folder / "recordings", "fr", ("train",))
-    write_recordings(folder / "test_recordings", "fr", ("validation", "test"))
-    write_recordings(folder / "old_recordings", "en", ("train", "validation", "test"))
+    write_all_recordings(folder)
     for name, text in RUN_FILE.findall(page):
         (folder / name).write_text(text, encoding="utf-8")
 
@@ -80,7 +86,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
     parser.add_argument("--keep", action="store_true")
+    parser.add_argument(
+        "--recordings", type=Path, metavar="DIR", help="only write the three folders of recordings there"
+    )
     arguments = parser.parse_args()
+    if arguments.recordings:
+        write_all_recordings(arguments.recordings)
+        return 0
     page = PAGE.read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.folder or Path(temporary) / "work").resolve()
