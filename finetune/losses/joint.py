@@ -4,14 +4,17 @@ Shape suffixes: B batch, T encoder frames, U target tokens, V vocabulary, D dura
 O joint outputs (V + 1 + D: tokens, blank, durations), N lattice cells (all of the batch, or those of one block).
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
 from finetune.losses.hidden import Form, Hidden
 from finetune.losses.operations import Operations
+from finetune.losses.transfers import upload
 
 # Measured: 16 to 128 MiB are equally fast, for 1,024 and 8,192 tokens.
 CPU_BLOCK_BYTES = 32 * 2**20
@@ -29,6 +32,7 @@ class Plan:
 
     frames: list[int]  # of each clip, 0 where it is infeasible: it then has no cells
     tokens: list[int]
+    targets: np.ndarray  # (B, U) on the host, padded with anything
     V: int
     durations: tuple[int, ...]
     activation: str
@@ -41,6 +45,7 @@ class Plan:
     budget: int
     compute_dtype: torch.dtype
     needs_gradient: bool
+    kernels: bool  # a GPU's, which reduce outputs where they lie
     operations: Operations
 
     @property
@@ -61,6 +66,11 @@ class Plan:
         return -(-outputs // ALIGNED) * ALIGNED if self.compute_dtype.itemsize == 2 else outputs
 
     @property
+    def ends(self) -> list[int]:
+        """Behind each clip's cells."""
+        return list(itertools.accumulate(t * (u + 1) for t, u in zip(self.frames, self.tokens)))
+
+    @property
     def cells(self) -> int:
         return sum(t * (u + 1) for t, u in zip(self.frames, self.tokens))
 
@@ -69,23 +79,31 @@ class Plan:
         outputs = outputs or self.aligned(self.outputs)
         wide = self.sum_dtype.itemsize
         narrow = self.compute_dtype.itemsize if self.compute_dtype != self.sum_dtype else 0
-        # Logits and their copy in the other precision; enc, pred, activation, its gradient and a temporary; cell
-        # indices and D + 4 numbers.
-        a_cell = outputs * (wide + narrow) + H * (5 * wide + narrow) + 8 * (8 + len(self.durations))
-        if self.dropout:
-            a_cell += H * (wide + 24)  # the mask is hashed in 64-bit numbers on a GPU
+        if self.kernels:
+            # Logits, which become their gradient in place; the linear layer's input and its gradient.
+            a_cell = (outputs + 2 * H) * self.compute_dtype.itemsize
+        else:
+            # Logits and their copy in the other precision; enc, pred, activation, its gradient and a temporary.
+            a_cell = outputs * (wide + narrow) + H * (5 * wide + narrow)
+            if self.dropout:
+                a_cell += H * (wide + 24)  # the mask is hashed in 64-bit numbers on a GPU
+        a_cell += 8 * (8 + len(self.durations))  # cell indices and D + 4 numbers
         return max(1, min(self.budget // a_cell, MOST_ELEMENTS // max(outputs, H)))
 
 
 @dataclass(frozen=True)
 class Cells:
-    """The cells of a block: number in the batch, clip, rows of enc (b, t) and pred (b, u), next token (0 at u = U)."""
+    """Cells by their numbers in the batch, with their rows of enc (b, t) and pred (b, u)."""
 
     number: torch.Tensor
-    clip: torch.Tensor
     frame: torch.Tensor
     position: torch.Tensor
-    next_token: torch.Tensor
+
+    def __len__(self) -> int:
+        return self.number.shape[0]
+
+    def __getitem__(self, which: slice) -> "Cells":
+        return Cells(self.number[which], self.frame[which], self.position[which])
 
 
 class Joint:
@@ -98,7 +116,6 @@ class Joint:
         pred_BUH: torch.Tensor,
         weight_OH: torch.Tensor,
         bias_O: torch.Tensor | None,
-        targets_BU: torch.Tensor,
     ):
         self.plan = plan
         self.T, self.U1 = enc_BTH.shape[1], pred_BUH.shape[1]
@@ -110,24 +127,30 @@ class Joint:
         if spare:
             self.weight = nn.functional.pad(self.weight, (0, 0, 0, spare))
             self.bias = None if self.bias is None else nn.functional.pad(self.bias, (0, spare))
-        device = enc_BTH.device
-        # The token after position u, one column longer than the targets so that u = U has an (unused) entry too;
-        # padding may hold anything.
-        next_token = torch.zeros(pred_BUH.shape[:2], dtype=torch.int64, device=device)
-        next_token[:, : targets_BU.shape[1]] = targets_BU
-        lengths = torch.tensor([plan.frames, plan.tokens], dtype=torch.int64).to(device, non_blocking=True)
-        inside = torch.arange(self.U1, device=device) < lengths[1][:, None]
-        self.next_token = next_token.mul_(inside).reshape(-1)
-        self.width_B = lengths[1] + 1
-        self.end_B = (lengths[0] * self.width_B).cumsum(0)
-        self.first_B = self.end_B - lengths[0] * self.width_B
+        # The token after position u; 0 behind the last one, and in padding, which may hold anything.
+        next_token = np.zeros((len(plan.tokens), self.U1), dtype=np.int64)
+        inside = np.arange(self.U1 - 1) < np.array(plan.tokens, dtype=np.int64)[:, None]
+        next_token[:, :-1] = np.where(inside, plan.targets, 0)
+        width, end = np.array(plan.tokens, dtype=np.int64) + 1, np.array(plan.ends, dtype=np.int64)
+        frames = np.array(plan.frames, dtype=np.int64)
+        width_B, end_B, first_B, self.cells_B, next_token_BU = upload(
+            enc_BTH.device, width, end, end - frames * width, frames * width, next_token
+        )
+        self.next_token = next_token_BU.view(-1)
+        number_N = torch.arange(plan.cells, device=enc_BTH.device)
+        clip_N = torch.searchsorted(end_B, number_N, right=True)
+        within_N, width_N = number_N - first_B.index_select(0, clip_N), width_B.index_select(0, clip_N)
+        t_N = torch.div(within_N, width_N, rounding_mode="floor")
+        within_N -= width_N.mul_(t_N)
+        self.all = Cells(number_N, t_N.add_(clip_N, alpha=self.T), within_N.add_(clip_N, alpha=self.U1))
 
     def cells(self, number_N: torch.Tensor) -> Cells:
-        clip = torch.searchsorted(self.end_B, number_N, right=True)
-        within, width = number_N - self.first_B[clip], self.width_B[clip]
-        t = torch.div(within, width, rounding_mode="floor")
-        position = clip * self.U1 + within - t * width
-        return Cells(number_N, clip, clip * self.T + t, position, self.next_token[position])
+        of_all = self.all
+        return Cells(number_N, of_all.frame.index_select(0, number_N), of_all.position.index_select(0, number_N))
+
+    def of_clip(self, value_B: torch.Tensor, cells: Cells) -> torch.Tensor:
+        """(N,) the value of each cell's clip."""
+        return value_B[:, None].expand(-1, self.U1).reshape(-1).index_select(0, cells.position)
 
     def hidden(self, cells: Cells) -> Hidden:
         return self.plan.operations.hidden(

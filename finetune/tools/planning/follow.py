@@ -21,7 +21,6 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from finetune.config.schema import ModelConfig
-from finetune.losses.joint import GPU_BLOCK_BYTES
 from finetune.models.look_ahead import training_contexts
 from finetune.models.loss_module import LossModule
 from finetune.models.nemo import cast_parameters, prepare_for_training
@@ -194,7 +193,7 @@ class Follower:
             omega=0.0,
             fastemit_lambda=m.fastemit_lambda,
             occupancy_threshold=m.occupancy_threshold,
-            joint_memory_budget=m.joint_memory_budget or (GPU_BLOCK_BYTES // 2**20 if kind.cuda else None),
+            joint_memory_budget=m.joint_memory_budget,
             length_bucket=m.compile_bucket if m.compile else 0.0,
             operations=worst_case(clips, tokens, kind.cuda, block_sizes),
         )

@@ -6,10 +6,11 @@ The loss works block by block, and one block stands for all.
 N lattice cells, U target tokens, H joint width; of CTC: T frames, S states, two for each token and one more.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from finetune.losses.hidden import Hidden, hidden
@@ -25,22 +26,13 @@ def worst_case(clips: int, tokens: int, cuda: bool, block_sizes: list[int]) -> O
         block_sizes: gets the cells of a full block, each time that blocks are asked for.
     """
 
-    def lengths(enc_BTH: torch.Tensor, *_: object) -> tuple[list[int], list[int]]:
-        return [enc_BTH.shape[1]] * clips, [tokens] * clips
+    def lengths(enc_BTH: torch.Tensor, *more: Any) -> tuple[list[int], list[int], np.ndarray]:
+        distinct = np.arange(tokens) % more[-1]
+        return [enc_BTH.shape[1]] * clips, [tokens] * clips, np.tile(distinct, (clips, 1))
 
-    def first_block(start: int, end: int, step: int) -> Iterator[tuple[int, int]]:
+    def first_block(bounds: Sequence[int], step: int) -> Iterator[tuple[int, int]]:
         block_sizes.append(step)
-        if end > start:
-            yield start, min(start + step, end)
-
-    def first_lattice(frames: list[int], tokens: list[int]) -> Iterator[tuple[int, int, int]]:
-        yield 0, frames[0], tokens[0]
-
-    def all_cells(mask_N: torch.Tensor) -> torch.Tensor:
-        return torch.empty(mask_N.shape[0], dtype=torch.int64)
-
-    def all_distinct(targets_U: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.empty_like(targets_U), torch.empty_like(targets_U)
+        yield from ((0, min(step, end)) for end in bounds[1:2] if end)
 
     def mask(cell_N: torch.Tensor, H: int, *_: object) -> torch.Tensor:
         return torch.empty(cell_N.shape[0], H, dtype=torch.bool)
@@ -75,10 +67,9 @@ def worst_case(clips: int, tokens: int, cuda: bool, block_sizes: list[int]) -> O
     return Operations(
         check_values=lengths,
         draw_seed=lambda: 0,
+        has_kernels=lambda _: cuda,
         blocks=first_block,
-        lattices=first_lattice,
-        cells_where=all_cells,
-        distinct_tokens=all_distinct,
+        counts=lambda *masks: [mask.shape[0] for mask in masks],
         forward_backward=forward_backward,
         ctc_loss=ctc_loss,
         **(kernels if cuda else {"hidden": partial(hidden, mask=mask)}),
