@@ -32,9 +32,10 @@ def cells_where(mask_N: torch.Tensor, count: int) -> torch.Tensor:
     return torch.nonzero_static(mask_N, size=count)[:, 0]
 
 
-def has_kernels(device: torch.device) -> bool:
-    """Return whether Triton's kernels take the work on this device; the one of the gradient adds in any order."""
-    return device.type == "cuda" and not torch.are_deterministic_algorithms_enabled() and triton_works()
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether Triton's kernels take products in this dtype; the one of the gradient adds in any order."""
+    eligible = device.type == "cuda" and dtype != torch.float64 and not torch.are_deterministic_algorithms_enabled()
+    return eligible and triton_works()
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Operations:
 
     check_values: Callable[..., tuple[list[int], list[int], np.ndarray]] = check_values
     draw_seed: Callable[[], int] = draw_seed
-    has_kernels: Callable[[torch.device], bool] = has_kernels
+    has_kernels: Callable[[torch.device, torch.dtype], bool] = has_kernels
     blocks: Callable[[Sequence[int], int], Iterator[tuple[int, int]]] = blocks
     counts: Callable[..., list[int]] = counts
     cells_where: Callable[[torch.Tensor, int], torch.Tensor] = cells_where

@@ -128,7 +128,7 @@ def fused_tdt_loss(
     device = enc_BTH.device
     inputs = [x for x in (enc_BTH, pred_BUH, weight_OH, bias_O) if x is not None]
     compute_dtype = compute_dtype_of(device, inputs)
-    kernels = compute_dtype != torch.float64 and operations.has_kernels(device)
+    kernels = operations.has_kernels(device, compute_dtype)
     budget = CPU_BLOCK_BYTES
     if kernels or device.type != "cpu":
         # In long clips a block may take what the lattice takes itself: in, alpha and beta, and out, in float64.

@@ -220,11 +220,112 @@ def count_loss(
     return counter
 
 
-if __name__ == "__main__":
-    import time
+def learnt_shares() -> tuple[float, ...]:
+    """Return the shares of the cells that the loss asks for on the sample base's joint inputs, in the order of asking:
+    rounds of the band (the last one, with what backward keeps, is the certificate's)."""
+    import tdt_loss
+
+    inputs = tdt_loss.learnt_inputs({"B": 4, "T": 250, "U": 100, "V": 512, "H": 192})
+    tensors = [inputs[name].requires_grad_() for name in ("enc", "pred", "weight", "bias")]
+    cells = int((inputs["frames"] * (inputs["tokens"] + 1)).sum())
+    found: list[float] = []
+
+    def counts(*masks: torch.Tensor) -> list[int]:
+        answer = REAL.counts(*masks)
+        found.extend(n / cells for n in answer)
+        return answer
+
+    fused_tdt_loss(
+        *tensors, inputs["targets"], inputs["frames"], inputs["tokens"], occupancy_threshold=1e-4,
+        operations=replace(REAL, counts=counts),
+    )  # fmt: skip
+    return tuple(found)
+
+
+def count_step(clips: int, seconds: float, tokens: int, shares: tuple[float, ...]) -> dict[str, int]:
+    """Return launches by part of a training step of parakeet-tdt-0.6b-v3's layout: bf16 autocast, fused AdamW.
+
+    The encoder is followed as `finetune.plan` does, one launch an operation, with an LSTM as one; dropout, SpecAugment
+    and what NeMo's preprocessor does in its own kernels as torch has them.
+    """
+    from finetune.config.schema import ModelConfig
+    from finetune.tools.planning.follow import Follower, Kind
+    from finetune.tools.planning.layout import read_layout
+
+    follower = Follower(read_layout("nvidia/parakeet-tdt-0.6b-v3"))
+    kind = Kind(ModelConfig(name="nvidia/parakeet-tdt-0.6b-v3"), "bf16", releases=False, cuda=True)
+    frames: list[int] = []
+
+    def no_loss(enc_BTH: torch.Tensor, pred_BUH: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        frames.append(enc_BTH.shape[1])
+        return enc_BTH.sum((1, 2)) + pred_BUH.sum((1, 2))
+
+    layers = follower.layout.layers
+    phases = follower.follow(kind, layers, clips, seconds, tokens, loss=no_loss)
+    found: Counter[str] = Counter()
+    for phase in phases:
+        found[PHASES.get(phase.name, "encoder " + phase.name.split(" of layer")[0])] += int(phase.work["launches"])
+    loss = count_loss(clips, frames[0], tokens, shares=shares)
+    found["transducer loss"] = sum(loss.launches.values())
+    sizes = [p.numel() for p in follower.model(kind, layers).parameters() if p.requires_grad]
+    # Norm with its last reduction a launch, stack and norm of norms, scale; then AdamW and its counters.
+    norm = _foreach_launches(sizes, 110)
+    found["clipping"] = 2 * norm + 2 + norm
+    found["AdamW, fused"] = _foreach_launches(sizes, 36) + _foreach_launches([1] * len(sizes), 110)
+    return dict(found)
+
+
+PHASES = {
+    "spectrogram": "spectrogram",
+    "loss forward": "prediction network and projections",
+    "loss backward": "prediction network and projections",
+    "step": "around",
+}
+
+
+def _foreach_launches(sizes: list[int], tensors: int) -> int:
+    """Return the launches of torch's multi_tensor_apply: so many tensors, 320 blocks of 65,536 elements at most."""
+    launches = held = blocks = 0
+    for size in sizes:
+        held += 1
+        for _ in range(-(-size // 65_536)):
+            blocks += 1
+            if blocks == 320:
+                launches, held, blocks = launches + 1, 1, 0
+        if held == tensors:
+            launches, held, blocks = launches + 1, 0, 0
+    return launches + (blocks > 0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the figures there")
+    options = parser.parse_args()
+    shares = learnt_shares()
+    rows = []
     for name, sizes in CASES.items():
-        for shares in (None, (0.05, 0, 0.04)):
-            t=time.time()
-            c = count_loss(**sizes, shares=shares)
-            print(name, shares, sum(c.launches.values()), dict(c.launches), dict(c.waits), c.copies, time.time()-t)
-            print(c.operations.most_common(40))
+        for logits, of in (("flat", None), ("learnt", shares)):
+            found = count_loss(**sizes, shares=of)
+            rows.append(
+                {
+                    "case": f"{name} V8192 H640, {logits}",
+                    "launches": sum(found.launches.values()),
+                    **{part: found.launches[part] for part in (*dict.fromkeys(PARTS.values()), "around")},
+                    "waits": sum(found.waits.values()),
+                    "copies": found.copies,
+                }
+            )
+    print("learnt shares of the cells:", ", ".join(f"{share:.4f}" for share in shares))
+    print(" | ".join(rows[0]))
+    for row in rows:
+        print(" | ".join(map(str, row.values())))
+    step = count_step(16, 20.0, 100, shares)
+    print(f"a step of parakeet-tdt-0.6b-v3's layout, 16 clips of 20 s, 100 tokens, learnt: {sum(step.values())}")
+    for part, launches in step.items():
+        print(f"  {part}: {launches}")
+    if options.json:
+        options.json.write_text(json.dumps({"learnt_shares": shares, "loss": rows, "step": step}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -148,3 +148,37 @@ def test_numbers_that_are_none_are_not_hidden_outside_the_band():
     loss = fused_tdt_loss(*case)
     assert torch.isnan(loss)
     assert torch.isnan(torch.autograd.grad(loss, case[0])[0]).any()
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    clips=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), min_size=1, max_size=4),
+    durations=st.sampled_from([TDT, ()]),
+    bias=st.booleans(),
+    whole=st.booleans(),
+    budget=st.sampled_from([None, 3000, 20000]),
+    seed=st.integers(0, 2**20),
+)
+def test_blocks_over_many_clips_give_the_losses_and_gradients_of_clip_by_clip(
+    clips, durations, bias, whole, budget, seed
+):
+    """As on a GPU, with and without the band."""
+    frames, tokens = [t for t, _ in clips], [u for _, u in clips]
+    if max(frames) == 0:
+        return
+    case = random_case(frames, tokens, durations, V=9, scale=2.0, seed=seed)
+    leaves = case[:4] if bias else case[:3]
+    case[3] = case[3] if bias else None
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(band, "GPU_FLOPS", 1e30 if whole else 1e-30)
+        for operations in (Operations(), Operations(has_kernels=lambda *_: True)):
+            torch.manual_seed(seed)
+            losses = fused_tdt_loss(
+                *case, durations=durations, reduction="none", dropout=0.3, joint_memory_budget=budget,
+                occupancy_threshold=1e-9, operations=operations,
+            )  # fmt: skip
+            kept = torch.isfinite(losses)
+            found.append([losses[kept], *torch.autograd.grad(losses[kept].sum(), leaves)])
+    for actual, expected in zip(*found):
+        assert torch.allclose(actual, expected, rtol=1e-7, atol=1e-7 * float(expected.abs().amax() if expected.numel() else 0))

@@ -67,7 +67,7 @@ def worst_case(clips: int, tokens: int, cuda: bool, block_sizes: list[int]) -> O
     return Operations(
         check_values=lengths,
         draw_seed=lambda: 0,
-        has_kernels=lambda _: cuda,
+        has_kernels=lambda *_: cuda,
         blocks=first_block,
         counts=lambda *masks: [mask.shape[0] for mask in masks],
         forward_backward=forward_backward,
