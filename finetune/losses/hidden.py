@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from finetune.losses import rows
 from finetune.losses.dropout import dropout_mask
 
 # activation(x) in place, and the gradient in place given activation(x)
@@ -59,6 +60,11 @@ def hidden(
         frame_N, position_N: their rows of enc and pred.
         mask: as `finetune.losses.dropout.dropout_mask`.
     """
+    # The kernel of the gradient adds in any order.
+    if rows.on_gpu(enc) and form.dtype != torch.float64 and not torch.are_deterministic_algorithms_enabled():
+        from finetune.losses import hidden_triton
+
+        return Hidden(hidden_triton.dropped(enc, pred, number_N, frame_N, position_N, form))
     activate, _ = ACTIVATIONS[form.activation]
     active_NH = activate(enc.index_select(0, frame_N) + pred.index_select(0, position_N)).to(form.dtype)
     if not form.dropout:
@@ -85,6 +91,13 @@ def add_hidden_gradient(
         grad_NH: gradient of the linear layer's input; used up.
         values: of the same cells, by `hidden`.
     """
+    if values.active_NH is None:
+        from finetune.losses import hidden_triton
+
+        hidden_triton.add_gradient(
+            grad_NH, enc, pred, number_N, frame_N, position_N, form, grad_enc, grad_pred
+        )  # fmt: skip
+        return
     like = grad_enc if grad_enc is not None else grad_pred
     if like is None:
         return

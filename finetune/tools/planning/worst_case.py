@@ -51,13 +51,15 @@ def worst_case(clips: int, tokens: int, cuda: bool, block_sizes: list[int]) -> O
         blank_N: torch.Tensor, label_N: torch.Tensor, duration_ND: torch.Tensor, *_: object, posteriors: bool
     ) -> LatticeResult:
         N, D = duration_ND.shape
-        held = [blank_N.double(), label_N.double(), duration_ND.double()]
+        held, wide, size = [blank_N], torch.float64, N if posteriors else 0
         if cuda:
-            held.append(torch.empty(2, N, dtype=torch.float64))  # alpha and beta
-        size = N if posteriors else 0
+            held += [torch.empty(5 + D, N, dtype=of) for of in (torch.float64, torch.int32)]  # in lattice_triton.py
+            wide = blank_N.dtype
+        else:
+            held += [blank_N.double(), label_N.double(), duration_ND.double()]
         losses_B = torch.empty(clips, dtype=torch.float64)
-        label_N, blank_N = torch.empty(2, size, dtype=torch.float64)
-        return LatticeResult(losses_B, label_N, blank_N, torch.empty(size, D, dtype=torch.float64))
+        label_N, blank_N = torch.empty(2, size, dtype=wide)
+        return LatticeResult(losses_B, label_N, blank_N, torch.empty(size, D, dtype=wide))
 
     def ctc_loss(log_probs_TBV: torch.Tensor, targets_BU: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         T, B = log_probs_TBV.shape[:2]
