@@ -16,9 +16,12 @@ beta, 5 and on the durations.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+
+from finetune.losses.transfers import send
 
 CELLS_A_PROGRAM = 256
 PLANES = 5  # beside the durations
@@ -302,10 +305,9 @@ def solve(
     losses_B = torch.full((B,), float("inf"), dtype=torch.float64, device=device)
     if N == 0:
         return losses_B, label_post_N, blank_post_N, duration_post_ND
-    frames, tokens = torch.tensor([list(frames_B), list(tokens_B)], dtype=torch.int32)
-    cells = (frames * (tokens + 1)).long()
-    first_B = (cells.cumsum(0) - cells).to(device, non_blocking=True)
-    lengths = first_B, *torch.stack([frames, tokens]).to(device, non_blocking=True)
+    both = np.array([frames_B, tokens_B], dtype=np.int32)
+    cells = both[0].astype(np.int64) * (both[1] + 1)
+    lengths = send(device, torch.from_numpy(cells.cumsum() - cells)), *send(device, torch.from_numpy(both))
     m_PN = torch.empty(PLANES + D, N, dtype=torch.float64, device=device)
     e_PN = torch.empty(PLANES + D, N, dtype=torch.int32, device=device)
     z = torch.empty(B, dtype=torch.float64, device=device), torch.empty(B, dtype=torch.int32, device=device)

@@ -131,9 +131,9 @@ def fused_tdt_loss(
     kernels = operations.has_kernels(device, compute_dtype)
     budget = CPU_BLOCK_BYTES
     if kernels or device.type != "cpu":
-        # In long clips a block may take what the lattice takes itself: in, alpha and beta, and out, in float64.
+        # Blocks may take what the lattice needs at other times (lattice_triton.py): few, whatever the clips' length.
         cells = sum(t * (u + 1) for t, u in zip(frames, tokens))
-        budget = max(GPU_BLOCK_BYTES, cells * 8 * (6 + 2 * len(durations)))
+        budget = max(GPU_BLOCK_BYTES, cells * 12 * (5 + (len(durations) or 2)))
     plan = Plan(
         frames=[t if ok else 0 for t, ok in zip(frames, feasible)],
         tokens=[u if ok else 0 for u, ok in zip(tokens, feasible)],

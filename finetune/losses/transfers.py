@@ -6,11 +6,14 @@ import torch
 
 def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
     """Return arrays of whole numbers as int64 tensors on the device, by one copy out of page-locked memory."""
-    packed = torch.from_numpy(np.concatenate([a.ravel() for a in arrays]).astype(np.int64, copy=False))
-    if device.type == "cuda":
-        packed = packed.pin_memory()
-    parts = packed.to(device, non_blocking=True).split([a.size for a in arrays])
+    packed = np.concatenate([a.ravel() for a in arrays]).astype(np.int64, copy=False)
+    parts = send(device, torch.from_numpy(packed)).split([a.size for a in arrays])
     return [part.view(a.shape) for part, a in zip(parts, arrays)]
+
+
+def send(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the host's on the device; a GPU copies it when it gets there, out of page-locked memory."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def counts(*masks: torch.Tensor) -> list[int]:
