@@ -52,7 +52,7 @@ SEVERAL = {
     aten.masked_fill: 2,  # clone, fill
     aten.logsumexp: 9,
     aten.nonzero: 4,
-    aten.nonzero_static: 5,
+    aten.nonzero_static: 6,
     aten.repeat_interleave: 3,
     aten.convolution_backward: 3,
     aten.native_layer_norm_backward: 2,
@@ -113,7 +113,8 @@ class LaunchCounter(TorchDispatchMode):
             return next(self.answers)
         result = func(*args, **kwargs)
         made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
-        devices = {x.device.type for x in (*given, *made) if x.dim() or x in made}
+        # Numbers are tensors without dimensions on the host, and travel with the launch.
+        devices = {x.device.type for x in made} | {x.device.type for x in given if x.dim()}
         if "cuda" not in devices or func.is_view or packet in ALLOCATES:
             return result
         if packet in (aten._to_copy, aten.copy_) and "cpu" in devices:
@@ -157,10 +158,9 @@ def pretended_cuda(counter: LaunchCounter) -> Iterator[None]:
         mock.patch.object(torch.cuda, "_maybe_exchange_device", lambda _: 0),
     ):
         triton_works.cache_clear()
-        assert triton_works()
-        counter.launches.clear()
-        counter.operations.clear()
         try:
+            with LaunchCounter():
+                assert triton_works()
             with counter:
                 yield
         finally:

@@ -48,9 +48,8 @@ def test_a_loss_launches_no_more_than_its_goal_and_waits_twice(sizes, shares, mo
     assert dict(found.waits) == {"aten._to_copy cuda to cpu": 2}
 
 
-def test_more_clips_cost_a_product_each_and_more_cells_blocks_alone():
+def test_a_small_loss_takes_all_outputs_at_once_however_many_its_clips():
     few, many = (count_loss(B, 20, 10, V=64, H=16, shares=LEARNT) for B in (4, 12))
-    # So few cells take all outputs at once.
     assert total(few) == total(many)
     assert few.operations["triton._log_sum_exp"] == 1
 
