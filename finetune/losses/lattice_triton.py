@@ -39,12 +39,12 @@ def _power(e):
 def _split(x):
     """exp(x) as 1 <= m <= 2 and e; what is neither finite nor -inf becomes a mantissa that is no number."""
     x = x.to(tl.float64)
-    finite = tl.abs(x) < float("inf")
-    y = tl.where(finite, tl.clamp(x, -1e7, 1e7), 0.0) * 1.4426950408889634  # of x beyond, e would overflow
+    finite = x < 1e7  # beyond, e would overflow
+    y = tl.where(finite, tl.maximum(x, -1e7), 0.0) * 1.4426950408889634
     e = tl.floor(y)
     m = tl.exp2(y - e)
     zero = x == float("-inf")
-    return tl.where(finite, m, tl.where(zero, 0.0, float("nan"))), tl.where(zero, NONE, e.to(tl.int32))
+    return tl.where(zero, 0.0, tl.where(finite, m, float("nan"))), tl.where(zero, NONE, e.to(tl.int32))
 
 
 @triton.jit

@@ -36,7 +36,7 @@ def lattices() -> None:
         wide = [([8, 3], [9, 33])] if len(durations) == 5 else []  # slow: programs of more than one warp
         for frames, tokens in (([7, 5, 1, 0], [3, 0, 2, 1]), ([1], [0]), ([0], [3]), ([2, 3], [7, 5]), *wide):
             N = sum(t * (u + 1) for t, u in zip(frames, tokens))
-            for scale in (3, 400) if N == 34 else (3,):  # 400: most probabilities lie below the least float64
+            for scale in (3, 400) if N == 34 and len(durations) != 4 else (3,):  # 400: below the least float64
                 blank_N, label_N = (torch.randn(2, N, generator=g, dtype=torch.float64) * scale - 2).unbind(0)
                 duration_ND = torch.log_softmax(
                     scale * torch.randn(N, len(durations), generator=g, dtype=torch.float64), 1
@@ -48,7 +48,7 @@ def lattices() -> None:
                 actual = lattice_triton.solve(*arguments, True)
                 for a, e in zip(actual, expected):
                     torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-14, equal_nan=True)
-                if N < 100:
+                if N == 34:
                     losses_B, *none = lattice_triton.solve(*arguments, False)
                     assert torch.equal(losses_B, actual[0])
                     assert not any(x.numel() for x in none)
@@ -153,7 +153,7 @@ def whole_loss() -> None:
         return make_case([6, 0, 5], [3, 2, 0], durations, V=9, H=5, dtype=torch.float32)
 
     def learnt():
-        return learnt_case([20, 12], [5, 3], V=12, dtype=torch.float32)
+        return learnt_case([12, 7], [4, 2], V=12, dtype=torch.float32)
 
     jobs = [
         (case, None, 1e-5, {"sigma": 0.1, "fastemit_lambda": 0.1, "clamp": 0.02}),
