@@ -102,8 +102,8 @@ def fused_tdt_loss(
         fastemit_lambda: FastEmit regularisation as in NeMo: label arcs weigh 1 + lambda in the gradient of the token
             outputs, and the loss is multiplied by 1 + lambda.
         clamp: above 0, each clip's gradient of the token outputs of a cell is clamped to [-clamp, clamp], as in NeMo.
-        joint_memory_budget: bytes for the tensors of a block of cells. None: 32 MiB on the CPU; on a GPU 512 MiB, or in
-            long clips as much as the lattice takes itself.
+        joint_memory_budget: bytes for the tensors of a block of cells. None: 32 MiB on the CPU; on a GPU 512 MiB, or
+            in long clips as much as the lattice takes itself.
         operations: stand-ins for what reads values, where tensors have none (fake tensors).
 
     Returns:

@@ -34,7 +34,7 @@ def test_the_counter_sees_kernels_copies_and_waits():
 
 
 @pytest.mark.parametrize(
-    "sizes, shares, most",
+    ("sizes", "shares", "most"),
     [
         ({"B": 16, "T": 250, "U": 100}, None, 600),
         ({"B": 16, "T": 250, "U": 100}, LEARNT, 350),

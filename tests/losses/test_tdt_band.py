@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_cases import TDT, learnt_case
+from loss_cases import TDT, assert_same, learnt_case
 
 from finetune.losses import band, fused_tdt_loss, rows
 from finetune.losses.hidden import hidden
@@ -179,6 +179,8 @@ def test_blocks_over_many_clips_give_the_losses_and_gradients_of_clip_by_clip(
                 occupancy_threshold=1e-9, operations=operations,
             )  # fmt: skip
             kept = torch.isfinite(losses)
+            if not kept.any():
+                return
             found.append([losses[kept], *torch.autograd.grad(losses[kept].sum(), leaves)])
     for actual, expected in zip(*found):
-        assert torch.allclose(actual, expected, rtol=1e-7, atol=1e-7 * float(expected.abs().amax() if expected.numel() else 0))
+        assert_same([actual.detach()], [expected.detach()], 1e-7)
