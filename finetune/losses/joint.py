@@ -19,8 +19,8 @@ from finetune.losses.transfers import upload
 # Measured: 16 to 128 MiB are equally fast, for 1,024 and 8,192 tokens.
 CPU_BLOCK_BYTES = 32 * 2**20
 GPU_BLOCK_BYTES = 512 * 2**20
-# A GPU's matrix products in half precision are quick when rows begin at such multiples of elements; outputs of zeros
-# fill the gap.
+# A GPU's matrix products in half precision are quick when rows begin at such multiples of elements, and its kernels
+# load 16 bytes at a time; outputs of zeros fill the gap.
 ALIGNED = 8
 # Kernels count with 32-bit numbers in places.
 MOST_ELEMENTS = 2**31 - 1
@@ -63,7 +63,8 @@ class Plan:
 
     def aligned(self, outputs: int) -> int:
         """So many outputs that rows of them are aligned, where that counts."""
-        return -(-outputs // ALIGNED) * ALIGNED if self.compute_dtype.itemsize == 2 else outputs
+        matters = self.kernels or self.compute_dtype.itemsize == 2
+        return -(-outputs // ALIGNED) * ALIGNED if matters else outputs
 
     @property
     def ends(self) -> list[int]:
