@@ -144,12 +144,14 @@ def main() -> int:
     command = [
         sys.executable, str(ROOT / "scripts" / "bench" / "compare_strategies.py"), "--config", str(file),
         *(["--strategies", arguments.strategies] if arguments.strategies != "all" else []),
-        "--own-dropout", "--minutes", str(arguments.minutes), "--steps", str(arguments.steps), "--output-dir", str(arguments.output_dir), "--yardstick", arguments.yardstick,
+        "--own-dropout", "--minutes", str(arguments.minutes), "--steps", str(arguments.steps),
+        "--output-dir", str(arguments.output_dir), "--yardstick", arguments.yardstick,
     ]  # fmt: skip
     results = arguments.json or arguments.output_dir / "results.json"
+    results.unlink(missing_ok=True)
     code = subprocess.run([*command, "--json", str(results)], check=False).returncode
-    if code:
-        return code
+    if not results.is_file():
+        return code or 1
     found = json.loads(results.read_text(encoding="utf-8"))
     if not arguments.no_plan:
         add_predictions(found["rows"], file, arguments.clips, arguments.seconds)
@@ -158,7 +160,7 @@ def main() -> int:
     if over and found["machine"]["gpu"] is None:
         print(f"error: more than {arguments.limit_gib:g} GiB of resident memory: {', '.join(over)}", file=sys.stderr)
         return 1
-    return 0
+    return code
 
 
 if __name__ == "__main__":

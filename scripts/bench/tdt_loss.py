@@ -375,7 +375,9 @@ def side_alone(name: str, side: str, repeats: int, small: dict[str, Any]) -> tup
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return {"failed": f"exit code {done.returncode}: {last}"}, f"ended with {done.returncode}\n{done.stderr[-3000:]}"
+        return {
+            "failed": f"exit code {done.returncode}: {last}"
+        }, f"ended with {done.returncode}\n{done.stderr[-3000:]}"
     return json.loads(done.stdout.splitlines()[-1]), ""
 
 

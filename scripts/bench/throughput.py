@@ -133,7 +133,7 @@ def ours(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
             "occupancy_threshold": 1e-4,
         },
         "data": {
-            "train": str(arguments.folder / "data" / "manifest.jsonl"), "max_duration": 21.0,
+            "train": str(arguments.folder / "data" / "manifest.jsonl"), "max_duration": arguments.longest + 1,
             "batch_duration": arguments.batch_seconds,
         },
         "training": {
@@ -241,10 +241,10 @@ def nemo(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
         cfg.train_ds = {
             "use_lhotse": True, "manifest_filepath": str(arguments.folder / "data" / "manifest.jsonl"),
             "sample_rate": RATE, "batch_duration": arguments.batch_seconds, "use_bucketing": True, "num_buckets": 10,
-            "batch_size": None, "max_duration": 21.0, "shuffle": True, "num_workers": arguments.workers,
+            "batch_size": None, "max_duration": arguments.longest + 1, "shuffle": True, "num_workers": arguments.workers,
             "pin_memory": True,
         }  # fmt: skip
-        cfg.optim = {"name": "adamw", "lr": 1e-5, "betas": [0.9, 0.98], "weight_decay": 1e-3}
+        cfg.optim = {"name": "adamw", "lr": 1e-5, "betas": [0.9, 0.98], "weight_decay": 1e-3, "fused": True}
     trainer = pl.Trainer(
         max_steps=arguments.steps, accelerator="gpu" if device == "cuda" else "cpu", devices=1, logger=False,
         precision="bf16-mixed" if device == "cuda" else 32, callbacks=[Watch()], enable_checkpointing=False,
@@ -273,23 +273,32 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    longest, times, device = 20.0, 10, "cuda"
+    arguments.longest, times, device = 20.0, 10, "cuda"
     if arguments.rehearsal:
-        small = {"layout": SMALL_LAYOUT, "vocabulary": 200, "clips": 12, "batch_seconds": 8.0, "steps": 3, "skipped": 1}
+        small = {
+            "layout": SMALL_LAYOUT,
+            "vocabulary": 200,
+            "clips": 12,
+            "batch_seconds": 8.0,
+            "steps": 3,
+            "skipped": 1,
+        }
         vars(arguments).update({**small, "transformers_seconds": 4.0, "fused_batch_size": 2, "workers": 1})
-        longest, times, device = 2.0, 2, "cpu"
+        arguments.longest, times, device = 2.0, 2, "cpu"
     if arguments.side:
         side = {"ours": ours, "nemo": nemo, "transformers": transformers}[arguments.side]
         (arguments.folder / f"{arguments.side}.json").write_text(json.dumps(side(arguments, device)), encoding="utf-8")
         return 0
     words = make_tokenizer(arguments.folder / "tokenizer", arguments.vocabulary)
-    lengths = np.random.default_rng(0).uniform(1.0, longest, arguments.clips).round(2)
+    lengths = np.random.default_rng(0).uniform(1.0, arguments.longest, arguments.clips).round(2)
     make_data(arguments.folder / "data", words, lengths.tolist(), times)
     found: dict[str, Any] = {"machine": machine(), "command": "python " + " ".join(sys.argv), "sides": {}}
     for name in arguments.sides:
         left = arguments.folder / f"{name}.json"
         left.unlink(missing_ok=True)
-        done = subprocess.run([sys.executable, *sys.argv, "--side", name], stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, *sys.argv, "--side", name], stderr=subprocess.PIPE, text=True, check=False
+        )
         if done.returncode or not left.is_file():
             last = (done.stderr.strip().splitlines() or ["no output"])[-1]
             found["sides"][name] = {"failed": f"exit code {done.returncode}: {last}"}

@@ -154,7 +154,9 @@ def main() -> int:
         except Exception as error:  # what the others show is worth having
             problem = f"{compare.__name__}: {type(error).__name__}: {error}"
             print(problem, file=sys.stderr)
-        failed += [c["check"] for c in checks if not c["agrees"] and c["check"] not in failed] + [*filter(None, [problem])]
+        failed += [c["check"] for c in checks if not c["agrees"] and c["check"] not in failed] + [
+            *filter(None, [problem])
+        ]
         if arguments.json:
             name = torch.cuda.get_device_name() if DEVICE == "cuda" else None
             seconds = round(time.perf_counter() - started, 1)

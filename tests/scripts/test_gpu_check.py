@@ -1,0 +1,207 @@
+"""The check on a GPU, rehearsed on a CPU: its parts, its table of goals, and what a bare machine needs for it."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts" / "gpu"))
+
+import needed_wheels
+import report
+
+# Refuses every installed package but torch, Triton, numba and what these need; then runs the files behind it.
+ALONE = """
+import re, runpy, sys
+from importlib import metadata
+
+allowed, waiting = set(), ["torch", "triton", "numba", "numpy"]
+while waiting:
+    name = waiting.pop()
+    if name not in allowed:
+        allowed.add(name)
+        try:
+            needs = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            needs = []
+        waiting += [re.match(r"[\\w.-]+", need)[0].lower() for need in needs if "extra ==" not in need]
+owners = metadata.packages_distributions()
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        package = name.partition(".")[0]
+        names = {owner.lower() for owner in owners.get(package, [])}
+        if names and not names & allowed and package != "finetune":
+            raise ModuleNotFoundError(f"a bare machine has no {name}", name=name)
+
+sys.meta_path.insert(0, Refuse())
+sys.argv[1:] = ["--rehearsal", "--json", {loss!r}]
+try:
+    runpy.run_path({check!r}, run_name="__main__")
+except SystemExit as ended:
+    assert not ended.code, ended.code
+sys.path.insert(0, {bench!r})
+import tdt_loss
+case = {{**tdt_loss.CASES["gpu_v8192"], **tdt_loss.REHEARSED}}
+for side in ("floor", "fused"):
+    assert tdt_loss.measure(case, side, tdt_loss.SIDES["gpu_v8192"][side], 1)["seconds"] > 0
+print(tdt_loss.machine()["torch"])
+try:
+    import nemo
+except ModuleNotFoundError:
+    print("nemo is refused")
+"""
+
+
+def start(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, **environment}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+
+
+def test_the_loss_parts_need_torch_triton_and_numba_alone(tmp_path: Path) -> None:
+    loss = tmp_path / "loss.json"
+    code = ALONE.format(
+        loss=str(loss), check=str(ROOT / "scripts/gpu/check_loss.py"), bench=str(ROOT / "scripts/bench")
+    )
+    done = start(sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "nemo is refused" in done.stdout
+    found = json.loads(loss.read_text())
+    assert found["failed"] == []
+    assert len(found["checks"]) > 40
+    assert all(0 <= check["off"] <= check["tolerance"] for check in found["checks"])
+
+
+def test_a_part_that_takes_too_long_is_ended_and_the_table_is_there(tmp_path: Path) -> None:
+    done = start("bash", "scripts/gpu_check.sh", "--rehearsal", str(tmp_path), PARTS="loss", PART_SECONDS="1")
+    assert done.returncode == 1
+    assert "loss was ended after 1 s" in done.stdout
+    assert (tmp_path / "loss.exit").read_text().startswith("124 ")
+    found = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert found["rehearsed"]
+    assert "FAILED: loss" in done.stdout
+    assert "say nothing about a GPU" in (tmp_path / "gpu.md").read_text()
+
+
+def test_what_the_check_refuses() -> None:
+    done = start("bash", "scripts/gpu_check.sh", PARTS="speed")
+    assert (done.returncode, "there is no part speed. PARTS takes some of: loss" in done.stderr) == (2, True)
+    done = start("bash", "scripts/gpu_check.sh", PYTHON="/nowhere/python")
+    assert (done.returncode, "there is no interpreter /nowhere/python" in done.stderr) == (1, True)
+
+
+# ---- the table of goals --------------------------------------------------------------------------------------------
+
+
+def parts_of(scale: float) -> dict[str, Any]:
+    """Figures of all parts; with a scale of 1 they are what is wanted, and with a smaller one better."""
+    nemo = {"seconds": 3.0, "memory_bytes": 15e9, "largest_batch": 2}
+    sides = {
+        "floor": {"seconds": 1 / 1.7},
+        "fused": {"seconds": scale, "memory_bytes": 1e9 * scale},
+        "nemo plain": nemo,
+    }
+    sides |= {"transformers": {"seconds": 5.0, "memory_bytes": 9e9}, "nemo fused batch": {"failed": "no driver"}}
+    learnt = {"floor": {"seconds": 1.0}, "fused 1e-4": {"seconds": 0.8 * scale}}
+    rows = [
+        {"name": name, "peak_bytes": peak * 1e9 * scale, "seconds_per_step": t, "predicted_over_measured": 1.04}
+        for name, peak, t in (("adamw", 22, 1.0), ("recommended", 11, 1.25 * scale), ("recommended_small", 7.5, 2.0))
+    ]
+    speed = {"ours": 2300 / scale, "nemo": 700.0, "transformers": 700.0}
+    side = {name: {"audio_hours_an_hour": rate} for name, rate in speed.items()}
+    side["ours"]["share_of_published_peak"] = 0.25 / scale
+    found: dict[str, Any] = {
+        "loss_time": {"cases": {"gpu_v8192": sides}},
+        "loss_learnt": {"cases": {"gpu_v8192_learnt": learnt}},
+        "largest_batch": {"cases": {"gpu_24gb": {"fused": {"largest_batch": 16 / scale}, "nemo plain": nemo}}},
+        "step": {"rows": rows},
+        "throughput": {"sides": side},
+        "evaluation": {"bfloat16": {"rtfx": 1500 / scale}, "texts": {"differing": 0}},
+        "strategies_1": {"rows": [*rows, {"name": "lora", "reason": "not measured yet"}]},
+        "strategies_2": {"rows": [*rows, {"name": "ddp", "reason": "needs 2 GPUs, there is 1"}]},
+    }
+    found |= dict.fromkeys(("loss", "optimizers", "activation_offload"), {})
+    return {name: {"exit_code": 0, "seconds": 60, **part} for name, part in found.items()}
+
+
+def test_verdicts_on_goals() -> None:
+    better, worse = report.judge(parts_of(0.9)), report.judge(parts_of(1.2))
+    assert {g["verdict"] for g in better} == {"reached", "measured"}
+    still = ("texts of", "rows without", "exit code", "plan off")
+    missed = {g["what"] for g in worse if g["verdict"] == "missed"}
+    assert missed == {g["what"] for g in worse if not g["what"].startswith(still) and g["limit"] is not None}
+    none = report.judge({})
+    assert all(g["verdict"].startswith('not measured: PARTS="') and g["figure"] is None for g in none)
+    assert {g["verdict"] for g in report.judge(parts_of(0.9), rehearsed=True)} == {"rehearsed"}
+
+
+def test_a_failed_side_leaves_the_other_figures() -> None:
+    parts = parts_of(0.9)
+    parts["loss_time"]["cases"]["gpu_v8192"]["nemo plain"] = {"failed": "out of memory"}
+    verdicts = {g["what"]: g["verdict"] for g in report.judge(parts) if g["part"] == "loss_time"}
+    assert verdicts["time / floor of four products"] == "reached"
+    assert verdicts["times faster than NeMo's best"].startswith("not measured")
+
+
+def test_the_page_of_goals_is_what_the_report_writes() -> None:
+    kept = json.loads((ROOT / "docs/benchmarks/gpu.json").read_text(encoding="utf-8"))
+    assert kept["goals"] == report.judge(kept["parts"])
+    assert (ROOT / "docs/benchmarks/gpu.md").read_text(encoding="utf-8") == report.markdown(kept)
+
+
+# ---- wheels for a bare machine -------------------------------------------------------------------------------------
+
+
+def test_wheels_are_of_what_the_machine_lacks() -> None:
+    there = needed_wheels.names_in(ROOT / "scripts/gpu/bare_machine.txt") | needed_wheels.LEFT_OUT
+    found, pinned = needed_wheels.needed(there), needed_wheels.versions()
+    lacking = "nemo-toolkit omegaconf hydra-core soundfile soxr lhotse librosa jiwer datasets torchao bitsandbytes "
+    assert set((lacking + "flashoptim deepspeed antlr4-python3-runtime pydantic-core rapidfuzz").split()) <= set(found)
+    assert not {"torch", "triton", "numba", "numpy", "transformers", "wandb", "nvidia-cublas"} & set(found)
+    assert set(found) <= set(pinned), "each has an exact version"
+    assert sum(map(needed_wheels.installed_mib, found)) < 250
+
+
+def test_a_thinned_wheel_installs(tmp_path: Path) -> None:
+    wheel = tmp_path / "bitsandbytes-0.1-py3-none-any.whl"
+    about = "bitsandbytes-0.1.dist-info"
+    libraries = [f"bitsandbytes/libbitsandbytes_{name}.so" for name in ("cuda118", "cuda130", "cpu", "rocm64")]
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in ("bitsandbytes/__init__.py", *libraries, f"{about}/RECORD"):
+            archive.writestr(name, "")
+        archive.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: bitsandbytes\nVersion: 0.1\n")
+        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+    needed_wheels.thin(wheel)
+    options = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--target", str(tmp_path / "site")]
+    done = start(sys.executable, "-m", "pip", "install", *options, str(wheel))
+    assert done.returncode == 0, done.stderr
+    left = {path.name for path in (tmp_path / "site" / "bitsandbytes").iterdir()}
+    assert left == {"__init__.py", "libbitsandbytes_cuda130.so", "libbitsandbytes_cpu.so"}
+
+
+# ---- the dress rehearsal -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_every_part_rehearsed(tmp_path: Path) -> None:
+    """The code of all parts with small sizes; NeMo's TDT loss alone has no kernel for a CPU, which is recorded."""
+    done = start("bash", "scripts/gpu_check.sh", "--rehearsal", str(tmp_path))
+    codes = {path.stem: path.read_text().split()[0] for path in tmp_path.glob("*.exit")}
+    of_nemo = {"loss_time", "largest_batch"}
+    assert {name for name, code in codes.items() if code != "0"} == of_nemo, done.stdout[-3000:] + done.stderr[-3000:]
+    goals = json.loads((tmp_path / "gpu_check.json").read_text())["goals"]
+    lacking = {g["what"] for g in goals if g["verdict"] != "rehearsed"}
+    nemos_loss = {"times faster than NeMo's best", "NeMo's least memory / ours", "times NeMo's"}
+    assert lacking == nemos_loss | {"model FLOPs / published peak"}
+    throughput = json.loads((tmp_path / "throughput.json").read_text())["sides"]["ours"]
+    assert throughput["model_flops"]["encoder"] > throughput["model_flops"]["joint"] > 0
+    assert throughput["clips"] > 0
+    rows = json.loads((tmp_path / "step.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["adamw", "recommended", "recommended_small"]
+    assert all(0.5 < row["predicted_over_measured"] < 2 for row in rows)
