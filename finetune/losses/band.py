@@ -25,7 +25,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from finetune.losses import rows
 from finetune.losses.joint import Joint, Plan
 from finetune.losses.lattice import LatticeResult
 
@@ -62,7 +61,7 @@ def arc_scores(joint: Joint) -> ArcScores:
         step = plan.block_cells(joint.enc.shape[1], outputs=S + 1 + D)
         for block in (slice(*bounds) for bounds in operations.blocks(start, end, step)):
             cells = joint.cells(torch.arange(block.start, block.stop, device=device))
-            hidden_NH = joint.dropped(joint.hidden(cells), joint.kept(cells))
+            hidden_NH = joint.hidden(cells).dropped_NH
             scores_NS = nn.functional.linear(hidden_NH, weight_SH, bias_S).to(dtype)
             if D:
                 duration_ND[block] = torch.log_softmax(scores_NS[:, S + 1 :], 1)
@@ -115,8 +114,8 @@ def log_sum_exp(joint: Joint, number_N: torch.Tensor) -> torch.Tensor:
     lse_N = torch.empty(len(number_N), dtype=plan.sum_dtype, device=number_N.device)
     for start, end in plan.operations.blocks(0, len(number_N), plan.block_cells(joint.enc.shape[1])):
         cells = joint.cells(number_N[start:end])
-        dropped_NH = joint.dropped(joint.hidden(cells), joint.kept(cells))
-        lse_N[start:end] = rows.log_sum_exp(joint.token_logits(dropped_NH), plan.sum_dtype)
+        dropped_NH = joint.hidden(cells).dropped_NH
+        lse_N[start:end] = plan.operations.log_sum_exp(joint.token_logits(dropped_NH), plan.sum_dtype)
         del cells, dropped_NH  # before the next block's are made
     return lse_N
 

@@ -7,7 +7,6 @@ O joint outputs (V + 1 + D: tokens, blank, durations), N lattice cells (all of t
 import torch
 from torch.autograd.function import once_differentiable
 
-from finetune.losses import rows
 from finetune.losses.band import band_lattice
 from finetune.losses.joint import Joint, Plan
 
@@ -53,11 +52,9 @@ class FusedTransducer(torch.autograd.Function):
 
         def add_block(which: torch.Tensor) -> None:
             cells = joint.cells(which)
-            hidden_NH = joint.hidden(cells)
-            kept_NH = joint.kept(cells)
-            dropped_NH = joint.dropped(hidden_NH, kept_NH)
-            grad_NO = rows.gradient_rows(
-                joint.logits(dropped_NH),
+            hidden = joint.hidden(cells)
+            grad_NO = plan.operations.gradient_rows(
+                joint.logits(hidden.dropped_NH),
                 lse_N[which],
                 label_N[which],
                 blank_N[which],
@@ -74,16 +71,11 @@ class FusedTransducer(torch.autograd.Function):
                 grad_bias[: plan.outputs] += own_NO.sum(0, dtype=dtype)
             if grad_weight is not None:
                 if dtype == plan.compute_dtype:
-                    grad_weight[: plan.outputs].addmm_(own_NO.t(), dropped_NH)
+                    grad_weight[: plan.outputs].addmm_(own_NO.t(), hidden.dropped_NH)
                 else:
-                    grad_weight[: plan.outputs] += (grad_NO.t() @ dropped_NH)[: plan.outputs]
+                    grad_weight[: plan.outputs] += (grad_NO.t() @ hidden.dropped_NH)[: plan.outputs]
             if grad_enc is not None or grad_pred is not None:
-                grad_NH = (grad_NO @ joint.weight).to(dtype)
-                grad_NH = joint.hidden_gradient(grad_NH, hidden_NH, kept_NH)
-                if grad_enc is not None:
-                    grad_enc.index_add_(0, cells.frame, grad_NH)
-                if grad_pred is not None:
-                    grad_pred.index_add_(0, cells.position, grad_NH)
+                joint.add_hidden_gradient(grad_NO @ joint.weight, hidden, cells, grad_enc, grad_pred)
 
         # A function call a block: its tensors are gone before the next one's are made.
         with torch.autocast(device.type, enabled=False):

@@ -4,20 +4,15 @@ Shape suffixes: B batch, T encoder frames, U target tokens, V vocabulary, D dura
 O joint outputs (V + 1 + D: tokens, blank, durations), N lattice cells (all of the batch, or those of one block).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from finetune.losses.hidden import Form, Hidden
 from finetune.losses.operations import Operations
 
-# activation(x) in place, and the gradient in place given activation(x)
-ACTIVATIONS: dict[str, tuple[Callable, Callable]] = {
-    "relu": (torch.relu_, lambda grad, y: grad.mul_(y > 0)),
-    "tanh": (torch.tanh_, lambda grad, y: grad.mul_(1 - y.to(grad.dtype) ** 2)),
-    "sigmoid": (torch.sigmoid_, lambda grad, y: grad.mul_(y.to(grad.dtype) * (1 - y.to(grad.dtype)))),
-}
 # Measured: 16 to 128 MiB are equally fast, for 1,024 and 8,192 tokens.
 CPU_BLOCK_BYTES = 32 * 2**20
 GPU_BLOCK_BYTES = 512 * 2**20
@@ -52,6 +47,10 @@ class Plan:
     def outputs(self) -> int:
         """The joint outputs in use: RNN-T on a TDT joint leaves the duration outputs out."""
         return self.V + 1 + len(self.durations)
+
+    @property
+    def form(self) -> Form:
+        return Form(self.activation, self.dropout, self.seed, self.compute_dtype)
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -103,8 +102,8 @@ class Joint:
     ):
         self.plan = plan
         self.T, self.U1 = enc_BTH.shape[1], pred_BUH.shape[1]
-        self.enc = enc_BTH.reshape(-1, enc_BTH.shape[2])
-        self.pred = pred_BUH.reshape(-1, pred_BUH.shape[2])
+        self.enc = enc_BTH.reshape(-1, enc_BTH.shape[2]).contiguous()
+        self.pred = pred_BUH.reshape(-1, pred_BUH.shape[2]).contiguous()
         self.weight = weight_OH[: plan.outputs].to(plan.compute_dtype)
         self.bias = None if bias_O is None else bias_O[: plan.outputs].to(plan.compute_dtype)
         spare = plan.aligned(plan.outputs) - plan.outputs
@@ -130,21 +129,24 @@ class Joint:
         position = clip * self.U1 + within - t * width
         return Cells(number_N, clip, clip * self.T + t, position, self.next_token[position])
 
-    def hidden(self, cells: Cells) -> torch.Tensor:
-        """activation(enc + pred), (N, H), in the compute dtype."""
-        activate, _ = ACTIVATIONS[self.plan.activation]
-        sum_NH = self.enc.index_select(0, cells.frame) + self.pred.index_select(0, cells.position)
-        return activate(sum_NH).to(self.plan.compute_dtype)
+    def hidden(self, cells: Cells) -> Hidden:
+        return self.plan.operations.hidden(
+            self.enc, self.pred, cells.number, cells.frame, cells.position, self.plan.form
+        )
 
-    def kept(self, cells: Cells) -> torch.Tensor | None:
-        """(N, H) bool, False where dropout zeroes; None without dropout."""
-        plan = self.plan
-        if not plan.dropout:
-            return None
-        return plan.operations.dropout_mask(cells.number, self.enc.shape[1], plan.dropout, plan.seed)
-
-    def dropped(self, hidden_NH: torch.Tensor, kept_NH: torch.Tensor | None) -> torch.Tensor:
-        return hidden_NH if kept_NH is None else (hidden_NH * kept_NH).mul_(1 / (1 - self.plan.dropout))
+    def add_hidden_gradient(
+        self,
+        grad_NH: torch.Tensor,
+        values: Hidden,
+        cells: Cells,
+        grad_enc: torch.Tensor | None,
+        grad_pred: torch.Tensor | None,
+    ) -> None:
+        """Adds to the gradients of enc and pred what reaches them through the cells; `grad_NH` is used up."""
+        self.plan.operations.add_hidden_gradient(
+            grad_NH, values, self.enc, self.pred, cells.number, cells.frame, cells.position, self.plan.form,
+            grad_enc, grad_pred,
+        )  # fmt: skip
 
     def logits(self, dropped_NH: torch.Tensor) -> torch.Tensor:
         """(N, O) outputs in the compute dtype, and zeros up to an aligned width."""
@@ -155,15 +157,6 @@ class Joint:
         width = self.plan.aligned(self.plan.V + 1)
         bias = None if self.bias is None else self.bias[:width]
         return nn.functional.linear(dropped_NH, self.weight[:width], bias)[:, : self.plan.V + 1]
-
-    def hidden_gradient(
-        self, grad_NH: torch.Tensor, hidden_NH: torch.Tensor, kept_NH: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The gradient of enc + pred from that of the linear layer's input, in place."""
-        if kept_NH is not None:
-            grad_NH.mul_(kept_NH).mul_(1 / (1 - self.plan.dropout))
-        _, activation_gradient = ACTIVATIONS[self.plan.activation]
-        return activation_gradient(grad_NH, hidden_NH)
 
 
 def compute_dtype_of(device: torch.device, inputs: Sequence[torch.Tensor]) -> torch.dtype:

@@ -1,4 +1,5 @@
-"""The operations of the loss that need the values of tensors, or whose results have shapes that depend on them.
+"""The operations of the loss that need the values of tensors, whose results have shapes that depend on them, or that
+are kernels of our own on a GPU.
 
 `fused_tdt_loss` takes them as an argument. The memory plan follows a step on fake tensors, which have shapes and no
 values, and passes operations of its own (finetune/tools/planning/follow.py).
@@ -10,8 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from finetune.losses.checks import check_values
-from finetune.losses.dropout import draw_seed, dropout_mask
+from finetune.losses.dropout import draw_seed
+from finetune.losses.hidden import Hidden, add_hidden_gradient, hidden
 from finetune.losses.lattice import LatticeResult, forward_backward
+from finetune.losses.rows import gradient_rows, log_sum_exp
 
 
 def blocks(start: int, end: int, step: int) -> Iterator[tuple[int, int]]:
@@ -46,7 +49,10 @@ class Operations:
     lattices: Callable[[list[int], list[int]], Iterator[tuple[int, int, int]]] = lattices
     cells_where: Callable[[torch.Tensor], torch.Tensor] = cells_where
     distinct_tokens: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = distinct_tokens
-    dropout_mask: Callable[[torch.Tensor, int, float, int], torch.Tensor] = dropout_mask
+    hidden: Callable[..., Hidden] = hidden
+    add_hidden_gradient: Callable[..., None] = add_hidden_gradient
+    log_sum_exp: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = log_sum_exp
+    gradient_rows: Callable[..., torch.Tensor] = gradient_rows
     forward_backward: Callable[..., LatticeResult] = forward_backward
     ctc_loss: Callable[..., torch.Tensor] = torch.nn.functional.ctc_loss
     """Of models with a CTC head; arguments as torch's."""

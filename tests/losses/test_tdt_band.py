@@ -12,6 +12,7 @@ from loss_cases import TDT, learnt_case
 
 from finetune.losses import band, fused_tdt_loss, rows
 from finetune.losses.joint import Joint
+from finetune.losses.operations import Operations
 
 
 def random_case(frames, tokens, durations=TDT, V=20, H=6, scale=1.0, dtype=torch.float64, seed=0):
@@ -115,9 +116,10 @@ def test_a_threshold_leaves_out_what_the_docstring_says_and_no_more(monkeypatch,
             return found[number[0]]
 
         with monkeypatch.context() as patch:
-            patch.setattr(rows, "gradient_rows", gradient_rows)
             patch.setattr(Joint, "cells", cells)
-            fused_tdt_loss(*case, reduction="sum", **options).backward()
+            fused_tdt_loss(
+                *case, reduction="sum", operations=Operations(gradient_rows=gradient_rows), **options
+            ).backward()
         return found
 
     with monkeypatch.context() as patch:

@@ -6,11 +6,13 @@ The loss works block by block, and one block stands for all.
 N lattice cells, U target tokens, H joint width; of CTC: T frames, S states, two for each token and one more.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 
-from finetune.losses.dropout import torch_mask
+from finetune.losses.hidden import Hidden, hidden
 from finetune.losses.lattice import LatticeResult
 from finetune.losses.operations import Operations
 
@@ -41,7 +43,17 @@ def worst_case(clips: int, tokens: int, cuda: bool, block_sizes: list[int]) -> O
         return torch.empty_like(targets_U), torch.empty_like(targets_U)
 
     def mask(cell_N: torch.Tensor, H: int, *_: object) -> torch.Tensor:
-        return torch_mask(cell_N, H, 1, 1) if cuda else torch.empty(cell_N.shape[0], H, dtype=torch.bool)
+        return torch.empty(cell_N.shape[0], H, dtype=torch.bool)
+
+    def kernel_hidden(enc: torch.Tensor, pred: torch.Tensor, number_N: torch.Tensor, *rest: Any) -> Hidden:
+        return Hidden(torch.empty(number_N.shape[0], enc.shape[1], dtype=rest[-1].dtype))
+
+    kernels: dict[str, Callable[..., Any]] = {
+        "hidden": kernel_hidden,
+        "add_hidden_gradient": lambda *_: None,
+        "log_sum_exp": lambda logits_NV, dtype: torch.empty(logits_NV.shape[0], dtype=dtype),
+        "gradient_rows": lambda logits_NO, *_, **__: logits_NO,
+    }
 
     def forward_backward(
         blank_N: torch.Tensor, label_N: torch.Tensor, duration_ND: torch.Tensor, *_: object, posteriors: bool
@@ -67,7 +79,7 @@ def worst_case(clips: int, tokens: int, cuda: bool, block_sizes: list[int]) -> O
         lattices=first_lattice,
         cells_where=all_cells,
         distinct_tokens=all_distinct,
-        dropout_mask=mask,
         forward_backward=forward_backward,
         ctc_loss=ctc_loss,
+        **(kernels if cuda else {"hidden": partial(hidden, mask=mask)}),
     )
