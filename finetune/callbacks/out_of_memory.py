@@ -1,4 +1,4 @@
-"""When memory runs out in a step: repeat it with the allocator's cache emptied; where that does not help, name and keep
+"""When memory runs out in a step: repeat it with the allocator's cache emptied. If that does not help, name and keep
 the batch, halve the bound for utterances of that length, and repeat the step.
 
 B batch, S samples, U target tokens.

@@ -8,8 +8,8 @@
 Each strategy runs in fresh processes of its own. Memory is the CUDA allocator's peak on a GPU, and on the CPU the
 account of the process's tensors (finetune/tools/planning/accounting.py) in one step after the optimizer's states
 exist; of several processes that of the first. Seconds a step are the median without the first three steps and the
-accounted one. An interrupted comparison goes on where it was: rows lie in --output-dir. Writes results.json there after
-each row, and table.md and strategies.png at the end.
+accounted one. An interrupted comparison goes on where it was: rows lie in --output-dir. results.json there is written
+after each row, table.md and strategies.png at the end.
 
 All rows see the same clips in each step: the clips of the run's first steps are written to --output-dir/clips once,
 and come in that order to whatever number of processes. The yardstick runs again in the middle and at the end: ratios

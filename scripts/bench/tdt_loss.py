@@ -8,9 +8,10 @@ numba alone. A side that fails is recorded as failed, and FILE is written anew a
 the repeats, forward and backward. Memory is what a call adds at its peak to what was there before it (resident memory
 on the CPU, the CUDA allocator's on a GPU). The floor is the four matrix products (forward, recomputation, gradients of
 weight and activations) over all valid cells, at the rate of this machine, with the columns rounded up to a multiple of
-8, as tensor cores want them. --rehearsal runs the GPU cases with small sizes on the CPU. The gradient of cells that alignments hardly pass
-through is made of subnormal numbers, on which a CPU is slow: transformers' loss is timed as it comes and "flushed",
-with torch.set_flush_denormal(True), which no side of ours has.
+8, as tensor cores want them. --rehearsal runs the GPU cases with small sizes on the CPU.
+
+The gradient of cells that alignments hardly pass through is made of subnormal numbers, on which a CPU is slow:
+transformers' loss is timed as it comes and "flushed", with torch.set_flush_denormal(True), which no side of ours has.
 
 "learnt" inputs come from examples/base/fastconformer_tdt_3m.nemo on sentences of examples/voice_prompts, joined to
 clips of up to 10 s. Its joint is lifted to the width and vocabulary of the case: the further hidden units get random

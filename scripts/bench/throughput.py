@@ -241,8 +241,8 @@ def nemo(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
         cfg.train_ds = {
             "use_lhotse": True, "manifest_filepath": str(arguments.folder / "data" / "manifest.jsonl"),
             "sample_rate": RATE, "batch_duration": arguments.batch_seconds, "use_bucketing": True, "num_buckets": 10,
-            "batch_size": None, "max_duration": arguments.longest + 1, "shuffle": True, "num_workers": arguments.workers,
-            "pin_memory": True,
+            "batch_size": None, "max_duration": arguments.longest + 1, "shuffle": True, "pin_memory": True,
+            "num_workers": arguments.workers,
         }  # fmt: skip
         cfg.optim = {"name": "adamw", "lr": 1e-5, "betas": [0.9, 0.98], "weight_decay": 1e-3, "fused": True}
     trainer = pl.Trainer(

@@ -47,7 +47,7 @@ def needed(there: set[str]) -> dict[str, str | None]:
         line, by = waiting.pop(0)
         requirement = Requirement(line)
         name = canonicalize_name(requirement.name)
-        if name in there or requirement.marker and not requirement.marker.evaluate({**TARGET, "extra": ""}):
+        if name in there or (requirement.marker and not requirement.marker.evaluate({**TARGET, "extra": ""})):
             continue
         found.setdefault(name, by)
         for extra in ("", *requirement.extras):

@@ -126,7 +126,7 @@ def parts_of(scale: float) -> dict[str, Any]:
         "strategies_1": {"rows": [*rows, {"name": "lora", "reason": "not measured yet"}]},
         "strategies_2": {"rows": [*rows, {"name": "ddp", "reason": "needs 2 GPUs, there is 1"}]},
     }
-    found |= dict.fromkeys(("loss", "optimizers", "activation_offload"), {})
+    found |= {name: {} for name in ("loss", "optimizers", "activation_offload")}
     return {name: {"exit_code": 0, "seconds": 60, **part} for name, part in found.items()}
 
 
