@@ -27,6 +27,7 @@ from real_size import LAYOUT, ROOT, make_data, make_tokenizer
 from throughput import SMALL_LAYOUT
 
 from finetune.evaluation.dataset import EvaluationSettings, count_errors, evaluate_model, open_sources
+from finetune.logs import set_up_logging
 from finetune.models.loading import load_model
 from finetune.models.nemo import cast_parameters
 
@@ -89,6 +90,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("runs/evaluation"))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    set_up_logging()
     longest, device = 20.0, "cuda"
     if arguments.rehearsal:
         small = {"layout": SMALL_LAYOUT, "vocabulary": 200, "clips": 8, "batch_size": 4, "texts": 6, "workers": 0}

@@ -41,7 +41,7 @@ def off(actual: torch.Tensor, expected: torch.Tensor) -> float:
         return 0.0
     if not torch.equal(actual.isfinite(), expected.isfinite()):
         return float("inf")
-    actual, expected = (x.double().where(expected.isfinite(), 0) for x in (actual, expected))
+    actual, expected = (x.detach().double().where(expected.isfinite(), 0) for x in (actual, expected))
     return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 

@@ -65,9 +65,12 @@ def _batches(parts: Parts) -> float:
 
 
 def _missing(parts: Parts) -> float:
-    """Strategies that one GPU can run and that have no figure; the last part that went on knows most."""
+    """Count strategies that one GPU can run and that failed; of the last part, which knows most."""
     last = max(name for name in parts if name.startswith("strategies"))
-    return sum("reason" in row and "GPUs" not in row["reason"] for row in parts[last]["rows"])
+    reasons = [row["reason"] for row in parts[last]["rows"] if "reason" in row]
+    if any(reason.startswith("not measured yet") for reason in reasons):
+        raise LookupError("there are rows left")
+    return sum(not reason.startswith("needs ") for reason in reasons)
 
 
 LOSS = "loss B16 T250 U100 V8192, bf16, dropout 0.2"

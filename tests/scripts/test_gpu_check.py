@@ -36,19 +36,20 @@ owners = metadata.packages_distributions()
 class Refuse:
     def find_spec(self, name, path=None, target=None):
         package = name.partition(".")[0]
-        names = {owner.lower() for owner in owners.get(package, [])}
+        names = set(map(str.lower, owners.get(package, [])))
         if names and not names & allowed and package != "finetune":
             raise ModuleNotFoundError(f"a bare machine has no {name}", name=name)
 
 sys.meta_path.insert(0, Refuse())
-sys.argv[1:] = ["--rehearsal", "--json", {loss!r}]
+loss, check, bench = sys.argv[1:]
+sys.argv[1:] = ["--rehearsal", "--json", loss]
 try:
-    runpy.run_path({check!r}, run_name="__main__")
+    runpy.run_path(check, run_name="__main__")
 except SystemExit as ended:
     assert not ended.code, ended.code
-sys.path.insert(0, {bench!r})
+sys.path.insert(0, bench)
 import tdt_loss
-case = {{**tdt_loss.CASES["gpu_v8192"], **tdt_loss.REHEARSED}}
+case = {**tdt_loss.CASES["gpu_v8192"], **tdt_loss.REHEARSED}
 for side in ("floor", "fused"):
     assert tdt_loss.measure(case, side, tdt_loss.SIDES["gpu_v8192"][side], 1)["seconds"] > 0
 print(tdt_loss.machine()["torch"])
@@ -66,10 +67,8 @@ def start(*command: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 def test_the_loss_parts_need_torch_triton_and_numba_alone(tmp_path: Path) -> None:
     loss = tmp_path / "loss.json"
-    code = ALONE.format(
-        loss=str(loss), check=str(ROOT / "scripts/gpu/check_loss.py"), bench=str(ROOT / "scripts/bench")
-    )
-    done = start(sys.executable, "-c", code)
+    scripts = ROOT / "scripts"
+    done = start(sys.executable, "-c", ALONE, str(loss), str(scripts / "gpu/check_loss.py"), str(scripts / "bench"))
     assert done.returncode == 0, done.stderr[-3000:]
     assert "nemo is refused" in done.stdout
     found = json.loads(loss.read_text())
@@ -139,6 +138,17 @@ def test_verdicts_on_goals() -> None:
     none = report.judge({})
     assert all(g["verdict"].startswith('not measured: PARTS="') and g["figure"] is None for g in none)
     assert {g["verdict"] for g in report.judge(parts_of(0.9), rehearsed=True)} == {"rehearsed"}
+
+
+def test_strategies_that_are_left_to_another_call_are_not_missed() -> None:
+    def verdict(reason: str) -> str:
+        parts = parts_of(0.9)
+        parts["strategies_3"] = {"rows": [{"name": "lora", "reason": reason}], "exit_code": 0, "seconds": 1}
+        return next(g["verdict"] for g in report.judge(parts) if g["what"] == "rows without a figure")
+
+    assert verdict("not measured yet: the --minutes were over").startswith("not measured: PARTS=")
+    assert verdict("exit code 1: killed") == "missed"
+    assert verdict("needs 2 GPUs, there is 1") == "reached"
 
 
 def test_a_failed_side_leaves_the_other_figures() -> None:
