@@ -4,7 +4,7 @@
     python scripts/bench/throughput.py --rehearsal                                         small, on the CPU
 
 Each side trains the layout of parakeet-tdt-0.6b-v3 with random weights on the same clips of noise, with AdamW, in a
-process of its own with worker processes that read the audio, in batches by length:
+process of its own (a rehearsal has one for all) with worker processes that read the audio, in batches by length:
   ours          finetune/train.py: batches of --batch-seconds, the loss with occupancy_threshold 1e-4
   nemo          the step of NeMo's speech_to_text_finetune.py: Lightning's Trainer, bf16-mixed, Lhotse's buckets of
                 --batch-seconds, joint and loss fused for --fused-batch-size clips at once
@@ -38,7 +38,6 @@ from compare_strategies import machine
 from real_size import LAYOUT, RATE, make_data, make_tokenizer
 
 SMALL_LAYOUT = LAYOUT.with_name("fastconformer_tdt_3m.yaml")
-SIDES = ("ours", "transformers", "nemo")
 FRAMES_A_SECOND = 12.5
 
 
@@ -255,10 +254,31 @@ def nemo(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
     return meter.result()
 
 
+TRAININGS = {"ours": ours, "transformers": transformers, "nemo": nemo}
+
+
+def side_alone(name: str, arguments: argparse.Namespace, device: str) -> dict[str, Any]:
+    """Return what a side measured in a process of its own (a rehearsal has one for all), or why it failed."""
+    if arguments.rehearsal:
+        try:
+            return TRAININGS[name](arguments, device)
+        except Exception as error:  # of whatever library the side belongs to
+            return {"failed": f"{type(error).__name__}: {error}"}
+    left = arguments.folder / f"{name}.json"
+    left.unlink(missing_ok=True)
+    command = [sys.executable, *sys.argv, "--side", name]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode or not left.is_file():
+        print(done.stderr[-3000:], file=sys.stderr)
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return {"failed": f"exit code {done.returncode}: {last}"}
+    return json.loads(left.read_text(encoding="utf-8"))
+
+
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
+    parser.add_argument("--sides", nargs="+", choices=TRAININGS, default=list(TRAININGS))
     parser.add_argument("--layout", type=Path, default=LAYOUT, help="NeMo model YAML")
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--clips", type=int, default=600, help="of 1 to 20 s; each comes ten times")
@@ -271,7 +291,7 @@ def main() -> int:
     parser.add_argument("--rehearsal", action="store_true")
     parser.add_argument("--folder", type=Path, default=Path("runs/throughput"))
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=TRAININGS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.longest, times, device = 20.0, 10, "cuda"
     if arguments.rehearsal:
@@ -286,25 +306,15 @@ def main() -> int:
         vars(arguments).update({**small, "transformers_seconds": 4.0, "fused_batch_size": 2, "workers": 1})
         arguments.longest, times, device = 2.0, 2, "cpu"
     if arguments.side:
-        side = {"ours": ours, "nemo": nemo, "transformers": transformers}[arguments.side]
-        (arguments.folder / f"{arguments.side}.json").write_text(json.dumps(side(arguments, device)), encoding="utf-8")
+        measured = TRAININGS[arguments.side](arguments, device)
+        (arguments.folder / f"{arguments.side}.json").write_text(json.dumps(measured), encoding="utf-8")
         return 0
     words = make_tokenizer(arguments.folder / "tokenizer", arguments.vocabulary)
     lengths = np.random.default_rng(0).uniform(1.0, arguments.longest, arguments.clips).round(2)
     make_data(arguments.folder / "data", words, lengths.tolist(), times)
     found: dict[str, Any] = {"machine": machine(), "command": "python " + " ".join(sys.argv), "sides": {}}
     for name in arguments.sides:
-        left = arguments.folder / f"{name}.json"
-        left.unlink(missing_ok=True)
-        done = subprocess.run(
-            [sys.executable, *sys.argv, "--side", name], stderr=subprocess.PIPE, text=True, check=False
-        )
-        if done.returncode or not left.is_file():
-            last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-            found["sides"][name] = {"failed": f"exit code {done.returncode}: {last}"}
-            print(done.stderr[-3000:], file=sys.stderr)
-        else:
-            found["sides"][name] = json.loads(left.read_text(encoding="utf-8"))
+        found["sides"][name] = side_alone(name, arguments, device)
         side = found["sides"][name]
         print(f"{name}: {side.get('failed') or format(side['audio_hours_an_hour'], '.0f') + ' audio hours an hour'}")
         if arguments.json:
