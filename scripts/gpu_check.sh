@@ -38,7 +38,10 @@ command -v "$python" >/dev/null ||
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 mkdir -p "$results"
 rm -f "$results/rehearsal"
-[ -z "$rehearsal" ] || touch "$results/rehearsal"
+if [ -n "$rehearsal" ]; then
+    touch "$results/rehearsal"
+    export TORCH_COMPILE_DISABLE=1 # a processor compiles torchao's steps for minutes
+fi
 for part in $PARTS; do
     rm -f "$results/$part".{json,exit}
 done

@@ -23,6 +23,9 @@ ALONE = """
 import re, runpy, sys
 from importlib import metadata
 
+def plain(name):
+    return re.sub("[-_.]+", "-", name).lower()
+
 allowed, waiting = set(), ["torch", "triton", "numba", "numpy"]
 while waiting:
     name = waiting.pop()
@@ -32,13 +35,13 @@ while waiting:
             needs = metadata.requires(name) or []
         except metadata.PackageNotFoundError:
             needs = []
-        waiting += [re.match(r"[\\w.-]+", need)[0].lower() for need in needs if "extra ==" not in need]
+        waiting += [plain(re.match(r"[\\w.-]+", need)[0]) for need in needs if "extra ==" not in need]
 owners = metadata.packages_distributions()
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
         package = name.partition(".")[0]
-        names = set(map(str.lower, owners.get(package, [])))
+        names = set(map(plain, owners.get(package, [])))
         if names and not names & allowed and package != "finetune":
             raise ModuleNotFoundError(f"a bare machine has no {name}", name=name)
 
