@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
+from finetune.config.allocator import allocator_of_environment, allocator_settings
 from finetune.config.compatibility import find_conflicts
 from finetune.config.redaction import without_secrets, write_config
-from finetune.config.schema import RunConfig, TrainingConfig
+from finetune.config.schema import RunConfig
 from finetune.config.tokenizer_setting import tokenizer_setting
 from finetune.data.overlap import find_overlap, warnings_about
 from finetune.data.run_file import count_clips, mean_seconds, train_limits
@@ -409,22 +410,11 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def allocator_settings(t: TrainingConfig, gpu: bool) -> str | None:
-    """Return the allocator's settings of a run: batches that fill the card leave no room for memory lost in pieces."""
-    if t.cuda_alloc_conf is None and t.auto_batch and gpu and _allocator_of_environment() is None:
-        return "expandable_segments:True"
-    return t.cuda_alloc_conf
-
-
-def _allocator_of_environment() -> str | None:
-    return os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
-
-
 def set_allocator(cuda_alloc_conf: str | None) -> None:
     """Set the GPU's memory allocator, which have to stand before the first tensor on a GPU."""
     if not cuda_alloc_conf:
         return
-    theirs = _allocator_of_environment()
+    theirs = allocator_of_environment()
     if theirs is not None and theirs != cuda_alloc_conf:
         log.warning(
             "training.cuda_alloc_conf: the environment's allocator settings %r count, not %r", theirs, cuda_alloc_conf

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from finetune.callbacks.out_of_memory import is_out_of_memory, remedies
+from finetune.config.allocator import allocator_settings
 from finetune.config.load import load_config
 from finetune.training import run
 
@@ -117,7 +118,7 @@ def test_batches_that_fill_the_card_get_segments_that_grow(run_file, monkeypatch
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
 
     def settings(gpu: bool, *overrides: str) -> str | None:
-        return run.allocator_settings(load_config(run_file(), [], list(overrides))[0].training, gpu)
+        return allocator_settings(load_config(run_file(), [], list(overrides))[0].training, gpu)
 
     auto = "training.auto_batch=true"
     assert settings(True, auto) == "expandable_segments:True"
