@@ -203,6 +203,52 @@ def test_a_thinned_wheel_installs(tmp_path: Path) -> None:
     assert left == {"__init__.py", "libbitsandbytes_cuda130.so", "libbitsandbytes_cpu.so"}
 
 
+PIP_WITHOUT_A_NETWORK = """#!/usr/bin/env bash
+# Stands in for pip alone: wheels without content, and none for hjson and deepspeed, which have sources only.
+if [ "$1 $2" != "-m pip" ]; then exec {python} "$@"; fi
+while [ $# -gt 1 ]; do
+    case $1 in download | wheel) what=$1 ;; --dest | --wheel-dir) folder=$2 ;; esac
+    shift
+done
+case $what:$1 in download:hjson==* | download:deepspeed==*) exit 1 ;; esac
+echo "$what $1" >>"$(dirname "$0")/asked"
+name=$(tr - _ <<<"${{1%%==*}}")-${{1##*==}}
+case $1 in
+    bitsandbytes==* | plotly==*) cp "$(dirname "$0")/${{1%%==*}}.whl" "$folder/$name-py3-none-any.whl" ;;
+    *) head -c ${{BYTES:-9}} /dev/zero >"$folder/$name-{tag}.whl" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("tag", "size", "said"),
+    [("cp312-cp312-manylinux_2_28_x86_64", "9", ""), ("cp311-cp311-linux_x86_64", "9", "is not for CPython 3.12"),
+     ("py3-none-any", "2000000", "more than 35 MiB")],
+)  # fmt: skip
+def test_wheels_are_downloaded_or_built_thinned_and_counted(tmp_path: Path, tag: str, size: str, said: str) -> None:
+    for name, files in {
+        "bitsandbytes": ("libbitsandbytes_cuda118.so", "libbitsandbytes_cuda130.so"),
+        "plotly": ("plotly/graph_objs/a.py", "plotly/package_data/plotly.min.js"),
+    }.items():
+        with zipfile.ZipFile(tmp_path / f"{name}.whl", "w") as archive:
+            for file in (*files, f"{name}.dist-info/RECORD"):
+                archive.writestr(file, "")
+    python = tmp_path / "python"
+    python.write_text(PIP_WITHOUT_A_NETWORK.format(python=sys.executable, tag=tag))
+    python.chmod(0o755)
+    done = start("bash", "scripts/gpu/make_wheels.sh", str(tmp_path / "wheels"), str(python), BYTES=size)
+    assert done.returncode == (1 if said else 0), done.stderr
+    assert said in done.stderr
+    if not said:
+        asked = (tmp_path / "asked").read_text().splitlines()
+        pinned = needed_wheels.versions()
+        assert {f"wheel {name}=={pinned[name]}" for name in ("hjson", "deepspeed")} <= set(asked)
+        assert sum(line.startswith("download ") for line in asked) == len(asked) - 2
+        assert f"{len(asked)} wheels, 0 MiB" in done.stdout
+        (plotly,) = (tmp_path / "wheels").glob("plotly-*.whl")
+        assert zipfile.ZipFile(plotly).namelist() == ["plotly/package_data/plotly.min.js", "plotly.dist-info/RECORD"]
+
+
 # ---- the dress rehearsal: the code of all parts with small sizes ---------------------------------------------------
 
 
