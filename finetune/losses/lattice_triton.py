@@ -90,7 +90,7 @@ def _arcs(
     first = tl.load(first_B + b)
     i = tl.program_id(0) * LANES + tl.arange(0, LANES)
     inside = i < T * W
-    t, u = _place(i, tl.maximum(T, 1), W)
+    t, u = _place(i, tl.maximum(T, 1), W)  # pyright: ignore[reportGeneralTypeIssues]
     cell = first + t * W + u
     m, e = _split(tl.load(blank_N + cell, mask=inside, other=0.0))
     tl.store(m_PN + first + i, m, mask=inside)
@@ -240,7 +240,7 @@ def _posteriors(
     W = U + 1
     i = tl.program_id(0) * LANES + tl.arange(0, LANES)
     inside = i < T * W
-    t, u = _place(i, tl.maximum(T, 1), W)
+    t, u = _place(i, tl.maximum(T, 1), W)  # pyright: ignore[reportGeneralTypeIssues]
     row = i // W
     z = tl.load(z_m_B + b)
     z_e = tl.load(z_e_B + b)
@@ -307,7 +307,9 @@ def solve(
         return losses_B, label_post_N, blank_post_N, duration_post_ND
     both = np.array([frames_B, tokens_B], dtype=np.int32)
     cells = both[0].astype(np.int64) * (both[1] + 1)
-    lengths = send(device, torch.from_numpy(cells.cumsum() - cells)), *send(device, torch.from_numpy(both))
+    first_cell_B = send(device, torch.from_numpy(cells.cumsum() - cells))
+    both_on_device = send(device, torch.from_numpy(both))
+    lengths = first_cell_B, both_on_device[0], both_on_device[1]
     m_PN = torch.empty(PLANES + D, N, dtype=torch.float64, device=device)
     e_PN = torch.empty(PLANES + D, N, dtype=torch.int32, device=device)
     z = torch.empty(B, dtype=torch.float64, device=device), torch.empty(B, dtype=torch.int32, device=device)

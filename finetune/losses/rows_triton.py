@@ -119,7 +119,7 @@ def _layout(logits_NO: torch.Tensor, V1: int, width: int) -> tuple[dict[str, int
     """Constants of the kernels, (stride, width) in units, and warps, for rows of `width` of which V1 are tokens."""
     stride = logits_NO.stride(0)
     unit = UNIT if stride % UNIT == 0 else 1
-    units = triton.cdiv(width, unit)
+    units = -(-width // unit)
     columns = min(COLUMNS, 1 << (V1.bit_length() - 1))
     rest = units * unit - V1 // columns * columns
     constants = {"UNIT": unit, "COLUMNS": columns, "TAIL": int(triton.next_power_of_2(rest)) if rest else 0}

@@ -126,14 +126,9 @@ def hidden_values(activation, half, dropout, H, N, wanted) -> None:
     if dropout and activation == "sigmoid":  # of which none is 0
         assert torch.equal(actual != 0, dropout_mask(number_N, H, dropout, form.seed)), "bit for bit"
     grad_NH = torch.randn(N, H, generator=g).to(half)
-    found = []
-    for add in (hidden_triton.add_gradient, hidden.add_hidden_gradient):
-        grads = [torch.ones(x.shape) if want else None for x, want in zip((enc, pred), wanted)]
-        if add is hidden_triton.add_gradient:
-            add(grad_NH, *cells, form, *grads)
-        else:
-            add(grad_NH.float(), expected, *cells, form, *grads)
-        found.append(grads)
+    found = [[torch.ones(x.shape) if want else None for x, want in zip((enc, pred), wanted)] for _ in range(2)]
+    hidden_triton.add_gradient(grad_NH, *cells, form, *found[0])
+    hidden.add_hidden_gradient(grad_NH.float(), expected, *cells, form, *found[1])
     for a, e in zip(*found):
         assert (a is None) == (e is None)
         if e is not None:
