@@ -14,6 +14,7 @@ import torch
 
 from finetune.losses import rows
 from finetune.losses.dropout import dropout_mask
+from finetune.losses.form import Form
 
 # activation(x) in place, and the gradient in place given activation(x)
 ACTIVATIONS: dict[str, tuple[Callable, Callable]] = {
@@ -21,15 +22,6 @@ ACTIVATIONS: dict[str, tuple[Callable, Callable]] = {
     "tanh": (torch.tanh_, lambda grad, y: grad.mul_(1 - y.to(grad.dtype) ** 2)),
     "sigmoid": (torch.sigmoid_, lambda grad, y: grad.mul_(y.to(grad.dtype) * (1 - y.to(grad.dtype)))),
 }
-
-
-class Form(NamedTuple):
-    """What makes hidden values of enc + pred."""
-
-    activation: str
-    dropout: float  # probability
-    seed: int  # of the masks
-    dtype: torch.dtype  # of the linear layer's input
 
 
 class Hidden(NamedTuple):

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from finetune.losses.dropout import threshold_of
-from finetune.losses.hidden import Form
+from finetune.losses.form import Form
 
 # Of one program. 128 columns divide the usual widths (512, 640, 1024).
 CELLS, COLUMNS = 16, 128

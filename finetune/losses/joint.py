@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from finetune.losses.hidden import Form, Hidden
+from finetune.losses.form import Form
+from finetune.losses.hidden import Hidden
 from finetune.losses.operations import Operations
 from finetune.losses.transfers import upload
 
