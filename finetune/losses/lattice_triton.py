@@ -317,7 +317,10 @@ def solve(
     lanes = max(int(triton.next_power_of_2(max(tokens_B) + 1)), 32)
     arcs = {"DURATIONS": tuple(durations), "D": D, "LABEL_D": label_durations}
     with torch.cuda.device_of(blank_N):  # Triton launches on the current device
-        _arcs[grid](blank_N, label_N, duration_ND, m_PN, e_PN, *lengths, N, D=D, LANES=CELLS_A_PROGRAM)
+        _arcs[grid](
+            blank_N, label_N, duration_ND, m_PN, e_PN, *lengths, N, D=D, LANES=CELLS_A_PROGRAM,
+            num_warps=4,  # pyright: ignore[reportCallIssue]  # an option of the launch
+        )  # fmt: skip
         _walk[(B, 2 if posteriors else 1)](
             m_PN, e_PN, *z, losses_B, *lengths, N, **arcs, LANES=lanes,
             num_warps=warps_for(lanes),  # pyright: ignore[reportCallIssue]  # an option of the launch
@@ -326,5 +329,6 @@ def solve(
             _posteriors[grid](
                 m_PN, e_PN, *z, *lengths, label_post_N, blank_post_N, duration_post_ND, N,
                 **arcs, LANES=CELLS_A_PROGRAM,
+                num_warps=4,  # pyright: ignore[reportCallIssue]  # an option of the launch
             )  # fmt: skip
     return losses_B, label_post_N, blank_post_N, duration_post_ND
