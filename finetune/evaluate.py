@@ -23,6 +23,7 @@ from finetune.logs import print_error, set_up_logging
 from finetune.tools.command_line import (
     add_data,
     add_decoding,
+    add_dtype,
     add_head,
     add_json,
     add_language,
@@ -45,6 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--compare", nargs=2, type=Path, metavar="FILE", help="compare two files of --utterances")
     add_data(parser, "one data set or several, evaluated together")
     add_decoding(parser, 16)
+    add_dtype(parser)
     add_head(parser)
     add_language(parser, "each clip's own")
     add_look_ahead(parser, "also recognise chunk by chunk, with each of these look-aheads (or all)")
@@ -94,6 +96,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--workers has to be 0 or more")
     if not 1 <= arguments.chunk < float("inf"):
         parser.error("--chunk has to be 1 second or more")
+    if arguments.look_ahead is not None and arguments.dtype != "float32":
+        parser.error("--look-ahead decodes in float32: leave out --dtype")
     if arguments.bootstrap < 0:
         parser.error("--bootstrap has to be 0 or more")
     if arguments.compare and (arguments.model or arguments.against or arguments.data or arguments.utterances):
@@ -128,6 +132,7 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
         max_samples=arguments.max_samples,
         workers=arguments.workers,
         device=device_of(arguments),
+        dtype=arguments.dtype,
         head=arguments.head,
         language=arguments.language,
         tokenizer=arguments.tokenizer,

@@ -1,5 +1,5 @@
-"""When memory runs out in a step: name and keep the batch, halve the bound for utterances of that length, and repeat
-the step.
+"""When memory runs out in a step: repeat it with the allocator's cache emptied. If that does not help, name and keep
+the batch, halve the bound for utterances of that length, and repeat the step.
 
 B batch, S samples, U target tokens.
 """
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 LIMITS_FILE = "batch_limits.json"
 BATCHES_KEPT = 3
+# Of the allocators, and of cuBLAS, cuFFT and cuDNN where they cannot allocate their workspaces.
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "_ALLOCATION_FAILED")
 REDUCED_AT_ONCE = 25 * 2**20  # bytes of gradients in one exchange
 
 
@@ -69,6 +71,8 @@ class MemoryRecovery(Callback):
         alone = not self.distributed and accelerator.distributed_type == "NO"
         engine_steps_back = alone or (self.ddp and not config.model.sync_batchnorm)
         self.steps_back = engine_steps_back and config.training.optimizer not in RELEASES_GRADIENTS
+        self.has_cache = accelerator.device.type == "cuda"
+        """Whether memory that was freed may lie in the allocator's cache in pieces that are too small."""
         self.sample_rate = model.preprocessor._sample_rate
 
     def on_batch_begin(self, batch: Batch) -> None:
@@ -91,6 +95,7 @@ class MemoryRecovery(Callback):
         Raises:
             UserError: one utterance alone does not fit, or the engine cannot take a step back.
         """
+        in_pieces = self.has_cache  # the memory that lacks may lie there
         while True:
             # The stream's own bounds stay, and with them the order of the utterances: what is too large is cut here.
             parts = [p for batch in batches for p in cut(batch, bound_at(self.bounds, self._seconds(batch)))]
@@ -115,14 +120,19 @@ class MemoryRecovery(Callback):
                     self._average_gradients()
                 return loss
             reports = [report for report in gather(failed) if report]
-            if failed:
+            if failed and not in_pieces:
                 self._keep_batch()
             self.batch = None
             self.optimizer.zero_grad()
             gc.collect()
             if self.accelerator.device.type == "cuda":
                 torch.cuda.empty_cache()
-            self._halve(reports)
+            if in_pieces:
+                in_pieces = False
+                text = "step %d: out of memory with %s; it is repeated with the allocator's cache emptied"
+                log.info(text, self.progress.step + 1, describe_report(reports[0]))
+            else:
+                self._halve(reports)
 
     def _average_gradients(self) -> None:
         """Average over the ranks as DDP does in its backward pass, a piece at a time."""
@@ -228,8 +238,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether the GPU's or the host's memory ran out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
 
 
 def remedies(config: RunConfig, gpu: bool, engine: str = "none") -> list[str]:

@@ -400,8 +400,8 @@ class TrainingConfig(Section):
     empty_cache_each_epoch: Annotated[bool, Option("memory")] = False
     """Return the allocator's unused GPU memory after each epoch and evaluation. No effect on a CPU."""
     cuda_alloc_conf: Annotated[str | None, Option("memory")] = None
-    """PYTORCH_CUDA_ALLOC_CONF of the run, such as `expandable_segments:True`. A value in the environment takes
-    precedence. No effect on a CPU."""
+    """PYTORCH_CUDA_ALLOC_CONF of the run, such as `expandable_segments:True`. null: torch's own settings, with
+    `auto_batch` `expandable_segments:True`. A value in the environment takes precedence. No effect on a CPU."""
     num_gpus: Annotated[NonNegativeInt, Option("ranks", "processes")] = 0
     """Number of processes that the run expects; another number is refused. 0: not checked."""
     rank_timeout: Annotated[float, Option("ranks", "seconds")] = 30.0

@@ -44,8 +44,10 @@ class Batch:
     error: str | None = None
     slots: list[int] = field(default_factory=list)
     """Of the utterances' prompts, as drawn; empty where the stream has no prompts."""
+    frames_B: torch.Tensor | None = None
+    """Encoder frames of each utterance."""
     feasible_B: torch.Tensor | None = None
-    """Whether an alignment exists for each utterance; set by the training loop."""
+    """Whether an alignment exists for each utterance; both are set by the training loop."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a DataLoader worker sends: audio in shared memory, small tensors in the message itself."""
@@ -138,6 +140,7 @@ def part_of(batch: Batch, start: int, end: int) -> Batch:
         tokens_BU=batch.tokens_BU[rows, : max(int(token_lengths_B.max()), 1)],
         token_lengths_B=token_lengths_B,
         slots=batch.slots[rows],
+        frames_B=None if batch.frames_B is None else batch.frames_B[rows],
         feasible_B=None if batch.feasible_B is None else batch.feasible_B[rows],
         quarantined=[],
         filtered={},

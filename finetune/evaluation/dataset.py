@@ -8,6 +8,8 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from finetune.data.options import StreamOptions
 from finetune.data.sources import OpenSource, open_source, parse_sources
 from finetune.data.stream import UtteranceStream
@@ -19,7 +21,7 @@ from finetune.evaluation.significance import RESAMPLES, block_names
 from finetune.evaluation.streaming import check_streams, normalizes_chunks, stream_texts
 from finetune.models.loading import load_model, move_to_device
 from finetune.models.look_ahead import Context, choose_contexts, latency_of
-from finetune.models.nemo import chosen_head, set_head, warn_about_search
+from finetune.models.nemo import cast_parameters, chosen_head, set_head, warn_about_search
 from finetune.models.prompts import check_language, prompt_slots
 from finetune.security.safe_text import json_line
 
@@ -79,6 +81,8 @@ class EvaluationSettings:
     max_samples: int = -1
     workers: int = 1
     device: str = "cpu"
+    dtype: str = "float32"
+    """Of weights and activations; features, BatchNorm and a CTC head's probabilities stay in float32."""
     head: str | None = None
     """transducer or ctc; None: the model's own."""
     language: str | None = None
@@ -184,7 +188,9 @@ def evaluate_model(
     """
     s = settings
     sources = open_sources(s.data, s.split)
-    model = move_to_device(load_model(name, s.tokenizer), s.device)
+    model = load_model(name, s.tokenizer)
+    cast_parameters(model, getattr(torch, s.dtype))
+    move_to_device(model, s.device)
     set_head(model, s.head, name)
     warn_about_search(model)
     contexts = choose_contexts(model, s.look_ahead) if s.look_ahead is not None else {}
@@ -220,6 +226,7 @@ def evaluate_model(
     result = {
         "model": name,
         "head": chosen_head(model),
+        "dtype": s.dtype,
         "data": s.data,
         "normalization": s.normalization,
         **wer.result(),

@@ -2,9 +2,9 @@
 
 `fused_tdt_loss` is the function, `feasible_clips` says which clips have any alignment at all, and `use_in_nemo` and
 `use_in_transformers` put the loss into models that others train. `fused.py` works through the joint network
-(`joint.py`) block by block, `band.py` finds the cells that matter, `lattice.py` runs through the alignment lattice (on
-a GPU `lattice_triton.py`), `rows.py` turns joint outputs into log-sum-exps and gradients (on a GPU `rows_triton.py`).
-`ctc.py` is CTC by utterance.
+(`joint.py`) block by block, `band.py` finds the cells that matter, `lattice.py` runs through the alignment lattice,
+`hidden.py` makes the input of the joint's last layer and takes its gradient, and `rows.py` turns the layer's outputs
+into log-sum-exps and gradients; on a GPU the kernels of `*_triton.py` do these three. `ctc.py` is CTC by utterance.
 """
 
 from finetune.losses.ctc import ctc_losses, feasible_ctc_clips

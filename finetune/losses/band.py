@@ -20,112 +20,196 @@ Shape suffixes: B batch, T encoder frames, U target tokens, V vocabulary, D dura
 sum, N cells.
 """
 
+from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
+import numpy as np
 import torch
-from torch import nn
 
-from finetune.losses import rows
-from finetune.losses.joint import Joint, Plan
+from finetune.losses.joint import Cells, Joint, Plan
 from finetune.losses.lattice import LatticeResult
+from finetune.losses.transfers import upload
 
 # With more of the cells in the band, computing all of them is as quick and needs no further lattices.
 WIDEST_BAND = 0.6
 ROUNDS = 6
+# The first round takes cells down to this part of their share: hardly any are left for a second, which would cost a
+# lattice (measured on the sample base: 0.8 % more of the cells, one round fewer at every tolerance).
+FIRST = 0.01
+# Estimates, not measured: what a GPU multiplies in a second, and its time for a diagonal of the lattice.
+GPU_FLOPS, GPU_SECONDS_A_DIAGONAL = 2e14, 4e-6
 
 
 class ArcScores(NamedTuple):
-    """The cheap outputs of all N cells: blank and next token, log-probabilities of durations, partial log-sum-exp."""
+    """Of all N cells: outputs of blank and next token, log-probabilities of durations, (partial) log-sum-exp."""
 
     blank_N: torch.Tensor
     label_N: torch.Tensor
     duration_ND: torch.Tensor
-    partial_N: torch.Tensor
+    lse_N: torch.Tensor
 
 
-def arc_scores(joint: Joint) -> ArcScores:
-    """One matrix product of U + 2 + D rows over all cells, clip by clip and block by block."""
+class Band(NamedTuple):
+    """Losses of the clips; of the cells that matter to backward, number, log-sum-exp and posteriors."""
+
+    losses_B: torch.Tensor
+    kept: tuple[torch.Tensor, ...]
+    """(K,) numbers, log-sum-exps, posteriors of label and of blank, and (K, D) of durations; () without gradient."""
+
+
+def takes_all(joint: Joint) -> bool:
+    """Whether a GPU computes all log-sum-exps in less time than the two lattices that the band costs."""
+    plan, (_, H) = joint.plan, joint.weight.shape
+    diagonals = max((t + u for t, u in zip(plan.frames, plan.tokens)), default=0)
+    product = 2 * plan.cells * plan.V * H / GPU_FLOPS
+    return plan.kernels and product < 2 * diagonals * GPU_SECONDS_A_DIAGONAL
+
+
+def arc_scores(joint: Joint, whole: bool) -> ArcScores:
+    """All outputs of the joint (`whole`) or those of each clip's own tokens, blank and durations, block by block."""
     plan = joint.plan
     operations, device, D, dtype = plan.operations, joint.enc.device, len(plan.durations), plan.sum_dtype
-    blank_N, label_N, partial_N = torch.empty(3, plan.cells, dtype=dtype, device=device)
+    blank_N, label_N, lse_N = torch.empty(3, plan.cells, dtype=dtype, device=device)
     duration_ND = torch.zeros(plan.cells, D or 2, dtype=dtype, device=device)
-    targets_BU = joint.next_token.view(-1, joint.U1).cpu()
-    last_rows = torch.arange(plan.V, plan.outputs)
-    end = 0
-    for clip, T, U in operations.lattices(plan.frames, plan.tokens):
-        start, end = end, end + T * (U + 1)
-        tokens_S, column_U = operations.distinct_tokens(targets_BU[clip, :U])
-        rows_S = torch.cat([tokens_S, last_rows]).to(device, non_blocking=True)
-        column_U = nn.functional.pad(column_U, (0, 1), value=0).to(device, non_blocking=True)
-        weight_SH, bias_S = joint.weight[rows_S], None if joint.bias is None else joint.bias[rows_S]
-        S = len(tokens_S)
-        step = plan.block_cells(joint.enc.shape[1], outputs=S + 1 + D)
-        for block in (slice(*bounds) for bounds in operations.blocks(start, end, step)):
-            cells = joint.cells(torch.arange(block.start, block.stop, device=device))
-            hidden_NH = joint.dropped(joint.hidden(cells), joint.kept(cells))
-            scores_NS = nn.functional.linear(hidden_NH, weight_SH, bias_S).to(dtype)
-            if D:
-                duration_ND[block] = torch.log_softmax(scores_NS[:, S + 1 :], 1)
-            blank_N[block] = scores_NS[:, S]
-            position_N = cells.position - clip * joint.U1
-            label_N[block] = scores_NS.gather(1, column_U[position_N][:, None])[:, 0]
-            partial_N[block] = torch.logsumexp(scores_NS[:, : S + 1], 1)
-            del cells, hidden_NH, scores_NS, position_N  # before the next block's are made
-    return ArcScores(blank_N, label_N, duration_ND, partial_N)
+    # A block of a GPU's reaches over clips; a CPU's has one clip's tokens and no others.
+    bounds = [0, plan.cells] if plan.kernels or whole else [0, *plan.ends]
+    own = None if whole else OwnTokens(joint)
+    step = plan.block_cells(joint.enc.shape[1], None if own is None else plan.aligned(own.most + 1 + D))
+    column_P = joint.next_token if own is None else own.column_P
+    for start, end in operations.blocks(bounds, step):
+        cells, block = joint.all[start:end], slice(start, end)
+        dropped_NH = joint.hidden(cells).dropped_NH
+        logits_NO, S = (joint.logits(dropped_NH), plan.V) if own is None else own.logits(dropped_NH, start, end)
+        blank_N[block] = logits_NO[:, S]
+        label_N[block] = logits_NO.gather(1, column_P.index_select(0, cells.position)[:, None])[:, 0]
+        if D:
+            duration_ND[block] = torch.log_softmax(logits_NO[:, S + 1 : S + 1 + D].to(dtype), 1)
+        lse_N[block] = operations.log_sum_exp(logits_NO[:, : S + 1], dtype)  # uses them up
+        del cells, dropped_NH, logits_NO  # before the next block's are made
+    return ArcScores(blank_N, label_N, duration_ND, lse_N)
 
 
-def band_lattice(joint: Joint, tolerance: float) -> tuple[torch.Tensor, LatticeResult]:
+class OwnTokens:
+    """The joint's outputs for each clip's own tokens, blank and durations.
+
+    Each token counts once: a row summed twice would make the bound from below a bound of nothing. Clips of a block
+    have as many columns; those that a clip has no token for are -inf.
+    """
+
+    def __init__(self, joint: Joint):
+        plan, D = joint.plan, len(joint.plan.durations)
+        self.joint, self.ends = joint, [0, *plan.ends]
+        distinct = [np.unique(y[:u], return_inverse=True) for y, u in zip(plan.targets, plan.tokens)]
+        self.sizes = [len(tokens) for tokens, _ in distinct]
+        self.most = max(self.sizes, default=0)
+        no_token = joint.weight.shape[0]
+        columns = np.zeros((len(distinct), joint.U1), dtype=np.int64)
+        rows = np.full((len(distinct), self._columns(self.most)), no_token)
+        for b, (tokens, column_of_target) in enumerate(distinct):
+            rows[b, : len(tokens)], columns[b, : len(column_of_target)] = tokens, column_of_target
+        last = np.arange(plan.V, plan.V + 1 + D)
+        columns_BU, self.rows_BS, self.last = upload(joint.enc.device, columns, rows, last)
+        self.column_P = columns_BU.view(-1)
+        bias_O = joint.weight.new_zeros(no_token) if joint.bias is None else joint.bias
+        self.bias = torch.cat([bias_O, bias_O.new_full((1,), float("-inf"))])
+
+    def _columns(self, S: int) -> int:
+        """So many columns of tokens that with blank and durations rows are aligned."""
+        rest = 1 + len(self.joint.plan.durations)
+        return self.joint.plan.aligned(S + rest) - rest
+
+    def logits(self, dropped_NH: torch.Tensor, start: int, end: int) -> tuple[torch.Tensor, int]:
+        """(N, S + 1 + D) outputs of the cells from start to end: one product a clip; and S."""
+        first, last = bisect_right(self.ends, start) - 1, bisect_left(self.ends, end)
+        S = self._columns(max(self.sizes[first:last]))
+        rows_CS = torch.cat([self.rows_BS[first:last, :S], self.last.expand(last - first, -1)], 1)
+        bias_CS = self.bias.index_select(0, rows_CS.view(-1)).view(rows_CS.shape)
+        rows = rows_CS.view(-1).clamp(max=self.joint.weight.shape[0] - 1)
+        weight_CSH = self.joint.weight.index_select(0, rows).view(*rows_CS.shape, -1)
+        logits_NS = dropped_NH.new_empty(len(dropped_NH), rows_CS.shape[1])
+        for clip in range(first, last):
+            cells = slice(max(self.ends[clip], start) - start, min(self.ends[clip + 1], end) - start)
+            weight_HS = weight_CSH[clip - first].t()
+            if cells.start < cells.stop:
+                torch.addmm(bias_CS[clip - first], dropped_NH[cells], weight_HS, out=logits_NS[cells])
+        return logits_NS, S
+
+
+def band_lattice(joint: Joint, tolerance: float) -> Band:
     """The lattice over enough cells that no more than `tolerance` of a clip's alignments pass outside of them.
+
+    The device is waited for once to learn the size of the band, and once for the certificate together with the
+    number of cells that backward keeps.
 
     Args:
         joint: of the batch.
-        tolerance: share of a clip's alignments, by probability; above 0.
-
-    Returns:
-        (N,) log-sum-exp over tokens and blank, true where the posteriors are above 0, and the lattice.
+        tolerance: share of a clip's alignments, by probability; above 0. Cells of a smaller occupancy are not kept.
     """
     plan = joint.plan
-    scores = arc_scores(joint)
-    cells_B = torch.tensor([t * (u + 1) for t, u in zip(plan.frames, plan.tokens)], dtype=torch.int64)
+    counts, cells_where = plan.operations.counts, plan.operations.cells_where
+    whole = takes_all(joint)
+    scores = arc_scores(joint, whole)
+
+    def lattice(inside_N: torch.Tensor | None) -> tuple[LatticeResult, list[torch.Tensor]]:
+        """The answer where all that counts is inside (None: all cells), and which cells backward keeps."""
+        found = _lattice(plan, scores, inside_N, plan.needs_gradient)
+        # "not below" keeps what is no number, so that a broken forward shows in the gradient.
+        return found, [~(found.label_N + found.blank_N < tolerance)] if plan.needs_gradient else []
+
+    def answer(found: LatticeResult, mask: list[torch.Tensor], kept: list[int]) -> Band:
+        if not mask:
+            return Band(found.losses_B, ())
+        tensors = (scores.lse_N, found.label_N, found.blank_N, found.duration_ND)
+        if kept[0] == plan.cells:
+            number_N = joint.all.number
+        else:
+            number_N = cells_where(mask[0], kept[0])
+            tensors = tuple(x.index_select(0, number_N) for x in tensors)
+        return Band(found.losses_B, (number_N, *(x.to(plan.sum_dtype) for x in tensors)))
+
     # Every cell outside stays below its share, so that all of them together stay below the tolerance.
-    share_B = tolerance / cells_B.clamp(min=1).double()
-    share_N = torch.repeat_interleave(share_B, cells_B, output_size=plan.cells).to(joint.enc.device)
-    lse_N = scores.partial_N.clone()
-    inside_N = torch.zeros(plan.cells, dtype=torch.bool, device=joint.enc.device)
-    inside = 0
-    for _ in range(ROUNDS):
-        _, label_N, blank_N, _ = _lattice(plan, scores, lse_N, None, posteriors=True)
-        more_N = ~inside_N & ~(label_N + blank_N < share_N)  # "not below" includes NaN
-        fresh = plan.operations.cells_where(more_N)
-        if len(fresh) == 0:
-            return lse_N, _lattice(plan, scores, lse_N, inside_N, plan.needs_gradient)
-        if inside + len(fresh) > WIDEST_BAND * plan.cells:
+    share_N = joint.of_clip(tolerance / joint.cells_B.clamp(min=1).double(), joint.all)
+    inside_N, inside = None, 0
+    for _ in range(0 if whole else ROUNDS):
+        mixed = _lattice(plan, scores, None, posteriors=True)
+        occupancy_N = mixed.label_N + mixed.blank_N
+        if inside_N is None:
+            more_N = ~(occupancy_N < FIRST * share_N)  # "not below" includes NaN
+            (fresh,) = counts(more_N)
+        else:
+            more_N = ~(inside_N | (occupancy_N < share_N))
+            found, mask = lattice(inside_N)
+            fresh, *kept = counts(more_N, *mask)
+            if fresh == 0:
+                return answer(found, mask, kept)
+        del mixed, occupancy_N
+        if inside + fresh > WIDEST_BAND * plan.cells:
             break
-        inside += len(fresh)
-        lse_N[fresh] = log_sum_exp(joint, fresh)
-        inside_N |= more_N
-    fresh = plan.operations.cells_where(~inside_N)
-    lse_N[fresh] = log_sum_exp(joint, fresh)
-    return lse_N, _lattice(plan, scores, lse_N, None, plan.needs_gradient)
+        number_N = cells_where(more_N, fresh)
+        scores.lse_N.index_copy_(0, number_N, log_sum_exp(joint, joint.cells(number_N)))
+        inside_N, inside = more_N if inside_N is None else inside_N | more_N, inside + fresh
+    if not whole:
+        number_N = joint.all.number if inside_N is None else cells_where(~inside_N, plan.cells - inside)
+        cells = joint.all if inside_N is None else joint.cells(number_N)
+        scores.lse_N.index_copy_(0, number_N, log_sum_exp(joint, cells))
+    found, mask = lattice(None)
+    return answer(found, mask, counts(*mask) if mask else [])
 
 
-def log_sum_exp(joint: Joint, number_N: torch.Tensor) -> torch.Tensor:
+def log_sum_exp(joint: Joint, cells: Cells) -> torch.Tensor:
     """(n,) log-sum-exp over all tokens and blank of these cells, block by block."""
     plan = joint.plan
-    lse_N = torch.empty(len(number_N), dtype=plan.sum_dtype, device=number_N.device)
-    for start, end in plan.operations.blocks(0, len(number_N), plan.block_cells(joint.enc.shape[1])):
-        cells = joint.cells(number_N[start:end])
-        dropped_NH = joint.dropped(joint.hidden(cells), joint.kept(cells))
-        lse_N[start:end] = rows.log_sum_exp(joint.token_logits(dropped_NH), plan.sum_dtype)
-        del cells, dropped_NH  # before the next block's are made
+    lse_N = torch.empty(len(cells), dtype=plan.sum_dtype, device=joint.enc.device)
+    for start, end in plan.operations.blocks([0, len(cells)], plan.block_cells(joint.enc.shape[1])):
+        dropped_NH = joint.hidden(cells[start:end]).dropped_NH
+        lse_N[start:end] = plan.operations.log_sum_exp(joint.token_logits(dropped_NH), plan.sum_dtype)
+        del dropped_NH  # before the next block's are made
     return lse_N
 
 
-def _lattice(
-    plan: Plan, scores: ArcScores, lse_N: torch.Tensor, inside_N: torch.Tensor | None, posteriors: bool
-) -> LatticeResult:
-    """Forward-backward with these log-sum-exps, over the cells inside the band alone where one is given."""
-    norm_N = lse_N + plan.sigma
+def _lattice(plan: Plan, scores: ArcScores, inside_N: torch.Tensor | None, posteriors: bool) -> LatticeResult:
+    """Forward-backward with these scores, over the cells inside the band alone where one is given."""
+    norm_N = scores.lse_N + plan.sigma
     blank_N, label_N = scores.blank_N - norm_N, scores.label_N - norm_N
     if inside_N is not None:
         blank_N, label_N = (x.masked_fill(~inside_N, float("-inf")) for x in (blank_N, label_N))

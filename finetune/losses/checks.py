@@ -5,7 +5,10 @@ Shape suffixes: B batch, T encoder frames, U target tokens, V vocabulary, D dura
 
 import math
 
+import numpy as np
 import torch
+
+from finetune.losses.transfers import on_host
 
 REDUCTIONS = ("none", "mean_batch", "mean_volume", "mean", "sum")
 ACTIVATION_NAMES = ("relu", "tanh", "sigmoid")
@@ -45,27 +48,29 @@ def check_shapes(enc_BTH, pred_BUH, weight_OH, bias_O, targets_BU, enc_lengths_B
     expect(targets_BU.shape == (B, U1 - 1), "targets_BU", one_fewer, targets_BU)
     for name, x in (("enc_lengths_B", enc_lengths_B), ("target_lengths_B", target_lengths_B)):
         expect(x.shape == (B,), name, f"shape {(B,)}", x)
-    for name, x in (("pred_BUH", pred_BUH), ("weight_OH", weight_OH), ("bias_O", bias_O), ("targets_BU", targets_BU)):
+    for name, x in (("pred_BUH", pred_BUH), ("weight_OH", weight_OH), ("bias_O", bias_O)):
         expect(x is None or x.device == enc_BTH.device, name, f"device {enc_BTH.device}, as enc_BTH", x)
     return outputs - D - 1
 
 
-def check_values(enc_BTH, targets_BU, enc_lengths_B, target_lengths_B, V: int) -> tuple[list[int], list[int]]:
-    """The lengths on the host, with the values of all tensors checked at the price of one transfer."""
-    device, T, U = enc_BTH.device, enc_BTH.shape[1], targets_BU.shape[1]
-    inside_BU = torch.arange(U, device=device) < target_lengths_B.to(device)[:, None]
-    wrong_B = (((targets_BU < 0) | (targets_BU >= V)) & inside_BU).any(1)
-    frames, tokens, wrong = torch.stack(
-        [enc_lengths_B.to(device).long(), target_lengths_B.to(device).long(), wrong_B.long()]
-    ).tolist()
-    for name, lengths, most in (("enc_lengths_B", frames, T), ("target_lengths_B", tokens, U)):
-        if lengths and not (min(lengths) >= 0 and max(lengths) <= most):
-            raise ValueError(f"{name}: expected lengths from 0 to {most}, got {lengths}")
-    if any(wrong):
-        clip = wrong.index(1)
-        got = targets_BU[clip, : tokens[clip]].tolist()
+def check_values(
+    enc_BTH, targets_BU, enc_lengths_B, target_lengths_B, V: int
+) -> tuple[list[int], list[int], np.ndarray]:
+    """Lengths and (B, U) targets on the host, checked; nothing waits for the device where they were on the host."""
+    targets, frames_B, tokens_B = on_host(targets_BU, enc_lengths_B, target_lengths_B)
+    for name, lengths_B, most in (
+        ("enc_lengths_B", frames_B, enc_BTH.shape[1]),
+        ("target_lengths_B", tokens_B, targets.shape[1]),
+    ):
+        if ((lengths_B < 0) | (lengths_B > most)).any():
+            raise ValueError(f"{name}: expected lengths from 0 to {most}, got {lengths_B.tolist()}")
+    inside = np.arange(targets.shape[1]) < tokens_B[:, None]
+    wrong_B = (((targets < 0) | (targets >= V)) & inside).any(1)
+    if wrong_B.any():
+        clip = int(wrong_B.argmax())
+        got = targets[clip, : tokens_B[clip]].tolist()
         raise ValueError(f"targets_BU: expected token ids from 0 to V - 1 = {V - 1}, got {got} in row {clip}")
-    return frames, tokens
+    return frames_B.tolist(), tokens_B.tolist(), targets
 
 
 def check_options(

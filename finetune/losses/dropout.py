@@ -18,6 +18,11 @@ def draw_seed() -> int:
     return int(torch.randint(2**31 - 1, ()))
 
 
+def threshold_of(probability: float) -> int:
+    """Hashes below this, of 2^32, drop their element."""
+    return min(int(probability * 2**32), 2**32 - 1)
+
+
 def dropout_mask(cell_N: torch.Tensor, H: int, probability: float, seed: int) -> torch.Tensor:
     """(N, H) bool, True where the element is kept.
 
@@ -27,7 +32,7 @@ def dropout_mask(cell_N: torch.Tensor, H: int, probability: float, seed: int) ->
         probability: with which an element is dropped, 0 <= probability < 1.
         seed: below 2^31.
     """
-    threshold = min(int(probability * 2**32), 2**32 - 1)
+    threshold = threshold_of(probability)
     if cell_N.device.type != "cpu":
         return torch_mask(cell_N, H, threshold, seed)
     mask_NH = torch.empty(cell_N.shape[0], H, dtype=torch.bool)

@@ -7,7 +7,6 @@ O joint outputs (V + 1 + D: tokens, blank, durations), N lattice cells (all of t
 import torch
 from torch.autograd.function import once_differentiable
 
-from finetune.losses import rows
 from finetune.losses.band import band_lattice
 from finetune.losses.joint import Joint, Plan
 
@@ -16,54 +15,48 @@ class FusedTransducer(torch.autograd.Function):
     """(B,) losses; clips without cells get inf."""
 
     @staticmethod
-    def forward(ctx, enc_BTH, pred_BUH, weight_OH, bias_O, targets_BU, plan: Plan):
-        joint = Joint(plan, enc_BTH, pred_BUH, weight_OH, bias_O, targets_BU)
+    def forward(ctx, enc_BTH, pred_BUH, weight_OH, bias_O, plan: Plan):
+        joint = Joint(plan, enc_BTH, pred_BUH, weight_OH, bias_O)
+        # Rows below eps^2 vanish in any sum with the others, and on a CPU their subnormal numbers cost more than all
+        # the rest.
+        tolerance = max(plan.occupancy_threshold, torch.finfo(plan.sum_dtype).eps ** 2)
         with torch.autocast(enc_BTH.device.type, enabled=False):
-            lse_N, lattice = band_lattice(joint, max(plan.occupancy_threshold, torch.finfo(plan.sum_dtype).eps ** 2))
+            losses_B, kept = band_lattice(joint, tolerance)
         ctx.plan = plan
-        if plan.needs_gradient:
-            posteriors = (x.to(plan.sum_dtype) for x in (lattice.label_N, lattice.blank_N, lattice.duration_ND))
-            ctx.save_for_backward(enc_BTH, pred_BUH, weight_OH, bias_O, targets_BU, lse_N, *posteriors)
-        return (lattice.losses_B * (1 + plan.fastemit_lambda)).to(plan.sum_dtype)
+        ctx.save_for_backward(enc_BTH, pred_BUH, weight_OH, bias_O, *kept)
+        return (losses_B * (1 + plan.fastemit_lambda)).to(plan.sum_dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_B):
         plan: Plan = ctx.plan
-        enc_BTH, pred_BUH, weight_OH, bias_O, targets_BU, lse_N, label_N, blank_N, duration_ND = ctx.saved_tensors
+        enc_BTH, pred_BUH, weight_OH, bias_O, number_N, lse_N, label_N, blank_N, duration_ND = ctx.saved_tensors
         need_enc, need_pred, need_weight, need_bias = ctx.needs_input_grad[:4]  # no bias: False
         device, dtype = enc_BTH.device, plan.sum_dtype
-        joint = Joint(plan, enc_BTH, pred_BUH, weight_OH, bias_O, targets_BU)
+        joint = Joint(plan, enc_BTH, pred_BUH, weight_OH, bias_O)
         H = enc_BTH.shape[2]
         grad_enc = torch.zeros(joint.enc.shape, dtype=dtype, device=device) if need_enc else None
         grad_pred = torch.zeros(joint.pred.shape, dtype=dtype, device=device) if need_pred else None
         grad_weight = torch.zeros(weight_OH.shape, dtype=dtype, device=device) if need_weight else None
         grad_bias = torch.zeros(bias_O.shape, dtype=dtype, device=device) if need_bias else None
         # Half precision holds gradient rows up to 1 well; the loss scale goes in after the sums.
-        has_cells_B = torch.tensor([t > 0 for t in plan.frames], dtype=torch.bool).to(device, non_blocking=True)
-        scale_B = torch.where(has_cells_B, grad_B.to(dtype), 0.0)
+        scale_B = torch.where(joint.cells_B > 0, grad_B.to(dtype), 0.0)
         largest = scale_B.abs().amax() if scale_B.numel() else scale_B.sum()
         scale_B = torch.where(largest == 0, 0.0, scale_B / largest)
-        # Rows below eps^2 vanish in any sum with the others, and on a CPU their subnormal numbers cost more than all
-        # the rest.
-        least = max(plan.occupancy_threshold, torch.finfo(dtype).eps ** 2)
-        # "not below" keeps cells that are no number, so that a broken forward shows in the gradient.
-        kept_N = plan.operations.cells_where(~(label_N + blank_N < least))
-        N, step = kept_N.shape[0], plan.block_cells(H)
+        kept = joint.all if len(number_N) == plan.cells else joint.cells(number_N)
+        next_token_N, scale_N = joint.next_token.index_select(0, kept.position), joint.of_clip(scale_B, kept)
 
-        def add_block(which: torch.Tensor) -> None:
-            cells = joint.cells(which)
-            hidden_NH = joint.hidden(cells)
-            kept_NH = joint.kept(cells)
-            dropped_NH = joint.dropped(hidden_NH, kept_NH)
-            grad_NO = rows.gradient_rows(
-                joint.logits(dropped_NH),
-                lse_N[which],
-                label_N[which],
-                blank_N[which],
-                duration_ND[which],
-                cells.next_token,
-                scale_B[cells.clip],
+        def add_block(block: slice) -> None:
+            cells = kept[block]
+            hidden = joint.hidden(cells)
+            grad_NO = plan.operations.gradient_rows(
+                joint.logits(hidden.dropped_NH),
+                lse_N[block],
+                label_N[block],
+                blank_N[block],
+                duration_ND[block],
+                next_token_N[block],
+                scale_N[block],
                 V=plan.V,
                 D=len(plan.durations),
                 fastemit_lambda=plan.fastemit_lambda,
@@ -74,21 +67,16 @@ class FusedTransducer(torch.autograd.Function):
                 grad_bias[: plan.outputs] += own_NO.sum(0, dtype=dtype)
             if grad_weight is not None:
                 if dtype == plan.compute_dtype:
-                    grad_weight[: plan.outputs].addmm_(own_NO.t(), dropped_NH)
+                    grad_weight[: plan.outputs].addmm_(own_NO.t(), hidden.dropped_NH)
                 else:
-                    grad_weight[: plan.outputs] += (grad_NO.t() @ dropped_NH)[: plan.outputs]
+                    grad_weight[: plan.outputs] += (grad_NO.t() @ hidden.dropped_NH)[: plan.outputs]
             if grad_enc is not None or grad_pred is not None:
-                grad_NH = (grad_NO @ joint.weight).to(dtype)
-                grad_NH = joint.hidden_gradient(grad_NH, hidden_NH, kept_NH)
-                if grad_enc is not None:
-                    grad_enc.index_add_(0, cells.frame, grad_NH)
-                if grad_pred is not None:
-                    grad_pred.index_add_(0, cells.position, grad_NH)
+                joint.add_hidden_gradient(grad_NO @ joint.weight, hidden, cells, grad_enc, grad_pred)
 
         # A function call a block: its tensors are gone before the next one's are made.
         with torch.autocast(device.type, enabled=False):
-            for start, end in plan.operations.blocks(0, N, step):
-                add_block(kept_N[start:end])
+            for start, end in plan.operations.blocks([0, len(kept)], plan.block_cells(H)):
+                add_block(slice(start, end))
 
         def finish(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
             return None if grad is None else grad.mul_(largest).view(like.shape).to(like.dtype)
@@ -98,6 +86,5 @@ class FusedTransducer(torch.autograd.Function):
             finish(grad_pred, pred_BUH),
             finish(grad_weight, weight_OH),
             finish(grad_bias, bias_O),
-            None,
             None,
         )

@@ -4,25 +4,24 @@ Shape suffixes: B batch, T encoder frames, U target tokens, V vocabulary, D dura
 O joint outputs (V + 1 + D: tokens, blank, durations), N lattice cells (all of the batch, or those of one block).
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
+from finetune.losses.form import Form
+from finetune.losses.hidden import Hidden
 from finetune.losses.operations import Operations
+from finetune.losses.transfers import upload
 
-# activation(x) in place, and the gradient in place given activation(x)
-ACTIVATIONS: dict[str, tuple[Callable, Callable]] = {
-    "relu": (torch.relu_, lambda grad, y: grad.mul_(y > 0)),
-    "tanh": (torch.tanh_, lambda grad, y: grad.mul_(1 - y.to(grad.dtype) ** 2)),
-    "sigmoid": (torch.sigmoid_, lambda grad, y: grad.mul_(y.to(grad.dtype) * (1 - y.to(grad.dtype)))),
-}
 # Measured: 16 to 128 MiB are equally fast, for 1,024 and 8,192 tokens.
 CPU_BLOCK_BYTES = 32 * 2**20
 GPU_BLOCK_BYTES = 512 * 2**20
-# A GPU's matrix products in half precision are quick when rows begin at such multiples of elements; outputs of zeros
-# fill the gap.
+# A GPU's matrix products in half precision are quick when rows begin at such multiples of elements, and its kernels
+# load 16 bytes at a time; outputs of zeros fill the gap.
 ALIGNED = 8
 # Kernels count with 32-bit numbers in places.
 MOST_ELEMENTS = 2**31 - 1
@@ -34,6 +33,7 @@ class Plan:
 
     frames: list[int]  # of each clip, 0 where it is infeasible: it then has no cells
     tokens: list[int]
+    targets: np.ndarray  # (B, U) on the host, padded with anything
     V: int
     durations: tuple[int, ...]
     activation: str
@@ -46,6 +46,7 @@ class Plan:
     budget: int
     compute_dtype: torch.dtype
     needs_gradient: bool
+    kernels: bool  # a GPU's, which reduce outputs where they lie
     operations: Operations
 
     @property
@@ -54,12 +55,22 @@ class Plan:
         return self.V + 1 + len(self.durations)
 
     @property
+    def form(self) -> Form:
+        return Form(self.activation, self.dropout, self.seed, self.compute_dtype)
+
+    @property
     def sum_dtype(self) -> torch.dtype:
         return torch.float64 if self.compute_dtype == torch.float64 else torch.float32
 
     def aligned(self, outputs: int) -> int:
         """So many outputs that rows of them are aligned, where that counts."""
-        return -(-outputs // ALIGNED) * ALIGNED if self.compute_dtype.itemsize == 2 else outputs
+        matters = self.kernels or self.compute_dtype.itemsize == 2
+        return -(-outputs // ALIGNED) * ALIGNED if matters else outputs
+
+    @property
+    def ends(self) -> list[int]:
+        """Behind each clip's cells."""
+        return list(itertools.accumulate(t * (u + 1) for t, u in zip(self.frames, self.tokens)))
 
     @property
     def cells(self) -> int:
@@ -70,23 +81,31 @@ class Plan:
         outputs = outputs or self.aligned(self.outputs)
         wide = self.sum_dtype.itemsize
         narrow = self.compute_dtype.itemsize if self.compute_dtype != self.sum_dtype else 0
-        # Logits and their copy in the other precision; enc, pred, activation, its gradient and a temporary; cell
-        # indices and D + 4 numbers.
-        a_cell = outputs * (wide + narrow) + H * (5 * wide + narrow) + 8 * (8 + len(self.durations))
-        if self.dropout:
-            a_cell += H * (wide + 24)  # the mask is hashed in 64-bit numbers on a GPU
+        if self.kernels:
+            # Logits, which become their gradient in place; the linear layer's input and its gradient.
+            a_cell = (outputs + 2 * H) * self.compute_dtype.itemsize
+        else:
+            # Logits and their copy in the other precision; enc, pred, activation, its gradient and a temporary.
+            a_cell = outputs * (wide + narrow) + H * (5 * wide + narrow)
+            if self.dropout:
+                a_cell += H * (wide + 24)  # the mask is hashed in 64-bit numbers on a GPU
+        a_cell += 8 * (8 + len(self.durations))  # cell indices and D + 4 numbers
         return max(1, min(self.budget // a_cell, MOST_ELEMENTS // max(outputs, H)))
 
 
 @dataclass(frozen=True)
 class Cells:
-    """The cells of a block: number in the batch, clip, rows of enc (b, t) and pred (b, u), next token (0 at u = U)."""
+    """Cells by their numbers in the batch, with their rows of enc (b, t) and pred (b, u)."""
 
     number: torch.Tensor
-    clip: torch.Tensor
     frame: torch.Tensor
     position: torch.Tensor
-    next_token: torch.Tensor
+
+    def __len__(self) -> int:
+        return self.number.shape[0]
+
+    def __getitem__(self, which: slice) -> "Cells":
+        return Cells(self.number[which], self.frame[which], self.position[which])
 
 
 class Joint:
@@ -99,52 +118,60 @@ class Joint:
         pred_BUH: torch.Tensor,
         weight_OH: torch.Tensor,
         bias_O: torch.Tensor | None,
-        targets_BU: torch.Tensor,
     ):
         self.plan = plan
         self.T, self.U1 = enc_BTH.shape[1], pred_BUH.shape[1]
-        self.enc = enc_BTH.reshape(-1, enc_BTH.shape[2])
-        self.pred = pred_BUH.reshape(-1, pred_BUH.shape[2])
+        self.enc = enc_BTH.reshape(-1, enc_BTH.shape[2]).contiguous()
+        self.pred = pred_BUH.reshape(-1, pred_BUH.shape[2]).contiguous()
         self.weight = weight_OH[: plan.outputs].to(plan.compute_dtype)
         self.bias = None if bias_O is None else bias_O[: plan.outputs].to(plan.compute_dtype)
         spare = plan.aligned(plan.outputs) - plan.outputs
         if spare:
             self.weight = nn.functional.pad(self.weight, (0, 0, 0, spare))
             self.bias = None if self.bias is None else nn.functional.pad(self.bias, (0, spare))
-        device = enc_BTH.device
-        # The token after position u, one column longer than the targets so that u = U has an (unused) entry too;
-        # padding may hold anything.
-        next_token = torch.zeros(pred_BUH.shape[:2], dtype=torch.int64, device=device)
-        next_token[:, : targets_BU.shape[1]] = targets_BU
-        lengths = torch.tensor([plan.frames, plan.tokens], dtype=torch.int64).to(device, non_blocking=True)
-        inside = torch.arange(self.U1, device=device) < lengths[1][:, None]
-        self.next_token = next_token.mul_(inside).reshape(-1)
-        self.width_B = lengths[1] + 1
-        self.end_B = (lengths[0] * self.width_B).cumsum(0)
-        self.first_B = self.end_B - lengths[0] * self.width_B
+        # The token after position u; 0 behind the last one, and in padding, which may hold anything.
+        next_token = np.zeros((len(plan.tokens), self.U1), dtype=np.int64)
+        inside = np.arange(self.U1 - 1) < np.array(plan.tokens, dtype=np.int64)[:, None]
+        next_token[:, :-1] = np.where(inside, plan.targets, 0)
+        width, end = np.array(plan.tokens, dtype=np.int64) + 1, np.array(plan.ends, dtype=np.int64)
+        frames = np.array(plan.frames, dtype=np.int64)
+        width_B, end_B, first_B, self.cells_B, next_token_BU = upload(
+            enc_BTH.device, width, end, end - frames * width, frames * width, next_token
+        )
+        self.next_token = next_token_BU.view(-1)
+        number_N = torch.arange(plan.cells, device=enc_BTH.device)
+        clip_N = torch.searchsorted(end_B, number_N, right=True)
+        within_N, width_N = number_N - first_B.index_select(0, clip_N), width_B.index_select(0, clip_N)
+        t_N = torch.div(within_N, width_N, rounding_mode="floor")
+        within_N -= width_N.mul_(t_N)
+        self.all = Cells(number_N, t_N.add_(clip_N, alpha=self.T), within_N.add_(clip_N, alpha=self.U1))
 
     def cells(self, number_N: torch.Tensor) -> Cells:
-        clip = torch.searchsorted(self.end_B, number_N, right=True)
-        within, width = number_N - self.first_B[clip], self.width_B[clip]
-        t = torch.div(within, width, rounding_mode="floor")
-        position = clip * self.U1 + within - t * width
-        return Cells(number_N, clip, clip * self.T + t, position, self.next_token[position])
+        of_all = self.all
+        return Cells(number_N, of_all.frame.index_select(0, number_N), of_all.position.index_select(0, number_N))
 
-    def hidden(self, cells: Cells) -> torch.Tensor:
-        """activation(enc + pred), (N, H), in the compute dtype."""
-        activate, _ = ACTIVATIONS[self.plan.activation]
-        sum_NH = self.enc.index_select(0, cells.frame) + self.pred.index_select(0, cells.position)
-        return activate(sum_NH).to(self.plan.compute_dtype)
+    def of_clip(self, value_B: torch.Tensor, cells: Cells) -> torch.Tensor:
+        """(N,) the value of each cell's clip."""
+        return value_B[:, None].expand(-1, self.U1).reshape(-1).index_select(0, cells.position)
 
-    def kept(self, cells: Cells) -> torch.Tensor | None:
-        """(N, H) bool, False where dropout zeroes; None without dropout."""
-        plan = self.plan
-        if not plan.dropout:
-            return None
-        return plan.operations.dropout_mask(cells.number, self.enc.shape[1], plan.dropout, plan.seed)
+    def hidden(self, cells: Cells) -> Hidden:
+        return self.plan.operations.hidden(
+            self.enc, self.pred, cells.number, cells.frame, cells.position, self.plan.form
+        )
 
-    def dropped(self, hidden_NH: torch.Tensor, kept_NH: torch.Tensor | None) -> torch.Tensor:
-        return hidden_NH if kept_NH is None else (hidden_NH * kept_NH).mul_(1 / (1 - self.plan.dropout))
+    def add_hidden_gradient(
+        self,
+        grad_NH: torch.Tensor,
+        values: Hidden,
+        cells: Cells,
+        grad_enc: torch.Tensor | None,
+        grad_pred: torch.Tensor | None,
+    ) -> None:
+        """Adds to the gradients of enc and pred what reaches them through the cells; `grad_NH` is used up."""
+        self.plan.operations.add_hidden_gradient(
+            grad_NH, values, self.enc, self.pred, cells.number, cells.frame, cells.position, self.plan.form,
+            grad_enc, grad_pred,
+        )  # fmt: skip
 
     def logits(self, dropped_NH: torch.Tensor) -> torch.Tensor:
         """(N, O) outputs in the compute dtype, and zeros up to an aligned width."""
@@ -155,15 +182,6 @@ class Joint:
         width = self.plan.aligned(self.plan.V + 1)
         bias = None if self.bias is None else self.bias[:width]
         return nn.functional.linear(dropped_NH, self.weight[:width], bias)[:, : self.plan.V + 1]
-
-    def hidden_gradient(
-        self, grad_NH: torch.Tensor, hidden_NH: torch.Tensor, kept_NH: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The gradient of enc + pred from that of the linear layer's input, in place."""
-        if kept_NH is not None:
-            grad_NH.mul_(kept_NH).mul_(1 / (1 - self.plan.dropout))
-        _, activation_gradient = ACTIVATIONS[self.plan.activation]
-        return activation_gradient(grad_NH, hidden_NH)
 
 
 def compute_dtype_of(device: torch.device, inputs: Sequence[torch.Tensor]) -> torch.dtype:

@@ -32,8 +32,9 @@ class LatticeResult(NamedTuple):
 
     Attributes:
         losses_B: (B,) float64, -log P(targets) in nats; inf without an alignment.
-        label_N, blank_N: (N,) float64, posterior probability that an alignment leaves the cell by a label, by a blank.
-        duration_ND: (N, D) float64, posterior probability that it leaves the cell with the d-th duration.
+        label_N, blank_N: (N,) posterior probability that an alignment leaves the cell by a label, by a blank; float64,
+            by Triton rounded to the scores' dtype.
+        duration_ND: (N, D) likewise, that it leaves the cell with the d-th duration.
     """
 
     losses_B: torch.Tensor
@@ -132,13 +133,13 @@ def forward_backward(
         label_durations: how many of them labels may take, the first ones (RNN-T: durations (0, 1), of which 1).
         posteriors: also compute the posteriors that the gradient needs.
     """
-    scores = blank_N.double(), label_N.double(), duration_ND.double()
+    scores = blank_N, label_N, duration_ND
     lattices = frames_B, tokens_B, durations, label_durations, posteriors
     if blank_N.is_cuda and triton_works():
         from finetune.losses.lattice_triton import solve
 
         return LatticeResult(*solve(*scores, *lattices))
-    blank, label, duration = (x.cpu() for x in scores)
+    blank, label, duration = (x.double().cpu() for x in scores)
     return LatticeResult(*(x.to(blank_N.device) for x in _solve_numba(blank, label, duration, *lattices)))
 
 

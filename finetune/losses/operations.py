@@ -1,52 +1,57 @@
-"""The operations of the loss that need the values of tensors, or whose results have shapes that depend on them.
+"""The operations of the loss that need the values of tensors, whose results have shapes that depend on them, or that
+are kernels of our own on a GPU.
 
 `fused_tdt_loss` takes them as an argument. The memory plan follows a step on fake tensors, which have shapes and no
 values, and passes operations of its own (finetune/tools/planning/follow.py).
 """
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from finetune.losses.checks import check_values
-from finetune.losses.dropout import draw_seed, dropout_mask
-from finetune.losses.lattice import LatticeResult, forward_backward
+from finetune.losses.dropout import draw_seed
+from finetune.losses.hidden import Hidden, add_hidden_gradient, hidden
+from finetune.losses.lattice import LatticeResult, forward_backward, triton_works
+from finetune.losses.rows import gradient_rows, log_sum_exp
+from finetune.losses.transfers import counts
 
 
-def blocks(start: int, end: int, step: int) -> Iterator[tuple[int, int]]:
-    """Bounds of the blocks that cells are computed in."""
-    for first in range(start, end, step):
-        yield first, min(first + step, end)
+def blocks(bounds: Sequence[int], step: int) -> Iterator[tuple[int, int]]:
+    """Yield the bounds of blocks of at most `step` cells, none of which crosses one of the `bounds`."""
+    for start, end in itertools.pairwise(bounds):
+        for first in range(start, end, step):
+            yield first, min(first + step, end)
 
 
-def lattices(frames: list[int], tokens: list[int]) -> Iterator[tuple[int, int, int]]:
-    """(number, frames, tokens) of each clip's lattice."""
-    for clip, (T, U) in enumerate(zip(frames, tokens)):
-        yield clip, T, U
+def cells_where(mask_N: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the (count,) numbers of the cells where the mask is set; `count` is how many there are."""
+    return torch.nonzero_static(mask_N, size=count)[:, 0]
 
 
-def cells_where(mask_N: torch.Tensor) -> torch.Tensor:
-    """(n,) numbers of the cells where the mask is set."""
-    return torch.nonzero(mask_N)[:, 0]
-
-
-def distinct_tokens(targets_U: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(S,) each token once (a row counted twice would bound nothing) and (U,) the place of each target's."""
-    return torch.unique(targets_U, return_inverse=True)
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether Triton's kernels take products in this dtype; the one of the gradient adds in any order."""
+    eligible = device.type == "cuda" and dtype != torch.float64 and not torch.are_deterministic_algorithms_enabled()
+    return eligible and triton_works()
 
 
 @dataclass(frozen=True)
 class Operations:
     """One field an operation; the defaults are the real ones."""
 
-    check_values: Callable[..., tuple[list[int], list[int]]] = check_values
+    check_values: Callable[..., tuple[list[int], list[int], np.ndarray]] = check_values
     draw_seed: Callable[[], int] = draw_seed
-    blocks: Callable[[int, int, int], Iterator[tuple[int, int]]] = blocks
-    lattices: Callable[[list[int], list[int]], Iterator[tuple[int, int, int]]] = lattices
-    cells_where: Callable[[torch.Tensor], torch.Tensor] = cells_where
-    distinct_tokens: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = distinct_tokens
-    dropout_mask: Callable[[torch.Tensor, int, float, int], torch.Tensor] = dropout_mask
+    has_kernels: Callable[[torch.device, torch.dtype], bool] = has_kernels
+    blocks: Callable[[Sequence[int], int], Iterator[tuple[int, int]]] = blocks
+    counts: Callable[..., list[int]] = counts
+    cells_where: Callable[[torch.Tensor, int], torch.Tensor] = cells_where
+    hidden: Callable[..., Hidden] = hidden
+    add_hidden_gradient: Callable[..., None] = add_hidden_gradient
+    log_sum_exp: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = log_sum_exp
+    gradient_rows: Callable[..., torch.Tensor] = gradient_rows
     forward_backward: Callable[..., LatticeResult] = forward_backward
     ctc_loss: Callable[..., torch.Tensor] = torch.nn.functional.ctc_loss
     """Of models with a CTC head; arguments as torch's."""

@@ -1,6 +1,8 @@
 """Rows of joint outputs to log-sum-exps and to gradient rows on a GPU; each reads the outputs once, in their dtype.
 
-With TRITON_INTERPRET=1 in the environment everything runs on the CPU.
+A row is read in blocks of COLUMNS, a power of 2, and a tail of its own width, so that no block is nearly empty. Rows
+that begin at multiples of 16 bytes are read and written 16 bytes at a time: the kernels get stride and width as counts
+of UNIT elements, from which the compiler knows. With TRITON_INTERPRET=1 in the environment everything runs on the CPU.
 
 Shape suffixes: V vocabulary, D durations, O joint outputs, N lattice cells.
 """
@@ -9,27 +11,50 @@ import torch
 import triton
 import triton.language as tl
 
-COLUMNS = 2048  # at once
+COLUMNS = 2048  # at most, at once
+UNIT = 8
 
 
 @triton.jit
-def _log_sum_exp(logits_NO, lse_N, stride, V1, COLUMNS: tl.constexpr):
+def _base(top):
+    """What to subtract before an exponential: -inf would give no number."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def _log_sum_exp(logits_NO, lse_N, stride, width, V1, UNIT: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr):
     n = tl.program_id(0).to(tl.int64)
+    row = logits_NO + n * (stride * UNIT)
     column = tl.arange(0, COLUMNS)
-    top = tl.full([COLUMNS], float("-inf"), tl.float32)
+    blocks = V1 // COLUMNS
+    top = tl.full([], float("-inf"), tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
-    first = V1 * 0
-    while first < V1:
-        ok = first + column < V1
-        x = tl.load(logits_NO + n * stride + first + column, mask=ok, other=float("-inf")).to(tl.float32)
-        higher = tl.where(x > top, x, top)
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(top - base) + tl.exp(x - base)
+    i = blocks * 0
+    while i < blocks:  # not range: the interpreter cannot take its end from a tensor under numpy 2
+        x = tl.load(row + i * COLUMNS + column).to(tl.float32)
+        higher = tl.maximum(top, tl.max(x, 0))  # not what is no number: that stays in the total
+        total = total * tl.exp(top - _base(higher)) + tl.exp(x - _base(higher))
         top = higher
-        first += COLUMNS
-    row_top = tl.max(top, 0)
-    row_base = tl.where(row_top == float("-inf"), 0.0, row_top)
-    tl.store(lse_N + n, row_base + tl.log(tl.sum(total * tl.exp(top - row_base), 0)))
+        i += 1
+    row_total = tl.sum(total, 0)
+    if TAIL > 0:
+        v = blocks * COLUMNS + tl.arange(0, TAIL)
+        x = tl.load(row + v, mask=v < width * UNIT, other=0.0).to(tl.float32)
+        x = tl.where(v < V1, x, float("-inf"))
+        higher = tl.maximum(top, tl.max(x, 0))
+        row_total = row_total * tl.exp(top - _base(higher)) + tl.sum(tl.exp(x - _base(higher)), 0)
+        top = higher
+    tl.store(lse_N + n, _base(top) + tl.log(row_total))
+
+
+@triton.jit
+def _token_gradient(probability, v, occupancy, weighted, blank, next_token, V, clamp):
+    grad = probability * occupancy
+    grad -= tl.where(v == next_token, weighted, 0.0)
+    grad -= tl.where(v == V, blank, 0.0)
+    if clamp > 0.0:
+        grad = tl.where(grad > clamp, clamp, tl.where(grad < -clamp, -clamp, grad))
+    return grad
 
 
 @triton.jit
@@ -42,53 +67,75 @@ def _gradient(
     next_token_N,
     scale_N,
     stride,
+    width,
     V,
     fastemit,
     clamp,
     D: tl.constexpr,
     LANES_D: tl.constexpr,
+    UNIT: tl.constexpr,
     COLUMNS: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
-    row = logits_NO + n * stride
+    row = logits_NO + n * (stride * UNIT)
     lse = tl.load(lse_N + n)
     label = tl.load(label_N + n)
     blank = tl.load(blank_N + n)
     scale = tl.load(scale_N + n)
-    next_token = tl.load(next_token_N + n)
+    next_token = tl.load(next_token_N + n).to(tl.int32)
     weighted = label * (1.0 + fastemit)
-    column = tl.arange(0, COLUMNS)
-    first = V * 0
-    while first < V + 1:
-        v = first + column
-        ok = v < V + 1
-        x = tl.load(row + v, mask=ok, other=float("-inf")).to(tl.float32)
-        grad = tl.exp(x - lse) * (weighted + blank)
-        grad -= tl.where(v == next_token, weighted, 0.0)
-        grad -= tl.where(v == V, blank, 0.0)
-        if clamp > 0.0:
-            grad = tl.where(grad > clamp, clamp, tl.where(grad < -clamp, -clamp, grad))
-        tl.store(row + v, (grad * scale).to(logits_NO.dtype.element_ty), mask=ok)
-        first += COLUMNS
+    duration_top = lse
     if D > 0:
         d = tl.arange(0, LANES_D)
-        x = tl.load(row + V + 1 + d, mask=d < D, other=float("-inf")).to(tl.float32)
-        share = tl.exp(x - tl.max(x, 0))
-        share = share / tl.sum(share, 0)
-        grad = share * (label + blank) - tl.load(duration_ND + n * D + d, mask=d < D, other=0.0)
-        tl.store(row + V + 1 + d, (grad * scale).to(logits_NO.dtype.element_ty), mask=d < D)
+        z = tl.load(row + V + 1 + d, mask=d < D, other=float("-inf")).to(tl.float32)
+        duration_top = tl.max(z, 0)
+        duration_total = tl.sum(tl.exp(z - duration_top), 0)
+        tl.debug_barrier()  # before any thread writes them over
+    column = tl.arange(0, COLUMNS)
+    blocks = (V + 1) // COLUMNS
+    i = blocks * 0
+    while i < blocks:
+        v = i * COLUMNS + column
+        x = tl.load(row + v).to(tl.float32)
+        grad = _token_gradient(tl.exp(x - lse), v, weighted + blank, weighted, blank, next_token, V, clamp) * scale
+        tl.store(row + v, grad.to(logits_NO.dtype.element_ty))
+        i += 1
+    if TAIL > 0:
+        v = blocks * COLUMNS + tl.arange(0, TAIL)
+        ok = v < width * UNIT
+        x = tl.load(row + v, mask=ok, other=0.0).to(tl.float32)
+        probability = tl.exp(x - tl.where(v <= V, lse, duration_top))
+        grad = _token_gradient(probability, v, weighted + blank, weighted, blank, next_token, V, clamp)
+        if D > 0:
+            of_duration = (v > V) & (v <= V + D)
+            posterior = tl.load(duration_ND + n * D + (v - V - 1), mask=of_duration, other=0.0)
+            grad = tl.where(of_duration, probability / duration_total * (label + blank) - posterior, grad)
+        grad = tl.where(v <= V + D, grad * scale, 0.0)
+        tl.store(row + v, grad.to(logits_NO.dtype.element_ty), mask=ok)
+
+
+def _layout(logits_NO: torch.Tensor, V1: int, width: int) -> tuple[dict[str, int], tuple[int, int], int]:
+    """Constants of the kernels, (stride, width) in units, and warps, for rows of `width` of which V1 are tokens."""
+    stride = logits_NO.stride(0)
+    unit = UNIT if stride % UNIT == 0 else 1
+    units = -(-width // unit)
+    columns = min(COLUMNS, 1 << (V1.bit_length() - 1))
+    rest = units * unit - V1 // columns * columns
+    constants = {"UNIT": unit, "COLUMNS": columns, "TAIL": int(triton.next_power_of_2(rest)) if rest else 0}
+    return constants, (stride // unit, units), max(1, min(4, columns // 256))
 
 
 def log_sum_exp(logits_NV: torch.Tensor) -> torch.Tensor:
-    """(N,) float32 log-sum-exp of rows in any dtype below float64."""
+    """(N,) float32 log-sum-exp of rows in any dtype below float64; what lies between the rows is read and left out."""
     N, V1 = logits_NV.shape
     lse_N = torch.empty(N, dtype=torch.float32, device=logits_NV.device)
     if N:
-        columns = min(COLUMNS, triton.next_power_of_2(V1))
+        constants, units, warps = _layout(logits_NV, V1, V1)
         with torch.cuda.device_of(logits_NV):  # Triton launches on the current device
             _log_sum_exp[(N,)](
-                logits_NV, lse_N, logits_NV.stride(0), V1, COLUMNS=columns,
-                num_warps=4,  # pyright: ignore[reportCallIssue]  # an option of the launch
+                logits_NV, lse_N, *units, V1, **constants,
+                num_warps=warps,  # pyright: ignore[reportCallIssue]  # an option of the launch
             )  # fmt: skip
     return lse_N
 
@@ -98,12 +145,12 @@ def gradient_(
 ) -> torch.Tensor:
     """Puts the gradient rows in place of the outputs; arguments as in `finetune.losses.rows.gradient_rows`."""
     if len(logits_NO):
-        columns = min(COLUMNS, triton.next_power_of_2(V + 1))
+        constants, units, warps = _layout(logits_NO, V + 1, logits_NO.shape[1])
         lse_N, label_N, blank_N, duration_ND, next_token_N, scale_N = (x.contiguous() for x in of_cell)
         with torch.cuda.device_of(logits_NO):
             _gradient[(len(logits_NO),)](
-                logits_NO, lse_N, label_N, blank_N, duration_ND, next_token_N, scale_N, logits_NO.stride(0), V,
-                fastemit_lambda, clamp, D=D, LANES_D=triton.next_power_of_2(max(D, 1)), COLUMNS=columns,
-                num_warps=4,  # pyright: ignore[reportCallIssue]  # an option of the launch
+                logits_NO, lse_N, label_N, blank_N, duration_ND, next_token_N, scale_N, *units, V,
+                fastemit_lambda, clamp, D=D, LANES_D=triton.next_power_of_2(max(D, 1)), **constants,
+                num_warps=warps,  # pyright: ignore[reportCallIssue]  # an option of the launch
             )  # fmt: skip
     return logits_NO

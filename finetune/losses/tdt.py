@@ -20,6 +20,7 @@ TDT: arXiv 2304.06795. RNN-T: arXiv 1211.3711. FastEmit: arXiv 2010.11148.
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 
 from finetune.losses.checks import check_options, check_shapes
@@ -27,6 +28,7 @@ from finetune.losses.fused import FusedTransducer
 from finetune.losses.joint import CPU_BLOCK_BYTES, GPU_BLOCK_BYTES, Plan, compute_dtype_of
 from finetune.losses.lattice import check_durations, feasible_lengths
 from finetune.losses.operations import REAL, Operations
+from finetune.losses.transfers import upload
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -71,7 +73,8 @@ def fused_tdt_loss(
             sequence and each target, both projected to the joint's width.
         weight_OH, bias_O: the joint's last linear layer, bias or None; O = V + 1 + len(durations), the blank is row V.
         targets_BU: (B, U) token ids in [0, V), padded with anything; int32 or int64.
-        enc_lengths_B, target_lengths_B: (B,) frames and tokens of each clip.
+        enc_lengths_B, target_lengths_B: (B,) frames and tokens of each clip. These and the targets may lie on the
+            host: a call then waits for a GPU two times, else three.
         durations: what each duration output stands for, in encoder frames; () for plain RNN-T.
         activation: "relu", "tanh" or "sigmoid", between the sum of `enc` and `pred` and the linear layer.
         dropout: probability with which an activation is zeroed (the others are scaled up), before the linear layer.
@@ -99,7 +102,8 @@ def fused_tdt_loss(
         fastemit_lambda: FastEmit regularisation as in NeMo: label arcs weigh 1 + lambda in the gradient of the token
             outputs, and the loss is multiplied by 1 + lambda.
         clamp: above 0, each clip's gradient of the token outputs of a cell is clamped to [-clamp, clamp], as in NeMo.
-        joint_memory_budget: bytes for the tensors of a block of cells. None: 32 MiB on the CPU, 512 MiB elsewhere.
+        joint_memory_budget: bytes for the tensors of a block of cells. None: 32 MiB on the CPU; on a GPU 512 MiB, or
+            in long clips as much as the lattice takes itself.
         operations: stand-ins for what reads values, where tensors have none (fake tensors).
 
     Returns:
@@ -114,7 +118,7 @@ def fused_tdt_loss(
     check_options(
         activation, dropout, sigma, omega, reduction, occupancy_threshold, fastemit_lambda, clamp, joint_memory_budget
     )
-    frames, tokens = operations.check_values(enc_BTH, targets_BU, enc_lengths_B, target_lengths_B, V)
+    frames, tokens, targets = operations.check_values(enc_BTH, targets_BU, enc_lengths_B, target_lengths_B, V)
 
     if durations and rnnt_draw is None and omega > 0:
         rnnt_draw = bool(torch.rand((), generator=generator) < omega)
@@ -123,9 +127,17 @@ def fused_tdt_loss(
     feasible = feasible_lengths(frames, tokens, durations)
     device = enc_BTH.device
     inputs = [x for x in (enc_BTH, pred_BUH, weight_OH, bias_O) if x is not None]
+    compute_dtype = compute_dtype_of(device, inputs)
+    kernels = operations.has_kernels(device, compute_dtype)
+    budget = CPU_BLOCK_BYTES
+    if kernels or device.type != "cpu":
+        # Blocks may take what the lattice needs at other times (lattice_triton.py): few, whatever the clips' length.
+        cells = sum(t * (u + 1) for t, u in zip(frames, tokens))
+        budget = max(GPU_BLOCK_BYTES, cells * 12 * (5 + (len(durations) or 2)))
     plan = Plan(
         frames=[t if ok else 0 for t, ok in zip(frames, feasible)],
         tokens=[u if ok else 0 for u, ok in zip(tokens, feasible)],
+        targets=targets,
         V=V,
         durations=durations,
         activation=activation,
@@ -135,26 +147,28 @@ def fused_tdt_loss(
         occupancy_threshold=float(occupancy_threshold),
         fastemit_lambda=float(fastemit_lambda),
         clamp=float(clamp),
-        budget=joint_memory_budget or (CPU_BLOCK_BYTES if device.type == "cpu" else GPU_BLOCK_BYTES),
-        compute_dtype=compute_dtype_of(device, inputs),
+        budget=joint_memory_budget or budget,
+        compute_dtype=compute_dtype,
         needs_gradient=torch.is_grad_enabled() and any(x.requires_grad for x in inputs),
+        kernels=kernels,
         operations=operations,
     )
-    losses_B = FusedTransducer.apply(enc_BTH, pred_BUH, weight_OH, bias_O, targets_BU, plan)
+    losses_B = FusedTransducer.apply(enc_BTH, pred_BUH, weight_OH, bias_O, plan)
     return _reduce(losses_B, feasible, tokens, reduction)
 
 
 def _reduce(losses_B: torch.Tensor, feasible: list[bool], tokens: list[int], reduction: str) -> torch.Tensor:
     if reduction == "none":
         return losses_B
-    feasible_B = torch.tensor(feasible, dtype=torch.bool).to(losses_B.device, non_blocking=True)
-    kept_B = torch.where(feasible_B, losses_B, 0.0)
+    device = losses_B.device
+    if not all(feasible):
+        losses_B = torch.where(upload(device, np.array(feasible))[0] > 0, losses_B, 0.0)
     clips = max(sum(feasible), 1)
     if reduction == "sum":
-        return kept_B.sum()
+        return losses_B.sum()
     if reduction == "mean_batch":
-        return kept_B.sum() / clips
+        return losses_B.sum() / clips
     if reduction == "mean":
-        tokens_B = torch.tensor(tokens).clamp(min=1).to(losses_B.device, non_blocking=True)
-        return (kept_B / tokens_B).sum() / clips
-    return kept_B.sum() / max(sum(u for u, ok in zip(tokens, feasible) if ok), 1)
+        (tokens_B,) = upload(device, np.array(tokens, dtype=np.int64).clip(1))
+        return (losses_B / tokens_B).sum() / clips
+    return losses_B.sum() / max(sum(u for u, ok in zip(tokens, feasible) if ok), 1)

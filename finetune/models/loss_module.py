@@ -8,6 +8,7 @@ import functools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -29,6 +30,16 @@ from finetune.models.nemo import (
 )
 from finetune.models.prompts import encode
 from finetune.models.protocols import AsrModel
+
+
+@dataclass(frozen=True)
+class OnHost:
+    """What the loss would fetch from the device; no tuple of tensors, which DDP and FSDP would move there."""
+
+    frames_B: torch.Tensor
+    """Encoder frames."""
+    tokens_BU: torch.Tensor
+    token_lengths_B: torch.Tensor
 
 
 class LossModule(nn.Module):
@@ -100,6 +111,7 @@ class LossModule(nn.Module):
         slots_B: torch.Tensor | None = None,
         rnnt_draw: bool = False,
         context: Context | None = None,
+        on_host: OnHost | None = None,
     ) -> torch.Tensor:
         """Return one loss per utterance, (B,) fp32, in nats; inf where no alignment exists.
 
@@ -114,6 +126,7 @@ class LossModule(nn.Module):
             slots_B: (B,) slots of the language prompts; None: `auto`. No effect on models without prompts.
             rnnt_draw: this batch's draw of omega; True trains it with the plain RNN-T loss.
             context: this batch's attention context (`finetune.models.look_ahead`); None: the model's default.
+            on_host: lengths and tokens, for a transducer's loss; None: it waits for the device to give them.
         """
         nemo = self.nemo
         with torch.autocast(audio_BS.device.type, enabled=False):
@@ -127,10 +140,10 @@ class LossModule(nn.Module):
             enc_BHT, enc_lengths_B = encode(nemo, mel_BFT, mel_lengths_B, slots_B, self.encoder_context)
         targets = enc_lengths_B, tokens_BU, token_lengths_B
         if not self.ctc_weight:
-            return self._transducer_losses(enc_BHT, *targets, rnnt_draw)
+            return self._transducer_losses(enc_BHT, *targets, rnnt_draw, on_host)
         if self.ctc_weight == 1:
             return self._ctc_losses(enc_BHT, *targets)
-        losses_B = self._transducer_losses(enc_BHT, *targets, rnnt_draw)
+        losses_B = self._transducer_losses(enc_BHT, *targets, rnnt_draw, on_host)
         ctc_losses_B = self._ctc_losses(enc_BHT, *targets)
         self.ctc_losses_B = ctc_losses_B.detach()
         ctc_losses_B = ctc_losses_B.masked_fill(ctc_losses_B == math.inf, 0.0)
@@ -155,12 +168,14 @@ class LossModule(nn.Module):
         tokens_BU: torch.Tensor,
         token_lengths_B: torch.Tensor,
         rnnt_draw: bool,
+        on_host: OnHost | None,
     ) -> torch.Tensor:
         nemo = self.nemo
         pred_BHU, _, _ = nemo.decoder(targets=tokens_BU, target_length=token_lengths_B)
         enc_BTH = nemo.joint.project_encoder(enc_BHT.transpose(1, 2))
         pred_BUH = nemo.joint.project_prednet(pred_BHU.transpose(1, 2))
         head = nemo.joint.joint_net[-1]
+        on_host = on_host or OnHost(enc_lengths_B, tokens_BU, token_lengths_B)
         dropout = next((m.p for m in nemo.joint.joint_net if isinstance(m, nn.Dropout)), 0.0)
 
         def loss(enc_BTH: torch.Tensor, pred_BUH: torch.Tensor) -> torch.Tensor:
@@ -169,9 +184,9 @@ class LossModule(nn.Module):
                 pred_BUH,
                 head.weight,
                 head.bias,
-                tokens_BU,
-                enc_lengths_B,
-                token_lengths_B,
+                on_host.tokens_BU,
+                on_host.frames_B,
+                on_host.token_lengths_B,
                 dropout=dropout if self.training else 0.0,
                 rnnt_draw=rnnt_draw,
             )

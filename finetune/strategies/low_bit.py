@@ -1,6 +1,7 @@
 """Optimizers whose states are kept in 8 or 4 bits: bitsandbytes (arXiv 2110.02861) and torchao."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def bitsandbytes_optimizer(name: str, groups: list[dict[str, Any]], args: dict[s
         )
         betas = BETAS if lion else args["betas"]
         return torch.optim.AdamW(groups, fused=True, betas=betas, eps=args.get("eps", EPS))
-    return _with_wide_embeddings(kind, wide)(groups, **args)
+    return _with_own_step(kind, wide)(groups, **args)
 
 
 def _try_step(kind: type, device: torch.device) -> None:
@@ -48,11 +49,13 @@ def _try_step(kind: type, device: torch.device) -> None:
     kind([scratch], lr=1e-3).step()
 
 
-def _with_wide_embeddings(kind: type, wide: bool) -> type:
-    """Return the optimizer class with 32-bit states for embeddings, whose rows see few and large gradients.
+def _with_own_step(kind: type, wide: bool) -> type:
+    """Return the optimizer class with 32-bit states for embeddings, whose rows see few and large gradients, and with a
+    step that does not wait for the GPU after each parameter.
 
-    bitsandbytes' own way, GlobalOptimManager, keeps overrides by group and position for the whole process, other
-    optimizers included.
+    bitsandbytes' own way to the former, GlobalOptimManager, keeps overrides by group and position for the whole
+    process, other optimizers included. Its step waits 650 times for a 0.6 B model; its kernels run on the default
+    stream, behind the backward pass, so that only states that are paged between GPU and host have to be waited for.
     """
 
     def get_config(self: Any, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
@@ -61,7 +64,28 @@ def _with_wide_embeddings(kind: type, wide: bool) -> type:
             config["optim_bits"] = 32
         return config
 
-    return type(kind.__name__, (kind,), {"get_config": get_config})
+    @torch.no_grad()
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self.initialized:
+            self.check_overrides()
+            self.to_gpu()
+            self.initialized = True
+        for g, group in enumerate(self.param_groups):
+            for i, p in enumerate(group["params"]):
+                if p.grad is not None:
+                    if not self.state[p]:
+                        self.init_state(group, p, g, i)
+                    self.prefetch_state(p)
+                    self.update_step(group, p, g, i)
+        if self.is_paged and torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return loss
+
+    return type(kind.__name__, (kind,), {"get_config": get_config, "step": step})
 
 
 def torchao_optimizer(name: str, groups: list[dict[str, Any]], args: dict[str, Any]) -> torch.optim.Optimizer:

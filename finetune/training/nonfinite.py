@@ -126,7 +126,9 @@ class StepFilter:
             return loss * torch.where(good, 1.0, math.nan).to(loss.dtype)
         return loss if bool(good) else None
 
-    def step(self, loss_sum: torch.Tensor, grad_norm: float | None) -> tuple[float, str | None]:
+    def step(
+        self, loss_sum: torch.Tensor, grad_norm: torch.Tensor | float | None
+    ) -> tuple[float, float | None, str | None]:
         """Step the optimizer, or leave it and everything else as it was. All ranks enter, and decide alike.
 
         Args:
@@ -134,12 +136,17 @@ class StepFilter:
             grad_norm: before clipping; None where the engine does not report it.
 
         Returns:
-            The loss over all ranks, and why the step is skipped: loss, gradient, spike, scale (fp16's, while it is
-            found); None where it counts.
+            The loss over all ranks, this rank's norm, and why the step is skipped: loss, gradient, spike, scale
+            (fp16's, while it is found); None where it counts.
         """
-        norm = loss_sum.new_tensor(0.0 if grad_norm is None else grad_norm)
-        totals = sum_over_ranks(torch.stack([loss_sum, norm]))  # both: not finite on one rank is skipped on all
-        loss, norm = float(totals[0]), float(totals[1]) / self.accelerator.num_processes
+        if isinstance(grad_norm, torch.Tensor):
+            own = grad_norm.detach().to(loss_sum)
+        else:
+            own = torch.full_like(loss_sum, grad_norm or 0.0)
+        totals = sum_over_ranks(torch.stack([loss_sum, own]))  # both: not finite on one rank is skipped on all
+        # The only time in a step that the host waits for the device.
+        loss, norm, own_norm = torch.cat([totals, own[None]]).tolist()
+        grad_norm, norm = None if grad_norm is None else own_norm, norm / self.accelerator.num_processes
         reason = self._reason_to_skip(loss, norm)
         if reason is None or self.deepspeed:  # DeepSpeed has decided already
             self.optimizer.step()
@@ -158,11 +165,11 @@ class StepFilter:
                 reason = "gradient"
         if reason is not None:
             self._restore_statistics()
-            return loss, reason
+            return loss, grad_norm, reason
         self.in_a_row, self.recent = 0, []
         if self.factor:  # DeepSpeed reports a norm only after it has stepped, so none is in its window
             self.window.append((loss, None if grad_norm is None or self.deepspeed else norm))
-        return loss, None
+        return loss, grad_norm, None
 
     def _reason_to_skip(self, loss: float, norm: float) -> str | None:
         if not math.isfinite(loss):

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
+from finetune.config.allocator import allocator_of_environment, allocator_settings
 from finetune.config.compatibility import find_conflicts
 from finetune.config.redaction import without_secrets, write_config
 from finetune.config.schema import RunConfig
@@ -66,6 +67,7 @@ def build_accelerator(config: RunConfig, strategy: Strategy) -> Accelerator:
     conflicts = find_conflicts(config, engine, torch.cuda.is_available())
     if conflicts:
         raise UserError("\n".join(conflicts))
+    t.cuda_alloc_conf = allocator_settings(t, torch.cuda.is_available())
     set_allocator(t.cuda_alloc_conf)
     if t.num_threads:
         torch.set_num_threads(t.num_threads)
@@ -415,7 +417,7 @@ def set_allocator(cuda_alloc_conf: str | None) -> None:
     """Set the GPU's memory allocator, which have to stand before the first tensor on a GPU."""
     if not cuda_alloc_conf:
         return
-    theirs = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
+    theirs = allocator_of_environment()
     if theirs is not None and theirs != cuda_alloc_conf:
         log.warning(
             "training.cuda_alloc_conf: the environment's allocator settings %r count, not %r", theirs, cuda_alloc_conf

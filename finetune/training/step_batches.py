@@ -103,7 +103,7 @@ class StepBatcher:
         clips = tokens = audio = padded = without_ctc = 0
         without_alignment: list[str] = []
         for batch in batches:
-            frames_B = encoder_lengths(self.model, batch.audio_lengths_B)
+            batch.frames_B = frames_B = encoder_lengths(self.model, batch.audio_lengths_B)
             targets = frames_B, batch.tokens_BU, batch.token_lengths_B
             batch.feasible_B = feasible_B = clips_with_alignment(self.model, *targets)
             if self.has_both_losses:

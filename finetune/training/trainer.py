@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
@@ -22,9 +23,10 @@ from finetune.data.stream import UtteranceStream
 from finetune.distributed import gather, sum_over_ranks
 from finetune.errors import UserError
 from finetune.evaluation.scores import WerAccumulator
+from finetune.losses.transfers import upload
 from finetune.models.look_ahead import Context, draw_context, training_contexts
-from finetune.models.loss_module import LossModule
-from finetune.models.nemo import has_transducer, set_batchnorm_mode, set_head
+from finetune.models.loss_module import LossModule, OnHost
+from finetune.models.nemo import encoder_lengths, has_transducer, set_batchnorm_mode, set_head
 from finetune.models.protocols import AsrModel
 from finetune.signals import CutShort, Stopped, requested, saving_first
 from finetune.strategies import sharded
@@ -391,10 +393,10 @@ class Trainer:
         self.accelerator.sync_gradients = True
         self._part("clipping")
         with record_function("clipping"):
-            grad_norm = self._clip_gradients()
+            norm = self._clip_gradients()
         self._part("optimizer")
         with record_function("optimizer"):
-            loss, reason = self.step_filter.step(loss_sum, grad_norm)
+            loss, grad_norm, reason = self.step_filter.step(loss_sum, norm)
         self._part("other")
         self.optimizer.zero_grad()
         if reason is not None:
@@ -461,8 +463,10 @@ class Trainer:
                 set_batchnorm_mode(self.model, training=False)  # a stand-in must not move the statistics
             try:
                 with self._no_sync(not (last and exchange)), accelerator.autocast():
-                    losses_B = self.module(*self._to_device(batch), rnnt_draw=rnnt_draw, context=context)
-                    loss = weight * losses_B[batch.feasible_B].sum() / denominator
+                    losses_B = self.module(
+                        *self._to_device(batch), rnnt_draw=rnnt_draw, context=context, on_host=_on_host(batch)
+                    )
+                    loss = weight * _of_feasible(losses_B, batch).sum() / denominator
                     loss_sum += loss.detach().double()
                     if weight:
                         self.step_filter.losses.append((batch, losses_B.detach()))
@@ -483,7 +487,7 @@ class Trainer:
     def _add_ctc(self, batch: Batch, denominator: float) -> None:
         """Add the CTC part of the losses of a batch; what has no CTC alignment adds nothing."""
         if self.loss_module.ctc_losses_B is not None:
-            losses_B = self.loss_module.ctc_losses_B[batch.feasible_B].double()
+            losses_B = _of_feasible(self.loss_module.ctc_losses_B, batch).double()
             self._ctc_sum += losses_B.masked_fill(losses_B == math.inf, 0.0).sum() / denominator
 
     def _loss_parts(self, loss: float) -> dict[str, float]:
@@ -535,6 +539,7 @@ class Trainer:
             token_lengths_B=torch.tensor([1]),
             worker_shard=-1,
             position={},
+            frames_B=encoder_lengths(self.model, torch.tensor([rate])),
             feasible_B=torch.tensor([True]),
         )
 
@@ -547,16 +552,16 @@ class Trainer:
         self._part("other")
         return moved
 
-    def _clip_gradients(self) -> float | None:
+    def _clip_gradients(self) -> torch.Tensor | float | None:
         """Clip after accumulation and return the norm before it; None where the engine does not report it."""
         limit = self.config.training.max_grad_norm or math.inf
         own = getattr(unwrap_optimizer(self.optimizer), "clip_grad_norm_", None)
         if own is not None:  # the gradients that count lie elsewhere, or are gone already
-            return float(own(limit))
+            return own(limit)
         norm: Any = self.accelerator.clip_grad_norm_(self.module.parameters(), limit)
         if hasattr(norm, "full_tensor"):  # each rank has the norm of its own shards
             norm = norm.full_tensor()
-        return None if norm is None else float(norm)
+        return norm
 
     def _empty_cache(self) -> None:
         if self.config.training.empty_cache_each_epoch and self.accelerator.device.type == "cuda":
@@ -625,3 +630,15 @@ class Trainer:
         self._empty_cache()
         self.module.train()
         return True
+
+
+def _on_host(batch: Batch) -> OnHost | None:
+    return None if batch.frames_B is None else OnHost(batch.frames_B, batch.tokens_BU, batch.token_lengths_B)
+
+
+def _of_feasible(losses_B: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return the losses of the utterances that have an alignment, without waiting for the device."""
+    assert batch.feasible_B is not None
+    if batch.feasible_B.all():
+        return losses_B
+    return losses_B.index_select(0, *upload(losses_B.device, np.flatnonzero(batch.feasible_B.numpy())))

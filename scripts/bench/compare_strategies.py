@@ -3,12 +3,13 @@
     python scripts/bench/compare_strategies.py --config RUN.yaml [--strategies adamw,adamw_8bit+gradient_checkpointing]
     python scripts/bench/compare_strategies.py --config RUN.yaml --strategies adamw_8bit --matrix precision,compile
     python scripts/bench/compare_strategies.py --config RUN.yaml --own-batches    # recommended* with their own batches
+    python scripts/bench/compare_strategies.py --config RUN.yaml --own-dropout --minutes 7   # go on with another call
 
 Each strategy runs in fresh processes of its own. Memory is the CUDA allocator's peak on a GPU, and on the CPU the
 account of the process's tensors (finetune/tools/planning/accounting.py) in one step after the optimizer's states
 exist; of several processes that of the first. Seconds a step are the median without the first three steps and the
-accounted one. An interrupted comparison goes on where it was: rows lie in --output-dir. Writes table.md, results.json
-and strategies.png there.
+accounted one. An interrupted comparison goes on where it was: rows lie in --output-dir. results.json there is written
+after each row, table.md and strategies.png at the end.
 
 All rows see the same clips in each step: the clips of the run's first steps are written to --output-dir/clips once,
 and come in that order to whatever number of processes. The yardstick runs again in the middle and at the end: ratios
@@ -44,20 +45,23 @@ import yaml
 from compare_strategies_report import picture, spread, table, together  # noqa: F401
 from tqdm import tqdm
 
+from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.paths import ACCELERATE_CONFIGS, OVERLAYS, strategy_names
 
 # Only these may say that they cannot run on a machine without a GPU.
 NEEDS_A_GPU = ("cpu_offload_ao", "cpu_offload_gradients_ao", "flash_adamw", "flash_adamw_gradient_release")
 SKIPPED_STEPS = 3
+OUT_OF_TIME = "not measured yet: the --minutes were over"
 # Nothing random, and clips in the order of the data. A limit on the samples, here one beyond all data, makes processes
 # share the data out by rows; with one worker a process nothing reorders them.
+NO_DROPOUT = "model.dropout=0.0"
 SAME_BATCHES = (
     "training.dataloader_num_workers=1",
     "data.max_samples=1000000000",
     "data.shuffle=false",
     "data.group_by_duration=false",
-    "model.dropout=0.0",
+    NO_DROPOUT,
     "model.spec_augment=false",
     "model.freeze_batchnorm=true",
 )
@@ -180,11 +184,31 @@ def processes_of(strategies: list[str], gpus: int) -> int:
     return 1
 
 
+def train_arguments(row: dict[str, Any], arguments: argparse.Namespace, run_dir: Path, processes: int) -> list[str]:
+    """Return train.py's command line of a row."""
+    same = [] if arguments.own_batches else arguments.batches
+    if processes > 1 and same:
+        name, size = same[0].split("=")
+        same = [f"{name}={int(size) // processes}", *same[1:]]
+    fixed = [setting for setting in SAME_BATCHES if setting != NO_DROPOUT or not arguments.own_dropout]
+    return [
+        "--config", str(arguments.config), *(f"--strategy={name}" for name in row["strategies"]),
+        f"training.output_dir={run_dir}", f"training.max_steps={arguments.steps}",
+        f"training.warmup_steps={arguments.warmup_steps}", "training.eval_on_start=false", "training.eval_steps=0",
+        "training.save_steps=0", "training.logging_steps=1", "data.test=null", "data.guard=null",
+        "training.report_to=none", f"data.max_eval_samples={arguments.eval_clips}",
+        *arguments.overrides, f"data.train={arguments.clips / 'clips.jsonl'}", *fixed, *same, *row["settings"],
+    ]  # fmt: skip
+
+
 def run_row(row: dict[str, Any], arguments: argparse.Namespace, gpus: int) -> dict[str, Any]:
     """Runs one row in fresh processes; the row with its figures, or with the reason why it cannot run here."""
     processes = processes_of(row["strategies"], gpus)
     if gpus and processes > gpus:
         return {**row, "lacks": True, "reason": f"needs {processes} GPUs, there {'is' if gpus == 1 else 'are'} {gpus}"}
+    size = int(arguments.batches[0].split("=")[1])
+    if size % processes and not arguments.own_batches:
+        return {**row, "reason": f"{size} clips are not shared out evenly over {processes} processes"}
     run_dir = arguments.output_dir / "run"
     shutil.rmtree(run_dir, ignore_errors=True)
     probed = arguments.output_dir / "probe.json"
@@ -192,20 +216,9 @@ def run_row(row: dict[str, Any], arguments: argparse.Namespace, gpus: int) -> di
     launch = [sys.executable]
     if processes > 1:
         launch += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    same = [] if arguments.own_batches else arguments.batches
-    if processes > 1 and not arguments.own_batches:
-        size = int(same[0].split("=")[1])
-        if size % processes:
-            return {**row, "reason": f"{size} clips are not shared out evenly over {processes} processes"}
-        same = [f"{same[0].split('=')[0]}={size // processes}", *same[1:]]
     command = [
-        *launch, str(Path(__file__).resolve()), "--measure", str(probed), "--config", str(arguments.config),
-        *(f"--strategy={name}" for name in row["strategies"]),
-        f"training.output_dir={run_dir}", f"training.max_steps={arguments.steps}",
-        f"training.warmup_steps={arguments.warmup_steps}", "training.eval_on_start=false", "training.eval_steps=0",
-        "training.save_steps=0", "training.logging_steps=1", "data.test=null", "data.guard=null",
-        "training.report_to=none", f"data.max_eval_samples={arguments.eval_clips}",
-        *arguments.overrides, f"data.train={arguments.clips / 'clips.jsonl'}", *SAME_BATCHES, *same, *row["settings"],
+        *launch, str(Path(__file__).resolve()), "--measure", str(probed),
+        *train_arguments(row, arguments, run_dir, processes),
     ]  # fmt: skip
     started = time.perf_counter()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -322,7 +335,7 @@ def settings_key(row: dict[str, Any], arguments: argparse.Namespace, where: dict
     machine_of = {key: value for key, value in where.items() if key != "date"}
     settings = [arguments.steps, arguments.warmup_steps, arguments.eval_clips, arguments.overrides, arguments.batches]
     which = [row["name"], row.get("again", 0), row["settings"]]
-    text = json.dumps([which, settings, arguments.own_batches, texts, machine_of])
+    text = json.dumps([which, settings, arguments.own_batches, arguments.own_dropout, texts, machine_of])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -346,25 +359,25 @@ def compare(arguments: argparse.Namespace) -> int:
     arguments.clips = prepared_clips(arguments)
     kept_file = arguments.output_dir / "rows.json"
     kept = json.loads(kept_file.read_text()) if kept_file.is_file() else {}
-    rows, where = [], machine()
+    rows, where, ends = [], machine(), time.monotonic() + 60 * arguments.minutes
+    command = "python scripts/bench/compare_strategies.py " + " ".join(sys.argv[1:])
     with tqdm(rows_to_run(arguments), desc="compare", unit="strategy") as bar:
         for row in bar:
             bar.set_postfix_str(row["name"])
             key = settings_key(row, arguments, where)
-            if key not in kept or "reason" in kept[key]:  # what failed is tried again
+            if key in kept and "reason" not in kept[key]:  # what failed is tried again
+                rows.append(kept[key])
+            elif time.monotonic() >= ends:
+                rows.append({**row, "date": where["date"], "lacks": True, "reason": OUT_OF_TIME})
+            else:
                 kept[key] = {**run_row(row, arguments, gpus), "date": where["date"]}
-                aside = kept_file.with_suffix(".tmp")
-                aside.write_text(json.dumps(kept, indent=1))
-                os.replace(aside, kept_file)
-            rows.append(kept[key])
+                rows.append(kept[key])
+                write_json(kept_file, kept)
+            found = {"machine": where, "command": command, "rows": together(rows)}
+            write_json(arguments.json or arguments.output_dir / "results.json", found)
     rows = together(rows)
-    command = "python scripts/bench/compare_strategies.py " + " ".join(sys.argv[1:])
     text = table(rows, where, arguments.steps)
-    found = {"machine": where, "command": command, "rows": rows}
     (arguments.output_dir / "table.md").write_text(text, encoding="utf-8")
-    (arguments.json or arguments.output_dir / "results.json").write_text(
-        json.dumps(found, indent=1) + "\n", encoding="utf-8"
-    )
     if any("reason" not in r for r in rows):
         picture(rows, where, arguments.output_dir / "strategies.png")
     print(text)
@@ -389,6 +402,8 @@ def main() -> int:
     parser.add_argument("--warmup-steps", type=int, default=2)
     parser.add_argument("--eval-clips", type=int, default=32, help="validation clips for the WER column")
     parser.add_argument("--own-batches", action="store_true", help="let strategies that set batch sizes have them")
+    parser.add_argument("--own-dropout", action="store_true", help="train with the model's own dropout")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no row after so many")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/compare"))
     parser.add_argument("--json", type=Path, help="results file (default: results.json in --output-dir)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for all rows")

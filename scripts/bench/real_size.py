@@ -1,17 +1,21 @@
 """Memory and time of strategies on the layout of parakeet-tdt-0.6b-v3: random weights, noise for speech, 8,192 pieces.
 
     python scripts/bench/real_size.py                              # on a GPU: bf16, 16 clips of 20 s a step
+    python scripts/bench/real_size.py --strategies all --no-plan --minutes 7     # another call goes on
     python scripts/bench/real_size.py --strategies adamw_8bit --clips 1 --seconds 5 --precision fp32   # on a CPU
 
 Makes a tokenizer of random words and a data set of noise in --output-dir, and hands them to
 scripts/bench/compare_strategies.py, whose figures it prints, with what finetune.plan predicts beside them. Nothing is
-learnt; needed memory and time depend on lengths and sizes only.
+learnt; needed memory and time depend on lengths and sizes only. Dropout is the model's own.
 """
 
 import argparse
+import itertools
 import json
+import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +55,22 @@ def make_tokenizer(folder: Path, vocabulary: int) -> list[str]:
     return [word for word in words if len(pieces.encode(word)) == 1]
 
 
-def make_data(folder: Path, words: list[str], clips: int, seconds: float) -> Path:
-    """Noise of one length with random texts, as a manifest."""
+def make_data(folder: Path, words: list[str], lengths: Sequence[float], times: int = 1) -> Path:
+    """Write clips of noise with random texts and a manifest, in which each clip is `times` over with other texts.
+
+    Args:
+        lengths: of the clips, seconds.
+    """
     import soundfile
 
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(1)
-    rows = []
-    for i in range(clips):
+    for i, seconds in enumerate(lengths):
         soundfile.write(folder / f"{i}.flac", 0.1 * random.standard_normal(int(seconds * RATE)), RATE)
+    rows = []
+    for again, (i, seconds) in itertools.product(range(times), enumerate(lengths)):
         text = " ".join(random.choice(words, size=max(1, int(seconds * TOKENS_A_SECOND))))
-        rows.append({"audio_filepath": f"{i}.flac", "duration": seconds, "text": text, "id": str(i)})
+        rows.append({"audio_filepath": f"{i}.flac", "duration": seconds, "text": text, "id": f"{i}-{again}"})
     manifest = folder / "manifest.jsonl"
     manifest.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return manifest
@@ -99,10 +108,12 @@ def add_predictions(rows: list[dict[str, Any]], run_file: Path, clips: int, seco
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategies", default=STRATEGIES)
+    parser.add_argument("--strategies", default=STRATEGIES, help="with commas between; all: every one there is")
     parser.add_argument("--clips", type=int, default=16, help="clips of a step")
     parser.add_argument("--seconds", type=float, default=20.0, help="length of each")
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no strategy after so many")
+    parser.add_argument("--no-plan", action="store_true", help="leave finetune.plan's predictions out")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--layout", type=Path, default=LAYOUT, help="NeMo model YAML")
     parser.add_argument("--vocabulary", type=int, default=8192)
@@ -114,7 +125,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     words = make_tokenizer(arguments.output_dir / "tokenizer", arguments.vocabulary)
-    manifest = make_data(arguments.output_dir / "data", words, 2 * arguments.clips, arguments.seconds)
+    manifest = arguments.output_dir / "data" / "manifest.jsonl"
+    if not manifest.is_file():
+        make_data(manifest.parent, words, [arguments.seconds] * 2 * arguments.clips)
     run = {
         "model": {"name": str(arguments.layout), "tokenizer": str(arguments.output_dir / "tokenizer")},
         "data": {"train": str(manifest), "max_duration": arguments.seconds + 1},
@@ -130,21 +143,24 @@ def main() -> int:
     file.write_text(yaml.safe_dump(run), encoding="utf-8")
     command = [
         sys.executable, str(ROOT / "scripts" / "bench" / "compare_strategies.py"), "--config", str(file),
-        "--strategies", arguments.strategies,
-        "--steps", str(arguments.steps), "--output-dir", str(arguments.output_dir), "--yardstick", arguments.yardstick,
+        *(["--strategies", arguments.strategies] if arguments.strategies != "all" else []),
+        "--own-dropout", "--minutes", str(arguments.minutes), "--steps", str(arguments.steps),
+        "--output-dir", str(arguments.output_dir), "--yardstick", arguments.yardstick,
     ]  # fmt: skip
     results = arguments.json or arguments.output_dir / "results.json"
+    results.unlink(missing_ok=True)
     code = subprocess.run([*command, "--json", str(results)], check=False).returncode
-    if code:
-        return code
+    if not results.is_file():
+        return code or 1
     found = json.loads(results.read_text(encoding="utf-8"))
-    add_predictions(found["rows"], file, arguments.clips, arguments.seconds)
+    if not arguments.no_plan:
+        add_predictions(found["rows"], file, arguments.clips, arguments.seconds)
     results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     over = [r["name"] for r in found["rows"] if r.get("peak_rss_gib", 0) > arguments.limit_gib]
     if over and found["machine"]["gpu"] is None:
         print(f"error: more than {arguments.limit_gib:g} GiB of resident memory: {', '.join(over)}", file=sys.stderr)
         return 1
-    return 0
+    return code
 
 
 if __name__ == "__main__":

@@ -3,12 +3,15 @@
 
     python scripts/bench/tdt_loss.py [--cases NAME ...] [--repeats 3] [--json FILE]
 
-CPU cases need no GPU; the others say "not measured" without one. Times are the best of the repeats, forward and
-backward. Memory is what a call adds at its peak to what was there before it (resident memory on the CPU, the CUDA
-allocator's on a GPU). The floor is the four matrix products (forward, recomputation, gradients of weight and
-activations) over the valid cells, at the rate of this machine. The gradient of cells that alignments hardly pass
-through is made of subnormal numbers, on which a CPU is slow: transformers' loss is timed as it comes and "flushed",
-with torch.set_flush_denormal(True), which no side of ours has.
+CPU cases need no GPU; the others say "not measured" without one. The floor and the fused loss need torch, Triton and
+numba alone. A side that fails is recorded as failed, and FILE is written anew after each side. Times are the best of
+the repeats, forward and backward. Memory is what a call adds at its peak to what was there before it (resident memory
+on the CPU, the CUDA allocator's on a GPU). The floor is the four matrix products (forward, recomputation, gradients of
+weight and activations) over all valid cells, at the rate of this machine, with the columns rounded up to a multiple of
+8, as tensor cores want them. --rehearsal runs the GPU cases with small sizes on the CPU.
+
+The gradient of cells that alignments hardly pass through is made of subnormal numbers, on which a CPU is slow:
+transformers' loss is timed as it comes and "flushed", with torch.set_flush_denormal(True), which no side of ours has.
 
 "learnt" inputs come from examples/base/fastconformer_tdt_3m.nemo on sentences of examples/voice_prompts, joined to
 clips of up to 10 s. Its joint is lifted to the width and vocabulary of the case: the further hidden units get random
@@ -20,37 +23,31 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from datetime import date
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+GPU = {"device": "cuda", "bf16": True, "dropout": 0.2}
 CASES: dict[str, dict[str, Any]] = {
     "cpu_v8192": {"B": 4, "T": 125, "U": 40, "V": 8192, "H": 640, "learnt": False, "device": "cpu"},
     "cpu_v8192_learnt": {"B": 4, "T": 125, "U": 40, "V": 8192, "H": 640, "learnt": True, "device": "cpu"},
     "cpu_v1024": {"B": 4, "T": 125, "U": 40, "V": 1024, "H": 640, "learnt": False, "device": "cpu"},
     "cpu_step_v8192": {"step": True, "V": 8192, "device": "cpu"},
-    "gpu_v8192": {"B": 16, "T": 250, "U": 100, "V": 8192, "H": 640, "learnt": False, "device": "cuda", "bf16": True},
+    "gpu_v8192": {"B": 16, "T": 250, "U": 100, "V": 8192, "H": 640, "learnt": False, **GPU},
+    "gpu_v8192_learnt": {"B": 16, "T": 250, "U": 100, "V": 8192, "H": 640, "learnt": True, **GPU},
     # B is searched: the most clips of 20 s that 24 GB hold
-    "gpu_24gb": {
-        "T": 250,
-        "U": 100,
-        "V": 8192,
-        "H": 640,
-        "learnt": False,
-        "device": "cuda",
-        "bf16": True,
-        "gigabytes": 24,
-    },
+    "gpu_24gb": {"T": 250, "U": 100, "V": 8192, "H": 640, "learnt": False, **GPU, "gigabytes": 24},
 }
+REHEARSED = {"B": 2, "T": 50, "U": 20, "V": 256, "H": 160, "device": "cpu"}
 # Side -> occupancy threshold of the fused loss; None: another loss, or the floor.
 FLUSHED = "transformers flushed"
 SIDES: dict[str, dict[str, float | None]] = {
@@ -61,10 +58,11 @@ SIDES: dict[str, dict[str, float | None]] = {
     "cpu_v1024": {"transformers": None, FLUSHED: None, "fused": 0.0, "fused 1e-4": 1e-4, "floor": None},
     "cpu_step_v8192": {"transformers": None, FLUSHED: None, "fused": 0.0, "fused 1e-4": 1e-4},
     "gpu_v8192": {
-        "transformers": None, "nemo plain": None, "nemo fused batch": None, "fused": 0.0, "fused 1e-4": 1e-4,
-        "floor": None,
+        "floor": None, "fused": 0.0, "fused 1e-4": 1e-4, "transformers": None, "nemo plain": None,
+        "nemo fused batch": None,
     },
-    "gpu_24gb": {"transformers": None, "nemo plain": None, "nemo fused batch": None, "fused": 0.0},
+    "gpu_v8192_learnt": {"floor": None, "fused": 0.0, "fused 1e-4": 1e-4},
+    "gpu_24gb": {"fused": 0.0, "transformers": None, "nemo plain": None, "nemo fused batch": None},
 }  # fmt: skip
 
 
@@ -163,7 +161,7 @@ def loss_call(case: dict[str, Any], side: str, threshold: float | None) -> tuple
     frames, tokens, V = given["frames"], given["tokens"], case["V"]
     cells = int((frames * (tokens + 1)).sum())
     facts = {"cells": cells, "frames": frames.tolist(), "tokens": tokens.tolist()}
-    half = case.get("bf16", False)
+    half, dropout = case.get("bf16", False), case.get("dropout", 0.0)
 
     def precision() -> Any:
         return torch.autocast(device, torch.bfloat16) if half else contextlib.nullcontext()
@@ -181,12 +179,14 @@ def loss_call(case: dict[str, Any], side: str, threshold: float | None) -> tuple
 
         with precision():
             loss = fused_tdt_loss(
-                *leaves, given["targets"], frames, tokens, occupancy_threshold=threshold, reduction="mean_batch"
-            )
+                *leaves, given["targets"], frames, tokens, occupancy_threshold=threshold, reduction="mean_batch",
+                dropout=dropout,
+            )  # fmt: skip
         return finish(loss)
 
     def joint() -> torch.Tensor:
         hidden = torch.relu(leaves[0][:, :, None] + leaves[1][:, None])
+        hidden = torch.nn.functional.dropout(hidden, dropout)
         return torch.nn.functional.linear(hidden, leaves[2], leaves[3])
 
     def transformers() -> float:
@@ -203,13 +203,15 @@ def loss_call(case: dict[str, Any], side: str, threshold: float | None) -> tuple
     def nemo(clips_at_once: int) -> float:
         from nemo.collections.asr.losses.rnnt import RNNTLoss
 
-        loss_of = RNNTLoss(num_classes=V, reduction="sum", loss_name="tdt", loss_kwargs={"durations": [0, 1, 2, 3, 4]})
+        kernel = "tdt" if device == "cuda" else "tdt_pytorch"  # the former has none for a CPU
+        loss_of = RNNTLoss(num_classes=V, reduction="sum", loss_name=kernel, loss_kwargs={"durations": list(range(5))})
         parts = []
         for b in range(0, len(frames), clips_at_once):
             part = slice(b, b + clips_at_once)
             T, U = int(frames[part].max()), int(tokens[part].max())
             with precision():
                 hidden = torch.relu(leaves[0][part, :T, None] + leaves[1][part, None, : U + 1])
+                hidden = torch.nn.functional.dropout(hidden, dropout)
                 logits = torch.nn.functional.linear(hidden, leaves[2], leaves[3])
             parts.append(
                 loss_of(
@@ -222,7 +224,7 @@ def loss_call(case: dict[str, Any], side: str, threshold: float | None) -> tuple
     def floor() -> float:
         dtype = torch.bfloat16 if half else torch.float32
         rows, step = torch.randn(cells, case["H"], device=device, dtype=dtype), 1024 if device == "cpu" else 16384
-        weight = leaves[2].detach().to(dtype)
+        weight = torch.randn(-(-len(leaves[2]) // 8) * 8, case["H"], device=device, dtype=dtype)
         grad = torch.zeros_like(weight)
         for start in range(0, cells, step):
             block = rows[start : start + step]
@@ -295,17 +297,17 @@ def memory_bytes(key: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {key}")
 
 
-def run_side(name: str, side: str, repeats: int) -> dict[str, Any]:
-    """Runs one side of one case in this process."""
+def run_side(case: dict[str, Any], side: str, threshold: float | None, repeats: int) -> dict[str, Any]:
+    """Times one side of one case."""
     import torch
 
-    case, threshold = CASES[name], SIDES[name][side]
     torch.set_flush_denormal(side == FLUSHED)
     if not case.get("step"):  # what is imported and compiled at the first call belongs to nobody's memory
         small = {**case, "B": 2, "T": 8, "U": 3, "V": 16, "H": 8, "learnt": False}
         loss_call(small, side, threshold)[0]()
     call, facts = (step_call if case.get("step") else loss_call)(case, side, threshold)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
+    if case["device"] == "cpu":
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
     before, seconds = memory_bytes("VmRSS"), []
     for _ in range(repeats + 1):  # the first compiles, loads and touches pages
         if case["device"] == "cuda":
@@ -326,23 +328,26 @@ def run_side(name: str, side: str, repeats: int) -> dict[str, Any]:
     }
 
 
-def largest_batch(name: str, side: str) -> dict[str, Any]:
-    """The most clips whose forward and backward fit into the case's memory, found by doubling and halving."""
+def largest_batch(case: dict[str, Any], side: str, threshold: float | None) -> dict[str, Any]:
+    """The most clips whose forward and backward fit into the case's memory, found by doubling and halving; on a CPU,
+    which has no limit to set, as if 5 did not fit."""
     import torch
 
-    case, threshold = CASES[name], SIDES[name][side]
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, case["gigabytes"] * 1e9 / total))
+    on_gpu = case["device"] == "cuda"
+    if on_gpu:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, case["gigabytes"] * 1e9 / total))
 
     def fits(clips: int) -> bool:
         torch.cuda.empty_cache()
         try:
             loss_call({**case, "B": clips}, side, threshold)[0]()
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            if "memory" not in str(error) and "2^31" not in str(error) and "int32" not in str(error).lower():
+            known = ("memory", "2^31", "int32", "alloc_failed", "allocation_failed")
+            if not any(words in str(error).lower() for words in known):
                 raise
             return False
-        return True
+        return on_gpu or clips < 5
 
     good, bad = 0, 1
     while bad <= 4096 and fits(bad):
@@ -353,9 +358,39 @@ def largest_batch(name: str, side: str) -> dict[str, Any]:
     return {"largest_batch": good, "gigabytes": case["gigabytes"]}
 
 
+def measure(case: dict[str, Any], side: str, threshold: float | None, repeats: int) -> dict[str, Any]:
+    """Measure one side of one case in this process."""
+    if "gigabytes" in case:
+        return largest_batch(case, side, threshold)
+    return run_side(case, side, threshold, repeats)
+
+
+def side_alone(name: str, side: str, repeats: int, small: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return what a side measured in a process of its own (a rehearsal has one for all), and why it failed or ''."""
+    if small:
+        try:
+            return measure({**CASES[name], **small}, side, SIDES[name][side], repeats), ""
+        except Exception as error:  # of whatever library the side belongs to
+            return {"failed": f"{type(error).__name__}: {error}"}, str(error)
+    command = [sys.executable, __file__, "--cases", name, "--side", side, "--repeats", str(repeats)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return {
+            "failed": f"exit code {done.returncode}: {last}"
+        }, f"ended with {done.returncode}\n{done.stderr[-3000:]}"
+    return json.loads(done.stdout.splitlines()[-1]), ""
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def machine() -> dict[str, Any]:
     import torch
-    import transformers
 
     cpu = next(
         (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), ""
@@ -366,22 +401,26 @@ def machine() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **{name: version_of(name) for name in ("triton", "numba", "transformers", "nemo_toolkit")},
         "date": date.today().isoformat(),
         "command": "python scripts/bench/tdt_loss.py " + " ".join(sys.argv[1:]),
     }
 
 
 def print_table(name: str, results: dict[str, dict[str, Any]]) -> None:
-    against, flushed = results.get("transformers"), results.get(FLUSHED)
-    floor = results.get("floor", {}).get("seconds")
-    first = next(iter(results.values()))
+    measured = {side: r for side, r in results.items() if "failed" not in r}
+    against, flushed = measured.get("transformers"), measured.get(FLUSHED)
+    floor = measured.get("floor", {}).get("seconds")
+    first = next(iter(measured.values()), {})
     print(f"\n{name}: {first.get('cells', '-')} cells; loss, time and memory of one forward and backward")
     print(
         f"{'side':20} {'loss':>10} {'s':>8} {'x faster':>9} {'x flushed':>9} {'x floor':>8} {'MB':>8} {'x less':>7} "
         f"{'process MB':>11}"
     )
     for side, r in results.items():
+        if "failed" in r:
+            print(f"{side:20} failed: {r['failed']}")
+            continue
         faster = f"{against['seconds'] / r['seconds']:.2f}" if against else "-"
         faster_flushed = f"{flushed['seconds'] / r['seconds']:.2f}" if flushed else "-"
         less = f"{against['memory_bytes'] / max(r['memory_bytes'], 1):.1f}" if against else "-"
@@ -393,52 +432,55 @@ def print_table(name: str, results: dict[str, dict[str, Any]]) -> None:
         )
 
 
-def main() -> None:
+def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rehearsal", action="store_true", help="small sizes, on the CPU")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--side", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    small: dict[str, Any] = REHEARSED if arguments.rehearsal else {}
     if arguments.side:
-        name = arguments.cases[0]
-        searched = "gigabytes" in CASES[name]
-        print(
-            json.dumps(
-                largest_batch(name, arguments.side) if searched else run_side(name, arguments.side, arguments.repeats)
-            )
-        )
-        return
+        name, side = arguments.cases[0], arguments.side
+        case, threshold = CASES[name], SIDES[name][side]
+        print(json.dumps(measure(case, side, threshold, arguments.repeats)))
+        return 0
     import torch
 
     found: dict[str, Any] = {"machine": machine(), "cases": {}}
+    failed = []
+
+    def write() -> None:
+        if arguments.json:
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
     for name in arguments.cases:
-        if CASES[name]["device"] == "cuda" and not torch.cuda.is_available():
+        case = {**CASES[name], **small}
+        if case["device"] == "cuda" and not torch.cuda.is_available():
             found["cases"][name] = "not measured: no GPU"
             print(f"\n{name}: not measured, there is no GPU here")
             continue
-        results = {}
+        results = found["cases"][name] = {}
         for side in SIDES[name]:
-            command = [sys.executable, __file__, "--cases", name, "--side", side, "--repeats", str(arguments.repeats)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ})
-            if done.returncode:
-                raise SystemExit(f"{name}, {side}: ended with {done.returncode}\n{done.stderr[-3000:]}")
-            results[side] = json.loads(done.stdout.splitlines()[-1])
-        found["cases"][name] = results
-        if "gigabytes" in CASES[name]:
+            results[side], problem = side_alone(name, side, arguments.repeats, small)
+            failed += [f"{name}, {side}: {problem}"] if problem else []
+            write()
+        if "gigabytes" in case:
             print(
-                f"\n{name}: most clips of 20 s in {CASES[name]['gigabytes']} GB, forward and backward of joint "
-                "and loss"
+                f"\n{name}: most clips of {0.08 * case['T']:g} s in {case['gigabytes']} GB, forward and backward of "
+                "joint and loss"
             )
             for side, r in results.items():
-                print(f"{side:18} {r['largest_batch']:6d}")
+                print(f"{side:18} {r.get('largest_batch', r.get('failed'))}")
         else:
             print_table(name, results)
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write()
+    print("\n".join(failed), file=sys.stderr)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

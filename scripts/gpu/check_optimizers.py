@@ -2,6 +2,7 @@
 """What only a GPU shows of the optimizers: step times, low-bit states on real shapes, offload, flashoptim.
 
     python scripts/gpu/check_optimizers.py [--json FILE]
+    python scripts/gpu/check_optimizers.py --rehearsal      on a CPU: what it can run of it, in small
 
 Ends with 0 when every check holds, with 1 when one does not or there is no GPU. The checks of states take the tensors
 of at least 2^20 elements around and in one Conformer layer of the 0.6B layout, 97 % of its bytes: torchao compiles
@@ -238,8 +239,12 @@ def total_norm(net: torch.nn.Module) -> torch.Tensor:
     return torch.stack([p.grad.float().square().sum() for p in net.parameters()]).sum().sqrt()
 
 
-def run_checks(device: str) -> dict[str, Any]:
-    """Every check's figures, or why it failed; one that fails does not keep the others from running."""
+def run_checks(device: str, only: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Every check's figures, or why it failed; one that fails does not keep the others from running.
+
+    Args:
+        only: names of checks; empty: all.
+    """
     checks: dict[str, Callable[[], dict[str, Any]]] = {}
     for name in LOW_BIT:
         checks[f"states of {name}"] = lambda name=name: check_states(name, device)
@@ -250,6 +255,8 @@ def run_checks(device: str) -> dict[str, Any]:
     checks["flashoptim, gradient release"] = lambda: check_gradient_release(device)
     found = {}
     for name, check in checks.items():
+        if only and name not in only:
+            continue
         started = time.perf_counter()
         try:
             found[name] = check()
@@ -269,23 +276,33 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--rehearsal", action="store_true")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
+    device, only, layers, repeats = "cuda", (), 6, 20
+    # torchao's optimizers are timed by their checks: here they would compile each of the shapes.
+    sides = tuple(s for s in bench_optimizer.SIDES if not s.endswith("_ao"))
+    if arguments.rehearsal:
+        device, only, layers, repeats, sides = "cpu", ("states of adamw_8bit",), 0, 1, ("adamw_loop", "adamw")
+    elif not torch.cuda.is_available():
         print("gpu_check_optimizers: torch sees no GPU here; nothing was checked", file=sys.stderr)
         raise SystemExit(1)
     about = bench_optimizer.machine()
     about["command"] = "python scripts/gpu/check_optimizers.py " + " ".join(sys.argv[1:])
-    checks = run_checks("cuda")
-    # torchao's optimizers are timed above: here they would compile each of the shapes.
-    sides = tuple(s for s in bench_optimizer.SIDES if not s.endswith("_ao"))
-    timed = bench_optimizer.measure(bench_optimizer.SECTIONS, 6, sides, 20, "cuda")
+    checks = run_checks(device, only)
+    failed = [name for name, r in checks.items() if "failed" in r]
+    report = {"machine": about, "checks": checks, "failed": failed}
+
+    def write() -> None:
+        if arguments.json:
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+    write()
+    sections = ("step", "clipping", "schedules") if arguments.rehearsal else bench_optimizer.SECTIONS
+    report["bench"] = timed = bench_optimizer.measure(sections, layers, sides, repeats, device)
+    write()
     bench_optimizer.print_tables(timed)
     bench_optimizer.print_verdicts(timed["verdicts"])
-    failed = [name for name, r in checks.items() if "failed" in r]
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        report = {"machine": about, "checks": checks, "failed": failed, "bench": timed}
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if failed:
         print(f"gpu_check_optimizers: {len(failed)} checks failed: {', '.join(failed)}", file=sys.stderr)
         raise SystemExit(1)

@@ -132,6 +132,31 @@ def test_a_step_is_made_again_in_smaller_batches(run_train, tiny_run, tmp_path: 
     assert [n for _, n in found["batch_bounds"]] == sorted((n for _, n in found["batch_bounds"]), reverse=True)
 
 
+def test_a_cache_in_pieces_halves_no_bound(run_train, tiny_run, tmp_path: Path) -> None:
+    """Where emptying the allocator's cache helps, a step is made again as it was."""
+    failures: list[int] = []
+
+    def in_pieces(trainer: Any) -> None:
+        callback_of(trainer, MemoryRecovery).has_cache = True
+        forward = trainer.loss_module.forward
+
+        def guarded(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if trainer.progress.step not in failures:
+                failures.append(trainer.progress.step)
+                raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+            return forward(*args, **kwargs)
+
+        trainer.loss_module.forward = guarded
+
+    run = tiny_run(data={**ONLY_TRAIN, "max_duration": 3.0}, training={**BOUNDS, "max_steps": 2, "save_steps": 0})
+    assert run_train(*run, observe=in_pieces) == 0
+    assert failures == [0, 1]
+    found = summary_of(tmp_path / "run")
+    assert (found["steps"], found["out_of_memory"]) == (2, 0)
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert found["batch_bounds"] == config["data"]["batch_bounds"]
+
+
 @pytest.mark.slow
 def test_memory_that_runs_out_later_is_named_kept_and_counted(run_train, tiny_run, tmp_path: Path, capsys) -> None:
     def later(trainer: Any) -> None:

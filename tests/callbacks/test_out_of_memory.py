@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from finetune.callbacks.out_of_memory import is_out_of_memory, remedies
+from finetune.config.allocator import allocator_settings
 from finetune.config.load import load_config
 from finetune.training import run
 
@@ -16,6 +17,14 @@ def test_errors_that_mean_it():
     assert is_out_of_memory(caught.value)
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert is_out_of_memory(MemoryError())
+    for words in (
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuFFT error: CUFFT_ALLOC_FAILED",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    ):
+        assert is_out_of_memory(RuntimeError(words))
+    assert not is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"))
     assert not is_out_of_memory(RuntimeError("shapes do not match"))
     assert not is_out_of_memory(ValueError("out of memory"))
 
@@ -102,3 +111,18 @@ def test_the_allocators_settings(monkeypatch, messages):
     run.set_allocator("expandable_segments:False")
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert "the environment's allocator settings 'expandable_segments:True' count" in messages[-1]
+
+
+def test_batches_that_fill_the_card_get_segments_that_grow(run_file, monkeypatch):
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+
+    def settings(gpu: bool, *overrides: str) -> str | None:
+        return allocator_settings(load_config(run_file(), [], list(overrides))[0].training, gpu)
+
+    auto = "training.auto_batch=true"
+    assert settings(True, auto) == "expandable_segments:True"
+    assert settings(False, auto) is settings(True) is None
+    assert settings(True, auto, "training.cuda_alloc_conf=max_split_size_mb:64") == "max_split_size_mb:64"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:32")
+    assert settings(True, auto) is None, "the user's environment counts"

@@ -135,6 +135,7 @@ def test_files_that_cannot_be_compared(compared, tmp_path, capsys):
         (["--model", "m", "--data", "d", "--utterances", "a", "b"], "a second one with --against"),
         (["--model", "m", "--data", "d", "--bootstrap", "-1"], "--bootstrap has to be 0 or more"),
         (["--model", "m", "--data", "d", "--bootstrap-by-id", "("], "no regular expression"),
+        (["--model", "m", "--data", "d", "--dtype", "bfloat16", "--look-ahead", "all"], "leave out --dtype"),
     ],
 )
 def test_arguments_that_do_not_go_together(arguments, said, tmp_path, monkeypatch, capsys):
@@ -178,6 +179,11 @@ def test_intervals_speed_and_the_leaderboards_normalisation(clips, tmp_path, cap
     plain = tmp_path / "plain.json"
     assert evaluate("--model", BASE, "--data", manifest, "--json", plain) == 0
     told = json.loads(plain.read_text())
+    narrow = tmp_path / "narrow.json"
+    assert evaluate("--model", BASE, "--data", manifest, "--json", narrow, "--dtype", "bfloat16") == 0
+    in_bfloat16 = json.loads(narrow.read_text())
+    assert (told["dtype"], in_bfloat16["dtype"]) == ("float32", "bfloat16")
+    assert in_bfloat16["wer"] == pytest.approx(told["wer"], abs=0.02)
     counts = UtteranceCounts()
     from finetune.evaluation.scores import score_pair
 

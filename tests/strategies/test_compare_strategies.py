@@ -86,25 +86,45 @@ def test_runs_of_the_yardstick_are_one_row(script):
     assert script.together([failed, other])[0] == failed
 
 
-def test_goals_on_a_gpu():
-    spec = importlib.util.spec_from_file_location("report", SCRIPT.parents[1] / "gpu" / "report.py")
-    report = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(report)
-    rows = [
-        {"name": "adamw", "seconds_per_step": 2.0, "peak_bytes": 40e9},
-        {"name": "recommended", "seconds_per_step": 2.4, "peak_bytes": 10.5e9},
-        {"name": "recommended_small", "seconds_per_step": 2.4, "peak_bytes": 7.6e9},
-    ]
-    met = {goal["goal"]: goal["met"] for goal in report.judge(rows)}
-    assert met == {
-        "recommended: peak memory, GB": True,
-        "recommended_small: peak memory, GB": False,
-        "recommended: time a step against adamw": True,
-    }
-    assert not any(goal["met"] for goal in report.judge([{"name": "recommended", "reason": "killed"}]))
-    predicted = [{"name": "adamw", "predicted_over_measured": ratio} for ratio in (0.92, 1.12)]
-    goals = [goal for goal in report.judge(predicted) if goal["goal"] == "adamw: predicted memory, share off"]
-    assert [goal["met"] for goal in goals] == [True, False]
+def test_one_row_in_this_process(script, tiny_run, tmp_path):
+    """Its clips are written, and a training under the probe leaves times, memory and parts."""
+    config = Path(tiny_run(data={"test": None})[1])
+    batches = ["training.per_device_train_batch_size=2", "training.gradient_accumulation_steps=1"]
+    arguments = SimpleNamespace(
+        config=config, batches=batches, own_batches=False, own_dropout=True, steps=6, warmup_steps=1, eval_clips=2,
+        overrides=[], clips=tmp_path / "clips",
+    )  # fmt: skip
+    own = ["--config", str(config), f"training.output_dir={tmp_path / 'run'}", "data.validation=null", *batches]
+    assert script.prepare(arguments.clips, 6, own) == 0
+    assert len((arguments.clips / "clips.jsonl").read_text().splitlines()) == 12
+    row = {"name": "adamw", "strategies": ["adamw"], "settings": ["training.overwrite_output_dir=true"]}
+    command = script.train_arguments(row, arguments, tmp_path / "run", 1)
+    assert script.NO_DROPOUT not in command
+    assert script.measure(tmp_path / "probe.json", command) == 0
+    seen = json.loads((tmp_path / "probe.json").read_text())
+    assert len(seen["seconds"]) == 2, "without the first three steps and the accounted one"
+    assert seen["account_peak_bytes"] == sum(seen["parts_bytes"].values()) > 0
+
+
+def test_rows_beyond_the_minutes_are_left_to_another_call(script, tmp_path, monkeypatch):
+    measured = []
+
+    def run_row(row, arguments, gpus):
+        measured.append(row["name"])
+        return {**row, "reason": "only counted"}
+
+    monkeypatch.setattr(script, "run_row", run_row)
+    monkeypatch.setattr(script, "prepared_clips", lambda arguments: tmp_path)
+    config = tmp_path / "RUN.yaml"
+    config.write_text("model: {name: none.nemo}\ndata: {train: none.jsonl}\ntraining: {output_dir: unused}\n")
+    arguments = SimpleNamespace(
+        config=config, overrides=[], output_dir=tmp_path, strategies="lora", matrix=None, yardstick="adamw", steps=6,
+        warmup_steps=1, eval_clips=2, own_batches=False, own_dropout=False, minutes=0.0, json=None,
+    )  # fmt: skip
+    script.compare(arguments)
+    assert measured == []
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert {row["name"]: row["reason"] for row in rows} == dict.fromkeys(("adamw", "lora"), script.OUT_OF_TIME)
 
 
 def rows_that_ran(out: Path) -> dict:

@@ -9,6 +9,7 @@ import torch
 from conftest import DETERMINISTIC, ONLY_TRAIN, read_lines
 
 from finetune.config.optimizers import BITSANDBYTES
+from finetune.strategies import low_bit
 from finetune.strategies.optimizers import build_optimizer, describe_optimizer, optimizer_in_words, parameter_groups
 
 
@@ -135,6 +136,32 @@ def test_embeddings_keep_32_bits_in_bitsandbytes():
     assert wide["optimizer_state_dtypes"]["float32"] - narrow["optimizer_state_dtypes"]["float32"] == pytest.approx(
         8 * embedding, rel=0.02
     )
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "lion_8bit"])
+def test_bitsandbytes_steps_alike_without_waiting_after_each_parameter(name, monkeypatch):
+    bnb = pytest.importorskip("bitsandbytes")
+
+    def train_net(make) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = Net()
+        optimizer = make([{"params": list(net.parameters()), "lr": 1e-3, "weight_decay": 0.1}])
+        for _ in range(3):
+            for p in net.parameters():
+                p.grad = torch.sin(1e3 * p.detach())
+            optimizer.step()
+        return [p.detach() for p in net.parameters()]
+
+    args = {"adamw_8bit": {"betas": low_bit.BETAS, "eps": low_bit.EPS}, "lion_8bit": {"betas": low_bit.LION_BETAS}}
+    expected = train_net(lambda groups: getattr(bnb.optim, BITSANDBYTES[name])(groups, **args[name]))
+
+    def waits(_: torch.Tensor) -> None:
+        raise AssertionError("a step that waits for the GPU after each parameter")
+
+    optimizer = build_optimizer(name, [{"params": list(Net().parameters()), "lr": 1e-3}], {})
+    monkeypatch.setattr("bitsandbytes.optim.optimizer.sync_gpu", waits)
+    for a, e in zip(train_net(lambda groups: type(optimizer)(groups, **args[name])), expected, strict=True):
+        assert torch.equal(a, e)
 
 
 def test_block_size_of_torchao(without_compiler):

@@ -13,6 +13,7 @@ import torch
 from torch.cuda import nccl
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in __all__
 
+from finetune.config.allocator import allocator_of_environment, allocator_settings
 from finetune.losses import fused_tdt_loss
 from finetune.tools.doctor.findings import Finding, Wanted, ok, problem, reason_of, warning
 
@@ -91,11 +92,11 @@ def _gpu(i: int, wanted: Wanted) -> Finding:
 
 def allocator(wanted: Wanted) -> Iterator[Finding]:
     """Settings of the GPU's memory allocator."""
-    environment = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
-    setting = environment or (wanted.chosen and wanted.config.training.cuda_alloc_conf) or ""
-    origin = "the environment" if environment else "training.cuda_alloc_conf"
+    environment, gpu = allocator_of_environment(), torch.cuda.is_available()
+    setting = environment or (wanted.chosen and allocator_settings(wanted.config.training, gpu)) or ""
+    origin = "the environment" if environment else "the run file"
     found = f"{setting!r} from {origin}" if setting else "torch's own"
-    if not torch.cuda.is_available():
+    if not gpu:
         yield ok("allocator", f"{found}; no effect without a GPU")
     elif re.search(r"expandable_segments\s*:\s*true", setting, re.IGNORECASE):
         yield ok("allocator", found)

@@ -7,7 +7,7 @@ B batch, S samples, U target tokens, T encoder frames.
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,6 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from finetune.config.schema import ModelConfig
-from finetune.losses.joint import GPU_BLOCK_BYTES
 from finetune.models.look_ahead import training_contexts
 from finetune.models.loss_module import LossModule
 from finetune.models.nemo import cast_parameters, prepare_for_training
@@ -184,8 +183,20 @@ class Follower:
             self.models[key] = model._apply(self.mode.from_tensor)
         return self.models[key]
 
-    def follow(self, kind: Kind, depth: int, clips: int, seconds: float, tokens: int) -> list[Phase]:
-        """Follow one step with `depth` layers, without optimizer states; all clips and texts have one length."""
+    def follow(
+        self,
+        kind: Kind,
+        depth: int,
+        clips: int,
+        seconds: float,
+        tokens: int,
+        loss: Callable[..., torch.Tensor] | None = None,
+    ) -> list[Phase]:
+        """Follow one step with `depth` layers, without optimizer states; all clips and texts have one length.
+
+        Args:
+            loss: stands in for the transducer's.
+        """
         model, m = self.model(kind, depth), kind.options
         block_sizes: list[int] = []
         module = LossModule(
@@ -194,10 +205,11 @@ class Follower:
             omega=0.0,
             fastemit_lambda=m.fastemit_lambda,
             occupancy_threshold=m.occupancy_threshold,
-            joint_memory_budget=m.joint_memory_budget or (GPU_BLOCK_BYTES // 2**20 if kind.cuda else None),
+            joint_memory_budget=m.joint_memory_budget,
             length_bucket=m.compile_bucket if m.compile else 0.0,
             operations=worst_case(clips, tokens, kind.cuda, block_sizes),
         )
+        module.loss = loss or module.loss
         module.train()
         account = PhaseAccount({tuple(p.shape) for p in module.parameters() if p.ndim > 1})
         trained = [p for p in module.parameters() if p.requires_grad]
