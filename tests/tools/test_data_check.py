@@ -318,9 +318,7 @@ def test_suspicious_clips_are_named(tmp_path: Path, capsys: Any) -> None:
     assert main(["--data", str(manifest), "--output-dir", str(out), "--workers", "1"]) == 0
     said = capsys.readouterr().out
     assert "        1  silent clips, such as c1: silent: -120 dB of full scale\n" in said
-    assert (
-        "        1  clips with more than 30 characters a second, such as c2: 42 characters in 0.20 s are " in said
-    )
+    assert "        1  clips with more than 30 characters a second, such as c2: 42 characters in 0.20 s are " in said
     half = f"{len(whole) // 2:,} of {len(whole):,} bytes are there"
     assert f"        1  files that are cut off, such as c4: cut off: {half}\n" in said
     assert f"4 suspicious clips, each with its reason: {out}/suspicious.jsonl. " in said
