@@ -240,9 +240,9 @@ class Follower:
                         # Of a unified model a chunked context, whose masks take more than seeing everything.
                         losses_B = module(*batch, context=training_contexts(model)[0][-1])
                     account.enter("loss backward", "joint")
-                    loss = losses_B.sum() / clips
+                    mean = losses_B.sum() / clips
                     del losses_B
-                    backward(loss)
+                    backward(mean)
                     account.enter("step", "temporary")
         finally:
             for hook in hooks:
