@@ -117,11 +117,12 @@ def main(argv: list[str] | None = None) -> int:
         print(one_line(f"  {n:>7,}  bad, such as {found['examples'][kind]}"))
     for kind, n in found["doubts"].items():
         print(one_line(f"  {n:>7,}  {kind}, such as {found['examples'][kind]}"))
-    if found["suspicious"]:
+    if n := found["suspicious"]:
         listed = folder / "suspicious.jsonl"
+        without = f"data.leave_out={shlex.quote(str(listed))}" if a.config else "check the run file, with --config"
         print(
-            f"{found['suspicious']} suspicious clips, each with its reason: {listed}. Correct them and split the data "
-            f"again, or train without them: data.leave_out={shlex.quote(str(listed))}"
+            f"{n:,} suspicious clip{'s' if n > 1 else ''}, with reasons: {listed}. Correct them and split the data "
+            f"again; or, to train without them: {without}"
         )
     if found["same_clips"]:
         print(found["way_out"])

@@ -205,7 +205,7 @@ class Layers:
 def _written(value: Any) -> str:
     """Return a value as a run file has it."""
     flow = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000, sort_keys=False)
-    return flow.partition("\n")[0]
+    return flow.removesuffix("...\n").strip().replace("\n", " ")
 
 
 def _nested(values: dict[str, Any]) -> dict[str, dict[str, Any]]:

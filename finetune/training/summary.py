@@ -138,13 +138,13 @@ def log_result(
         log.info("WER on %s: %s (%+.0f %%), best step %s (%s weights)", judged, before_after, percent, *best)
         if judged in found:
             log.info("  %s", _describe_change(found[judged]))
-        if now < was and summary["best_step"] == summary["steps"]:
-            log.info("the last evaluation was the best: with more steps the WER may fall further")
         by_language = found.get(judged, {}).get("by_language", {})
         for name, pair in summary["wer_by_language"].items():
             if None not in pair.values() and len(summary["wer_by_language"]) > 1:
                 change = f": {_describe_change(by_language[name])}" if name in by_language else ""
                 log.info("  %s: %.3f before, %.3f after%s", name, pair["before"], pair["after"], change)
+        if now < was and summary["best_step"] == summary["steps"]:
+            log.info("the last evaluation was the best: with more steps the WER may fall further")
     guard_before, guard_after = summary.get("guard_wer_before"), summary.get("guard_wer_after")
     if guard_before is not None and guard_after is not None:
         change = found.get("guard")

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "your_language.md"
 PROMPTS = ROOT / "examples" / "voice_prompts" / "data"
 LINKED = ("accelerate_configs", "ds_configs", "examples", "finetune", "scripts", "constraints.txt", "pyproject.toml")
-BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^(`{3,})console\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
 RUN_FILE = re.compile(r"^```yaml\n# (\S+\.yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROGRESS = re.compile(r"\w+: +\d+(%\||clip )")
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -100,8 +100,10 @@ def main() -> int:
         prepare(folder, page)
 
         def run(block: re.Match[str]) -> str:
-            commands = [line[2:] for line in block[1].splitlines() if line.startswith("$ ")]
-            return "```console\n" + "".join(f"$ {one}\n{output_of(one, folder)}" for one in commands) + "```"
+            commands = [line[2:] for line in block[2].splitlines() if line.startswith("$ ")]
+            text = "".join(f"$ {one}\n{output_of(one, folder)}" for one in commands)
+            fence = "`" * (1 + max([2, *map(len, re.findall(r"^`+", text, re.MULTILINE))]))
+            return f"{fence}console\n{text}{fence}"
 
         written = BLOCK.sub(run, page)
     if not arguments.keep:

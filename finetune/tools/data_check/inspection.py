@@ -43,7 +43,7 @@ from finetune.data.worker_lifetime import task_processes
 from finetune.durable_files import write_text
 from finetune.errors import UserError
 from finetune.tools.data_check.doubts import doubt_about_file, doubts_about
-from finetune.tools.data_check.texts import Texts, lines_about
+from finetune.tools.data_check.texts import BEFORE_SMALL, Texts, lines_about
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ BINS = {
 }
 COUNTED = {"clips_by_language": "language", "sample_rates": "sample_rate", "channels": "channels"}
 COUNTERS = ("seconds_by_language", "filtered", "doubts", *COUNTED)
-SUSPICIOUS_A_SHARD = 1000  # that are listed; all are counted
+SUSPICIOUS_A_SHARD = 1000  # that are listed
 SAMPLED_A_SHARD = 200  # utterances whose lengths may take part in the estimate of padding
 PADDING_SAMPLE = 20_000
 NO_MODEL = "(no model)"
@@ -173,22 +173,25 @@ def inspect_shard(index: int) -> Path:
             found["rows"] += 1
             place = shard.place(number)
             text = row.get(source.columns["text"])
-            doubts = list(doubt_about_file(row.get(source.columns["audio"]), source.folder))
+            doubts: list[tuple[str, str]] = []
             if isinstance(text, str) and len(text) <= LONGEST_TEXT:
                 normalization = source.source.text_normalization or options.text_normalization
                 wrong = texts[row_language(source, row) or "?"].add(text, normalization)
                 doubts += [("", f"the text has {name}") for name in wrong]  # `texts` counts them
             try:
                 entry = examine(source, place, (0, 0, 0, number), row, options, work.encode)
+                if not entry.has_offset:
+                    doubts += doubt_about_file(entry.audio, source.folder)
                 samples_SC, rate, audio_S = read_samples(entry, options)
                 if options.fits is not None and not options.fits([len(audio_S)], [entry.tokens])[0]:
                     raise FilteredUtterance("more_tokens_than_frames")
             except FilteredUtterance as reason:
                 found["filtered"][str(reason)] += 1
+                examples.setdefault(str(reason), row_id(source, place, row))
                 if str(reason) in LEFT_OUT:  # stays in the list, which may replace the one that was read
                     found["left_out"].append((number, str(reason)))
-                examples.setdefault(str(reason), row_id(source, place, row))
-                _note(found, examples, row_id(source, place, row), place, doubts)
+                else:
+                    _note(found, examples, row_id(source, place, row), place, row_language(source, row), doubts)
                 continue
             except BadUtterance as reason:
                 name = row_id(source, place, row)
@@ -196,8 +199,8 @@ def inspect_shard(index: int) -> Path:
                 examples.setdefault(kind_of(str(reason)), f"{name}: {reason}")
                 continue
             seconds, loudness = len(audio_S) / options.sample_rate, level(samples_SC)
-            doubts += doubts_about(loudness, len(entry.text), seconds)
-            _note(found, examples, row_id(source, place, row), place, doubts)
+            doubts += doubts_about(loudness, entry.text, seconds)
+            _note(found, examples, row_id(source, place, row), place, row_language(source, row), doubts)
             clips.append(
                 {
                     "language": entry.language or "?",
@@ -222,7 +225,12 @@ def inspect_shard(index: int) -> Path:
 
 
 def _note(
-    found: dict[str, Any], examples: dict[str, str], name: str, place: str, doubts: list[tuple[str, str]]
+    found: dict[str, Any],
+    examples: dict[str, str],
+    name: str,
+    place: str,
+    language: str,
+    doubts: list[tuple[str, str]],
 ) -> None:
     """Count what is suspicious in a clip, and list the clip."""
     for kind, how in doubts:
@@ -230,8 +238,22 @@ def _note(
             found["doubts"][kind] += 1
             examples.setdefault(kind, f"{name}: {how}")
     if doubts and len(found["suspicious"]) < SUSPICIOUS_A_SHARD:
-        reason = "; ".join(how for _, how in doubts)
-        found["suspicious"].append({"id": name, "source": place, "reason": reason})
+        reasons = [f"{kind}: {how}" if kind else how for kind, how in doubts]
+        found["suspicious"].append({"id": name, "source": place, "language": language or "?", "reasons": reasons})
+
+
+def write_suspicious(file: Path, problems: Path, parts: list[Path], texts: dict[str, Texts]) -> int:
+    """Write the lines of problems.jsonl and those of suspicious clips; return the number of the latter."""
+    listed, small = 0, f"the text has {BEFORE_SMALL}"
+    with file.open("w", encoding="utf-8", errors="backslashreplace") as out:
+        out.write(problems.read_text(encoding="utf-8", errors="backslashreplace"))
+        for part in parts:
+            for one in json.loads(part.read_text(encoding="utf-8"))["suspicious"]:
+                known = texts[one.pop("language")].has_capitals
+                if reasons := [reason for reason in one.pop("reasons") if known or reason != small]:
+                    out.write(json.dumps(one | {"reason": "; ".join(reasons)}, ensure_ascii=False) + "\n")
+                    listed += 1
+    return listed
 
 
 def _whole_id(source: OpenSource, shard: Shard, row: Row, place: str) -> str:
@@ -373,12 +395,7 @@ def inspect(work: Work, folder: Path, workers: int) -> dict[str, Any]:
             again = [*part["left_out"], *((row, DUPLICATE) for row in duplicates.get(index, ()))]
             problems += [{"source": shard.place(row), "reason": reason} for row, reason in again]
             out.writelines(json.dumps(problem, ensure_ascii=False) + "\n" for problem in problems)
-    found["suspicious"] = 0
-    with (folder / "suspicious.jsonl").open("w", encoding="utf-8", errors="backslashreplace") as out:
-        for file in files:
-            suspicious = json.loads(file.read_text(encoding="utf-8"))["suspicious"]
-            found["suspicious"] += len(suspicious)
-            out.writelines(json.dumps(one, ensure_ascii=False) + "\n" for one in suspicious)
+    found["suspicious"] = write_suspicious(folder / "suspicious.jsonl", folder / "problems.jsonl", files, texts)
     found["in_common"] = common.by_set()
     found["same_clips"], found["same_texts"] = common.said()
     listed = shlex.quote(f"data.leave_out={folder / 'problems.jsonl'}")

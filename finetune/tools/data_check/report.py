@@ -29,8 +29,8 @@ img { max-width: 100%; }
 <h2>Hours by language</h2>{{ table(("language", "clips", "hours"), languages) }}
 <h2>What would be left out</h2>{{ table(("reason", "clips", "such as"), left_out) }}
 <h2>What cannot be used</h2>{{ table(("reason", "clips", "such as"), bad_ones) }}
-<h2>What is suspicious, but trained on</h2>{{ table(("what", "clips", "such as"), doubtful) }}
-<p>suspicious.jsonl lists these clips, and those whose texts look wrong; `data.leave_out` takes it.</p>
+<h2>What is suspicious</h2>{{ table(("what", "clips", "such as"), doubtful) }}
+<p>suspicious.jsonl lists these clips and those whose texts look wrong, after the lines of problems.jsonl.</p>
 {% for line in same_clips + same_texts %}<p><b>{{ line }}</b></p>{% endfor %}
 <p>problems.jsonl lists each clip; `data.leave_out` takes it.</p>
 {% for language, own in texts.items() %}<h2>Texts: {{ language }}</h2>

@@ -76,7 +76,7 @@ class Texts:
     """By the character or the finding."""
 
     def add(self, text: str, normalization: str) -> list[str]:
-        """Count a text as it stands in the data; return what is wrong in it whatever the others are like."""
+        """Count a text as it stands in the data; return what is wrong in it by itself."""
         self.texts += 1
         counts = Counter(text)
         self.characters.update(counts)
@@ -91,7 +91,7 @@ class Texts:
             before = Counter(unicodedata.normalize("NFC", text).lower().replace("\u2019", "'"))
             before.subtract(normalize_text(text, normalization).lower())
             self.deleted.update({c: n for c, n in before.items() if n > 0 and not c.isspace()})
-        return [name for name, _ in wrong if name in PATTERNS]
+        return [name for name, _ in wrong if name in PATTERNS or name == BEFORE_SMALL]
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values of a shard, with the examples of its rarest characters."""
@@ -106,12 +106,16 @@ class Texts:
             getattr(self, name).update(part[name])
         self.examples = part["examples"] | self.examples
 
+    @property
+    def has_capitals(self) -> bool:
+        """Whether sentences seem to begin with capitals, so that a '?' before a small letter is within one."""
+        return sum(n for c, n in self.characters.items() if c.isupper()) > RARE * self.characters.total()
+
     def suspicious(self) -> list[tuple[str, int, str]]:
         """Return what looks wrong, in how many texts, with an example: digits only beside number words, and a '?'
         before a small letter only where sentences begin with capitals."""
         found = dict(self.found.most_common())
-        capitals = sum(n for c, n in self.characters.items() if c.isupper())
-        if (small := found.pop(BEFORE_SMALL, 0)) and capitals > RARE * self.characters.total():
+        if (small := found.pop(BEFORE_SMALL, 0)) and self.has_capitals:
             found[QUESTION] = found.get(QUESTION, 0) + small
             self.examples.setdefault(QUESTION, self.examples[BEFORE_SMALL])
         digits, words = found.pop(DIGITS, 0), found.pop(WORDS, 0)
