@@ -4,7 +4,7 @@ D is a NeMo manifest, a folder or glob of parquet or tar shards, an audio folder
 (or a run file, which names one) texts are tokenised and utterances judged by what its encoder's frames can carry. An
 interrupted check goes on where it was. Leaves report.html, check.json, and problems.jsonl with each utterance that
 cannot be used, comes twice, or is in data.validation, test or guard of the run file as well, which `data.leave_out`
-takes.
+takes; suspicious.jsonl has these and the clips that somebody should look at.
 
 Exit codes: 0 all is usable but what filters leave out, 1 more than data.max_bad_fraction is bad or clips of
 data.validation, test or guard are also in data.train, 2 bad arguments.

@@ -340,7 +340,7 @@ def test_the_commands_of_the_walk_through_parse(walk_through):
     from finetune.train import parse_arguments
 
     page = walk_through["PAGE"].read_text(encoding="utf-8")
-    lines = re.findall(r"^\$ (.+)$", "".join(walk_through["BLOCK"].findall(page)), re.MULTILINE)
+    lines = re.findall(r"^\$ (.+)$", "".join(block[2] for block in walk_through["BLOCK"].finditer(page)), re.MULTILINE)
     assert len(lines) == 11
     for line in lines:
         first, second, *words = shlex.split(line)
@@ -350,6 +350,21 @@ def test_the_commands_of_the_walk_through_parse(walk_through):
         else:
             load(second).make_parser().parse_intermixed_args(words)
         assert all(Path(word).is_file() for word in words if re.match(r"(test_)?recordings/|my_run", word)), line
+
+
+def test_output_with_fences_of_its_own_ends_no_block():
+    """All headings of the walk-through are headings; those of the model card that a command prints are not."""
+    headings, fence = [], ""
+    for line in (ROOT / "docs" / "your_language.md").read_text(encoding="utf-8").splitlines():
+        backticks = re.match(r"`{3,}", line)
+        if fence:
+            fence = "" if line == fence else fence
+        elif backticks:
+            fence = backticks[0]
+        elif line.startswith("## "):
+            headings.append(line[3:])
+    assert not fence
+    assert [name.partition(".")[0] for name in headings[1:-1]] == [str(n) for n in range(1, 11)]
 
 
 def test_the_run_files_of_the_walk_through_name_what_its_first_step_makes(walk_through, capsys):
