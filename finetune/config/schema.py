@@ -294,7 +294,7 @@ class DataConfig(Section):
     texts stand in the data), `min_level` (dB of full scale), `max_clipped` (share of the samples), `min_sample_rate`
     (Hz), `max_channels`. A source may have `filters` of its own."""
     leave_out: Annotated[str | None, Option("texts")] = None
-    """The problems.jsonl of a check (`python -m finetune.check`): training clips that it found unfit or duplicate are
+    """The problems.jsonl or suspicious.jsonl of a check (`python -m finetune.check`): training clips that it names are
     left out and counted."""
     augment: Annotated[dict[str, Any], Option("loss")] = {}
     """Changes of the waveform, by probability: `speed` (`speed_factors`, default 0.9 and 1.1), `gain` (`gain_db`, -6

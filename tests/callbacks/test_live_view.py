@@ -82,6 +82,7 @@ def test_time_left_counts_evaluations_and_later_stages(monkeypatch):
     for step in range(1, 11):
         clock[0] += 60.0 if step == 1 else 2.0  # the first one compiles
         eta.stepped(step)
+        assert (eta.seconds_left(step, 100) is None) == (step == 1), step
     clock[0] += 5.0
     eta.evaluated("validation", 5.0)
     # 90 steps, 9 evaluations, the test at the end
