@@ -313,9 +313,7 @@ def _divide(found: Utterances, validation: Amount, test: Amount, by: str | None)
     unknown = int(np.isnan(np.array(found.seconds_N)).sum())
     if unknown:
         clips = "1 clip" if unknown == 1 else f"{unknown:,} clips"
-        warnings.append(
-            f"the audio of {clips} cannot be read, such as {found.unreadable}: not in the hours."
-        )
+        warnings.append(f"the audio of {clips} cannot be read, such as {found.unreadable}: not in the hours.")
     if rows := found.refused.total():
         warnings.append(f"{rows:,} row{'s are' if rows > 1 else ' is'} in no part: {_reasons(found)}.")
     shares = " ".join(f"--{PARTS[part]} {100 * s:.8g}%" for part, s in share.items())
