@@ -26,6 +26,7 @@ from finetune.tools.command_line import add_json, command, positive, run_command
 RESULT = "check.json"
 WITH_DATA = ("split", "model", "tokenizer")
 SETTING = re.compile(r"(model|data|training)\.[\w.]+=")
+VALIDATION = re.compile(r"(validation|valid|val|dev)([-.].*)?")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -61,6 +62,16 @@ def may_write(folder: Path, overwrite: bool) -> bool:
             f"--output-dir: {folder} holds the result of a check. --overwrite replaces it; or name another folder."
         )
     return input(f"{folder} holds the result of a check. Replace it? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def is_divided(data: str) -> bool:
+    """Return whether a validation set stands in or beside data; True where they are not on this machine."""
+    path = Path(data)
+    folder = path if path.is_dir() else path.parent
+    if not path.exists() and not ("*" in path.name and folder.is_dir()):
+        return True
+    names = (file.name for own in (folder, folder / "data") if own.is_dir() for file in own.iterdir())
+    return any(map(VALIDATION.fullmatch, names))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -117,19 +128,22 @@ def main(argv: list[str] | None = None) -> int:
         print(one_line(f"  {n:>7,}  bad, such as {found['examples'][kind]}"))
     for kind, n in found["doubts"].items():
         print(one_line(f"  {n:>7,}  {kind}, such as {found['examples'][kind]}"))
+    split = f"parakeet-finetune split --data {shlex.join(a.data or [])} --output DIR"
+    split += f" --split {shlex.quote(a.split)}" if a.split else ""
     if n := found["suspicious"]:
-        listed = folder / "suspicious.jsonl"
-        without = f"data.leave_out={shlex.quote(str(listed))}" if a.config else "check the run file, with --config"
+        listed = shlex.quote(str(folder / "suspicious.jsonl"))
+        without = f"data.leave_out={listed}" if a.config else f"{split} --leave-out {listed}"
         print(
-            f"{n:,} suspicious clip{'s' if n > 1 else ''}, with reasons: {listed}. Correct them and split the data "
-            f"again; or, to train without them: {without}"
+            f"{n:,} suspicious clip{'s' if n > 1 else ''}, with reasons: {listed}. Correct them"
+            f"{' and split the data again' if a.config else ''}; or, to train without them: {without}"
         )
     if found["same_clips"]:
         print(found["way_out"])
     if found["errors"] or found["same_clips"] or found["bad_fraction"] > found["max_bad_fraction"]:
         return 1
     run_file = shlex.quote(str(a.config)) if a.config else "RUN.yaml, with these data as its data.train"
-    print(f"next: parakeet-finetune plan --config {run_file}")
+    is_next = f"parakeet-finetune plan --config {run_file}" if a.config or any(map(is_divided, a.data)) else split
+    print(f"next: {is_next}")
     return 0
 
 

@@ -293,9 +293,9 @@ class DataConfig(Section):
     `max_tokens`, `alphabet` (the characters that texts may have), `alphabet_before_normalization` (the same, as the
     texts stand in the data), `min_level` (dB of full scale), `max_clipped` (share of the samples), `min_sample_rate`
     (Hz), `max_channels`. A source may have `filters` of its own."""
-    leave_out: Annotated[str | None, Option("texts")] = None
-    """The problems.jsonl or suspicious.jsonl of a check (`python -m finetune.check`): training clips that it names are
-    left out and counted."""
+    leave_out: Annotated[str | list[str] | None, Option("texts")] = None
+    """The problems.jsonl or suspicious.jsonl of a check of `train` (`python -m finetune.check`), or several: training
+    clips that they name are left out and counted."""
     augment: Annotated[dict[str, Any], Option("loss")] = {}
     """Changes of the waveform, by probability: `speed` (`speed_factors`, default 0.9 and 1.1), `gain` (`gain_db`, -6
     to 6), `noise` (`noise_folder`, `noise_snr_db`, 5 to 25), `room` (`room_folder` of impulse responses)."""

@@ -1,6 +1,7 @@
 """`data.leave_out`: rows that a check found unfit, by their place."""
 
 import hashlib
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -13,35 +14,48 @@ REASONS = (DUPLICATE, "in_leave_out")
 
 
 class LeaveOut:
-    """The rows that a file such as the check's problems.jsonl names: 9 bytes a row in memory.
+    """The rows that files such as the check's problems.jsonl name: 9 bytes a row in memory.
 
-    `file` has JSON lines with the `source` of a row (as in quarantine.jsonl) and the `reason`; `key` is its name in
-    messages.
+    `lists` have JSON lines with the `source` of a row (as in quarantine.jsonl) and the `reason`; `key` is their name
+    in messages.
     """
 
-    def __init__(self, file: str, key: str):
+    def __init__(self, lists: str | list[str], key: str):
+        self.key = key
+        self.files: dict[str, set[str]] = {}
+        """What each list names rows of."""
         hashes, kinds = [], []
-        self.files = set()
-        number = 0
-        try:
-            with Path(file).open(encoding="utf-8") as lines:
-                for line in lines:
-                    number += 1
-                    row = parse_json(line)
-                    place = row["source"]
-                    self.files.add(place.rsplit(" ", 2)[0])
-                    hashes.append(hash_of(place))
-                    kinds.append(REASONS.index(DUPLICATE) if row.get("reason") == DUPLICATE else 1)
-        except OSError as error:
-            raise UserError(f"{key}: {file} cannot be read: {error.strerror or error}.") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{key}: line {number or 1} of {file} is no "
-                '{"source": "FILE line N", "reason": "..."}, as the check writes it.'
-            ) from error
+        for file in [lists] if isinstance(lists, str) else lists:
+            named, number = self.files.setdefault(file, set()), 0
+            try:
+                with Path(file).open(encoding="utf-8") as lines:
+                    for line in lines:
+                        number += 1
+                        row = parse_json(line)
+                        place = row["source"]
+                        named.add(place.rsplit(" ", 2)[0])
+                        hashes.append(hash_of(place))
+                        kinds.append(REASONS.index(DUPLICATE) if row.get("reason") == DUPLICATE else 1)
+            except OSError as error:
+                raise UserError(f"{key}: {file} cannot be read: {error.strerror or error}.") from error
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UserError(
+                    f"{key}: line {number or 1} of {file} is no "
+                    '{"source": "FILE line N", "reason": "..."}, as the check writes it.'
+                ) from error
         order = np.argsort(np.array(hashes, dtype=np.uint64))
         self.hashes = np.array(hashes, dtype=np.uint64)[order]
         self.kinds = np.array(kinds, dtype=np.uint8)[order]
+
+    def check_files(self, read: set[str], key: str) -> None:
+        """Raise UserError where a list is of other data than those that `key` reads: it would leave out nothing."""
+        for file, named in self.files.items():
+            if named and read and not named & read:
+                raise UserError(
+                    f"{self.key}: {file} names rows of {min(named)}, but {key} reads {min(read)}. Where these were "
+                    f"split from those, split them again with --leave-out {shlex.quote(file)}; else check {key}, with "
+                    "its paths as they are written here."
+                )
 
     def reason(self, place: str) -> str | None:
         """Return why a row is left out; None where it is not."""

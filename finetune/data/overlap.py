@@ -8,8 +8,10 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import math
 import os
 import shlex
+import stat
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.schema import RunConfig
+from finetune.data.audio_root import check_place
 from finetune.data.batching import BatchLimits
 from finetune.data.leave_out import LeaveOut
 from finetune.data.normalization import normalize_text
 from finetune.data.options import StreamOptions
+from finetune.data.quarantine import BadUtterance
 from finetune.data.reader import group_sources
 from finetune.data.shards import Row, Shard
 from finetune.data.sources import OpenSource
@@ -73,18 +77,32 @@ class HeldOut:
     """Of audio files and of the files that the rows stand in."""
     cut: list[str] = field(default_factory=list)
     """Evaluation sets of which only a part is held."""
+    sizes: dict[int, list[tuple[int, str]]] = field(default_factory=dict)
+    """By the bytes of their audio, since only equal numbers need be read: rows and their files that are yet to be."""
+    seconds: float = math.inf
+    """Left for comparing audio by its bytes."""
+    with_audio: int = 0
+    """Rows that are compared so."""
+    heard: int = 0
+    """Rows of the training set that were."""
 
-    def add(self, split: str, source: OpenSource, shard: Shard, number: int, row: Row, content: bool) -> None:
-        """Hold a row; `content`: its audio is read as well, and compared by its bytes."""
+    def add(self, split: str, source: OpenSource, shard: Shard, number: int, row: Row) -> None:
+        """Hold a row."""
         text = _text(source, row)
         index, (start, seconds) = len(self.rows), _part(source, row)
         self.rows.append(HeldRow(split, shard.place(number), text, start, seconds))
         self.longest = max(self.longest, seconds or ABSURD_SECONDS)
-        for kind, key in _keys(source, shard, number, row, content):
-            own = self.by_key.setdefault(key, [])
+        data, file, size = _audio(source, row)
+        self.with_audio += size > 0
+        if size:
+            self.sizes.setdefault(size, []).extend([(index, file)] if data is None else [])
+        if data is not None:
+            self._hold(_hash_of_bytes(data, ""), index)
+        for kind, key in _keys(source, shard, number, row):
             if kind != "id":
-                bisect.insort(own, index, key=self._start)
+                self._hold(key, index)
                 continue
+            own = self.by_key.setdefault(key, [])
             first = next((i for i in own if self.rows[i].split == split), None)
             if first is None:
                 own.append(index)
@@ -96,11 +114,19 @@ class HeldOut:
         if text:
             self.texts.setdefault(hash(text), index)
 
-    def find(self, source: OpenSource, shard: Shard, number: int, row: Row, content: bool = False) -> list[Hit]:
+    def find(self, source: OpenSource, shard: Shard, number: int, row: Row) -> list[Hit]:
         """Return the held clips that a row of the training set is, then the first held row with its text."""
         text, (start, seconds) = _text(source, row), _part(source, row)
         found: dict[int, str] = {}
-        for kind, key in _keys(source, shard, number, row, content, self.names):
+        keys = list(_keys(source, shard, number, row, self.names))
+        same_file = any(kind == "audio" and key in self.by_key for kind, key in keys)
+        self.heard += same_file
+        if self.sizes and self.seconds > 0 and not same_file:
+            started = time.perf_counter()
+            if (key := self._hash_of_equal(source, row)) is not None:
+                keys = sorted([*keys, ("bytes", key)], key=lambda one: one[0] == "id")
+            self.seconds -= time.perf_counter() - started
+        for kind, key in keys:
             own = self.by_key.get(key, ())
             if kind == "id":
                 for index in own if key not in self.not_unique else ():
@@ -117,6 +143,21 @@ class HeldOut:
             hits.append((index, "text"))
         return hits
 
+    def _hash_of_equal(self, source: OpenSource, row: Row) -> int | None:
+        """Return the hash of a training row's audio where that of a held row has as many bytes."""
+        data, file, size = _audio(source, row)
+        self.heard += size > 0
+        if (unread := self.sizes.get(size)) is None:
+            return None
+        for index, own in unread:
+            self._hold(_hash_of_bytes(None, own), index)
+        unread.clear()
+        return _hash_of_bytes(data, file)
+
+    def _hold(self, key: int | None, index: int) -> None:
+        if key is not None:
+            bisect.insort(self.by_key.setdefault(key, []), index, key=self._start)
+
     def _start(self, index: int) -> float:
         return self.rows[index].start
 
@@ -129,9 +170,9 @@ class HeldOut:
 
 
 def _keys(
-    source: OpenSource, shard: Shard, number: int, row: Row, content: bool, names: set[str] | None = None
+    source: OpenSource, shard: Shard, number: int, row: Row, names: set[str] | None = None
 ) -> Iterator[tuple[str, int]]:
-    """Yield hashes by which equal clips are found: place, audio file, the audio's bytes where it is read, and id.
+    """Yield hashes by which equal clips are found: place, audio file, and id.
 
     Files of other names than `names` are passed over: a name costs less than a place.
     """
@@ -140,12 +181,8 @@ def _keys(
         yield "row", hash(("row", _real(shard.file), s.name, s.revision, shard.first + number))
     audio = row.get(source.columns["audio"])
     data, path = (audio.get("bytes"), audio.get("path")) if isinstance(audio, dict) else (None, audio)
-    file = None
-    if isinstance(path, str) and path and data is None and (content or names is None or _name(path) in names):
-        file = _file(path, source.folder)
-        yield "audio", hash(("audio", file))
-    if content and (digest := _digest(data, file)) is not None:
-        yield "bytes", hash(("bytes", digest))
+    if isinstance(path, str) and path and data is None and (names is None or _name(path) in names):
+        yield "audio", hash(("audio", _file(path, source.folder)))
     column = source.columns.get("id", "")
     if column not in ("__key__", "file_name") and (name := row.get(column)):  # those name files within a shard
         yield "id", hash(("id", str(name)))
@@ -175,13 +212,32 @@ def _real(path: str) -> str:
         return path
 
 
-def _digest(data: Any, file: str | None) -> str | None:
+def _audio(source: OpenSource, row: Row) -> tuple[bytes | None, str, int]:
+    """Return the audio that comes with a row, or its file on this machine; and its number of bytes, 0 without both."""
+    audio = row.get(source.columns["audio"])
+    data, path = (audio.get("bytes"), audio.get("path")) if isinstance(audio, dict) else (None, audio)
     if isinstance(data, bytes):
-        return hashlib.sha256(data).hexdigest()
-    return _digest_of_file(file) if file is not None and "://" not in file else None
+        return data, "", len(data)
+    if not isinstance(path, str) or "://" in path or "://" in (source.folder or ""):
+        return None, "", 0
+    return None, os.path.join(source.folder or "", path), _size_of_file(path, source.folder, source.root)
 
 
 @functools.lru_cache(16)  # the utterances of a long file mostly follow each other
+def _size_of_file(path: str, folder: str | None, root: str | None) -> int:
+    with contextlib.suppress(OSError, ValueError, BadUtterance):  # decoding reports it
+        check_place(path, folder, root)
+        found = os.stat(os.path.join(folder or "", path))
+        return found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return 0
+
+
+def _hash_of_bytes(data: bytes | None, file: str) -> int | None:
+    digest = hashlib.sha256(data).hexdigest() if data is not None else _digest_of_file(file)
+    return None if digest is None else hash(("bytes", digest))
+
+
+@functools.lru_cache(16)
 def _digest_of_file(file: str) -> str | None:
     with contextlib.suppress(OSError, ValueError):  # decoding reports it
         return sha256_of(Path(file))
@@ -294,9 +350,16 @@ class Overlap:
         """Say what was compared."""
         held = Counter(row.split for row in self.held.rows)
         some = ", ".join(f"{n:,} of {split}" + " (a part)" * (split in self.held.cut) for split, n in held.items())
-        of = "" if self.whole or self.of is None else f" of {self.of:,}"
+        of = "" if self.whole or not self.of else f" of {self.of:,}"
+        of += f" ({self.looked / self.of:.1%})" if self.of and self.looked < self.of else ""
         lost = f" ({self.unread[0]} cannot be read)" if self.unread else ""
-        return f"{self.looked:,}{of} rows of data.train{lost} compared with {some}"
+        heard, with_audio = self.held.heard, self.held.with_audio
+        means = "row, file, id and text"
+        if heard >= self.looked and with_audio == len(self.held.rows):
+            means = "row, file, id, text and audio"
+        elif heard and with_audio:
+            means += f", the audio of {heard:,} with that of {with_audio:,}"
+        return f"{self.looked:,}{of} rows of data.train{lost} compared with {some} by {means}"
 
     def way_out(self, sources: list[OpenSource], leave_out: str) -> str:
         """Say what to do about clips that are the same.
@@ -324,34 +387,37 @@ def warnings_about(found: Overlap, opened: dict[str, list[OpenSource]], config: 
     return clips + texts
 
 
-def hold_out(opened: dict[str, list[OpenSource]], config: RunConfig, seconds: float, content: bool = False) -> HeldOut:
+def hold_out(
+    opened: dict[str, list[OpenSource]], config: RunConfig, seconds: float, with_audio: bool = False
+) -> HeldOut:
     """Read what is evaluated, without the audio where the format allows that.
 
     Args:
         opened: sources by key.
         seconds: bound on the time.
-        content: read the audio as well, and compare it by its bytes.
+        with_audio: all of it.
     """
     held, until = HeldOut(), time.monotonic() + seconds
     options = StreamOptions(BatchLimits(), 16_000, shuffle=False)
     for split in (name for name in EVALUATION_SETS if name in opened):
         sources = opened[split]
-        if content:  # no reading without the audio
+        if with_audio:
             sources = [replace(s, shards=[replace(shard, light=None) for shard in s.shards]) for s in sources]
         grouped = group_sources(sources, config.data.max_eval_samples)
         unread: list[str] = []
         rows = spread_rows(grouped, options, None, until - time.monotonic(), lengths=False, unread=unread)
         for ref, row in itertools.islice(rows, HELD_ROWS):
-            held.add(split, *grouped.groups[ref[0]][ref[2]], ref[3], row, content)
+            held.add(split, *grouped.groups[ref[0]][ref[2]], ref[3], row)
         if next(rows, None) is not None or unread or time.monotonic() > until:
             held.cut.append(split)
     return held
 
 
 def find_overlap(opened: dict[str, list[OpenSource]], config: RunConfig, seconds: float) -> Overlap:
-    """Look for the rows of data.validation, test and guard in data.train, by row, audio file, id and text.
+    """Look for the rows of data.validation, test and guard in data.train, by row, audio file, id, text and audio.
 
-    Rows that data.leave_out names do not count. The audio itself is not read where the format allows that.
+    Rows that data.leave_out names do not count. Audio is compared by its bytes where it is a file on this machine or
+    comes with its row: files only where as many bytes as those of a held clip are found, and all for half of the time.
 
     Args:
         opened: sources by key.
@@ -359,6 +425,7 @@ def find_overlap(opened: dict[str, list[OpenSource]], config: RunConfig, seconds
     """
     d, until = config.data, time.monotonic() + seconds
     held = hold_out(opened, config, seconds / 2)
+    held.seconds = seconds / 2
     found = Overlap(held, whole=not held.cut)
     if not held.rows:
         return found
@@ -376,5 +443,5 @@ def find_overlap(opened: dict[str, list[OpenSource]], config: RunConfig, seconds
             place = shard.place(ref[3])
             if leave_out is None or leave_out.reason(place) is None:
                 found.add(hits, place)
-    found.whole = time.monotonic() <= until and not held.cut and not found.unread
+    found.whole = time.monotonic() <= until and held.seconds > 0 and not held.cut and not found.unread
     return found

@@ -57,7 +57,8 @@ def open_sources(config: RunConfig) -> dict[str, list[OpenSource]]:
             weigh_languages(train, d.temperature)
     with collecting():
         if d.leave_out:
-            _check_files(LeaveOut(d.leave_out, "data.leave_out"), train)
+            read = {shard.file for source in train for shard in source.shards}
+            LeaveOut(d.leave_out, "data.leave_out").check_files(read, "data.train")
     unknown = [s for s in train if any(shard.rows is None for shard in s.shards)]
     if d.skip_samples and (unknown or any(s.source.weight is not None for s in train)):
         problems.append(
@@ -66,16 +67,6 @@ def open_sources(config: RunConfig) -> dict[str, list[OpenSource]]:
     if problems:
         raise UserError("\n".join(problems))
     return opened
-
-
-def _check_files(leave_out: LeaveOut, sources: list[OpenSource]) -> None:
-    """Raise UserError where a list is of other data, since it would leave out nothing."""
-    files = {shard.file for source in sources for shard in source.shards}
-    if leave_out.files and sources and not leave_out.files & files:
-        raise UserError(
-            f"data.leave_out names rows of {min(leave_out.files)}, but data.train reads {min(files)}; "
-            "run the check with the paths of the run file (--config)."
-        )
 
 
 def weigh_languages(sources: list[OpenSource], temperature: float) -> None:

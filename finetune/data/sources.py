@@ -1,9 +1,11 @@
 """Opening what `data.train` and its siblings name, as lists of shards."""
 
+import csv
 import itertools
 import logging
 import os
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +18,15 @@ from finetune.config.mappings import Mapping, parse_mapping
 from finetune.data.filters import Filters, parse_filters
 from finetune.data.normalization import TextNormalization
 from finetune.data.retry import wait_before
-from finetune.data.shards import Shard, arrow_shards, dataset_shards, manifest_shards, parquet_shards
+from finetune.data.shards import (
+    Shard,
+    arrow_shards,
+    dataset_shards,
+    line_breaks,
+    manifest_shards,
+    parquet_shards,
+    row_groups_of,
+)
 from finetune.data.storage import expand
 from finetune.data.tarred import tarred_shards
 from finetune.errors import UserError
@@ -216,12 +226,13 @@ def _open_source(source: Source, key: str) -> OpenSource:
             raise UserError(f"{key}: {split} is empty: it holds no clips.")
         clips = sum(shard.rows or 0 for shard in shards)
         return OpenSource(source, shards, folder, clips, columns, remote=remote)
+    tables = getattr(dataset._ex_iterable, "kwargs", {}).get("metadata_files", ())
     if dataset.features and isinstance(dataset.features.get(columns["audio"]), datasets.Audio):
         dataset = dataset.cast_column(columns["audio"], StoredAudio())
     count = dataset.num_shards
     names = [f"{path}[{source.split}] shard {i + 1} of {count}" for i in range(count)]
     info = (dataset.info.splits or {}).get(source.split)
-    clips = None if info is None else info.num_examples
+    clips = _rows_of_folder(tables) if info is None else info.num_examples
     return OpenSource(source, dataset_shards(dataset, names), folder, clips or None, columns, remote=remote)
 
 
@@ -264,6 +275,26 @@ def _parquet_files(dataset: datasets.IterableDataset) -> list[str]:
     arguments = getattr(dataset._ex_iterable, "kwargs", {})
     files = [str(file) for file in arguments.get("files", ())] if "row_groups_list" in arguments else []
     return files if all(file.split("?")[0].endswith(".parquet") for file in files) else []
+
+
+def _rows_of_folder(tables: Iterable[tuple[str, ...]]) -> int | None:
+    """Return the rows of an audio folder, by its metadata files; None where these are not on this machine."""
+    rows = 0
+    for file in (str(table[-1]) for table in tables):
+        if not os.path.isfile(file):
+            return None
+        if file.endswith(".csv"):
+            try:
+                with open(file, encoding="utf-8", newline="") as lines:
+                    rows += sum(1 for row in csv.reader(lines) if row) - 1
+            except (ValueError, csv.Error):  # reading reports it
+                return None
+        elif file.endswith(".parquet"):
+            rows += sum(row_groups_of(file))
+        else:
+            breaks, _, blank = line_breaks(file)
+            rows += len(breaks) - blank
+    return rows or None
 
 
 def _open_arrow(source: Source, key: str) -> OpenSource:

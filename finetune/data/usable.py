@@ -20,6 +20,7 @@ from finetune.errors import UserError
 ROWS_AT_MOST, SECONDS_AT_MOST = 20_000, 10.0
 WARNED_ABOVE, REFUSED_ABOVE = 0.2, 0.5  # shares that are left out
 JUDGED_TOGETHER = 512  # utterances whose alignments are looked for at once
+SOURCES_NAMED = 4  # of a mixture, with how often they are passed over; of more, those with most and least
 
 
 @dataclass
@@ -37,11 +38,11 @@ class Tally:
 
 @dataclass
 class Usable:
-    """What a pass over the data trains on; of rows that were not looked at, the same share as of the others."""
+    """What of the data is trained on; of rows that were not looked at, the same share as of the others."""
 
     looked: int
     rows: int | None
-    """Of a pass; None where only reading tells: all figures are then those of the rows that were looked at."""
+    """None where only reading tells: all figures are then those of the rows that were looked at."""
     is_estimate: bool
     clips: int
     seconds: float
@@ -50,6 +51,12 @@ class Usable:
     """Clips by the reason in words, those for quarantine too."""
     bad: int
     """Those for quarantine."""
+    epoch_clips: float = 0.0
+    """Of an epoch; 0 where only reading tells."""
+    epoch_seconds: float = 0.0
+    passes_of_epoch: dict[str, float] = field(default_factory=dict)
+    """Over the sources of a mixture, whose epoch is one pass over the first and as many over the others as their
+    weights say."""
 
     @property
     def share_left_out(self) -> float:
@@ -77,12 +84,22 @@ class Usable:
         Args:
             clips_per_step, seconds_per_step: over all ranks; the one that is 0 does not bound the batches.
         """
-        there = self.clips if clips_per_step else self.seconds
-        if self.rows is None or not there:
-            return ""
-        passes = steps * (clips_per_step or seconds_per_step) / there
-        often = f"pass over them {passes:,.1f} times" if passes >= 1 else f"see {100 * passes:.2g} % of them"
-        return f"; {steps:,} steps {often}"
+        there = self.epoch_clips if clips_per_step else self.epoch_seconds
+        return self.epochs(f"{steps:,} steps", steps * (clips_per_step or seconds_per_step) / there) if there else ""
+
+    def epochs(self, what: str, epochs: float) -> str:
+        """Say how often so many epochs pass over the data; `what` they are called."""
+        if not self.passes_of_epoch:
+            often = f"pass over them {epochs:,.1f} times" if epochs >= 1 else f"see {100 * epochs:.2g} % of them"
+            return f"; {what} {often}"
+        passes = sorted(((epochs * n, name) for name, n in self.passes_of_epoch.items()), reverse=True)
+        if len(passes) > SOURCES_NAMED:
+            (most, first), (least, last) = passes[0], passes[-1]
+            passes = [(most, f"{first} (the most of {len(passes)} sources)"), (least, f"{last} (the least)")]
+        times = [f"{n:,.1f} times over {name}" for n, name in passes if n >= 1]
+        seen = [f"{100 * n:.2g} % of {name}" for n, name in passes if n < 1]
+        parts = [f"{verb} {', '.join(own)}" for verb, own in (("pass", times), ("see", seen)) if own]
+        return f"; {what} {' and '.join(parts)}"
 
 
 def look_at_usable(stream: UtteranceStream, rows: int = ROWS_AT_MOST, seconds: float = SECONDS_AT_MOST) -> Usable:
@@ -98,15 +115,15 @@ def look_at_usable(stream: UtteranceStream, rows: int = ROWS_AT_MOST, seconds: f
         source, shard = sources.groups[ref[0]][ref[2]]
         _look_at_row(groups[ref[0]], source, shard, ref[3], row, stream)
     there = [_rows_of(stream, g) for g in range(len(groups))]
-    passed = list(there)  # in a pass: over the first of a mixture once, and the others in proportion
+    rows_of_epoch: list[float | None] = list(there)
     if sources.weights and there[0] is not None:
-        passed = [round(there[0] * weight / sources.weights[0]) for weight in sources.weights]
-    known = None not in passed
-    found = Usable(0, sum(n or 0 for n in passed) if known else None, not known, 0, 0.0, 0.0, Counter(), 0)
+        rows_of_epoch = [there[0] * weight / sources.weights[0] for weight in sources.weights]
+    known = None not in there
+    found = Usable(0, sum(n or 0 for n in there) if known else None, not known, 0, 0.0, 0.0, Counter(), 0)
     clips = bad = 0.0
-    for group, own, all_rows, opened in zip(groups, there, passed, sources.groups, strict=True):
+    for group, own, in_epoch, opened in zip(groups, there, rows_of_epoch, sources.groups, strict=True):
         kept = list(_with_alignment(group, stream))
-        scale = (all_rows or 0) / group.looked if known and group.looked else 1.0
+        scale = (own or 0) / group.looked if known and group.looked else 1.0
         counts = {in_words(name, [s.filters for s, _ in opened]): n for name, n in group.filtered.items() if n}
         counts |= {f"bad: {kind} (such as {group.bad.first[kind]})": n for kind, n in group.bad.counts.items()}
         found.left_out.update({reason: round(n * scale) for reason, n in counts.items()})
@@ -115,6 +132,12 @@ def look_at_usable(stream: UtteranceStream, rows: int = ROWS_AT_MOST, seconds: f
         found.all_seconds += group.seconds * scale
         found.looked += group.looked
         found.is_estimate |= own is None or group.looked < own
+        if None not in rows_of_epoch and group.looked:
+            found.epoch_clips += len(kept) * (in_epoch or 0) / group.looked
+            found.epoch_seconds += sum(kept) * (in_epoch or 0) / group.looked
+        if sources.weights and own and in_epoch is not None:
+            name = opened[0][0].source.path
+            found.passes_of_epoch[name] = found.passes_of_epoch.get(name, 0.0) + in_epoch / own
     found.clips, found.bad, found.left_out = round(clips), round(bad), +found.left_out
     return found
 

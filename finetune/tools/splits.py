@@ -22,7 +22,7 @@ import numpy as np
 import yaml
 from tqdm import tqdm
 
-from finetune.data.leave_out import hash_of
+from finetune.data.leave_out import LeaveOut, hash_of
 from finetune.data.normalization import normalize_text
 from finetune.data.quarantine import BadUtterance
 from finetune.data.reader import rows_from
@@ -44,8 +44,11 @@ CUTTING = ("offset", "duration")  # of a manifest's rows: they say which part of
 NOT_IN_A_MANIFEST = ("weight", "filters", "text_normalization")
 """Keys of a source that belong to the run file."""
 
-Amount = tuple[float, str]
-"""A number, and its unit: "%" of the clips, "h" hours of audio, or "" clips."""
+FAR = 2.0  # times more or less than was asked
+STEPS = 1000  # shares that are advised are multiples of 1 / STEPS
+
+Amount = tuple[float, str, dict[str, float]]
+"""A number, its unit ("%" of the clips, "h" hours of audio, or "" clips), and the shares of single languages in %."""
 
 
 @dataclass
@@ -65,7 +68,7 @@ class Utterances:
     columns: Counter[str] = field(default_factory=Counter)
     """Utterances by the column that names their speaker."""
     refused: Counter[str] = field(default_factory=Counter)
-    """Rows without a text, by the reason."""
+    """Rows that are in no part, by the reason."""
     example: str = ""
     """The first of them: its line, or its audio."""
     unreadable: str = ""
@@ -80,6 +83,7 @@ def split_data(
     test: Amount,
     *,
     by: str | None = None,
+    leave_out: list[str] | None = None,
     write_audio: bool = False,
     overwrite: bool = False,
 ) -> "Division":
@@ -90,12 +94,13 @@ def split_data(
         split: of a folder or hub data set.
         validation, test: how much goes there.
         by: column of speakers or sessions, or "text"; None takes a column that is called so.
+        leave_out: lists of a check of `data`; the rows that they name are in no part.
         write_audio: write audio that lies in shards as files.
         overwrite: replace earlier manifests.
 
     Raises:
-        UserError: bad sources or amounts, manifests that are there, audio in shards without `write_audio`, or a file
-            that cannot be written.
+        UserError: bad sources, amounts or lists, manifests that are there, audio in shards without `write_audio`, or a
+            file that cannot be written.
     """
     sources = _open(data, split, by)
     files = {part: folder / f"{part}.jsonl" for part in PARTS}
@@ -107,11 +112,16 @@ def split_data(
         )
     for source in sources:
         _check_audio(source, write_audio, folder)
-    found = _read(sources, by)
+    left_out = LeaveOut(leave_out, "--leave-out") if leave_out else None
+    if left_out is not None:
+        left_out.check_files({shard.file for source in sources for shard in source.shards}, "--data")
+    found = _read(sources, by, left_out)
     if not found.text_N:
         raise UserError(f"--data: no row of {', '.join(data)} has a text ({_reasons(found)}).", exit_code=1)
     division = _divide(found, validation, test, by)
     division.folder = folder
+    if leave_out:
+        division.again += f" --leave-out {shlex.join(leave_out)}"
     wanted = [part for number, part in enumerate(PARTS) if (division.part_N == number).any()]
     asides = {part: folder / f".{part}.jsonl.tmp" for part in wanted}
     try:
@@ -179,20 +189,22 @@ def _rows(sources: list[OpenSource], light: bool) -> Iterator[tuple[OpenSource, 
                 raise UserError(f"--data: {error}", exit_code=1) from error
 
 
-def _read(sources: list[OpenSource], by: str | None) -> Utterances:
+def _read(sources: list[OpenSource], by: str | None, leave_out: LeaveOut | None) -> Utterances:
     """Read texts, speakers, languages and lengths."""
     found = Utterances()
     for source, shard, number, row in _rows(sources, light=True):
         text = row.get(source.columns["text"])
+        place = shard.place(number)
         reason = row.get(BAD_LINE) or (None if isinstance(text, str) else "no text")
+        if leave_out is not None and leave_out.reason(place):
+            reason = "listed in --leave-out"
         found.usable.append(reason is None)
         if reason is not None:
             found.refused[str(reason).split(":")[0]] += 1
-            place = shard.place(number)
             found.example = found.example or (place if source.is_manifest else row_id(source, place, row))
             continue
         # An empty text keeps nothing together.
-        text = normalize_text(str(text), "basic") or f"\0{row_id(source, shard.place(number), row)}"
+        text = normalize_text(str(text), "basic") or f"\0{row_id(source, place, row)}"
         found.text_N.append(hash_of(text))
         named = source.columns.get("speaker")
         column = next((c for c in ((named,) if named else COLUMNS["speaker"]) if row.get(c) not in (None, "")), None)
@@ -206,7 +218,7 @@ def _read(sources: list[OpenSource], by: str | None) -> Utterances:
             found.seconds_N.append(length_of(source, row))
         except (BadUtterance, Unreachable):
             found.seconds_N.append(float("nan"))
-            found.unreadable = found.unreadable or row_id(source, shard.place(number), row)
+            found.unreadable = found.unreadable or row_id(source, place, row)
     if by not in (None, "text") and not found.columns:
         raise UserError(f"--by: no row has a column {by!r}.")
     return found
@@ -231,7 +243,7 @@ class Division:
             "decided_by": self.decided_by,
             "again": self.again,
             "warnings": self.warnings,
-            "without_text": dict(self.found.refused),
+            "in_no_part": dict(self.found.refused),
             "unknown_lengths": int(np.isnan(np.array(self.found.seconds_N)).sum()),
             "parts": {
                 part: {
@@ -257,8 +269,9 @@ class Division:
             lines.append(f"{part:<10}  {p['clips']:>9,}  {p['hours']:8.2f}  {100 * p['share']:.1f} %")
         if len(self.found.languages) > 1:
             for language in sorted(self.found.languages):
-                counts = ", ".join(f"{part} {p['clips_by_language'][language]:,}" for part, p in parts.items())
-                lines.append(f"{language or '(no language)'}: {counts}")
+                counts = {part: p["clips_by_language"][language] for part, p in parts.items()}
+                shares = (f"{part} {n:,} ({n / sum(counts.values()):.1%})" for part, n in counts.items())
+                lines.append(f"{language or '(no language)'}: {', '.join(shares)}")
         lines += [f"warning: {text}" for text in self.warnings]
         lines += [f"to split more data the same way: {self.again}", "", "data:"]
         lines += [f"  {part}: {p['file']}" for part, p in parts.items()]
@@ -271,31 +284,52 @@ def _divide(found: Utterances, validation: Amount, test: Amount, by: str | None)
     Raises:
         UserError: a part would be empty.
     """
-    text_N, speaker_N = np.array(found.text_N), np.array(found.speaker_N)
-    share = {VALIDATION: _share(validation, found), TEST: _share(test, found)}
-    if not 0 < sum(share.values()) < 1:
+    text_N, speaker_N, language_N = np.array(found.text_N), np.array(found.speaker_N), np.array(found.language_N)
+    share_L = {VALIDATION: _shares("--validation", validation, found), TEST: _shares("--test", test, found)}
+    asked = sum(float(own_L[language_N].mean()) for own_L in share_L.values())
+    if not 0 < asked < 1 or sum(share_L.values()).max() >= 1:
         raise UserError(
-            f"--validation, --test: they take {sum(share.values()):.0%} of {len(text_N):,} clips; there has to be "
+            f"--validation, --test: they take {asked:.0%} of {len(text_N):,} clips; there has to be "
             "something for each part."
         )
     speakers, warnings = len(np.unique(speaker_N[speaker_N > 0])), []
     column = ", ".join(found.columns)
-    if by is None and speakers and speakers * min(s for s in share.values() if s) < 1:
+    if by is None and speakers and speakers * min(s for own_L in share_L.values() for s in own_L if s) < 1:
         warnings.append(
             f"{column} names only {speakers}, too few to split by; splitting by text instead. --by "
             f"{found.columns.most_common(1)[0][0]} forces it."
         )
         speakers = 0
     group_N = np.where(speaker_N > 0, speaker_N, text_N) if speakers else text_N
-    language_N = np.array(found.language_N)
-    part_N = assign(group_N, share)
+    part_N = assign(group_N, {part: own_L[language_N] for part, own_L in share_L.items()})
     unit = column if speakers else "texts"
-    if empty := _empty_parts(group_N, part_N, share, unit):
-        raise UserError(f"--validation, --test: {empty}.")
-    for language, code in sorted(found.languages.items()):
-        own_N = language_N == code
-        if empty := _empty_parts(group_N[own_N], part_N[own_N], share, unit):
-            warnings.append(f"{language or '(no language)'}: {empty}.")
+    by_text = ["--by text"] if speakers else []
+    everything = {part: float(own_L[language_N].mean()) for part, own_L in share_L.items()}
+    if not {TRAIN, *(part for part, share in everything.items() if share)} <= {*part_N.tolist()}:
+        problem, mended = _compare(group_N, part_N, everything, unit)
+        ways = (
+            [_options(mended)] if mended else ["smaller parts"] * (TRAIN not in part_N and len(np.unique(group_N)) > 2)
+        )
+        advice = " or ".join([*ways, *by_text])
+        raise UserError(f"--validation, --test: {problem}; {f'take {advice}' if advice else 'too few'}.")
+    asked = {part: _share(amount, found) for part, amount in ((VALIDATION, validation), (TEST, test))}
+    shares = {
+        language: {part: float(own_L[code]) for part, own_L in share_L.items()}
+        for language, code in sorted(found.languages.items())
+    }
+    nearer: dict[str, dict[int, float]] = {}
+    problems = []
+    for language, share in shares.items():
+        own_N = language_N == found.languages[language]
+        problem, mended = _compare(group_N[own_N], part_N[own_N], share, unit)
+        if problem:
+            name = f"{language or '(no language)'}: " if len(shares) > 1 else ""
+            problems.append(f"{name}{problem}{'' if mended or speakers else '; too few'}.")
+        nearer |= {language: mended} if mended else {}
+    ways = [_options(asked, shares | nearer) if len(shares) > 1 else _options(*nearer.values())] if nearer else []
+    if problems and (ways := [*ways, *by_text]):
+        problems.append(f"for shares nearer to what was asked, take {' or '.join(ways)}.")
+    warnings += problems
     if speakers:
         for part in (VALIDATION, TEST):
             own_N = part_N == part
@@ -316,57 +350,94 @@ def _divide(found: Utterances, validation: Amount, test: Amount, by: str | None)
         warnings.append(f"the audio of {clips} cannot be read, such as {found.unreadable}: not in the hours.")
     if rows := found.refused.total():
         warnings.append(f"{rows:,} row{'s are' if rows > 1 else ' is'} in no part: {_reasons(found)}.")
-    shares = " ".join(f"--{PARTS[part]} {100 * s:.8g}%" for part, s in share.items())
     how = f"--by {column} " if speakers else "--by text "
     if speakers and len(found.columns) > 1:  # the default, which no option is
         how = ""
-    return Division(found, part_N, decided_by, how + shares, warnings)
+    return Division(found, part_N, decided_by, how + _options(asked, shares), warnings)
 
 
 def _reasons(found: Utterances) -> str:
     return ", ".join(f"{n:,} {reason}" for reason, n in found.refused.most_common(3)) + f", such as {found.example}"
 
 
+def _shares(option: str, amount: Amount, found: Utterances) -> np.ndarray:
+    """Return the share (L,) of each language that goes to a part."""
+    if strange := sorted(amount[2].keys() - found.languages):
+        there = ", ".join(sorted(filter(None, found.languages))) or "none"
+        raise UserError(f"{option}: no row is in {', '.join(strange)}; the languages are: {there}.")
+    share = _share(amount, found)
+    return np.array([amount[2][name] / 100 if name in amount[2] else share for name in found.languages])
+
+
 def _share(amount: Amount, found: Utterances) -> float:
-    value, unit = amount
+    value, unit, _ = amount
     if unit == "%":
         return value / 100
     whole = float(np.nansum(np.array(found.seconds_N))) / 3600 if unit == "h" else len(found.text_N)
     return float(f"{value / max(whole, 1e-9):.4g}")  # as it is printed for more data
 
 
-def assign(group_N: np.ndarray, share: dict[int, float]) -> np.ndarray:
+def _options(share: dict[int, float], of_languages: dict[str, dict[int, float]] | None = None) -> str:
+    """Write shares as options; of a language those that are its own."""
+
+    def option(part: int) -> str:
+        own = {name: of[part] for name, of in (of_languages or {}).items() if name and of[part] != share[part]}
+        languages = "".join(f",{name}={100 * value:.8g}%" for name, value in sorted(own.items()))
+        return f"--{PARTS[part]} {100 * share[part]:.8g}%{languages}"
+
+    return " ".join(map(option, (VALIDATION, TEST)))
+
+
+def assign(group_N: np.ndarray, share_N: dict[int, np.ndarray]) -> np.ndarray:
     """Return the part (N,) uint8 of each utterance: thresholds on the hash of its group, which more data do not move.
 
     Args:
         group_N: (N,) uint64, evenly distributed.
-        share: of VALIDATION and TEST.
+        share_N: of VALIDATION and TEST, by the utterance's language; a group in several languages stays together, by
+            the largest.
     """
     u_N = group_N / 2.0**64
-    return np.select([u_N < share[TEST], u_N < share[TEST] + share[VALIDATION]], [TEST, VALIDATION], TRAIN).astype(
-        np.uint8
-    )
+    for part, own_N in share_N.items():
+        if own_N.min() < own_N.max():
+            _, number_N = np.unique(group_N, return_inverse=True)
+            largest_G = np.zeros(number_N.max() + 1)
+            np.maximum.at(largest_G, number_N, own_N)
+            share_N = {**share_N, part: largest_G[number_N]}
+    test_N, held_out_N = share_N[TEST], share_N[TEST] + share_N[VALIDATION]
+    return np.select([u_N < test_N, u_N < held_out_N], [TEST, VALIDATION], TRAIN).astype(np.uint8)
 
 
-def _empty_parts(group_N: np.ndarray, part_N: np.ndarray, share: dict[int, float], unit: str) -> str:
-    """Say which parts get nothing of some utterances, and which options change that; "" where each gets some."""
-    empty = [PARTS[part] for part, asked in ((TRAIN, 1), *share.items()) if asked and part not in part_N]
-    if not empty:
-        return ""
-    u_N, start, options = group_N / 2.0**64, 0.0, []
+def _compare(
+    group_N: np.ndarray, part_N: np.ndarray, share: dict[int, float], unit: str
+) -> tuple[str, dict[int, float]]:
+    """Compare what falls into each part with what was asked.
+
+    Returns:
+        What is empty or FAR from its share, "" where nothing is; and the shares that give what was asked, {} where
+        none do.
+    """
+    clips, u_N = len(part_N), np.sort(group_N / 2.0**64)
+    empty = [PARTS[part] for part, asked in ((TRAIN, 1), *sorted(share.items())) if asked and part not in part_N]
+    problems = [f"none of {len(np.unique(group_N)):,} {unit} falls into {' and '.join(empty)}"] if empty else []
+
+    def is_far(got: int, asked: float) -> bool:
+        return asked > 0 and not max(1, asked * clips // FAR) <= got <= FAR * asked * clips + 1
+
+    start, helps, mended = 0.0, TRAIN in part_N, {}
     for part in (TEST, VALIDATION):
-        first = u_N[u_N >= start].min(initial=1.0) - start
-        wanted = share[part] if not share[part] or first < share[part] else math.floor(100 * first + 1) / 100
-        start += wanted
-        options.append(f"--{PARTS[part]} {100 * wanted:.8g}%")
-    count, ways = len(np.unique(group_N)), []
-    if TRAIN not in part_N and count > len(share):
-        ways.append("smaller parts")
-    elif TRAIN in part_N and start <= MOST_ADVISED:
-        ways.append(" ".join(options))
-    ways += [] if unit == "texts" else ["--by text"]
-    advice = f"take {' or '.join(ways)}" if ways else "too few"
-    return f"none of {count:,} {unit} falls into {' and '.join(empty)}; {advice}"
+        own, got = share[part], int((part_N == part).sum())
+        if got and is_far(got, own):
+            problems.append(
+                f"{PARTS[part]} gets {100 * got / clips:.3g} % of {clips:,} clips in place of {100 * own:.3g} %"
+            )
+        behind_N, wanted = u_N[u_N >= start], max(round(own * clips), 1)
+        if is_far(int((behind_N < start + own).sum()), own):
+            if wanted <= len(behind_N):
+                own = math.floor(STEPS * (behind_N[wanted - 1] - start) + 1) / STEPS
+            helps &= not is_far(int((behind_N < start + own).sum()), share[part])
+        mended[part], start = own, start + own
+    changed = any(mended[part] != share[part] for part in mended)
+    return " and ".join(problems), mended if changed and helps and start <= MOST_ADVISED else {}
 
 
 def _held_out(files: Mapping[str, Path]) -> set[int]:

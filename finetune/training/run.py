@@ -156,7 +156,8 @@ def check_overlap(config: RunConfig, sources: dict[str, list[OpenSource]]) -> No
     def look() -> None:
         found = find_overlap(sources, config, OVERLAP_SECONDS)
         if not found.whole:
-            log.info("%s in %.0f s; --dry-run compares more", found.scope(), OVERLAP_SECONDS)
+            rest = "--dry-run takes 5 minutes for it, parakeet-finetune check --config RUN.yaml compares all"
+            log.info("%s in %.0f s; %s", found.scope(), OVERLAP_SECONDS, rest)
         for text in warnings_about(found, sources, config):
             log.warning("%s", text)
 
@@ -308,7 +309,10 @@ def how_much_is_left(
     found, problem, warnings = on_main(look)
     line = f"data.train: {found}"
     if t.max_steps <= 0:
-        return f"{line}; {t.num_train_epochs:g} passes over them", found, problem, warnings
+        often = f"; {t.num_train_epochs:g} passes over them"
+        if found.passes_of_epoch:
+            often = found.epochs(f"{t.num_train_epochs:g} epochs", t.num_train_epochs)
+        return line + often, found, problem, warnings
     per_step = t.gradient_accumulation_steps * ranks
     clips = 0 if d.batch_duration else train_limits(config).clips_of_length(found.seconds / max(found.clips, 1))
     return line + found.passes(t.max_steps, clips * per_step, d.batch_duration * per_step), found, problem, warnings

@@ -1,5 +1,6 @@
 """Clips and texts of the evaluation sets that are also in the training set."""
 
+import io
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from conftest import read_lines, write_manifest
 
@@ -160,12 +162,45 @@ def test_parquet_without_its_audio_and_what_was_compared(compare: Any, corpus: P
     assert (found.looked, found.whole, found.by_set()[0]["same_clips"]) == (47, True, 0)
     found = compare(str(corpus / "manifest.jsonl"), {"path": shards, "split": "train"})
     assert same(found) == {"id": 47}
-    assert found.scope() == "47 rows of data.train compared with 47 of test"
+    assert found.scope() == "47 rows of data.train compared with 47 of test by row, file, id and text"
     assert not compare(str(corpus / "manifest.jsonl"), str(corpus / "spoiled.jsonl"), seconds=0.0).whole
     monkeypatch.setattr(overlap, "HELD_ROWS", 30)
     found = compare(str(corpus / "manifest.jsonl"), {"path": shards, "split": "train"})
     assert (same(found), found.whole) == ({"id": 30}, False)
-    assert found.scope() == "47 of 47 rows of data.train compared with 30 of test (a part)"
+    assert found.scope() == "47 of 47 rows of data.train compared with 30 of test (a part) by row, file, id and text"
+
+
+def test_the_same_audio_under_other_names(compare: Any, corpus: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Files are read where another has as many bytes; an id that others have as well hides nothing."""
+    contents = [b"a" * 1000, b"b" * 1000, b"c" * 2000, b"d" * 3000]
+    for i, content in enumerate(contents):
+        (tmp_path / f"{i}.wav").write_bytes(content)
+    os.mkfifo(tmp_path / "pipe.wav")
+    train = [{"audio_filepath": name, "text": name, "id": "n"} for name in ("0.wav", "2.wav", "3.wav", "pipe.wav")]
+    (tmp_path / "copy.wav").write_bytes(contents[0])
+    test = [{"audio_filepath": name, "text": f"as {name}", "id": "n"} for name in ("1.wav", "copy.wav", "2.wav")]
+    read, digest_of_file = [], overlap._digest_of_file
+    monkeypatch.setattr(overlap, "_digest_of_file", lambda file: read.append(Path(file).name) or digest_of_file(file))
+    found = compare(train, test)
+    assert (sorted(found.clips), same(found), found.whole) == ([1, 2], {"bytes": 1, "audio": 1}, True)
+    assert sorted(read) == ["0.wav", "1.wav", "copy.wav"]
+    assert (
+        found.scope()
+        == "4 rows of data.train compared with 3 of test by row, file, id and text, the audio of 3 with that of 3"
+    )
+    found = compare(train[:1], test)
+    assert found.scope() == "1 rows of data.train compared with 3 of test by row, file, id, text and audio"
+
+    rows = pq.read_table(next((corpus / "shards" / "data").glob("train-00000*"))).to_pylist()
+    (tmp_path / "copy.flac").write_bytes(rows[3]["audio"]["bytes"])
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for i, row in enumerate(rows):
+            for name, data in ((f"{i}.flac", row["audio"]["bytes"]), (f"{i}.txt", b"some text")):
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    found = compare(str(tmp_path / "a.tar"), [{"audio_filepath": "copy.flac", "text": "another"}])
+    assert (same(found), found.scope().endswith("by row, file, id, text and audio")) == ({"bytes": 1}, True)
 
 
 def test_what_cannot_be_read_was_not_compared(compare: Any, corpus: Path, tmp_path: Path) -> None:
@@ -183,7 +218,8 @@ def test_what_cannot_be_read_was_not_compared(compare: Any, corpus: Path, tmp_pa
 
     found = damaged(train, test)
     assert (found.looked, found.whole) == (32, False)
-    assert found.scope() == f"32 of 47 rows of data.train ({file} cannot be read) compared with 47 of test"
+    compared = f"32 of 47 (68.1%) rows of data.train ({file} cannot be read) compared with 47 of test by row, "
+    assert found.scope().startswith(compared)
     found = damaged(test, train)
     assert (found.whole, found.held.cut) == (False, ["test"])
 
@@ -215,12 +251,19 @@ def test_a_run_refuses_clips_that_it_is_judged_on(refused: Any, tiny_run: Any, c
     assert "leave_out" not in said, "which would leave nothing"
 
 
-def test_a_run_warns_of_texts(run_train: Any, tiny_run: Any, copied: Any, capsys: Any, monkeypatch: Any) -> None:
+def test_a_run_refuses_copies_and_warns_of_texts(
+    run_train: Any, tiny_run: Any, copied: Any, capsys: Any, monkeypatch: Any
+) -> None:
     def build(*_: Any) -> None:
         raise UserError("so far")
 
     monkeypatch.setattr("finetune.training.run.build_model", build)
     data = {"train": str(copied.train), "validation": str(copied.test), "test": None, "allow_overlap": False}
+    assert run_train(*tiny_run(data=data)) == 2
+    said = capsys.readouterr().err
+    assert "data.validation: 2 of 6 clips are also in data.train (2 by the bytes of their audio): " in said
+    for copy in copied.test.parent.glob("copy*.flac"):
+        copy.write_bytes(copy.read_bytes() + b"\0")
     assert run_train(*tiny_run(data=data)) == 2
     said = capsys.readouterr().err
     assert "data.validation: 2 of 6 clips share their text with data.train (42.9 % of the words): " in said

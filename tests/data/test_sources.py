@@ -101,10 +101,23 @@ def test_audio_folder_with_metadata(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "train" / "metadata.csv").write_text(
         "file_name,transcription\n" + "".join(f"{i}.flac,words {i}\n" for i in range(3))
     )
+    sources = parse_sources(str(tmp_path), "data.train", "train")
+    assert open_source(sources[0], "data.train").clips == 3
     batches = read_epoch(make_stream(str(tmp_path), shuffle=False))
     assert sorted(t for b in batches for t in b.texts) == ["words 0", "words 1", "words 2"]
     lengths = {t: int(n) for b in batches if b.ids for t, n in zip(b.texts, b.audio_lengths_B, strict=True)}
     assert lengths == {f"words {i}": soundfile.info(corpus / f"clip{i:02d}.flac").frames for i in range(3)}
+    (tmp_path / "train" / "metadata.csv").write_text(
+        'file_name,text\n0.flac,"two\n\nlines, of text"\n\n1.flac,"a ""b"""\n'
+    )
+    assert open_source(sources[0], "data.train").clips == 2
+    assert sorted(t for b in read_epoch(make_stream(str(tmp_path))) for t in b.texts) == [
+        'a "b"',
+        "two\n\nlines, of text",
+    ]
+    (tmp_path / "train" / "metadata.csv").unlink()
+    (tmp_path / "train" / "metadata.jsonl").write_text('{"file_name": "2.flac", "text": "c"}')
+    assert open_source(sources[0], "data.train").clips == 1
 
 
 def test_tar_shards(corpus: Path, tmp_path: Path) -> None:

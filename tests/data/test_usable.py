@@ -91,12 +91,27 @@ def test_a_number_that_only_reading_tells(tmp_path: Path) -> None:
     assert found.passes(100, 4, 0) == ""
 
 
-def test_a_mixture_counts_a_pass_over_its_first_source(tmp_path: Path) -> None:
+def test_a_mixture_says_how_often_each_source_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
-    a, b = manifest_of(tmp_path, 40), manifest_of(tmp_path / "b", 100)
-    found = look_at_usable(make_stream([{"path": a, "weight": 1}, {"path": b, "weight": 3}]))
-    assert (found.rows, found.clips, found.left_out["without a text"]) == (160, 144, 16)
+    a, b = manifest_of(tmp_path, 40), manifest_of(tmp_path / "b", 400)
+    mixture = [{"path": a, "weight": 1}, {"path": b, "weight": 3}]
+    found = look_at_usable(make_stream(mixture))
+    assert (found.rows, found.clips, found.left_out["without a text"]) == (440, 396, 44)
     assert not found.is_estimate
+    # An epoch reads 40 rows of a and 120 of b, 9 of 10 of which have a text.
+    assert found.passes(72, 4, 0) == f"; 72 steps pass 2.0 times over {a} and see 60 % of {b}"
+    assert found.epochs("5 epochs", 5.0) == f"; 5 epochs pass 5.0 times over {a}, 1.5 times over {b}"
+    found.passes_of_epoch = {f"{i}.jsonl": float(i) for i in range(1, 7)}
+    assert found.epochs("a", 1.0) == (
+        "; a pass 6.0 times over 6.jsonl (the most of 6 sources), 1.0 times over 1.jsonl (the least)"
+    )
+    stream = make_stream(mixture)
+    for group in stream.sources.groups[1:]:
+        for i, (source, shard) in enumerate(group):
+            source.clips, group[i] = None, (source, replace(shard, rows=None))
+    found = look_at_usable(stream)
+    assert ", so far read; the total is unknown: " in str(found)
+    assert found.passes(72, 4, 0) == f"; 72 steps pass 2.0 times over {a}"
 
 
 def test_where_nothing_can_be_read_nothing_is_known(tmp_path: Path) -> None:

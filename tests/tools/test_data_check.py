@@ -2,9 +2,11 @@
 
 import functools
 import http.server
+import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,13 +21,16 @@ import soundfile
 from conftest import ROOT, read_lines, write_manifest
 from stream_cases import RATE, ids, make_stream, read_epoch
 
-from finetune.check import main
+from finetune.check import is_divided, main
 from finetune.config.load import load_config
 from finetune.data.batching import BatchLimits
+from finetune.data.decode import decode_audio
 from finetune.data.leave_out import LeaveOut
+from finetune.data.quarantine import BadUtterance
 from finetune.data.run_file import open_sources
 from finetune.errors import UserError
 from finetune.tools.data_check import inspection
+from finetune.tools.data_check.doubts import doubt_about_file
 from finetune.tools.data_check.inspection import estimate_padding
 from finetune.tools.data_check.texts import Texts, findings, lines_about
 
@@ -169,7 +174,10 @@ def test_an_interrupted_check_goes_on(tmp_path: Path, capsys: Any) -> None:
     printed = capsys.readouterr()
     assert "goes on: 1 of 2 shards have been read before" in printed.err
     assert "2 rows, 2 clips" in printed.out
-    assert printed.out.splitlines()[-1].startswith("next: parakeet-finetune plan --config RUN.yaml")
+    assert (
+        printed.out.splitlines()[-1]
+        == f"next: parakeet-finetune split --data {shlex.join(arguments[1:3])} --output DIR"
+    )
 
 
 def test_parts_of_one_file_are_no_duplicates(tmp_path: Path) -> None:
@@ -328,8 +336,10 @@ def test_suspicious_clips_are_named(tmp_path: Path, capsys: Any) -> None:
     assert "        1  silent clips, such as c1: -120 dB of full scale\n" in said
     assert "        1  clips with more than 30 characters a second, such as c2: 42 characters in 0.20 s are " in said
     half = f"{len(whole) // 2:,} of {len(whole):,} bytes are there"
-    assert f"        1  WAV files that are cut off, such as c4: {half}\n" in said
-    assert f"5 suspicious clips, with reasons: {out}/suspicious.jsonl. " in said
+    assert f"        1  files that are cut off, such as c4: {half}\n" in said
+    without = f"parakeet-finetune split --data {manifest} --output DIR --leave-out {out}/suspicious.jsonl\n"
+    assert f"5 suspicious clips, with reasons: {out}/suspicious.jsonl. Correct them; or, to train without" in said
+    assert without in said
     listed = {line["id"]: line["reason"] for line in read_lines(out / "suspicious.jsonl")}
     assert set(listed) == {"gone", "c1", "c2", "c3", "c4", "c5"}
     assert listed["c3"] == "the text has '?' inside or in place of letters"
@@ -342,6 +352,45 @@ def test_suspicious_clips_are_named(tmp_path: Path, capsys: Any) -> None:
         assert "suspicious clip" not in capsys.readouterr().out
     stream = make_stream(str(manifest), leave_out=LeaveOut(str(out / "suspicious.jsonl"), "data.leave_out"))
     assert sorted(ids(read_epoch(stream))) == ["c0", "c6"]
+
+
+@pytest.mark.parametrize(
+    ("form", "subtype"),
+    [("MP3", None), ("OGG", "VORBIS"), ("OGG", "OPUS"), ("FLAC", None), ("WAV", None), ("AIFF", None)],
+)
+def test_files_that_are_cut_off(form: str, subtype: str | None, tmp_path: Path) -> None:
+    """As a file and as bytes; FLAC that is cut off cannot be decoded."""
+    sound = io.BytesIO()
+    soundfile.write(sound, 0.1 * np.random.default_rng(0).standard_normal(4 * RATE), RATE, subtype, format=form)
+    tag = b"ID3\x03\0\0\0\0\x01\0" + bytes(128)
+    for head in (b"", tag) if form == "MP3" else (b"",):
+        whole = head + sound.getvalue()
+        for share in (1.0, 0.9, 0.5):
+            part = whole[: int(share * len(whole))]
+            (tmp_path / "a").write_bytes(part)
+            for audio in ("a", {"bytes": part}):
+                try:
+                    seconds = len(decode_audio(audio, RATE, str(tmp_path))) / RATE
+                except BadUtterance:
+                    assert (form, share < 1) == ("FLAC", True)
+                    continue
+                said = [kind for kind, _ in doubt_about_file(audio, str(tmp_path), seconds)]
+                assert said == ["files that are cut off"] * (share < 1), share
+
+
+def test_what_follows_a_check_is_said(clips: Path, corpus: Path, tmp_path: Path) -> None:
+    for data, divided in (
+        (str(clips), False),
+        (str(clips / "manifest.jsonl"), False),
+        (str(corpus / "shards"), True),
+        (str(corpus / "shards" / "data" / "train-*.parquet"), True),
+        ("owner/name", True),
+        ("s3://bucket/all.jsonl", True),
+    ):
+        assert is_divided(data) == divided, data
+    (tmp_path / "validation.jsonl").write_text("")
+    (tmp_path / "train.jsonl").write_text("")
+    assert is_divided(str(tmp_path / "train.jsonl"))
 
 
 def test_rare_characters_have_an_example() -> None:

@@ -14,6 +14,10 @@ import yaml
 from conftest import read_lines, write_manifest
 from stream_cases import ids, make_stream, read_epoch
 
+from finetune.config.load import load_config
+from finetune.data.leave_out import LeaveOut
+from finetune.data.run_file import open_sources
+from finetune.errors import UserError
 from finetune.split import main
 
 PARTS = ("train", "validation", "test")
@@ -114,8 +118,8 @@ def test_a_small_set_that_grows_moves_no_clip(divide: Any) -> None:
 
     nothing, said = divide(2, rows(40))
     assert nothing == {}, "before anything is written"
-    assert "none of 40 texts falls into validation; take --test 5% --validation 6%." in said
-    shares = ("--test", "5%", "--validation", "6%")
+    assert "none of 40 texts falls into validation; take --validation 6.7% --test 5%." in said
+    shares = ("--test", "5%", "--validation", "6.7%")
     parts, _ = divide(0, rows(40), *shares)
     more, _ = divide(0, rows(80), *shares, folder="more")
     assert sorted(map(len, parts.values()))[0] >= 1
@@ -123,18 +127,44 @@ def test_a_small_set_that_grows_moves_no_clip(divide: Any) -> None:
         assert names(own) <= names(more[part]), part
 
 
-def test_each_language_gets_its_share_and_those_without_are_named(divide: Any) -> None:
+def test_a_language_far_from_its_share_is_named_and_can_have_its_own(divide: Any) -> None:
     texts = [("it", f"parola {i}") for i in range(3000)] + [("fi", f"words {i}") for i in range(40)] + [("sv", "hej")]
     rows = [{"audio_filepath": f"{i}.wav", "text": t, "lang": c, "duration": 1.0} for i, (c, t) in enumerate(texts)]
     parts, said = divide(0, rows[:-1])
     for part in PARTS[1:]:
         assert sum(row["lang"] == "it" for row in parts[part]) == pytest.approx(150, abs=50)
-    advice = "--test 5% --validation 6%"
-    assert f"warning: fi: none of 40 texts falls into validation; take {advice}." in said
-    parts, said = divide(0, rows[:-1], *advice.split(), folder="again")
-    assert "none of" not in said
-    _, said = divide(0, rows, folder="one")
+    assert re.search(r"\nit: train 2,\d+ \(\d\d\.\d%\), validation 1\d+ \([3-6]\.\d%\), test ", said), said
+    advice = "--validation 5%,fi=6.7% --test 5%"
+    assert "warning: fi: none of 40 texts falls into validation.\n" in said
+    assert f"warning: for shares nearer to what was asked, take {advice}.\n" in said
+    again, said = divide(0, rows[:-1], *advice.split(), folder="again")
+    assert "warning" not in said
+    assert f"to split more data the same way: --by text {advice}\n" in said
+    finnish = [row for row in again["validation"] if row["lang"] == "fi"]
+    assert len(finnish) == 2, "5 % of 40"
+    assert [row for row in again["validation"] if row["lang"] == "it"] == parts["validation"]
+    one, said = divide(0, rows, *advice.split(), folder="one")
     assert "warning: sv: none of 1 texts falls into train and validation; too few.\n" in said
+    assert [row for row in one["validation"] if row["lang"] != "sv"] == again["validation"]
+    both = [*rows[:-1], {**finnish[0], "lang": "it"}]  # a text in two languages stays together
+    parts, _ = divide(0, both, *advice.split(), folder="both")
+    assert len(parts["validation"]) == len(again["validation"]) + 1
+    _, said = divide(2, rows, "--test", "5%,it=10%,de=20%", folder="no")
+    assert "--test: no row is in de; the languages are: fi, it, sv." in said
+    _, said = divide(2, rows, "--test", "5%,fi=96%", folder="no")
+    assert "something for each part" in said
+    for wrong in ("5%,fi", "5%,fi=3", "5%,=3%", "5%,fi=100%"):
+        with pytest.raises(SystemExit):
+            main(["--data", "d.jsonl", "--output", "no", f"--test={wrong}"])
+
+
+def test_a_part_far_from_its_share_is_named(divide: Any) -> None:
+    rows = rows_of(600, speaker=lambda i: "anna" if i % 3 == 0 else f"s{i}")
+    _, said = divide(0, rows, "--validation", "0%", "--test", "5%")
+    assert re.search(r"warning: test gets 3[5-9](\.\d)? % of 600 clips in place of 5 %\.\n", said), said
+    assert "warning: for shares nearer to what was asked, take --by text.\n" in said
+    _, said = divide(0, rows, "--validation", "0%", "--test", "5%", "--by", "text", folder="text")
+    assert "warning" not in said
 
 
 def test_nothing_is_written_where_nothing_is_left_to_train_on(divide: Any, tmp_path: Path) -> None:
@@ -212,6 +242,37 @@ def test_rows_without_a_text_are_named(divide: Any, tmp_path: Path) -> None:
     assert (
         f"2 rows are in no part: 1 the line is not valid JSON, 1 no text, such as {tmp_path}/all.jsonl line 4" in said
     )
+
+
+def test_what_a_check_of_the_data_listed_is_in_no_part(divide: Any, tmp_path: Path, run_file: Any) -> None:
+    rows = rows_of(400)
+    places = [f"{tmp_path}/all.jsonl line {n}" for n in (1, 8, 9)]
+    lists = [write_manifest(tmp_path / f"{p[-1]}.jsonl", [{"source": p, "reason": "silent clips"}]) for p in places]
+    whole, _ = divide(0, rows)
+    parts, said = divide(0, rows, "--leave-out", *map(str, lists), folder="rest")
+    assert "warning: 3 rows are in no part: 3 listed in --leave-out, such as" in said
+    assert f"--validation 5% --test 5% --leave-out {lists[0]} {lists[1]} {lists[2]}\n" in said
+    assert set.union(*map(names, whole.values())) - set.union(*map(names, parts.values())) == {
+        "0.wav",
+        "7.wav",
+        "8.wav",
+    }
+    for part, own in parts.items():
+        assert names(own) <= names(whole[part])
+
+    settings = {"data__train": f"{tmp_path}/rest/train.jsonl", "data__validation": None, "data__test": None}
+    config, _ = load_config(run_file(**settings, data__leave_out=str(lists[0])), [], [])
+    with pytest.raises(UserError, match=rf"split them again with --leave-out {lists[0]}; else check data.train"):
+        open_sources(config)
+    other = write_manifest(tmp_path / "other.jsonl", [{"source": "other.jsonl line 1", "reason": "bad"}])
+    _, said = divide(2, rows, "--leave-out", str(lists[0]), str(other), folder="no")
+    assert f"--leave-out: {other} names rows of other.jsonl, but --data reads {tmp_path}/all.jsonl" in said
+    rest = [{"source": f"{tmp_path}/rest/train.jsonl line {n}", "reason": "x"} for n in (1, 2)]
+    own = [str(write_manifest(tmp_path / f"own{n}.jsonl", [row])) for n, row in enumerate(rest)]
+    config, _ = load_config(run_file(**settings, data__leave_out=own), [], [])
+    left_out = LeaveOut(config.data.leave_out, "data.leave_out")
+    assert open_sources(config)
+    assert [left_out.reason(row["source"]) for row in rest] == ["in_leave_out"] * 2, "of several lists"
 
 
 def test_parts_of_other_sources_train_as_before(corpus: Path, tmp_path: Path, capsys: Any) -> None:

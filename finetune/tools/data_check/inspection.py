@@ -119,7 +119,7 @@ def _work_on(config: RunConfig, key: str, split: str, folder: Path) -> Work:
         for name in EVALUATION_SETS
         if not d.allow_overlap and (value := getattr(d, name))
     }
-    held = hold_out(evaluated, config, math.inf, content=True) if evaluated else None
+    held = hold_out(evaluated, config, math.inf, with_audio=True) if evaluated else None
     named = model, tokenizer_setting(config).dir
     work = Work(sources, options, len_of_characters, named, d.max_bad_fraction, folder / "parts", held)
     return work if model is None else _with_model(work, config)
@@ -180,9 +180,9 @@ def inspect_shard(index: int) -> Path:
                 doubts += [("", f"the text has {name}") for name in wrong]  # `texts` counts them
             try:
                 entry = examine(source, place, (0, 0, 0, number), row, options, work.encode)
-                if not entry.has_offset:
-                    doubts += doubt_about_file(entry.audio, source.folder)
                 samples_SC, rate, audio_S = read_samples(entry, options)
+                if not entry.has_offset:
+                    doubts += doubt_about_file(entry.audio, source.folder, len(samples_SC) / rate)
                 if options.fits is not None and not options.fits([len(audio_S)], [entry.tokens])[0]:
                     raise FilteredUtterance("more_tokens_than_frames")
             except FilteredUtterance as reason:
@@ -214,7 +214,7 @@ def inspect_shard(index: int) -> Path:
             )
             part = f" from {entry.offset}" if entry.has_offset else ""  # parts of one file share its path
             names.append((hash_of(_whole_id(source, shard, row, place) + part), number))
-            if work.held and (hits := work.held.find(source, shard, number, row, content=True)):
+            if work.held and (hits := work.held.find(source, shard, number, row)):
                 found["in_common"].append((number, hits))
     except (UnreadableShard, Unreachable) as error:
         found["error"] = str(error)

@@ -146,9 +146,10 @@ def data(wanted: Wanted) -> Iterator[Finding]:
             remote = sum(map(_is_remote, paths))
             found = clean_urls(", ".join(paths[:3])) + (" ..." if len(paths) > 3 else "")
             yield ok(name, found + (f" ({remote} remote, not asked)" if remote else ""))
-    if settings.leave_out and not os.path.isfile(settings.leave_out):
-        remedy = "python -m finetune.check writes one."
-        yield problem(True, "data.leave_out", f"there is no file {settings.leave_out}", remedy)
+    lists = settings.leave_out or []
+    for file in [lists] if isinstance(lists, str) else lists:
+        if not os.path.isfile(file):
+            yield problem(True, "data.leave_out", f"there is no file {file}", "python -m finetune.check writes one.")
     if settings.validation is None:
         found = "not set: nothing can tell whether the model gets better"
         yield warning("data.validation", found, "Name clips that are not trained on.")

@@ -150,7 +150,7 @@ class DryRun:
         found = find_overlap(self.sources, self.config, seconds)
         sets, warnings = found.by_set(), warnings_about(found, self.sources, self.config)
         clips, texts = (sum(one[kind] for one in sets) for kind in ("same_clips", "same_texts"))
-        line = f"{found.scope()} by row, file, id and text: {clips or 'no'} equal clips, {texts or 'no'} equal texts"
+        line = f"{found.scope()}: {clips or 'no'} equal clips, {texts or 'no'} equal texts"
         return line, sets, warnings
 
     def load_model(self) -> Found:
