@@ -108,15 +108,14 @@ def test_audio_folder_with_metadata(corpus: Path, tmp_path: Path) -> None:
     lengths = {t: int(n) for b in batches if b.ids for t, n in zip(b.texts, b.audio_lengths_B, strict=True)}
     assert lengths == {f"words {i}": soundfile.info(corpus / f"clip{i:02d}.flac").frames for i in range(3)}
     (tmp_path / "train" / "metadata.csv").write_text(
-        'file_name,text\n0.flac,"two\n\nlines, of text"\n\n1.flac,"a ""b"""\n'
+        'file_name,transcription\n0.flac,"two\n\nlines, of text"\n\n1.flac,"a ""b"""\n'
     )
     assert open_source(sources[0], "data.train").clips == 2
-    assert sorted(t for b in read_epoch(make_stream(str(tmp_path))) for t in b.texts) == [
-        'a "b"',
-        "two\n\nlines, of text",
-    ]
+    batches = read_epoch(make_stream(str(tmp_path), shuffle=False))
+    assert [q for b in batches for q in b.quarantined] == []
+    assert sorted(t for b in batches for t in b.texts) == ['a "b"', "two\n\nlines, of text"]
     (tmp_path / "train" / "metadata.csv").unlink()
-    (tmp_path / "train" / "metadata.jsonl").write_text('{"file_name": "2.flac", "text": "c"}')
+    (tmp_path / "train" / "metadata.jsonl").write_text('{"file_name": "2.flac", "transcription": "c"}')
     assert open_source(sources[0], "data.train").clips == 1
 
 
