@@ -287,7 +287,7 @@ def _divide(found: Utterances, validation: Amount, test: Amount, by: str | None)
     text_N, speaker_N, language_N = np.array(found.text_N), np.array(found.speaker_N), np.array(found.language_N)
     share_L = {VALIDATION: _shares("--validation", validation, found), TEST: _shares("--test", test, found)}
     asked = sum(float(own_L[language_N].mean()) for own_L in share_L.values())
-    if not 0 < asked < 1 or sum(share_L.values()).max() >= 1:
+    if not 0 < asked < 1 or (share_L[VALIDATION] + share_L[TEST]).max() >= 1:
         raise UserError(
             f"--validation, --test: they take {asked:.0%} of {len(text_N):,} clips; there has to be "
             "something for each part."
@@ -326,7 +326,11 @@ def _divide(found: Utterances, validation: Amount, test: Amount, by: str | None)
             name = f"{language or '(no language)'}: " if len(shares) > 1 else ""
             problems.append(f"{name}{problem}{'' if mended or speakers else '; too few'}.")
         nearer |= {language: mended} if mended else {}
-    ways = [_options(asked, shares | nearer) if len(shares) > 1 else _options(*nearer.values())] if nearer else []
+    ways = (
+        [_options(asked, shares | nearer) if len(shares) > 1 else _options(next(iter(nearer.values())))]
+        if nearer
+        else []
+    )
     if problems and (ways := [*ways, *by_text]):
         problems.append(f"for shares nearer to what was asked, take {' or '.join(ways)}.")
     warnings += problems

@@ -113,7 +113,7 @@ def test_audio_folder_with_metadata(corpus: Path, tmp_path: Path) -> None:
     assert open_source(sources[0], "data.train").clips == 2
     batches = read_epoch(make_stream(str(tmp_path), shuffle=False))
     assert [q for b in batches for q in b.quarantined] == []
-    assert sorted(t for b in batches for t in b.texts) == ['a "b"', "two\n\nlines, of text"]
+    assert sorted(t for b in batches for t in b.texts) == ['a "b"', "two lines, of text"]
     (tmp_path / "train" / "metadata.csv").unlink()
     (tmp_path / "train" / "metadata.jsonl").write_text('{"file_name": "2.flac", "transcription": "c"}')
     assert open_source(sources[0], "data.train").clips == 1

@@ -270,8 +270,8 @@ def test_what_a_check_of_the_data_listed_is_in_no_part(divide: Any, tmp_path: Pa
     rest = [{"source": f"{tmp_path}/rest/train.jsonl line {n}", "reason": "x"} for n in (1, 2)]
     own = [str(write_manifest(tmp_path / f"own{n}.jsonl", [row])) for n, row in enumerate(rest)]
     config, _ = load_config(run_file(**settings, data__leave_out=own), [], [])
-    left_out = LeaveOut(config.data.leave_out, "data.leave_out")
-    assert open_sources(config)
+    left_out = LeaveOut(own, "data.leave_out")
+    assert (config.data.leave_out, bool(open_sources(config))) == (own, True)
     assert [left_out.reason(row["source"]) for row in rest] == ["in_leave_out"] * 2, "of several lists"
 
 
