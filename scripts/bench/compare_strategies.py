@@ -316,7 +316,7 @@ def prepared_clips(arguments: argparse.Namespace) -> Path:
             f"training.output_dir={run_dir}", "training.report_to=none", "training.bf16=false", "training.max_steps=1",
             *arguments.overrides, *arguments.batches, "data.validation=null", "data.test=null", "data.guard=null",
         ]  # fmt: skip
-            done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
         shutil.rmtree(run_dir, ignore_errors=True)
         if done.returncode:
             said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

@@ -185,7 +185,7 @@ def test_wheels_are_of_what_the_machine_lacks() -> None:
     assert set((lacking + "flashoptim deepspeed antlr4-python3-runtime pydantic-core rapidfuzz").split()) <= set(found)
     assert not {"torch", "triton", "numba", "numpy", "transformers", "wandb", "nvidia-cublas"} & set(found)
     assert set(found) <= set(pinned), "each has an exact version"
-    assert sum(map(needed_wheels.installed_mib, found)) < 250
+    assert sum(map(needed_wheels.installed_mib, found)) < 255
 
 
 def test_a_thinned_wheel_installs(tmp_path: Path) -> None:
@@ -312,7 +312,9 @@ def test_a_side_that_runs_out_of_memory_gets_smaller_batches(tmp_path: Path, mon
     found = throughput.side_alone("nemo", SimpleNamespace(**given), "cuda")
     assert found == {"batch_seconds": 600.0, "seconds": 2.0}
     assert asked[1] == ["--batch-seconds=600.0", "--transformers-seconds=160.0"]
-    assert throughput.side_alone("ours", SimpleNamespace(**given), "cuda") == {"failed": "exit code 1: KeyError: 'text'"}
+    assert throughput.side_alone("ours", SimpleNamespace(**given), "cuda") == {
+        "failed": "exit code 1: KeyError: 'text'"
+    }
     assert len(asked) == 3
 
 
