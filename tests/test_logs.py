@@ -76,6 +76,15 @@ def test_errors_of_libraries_are_shown():
     assert OWN_LINE.fullmatch(run_python("-c", code).stderr.strip())[0].endswith("some.package: no disk")
 
 
+def test_warnings_of_this_project_are_called_so():
+    code = "import logging; from finetune.logs import set_up_logging; set_up_logging(verbose=True)\n"
+    code += "log = logging.getLogger('finetune.x')\n"
+    code += "log.info('%d %% are left', 70); log.warning('%d %% are left out', 30); log.warning('100 %')\n"
+    code += "logging.getLogger('some.package').warning('no disk')\n"
+    said = [line[9:] for line in run_python("-c", code).stderr.splitlines()]
+    assert said == ["70 % are left", "warning: 30 % are left out", "warning: 100 %", "some.package: no disk"]
+
+
 @pytest.mark.parametrize("command", ["transcribe", "train", "evaluate"])
 def test_help_shows_nothing_of_libraries(command):
     done = run_python("-m", f"finetune.{command}", "--help")
