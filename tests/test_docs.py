@@ -340,13 +340,16 @@ def test_the_commands_of_the_walk_through_parse(walk_through):
     from finetune.train import parse_arguments
 
     page = walk_through["PAGE"].read_text(encoding="utf-8")
-    lines = re.findall(r"^\$ (.+)$", "".join(block[2] for block in walk_through["BLOCK"].finditer(page)), re.MULTILINE)
-    assert len(lines) == 11
-    for line in lines:
+    commands = walk_through["all_commands"](page)
+    assert [line for line in commands if not line.startswith("python -c")] == re.findall(r"(?m)^\$ (.+)$", page)
+    assert (len(commands), page.count("\n```text\n")) == (12, 1)
+    for line in commands:
         first, second, *words = shlex.split(line)
         if first == "bash":
             assert second == "scripts/run_training.sh"
             parse_arguments(words)
+        elif first == "python":
+            compile(words[0], "the page", "exec")
         else:
             load(second).make_parser().parse_intermixed_args(words)
         assert all(Path(word).is_file() for word in words if re.match(r"(test_)?recordings/|my_run", word)), line
