@@ -330,6 +330,14 @@ def test_intervals_and_tests_of_significance_are_shown_where_a_run_has_them(fini
     assert "WER on the guard set is significantly better than before (p < 1e-12)." in text
 
 
+def test_a_change_for_the_worse_is_called_so():
+    from finetune.tools.publishing.card import change_of
+    from finetune.tools.report.read import Rates
+
+    rates = Rates(None, 58, 262, 0.1, 0.2, None, None, None, None, {"significant": True, "p_value": 0.003})
+    assert change_of(rates) == "significantly worse than before (p = 0.003)"
+
+
 def test_an_unfinished_run_and_one_that_kept_the_base_say_so(finished_run, push, tmp_path):
     kept = copied(finished_run, tmp_path / "kept", best_step=0)
     assert "these are the base model's weights" in card_in(
