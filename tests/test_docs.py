@@ -355,6 +355,29 @@ def test_the_commands_of_the_walk_through_parse(walk_through):
         assert all(Path(word).is_file() for word in words if re.match(r"(test_)?recordings/|my_run", word)), line
 
 
+def test_commands_and_python_of_the_page_are_run(walk_through, tmp_path):
+    page = """```console
+$ printf '50%%\\r100%%\\r    \\rdone\\n'; printf '```python\\n1/0\\n```\\n' >&2; pwd
+old
+```
+
+```python
+import sys
+print("one"), sys.stderr.write("a bar")
+```
+
+```text
+old
+```
+"""
+    new = walk_through["with_outputs"](page, tmp_path)
+    assert new.splitlines()[2:8] == ["done", "```python", "1/0", "```", str(tmp_path), "````"]
+    assert new.endswith('sys.stderr.write("a bar")\n```\n\n```text\none\n```\n')
+    assert walk_through["with_outputs"](new, tmp_path) == new
+    with pytest.raises(SystemExit, match="exit code 1"):
+        walk_through["with_outputs"]("```python\n1 / 0\n```", tmp_path)
+
+
 def test_output_with_fences_of_its_own_ends_no_block():
     """All headings of the walk-through are headings; those of the model card that a command prints are not."""
     headings, fence = [], ""

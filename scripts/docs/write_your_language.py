@@ -111,6 +111,24 @@ def output_of(command: str, folder: Path, stderr: int | None = subprocess.STDOUT
     return text
 
 
+def with_outputs(page: str, folder: Path) -> str:
+    """Run a page's commands in `folder`; return the page with what they print.
+
+    Raises:
+        SystemExit: one of them fails.
+    """
+
+    def run(block: re.Match[str]) -> str:
+        commands = commands_of(block)
+        if block[3] is not None:
+            return f"```python\n{block[3]}```\n\n```text\n{output_of(commands[0], folder, None)}```"
+        text = "".join(f"$ {one}\n{output_of(one, folder)}" for one in commands)
+        fence = "`" * (1 + max([2, *map(len, re.findall(r"^`+", text, re.MULTILINE))]))
+        return f"{fence}console\n{text}{fence}"
+
+    return BLOCK.sub(run, page)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
@@ -127,16 +145,7 @@ def main() -> int:
         folder = (arguments.folder or Path(temporary) / "work").resolve()
         folder.mkdir(parents=True)
         prepare(folder, page)
-
-        def run(block: re.Match[str]) -> str:
-            if block[3] is not None:
-                (command,) = commands_of(block)
-                return f"```python\n{block[3]}```\n\n```text\n{output_of(command, folder, None)}```"
-            text = "".join(f"$ {one}\n{output_of(one, folder)}" for one in commands_of(block))
-            fence = "`" * (1 + max([2, *map(len, re.findall(r"^`+", text, re.MULTILINE))]))
-            return f"{fence}console\n{text}{fence}"
-
-        written = BLOCK.sub(run, page)
+        written = with_outputs(page, folder)
     if not arguments.keep:
         PAGE.write_text(written, encoding="utf-8")
     return 0
