@@ -1,9 +1,8 @@
 """Dropout on a CPU: torch's own masks, drawn several times as fast.
 
-Where torch has no vectorised generator for it (MKL's, which it uses on Intel's processors alone), it draws a mask one
-element at a time, which is a tenth of a training step. Here the same numbers of the same Mersenne Twister (Matsumoto and
-Nishimura, "Mersenne Twister", ACM TOMACS 1998) are drawn in blocks: masks, losses and torch's random state stay what
-they are, bit for bit.
+Where torch has no vectorised generator for it (it has MKL's, for Intel's processors alone), it draws a mask element by
+element, which is a tenth of a training step. Here the same numbers of the same Mersenne Twister (Matsumoto and
+Nishimura, ACM TOMACS 1998) are drawn in blocks: masks, losses and torch's random state stay as they are, bit for bit.
 """
 
 import math

@@ -16,9 +16,9 @@ def mask_once(model: AsrModel) -> bool:
     """Let the subsampling of a NeMo encoder mask its padding once where NeMo does so up to three times, in place;
     return whether it has such a one.
 
-    NeMo multiplies before and behind each layer. A ReLU keeps zeros, and behind a pointwise convolution, which mixes no
-    frames, a mask undoes what padding gave; left out are the others, and nothing is copied: equal losses and gradients,
-    and one tensor of each size kept for the backward pass in place of two.
+    NeMo multiplies before each layer and at the end. A ReLU keeps zeros, and a pointwise convolution mixes no frames:
+    one mask behind each of the other convolutions or pairs suffices, in place. Losses and gradients are equal, and the
+    backward pass keeps one tensor of each size, not two.
     """
     convolutions = getattr(model.encoder.pre_encode, "conv", None)
     if type(convolutions).__name__ != "MaskedConvSequential":

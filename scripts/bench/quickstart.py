@@ -2,15 +2,15 @@
 
     python scripts/bench/quickstart.py [--steps 150] [--turns 3] [--json FILE]
 
-Both sides start from the small base model, which is exported to transformers' format first, and train with dropout 0.1,
-AdamW, the quickstart's learning rates and one worker process, in turns and in a process each:
+Both sides start from the small base model, which is exported to transformers' format first, and train with dropout
+0.1, AdamW, the quickstart's learning rates and one worker process, in turns and in a process each:
   ours          finetune/train.py with finetune/configs/quickstart.yaml, without evaluations and checkpoints
-  transformers  Trainer, with the batches of our first run from FLAC files of 16 kHz, while ours reads the quickstart's own
-Subnormal numbers are flushed on both sides, since transformers' loss is several times as slow with them. Ours masks mel
-bands and frames as well (SpecAugment), which transformers' model has not. Seconds are those between the end of a warm-up
-and the end of the last step; loading is not among them. Prints the ratio of the medians and the range of the ratios over
-the turns, and beside it the same of the processor's time without the workers', which says more on a machine that has
-other work.
+  transformers  Trainer, with the batches of our first run, from FLAC files of 16 kHz
+Subnormal numbers are flushed on both sides, since transformers' loss is several times as slow with them. Ours masks
+mel bands and frames as well (SpecAugment), which transformers' model does not. Seconds are those between the end of a
+warm-up and the end of the last step; loading is not among them. Prints the ratio of the medians and the range of the
+ratios over the turns, and the same of the processor's time without the workers', which says more on a machine that
+has other work.
 """
 
 import argparse
