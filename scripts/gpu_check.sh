@@ -12,7 +12,7 @@
 # parts strategies_1 to strategies_3 are the same comparison, which goes on where it was ended.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-all="loss loss_time step throughput largest_batch loss_learnt evaluation optimizers activation_offload
+all="loss loss_time step throughput largest_batch loss_learnt evaluation optimizers activation_offload encoder
     strategies_1 strategies_2 strategies_3"
 rehearsal= results=runs/gpu_check strategies=all sizes=()
 if [ "${1:-}" = --rehearsal ]; then
@@ -72,6 +72,10 @@ for part in $PARTS; do
             command=(-m pytest -q -p no:cacheprovider tests/strategies/test_memory_strategies.py
                 -k offload_frees_gpu_memory)
             json=()
+            ;;
+        encoder)
+            command=(scripts/bench/real_size.py --strategies adamw --matrix compile,attention
+                --no-plan --minutes 7 --output-dir "$results/encoder" "${sizes[@]}")
             ;;
         strategies_*)
             command=(scripts/bench/real_size.py --strategies $strategies --no-plan --minutes 7

@@ -8,6 +8,9 @@ difference is what a new alphabet costs. Recipe, clips, order and steps are thos
 base model knows English in the old alphabet: that side begins with what it knows, and the other has to keep it. CER is
 that of the validation and test splits together; nothing is chosen by it.
 
+`--beside fr` trains on the French prompts too, as they are on both sides, and measures each language by itself: what
+an old language loses where a new alphabet is learnt beside it.
+
 `--starts`, how new pieces begin:
     heard    as a run with model.tokenizer.extend_from does it: as the pieces that the model writes where they are
              spoken, biases by use
@@ -50,20 +53,23 @@ STARTS = ("heard", "lowered", "even", "unigram", "noise")
 PACKAGES = ("torch", "nemo_toolkit", "sentencepiece", "accelerate")
 
 
-def write_manifests(folder: Path) -> None:
+def write_manifests(folder: Path, beside: str | None) -> None:
     """Write train.jsonl and heldout.jsonl into folder/old, with the texts in lower case and without punctuation, and
-    into folder/new, with other letters."""
+    into folder/new, with the English ones in other letters."""
     (folder / "audio").mkdir(parents=True, exist_ok=True)
     for name, splits in (("train", ["train"]), ("heldout", ["validation", "test"])):
         lines: dict[str, list[str]] = {"old": [], "new": []}
         shards = [s for split in splits for s in sorted((ROOT / "examples/voice_prompts/data").glob(f"{split}-*"))]
-        for row in (row for shard in shards for row in pq.read_table(shard).to_pylist() if row["language"] == "en"):
+        for row in (
+            r for shard in shards for r in pq.read_table(shard).to_pylist() if r["language"] in ("en", beside)
+        ):
             file = folder / "audio" / f"{row['id'].replace('/', '-')}.flac"
             samples_S, rate = soundfile.read(io.BytesIO(row["audio"]["bytes"]))
             soundfile.write(file, samples_S, rate)
             text = normalize_text(row["text"], "basic")
-            entry = {"audio_filepath": str(file.resolve()), "duration": row["duration"], "lang": "en"}
-            for side, written in (("old", text), ("new", text.translate(IN_GEORGIAN))):
+            entry = {"audio_filepath": str(file.resolve()), "duration": row["duration"], "lang": row["language"]}
+            new = text.translate(IN_GEORGIAN) if row["language"] == "en" else text
+            for side, written in (("old", text), ("new", new)):
                 lines[side].append(json.dumps({**entry, "text": written}, ensure_ascii=False) + "\n")
         for side, rows in lines.items():
             (folder / side).mkdir(exist_ok=True)
@@ -124,11 +130,11 @@ def train(folder: Path, side: str, output: Path, steps: int, eval_steps: int, se
         sys.exit(code)
 
 
-def curve(output: Path) -> dict[str, dict[str, Any]]:
-    """Return WER and CER of a run by step."""
+def curve(output: Path, language: str | None) -> dict[str, dict[str, Any]]:
+    """Return WER and CER of a run by step, of one language where there are two."""
     rows = [json.loads(line) for line in (output / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()]
-    whole = [r for r in rows if r["language"] is None and "model" not in r]
-    return {str(r["step"]): {"wer": r["wer"], "cer": r["cer"]} for r in whole}
+    there = [r for r in rows if r["language"] == language and "model" not in r]
+    return {str(r["step"]): {"wer": r["wer"], "cer": r["cer"]} for r in there}
 
 
 def main() -> int:
@@ -137,6 +143,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--eval-steps", type=int, default=100)
     parser.add_argument("--starts", default="heard", help=f"with commas between them: {', '.join(STARTS)}")
+    parser.add_argument("--beside", metavar="LANGUAGE", help="of the sample data, such as fr")
     parser.add_argument("--json", type=Path, help="add the runs to this file")
     parser.add_argument("settings", nargs="*", metavar="key=value")
     arguments = parser.parse_args()
@@ -144,7 +151,10 @@ def main() -> int:
     if unknown := set(starts) - set(STARTS):
         parser.error(f"--starts: {', '.join(sorted(unknown))} is none of {', '.join(STARTS)}")
     folder = arguments.output_dir.resolve()
-    write_manifests(folder)
+    languages: list[str | None] = ["en", arguments.beside] if arguments.beside else [None]
+    if arguments.beside:
+        folder = folder / f"beside_{arguments.beside}"
+    write_manifests(folder, arguments.beside)
     texts, settings = folder / "new" / "train.jsonl", arguments.settings
     name = "+".join(["", *settings]).replace("/", "_")
     results: list[dict[str, Any]] = []
@@ -158,12 +168,14 @@ def main() -> int:
             elif side == "new":
                 own = [f"model.name={make_model(start, texts, folder)}", *own]
             train(folder, side, output, arguments.steps, arguments.eval_steps, own)
-        found = curve(output)
-        base = results[0]["by_step"] if results else found
-        for step, row in found.items():
-            row["ratio"] = row["cer"] / base[step]["cer"] if step in base else None
-            print(f"{title}, step {step}: CER {row['cer']:.3f}, WER {row['wer']:.3f}, ratio {row['ratio'] or 0:.2f}")
-        results.append({"run": title, "steps": arguments.steps, "by_step": found})
+        for language in languages:
+            found = curve(output, language)
+            run = " ".join(filter(None, [title, language and f"beside {arguments.beside}: {language}"]))
+            base = results[languages.index(language)]["by_step"] if len(results) >= len(languages) else found
+            for step, row in found.items():
+                row["ratio"] = row["cer"] / base[step]["cer"] if step in base else None
+                print(f"{run}, step {step}: CER {row['cer']:.3f}, WER {row['wer']:.3f}, ratio {row['ratio'] or 0:.2f}")
+            results.append({"run": run, "steps": arguments.steps, "by_step": found})
     if arguments.json:
         earlier = json.loads(arguments.json.read_text(encoding="utf-8"))["runs"] if arguments.json.is_file() else []
         mine = {(r["run"], r["steps"]) for r in results}

@@ -109,6 +109,7 @@ def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", default=STRATEGIES, help="with commas between; all: every one there is")
+    parser.add_argument("--matrix", help="cross them with compile, attention, ... of compare_strategies.py")
     parser.add_argument("--clips", type=int, default=16, help="clips of a step")
     parser.add_argument("--seconds", type=float, default=20.0, help="length of each")
     parser.add_argument("--steps", type=int, default=14)
@@ -144,6 +145,7 @@ def main() -> int:
     command = [
         sys.executable, str(ROOT / "scripts" / "bench" / "compare_strategies.py"), "--config", str(file),
         *(["--strategies", arguments.strategies] if arguments.strategies != "all" else []),
+        *(["--matrix", arguments.matrix] if arguments.matrix else []),
         "--own-dropout", "--minutes", str(arguments.minutes), "--steps", str(arguments.steps),
         "--output-dir", str(arguments.output_dir), "--yardstick", arguments.yardstick,
     ]  # fmt: skip

@@ -51,6 +51,12 @@ def _rows(parts: Parts) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in parts["step"]["rows"]}
 
 
+def _switched(parts: Parts, switches: str, key: str) -> float:
+    """Return a figure of adamw with other switches of the encoder, over that with the plain encoder."""
+    rows = {row["name"]: row for row in parts["encoder"]["rows"]}
+    return rows[f"adamw [{switches}]"][key] / rows["adamw"][key]
+
+
 def _rate(parts: Parts, side: str) -> float:
     return parts["throughput"]["sides"][side]["audio_hours_an_hour"]
 
@@ -74,6 +80,11 @@ def _missing(parts: Parts) -> float:
 
 
 LOSS = "loss B16 T250 U100 V8192, bf16, dropout 0.2"
+SWITCHES = {
+    "eager, SDPA": "SDPA",
+    "compiled, NeMo's attention": "compiled layers",
+    "compiled, SDPA": "compiled layers and SDPA",
+}
 V8192, LEARNT = "gpu_v8192", "gpu_v8192_learnt"
 GOALS = (
     Goal(LOSS, "loss_time", "time / floor of four products", 1.7,
@@ -106,6 +117,10 @@ GOALS = (
          lambda p: p["evaluation"]["bfloat16"]["rtfx"], True),
     Goal("evaluation, bf16, batches by length", "evaluation", "texts of a trained model that differ from float32's",
          0.0, lambda p: p["evaluation"]["texts"]["differing"]),
+    *(Goal("step of the 0.6 B layout, `adamw`", "encoder", f"{what}: {figure} / eager layers, NeMo's attention", None,
+           lambda p, switches=switches, key=key: _switched(p, switches, key))
+      for switches, what in SWITCHES.items()
+      for figure, key in (("time", "seconds_per_step"), ("peak", "peak_bytes"))),
     Goal("all strategies that one GPU can run", "strategies_1 strategies_2 strategies_3", "rows without a figure",
          0.0, _missing),
     *(Goal("checks", part, what, 0.0, lambda p, part=part: p[part]["exit_code"]) for part, what in (

@@ -130,6 +130,7 @@ def parts_of(scale: float) -> dict[str, Any]:
         "step": {"rows": rows},
         "throughput": {"sides": side},
         "evaluation": {"bfloat16": {"rtfx": 1500 / scale}, "texts": {"differing": 0}},
+        "encoder": {"rows": [*rows, *({**rows[0], "name": f"adamw [{s}]"} for s in report.SWITCHES)]},
         "strategies_1": {"rows": [*rows, {"name": "lora", "reason": "not measured yet"}]},
         "strategies_2": {"rows": [*rows, {"name": "ddp", "reason": "needs 2 GPUs, there is 1"}]},
     }
@@ -308,6 +309,7 @@ def test_every_part_rehearsed(tmp_path: Path) -> None:
     lacking = {g["what"] for g in goals if g["verdict"] != "rehearsed"}
     nemos_loss = {"times faster than NeMo's best", "NeMo's least memory / ours", "times NeMo's"}
     assert lacking == nemos_loss | {"model FLOPs / published peak"}
+    assert len(json.loads((tmp_path / "encoder.json").read_text())["rows"]) == 5
     rows = json.loads((tmp_path / "step.json").read_text())["rows"]
     assert [row["name"] for row in rows] == ["adamw", "recommended", "recommended_small"]
     assert all(0.5 < row["predicted_over_measured"] < 2 for row in rows)
