@@ -21,7 +21,7 @@ def mask_once(model: AsrModel) -> bool:
     backward pass keeps one tensor of each size, not two.
     """
     convolutions = getattr(model.encoder.pre_encode, "conv", None)
-    if type(convolutions).__name__ != "MaskedConvSequential":
+    if convolutions is None or type(convolutions).__name__ != "MaskedConvSequential":
         return False
     if any(type(layer) not in (nn.Conv2d, nn.ReLU) for layer in convolutions):
         return False
