@@ -15,6 +15,7 @@ from omegaconf import OmegaConf, open_dict
 from finetune.errors import UserError
 from finetune.losses import feasible_clips, feasible_ctc_clips
 from finetune.models.protocols import AsrModel, CtcHead
+from finetune.models.subsampling import mask_once
 
 log = logging.getLogger(__name__)
 
@@ -209,6 +210,7 @@ def prepare_for_training(
         ctc_weight: `ctc_loss_weight` from here on; None keeps the model's own.
     """
     prepare_for_decoding(model)
+    mask_once(model)
     if not spec_augment:
         model.spec_augmentation = None
     for module in model.modules():

@@ -46,7 +46,8 @@ class Meter:
     """What is trained on behind a warm-up of `skipped` steps."""
 
     def __init__(self, skipped: int):
-        self.skipped, self.steps, self.began, self.seconds = skipped, 0, 0.0, 0.0
+        self.skipped, self.steps = skipped, 0
+        self.began, self.seconds = (0.0, 0.0), (0.0, 0.0)  # of the clock, and of the process's threads together
         self.samples: list[torch.Tensor] = []
         self.tokens: list[torch.Tensor] = []
 
@@ -59,13 +60,14 @@ class Meter:
         if last or self.steps == self.skipped:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            self.seconds = time.perf_counter() - self.began
-            self.began = time.perf_counter()
+            now = time.perf_counter(), time.process_time()
+            self.seconds, self.began = (now[0] - self.began[0], now[1] - self.began[1]), now
 
     def result(self) -> dict[str, Any]:
         seconds = torch.cat([x.cpu() for x in self.samples]).double() / RATE
-        found = {"clips": len(seconds), "audio_seconds": float(seconds.sum()), "seconds": self.seconds}
-        found["audio_hours_an_hour"] = found["audio_seconds"] / self.seconds
+        found = {"clips": len(seconds), "audio_seconds": float(seconds.sum())}
+        found["seconds"], found["processor_seconds"] = self.seconds
+        found["audio_hours_an_hour"] = found["audio_seconds"] / found["seconds"]
         if torch.cuda.is_available():
             found["peak_bytes"] = torch.cuda.max_memory_allocated()
         return found
@@ -159,15 +161,7 @@ def ours(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
 def transformers(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
     """Train with transformers' Trainer, with batches of like length made beforehand."""
     import sentencepiece
-    import soundfile
-    from transformers import (
-        ParakeetFeatureExtractor,
-        ParakeetForTDT,
-        ParakeetTDTConfig,
-        Trainer,
-        TrainerCallback,
-        TrainingArguments,
-    )
+    from transformers import ParakeetFeatureExtractor, ParakeetForTDT, ParakeetTDTConfig
 
     from finetune.models.huggingface.layout import KINDS, feature_settings, model_settings
 
@@ -186,10 +180,32 @@ def transformers(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
             batches.append([])
         batches[-1].append({**row, "ids": pieces.encode(row["text"])})
     batches = [batches[i] for i in np.random.default_rng(0).permutation(len(batches))]
+    return with_trainer(model, features, batches, folder, arguments, device, learning_rate=1e-5)
+
+
+def with_trainer(
+    model: Any,
+    features: Any,
+    batches: list[list[dict[str, Any]]],
+    clips: Path,
+    arguments: argparse.Namespace,
+    device: str,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Train a ParakeetForTDT with transformers' Trainer, a batch a step, and measure it.
+
+    Args:
+        batches: rows with `audio_filepath`, below the folder `clips`, `duration` and token `ids`.
+        settings: further TrainingArguments.
+    """
+    import soundfile
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    blank, pad = model.config.blank_token_id, model.config.pad_token_id
 
     def collate(found: list[list[dict[str, Any]]]) -> dict[str, torch.Tensor]:
         (batch,) = found
-        audio = [soundfile.read(folder / row["audio_filepath"], dtype="float32")[0] for row in batch]
+        audio = [soundfile.read(clips / row["audio_filepath"], dtype="float32")[0] for row in batch]
         inputs = features(audio, sampling_rate=RATE, return_tensors="pt", return_attention_mask=True)
         ids = [torch.tensor(row["ids"]) for row in batch]
         labels = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=pad)
@@ -205,14 +221,14 @@ def transformers(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
             tokens_B = torch.tensor([len(row["ids"]) for row in batch])
             meter.step(samples_B, tokens_B, state.global_step == arguments.steps)
 
-    settings = TrainingArguments(
+    chosen = TrainingArguments(
         output_dir=str(arguments.folder / "transformers"), max_steps=arguments.steps, bf16=device == "cuda",
-        per_device_train_batch_size=1, train_sampling_strategy="sequential", learning_rate=1e-5,
-        optim="adamw_torch_fused", dataloader_num_workers=arguments.workers, use_cpu=device == "cpu",
-        report_to="none", save_strategy="no", logging_strategy="no", remove_unused_columns=False, disable_tqdm=True,
+        per_device_train_batch_size=1, train_sampling_strategy="sequential", optim="adamw_torch_fused",
+        dataloader_num_workers=arguments.workers, use_cpu=device == "cpu", report_to="none", save_strategy="no",
+        logging_strategy="no", remove_unused_columns=False, disable_tqdm=True, **settings,
     )  # fmt: skip
     dataset: Any = batches
-    Trainer(model, settings, data_collator=collate, train_dataset=dataset, callbacks=[Watch()]).train()
+    Trainer(model, chosen, data_collator=collate, train_dataset=dataset, callbacks=[Watch()]).train()
     return meter.result()
 
 
