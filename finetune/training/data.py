@@ -1,6 +1,5 @@
 """The stream of a split, with the numbers of the model that it is for."""
 
-import copy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +25,7 @@ from finetune.evaluation.recognise import LONGEST_AT_ONCE, evaluation_limits
 from finetune.models.features import is_usual, log_mel
 from finetune.models.nemo import clips_with_alignment, encoder_lengths
 from finetune.models.prompts import auto_ratio, prompt_slots
-from finetune.models.protocols import AsrModel
+from finetune.models.protocols import AsrModel, Preprocessor
 
 LANGUAGE_ROWS, LANGUAGE_SECONDS = 1000, 10.0
 
@@ -94,12 +93,15 @@ def features_of(model: AsrModel) -> Features:
     Raises:
         UserError: only NeMo itself can compute them, whose code may ask the GPU, which a forked worker must not.
     """
+    from nemo.core import Serialization
+
     if not is_usual(model.preprocessor.featurizer):
         raise UserError(
             "data.features: workers cannot compute the features of this model, whose preprocessor has unusual settings "
             "(exact_pad, frame_splicing, narrow-band augmentation, no log or a clamped one). Write data.features: model."
         )
-    preprocessor = copy.deepcopy(model.preprocessor).cpu().train()
+    preprocessor: Preprocessor = Serialization.from_config_dict(model.cfg.preprocessor)  # NeMo's cannot be copied
+    preprocessor.load_state_dict(model.preprocessor.state_dict())
 
     def features(
         audio_BS: torch.Tensor, audio_lengths_B: torch.Tensor, seed: tuple[int, ...]

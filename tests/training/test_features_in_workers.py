@@ -15,7 +15,7 @@ from finetune.models.nemo_archive import save_nemo
 
 # All that draws random numbers is on but dither, as the tiny model has it: its draws come from elsewhere.
 DATA = {"validation": None, "test": None, "augment": {"speed": 0.5, "gain": 0.5}, "shuffle_buffer_size": 8}
-TRAINING = {"max_steps": 8, "save_steps": 4, "eval_on_start": False, "dataloader_num_workers": 1}
+TRAINING = {"max_steps": 4, "save_steps": 2, "eval_on_start": False, "dataloader_num_workers": 1}
 
 Start = Callable[..., list[float]]
 
@@ -65,11 +65,11 @@ def test_dither_of_workers_is_the_same_after_a_resume(start: Start, tiny_model: 
     unbroken = start("unbroken", "workers", model=tmp_path / "noisy.nemo")
     assert start("quiet", "workers") != unbroken
     shutil.copytree(tmp_path / "unbroken", tmp_path / "resumed")
-    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "step-00000008")
+    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "step-00000004")
     resumed = start("resumed", "workers", model=tmp_path / "noisy.nemo", resume_from_checkpoint=True)
     assert resumed == unbroken
     weights = [
-        load_file(tmp_path / run / "checkpoints" / "step-00000008" / "model.safetensors")
+        load_file(tmp_path / run / "checkpoints" / "step-00000004" / "model.safetensors")
         for run in ("unbroken", "resumed")
     ]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
