@@ -55,7 +55,7 @@ class Batch:
     """Whether an alignment exists for each utterance; both are set by the training loop."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a DataLoader worker sends: audio and features in shared memory, small tensors in the message itself."""
+        """Return what a DataLoader worker sends: audio and features in shared memory, small tensors in the message."""
         state = {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in self.__dict__.items()}
         if torch.utils.data.get_worker_info() is not None and self.ids:
             try:

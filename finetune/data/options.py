@@ -10,7 +10,6 @@ from finetune.data.batching import BatchLimits
 from finetune.data.leave_out import LeaveOut
 from finetune.data.retry import RETRIES
 
-
 Features = Callable[[torch.Tensor, torch.Tensor, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]]
 """(B, S) audio, (B,) samples and a seed of dither -> (B, F, M) features and (B,) mel frames."""
 

@@ -26,7 +26,7 @@ def log_mel(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what a NeMo `AudioToMelSpectrogramPreprocessor` does, which adds dither in training mode.
 
-    NeMo sums the squares of real and imaginary part along a dimension of two, on a CPU a third of all its time, and
+    NeMo sums the squares of real and imaginary part along a dimension of two, the slowest part of all on a CPU, and
     its normalization waits for a GPU. Settings that are not `is_usual` are left to NeMo. Call without autocast.
 
     Args:

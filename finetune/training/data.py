@@ -97,8 +97,9 @@ def features_of(model: AsrModel) -> Features:
 
     if not is_usual(model.preprocessor.featurizer):
         raise UserError(
-            "data.features: workers cannot compute the features of this model, whose preprocessor has unusual settings "
-            "(exact_pad, frame_splicing, narrow-band augmentation, no log or a clamped one). Write data.features: model."
+            "data.features: workers cannot compute the features of this model, whose preprocessor has unusual "
+            "settings (exact_pad, frame_splicing, narrow-band augmentation, no log or a clamped one). Write "
+            "data.features: model."
         )
     preprocessor: Preprocessor = Serialization.from_config_dict(model.cfg.preprocessor)  # NeMo's cannot be copied
     preprocessor.load_state_dict(model.preprocessor.state_dict())

@@ -10,8 +10,8 @@ manifest  5.2 M lines: time to the first batch, memory and its growth, and resum
           here: decoding is replaced by 0.1 s of silence.
 soak      memory and open files of two workers over a million clips that are decoded
 train     audio seconds a second of training the sample base model, with batches by duration against random ones
-features  log-mel features of a batch, ours against NeMo's; and audio seconds a second of training the sample base model
-          with features in the workers against those in the model
+features  log-mel features of a batch, ours against NeMo's; and audio seconds a second of training the sample base
+          model with features in the workers against those in the model
 
 Timed parts alternate in rounds, and medians are reported.
 """

@@ -55,7 +55,7 @@ def test_losses_are_those_of_features_in_the_model(start: Start) -> None:
         trainer.stream.positions, trainer.stream.next_worker = {}, 0
 
     assert start("here", "workers", watch, dataloader_num_workers=0) == in_model
-    assert sum(sizes) == 24 and max(sizes) == 2
+    assert (sum(sizes), max(sizes)) == (24, 2)
 
 
 def test_dither_of_workers_is_the_same_after_a_resume(start: Start, tiny_model: Path, tmp_path: Path) -> None:
