@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     for error in found["errors"]:
         print_error(error)
-    for line in found["same_clips"] + found["same_texts"]:
+    for line in (*found["same_clips"], *(f"warning: {text}" for text in found["same_texts"])):
         print(line)
     for line in said:
         print(one_line(line))

@@ -89,10 +89,13 @@ _third_party.addFilter(_pass_on)
 
 
 def _printable(record: logging.LogRecord) -> logging.LogRecord:
-    """Return the record with arguments that cannot break its line or act on the terminal; its format stays."""
+    """Return the record with arguments that cannot break its line or act on the terminal; a warning begins with the
+    word."""
+    record = copy.copy(record)
     if isinstance(record.args, tuple):
-        record = copy.copy(record)
-        record.args = tuple(_argument(value) for value in record.args or ())
+        record.args = tuple(_argument(value) for value in record.args)
+    if record.levelno == logging.WARNING:
+        record.msg = f"warning: {record.msg}"
     return record
 
 

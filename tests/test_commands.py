@@ -143,8 +143,9 @@ def test_evaluate_equals_jiwer_over_its_own_utterances(tiny_model, clips, tmp_pa
     assert told["wer"] == pytest.approx(jiwer.wer(*texts))
     assert told["cer"] == pytest.approx(jiwer.cer(*texts))
     assert set(told["by_language"]) == {"en", "fr"}
-    table = capsys.readouterr().out.splitlines()[:4]
-    assert [line.split()[0] for line in table] == ["language", "en", "fr", "all"]
+    out, err = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines()[:4]] == ["language", "en", "fr", "all"]
+    assert err.rpartition("\r")[2] == "", "no progress bar stays"
 
 
 def test_evaluate_names_a_wrong_model_and_a_wrong_data_set(tiny_model, clips, capsys):

@@ -340,16 +340,42 @@ def test_the_commands_of_the_walk_through_parse(walk_through):
     from finetune.train import parse_arguments
 
     page = walk_through["PAGE"].read_text(encoding="utf-8")
-    lines = re.findall(r"^\$ (.+)$", "".join(block[2] for block in walk_through["BLOCK"].finditer(page)), re.MULTILINE)
-    assert len(lines) == 11
-    for line in lines:
+    commands = walk_through["all_commands"](page)
+    assert [line for line in commands if not line.startswith("python -c")] == re.findall(r"(?m)^\$ (.+)$", page)
+    assert (len(commands), page.count("\n```text\n")) == (12, 1)
+    for line in commands:
         first, second, *words = shlex.split(line)
         if first == "bash":
             assert second == "scripts/run_training.sh"
             parse_arguments(words)
+        elif first == "python":
+            compile(words[0], "the page", "exec")
         else:
             load(second).make_parser().parse_intermixed_args(words)
         assert all(Path(word).is_file() for word in words if re.match(r"(test_)?recordings/|my_run", word)), line
+
+
+def test_commands_and_python_of_the_page_are_run(walk_through, tmp_path):
+    page = """```console
+$ printf '50%%\\r100%%\\r    \\rdone\\n'; printf '```python\\n1/0\\n```\\n' >&2; pwd
+old
+```
+
+```python
+import sys
+print("one"), sys.stderr.write("a bar")
+```
+
+```text
+old
+```
+"""
+    new = walk_through["with_outputs"](page, tmp_path)
+    assert new.splitlines()[2:8] == ["done", "```python", "1/0", "```", str(tmp_path), "````"]
+    assert new.endswith('sys.stderr.write("a bar")\n```\n\n```text\none\n```\n')
+    assert walk_through["with_outputs"](new, tmp_path) == new
+    with pytest.raises(SystemExit, match="exit code 1"):
+        walk_through["with_outputs"]("```python\n1 / 0\n```", tmp_path)
 
 
 def test_output_with_fences_of_its_own_ends_no_block():

@@ -268,9 +268,9 @@ def score_stream(
                     on_utterance(u, counts)
             if on_batch is not None:
                 on_batch(batch, texts, wer)
+            if wer.total.words:  # a refresh would show the bar before its delay, and nothing would take it away
+                bar.set_postfix(wer=f"{wer.total.word_errors / wer.total.words:.3f}", refresh=False)
             bar.update(len(batch.ids))
-            if wer.total.words:
-                bar.set_postfix(wer=f"{wer.total.word_errors / wer.total.words:.3f}")
     if wer.mistakes is not None:
         wer.mistakes.encode_audio()
     return wer

@@ -15,6 +15,8 @@ from finetune.losses.form import Form
 
 # Of one program. 128 columns divide the usual widths (512, 640, 1024).
 CELLS, COLUMNS = 16, 128
+# What differs from block to block; a compilation for each would gain nothing.
+NUMBERS, CELL_INDICES = ["N", "seed", "threshold"], ["number_N", "frame_N", "position_N"]
 
 
 @triton.jit
@@ -56,7 +58,7 @@ def _active(enc, pred, frame, position, h, inside, H, ACTIVATION: tl.constexpr):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
-@triton.jit(do_not_specialize=["seed", "threshold"])
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=CELL_INDICES)
 def _dropped(
     enc,
     pred,
@@ -86,7 +88,7 @@ def _dropped(
     tl.store(dropped_NH + n[:, None] * H + h[None, :], y.to(dropped_NH.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["seed", "threshold"])
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=CELL_INDICES)
 def _add_gradient(
     grad_NH,
     enc,

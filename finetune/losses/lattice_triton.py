@@ -25,6 +25,7 @@ from finetune.losses.transfers import send
 
 CELLS_A_PROGRAM = 256
 PLANES = 5  # beside the durations
+SLICES = ["tokens_B", "label_N", "blank_N"]  # which begin anywhere
 NONE: tl.constexpr = tl.constexpr(-(2**28))  # exponent of 0: the sum of any three stays below each real one
 DURATION_PLANES: tl.constexpr = tl.constexpr(5)
 
@@ -79,7 +80,7 @@ def _place(i, T, W):
     return tl.where(t < 0, t + T, t), u
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=SLICES)
 def _arcs(
     blank_N, label_N, duration_ND, m_PN, e_PN, first_B, frames_B, tokens_B, N, D: tl.constexpr, LANES: tl.constexpr
 ):
@@ -104,7 +105,7 @@ def _arcs(
         tl.store(e_PN + (DURATION_PLANES + j) * N + first + i, e, mask=inside)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=SLICES)
 def _walk(
     m_PN,
     e_PN,
@@ -212,7 +213,7 @@ def _walk(
             row = tl.where(row == 0, T - 1, row - 1)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=SLICES)
 def _posteriors(
     m_PN,
     e_PN,

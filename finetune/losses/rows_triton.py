@@ -12,7 +12,11 @@ import triton
 import triton.language as tl
 
 COLUMNS = 2048  # at most, at once
+# Rows of at most so many are read at once: a clip's own tokens are of any number, and each width would be compiled.
+NARROW = 512
 UNIT = 8
+LAYOUT = ["stride", "width", "V1", "V"]
+OF_CELL = ["lse_N", "label_N", "blank_N", "duration_ND", "next_token_N", "scale_N"]
 
 
 @triton.jit
@@ -21,7 +25,7 @@ def _base(top):
     return tl.where(top == float("-inf"), 0.0, top)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LAYOUT)
 def _log_sum_exp(logits_NO, lse_N, stride, width, V1, UNIT: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr):
     n = tl.program_id(0).to(tl.int64)
     row = logits_NO + n * (stride * UNIT)
@@ -57,7 +61,7 @@ def _token_gradient(probability, v, occupancy, weighted, blank, next_token, V, c
     return grad
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LAYOUT, do_not_specialize_on_alignment=OF_CELL)
 def _gradient(
     logits_NO,
     lse_N,
@@ -120,9 +124,11 @@ def _layout(logits_NO: torch.Tensor, V1: int, width: int) -> tuple[dict[str, int
     stride = logits_NO.stride(0)
     unit = UNIT if stride % UNIT == 0 else 1
     units = -(-width // unit)
-    columns = min(COLUMNS, 1 << (V1.bit_length() - 1))
+    narrow = units * unit <= NARROW
+    columns = NARROW if narrow else min(COLUMNS, 1 << (V1.bit_length() - 1))
     rest = units * unit - V1 // columns * columns
-    constants = {"UNIT": unit, "COLUMNS": columns, "TAIL": int(triton.next_power_of_2(rest)) if rest else 0}
+    tail = NARROW if narrow and rest else int(triton.next_power_of_2(rest)) if rest else 0
+    constants = {"UNIT": unit, "COLUMNS": columns, "TAIL": tail}
     return constants, (stride // unit, units), max(1, min(4, columns // 256))
 
 

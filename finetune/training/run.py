@@ -270,7 +270,7 @@ def build_trainer(
     )
     clips_per_step = t.per_device_train_batch_size * t.gradient_accumulation_steps * accelerator.num_processes
     for text in warnings_for(config, count_parameters(model), clips_per_step, total_steps):
-        log.warning("advice: %s", text)
+        log.warning("%s", text)
     return trainer
 
 

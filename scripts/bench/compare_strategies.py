@@ -40,6 +40,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 import yaml
 from compare_strategies_report import picture, spread, table, together  # noqa: F401
@@ -221,8 +222,7 @@ def run_row(row: dict[str, Any], arguments: argparse.Namespace, gpus: int) -> di
         *train_arguments(row, arguments, run_dir, processes),
     ]  # fmt: skip
     started = time.perf_counter()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
     row = {**row, "processes": processes, "wall_seconds": time.perf_counter() - started}
     if done.returncode or not probed.is_file():
         said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
@@ -316,8 +316,7 @@ def prepared_clips(arguments: argparse.Namespace) -> Path:
             f"training.output_dir={run_dir}", "training.report_to=none", "training.bf16=false", "training.max_steps=1",
             *arguments.overrides, *arguments.batches, "data.validation=null", "data.test=null", "data.guard=null",
         ]  # fmt: skip
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
         shutil.rmtree(run_dir, ignore_errors=True)
         if done.returncode:
             said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

@@ -11,7 +11,8 @@ process of its own (a rehearsal has one for all) with worker processes that read
   transformers  Trainer and ParakeetForTDT, bf16, fused AdamW, batches of --transformers-seconds, since its joint's
                 outputs are all in memory
 Counted is what goes by between the end of a warm-up and the end of the last step, waiting for data included. A side
-that fails is recorded as failed, and FILE is written anew after each side.
+that runs out of memory gets batches of half the seconds, twice at most; one that fails is recorded as failed, and FILE
+is written anew after each side.
 
 Model FLOPs are three times those of a forward pass over each clip without its padding, from counted matrix products
 and convolutions of the encoder at three lengths and 2 T (U + 1) H O of the joint; recomputation adds nothing. Their
@@ -265,14 +266,20 @@ def side_alone(name: str, arguments: argparse.Namespace, device: str) -> dict[st
         except Exception as error:  # of whatever library the side belongs to
             return {"failed": f"{type(error).__name__}: {error}"}
     left = arguments.folder / f"{name}.json"
-    left.unlink(missing_ok=True)
-    command = [sys.executable, *sys.argv, "--side", name]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-    if done.returncode or not left.is_file():
+    for share in (1, 2, 4):
+        left.unlink(missing_ok=True)
+        sizes = {key: vars(arguments)[key] / share for key in ("batch_seconds", "transformers_seconds")}
+        settings = [f"--{key.replace('_', '-')}={seconds}" for key, seconds in sizes.items()]
+        command = [sys.executable, *sys.argv, *settings, "--side", name]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+        if not done.returncode and left.is_file():
+            seconds = sizes["transformers_seconds" if name == "transformers" else "batch_seconds"]
+            return {"batch_seconds": seconds, **json.loads(left.read_text(encoding="utf-8"))}
         print(done.stderr[-3000:], file=sys.stderr)
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return {"failed": f"exit code {done.returncode}: {last}"}
-    return json.loads(left.read_text(encoding="utf-8"))
+        if "out of memory" not in done.stderr.lower().replace("_", " "):
+            break
+    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    return {"failed": f"exit code {done.returncode}: {last}"}
 
 
 def main() -> int:

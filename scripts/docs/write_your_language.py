@@ -3,7 +3,8 @@
     python scripts/docs/write_your_language.py [--folder DIR] [--keep]
     python scripts/docs/write_your_language.py --recordings DIR        # only the recordings of the page
 
-The page has blocks that begin with ```console: a line with `$ ` is a command, the lines below it are its output.
+The page has blocks that begin with ```console: a line with `$ ` is a command, the lines below it are its output. What
+a block of ```python prints on stdout stands in a block of ```text below it.
 The recordings are the French sample prompts, as sound files and a metadata.csv: those of the training split, and the
 others for the test; the old data are the English ones. Run files are the page's YAML blocks, whose first line is
 `# NAME`. --keep leaves the page as it is and only fails where a command does.
@@ -13,6 +14,7 @@ import argparse
 import csv
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -24,9 +26,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "your_language.md"
 PROMPTS = ROOT / "examples" / "voice_prompts" / "data"
 LINKED = ("accelerate_configs", "ds_configs", "examples", "finetune", "scripts", "constraints.txt", "pyproject.toml")
-BLOCK = re.compile(r"^(`{3,})console\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^(`{3,})console\n(.*?)^\1$|^```python\n(.*?)^```$(?:\n\n```text\n.*?^```$)?", re.MULTILINE | re.DOTALL
+)
 RUN_FILE = re.compile(r"^```yaml\n# (\S+\.yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PROGRESS = re.compile(r"\w+: +\d+(%\||clip )")
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -59,27 +62,71 @@ def prepare(folder: Path, page: str) -> None:
         (folder / name).write_text(text, encoding="utf-8")
 
 
-def output_of(command: str, folder: Path) -> str:
-    """Run a command of the page; return what it prints, without progress bars and this machine's paths.
+def commands_of(block: re.Match[str]) -> list[str]:
+    """Return the commands of a block of the page; a block of Python is one."""
+    if block[3] is not None:
+        return [f"python -c {shlex.quote(block[3])}"]
+    return [line[2:] for line in block[2].splitlines() if line.startswith("$ ")]
+
+
+def all_commands(page: str) -> list[str]:
+    """Return the commands of all blocks, in their order."""
+    return [command for block in BLOCK.finditer(page) for command in commands_of(block)]
+
+
+def run_command(
+    command: str, folder: Path, stderr: int | None = subprocess.STDOUT
+) -> subprocess.CompletedProcess[bytes]:
+    """Run a command of the page in the folder that `prepare` made."""
+    python = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": python, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        check=False,
+    )
+
+
+def on_screen(printed: bytes) -> list[str]:
+    """Return the lines that stay on a terminal, without those that are empty."""
+    lines = (ESCAPES.sub("", line.rpartition("\r")[2].rstrip()) for line in printed.decode().split("\n"))
+    return [line for line in lines if line]
+
+
+def output_of(command: str, folder: Path, stderr: int | None = subprocess.STDOUT) -> str:
+    """Return what a command of the page prints, without this machine's paths.
 
     Raises:
         SystemExit: it fails.
     """
     print(f"$ {command}", file=sys.stderr, flush=True)
-    done = subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        check=False,
-    )
-    lines = [ESCAPES.sub("", line.rpartition("\r")[2].rstrip()) for line in done.stdout.decode().split("\n")]
-    shown = [line for line in lines if line and not PROGRESS.match(line)]
-    text = "\n".join(shown).replace(f"{folder}/", "").replace(f"{ROOT}/", "")
+    done = run_command(command, folder, stderr)
+    text = "".join(f"{line}\n" for line in on_screen(done.stdout))
+    text = text.replace(f"{folder}/", "").replace(f"{ROOT}/", "")
     if done.returncode:
         raise SystemExit(f"{command}: exit code {done.returncode}\n{text}")
-    return text + "\n" if text else ""
+    return text
+
+
+def with_outputs(page: str, folder: Path) -> str:
+    """Run a page's commands in `folder`; return the page with what they print.
+
+    Raises:
+        SystemExit: one of them fails.
+    """
+
+    def run(block: re.Match[str]) -> str:
+        commands = commands_of(block)
+        if block[3] is not None:
+            return f"```python\n{block[3]}```\n\n```text\n{output_of(commands[0], folder, None)}```"
+        text = "".join(f"$ {one}\n{output_of(one, folder)}" for one in commands)
+        fence = "`" * (1 + max([2, *map(len, re.findall(r"^`+", text, re.MULTILINE))]))
+        return f"{fence}console\n{text}{fence}"
+
+    return BLOCK.sub(run, page)
 
 
 def main() -> int:
@@ -98,14 +145,7 @@ def main() -> int:
         folder = (arguments.folder or Path(temporary) / "work").resolve()
         folder.mkdir(parents=True)
         prepare(folder, page)
-
-        def run(block: re.Match[str]) -> str:
-            commands = [line[2:] for line in block[2].splitlines() if line.startswith("$ ")]
-            text = "".join(f"$ {one}\n{output_of(one, folder)}" for one in commands)
-            fence = "`" * (1 + max([2, *map(len, re.findall(r"^`+", text, re.MULTILINE))]))
-            return f"{fence}console\n{text}{fence}"
-
-        written = BLOCK.sub(run, page)
+        written = with_outputs(page, folder)
     if not arguments.keep:
         PAGE.write_text(written, encoding="utf-8")
     return 0

@@ -298,7 +298,8 @@ def main() -> None:
             arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
     write()
-    sections = ("step", "clipping", "schedules") if arguments.rehearsal else bench_optimizer.SECTIONS
+    # `rates` compiles a step a dozen times over, for minutes.
+    sections = ("step", "clipping", "schedules")
     report["bench"] = timed = bench_optimizer.measure(sections, layers, sides, repeats, device)
     write()
     bench_optimizer.print_tables(timed)

@@ -223,7 +223,7 @@ def test_a_run_warns_of_texts(run_train: Any, tiny_run: Any, copied: Any, capsys
     data = {"train": str(copied.train), "validation": str(copied.test), "test": None, "allow_overlap": False}
     assert run_train(*tiny_run(data=data)) == 2
     said = capsys.readouterr().err
-    assert "data.validation: 2 of 6 clips share their text with data.train (42.9 % of the words): " in said
+    assert " warning: data.validation: 2 of 6 clips share their text with data.train (42.9 % of the words): " in said
     assert "error: so far" in said
 
 
@@ -282,7 +282,12 @@ def test_a_check_compares_the_audio_and_lists_what_to_leave_out(
         assert check([*run, "--output-dir", str(out), "--workers", "1", "--overwrite", advice]) == 0
         assert "2  listed in data.leave_out" in capsys.readouterr().out
         assert [row["source"] for row in read_lines(out / "problems.jsonl")] == list(problems)
-    data["train"] = data["test"]
+    rows = read_lines(copied.test)
+    known = [{**row, "text": rows[-1]["text"]} for row in rows[:4]]
+    data["test"] = str(write_manifest(tmp_path / "known.jsonl", known))
+    assert check([*tiny_run(data=data), "--output-dir", str(out), "--workers", "1", "--overwrite"]) == 0
+    assert capsys.readouterr().out.startswith("warning: data.test: 4 of 4 clips share their text with data.train (100")
+    data["train"] = data["test"] = str(copied.test)
     assert check([*tiny_run(data=data), "--output-dir", str(out), "--workers", "1", "--overwrite"]) == 1
     said = capsys.readouterr().out
     assert f"--data {copied.test} --output DIR): all of data.train is evaluated as well" in said

@@ -1,6 +1,7 @@
 """How much of the data is left, in a line at the start of a run and of a dry run."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,18 @@ def test_a_run_on_less_than_half_is_refused(
     again = failed(0, *arguments, "training.resume_from_checkpoint=true", "training.max_steps=3")
     assert line in again
     assert "77 % of the audio is left out" in again
+
+
+def test_a_run_on_much_less_begins_with_a_warning(failed: Any, tiny_run: Any, clips: Path) -> None:
+    durations = sorted(row["duration"] for row in read_lines(clips / "manifest.jsonl"))
+    arguments = tiny_run(data={**ONLY_TRAIN, "max_duration": durations[17] + 1e-6}, training={"save_steps": 0})
+    lost = 100 * sum(durations[18:]) / sum(durations)
+    assert 25 < lost < 50
+    for run in (arguments, [*arguments, "--dry-run"]):
+        said = failed(0, *run)
+        assert "training on 18 of 24 clips" in said
+        assert re.search(rf"(?m)^\d\d:\d\d:\d\d warning: data\.train: {lost:.0f} % of the audio is left out$", said)
+    assert "GO after" in said
 
 
 @pytest.mark.slow

@@ -1,10 +1,18 @@
 """Kernels and waits of the loss on a GPU, counted on fake tensors (scripts/gpu/count_launches.py)."""
 
 import sys
+from collections import defaultdict
 
 import pytest
 import torch
+import triton
 from conftest import ROOT
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from finetune.losses import hidden_triton, lattice_triton, rows_triton
+from finetune.losses.form import Form
 
 sys.path.insert(0, str(ROOT / "scripts" / "gpu"))
 from count_launches import LaunchCounter, count_loss, pretended_cuda
@@ -57,3 +65,34 @@ def test_a_small_loss_takes_all_outputs_at_once_however_many_its_clips():
 def test_a_second_round_of_the_band_costs_one_more_wait():
     found = count_loss(16, 250, 100, shares=(0.05, 0.001, 0.024, 0.0, 0.024))
     assert sum(found.waits.values()) == 3
+
+
+def test_batches_of_any_size_take_few_compilations(monkeypatch):
+    """Each takes a second on a GPU, in the midst of a training."""
+    compilations = defaultdict(set)
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+
+    def run(kernel, *args, grid, warmup, **kwargs):
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        compilations[kernel.fn.__name__].add(str(bind(*args, **kwargs)[1:]))
+
+    monkeypatch.setattr(triton.runtime.JITFunction, "run", run)
+    form, enc = Form("relu", 0.2, 5, torch.bfloat16), torch.zeros(40, 16, dtype=torch.bfloat16)
+    for outputs in range(8, 137, 8):  # of the clips' own tokens
+        rows_triton.log_sum_exp(enc.new_zeros(4, outputs)[:, : outputs - 5])
+    for start, N in ((0, 16), (1, 16), (2, 17), (3, 18)):  # of blocks of cells
+        number_N, lse_N = torch.zeros(64, dtype=torch.int64)[start:][:N], torch.zeros(64)[start:][:N]
+        grads = torch.zeros(40, 16), torch.zeros(40, 16)
+        of_cell = (lse_N, lse_N, lse_N, torch.zeros(64, 5)[start:][:N], number_N, lse_N)
+        rows_triton.log_sum_exp(enc.new_zeros(N, 8200)[:, :8193])
+        rows_triton.gradient_(enc.new_zeros(N, 8200), *of_cell, V=8192, D=5, fastemit_lambda=0.0, clamp=0.0)
+        hidden_triton.dropped(enc, enc, number_N, number_N, number_N, form)
+        hidden_triton.add_gradient(enc[:N], enc, enc, number_N, number_N, number_N, form, *grads)
+    for clips in range(1, 9):
+        for tokens in (3, 20, 31):
+            N = clips * 3 * (tokens + 1)
+            scores = torch.zeros(N), torch.zeros(N), torch.zeros(N, 5)
+            lattice_triton.solve(*scores, [3] * clips, [tokens] * clips, (0, 1, 2, 3, 4), 5, True)
+    assert {name: len(found) for name, found in compilations.items()} == {
+        "_log_sum_exp": 2, "_gradient": 1, "_dropped": 1, "_add_gradient": 1, "_arcs": 1, "_walk": 1, "_posteriors": 1,
+    }  # fmt: skip

@@ -234,7 +234,8 @@ def test_the_card_is_read_by_the_hubs_own_loader_and_says_what_the_run_measured(
         rate(summary[f"guard_wer_{w}"], tested["guard"][f"interval_{x}"]) for w, x in (("before", "a"), ("after", "b"))
     ]
     assert f"| {guard[0]} | {guard[1]} |" in text
-    assert "Languages without an evaluation: fr, de." in text
+    assert "| fr |" in text.partition("On the guard set")[2]
+    assert "Languages without an evaluation: de.\n" in text, "fr is measured, on the guard set alone"
     assert "measured on 16 clips only" in text
     assert "[nvidia/parakeet-tdt-0.6b-v3](https://huggingface.co/nvidia/parakeet-tdt-0.6b-v3) by nvidia" in text
     assert "https://creativecommons.org/licenses/by/4.0/" in text
@@ -327,6 +328,14 @@ def test_intervals_and_tests_of_significance_are_shown_where_a_run_has_them(fini
     assert "(80.00 to 85.00)" in text
     assert "WER on the test set is not significantly different from before (p = 0.25)." in text
     assert "WER on the guard set is significantly better than before (p < 1e-12)." in text
+
+
+def test_a_change_for_the_worse_is_called_so():
+    from finetune.tools.publishing.card import change_of
+    from finetune.tools.report.read import Rates
+
+    rates = Rates(None, 58, 262, 0.1, 0.2, None, None, None, None, {"significant": True, "p_value": 0.003})
+    assert change_of(rates) == "significantly worse than before (p = 0.003)"
 
 
 def test_an_unfinished_run_and_one_that_kept_the_base_say_so(finished_run, push, tmp_path):

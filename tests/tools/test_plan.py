@@ -242,8 +242,10 @@ def test_a_cache_that_cannot_be_written_is_done_without(tiny_memory, tmp_path, m
 
 
 FOLLOW_TWICE = """
+import os
 import sys
 from pathlib import Path
+import numpy
 import torch
 from torch._subclasses import FakeTensorMode
 from finetune.config.load import load_config
@@ -258,14 +260,20 @@ config, _ = load_config(Path(sys.argv[1]), [], [])
 kinds = [Kind(config.model, precision, releases=False, cuda=False) for precision in ("bf16", "no")]
 for memory in cache.follow_all(read_layout(config.model.name), kinds, [1.5, 0.9, 0.45], 5.0):
     print(type(memory).__name__)
+
+# As on a machine with a GPU, where NeMo's preprocessor reads a value from the device.
+os.environ["PARAKEET_FINETUNE_CACHE"] += "/another"
+torch.cuda.is_available, torch.cuda.is_current_stream_capturing = lambda: True, lambda: False
+[again] = cache.follow_all(read_layout(config.model.name), kinds[-1:], [1.5, 0.9, 0.45], 5.0)
+print(numpy.allclose(again.peaks_L2PN, memory.peaks_L2PN, rtol=1e-3))
 """
 
 
-def test_steps_are_followed_where_autograd_forbids_to_fork(plan_folder, tmp_path):
+def test_steps_are_followed_where_autograd_forbids_to_fork_and_where_there_is_a_gpu(plan_folder, tmp_path):
     code = [sys.executable, "-c", FOLLOW_TWICE, str(plan_folder / "RUN.yaml")]
     env = {**os.environ, "PARAKEET_FINETUNE_CACHE": str(tmp_path)}
     done = subprocess.run(code, capture_output=True, text=True, cwd=ROOT, env=env)
-    assert done.stdout.split() == ["StepMemory", "StepMemory"], done.stdout + done.stderr
+    assert done.stdout.split() == ["StepMemory", "StepMemory", "True"], done.stdout + done.stderr
 
 
 # ---- figures --------------------------------------------------------------------------------------------------------

@@ -252,7 +252,10 @@ def test_runs_side_by_side(done, run_file, tmp_path, monkeypatch, capsys):
     for name in (page, other / "report.html"):
         assert "hunter" not in name.read_text()
     assert "data.max_duration=20" in texts(other / "report.html")
-    assert capsys.readouterr().out.startswith(str(page))
+    out, err = capsys.readouterr()
+    assert out.startswith(str(page))
+    assert err.count(" warning: These runs were judged on different data: ") == 1
+    assert "hunter" not in err
     config["data"]["guard"] = "another.jsonl"
     (other / "config.yaml").write_text(yaml.safe_dump(config))
     page.unlink()

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 DETERMINISTIC = {"spec_augment": False, "dropout": 0.0, "freeze_batchnorm": True}
 ONLY_TRAIN = {"validation": None, "test": None}
+LAST_WAS_BEST = "the last evaluation was the best: with more steps the WER may fall further\n"
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.5])
@@ -144,9 +145,13 @@ def test_the_judged_split_has_intervals_and_a_p_value(run_train, tiny_run, tmp_p
     said = capfd.readouterr().err
     assert f"{told['wer_after']:.3f} [{low:.3f}, {high:.3f}] after" in said
     assert "significantly better than the base model by" in said
+    assert told["best_step"] == 30
+    assert LAST_WAS_BEST in said.rpartition("WER on test:")[2]
 
 
-def test_the_guard_is_measured_at_the_last_step_where_an_earlier_one_is_chosen(run_train, tiny_run, tmp_path, heard):
+def test_the_guard_is_measured_at_the_last_step_where_an_earlier_one_is_chosen(
+    run_train, tiny_run, tmp_path, heard, capsys
+):
     """Any training makes both sets worse, so that the base model is kept."""
     from finetune.tools.report.plots import wer_plot
     from finetune.tools.report.read import read_run
@@ -156,6 +161,7 @@ def test_the_guard_is_measured_at_the_last_step_where_an_earlier_one_is_chosen(r
     rows = read_lines(tmp_path / "run" / "evaluations.jsonl")
     guard = [(r["step"], r.get("model")) for r in rows if r["split"] == "guard" and r["language"] is None]
     assert guard == [(0, None), (2, None), (4, None), (0, "best")]
+    assert LAST_WAS_BEST not in capsys.readouterr().err
     plot = wer_plot(read_run(tmp_path / "run"), "guard")
     assert plot is not None
     assert plot.traces[0]["x"] == [0, 2, 4]

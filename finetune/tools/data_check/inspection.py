@@ -409,7 +409,7 @@ def read_all(work: Work, workers: int) -> list[Path]:
     try:
         with task_processes(workers) as pool:
             parts = pool.map(inspect_shard, range(len(shards)))
-            for part in tqdm(parts, total=len(shards), desc="check", unit="shard"):
+            for part in tqdm(parts, total=len(shards), desc="check", unit="shard", leave=False):
                 files.append(part)
     except KeyboardInterrupt:
         read = len([*work.parts.glob("*.json")])

@@ -208,7 +208,8 @@ def describe_export(
     lines = [
         f"{output} ({kind.name}, {size / 1e6:.1f} MB, {dtype})",
         *([f"left out: {left_out}"] if left_out else []),
-        f"compared on {agreement.clips} clip(s) of {samples.source}: {', '.join(agreement.ways)}",
+        f"compared on {agreement.clips} clip{'s' if agreement.clips > 1 else ''} of {samples.source}: "
+        f"{', '.join(agreement.ways)}",
         f"  texts equal, {agreement.said} not empty; encoder outputs within {agreement.encoder:.1e}, {kind.head_name} "
         f"outputs within {agreement.logits:.1e} of the largest (allowed {tolerance:g})",
     ]

@@ -119,7 +119,8 @@ def _follow_missing(
     if not missing:
         return
     import_nemo()  # once, before the processes fork
-    if torch.cuda.is_initialized() or not _a_fork_can_follow():
+    # NeMo's preprocessor asks the GPU where there is one, which a fork may not.
+    if torch.cuda.is_available() or not _a_fork_can_follow():
         for key, kind in missing.items():
             yield key, _follow(layout, kind, lengths, tokens_a_second)
         _follower.cache_clear()

@@ -63,7 +63,7 @@ class Attempts:
     def warn(self, text: str) -> None:
         """Log what is no reason to stop."""
         self.warnings.append(text)
-        log.warning("        warning: %s", text)
+        log.warning("%s", text)
 
     def close(self) -> int:
         """Log the outcome and write the result; return the exit code."""

@@ -122,7 +122,8 @@ class DryRun:
         processes, device = self.accelerator.num_processes, self.accelerator.device
         line = (
             f"strategy {'+'.join(self.strategy.names) or 'none'}, engine "
-            f"{engine_with(self.strategy.engine, processes)}, {processes} process(es) on {device.type}, "
+            f"{engine_with(self.strategy.engine, processes)}, {processes} "
+            f"process{'es' if processes > 1 else ''} on {device.type}, "
             f"{'bf16' if t.bf16 else 'fp16' if t.fp16 else 'fp32'}, optimizer {t.optimizer}"
         )
         return line, {"processes": processes, "device": str(device)}

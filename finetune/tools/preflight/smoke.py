@@ -102,7 +102,9 @@ def take_steps(
     rows: list[dict[str, Any]] = []
     trainer.module.train()
     meter = trial.MemoryMeter(trainer, strategy)
-    with tqdm(total=steps, desc="smoke", unit="step", disable=not trainer.accelerator.is_main_process) as bar:
+    with tqdm(
+        total=steps, desc="smoke", unit="step", leave=False, disable=not trainer.accelerator.is_main_process
+    ) as bar:
         for number, (kind, step_batches) in enumerate(itertools.islice(all_steps, steps), 1):
             size = trial.describe_step(trainer.model, step_batches)
             if kind in worst and number <= len(worst):

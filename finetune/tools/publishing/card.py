@@ -277,7 +277,7 @@ def settings_of(facts: Facts) -> list[tuple[str, Any]]:
 def limits_of(facts: Facts, languages: list[str]) -> list[Markup]:
     """Return what is known of the model's limits."""
     limits = []
-    measured = {row.language for row in facts.rows}
+    measured = {row.language for row in [*facts.rows, *facts.guard] if row.wer_after is not None}
     whole = _overall(facts.rows)
     if whole is None:
         limits.append("How well it recognises speech was not measured.")

@@ -1,6 +1,7 @@
 """A page that lays runs side by side."""
 
 import json
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,8 @@ from finetune.tools.report.page import write_page
 from finetune.tools.report.plots import Plot, curve, curves_plot
 from finetune.tools.report.read import Rates, Run, read_run
 from finetune.tools.report.run_page import source_text, status
+
+log = logging.getLogger(__name__)
 
 NO_DIFFERENCE = {("training", key) for key in ("output_dir", "resume_from_checkpoint", "overwrite_output_dir")}
 NAVIGATION = [("results", "Results"), ("languages", "Languages"), ("curves", "Curves"), ("settings", "Settings")]
@@ -32,11 +35,14 @@ def write_comparison(folders: list[Path], path: Path) -> Path:
         over_steps("throughput", "Throughput", "audio s / s", runs, names, "audio_seconds_per_second"),
         over_steps("memory", "Peak memory", "GiB", runs, names, "peak_memory_gib"),
     ]
+    warnings = warnings_of(runs, names)
+    for text in warnings:
+        log.warning("%s", text)
     values = {
         "navigation": NAVIGATION,
         "intro": ", ".join(names),
         "names": names,
-        "warnings": warnings_of(runs, names),
+        "warnings": warnings,
         "results": results(runs),
         "unfinished": [(name, status(run)) for name, run in zip(names, runs, strict=True) if not run.finished],
         "language_heads": ["language", *(f"{name}, %" for name in names)],

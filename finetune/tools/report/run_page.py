@@ -186,7 +186,7 @@ def training_rows(run: Run) -> list[tuple[str, str]]:
         ("Strategy", run.strategy),
         ("Optimizer", s.get("optimizer") or run.setting("training", "optimizer")),
         ("Precision", f"{precision}, weights in {run.setting('model', 'dtype', 'float32')}"),
-        ("A step", f"{processes} process(es) × {accumulated} accumulated × {batch}"),
+        ("A step", f"{processes} process{'es' if processes > 1 else ''} × {accumulated} accumulated × {batch}"),
         ("Learning rate", f"{text_of(run.setting('training', 'learning_rate'))}, {schedule}, warm-up {warmup or 0}"),
     ]
 
