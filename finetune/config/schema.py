@@ -320,6 +320,9 @@ class DataConfig(Section):
     ] = []
     """Clips of a batch by the length of its longest: pairs (seconds, clips), the last also for longer ones, such as
     [[5, 64], [15, 24], [40, 8]]. Replaces `training.per_device_train_batch_size`; `training.auto_batch` fills it."""
+    features: Annotated[Literal["model", "workers"], Option("reading")] = "model"
+    """Where log-mel features of training are computed: by the model's process on its device, or by the workers on the
+    CPU, for machines with spare cores. Equal but for the draws of dither. No effect on evaluation."""
     read_retries: Annotated[NonNegativeInt, Option("reading", "attempts")] = 5
     """Attempts after a failed read over the network, with growing delays. Local files are read once."""
     max_bad_fraction: Annotated[Fraction, Option("safety", "fraction")] = 0.05

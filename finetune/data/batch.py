@@ -1,6 +1,6 @@
 """A batch of utterances: padding, its way from a worker process to the trainer, cutting it smaller, and its size.
 
-B batch, S samples, T encoder frames, U target tokens.
+B batch, S samples, F mel bins, M mel frames, T encoder frames, U target tokens.
 """
 
 import functools
@@ -22,6 +22,8 @@ from finetune.data.utterances import DecodedUtterance
 
 log = logging.getLogger(__name__)
 
+LARGE = ("audio_BS", "mel_BFM")
+
 
 @dataclass
 class Batch:
@@ -42,6 +44,9 @@ class Batch:
     filtered: dict[str, int] = field(default_factory=dict)
     rows_read: int = 0
     error: str | None = None
+    mel_BFM: torch.Tensor | None = None
+    """float32 features, with `mel_lengths_B` frames; None where the model computes them from the audio."""
+    mel_lengths_B: torch.Tensor | None = None
     slots: list[int] = field(default_factory=list)
     """Of the utterances' prompts, as drawn; empty where the stream has no prompts."""
     frames_B: torch.Tensor | None = None
@@ -50,22 +55,22 @@ class Batch:
     """Whether an alignment exists for each utterance; both are set by the training loop."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a DataLoader worker sends: audio in shared memory, small tensors in the message itself."""
+        """Return what a DataLoader worker sends: audio and features in shared memory, small tensors in the message."""
         state = {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in self.__dict__.items()}
         if torch.utils.data.get_worker_info() is not None and self.ids:
             try:
-                state["audio_BS"] = _share(state["audio_BS"])
+                state |= {name: _share(state[name]) for name in LARGE if state[name] is not None}
             except OSError as error:  # too many open files, a long TMPDIR; raising here would lose the batch unseen
                 _warn_of_pipe(str(error))
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if isinstance(state["audio_BS"], tuple):
-            state["audio_BS"] = _map_shared(*state["audio_BS"])
+        state |= {name: _map_shared(*state[name]) for name in LARGE if isinstance(state[name], tuple)}
         self.__dict__.update({k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in state.items()})
 
     def pin_memory(self) -> "Batch":
-        for name in ("audio_BS", "audio_lengths_B", "tokens_BU", "token_lengths_B"):
+        inputs = ("audio_BS", "audio_lengths_B") if self.mel_BFM is None else ("mel_BFM", "mel_lengths_B")
+        for name in (*inputs, "tokens_BU", "token_lengths_B"):
             setattr(self, name, getattr(self, name).pin_memory())
         return self
 
@@ -130,6 +135,10 @@ def part_of(batch: Batch, start: int, end: int) -> Batch:
     """Return some utterances of a batch, without padding that only the others need and without reports."""
     rows = slice(start, end)
     audio_lengths_B, token_lengths_B = batch.audio_lengths_B[rows], batch.token_lengths_B[rows]
+    mel_BFM, mel_lengths_B = batch.mel_BFM, batch.mel_lengths_B
+    if mel_BFM is not None and mel_lengths_B is not None:
+        mel_lengths_B = mel_lengths_B[rows]
+        mel_BFM = mel_BFM[rows, :, : int(mel_lengths_B.max())]
     return replace(
         batch,
         ids=batch.ids[rows],
@@ -139,6 +148,8 @@ def part_of(batch: Batch, start: int, end: int) -> Batch:
         audio_lengths_B=audio_lengths_B,
         tokens_BU=batch.tokens_BU[rows, : max(int(token_lengths_B.max()), 1)],
         token_lengths_B=token_lengths_B,
+        mel_BFM=mel_BFM,
+        mel_lengths_B=mel_lengths_B,
         slots=batch.slots[rows],
         frames_B=None if batch.frames_B is None else batch.frames_B[rows],
         feasible_B=None if batch.feasible_B is None else batch.feasible_B[rows],

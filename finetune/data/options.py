@@ -3,10 +3,15 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from finetune.data.augment import Augmentation
 from finetune.data.batching import BatchLimits
 from finetune.data.leave_out import LeaveOut
 from finetune.data.retry import RETRIES
+
+Features = Callable[[torch.Tensor, torch.Tensor, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]]
+"""(B, S) audio, (B,) samples and a seed of dither -> (B, F, M) features and (B,) mel frames."""
 
 
 @dataclass
@@ -36,6 +41,8 @@ class StreamOptions:
     leave_out: LeaveOut | None = None
     fits: Callable[[list[int], list[list[int]]], list[bool]] | None = None
     """(samples, token ids) of several utterances -> whether an alignment of each exists; the others are left out."""
+    features: Features | None = None
+    """Compute the features of each batch where it is made; None leaves that to the model."""
     prompts: Mapping[str, int] = field(default_factory=dict)
     """Slots of a prompt model's prompts by name (finetune.data.language_prompts). With prompts, utterances in a
     language that has none go into quarantine."""

@@ -96,7 +96,12 @@ class WorkerShard:
         """Decode a batch, and report what was left out since the last one."""
         utterances = decode_all(entries, self.options, self.epoch, self.report)
         report, self.report = self.report, Report()
-        return collate(utterances, self.number, self.position(), report)
+        batch = collate(utterances, self.number, self.position(), report)
+        if utterances and self.options.features is not None:
+            # Dither follows from the batch's place, so that it is the same after a resume.
+            seed = (self.options.seed, self.epoch, self.number, self.draws, 23)
+            batch.mel_BFM, batch.mel_lengths_B = self.options.features(batch.audio_BS, batch.audio_lengths_B, seed)
+        return batch
 
     def _fill(self) -> Iterator[None]:
         """Read until the buffer is full; yields in between where nothing usable has come for long."""

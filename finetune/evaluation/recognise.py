@@ -21,6 +21,7 @@ from finetune.errors import UserError
 from finetune.evaluation.long_audio import LONGEST_AT_ONCE, Chunk, Cutting, Pieces, Stitcher, Token, chunks_of
 from finetune.evaluation.mistakes import Mistakes
 from finetune.evaluation.scores import Counts, Utterance, WerAccumulator
+from finetune.models.features import log_mel
 from finetune.models.nemo import chosen_head, ctc_head, ctc_log_probs, weight_dtype
 from finetune.models.prompts import encode, slots_of
 
@@ -65,9 +66,8 @@ def recognise_batch(
     """
     device = next(model.parameters()).device
     with torch.autocast(device.type, enabled=False):
-        mel_BFT, mel_lengths_B = model.preprocessor(
-            input_signal=as_float(audio_BS.to(device)), length=audio_lengths_B.to(device)
-        )
+        audio_BS, audio_lengths_B = as_float(audio_BS.to(device)), audio_lengths_B.to(device)
+        mel_BFT, mel_lengths_B = log_mel(model.preprocessor, audio_BS, audio_lengths_B)
         slots_B = None if languages is None else slots_of(model, languages)
         enc_BHT, enc_lengths_B = encode(model, mel_BFT.to(weight_dtype(model)), mel_lengths_B, slots_B)
         if chosen_head(model) == "ctc":

@@ -1,6 +1,6 @@
 """The module that is trained: from audio and tokens to one loss per utterance, around NeMo's own modules.
 
-B batch, S samples, T encoder frames, U target tokens, H joint width, V tokens and blank.
+B batch, S samples, F mel bins, T encoder frames, U target tokens, H joint width, V tokens and blank.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from finetune.data.decode import as_float
 from finetune.losses import ctc_losses, fused_tdt_loss
 from finetune.losses.dropin import ACTIVATION_OF, in_forward_of
 from finetune.losses.operations import REAL, Operations
+from finetune.models.features import log_mel
 from finetune.models.look_ahead import Context, attending
 from finetune.models.nemo import (
     ctc_head,
@@ -104,8 +105,8 @@ class LossModule(nn.Module):
 
     def forward(
         self,
-        audio_BS: torch.Tensor,
-        audio_lengths_B: torch.Tensor,
+        inputs: torch.Tensor,
+        input_lengths_B: torch.Tensor,
         tokens_BU: torch.Tensor,
         token_lengths_B: torch.Tensor,
         slots_B: torch.Tensor | None = None,
@@ -119,8 +120,9 @@ class LossModule(nn.Module):
         utterance that has a transducer alignment but none of CTC has the transducer's part alone.
 
         Args:
-            audio_BS: (B, S) waveforms at the model's sample rate, zero-padded; float32, or int16 in 1/32768.
-            audio_lengths_B: (B,) samples.
+            inputs: (B, S) waveforms at the model's sample rate, zero-padded; float32, or int16 in 1/32768. Or the
+                (B, F, T) log-mel features of such, as `finetune.models.features.log_mel` returns them.
+            input_lengths_B: (B,) samples, or mel frames.
             tokens_BU: (B, U) token ids, padded with anything.
             token_lengths_B: (B,) tokens.
             slots_B: (B,) slots of the language prompts; None: `auto`. No effect on models without prompts.
@@ -129,8 +131,10 @@ class LossModule(nn.Module):
             on_host: lengths and tokens, for a transducer's loss; None: it waits for the device to give them.
         """
         nemo = self.nemo
-        with torch.autocast(audio_BS.device.type, enabled=False):
-            mel_BFT, mel_lengths_B = nemo.preprocessor(input_signal=as_float(audio_BS), length=audio_lengths_B)
+        mel_BFT, mel_lengths_B = inputs, input_lengths_B
+        with torch.autocast(inputs.device.type, enabled=False):
+            if inputs.dim() == 2:
+                mel_BFT, mel_lengths_B = log_mel(nemo.preprocessor, as_float(inputs), input_lengths_B)
             if nemo.spec_augmentation is not None and self.training:
                 mel_BFT = nemo.spec_augmentation(input_spec=mel_BFT, length=mel_lengths_B)
         if self.bucket_frames:

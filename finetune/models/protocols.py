@@ -24,8 +24,21 @@ class Featurizer(Module):
 
     get_seq_len: Callable[[torch.Tensor], torch.Tensor]
     """Samples -> mel frames, (B,) each."""
+    stft: Callable[[torch.Tensor], torch.Tensor]
+    log_zero_guard_value_fn: Callable[[torch.Tensor], float]
+    fb: torch.Tensor
     normalize: str | None
     exact_pad: bool
+    use_grads: bool
+    log: bool
+    log_zero_guard_type: str
+    frame_splicing: int
+    nb_augmentation_prob: float
+    dither: float
+    preemph: float | None
+    mag_power: float
+    pad_to: int
+    pad_value: float
 
 
 class Preprocessor(Module):
@@ -33,6 +46,7 @@ class Preprocessor(Module):
 
     _sample_rate: int
     featurizer: Featurizer
+    dtype_sentinel_tensor: torch.Tensor
 
 
 class Attention(Module):

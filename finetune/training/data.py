@@ -4,14 +4,16 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
 from finetune.config.schema import RunConfig
 from finetune.data.augment import parse_augmentation
+from finetune.data.decode import as_float
 from finetune.data.language_prompts import prompt_of
 from finetune.data.leave_out import LeaveOut
-from finetune.data.options import StreamOptions
+from finetune.data.options import Features, StreamOptions
 from finetune.data.quarantine import BadUtterance
 from finetune.data.run_file import train_limits, with_filters
 from finetune.data.sources import OpenSource
@@ -20,9 +22,10 @@ from finetune.data.survey import count_languages
 from finetune.data.utterances import no_tokens, text_encoder
 from finetune.errors import UserError
 from finetune.evaluation.recognise import LONGEST_AT_ONCE, evaluation_limits
+from finetune.models.features import is_usual, log_mel
 from finetune.models.nemo import clips_with_alignment, encoder_lengths
 from finetune.models.prompts import auto_ratio, prompt_slots
-from finetune.models.protocols import AsrModel
+from finetune.models.protocols import AsrModel, Preprocessor
 
 LANGUAGE_ROWS, LANGUAGE_SECONDS = 1000, 10.0
 
@@ -66,7 +69,11 @@ def make_stream(
         sources = with_filters(sources, d)
         leave_out = LeaveOut(d.leave_out, "data.leave_out") if d.leave_out else None
         options = replace(
-            options, leave_out=leave_out, augmentation=parse_augmentation(d.augment), fits=fits_of(model)
+            options,
+            leave_out=leave_out,
+            augmentation=parse_augmentation(d.augment),
+            fits=fits_of(model),
+            features=features_of(model) if d.features == "workers" else None,
         )
     return UtteranceStream(
         sources,
@@ -78,6 +85,32 @@ def make_stream(
         prefetch_factor=t.dataloader_prefetch_factor,
         pin_memory=t.dataloader_pin_memory and accelerator.device.type == "cuda",
     )
+
+
+def features_of(model: AsrModel) -> Features:
+    """Return the computation of a model's features for training, on the CPU.
+
+    Raises:
+        UserError: only NeMo itself can compute them, whose code may ask the GPU, which a forked worker must not.
+    """
+    from nemo.core import Serialization
+
+    if not is_usual(model.preprocessor.featurizer):
+        raise UserError(
+            "data.features: workers cannot compute the features of this model, whose preprocessor has unusual "
+            "settings (exact_pad, frame_splicing, narrow-band augmentation, no log or a clamped one). Write "
+            "data.features: model."
+        )
+    preprocessor: Preprocessor = Serialization.from_config_dict(model.cfg.preprocessor)  # NeMo's cannot be copied
+    preprocessor.load_state_dict(model.preprocessor.state_dict())
+
+    def features(
+        audio_BS: torch.Tensor, audio_lengths_B: torch.Tensor, seed: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
+        return log_mel(preprocessor, as_float(audio_BS), audio_lengths_B, generator)
+
+    return features
 
 
 def fits_of(model: AsrModel) -> Callable[[list[int], list[list[int]]], list[bool]]:

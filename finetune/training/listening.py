@@ -39,6 +39,7 @@ def listen(
     seconds, rate = 0.0, model.preprocessor._sample_rate
     stream = make_stream(accelerator, model, config, sources, training=True)
     stream.encode = no_tokens  # the model has no pieces for these texts yet
+    stream.options.features = None  # decoding begins at the audio
     stream.rank, stream.ranks = 0, 1  # else new pieces would begin by the number of ranks
     prepare_for_decoding(model)
     model.to(accelerator.device)

@@ -27,6 +27,7 @@ from finetune.data.batch import Batch
 from finetune.data.decode import as_float
 from finetune.distributed import gather, sum_over_ranks
 from finetune.errors import UserError
+from finetune.models.features import log_mel
 from finetune.models.nemo import learning_batchnorms
 from finetune.models.protocols import AsrModel
 from finetune.training.checkpoints import checkpoints_of
@@ -295,9 +296,11 @@ class StepFilter:
         """Return whether the features of the last batches are finite on all ranks."""
         fine, device = True, self.accelerator.device
         for batch, _ in self.losses:
-            audio_BS, lengths_B = as_float(batch.audio_BS.to(device)), batch.audio_lengths_B.to(device)
-            with torch.autocast(device.type, enabled=False):
-                mel_BFT, _ = self.model.preprocessor(input_signal=audio_BS, length=lengths_B)
+            mel_BFT = batch.mel_BFM
+            if mel_BFT is None:
+                audio_BS, lengths_B = as_float(batch.audio_BS.to(device)), batch.audio_lengths_B.to(device)
+                with torch.autocast(device.type, enabled=False):
+                    mel_BFT, _ = log_mel(self.model.preprocessor, audio_BS, lengths_B)
             fine = fine and bool(torch.isfinite(mel_BFT).all())
         return all(gather(fine))
 

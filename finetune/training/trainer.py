@@ -545,7 +545,10 @@ class Trainer:
 
     def _to_device(self, batch: Batch) -> tuple[torch.Tensor, ...]:
         self._part("data")
-        tensors = [batch.audio_BS, batch.audio_lengths_B, batch.tokens_BU, batch.token_lengths_B]
+        inputs = [batch.audio_BS, batch.audio_lengths_B]
+        if batch.mel_BFM is not None and batch.mel_lengths_B is not None:
+            inputs = [batch.mel_BFM, batch.mel_lengths_B]
+        tensors = [*inputs, batch.tokens_BU, batch.token_lengths_B]
         if batch.slots:
             tensors.append(torch.tensor(batch.slots))
         moved = tuple(tensor.to(self.accelerator.device, non_blocking=True) for tensor in tensors)

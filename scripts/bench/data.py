@@ -1,6 +1,6 @@
 """The data stream against what it could do at best, and against others: both sides in one run.
 
-    python scripts/bench/data.py [--json FILE] [--cases decode,padding,manifest,train,soak] [--lines 5200000]
+    python scripts/bench/data.py [--json FILE] [--cases decode,padding,manifest,train,features,soak] [--lines 5200000]
 
 decode    clips a second of one worker, against soundfile.read of the same bytes in a bare loop; and of two workers
           against one
@@ -10,6 +10,8 @@ manifest  5.2 M lines: time to the first batch, memory and its growth, and resum
           here: decoding is replaced by 0.1 s of silence.
 soak      memory and open files of two workers over a million clips that are decoded
 train     audio seconds a second of training the sample base model, with batches by duration against random ones
+features  log-mel features of a batch, ours against NeMo's; and audio seconds a second of training the sample base
+          model with features in the workers against those in the model
 
 Timed parts alternate in rounds, and medians are reported.
 """
@@ -235,13 +237,16 @@ def bench_padding(folder: Path, clips: int) -> dict[str, Any]:
 # ---- training ------------------------------------------------------------------------------------------------------
 
 
-def bench_train(folder: Path, steps: int = 60, rounds: int = 2) -> dict[str, Any]:
-    """Return audio seconds a second of training the base model, by duration and at random, in alternating runs."""
-    sides = {
-        "16 clips, at random": ["data.group_by_duration=false"],
-        "16 clips, by duration": ["data.group_by_duration=true"],
-        "40 s, by duration": ["data.group_by_duration=true", "data.batch_duration=40"],
-    }
+BY_DURATION = {
+    "16 clips, at random": ["data.group_by_duration=false"],
+    "16 clips, by duration": ["data.group_by_duration=true"],
+    "40 s, by duration": ["data.group_by_duration=true", "data.batch_duration=40"],
+}
+BY_FEATURES = {f"features in the {where}": [f"data.features={where}"] for where in ("model", "workers")}
+
+
+def bench_train(folder: Path, sides: dict[str, list[str]], steps: int, rounds: int = 2) -> dict[str, Any]:
+    """Return audio seconds a second of training the base model, in alternating runs; compare with the first side."""
     speeds: dict[str, list[float]] = {name: [] for name in sides}
     padding = {}
     for number in range(rounds):
@@ -259,12 +264,44 @@ def bench_train(folder: Path, steps: int = 60, rounds: int = 2) -> dict[str, Any
             speeds[name].append(statistics.median(line["audio_seconds_per_second"] for line in lines))
             padding[name] = json.loads((run / "summary.json").read_text())["padding_fraction"]
     medians = {name: statistics.median(values) for name, values in speeds.items()}
-    base = medians["16 clips, at random"]
+    base = medians[next(iter(sides))]
     return {
         "steps": steps,
         "audio_seconds_per_second": speeds,
         "padding": padding,
-        "against_random": {name: value / base for name, value in medians.items()},
+        "against_first": {name: value / base for name, value in medians.items()},
+    }
+
+
+def bench_features(folder: Path, steps: int, clips: int = 16, seconds: float = 4.0) -> dict[str, Any]:
+    """Milliseconds for the features of a batch as NeMo computes them and as we do, with dither, then `bench_train`."""
+    import torch
+
+    from finetune.models.features import log_mel
+    from finetune.models.loading import load_model
+
+    preprocessor = load_model(str(ROOT / "examples" / "base" / "fastconformer_tdt_3m.nemo")).preprocessor.train()
+    audio_BS = 0.1 * torch.randn(clips, int(seconds * RATE), generator=torch.Generator().manual_seed(0))
+    lengths_B = torch.full((clips,), audio_BS.size(1))
+    sides: dict[str, Callable[[], object]] = {
+        "NeMo's": lambda: preprocessor(input_signal=audio_BS, length=lengths_B),
+        "ours": lambda: log_mel(preprocessor, audio_BS, lengths_B),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(4 * ROUNDS):
+        for name, side in sides.items():
+            began = time.perf_counter()
+            side()
+            taken[name].append(1000 * (time.perf_counter() - began))
+    medians = {name: statistics.median(values) for name, values in taken.items()}
+    return {
+        "clips": clips,
+        "seconds": seconds,
+        "threads": torch.get_num_threads(),
+        "median_ms": medians,
+        "fastest_ms": {name: min(values) for name, values in taken.items()},
+        "ratio": medians["NeMo's"] / medians["ours"],
+        "training": bench_train(folder, BY_FEATURES, steps),
     }
 
 
@@ -381,8 +418,9 @@ def machine() -> dict[str, Any]:
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default="decode,padding,manifest,train,soak")
+    parser.add_argument("--cases", default="decode,padding,manifest,train,features,soak")
     parser.add_argument("--clips", type=int, default=3000, help="clips that are decoded in a round")
+    parser.add_argument("--steps", type=int, default=60, help="of each training")
     parser.add_argument("--padding-clips", type=int, default=60_000)
     parser.add_argument("--lines", type=int, default=5_200_000)
     parser.add_argument("--soak-clips", type=int, default=1_000_000)
@@ -394,7 +432,8 @@ def main() -> int:
         "decode": lambda folder: bench_decode(folder, arguments.clips),
         "padding": lambda folder: bench_padding(folder, arguments.padding_clips),
         "manifest": lambda folder: bench_manifest(folder, arguments.lines),
-        "train": bench_train,
+        "train": lambda folder: bench_train(folder, BY_DURATION, arguments.steps),
+        "features": lambda folder: bench_features(folder, arguments.steps),
         "soak": lambda folder: bench_soak(folder, arguments.soak_clips),
     }
     for name in arguments.cases.split(","):
