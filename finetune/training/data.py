@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -101,7 +102,8 @@ def features_of(model: AsrModel) -> Features:
             "settings (exact_pad, frame_splicing, narrow-band augmentation, no log or a clamped one). Write "
             "data.features: model."
         )
-    preprocessor: Preprocessor = Serialization.from_config_dict(model.cfg.preprocessor)  # NeMo's cannot be copied
+    # NeMo's cannot be copied.
+    preprocessor = cast(Preprocessor, Serialization.from_config_dict(model.cfg.preprocessor))
     preprocessor.load_state_dict(model.preprocessor.state_dict())
 
     def features(
