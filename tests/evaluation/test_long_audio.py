@@ -503,7 +503,7 @@ def test_memory_does_not_grow_with_the_recording(tiny_model: Path, long_file: An
         with soundfile.SoundFile(path, "w", RATE, 1, subtype="PCM_16") as file:
             for _ in range(-(-60 * minutes * RATE // len(audio_S))):
                 file.write(audio_S)
-        peaks.append(peak_mib(lambda path=path: rows_of(model, [path], 30.0, batch_size=2)))
-    # The samples of ten minutes more would be 37 MiB, and their mel frames half of that. What an allocator holds of
-    # earlier work varies by 20.
-    assert peaks[2] < max(peaks[:2]) + 20, peaks
+        # What the allocator holds of earlier work varies by 20 MiB: the least of three.
+        peaks.append(min(peak_mib(lambda path=path: rows_of(model, [path], 30.0, batch_size=2)) for _ in range(3)))
+    # The samples of ten minutes more would be 37 MiB, and their mel frames half of that.
+    assert peaks[2] < peaks[1] + 20, peaks
