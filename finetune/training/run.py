@@ -437,7 +437,7 @@ def keep_freed_memory() -> None:
 
 
 def set_allocator(cuda_alloc_conf: str | None) -> None:
-    """Set the GPU's memory allocator, which have to stand before the first tensor on a GPU."""
+    """Set up the GPU's memory allocator, before the first tensor on a GPU."""
     if not cuda_alloc_conf:
         return
     theirs = allocator_of_environment()
@@ -450,7 +450,7 @@ def set_allocator(cuda_alloc_conf: str | None) -> None:
     if torch.cuda.is_available():
         # The variable may have been read already; a setting that torch does not know is refused here.
         try:
-            torch.cuda.memory._set_allocator_settings(cuda_alloc_conf)
+            torch._C._accelerator_setAllocatorSettings(cuda_alloc_conf)
         except (RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise UserError(f"training.cuda_alloc_conf: {cuda_alloc_conf!r} is not understood: {reason}") from error
