@@ -8,6 +8,7 @@ import torch
 from finetune.errors import UserError
 from finetune.models import nemo_archive
 from finetune.models.adapters import check_base, is_adapter, merge_adapter, read_adapter
+from finetune.models.host_memory import keep_freed_memory
 from finetune.models.huggingface.layout import piece_count
 from finetune.models.huggingface.reading import fetch, is_hugging_face, load_hugging_face, nemo_config
 from finetune.models.huggingface.tokenizer import sentencepiece_of
@@ -146,7 +147,12 @@ def _build(path: Path, tokenizer: str | None) -> AsrModel:
 
 
 def move_to_device(model: AsrModel, device: str) -> AsrModel:
-    """Move the model to a device; raise UserError if this machine has no such device."""
+    """Move the model to a device; raise UserError if this machine has no such device.
+
+    On the CPU, memory that this process frees stays with it from now on.
+    """
+    if device.startswith("cpu"):
+        keep_freed_memory()
     try:
         return model.to(device)
     except (RuntimeError, AssertionError) as error:

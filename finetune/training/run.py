@@ -1,7 +1,6 @@
 """What a run is made of, in the order in which finetune/train.py builds it."""
 
 import contextlib
-import ctypes
 import fcntl
 import gc
 import logging
@@ -34,6 +33,7 @@ from finetune.errors import UserError
 from finetune.models.adapters import base_hash, check_base, load_into_lora, name_base, read_adapter
 from finetune.models.add_ctc import add_ctc_head
 from finetune.models.dropout import use_fast_dropout
+from finetune.models.host_memory import keep_freed_memory
 from finetune.models.loading import load_model
 from finetune.models.look_ahead import describe_contexts
 from finetune.models.loss_module import LossModule
@@ -421,19 +421,6 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-def keep_freed_memory() -> None:
-    """Let the C library keep what a step frees for the next one; no effect where it is not glibc.
-
-    It would give large tensors back to the kernel, which hands each page out anew in every step, filled with zeros: an
-    eighth of the processor's time of a training step on a CPU.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: never
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: no allocation of its own for a large tensor
-        libc.mallopt(-2, 64 * 2**20)  # M_TOP_PAD: grow by so much at least, bytes
 
 
 def set_allocator(cuda_alloc_conf: str | None) -> None:
