@@ -14,4 +14,4 @@ def test_freed_memory_stays() -> None:
     for size in sizes:
         torch.ones(size // 4)
     handed_out = (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize()
-    assert handed_out < sum(sizes) / 2  # not 0: an aligned tensor does not always fit where one of its size was
+    assert handed_out < sum(sizes) / 4  # not 0: an aligned tensor does not always fit where one of its size was
