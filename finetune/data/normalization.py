@@ -5,9 +5,10 @@ import unicodedata
 from typing import Literal, get_args
 
 TextNormalization = Literal["none", "lower", "basic"]
+ScoreNormalization = Literal["none", "lower", "basic", "open_asr"]
+"""For scoring; `open_asr` (finetune.evaluation.open_asr) goes by language."""
 NORMALIZATIONS: tuple[str, ...] = get_args(TextNormalization)
-SCORE_NORMALIZATIONS = (*NORMALIZATIONS, "open_asr")
-"""Normalisations for scoring; `open_asr` (finetune.evaluation.open_asr) goes by language."""
+SCORE_NORMALIZATIONS: tuple[str, ...] = get_args(ScoreNormalization)
 _LOOSE_APOSTROPHE = re.compile(r"(?<!\w)'|'(?!\w)")
 
 

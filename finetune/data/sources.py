@@ -16,7 +16,7 @@ from pydantic import Field
 
 from finetune.config.mappings import Mapping, parse_mapping
 from finetune.data.filters import Filters, parse_filters
-from finetune.data.normalization import TextNormalization
+from finetune.data.normalization import ScoreNormalization, TextNormalization
 from finetune.data.retry import wait_before
 from finetune.data.shards import (
     Shard,
@@ -88,6 +88,8 @@ class Source(Mapping):
     """Tar files of a NeMo manifest's audio, such as `audio__OP_0..127_CL_.tar`."""
     text_normalization: TextNormalization | None = None
     """Overrides `data.text_normalization`."""
+    wer_normalization: ScoreNormalization | None = None
+    """Overrides `data.wer_normalization` where the source is evaluated; alike in all sources of a list."""
     filters: dict[str, Any] | None = None
     """Filters of this source; their bounds override those of `data.filters`."""
 
@@ -137,6 +139,8 @@ def parse_sources(value: Any, key: str, split: str) -> list[Source]:
         parse_filters(sources[-1].filters, f"{key}.filters")
     if len({source.weight is None for source in sources}) > 1:
         raise UserError(f"{key}: give every source of the list a weight, or none.")
+    if len({source.wer_normalization for source in sources}) > 1:
+        raise UserError(f"{key}: give every source of the list the same wer_normalization; they share one WER.")
     return sources
 
 

@@ -107,7 +107,7 @@ class Evaluator:
             own = score_stream(
                 model,
                 stream,
-                normalization=config.data.wer_normalization,
+                normalization=sources[0].source.wer_normalization or config.data.wer_normalization,
                 description=f"evaluate {split}",
                 keep_pairs=config.training.sample_predictions,
                 keep_worst=config.training.report_clips,

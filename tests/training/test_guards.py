@@ -314,3 +314,18 @@ def test_advice(training, model, data, given, word):
     found = warnings_for(config, **facts)
     assert len(found) == (word is not None)
     assert word is None or word in found[0]
+
+
+def test_a_source_is_scored_in_its_own_normalization(run_train, tiny_run, tmp_path, clips):
+    """Capitals and punctuation of the references count as characters where the source wants them as they are."""
+    as_written = {"path": str(clips / "manifest.jsonl"), "wer_normalization": "none"}
+    assert run_train(*tiny_run(data={"test": None, "guard": as_written}, training={"max_steps": 1})) == 0
+    first = {r["split"]: r for r in read_lines(tmp_path / "run" / "evaluations.jsonl") if r["step"] == 0}
+    assert first["validation"]["clips"] == first["guard"]["clips"]
+    assert first["validation"]["cer"] != first["guard"]["cer"]
+
+
+def test_sources_of_one_evaluation_share_their_normalization(run_train, tiny_run, clips, capsys):
+    mixed = [str(clips / "manifest.jsonl"), {"path": str(clips / "manifest.jsonl"), "wer_normalization": "none"}]
+    assert run_train(*tiny_run(data={"validation": mixed})) == 2
+    assert "data.validation: give every source of the list the same wer_normalization" in capsys.readouterr().err

@@ -99,8 +99,8 @@ def data_of_rates(runs: list[Run], names: list[str], splits: list[str]) -> str |
     for run, name, split in zip(runs, names, splits, strict=True):
         rates = run.rates(split)[None]
         if rates.wer_after is not None:
-            source, normalization = run.setting("data", split), run.setting("data", "wer_normalization", "basic")
-            on = f"{split} ({source_text(source)}, {text_of(rates.clips)} clips, normalisation {normalization})"
+            source = source_text(run.setting("data", split))
+            on = f"{split} ({source}, {text_of(rates.clips)} clips, normalisation {run.normalization(split)})"
             measured[name] = on, rates.words
     if len(set(measured.values())) < 2:
         return None

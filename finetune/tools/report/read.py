@@ -86,6 +86,13 @@ class Run:
         value = (self.config.get(section) or {}).get(key)
         return default if value is None else value
 
+    def normalization(self, split: str) -> str:
+        """Normalisation of a split's WER: that of its source, else `data.wer_normalization`."""
+        source = self.setting("data", split)
+        first = source[0] if isinstance(source, list) and source else source
+        own = first.get("wer_normalization") if isinstance(first, dict) else None
+        return str(own or self.setting("data", "wer_normalization", "basic"))
+
     @property
     def step(self) -> int:
         """The last known step."""
