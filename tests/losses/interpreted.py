@@ -142,7 +142,7 @@ def whole_loss() -> None:
 
     from loss_cases import gradients, learnt_case, make_case
 
-    from finetune.losses import band, fused_tdt_loss
+    from finetune.losses import Teacher, band, fused_tdt_loss
     from finetune.losses.operations import REAL, Operations
 
     def case(durations=(0, 1, 2, 3, 4)):
@@ -161,10 +161,19 @@ def whole_loss() -> None:
         (case, torch.bfloat16, 2e-2, {"dropout": 0.3}),
         (lambda: make_case([0, 0], [3, 2], V=9, dtype=torch.float32), None, 0.0, {}),
     ]
+    jobs += [
+        (case, None, 1e-5, {"teacher": case, "sigma": 0.1, "fastemit_lambda": 0.1, "dropout": 0.3}),
+        (lambda: case(()), torch.bfloat16, 2e-2, {"teacher": lambda: case(()), "durations": ()}),
+        # of a learnt model float32 itself is 1e-4 off float64
+        (learnt, None, 5e-4, {"teacher": learnt, "occupancy_threshold": 1e-4}),
+    ]
 
     def results(operations):
         for make, half, _, options in jobs:
-            given = make()
+            given, options = make(), dict(options)
+            if "teacher" in options:
+                network = [0.7 * x.detach() for x in options["teacher"]()[:4]]
+                options["teacher"] = Teacher(*network, torch.arange(float(len(given[0]))))
             torch.manual_seed(1)  # of dropout
             with torch.autocast("cpu", half, enabled=half is not None):
                 loss = fused_tdt_loss(*given, **options, operations=operations)
