@@ -16,7 +16,8 @@ from finetune.training.trainer import Trainer
 
 
 def add_step_callbacks(trainer: Trainer) -> MemoryRecovery | None:
-    """Register what changes the steps of a run or their memory: frozen base, moving average, recovery from out of memory.
+    """Register what changes the steps of a run or their memory: frozen base, moving average, recovery from out of
+    memory.
 
     Returns:
         The recovery, where `training.auto_batch` asks for it.

@@ -56,6 +56,6 @@ class DistillationBase(Callback):
         if found != kept["sha256"]:
             raise UserError(
                 f"model.distillation: the run began with another base: the weights of {kept['name']} had the SHA-256 "
-                f"{kept['sha256'][:12]}..., those of {self.base.name} have {found[:12]}... now. Put the file back that "
-                "was there, or set model.distillation: 0 to go on without it."
+                f"{kept['sha256'][:12]}..., those of {self.base.name} have {found[:12]}... now. Put the file back "
+                "that was there, or set model.distillation: 0 to go on without it."
             )

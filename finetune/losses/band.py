@@ -85,8 +85,8 @@ def takes_all(joint: Joint) -> bool:
 
 
 def arc_scores(joint: Joint, whole: bool, cells: Cells | None = None) -> ArcScores:
-    """All outputs of the joint (`whole`) or those of each clip's own tokens, blank and durations, block by block; of all
-    cells, or of some of them (`whole` only)."""
+    """All outputs of the joint (`whole`) or those of each clip's own tokens, blank and durations, block by block; of
+    all cells, or of some of them (`whole` only)."""
     plan, chosen = joint.plan, joint.all if cells is None else cells
     operations, device, D, dtype = plan.operations, joint.enc.device, len(plan.durations), plan.sum_dtype
     blank_N, label_N, lse_N = torch.empty(3, len(chosen), dtype=dtype, device=device)

@@ -50,9 +50,7 @@ class Teacher:
     part_B: torch.Tensor | None = None
 
 
-def check_teacher(
-    teacher: Teacher, enc_BTH: torch.Tensor, pred_BUH: torch.Tensor, weight_OH: torch.Tensor
-) -> None:
+def check_teacher(teacher: Teacher, enc_BTH: torch.Tensor, pred_BUH: torch.Tensor, weight_OH: torch.Tensor) -> None:
     """Raise a ValueError that names the field of the teacher that does not fit the student's arguments."""
     (B, T, _), U1, outputs = enc_BTH.shape, pred_BUH.shape[1], weight_OH.shape[0]
     H = teacher.enc_BTH.shape[-1]

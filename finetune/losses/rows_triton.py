@@ -153,9 +153,7 @@ def log_sum_exp(logits_NV: torch.Tensor) -> torch.Tensor:
     return lse_N
 
 
-def gradient_(
-    logits_NO: torch.Tensor, *of_cell: torch.Tensor, V: int, D: int, clamp: float
-) -> torch.Tensor:
+def gradient_(logits_NO: torch.Tensor, *of_cell: torch.Tensor, V: int, D: int, clamp: float) -> torch.Tensor:
     """Puts the gradient rows in place of the outputs; arguments as in `finetune.losses.rows.gradient_rows`."""
     if len(logits_NO):
         constants, units, warps = _layout(logits_NO, V + 1, logits_NO.shape[1])

@@ -21,8 +21,8 @@ HEARD = ("encoder.", "decoder.", "joint.", "prompt_kernel.")
 
 @dataclass(frozen=True, eq=False)
 class FrozenBase:
-    """A model in evaluation mode without gradients, as an attribute of the one that is trained. No module itself, so it
-    is in no checkpoint and no engine's hands; a copy of the trained model shares it.
+    """A model in evaluation mode without gradients, as an attribute of the one that is trained. No module itself, so
+    it is in no checkpoint and no engine's hands; a copy of the trained model shares it.
 
     Attributes:
         model: of its own, on the training device.
@@ -64,7 +64,9 @@ class FrozenBase:
     def digest(self) -> str:
         """Return the SHA-256 of names, shapes, types and values of the weights that are heard."""
         found = hashlib.sha256()
-        state = {n.replace(".base_layer.", "."): t for n, t in self.model.state_dict().items() if not LORA_KEY.match(n)}
+        state = {
+            n.replace(".base_layer.", "."): t for n, t in self.model.state_dict().items() if not LORA_KEY.match(n)
+        }
         for name in sorted(name for name in state if name.startswith(HEARD)):
             tensor = state[name].detach().cpu().contiguous()
             found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())

@@ -86,7 +86,7 @@ class LossModule(nn.Module):
         self.frozen_base = frozen_base if distillation else None
         self.distillation = distillation
         self.distilled_B: torch.Tensor | None = None
-        """What distillation adds to each of the latest losses, without a gradient; None where nothing was distilled."""
+        """What distillation adds to each of the latest losses, without a gradient; None: nothing was distilled."""
         self.bucket_frames = round(length_bucket / nemo_model.cfg.preprocessor.window_stride)
         self.durations = tdt_durations(nemo_model)
         own = nemo_model.cfg.get("loss") or {}

@@ -239,8 +239,8 @@ def freeze_base(model: AsrModel, name: str, grown: bool) -> FrozenBase:
     """
     if ctc_loss_weight(model) == 1:
         raise UserError(
-            f"model.distillation: {name} is trained by CTC alone, and the distillation is of a transducer's posteriors. "
-            "Set model.distillation: 0."
+            f"model.distillation: {name} is trained by CTC alone, and the distillation is of a transducer's "
+            "posteriors. Set model.distillation: 0."
         )
     base = make_replica(model)
     return FrozenBase(base.eval(), name, grown)

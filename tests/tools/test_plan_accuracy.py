@@ -83,7 +83,9 @@ CASES = {
     "lora": Case(("model.lora_rank=8",)),
     "bf16 autocast": Case(precision="bf16"),
     "distillation": Case(("model.distillation=1",)),
-    "distillation, frozen encoder, bf16": Case(("model.distillation=1", "model.freeze_encoder=true"), precision="bf16"),
+    "distillation, frozen encoder, bf16": Case(
+        ("model.distillation=1", "model.freeze_encoder=true"), precision="bf16"
+    ),
 }
 
 
