@@ -157,10 +157,13 @@ def gradient_(logits_NO: torch.Tensor, *of_cell: torch.Tensor, V: int, D: int, c
     """Puts the gradient rows in place of the outputs; arguments as in `finetune.losses.rows.gradient_rows`."""
     if len(logits_NO):
         constants, units, warps = _layout(logits_NO, V + 1, logits_NO.shape[1])
-        of_cell = tuple(x.contiguous() for x in of_cell)
+        lse_N, arcs_N, rest_N, used_N, label_N, blank_N, duration_ND, next_token_N, scale_N = (
+            x.contiguous() for x in of_cell
+        )
         with torch.cuda.device_of(logits_NO):
             _gradient[(len(logits_NO),)](
-                logits_NO, *of_cell, *units, V, clamp, D=D, LANES_D=triton.next_power_of_2(max(D, 1)), **constants,
+                logits_NO, lse_N, arcs_N, rest_N, used_N, label_N, blank_N, duration_ND, next_token_N,
+                scale_N, *units, V, clamp, D=D, LANES_D=triton.next_power_of_2(max(D, 1)), **constants,
                 num_warps=warps,  # pyright: ignore[reportCallIssue]  # an option of the launch
             )  # fmt: skip
     return logits_NO

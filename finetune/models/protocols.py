@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     import torch
     from omegaconf import DictConfig
     from torch.nn import Embedding, Linear, Module, ModuleList, Sequential
-
-    from finetune.models.frozen_base import FrozenBase
 else:
     Module = ModuleList = Sequential = object
 
@@ -238,5 +236,5 @@ class AsrModel(Module):
     lora_settings: dict[str, Any]
     lora_base: dict[str, Any] | None
     """Name and SHA-256 of the model that the adapter belongs to."""
-    frozen_base: FrozenBase
-    """What the run distils from."""
+    frozen_base: Any
+    """What the run distils from, a `finetune.models.frozen_base.FrozenBase`."""
