@@ -208,7 +208,7 @@ def band_lattice(joint: Joint, tolerance: float) -> Band:
             number_N = cells_where(mask[0], kept[0])
             tensors = [x.index_select(0, number_N) for x in tensors]
         lse_N, label_N, blank_N, duration_ND, *more = (x.to(plan.sum_dtype) for x in tensors)
-        of_student = ArcScores(*more[:3], lse_N, more[3]) if more else None
+        of_student = ArcScores(more[0], more[1], more[2], lse_N, more[3]) if more else None
         return Band(found.losses_B, Kept(number_N, lse_N, label_N, blank_N, duration_ND, of_student))
 
     # Every cell outside stays below its share, so that all of them together stay below the tolerance.

@@ -24,14 +24,16 @@ class FusedTransducer(torch.autograd.Function):
         with torch.autocast(enc_BTH.device.type, enabled=False):
             losses_B, kept = band_lattice(joint, tolerance)
             losses_B = (losses_B * (1 + plan.fastemit_lambda)).to(plan.sum_dtype)
-            numbers = () if kept is None else numbers_of_rows(plan, kept)
-            if teacher is not None and kept is not None:
-                part_B, numbers = distil(joint, teacher, kept, numbers)
-                losses_B += part_B
-                if teacher.part_B is not None:
-                    teacher.part_B.copy_(part_B)
+            saved: tuple[torch.Tensor, ...] = ()
+            if kept is not None:
+                numbers = numbers_of_rows(plan, kept)
+                if teacher is not None:
+                    part_B, numbers = distil(joint, teacher, kept, numbers)
+                    losses_B += part_B
+                    if teacher.part_B is not None:
+                        teacher.part_B.copy_(part_B)
+                saved = kept.number_N, *numbers
         ctx.plan = plan
-        saved = () if kept is None else (kept.number_N, *numbers)
         ctx.save_for_backward(enc_BTH, pred_BUH, weight_OH, bias_O, *saved)
         return losses_B
 
