@@ -159,6 +159,20 @@ RULES = (
         "leave model.ctc_loss_weight out (0.3), or set it up to 1",
     ),
     Rule(
+        "model.distillation",
+        "model.ctc_loss_weight 1",
+        lambda c, engine, gpu: c.model.distillation > 0 and c.model.ctc_loss_weight == 1,
+        "the distillation is of the transducer's posteriors, and CTC alone is trained",
+        "set model.distillation: 0, or model.ctc_loss_weight below 1",
+    ),
+    Rule(
+        "model.distillation",
+        "a NeMo model YAML as model.name",
+        lambda c, engine, gpu: c.model.distillation > 0 and c.model.name.endswith((".yaml", ".yml")),
+        "random weights know nothing that could be kept",
+        "set model.distillation: 0, or give a trained model as model.name",
+    ),
+    Rule(
         "model.sync_batchnorm",
         "no GPU",
         lambda c, engine, gpu: c.model.sync_batchnorm and not gpu,
@@ -337,6 +351,9 @@ def find_contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
             "fits the base model's own vocabulary, which model.tokenizer changes. Give the adapter's directory as "
             "model.name, which begins from the merged weights, or leave model.tokenizer out.",
         )
+    train = d.train if isinstance(d.train, list) else [d.train]
+    if not m.distillation and any(isinstance(source, dict) and "distillation" in source for source in train):
+        yield "data.train", "a source's `distillation` has no effect without model.distillation. Set it above 0."
     if d.min_duration > d.max_duration:
         yield "data.min_duration", f"{d.min_duration} is above data.max_duration {d.max_duration}."
     if 1 <= d.max_samples <= d.skip_samples:

@@ -245,6 +245,11 @@ class ModelConfig(Section):
     """Share of a unified model's steps (`att_chunk_context_size`) that see chunks, each time another context of its
     lists; the others see whole recordings. null: as the model weights its two losses (`loss.streaming_loss_weight`,
     0.7 in parakeet-unified), else 0.5. No effect on other models (docs/streaming.md)."""
+    distillation: Annotated[NonNegativeFloat, Option("loss")] = 0.0
+    """Weight of the distillation from the frozen base, the model as the run begins: how far next token, blank and
+    duration of the cells that alignments pass through may move. A source of `data.train` may have a factor
+    `distillation` of its own. The base takes memory for its weights and time for its forward pass
+    (docs/forgetting.md). 0: none."""
     joint_memory_budget: Annotated[int | None, Field(ge=1), Option("memory", "MiB")] = None
     """Memory for one block of joint outputs. null: chosen by device."""
     occupancy_threshold: Annotated[Probability, Option("loss", "probability")] = 0.0

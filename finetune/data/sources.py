@@ -78,6 +78,8 @@ class Source(Mapping):
     """Language of the utterances where no column says it."""
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Share in a mixture. With weights, an epoch is one pass over the first source; the others restart as needed."""
+    distillation: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    """Factor of `model.distillation` for these clips of `data.train`; 0: they are not distilled."""
     audio_column: str | None = None
     text_column: str | None = None
     language_column: str | None = None

@@ -48,6 +48,8 @@ class DecodedUtterance:
     tokens: list[int]
     slot: int | None = None
     """Of its prompt, as drawn, for a prompt model."""
+    distillation: float = 1.0
+    """Factor of its distillation."""
 
 
 def contained(function: Callable[P, R]) -> Callable[P, R]:
@@ -149,7 +151,8 @@ def decode(entry: Entry, options: StreamOptions, epoch: int) -> DecodedUtterance
     slot = None
     if options.prompts:
         slot = draw_slot(entry.language, options.prompts, options.auto_ratio, (*drawn_from, 19))
-    return DecodedUtterance(entry.id, entry.text, entry.language, audio_S, entry.tokens, slot)
+    factor = entry.source.source.distillation
+    return DecodedUtterance(entry.id, entry.text, entry.language, audio_S, entry.tokens, slot, factor)
 
 
 def decode_all(entries: list[Entry], options: StreamOptions, epoch: int, report: Report) -> list[DecodedUtterance]:

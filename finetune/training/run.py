@@ -33,11 +33,12 @@ from finetune.errors import UserError
 from finetune.models.adapters import base_hash, check_base, load_into_lora, name_base, read_adapter
 from finetune.models.add_ctc import add_ctc_head
 from finetune.models.dropout import use_fast_dropout
+from finetune.models.frozen_base import FrozenBase
 from finetune.models.host_memory import keep_freed_memory
 from finetune.models.loading import load_model
 from finetune.models.look_ahead import describe_contexts
 from finetune.models.loss_module import LossModule
-from finetune.models.nemo import cast_parameters, prepare_for_training
+from finetune.models.nemo import cast_parameters, ctc_loss_weight, prepare_for_training
 from finetune.models.protocols import AsrModel
 from finetune.rank_monitor import client as rank_monitor
 from finetune.security.secrets import clean, known_secrets
@@ -182,12 +183,12 @@ def build_model(
     checkpoint: Path | None = None,
 ) -> AsrModel:
     """Return the NeMo model on the training device, prepared as the run file's `model:` says, with the weights of a
-    checkpoint."""
+    checkpoint; where it distils, with `frozen_base` beside it."""
     started = time.perf_counter()
     m = config.model
     with accelerator.local_main_process_first():  # the first one downloads, the others find it
         model = load_model(m.name, tokenizer_setting(config).dir)
-    changed = set_vocabulary(accelerator, model, config, sources.get("train", []), checkpoint)
+    changed = grown = set_vocabulary(accelerator, model, config, sources.get("train", []), checkpoint)
     if m.add_ctc:
         changed = add_ctc_head(model, m.name) or changed
     prepare_for_training(
@@ -208,17 +209,41 @@ def build_model(
         load_into_lora(model, adapter)
         log.info("training goes on with the adapter %s", adapter.path)
     cast_parameters(model, getattr(torch, m.dtype))
+    if m.distillation:
+        model.frozen_base = freeze_base(model, m.name, grown)
     started_from = base_hash(model, m.lora_train_decoder) if m.lora_rank and checkpoint is not None else None
     if checkpoint is not None:
         take_weights(model, checkpoint)
     if m.lora_rank:
         name_base(model, m, base, started_from, changed)
     model.to(accelerator.device)
+    if m.distillation:
+        model.frozen_base.model.to(accelerator.device)
     if accelerator.device.type == "cpu" and not m.compile:
         use_fast_dropout(model)
     millions, seconds = count_parameters(model) / 1e6, time.perf_counter() - started
     log.info("model %s: %.1f M parameters, loaded in %.0f s", m.name, millions, seconds)
     return model
+
+
+def freeze_base(model: AsrModel, name: str, grown: bool) -> FrozenBase:
+    """Return a frozen copy of the model as the run begins, on the host.
+
+    Args:
+        model: prepared, without a checkpoint's weights.
+        name: `model.name`.
+        grown: whether the run changes its vocabulary.
+
+    Raises:
+        UserError: it has no transducer that is trained.
+    """
+    if ctc_loss_weight(model) == 1:
+        raise UserError(
+            f"model.distillation: {name} is trained by CTC alone, and the distillation is of a transducer's "
+            "posteriors. Set model.distillation: 0."
+        )
+    base = make_replica(model)
+    return FrozenBase(base.eval(), name, grown)
 
 
 def plan_steps(accelerator: Accelerator, config: RunConfig, sources: dict[str, list[OpenSource]]) -> int:
@@ -260,6 +285,8 @@ def build_trainer(
         joint_memory_budget=m.joint_memory_budget,
         encoder_context=ActivationOffload(model.encoder) if m.activation_offload else contextlib.nullcontext,
         length_bucket=m.compile_bucket if m.compile else 0.0,
+        frozen_base=getattr(model, "frozen_base", None),
+        distillation=m.distillation,
     )
     rates = {"encoder": t.encoder_learning_rate, "decoder": t.decoder_learning_rate, "joint": t.joint_learning_rate}
     own_rates = {part: rate for part, rate in rates.items() if rate is not None}

@@ -111,7 +111,7 @@ class Trainer:
         self.saves_checkpoints = True
         """False measures a run without writing any."""
         self._optimizer_logged = False
-        self._ctc_sum = torch.zeros((), dtype=torch.float64)
+        self._ctc_sum = self._distilled_sum = torch.zeros((), dtype=torch.float64)
         """Of this rank in the present step, over the step's denominator."""
         self._rates: list[float] = []
         self._last_saved, self._saved_at = -1, time.monotonic()
@@ -449,7 +449,7 @@ class Trainer:
         """Accumulate gradients as `ComputeGradients`, with one denominator for every loss."""
         accelerator = self.accelerator
         loss_sum = torch.zeros((), dtype=torch.float64, device=accelerator.device)
-        self._ctc_sum = loss_sum.clone()
+        self._ctc_sum, self._distilled_sum = loss_sum.clone(), loss_sum.clone()
         self.step_filter.begin_forward()
         for index in range(micro_batches):
             last = index == micro_batches - 1
@@ -470,7 +470,7 @@ class Trainer:
                     loss_sum += loss.detach().double()
                     if weight:
                         self.step_filter.losses.append((batch, losses_B.detach()))
-                        self._add_ctc(batch, denominator)
+                        self._add_parts(batch, denominator)
                     if last:
                         loss = self.step_filter.filter_loss(loss, loss_sum)
                     if loss is not None:
@@ -484,19 +484,25 @@ class Trainer:
                     self.module.train()
         return loss_sum
 
-    def _add_ctc(self, batch: Batch, denominator: float) -> None:
-        """Add the CTC part of the losses of a batch; what has no CTC alignment adds nothing."""
+    def _add_parts(self, batch: Batch, denominator: float) -> None:
+        """Add the parts of the losses of a batch: CTC, where what has no alignment adds nothing, and distillation."""
+        if self.loss_module.distilled_B is not None:
+            distilled_B = _of_feasible(self.loss_module.distilled_B, batch)
+            self._distilled_sum += distilled_B.double().sum() / denominator
         if self.loss_module.ctc_losses_B is not None:
             losses_B = _of_feasible(self.loss_module.ctc_losses_B, batch).double()
             self._ctc_sum += losses_B.masked_fill(losses_B == math.inf, 0.0).sum() / denominator
 
     def _loss_parts(self, loss: float) -> dict[str, float]:
-        """Return both parts of a hybrid model's loss, over the same denominator; nothing for other models."""
-        w = self.loss_module.ctc_weight
-        if not 0 < w < 1:
-            return {}
-        ctc = float(sum_over_ranks(self._ctc_sum))
-        return {"transducer_loss": (loss - w * ctc) / (1 - w), "ctc_loss": ctc}
+        """Return both parts of a hybrid model's loss and what distillation adds, over the same denominator; nothing
+        where there is only one part."""
+        w, parts, distilled = self.loss_module.ctc_weight, {}, 0.0
+        if self.loss_module.frozen_base is not None:
+            parts["distillation"] = distilled = float(sum_over_ranks(self._distilled_sum))
+        if 0 < w < 1:
+            ctc = float(sum_over_ranks(self._ctc_sum))
+            parts |= {"transducer_loss": (loss - distilled - w * ctc) / (1 - w), "ctc_loss": ctc}
+        return parts
 
     def share_done(self) -> float:
         """Return the share of the run by rows read, which stays below 1 since a step follows this one, or none."""
@@ -636,7 +642,10 @@ class Trainer:
 
 
 def _on_host(batch: Batch) -> OnHost | None:
-    return None if batch.frames_B is None else OnHost(batch.frames_B, batch.tokens_BU, batch.token_lengths_B)
+    if batch.frames_B is None:
+        return None
+    factor_B = torch.tensor(batch.distillation) if batch.distillation else None
+    return OnHost(batch.frames_B, batch.tokens_BU, batch.token_lengths_B, factor_B)
 
 
 def _of_feasible(losses_B: torch.Tensor, batch: Batch) -> torch.Tensor:

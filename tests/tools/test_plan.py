@@ -115,6 +115,14 @@ def test_strategies_are_combined_as_one_more_row(planned):
     assert both["command"].endswith("--strategy adamw_8bit --strategy gradient_checkpointing")
 
 
+@pytest.mark.slow
+def test_the_frozen_base_is_a_part(planned, tiny_model):
+    asked = ("--gpu", "a100-80gb", "--gpus", "2", "--strategies", "ddp,zero3", f"model.name={tiny_model}")
+    rows = rows_of(planned(*asked, "model.distillation=1", "training.bf16=false"))
+    for name in ("ddp", "zero3"):  # whole on each GPU
+        assert rows[name]["parts_gib"]["base"] == pytest.approx(rows["ddp"]["parts_gib"]["parameters"], rel=0.01)
+
+
 def test_nothing_fits(planned, capsys):
     found = planned("--gpu-memory", "0.801GiB", "--strategies", "adamw,adamw_8bit", code=1)
     assert found["recommended"] is None

@@ -82,6 +82,10 @@ CASES = {
     "partial_unfreeze": Case(LAST_TWO),
     "lora": Case(("model.lora_rank=8",)),
     "bf16 autocast": Case(precision="bf16"),
+    "distillation": Case(("model.distillation=1",)),
+    "distillation, frozen encoder, bf16": Case(
+        ("model.distillation=1", "model.freeze_encoder=true"), precision="bf16"
+    ),
 }
 
 
@@ -111,18 +115,22 @@ def real_peak(config: Any, case: Case, clips: int, seconds: float, tokens: int) 
     from finetune.strategies.encoder import apply_encoder_options
     from finetune.strategies.optimizers import build_optimizer, parameter_groups
     from finetune.tools.planning.accounting import StepAccount
+    from finetune.training.run import freeze_base
 
     m = config.model
     model = load_model(m.name, m.tokenizer)
     prepare_for_training(model, spec_augment=False, dropout=m.dropout, freeze_batchnorm=m.freeze_batchnorm)
     apply_encoder_options(model, m)
     cast_parameters(model, getattr(torch, m.dtype))
+    base = freeze_base(model, m.name, grown=False) if m.distillation else None
     module = LossModule(
         model,
         sigma=m.sigma,
         omega=0.0,
         joint_memory_budget=m.joint_memory_budget,
         occupancy_threshold=m.occupancy_threshold,
+        frozen_base=base,
+        distillation=m.distillation,
     )
     optimizer = build_optimizer(config.training.optimizer, parameter_groups(model, {}, 1e-5, 0.01), {})
     module.train()
@@ -153,6 +161,7 @@ def real_peak(config: Any, case: Case, clips: int, seconds: float, tokens: int) 
         optimizer.zero_grad()
         step(batch(2, 1.0, 3))
     held = [p.grad for p in trained] if case.ddp else []
+    held += [*base.model.parameters(), *base.model.buffers()] if base is not None else []
     optimizer.zero_grad()
     inputs = batch(clips, seconds, tokens)
     with StepAccount(module, optimizer, held=held) as account:

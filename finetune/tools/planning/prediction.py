@@ -39,6 +39,7 @@ SHOWN = {
     "encoder": ("encoder",),
     "joint": ("joint",),
     "temporary": ("temporary", "weight_gradients"),
+    "base": ("base",),
 }
 """Parts as they are shown, and what is in them."""
 # The fastest first; the first that fits is recommended.
