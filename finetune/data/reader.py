@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.data.options import StreamOptions
-from finetune.data.order import Piece, chosen_pieces, deal, interleave, shuffled
+from finetune.data.order import Piece, chosen_pieces, deal, interleave, shuffled, turned
 from finetune.data.retry import UnreadableShard, wait_before
 from finetune.data.shards import NumberedRows, Row, Shard
 from finetune.data.sources import OpenSource
@@ -135,6 +135,9 @@ class GroupReader:
     worker_shards: int
     skip: int
     """Rows of the group's subset that are left out."""
+    turns: bool
+    """Whether an epoch begins at any row of the group: one that reads a part of it would only ever see the heads of
+    shards."""
 
     def __post_init__(self) -> None:
         # Where a source does not tell its rows, a limit is kept by counting, and all worker shards read all shards.
@@ -176,6 +179,8 @@ class GroupReader:
         own = (interleave if o.interleave else deal)(chosen, self.worker_shard, self.worker_shards)
         if o.shuffle and self.passes:  # of a mixture's further sources: the worker shard's own rows in another order
             own = shuffled(own, (o.seed, self.epoch, self.worker_shard, self.passes, 3))
+        elif o.shuffle and self.turns:
+            own = turned(own, (o.seed, self.epoch, self.worker_shard, 29))
         return own
 
     def rest(self) -> list[Piece]:
@@ -245,6 +250,15 @@ def make_readers(
 ) -> list[GroupReader]:
     """Make a reader for each group, at the beginning of the epoch."""
     return [
-        GroupReader(group, limit, options, epoch, worker_shard, worker_shards, sources.skip(g, options))
+        GroupReader(
+            group,
+            limit,
+            options,
+            epoch,
+            worker_shard,
+            worker_shards,
+            sources.skip(g, options),
+            g >= sources.new_groups,
+        )
         for g, (group, limit) in enumerate(zip(sources.groups, sources.limits, strict=True))
     ]
