@@ -86,16 +86,16 @@ def test_the_share_is_that_of_the_clips_and_an_epoch_is_one_pass_over_the_new(
         found = by_domain(ids(batches))
         assert found["a"] == NEW
         assert found["old"] == sum(sum(batch.from_rehearsal) for batch in batches)
-        assert found["old"] == pytest.approx(found.total() * share, abs=2)
+        assert found["old"] == pytest.approx(found.total() * share, abs=1)
         once = Counter(clip for clip in ids(batches) if not clip.startswith("old"))
         assert train == WEIGHTED or (set(once.values()) == {1} and len(once) == 2 * NEW)
         drawn += found
     # As many clips as the steps are counted from.
     planned = count_clips(training_sources(config), -1)
     assert planned is not None
-    assert drawn.total() == pytest.approx(epochs * planned, rel=0.1 if train == WEIGHTED else 0.02)
+    assert drawn.total() == pytest.approx(epochs * planned, rel=0.2 if train == WEIGHTED else 0.02)
     if train == WEIGHTED:
-        assert drawn["b"] / drawn["a"] == pytest.approx(3, rel=0.2)
+        assert drawn["b"] / drawn["a"] == pytest.approx(3, rel=0.25)
 
 
 def training_sources(config: RunConfig) -> Any:
@@ -216,9 +216,10 @@ def test_epochs_have_more_steps_and_the_summary_counts(
 ) -> None:
     arguments = rehearsing(tiny_run, clips, tmp_path, max_steps=-1, num_train_epochs=3.0)
     assert run_train(*arguments) == 0
+    lines = read_lines(tmp_path / "run" / "clips.jsonl")
     told, names = summary(tmp_path / "run"), {row["id"] for row in read_lines(tmp_path / "new.jsonl")}
     assert (told["epochs"], told["total_steps"]) == (3, 10)  # 24 new clips and 16 others, 4 in a step
-    trained = [c for line in lines for rank in line["ids_by_rank"] for c in rank]
+    trained = [c for line in lines for rank in line["ids_by_rank"] for batch in rank for c in batch]
     assert Counter(c for c in trained if c in names) == dict.fromkeys(names, 3)
     rehearsed = len(trained) - 24
     assert told["rehearsal"] == {"share": rehearsed / len(trained), "clips": rehearsed}
