@@ -62,7 +62,7 @@ class BasePull(Callback):
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # all ranks take part
             if is_main:
                 kept[name] = whole.to("cpu", copy=True).contiguous()
-        return {"l2_sp": self.strength}, {START_FILE: kept}
+        return {}, {START_FILE: kept}
 
     @torch.no_grad()
     def on_resume(self, checkpoint: Path, state: dict[str, Any]) -> None:
@@ -72,15 +72,10 @@ class BasePull(Callback):
             UserError: the checkpoint does not hold it, or that of other parameters.
         """
         file, way_out = checkpoint / START_FILE, "Set training.l2_sp: 0 to go on without the pull"
-        if "l2_sp" not in state:
+        if not file.is_file():  # a checkpoint that has lost it is damaged and never comes here
             raise UserError(
                 f"training.l2_sp: {checkpoint} was written without it, and does not hold the weights that the run "
                 f"started from. {way_out}, or begin a new run."
-            )
-        if not file.is_file():
-            raise UserError(
-                f"training.l2_sp: {file} is not there any more, which holds the weights that the run started from. "
-                f"Put it back. {way_out}."
             )
         saved = load_file(file)
         if other := [name for name, own in self.start.items() if name not in saved or saved[name].shape != own.shape]:

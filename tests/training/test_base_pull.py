@@ -102,24 +102,21 @@ def test_a_run_resumes_exactly_with_the_start_of_the_run(trained: Any, tmp_path:
 
 
 def test_a_start_that_is_not_there_any_more(trained: Any, failed: Any, tiny_run: Any, tmp_path: Path) -> None:
-    run = trained("run", l2_sp=100.0)
+    def resume(run: Path, exit_code: int, **model: Any) -> str:
+        checkpoint = run / "checkpoints" / "step-00000006"
+        training = {**PULLED, "output_dir": str(run), "max_steps": 8, "l2_sp": 100.0}
+        training |= {"resume_from_checkpoint": str(checkpoint)}
+        return failed(exit_code, *tiny_run(model={**DETERMINISTIC, **model}, data=ONLY_TRAIN, training=training))
 
-    def resume(**training: Any) -> str:
-        training = {**PULLED, "output_dir": str(run), "max_steps": 8, "resume_from_checkpoint": True, **training}
-        return failed(2, *tiny_run(model={**DETERMINISTIC, **model}, data=ONLY_TRAIN, training=training))
-
-    model: dict[str, Any] = {}
-    file = run / "checkpoints" / "step-00000006" / "l2_sp_start.safetensors"
-    kept = file.read_bytes()
-    file.unlink()
-    said = resume(l2_sp=100.0)
-    assert "l2_sp_start.safetensors is not there any more" in said or "l2_sp_start.safetensors" in said
-    file.write_bytes(kept)
-    without = trained("without")
-    run = without
-    said = resume(l2_sp=100.0)
+    said = resume(trained("without"), 2)
     assert "was written without it, and does not hold the weights that the run started from" in said
     assert "Set training.l2_sp: 0" in said
+    run = trained("frozen", "model.freeze_encoder=true", l2_sp=100.0)
+    said = resume(run, 2)
+    assert "holds no start of encoder." in said
+    assert "Train what it trained before" in said
+    (run / "checkpoints" / "step-00000006" / "l2_sp_start.safetensors").unlink()
+    assert "l2_sp_start.safetensors" in resume(run, 1)
 
 
 def test_what_excludes_it(run_file: Any) -> None:
