@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from finetune.callbacks.averaging import CheckpointAverage, Ema
+from finetune.callbacks.base_pull import BasePull
 from finetune.callbacks.distillation import DistillationBase
 from finetune.callbacks.drift import DriftMonitor
 from finetune.callbacks.eta import Place
@@ -16,7 +17,7 @@ from finetune.training.trainer import Trainer
 
 
 def add_step_callbacks(trainer: Trainer) -> MemoryRecovery | None:
-    """Register what changes the steps of a run or their memory: frozen base, moving average, recovery from out of
+    """Register what changes the steps of a run or their memory: frozen base, L2-SP, moving average, recovery from out of
     memory.
 
     Returns:
@@ -25,6 +26,9 @@ def add_step_callbacks(trainer: Trainer) -> MemoryRecovery | None:
     config, t = trainer.config, trainer.config.training
     if trainer.loss_module.frozen_base is not None:
         trainer.add_callback(DistillationBase(trainer.loss_module.frozen_base))
+    if t.l2_sp:  # before the average, which takes in what a step has come to
+        pull = BasePull(trainer.model, trainer.optimizer, t.l2_sp, config.model.add_ctc)
+        trainer.add_callback(pull)
     if t.ema_decay:
         trainer.add_callback(Ema(trainer.model, t.ema_decay, t.ema_device, trainer.accelerator.num_processes))
     if not (t.auto_batch and config.data.batch_bounds):

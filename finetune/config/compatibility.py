@@ -301,6 +301,29 @@ RULES = (
         "use --strategy flash_adamw or adamw_8bit, or training.average_checkpoints instead",
     ),
     Rule(
+        "training.l2_sp",
+        "DeepSpeed",
+        lambda c, engine, gpu: c.training.l2_sp > 0 and engine.startswith("deepspeed"),
+        "ZeRO steps on partitions of its own, from which the weights are written anew after each step",
+        "use --strategy ddp or fsdp2, where each process holds the start of its own shards only; or set "
+        "training.l2_sp: 0 and training.layer_decay or data.rehearsal",
+    ),
+    Rule(
+        "training.l2_sp",
+        "training.optimizer flash_adamw_gradient_release or cpu_offload_ao",
+        lambda c, engine, gpu: c.training.l2_sp > 0 and (_releases(c) or _offloads_optimizer(c)),
+        "these change weights outside the step: in the backward pass, before it is known whether the step counts, or "
+        "on the host, from which they are still being copied back when the step returns",
+        "use --strategy adamw_8bit or fsdp2_offload, or set training.l2_sp: 0",
+    ),
+    Rule(
+        "training.l2_sp",
+        "model.dtype bfloat16",
+        lambda c, engine, gpu: c.training.l2_sp > 0 and c.model.dtype == "bfloat16",
+        "a pull smaller than a 256th of a weight is lost in rounding",
+        "set model.dtype: float32 and training.bf16: true",
+    ),
+    Rule(
         "training.ema_device cpu",
         "FSDP",
         lambda c, engine, gpu: (
@@ -365,6 +388,15 @@ def find_contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
     if t.max_steps == -1 and t.num_train_epochs <= 0:
         yield "training.num_train_epochs", f"has to be above 0, found {t.num_train_epochs}."
+    peak = max(
+        t.learning_rate, *(getattr(t, f"{part}_learning_rate") or 0 for part in ("encoder", "decoder", "joint"))
+    )
+    if t.l2_sp * peak >= 1:
+        yield (
+            "training.l2_sp",
+            f"{t.l2_sp:g} at a learning rate of {peak:g} pulls past the start in each step. Their product has to be "
+            f"below 1, and is about 1e-3 in most runs: set training.l2_sp below {1 / peak:g}.",
+        )
     for name in ("ema_decay", "average_checkpoints"):
         if getattr(t, name) and not d.validation:
             yield (

@@ -269,15 +269,21 @@ class DataConfig(Section):
     guard: Annotated[Sources | None, SkipValidation, Option("data")] = None
     """Source of the original domain, evaluated before, during (`training.guard_steps`) and after the run; a loss of
     accuracy on it is reported."""
+    rehearsal: Annotated[Sources | None, SkipValidation, Option("data")] = None
+    """Source of the original domain to train on beside `train`, or a list of them, so that it is not forgotten. An
+    epoch stays one pass over `train` and gets more steps (docs/forgetting.md)."""
+    rehearsal_share: Annotated[float, Field(gt=0, lt=1), Option("data", "share")] = 0.4
+    """Share of the training clips that is drawn from `rehearsal`. No effect without it."""
     root: Annotated[str | None, Option("data")] = None
     """Directory, or prefix of a URL, below which the audio that rows name has to lie, links resolved. Set it for
     manifests that others wrote; what lies elsewhere goes to quarantine. null: anywhere (docs/security.md)."""
     temperature: Annotated[float | None, Field(ge=1), Option("data")] = None
     """Draw languages in proportion to their clips to the power of 1 / temperature: 1 as they are, larger evens them
-    out. Replaces weights; each source of `train` names its `language`. An epoch is one pass over the first source."""
+    out. Replaces weights; each source of `train` names its `language`. An epoch is one pass over the first source. The
+    sources of `rehearsal` keep their own weights."""
     max_samples: Annotated[CountOrAll, Option("data", "clips", common=True)] = -1
     """Train on a fixed random subset of N clips, which lies within every larger subset; each source of a mixture has
-    its share. Without `shuffle` the first N. -1: all."""
+    its share. Without `shuffle` the first N. -1: all. `rehearsal` is not cut."""
     skip_samples: Annotated[NonNegativeInt, Option("data", "clips")] = 0
     """Leave out the first N clips of the subset that `max_samples` takes: those of a subset of N. Not for a
     mixture."""
@@ -337,7 +343,8 @@ class DataConfig(Section):
     """Train although filters, quarantine and the other settings leave out more than half of the training clips or
     audio, which ends the run before its first step otherwise. A resumed run only warns."""
     allow_overlap: Annotated[bool, Option("safety")] = False
-    """Train although clips of `validation`, `test` or `guard` are also in `train`; else that is refused."""
+    """Train although clips of `validation`, `test` or `guard` are also in `train` or `rehearsal`; else that is
+    refused."""
 
 
 class TrainingConfig(Section):
@@ -361,8 +368,16 @@ class TrainingConfig(Section):
     """Peak learning rate of the prediction network. null: `learning_rate`."""
     joint_learning_rate: Annotated[float | None, Field(gt=0), Option("optimizer")] = None
     """Peak learning rate of the joint. null: `learning_rate`."""
+    layer_decay: Annotated[float, Field(gt=0, le=1), Option("optimizer", "factor")] = 1.0
+    """Multiply the encoder's learning rate by this for each Conformer layer below the top one, and once more for what
+    lies below the layers (subsampling); 0.9 and 24 layers end at 0.08. The heads keep theirs. 1: equal rates. No
+    effect on a frozen encoder."""
     weight_decay: Annotated[NonNegativeFloat, Option("optimizer")] = 0.01
     """Decoupled weight decay; never on biases, norms and other vectors."""
+    l2_sp: Annotated[NonNegativeFloat, Option("optimizer")] = 0.0
+    """Pull each trained weight w towards its value w0 at the run's start (L2-SP, arXiv 1802.01483), decoupled as
+    weight decay: w - learning rate x this x (w - w0) after each step. Useful values are about one over the sum of the
+    learning rates of all steps (docs/forgetting.md). Costs a copy of the trained weights. 0: none."""
     lr_scheduler_type: Annotated[Schedule, Option("schedule", common=True)] = "cosine"
     """Learning-rate schedule."""
     warmup_ratio: Annotated[Fraction, Option("schedule", "fraction", common=True)] = 0.1

@@ -50,6 +50,8 @@ class DecodedUtterance:
     """Of its prompt, as drawn, for a prompt model."""
     distillation: float = 1.0
     """Factor of its distillation."""
+    from_rehearsal: bool = False
+    """Whether it is of `data.rehearsal`."""
 
 
 def contained(function: Callable[P, R]) -> Callable[P, R]:
@@ -151,8 +153,17 @@ def decode(entry: Entry, options: StreamOptions, epoch: int) -> DecodedUtterance
     slot = None
     if options.prompts:
         slot = draw_slot(entry.language, options.prompts, options.auto_ratio, (*drawn_from, 19))
-    factor = entry.source.source.distillation
-    return DecodedUtterance(entry.id, entry.text, entry.language, audio_S, entry.tokens, slot, factor)
+    source = entry.source
+    return DecodedUtterance(
+        entry.id,
+        entry.text,
+        entry.language,
+        audio_S,
+        entry.tokens,
+        slot,
+        source.source.distillation,
+        source.is_rehearsal,
+    )
 
 
 def decode_all(entries: list[Entry], options: StreamOptions, epoch: int, report: Report) -> list[DecodedUtterance]:

@@ -16,8 +16,8 @@ from finetune.models.protocols import AsrModel
 from finetune.training.step_batches import StepBatches
 
 LOST_ON_GUARD = (
-    "Less forgetting: a lower training.learning_rate, fewer steps, or a share of the original domain's data in "
-    "data.train (a second source, each with a weight)."
+    "Less forgetting: a share of the original domain's data (data.rehearsal), a lower training.learning_rate, "
+    "training.layer_decay, training.l2_sp, or fewer steps."
 )
 """The remedy where data.guard gets worse."""
 

@@ -15,6 +15,7 @@ class Progress:
     step: int = 0
     epoch: int = 0
     samples: int = 0
+    rehearsed: int = 0
     audio_seconds: float = 0.0
     padded_seconds: float = 0.0
     rows_read: int = 0

@@ -1,6 +1,7 @@
 """What a run is made of, in the order in which finetune/train.py builds it."""
 
 import contextlib
+import copy
 import fcntl
 import gc
 import logging
@@ -22,7 +23,7 @@ from finetune.config.redaction import without_secrets, write_config
 from finetune.config.schema import RunConfig
 from finetune.config.tokenizer_setting import tokenizer_setting
 from finetune.data.overlap import find_overlap, warnings_about
-from finetune.data.run_file import count_clips, mean_seconds, train_limits
+from finetune.data.run_file import count_clips, mean_seconds, new_sources, train_limits
 from finetune.data.run_file import open_sources as open_sources
 from finetune.data.sources import OpenSource
 from finetune.data.stream import UtteranceStream
@@ -45,7 +46,7 @@ from finetune.security.secrets import clean, known_secrets
 from finetune.strategies.accelerator import make_accelerator
 from finetune.strategies.activation_offload import ActivationOffload
 from finetune.strategies.encoder import apply_encoder_options
-from finetune.strategies.optimizers import ROUNDS_SAFELY, build_optimizer, parameter_groups
+from finetune.strategies.optimizers import ROUNDS_SAFELY, build_optimizer, parameter_groups, rates_in_words
 from finetune.strategies.sharded import count_parameters, make_replica, shards_parameters
 from finetune.strategies.strategy import Strategy, engine_with, number_of_processes, resolve_precision
 from finetune.training import checkpoints, elastic_restart
@@ -152,7 +153,7 @@ def _why_not_into(path: Path, config: RunConfig) -> str | None:
 
 
 def check_overlap(config: RunConfig, sources: dict[str, list[OpenSource]]) -> None:
-    """Warn of texts of the evaluation sets that are also in data.train.
+    """Warn of texts of the evaluation sets that are also in data.train or data.rehearsal.
 
     Raises:
         UserError: clips of theirs are there, without data.allow_overlap.
@@ -188,7 +189,7 @@ def build_model(
     m = config.model
     with accelerator.local_main_process_first():  # the first one downloads, the others find it
         model = load_model(m.name, tokenizer_setting(config).dir)
-    changed = grown = set_vocabulary(accelerator, model, config, sources.get("train", []), checkpoint)
+    changed = grown = set_vocabulary(accelerator, model, config, new_sources(sources.get("train", [])), checkpoint)
     if m.add_ctc:
         changed = add_ctc_head(model, m.name) or changed
     prepare_for_training(
@@ -290,7 +291,9 @@ def build_trainer(
     )
     rates = {"encoder": t.encoder_learning_rate, "decoder": t.decoder_learning_rate, "joint": t.joint_learning_rate}
     own_rates = {part: rate for part, rate in rates.items() if rate is not None}
-    groups = parameter_groups(model, own_rates, t.learning_rate, t.weight_decay)
+    groups = parameter_groups(model, own_rates, t.learning_rate, t.weight_decay, t.layer_decay)
+    if t.layer_decay < 1:
+        log.info("%s", rates_in_words(groups))
     peaks = [{"lr": group["lr"]} for group in groups]  # some optimizers turn them into tensors of 32 bits
     optimizer = build_optimizer(t.optimizer, groups, dict(t.optimizer_args))
     schedule = Schedule(t.lr_scheduler_type, peaks, warmup_steps(t, total_steps), total_steps)
@@ -325,34 +328,67 @@ def check_languages(trainer: Trainer) -> None:
 def how_much_is_left(
     stream: UtteranceStream, config: RunConfig, ranks: int
 ) -> tuple[str, Usable, str | None, list[str]]:
-    """Find on rank 0 what training leaves out of data.train, and how often it passes over the rest.
+    """Find on rank 0 what training leaves out of data.train, and of data.rehearsal, and how often it passes over the
+    rest.
 
     Returns:
-        A line to log; the figures; why a run should not begin with so little, or None; and warnings.
+        Text to log; the figures of data.train; why a run should not begin with so little, or None; and warnings.
 
     Raises:
         UserError: no clip is left.
+    """
+    if not config.data.rehearsal:
+        return _left_of("data.train", 1.0, stream, config, ranks)
+    new, old, share = copy.copy(stream), copy.copy(stream), config.data.rehearsal_share
+    new.sources, old.sources = (stream.sources.part(rehearsal) for rehearsal in (False, True))
+    line, found, problem, warnings = _left_of("data.train", 1 - share, new, config, ranks)
+    beside = share / (1 - share) * found.epoch_clips
+    line_2, _, problem_2, warnings_2 = _left_of("data.rehearsal", share, old, config, ranks, beside)
+    problem = "; ".join(filter(None, (problem, problem_2))) or None
+    return f"{line}\n{line_2}", found, problem, warnings + warnings_2
+
+
+def _left_of(
+    key: str, share: float, stream: UtteranceStream, config: RunConfig, ranks: int, beside: float | None = None
+) -> tuple[str, Usable, str | None, list[str]]:
+    """Return what `how_much_is_left` does, of the sources of one key.
+
+    Args:
+        key: data.train or data.rehearsal.
+        share: of the training clips that are drawn from them.
+        stream: of these sources alone.
+        config: of the run.
+        ranks: their number.
+        beside: clips that come beside one pass over data.train, where the sources are not those; 0: not known.
     """
     t, d = config.training, config.data
 
     def look() -> tuple[Usable, str | None, list[str]]:
         found = look_at_usable(stream)
-        return found, *judge(found, d.max_bad_fraction)
+        return found, *judge(found, d.max_bad_fraction, key)
 
     found, problem, warnings = on_main(look)
-    line = f"data.train: {found}"
+    line = f"{key}: {found}"
+    if t.max_steps <= 0 and beside is not None:
+        often = t.num_train_epochs * beside / found.epoch_clips if found.epoch_clips else 0.0
+        return (
+            line + (found.epochs(f"{t.num_train_epochs:g} epochs", often) if often else ""),
+            found,
+            problem,
+            warnings,
+        )
     if t.max_steps <= 0:
         often = f"; {t.num_train_epochs:g} passes over them"
         if found.passes_of_epoch:
             often = found.epochs(f"{t.num_train_epochs:g} epochs", t.num_train_epochs)
         return line + often, found, problem, warnings
-    per_step = t.gradient_accumulation_steps * ranks
+    per_step = share * t.gradient_accumulation_steps * ranks
     clips = 0 if d.batch_duration else train_limits(config).clips_of_length(found.seconds / max(found.clips, 1))
     return line + found.passes(t.max_steps, clips * per_step, d.batch_duration * per_step), found, problem, warnings
 
 
 def check_what_is_left(trainer: Trainer, resumes: bool) -> None:
-    """Log how much of data.train the run trains on.
+    """Log how much of data.train, and of data.rehearsal, the run trains on.
 
     Raises:
         UserError: none of it, or less than half without data.allow_large_losses where the run begins.
@@ -361,7 +397,8 @@ def check_what_is_left(trainer: Trainer, resumes: bool) -> None:
     line, _, problem, warnings = how_much_is_left(trainer.stream, config, trainer.accelerator.num_processes)
     if problem is not None and not resumes and not config.data.allow_large_losses:
         raise UserError(f"{line}.\n{problem}.", exit_code=1)
-    log.info("%s", line)
+    for part in line.splitlines():
+        log.info("%s", part)
     for text in (*warnings, *filter(None, [problem])):
         log.warning("%s", text)
 

@@ -54,6 +54,9 @@ def summarise(trainer: Trainer, strategy: Strategy, result: FinalResult) -> dict
         "steps": p.step,
         "total_steps": trainer.total_steps,
         "samples": p.samples,
+        "rehearsal": {"share": p.rehearsed / max(p.samples, 1), "clips": p.rehearsed}
+        if config.data.rehearsal
+        else None,
         "epochs": p.epoch,
         "audio_hours": p.audio_seconds / 3600,
         "judged_on": judged,

@@ -408,6 +408,7 @@ class Trainer:
         p.step += 1
         p.clipped_steps += grad_norm is not None and grad_norm > (self.config.training.max_grad_norm or math.inf)
         p.samples += batches.samples
+        p.rehearsed += batches.rehearsed
         self.window.add(loss, grad_norm, batches, reason is None, self._loss_parts(loss))
         if self.config.training.log_clips:
             ids_by_rank = gather([batch.ids for batch in batches.batches])

@@ -23,7 +23,7 @@ from finetune.data.overlap import find_overlap, warnings_about
 from finetune.data.quarantine import BadUtterance, Reasons, Record, exceeds_bad_fraction, kind_of
 from finetune.data.reader import group_sources
 from finetune.data.retry import Unreachable
-from finetune.data.run_file import with_filters
+from finetune.data.run_file import new_sources, with_filters
 from finetune.data.sources import OpenSource
 from finetune.data.survey import length_of, spread_rows
 from finetune.data.utterances import text_encoder
@@ -130,7 +130,10 @@ class DryRun:
 
     def open_sources(self) -> Found:
         self.sources = run.open_sources(self.settings)
-        rows = {key: count_rows(opened) for key, opened in self.sources.items()}
+        opened = {**self.sources, "train": new_sources(self.sources["train"])}
+        if rehearsal := self.sources["train"][len(opened["train"]) :]:
+            opened["rehearsal"] = rehearsal
+        rows = {key: count_rows(sources) for key, sources in opened.items()}
         line = ", ".join(f"{key} {'an unknown number of' if n is None else f'{n:,}'} rows" for key, n in rows.items())
         return line, {"rows": rows}
 
@@ -249,7 +252,7 @@ class DryRun:
             raise UserError(f"{line}. {problem}", exit_code=1)
         for text in (*warnings, *filter(None, [problem])):
             self.warn(text)
-        return line.removeprefix("data.train: "), vars(found)
+        return line.removeprefix("data.train: ").replace("\n", "; "), vars(found)
 
     def decode_clips(self) -> Found:
         """Take the first utterances through the run's own stream and workers.

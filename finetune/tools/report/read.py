@@ -14,7 +14,7 @@ from finetune.security.documents import parse_json, parse_yaml
 from finetune.security.secrets import clean, known_secrets
 
 EXAMPLES = 3
-SPLITS = ("train", "validation", "test", "guard")
+SPLITS = ("train", "rehearsal", "validation", "test", "guard")
 
 
 @dataclass
