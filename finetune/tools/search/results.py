@@ -1,0 +1,386 @@
+"""What a search leaves: search.json, best.yaml, the page search.html, a table, and what the evidence carries."""
+
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+import optuna
+import yaml
+from optuna.trial import FrozenTrial, TrialState
+
+from finetune.config.load import parse_overrides, read_yaml
+from finetune.config.redaction import HEAD
+from finetune.durable_files import write_json, write_text
+from finetune.evaluation.utterance_counts import UtteranceCounts, compare_evaluations
+from finetune.security.secrets import clean, clean_urls, known_secrets
+from finetune.tools.report.formats import duration, percent
+from finetune.tools.report.page import write_page
+from finetune.tools.report.plots import Plot
+from finetune.tools.report.read import read_mapping
+from finetune.tools.search.space import Settings
+from finetune.tools.search.study import Search, best_of, describe, finished_trials, outcome_of
+from finetune.tools.search.trials import DIVERGED, OUT_OF_MEMORY
+
+log = logging.getLogger(__name__)
+
+ENOUGH = 10
+"""Trials with a WER from which on it is said which settings mattered."""
+SIGNIFICANT = 0.05
+VERSIONS = ("optuna", "SQLAlchemy", "torch", "nemo_toolkit")
+
+
+@dataclass
+class Result:
+    """What came of a search.
+
+    Attributes:
+        finished: trials with an outcome, by number.
+        default: the trial of the run file's own values; None before it has an outcome.
+        best: the best trial; None where all are bad.
+        comparison: of the default (a) with the best (b), by utterance; None where they are the same, or counts are
+            missing. p_value_corrected is for the best of as many.
+        importances: parameter -> share; empty with too few trials.
+        advice: sentences that the evidence carries.
+    """
+
+    search: Search
+    study: optuna.Study
+    finished: list[FrozenTrial]
+    default: FrozenTrial | None
+    best: FrozenTrial | None
+    comparison: dict[str, Any] | None = None
+    importances: dict[str, float] = field(default_factory=dict)
+    advice: list[str] = field(default_factory=list)
+
+    @property
+    def good(self) -> list[FrozenTrial]:
+        return [t for t in self.finished if t.state == TrialState.COMPLETE and "reason" not in t.user_attrs]
+
+    @property
+    def keeps_limit(self) -> bool:
+        return self.best is not None and self.best.user_attrs.get("excess", 0.0) <= 0
+
+    @property
+    def commonest_reason(self) -> str | None:
+        """The reason that most bad trials have, in the words of the first of them."""
+        reasons = [t.user_attrs["reason"] for t in self.finished if "reason" in t.user_attrs]
+        kinds = [_kind(reason) for reason in reasons]
+        return reasons[kinds.index(Counter(kinds).most_common(1)[0][0])] if reasons else None
+
+
+def _kind(reason: str) -> str:
+    """Return a reason without what differs from trial to trial."""
+    kind = next((kind for kind in (OUT_OF_MEMORY, DIVERGED) if reason.startswith(kind)), None)
+    return kind or re.sub(r"\S*/\S+|\d+(\.\d+)?", "…", reason)
+
+
+def result_of(study: optuna.Study, search: Search) -> Result:
+    """Judge what the study has so far."""
+    finished = finished_trials(study)
+    default = next((t for t in finished if t.user_attrs.get("default")), None)
+    result = Result(search, study, finished, default, best_of(finished))
+    if result.best is not None and default is not None and result.best.number != default.number:
+        result.comparison = _compared(search, default, result.best, len(finished) - 1)
+    good = result.good
+    varied = len({json.dumps(t.user_attrs.get("settings")) for t in good}) > 1
+    if len(good) >= ENOUGH and varied:
+        try:
+            result.importances = optuna.importance.get_param_importances(_study_of(good))
+        except (RuntimeError, ValueError) as error:  # such as WERs that are all the same
+            log.debug("no importances: %s", error)
+    result.advice = list(_advice(result))
+    return result
+
+
+def _compared(search: Search, default: FrozenTrial, best: FrozenTrial, tried: int) -> dict[str, Any] | None:
+    """Compare two trials on the same utterances; None where this machine lacks the counts of one."""
+    try:
+        counts = [UtteranceCounts.load(search.folder_of(t.number) / "best-validation.npz") for t in (default, best)]
+    except (OSError, ValueError):
+        return None
+    found = compare_evaluations(*counts)
+    if not found["words"]:
+        return None
+    # The best of many is better by chance alone (Bonferroni).
+    return {**found, "tried": tried, "p_value_corrected": min(1.0, found["p_value"] * tried)}
+
+
+def _study_of(trials: list[FrozenTrial]) -> optuna.Study:
+    """Return a study in memory of these trials alone: bad ones have no WER of their own."""
+    study = optuna.create_study()
+    study.add_trials(trials)
+    return study
+
+
+# ---- in words ---------------------------------------------------------------------------------------------------
+
+
+def _advice(result: Result) -> Iterator[str]:
+    best, default, limit = result.best, result.default, result.search.limit
+    if best is None:
+        return
+    attributes = best.user_attrs
+    if limit is not None and not result.keeps_limit:
+        yield (
+            f"No trial keeps data.guard_limit {limit}. Trial {best.number} comes nearest: guard WER "
+            f"{attributes['guard']:.4f}, {attributes['excess']:.4f} over it."
+        )
+    if default is None:
+        yield "The run file's own values have not been tried to their end: nothing is said against them."
+    elif best.number == default.number:
+        others = len(result.finished) - 1
+        yield f"The run file's own values are as good as the {others} others that were tried: WER {best.value:.4f}."
+    elif "reason" in default.user_attrs:
+        yield f"The run file's own values failed ({default.user_attrs['reason']}); trial {best.number} did not."
+    elif default.user_attrs.get("excess", 0.0) > 0 >= attributes.get("excess", 0.0):
+        yield f"The run file's own values exceed data.guard_limit {limit}; trial {best.number} keeps it."
+        yield _difference(result, best, default)
+    else:
+        yield _difference(result, best, default)
+    base = result.study.user_attrs.get("base_wer")
+    if base is not None and attributes["wer"] >= base:
+        yield f"No trial is better than the base model, whose WER is {base:.4f}: more steps or other data may be."
+    if result.importances:
+        name, share = next(iter(result.importances.items()))
+        yield (
+            f"{name} mattered most: {100 * share:.0f} % of the importance over {len(result.good)} trials with a WER "
+            "(PED-ANOVA)."
+        )
+    else:
+        yield f"Which setting mattered is not said: {len(result.good)} trials have a WER, it takes {ENOUGH}."
+    if default is not None and best.number != default.number:
+        for p in result.search.parameters:
+            if p.is_at_the_end(best.params[p.name]):
+                value = f"{p.name}={best.params[p.name]:.4g}"
+                yield f"{value} is at an end of its range, {p.low:g} to {p.high:g}; --space can widen it."
+    if result.search.steps is not None:
+        yield f"Found in runs of {result.search.steps} steps; longer runs may want other values."
+
+
+def _difference(result: Result, best: FrozenTrial, default: FrozenTrial) -> str:
+    """Put the best trial against the run file's own values in one sentence."""
+    found = result.comparison
+    if found is None:
+        return (
+            f"Trial {best.number}: WER {best.user_attrs['wer']:.4f} against {default.user_attrs['wer']:.4f} of the "
+            "run file's own values. Whether that is chance is not tested: the counts by clip lie on another machine."
+        )
+    was, now, p = found["wer_a"], found["wer_b"], found["p_value_corrected"]
+    figures = f"WER {now:.4f} against {was:.4f}"
+    if was:
+        low, high = sorted(-100 * v / was for v in found["difference_interval"] or (0.0, 0.0))
+        figures += f", {100 * (was - now) / was:.1f} % relative (95 % interval {low:.1f} to {high:.1f} %)"
+    chance = f"p = {p:.2g} for the best of {found['tried']} beside the run file's own"
+    if p < SIGNIFICANT and now < was:
+        return f"Trial {best.number} is better than the run file's own values: {figures}; {chance}."
+    return (
+        f"The run file's own values are as good, as far as these clips tell. Trial {best.number}: {figures}; {chance}."
+    )
+
+
+# ---- files ------------------------------------------------------------------------------------------------------
+
+
+def write_files(result: Result) -> None:
+    """Write search.json and search.html, and best.yaml where a trial is good."""
+    folder = result.search.folder
+    write_json(folder / "search.json", as_dict(result))
+    if result.best is not None:
+        _write_best(result, result.best)
+    else:
+        (folder / "best.yaml").unlink(missing_ok=True)
+    _write_page(result)
+
+
+def as_dict(result: Result) -> dict[str, Any]:
+    """Return the search as one object."""
+    search, default = result.search, result.default
+    environment = read_mapping(search.folder_of(default.number) / "environment.json") if default is not None else {}
+    environment.pop("command", None)
+    versions = {name: metadata.version(name) for name in VERSIONS}
+    return {
+        "study": search.name,
+        "run_file": str(search.run_file),
+        "strategies": search.strategies,
+        "overrides": clean(search.overrides, known_secrets(search.overrides), personal=False),
+        "storage": clean_urls(search.storage) if search.storage else "study.db",
+        "steps": search.steps,
+        "guard_limit": search.limit,
+        "base_wer": result.study.user_attrs.get("base_wer"),
+        "base_guard_wer": result.study.user_attrs.get("base_guard"),
+        "default": default.number if default is not None else None,
+        "best": result.best.number if result.best is not None else None,
+        "keeps_limit": result.keeps_limit,
+        "comparison": result.comparison,
+        "importances": result.importances,
+        "advice": result.advice,
+        "space": {p.name: {"own": p.own, "searched": p.describe()} for p in search.parameters},
+        "trials": [_row_of(trial) for trial in result.study.get_trials(deepcopy=False)],
+        "environment": clean(environment, personal=False),
+        "versions": versions,
+    }
+
+
+def _row_of(trial: FrozenTrial) -> dict[str, Any]:
+    known = ("wer", "guard", "excess", "step", "seconds", "reason", "settings")
+    return {
+        "number": trial.number,
+        "state": "bad" if "reason" in trial.user_attrs else trial.state.name.lower(),
+        **{name: trial.user_attrs.get(name) for name in known},
+        "params": trial.params,
+        "evaluations": trial.intermediate_values,
+    }
+
+
+def _write_best(result: Result, best: FrozenTrial) -> None:
+    """Write a run file of the best settings, as long as the run file's own, into a folder of its own."""
+    search = result.search
+    values = read_yaml(search.run_file, "--config")
+    _lay_over(values, parse_overrides(search.overrides))
+    settings: Settings = best.user_attrs["settings"]
+    for key, value in settings.items():
+        section, name = key.split(".", 1)
+        values.setdefault(section, {})[name] = value
+    values["training"]["output_dir"] = f"{search.config.training.output_dir.rstrip('/')}-searched"
+    cleaned = clean(values, known_secrets(values), personal=False)
+    strategies = "".join(f" --strategy {name}" for name in search.strategies)
+    head = [
+        f"Settings of trial {best.number} of {len(result.finished)}, from {search.run_file}: {describe(settings)}",
+        *result.advice,
+        f"python finetune/train.py --config {search.folder / 'best.yaml'}{strategies}",
+    ]
+    if cleaned != values:
+        head.append(HEAD.format(keys="some keys").splitlines()[0].removeprefix("# "))
+    text = "".join(f"# {line}\n" for line in head)
+    write_text(search.folder / "best.yaml", text + yaml.safe_dump(cleaned, sort_keys=False, allow_unicode=True))
+
+
+def _lay_over(values: dict[str, Any], over: dict[str, Any]) -> None:
+    for key, value in over.items():
+        if isinstance(value, dict) and isinstance(values.get(key), dict):
+            _lay_over(values[key], value)
+        else:
+            values[key] = value
+
+
+HEADS = ["trial", "WER, %", "guard WER, %", "outcome", "time", "settings"]
+
+
+def table_rows(result: Result) -> list[list[Any]]:
+    """Return a row for each trial with an outcome, the best first, the bad ones last."""
+    best = result.best
+
+    def order(trial: FrozenTrial) -> tuple[bool, float, float]:
+        attributes = trial.user_attrs
+        over = max(attributes.get("excess", 0.0), 0.0)
+        return trial not in result.good, over, attributes.get("wer", float("inf"))
+
+    rows = []
+    for t in sorted(result.finished, key=order):
+        marks = ["best"] if best is not None and t.number == best.number else []
+        marks += ["over the limit"] if t in result.good and t.user_attrs.get("excess", 0.0) > 0 else []
+        marks += [] if t in result.good else [outcome_of(t)]
+        wer = percent(t.user_attrs.get("wer"))
+        settings = describe(t.user_attrs.get("settings") or {})
+        guard, seconds = percent(t.user_attrs.get("guard")), t.user_attrs.get("seconds")
+        rows.append([t.number, wer, guard, ", ".join(marks) or None, duration(seconds), settings])
+    return rows
+
+
+def print_table(result: Result) -> None:
+    """Print the trials as a table, and the advice."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = table_rows(result)
+    shown = [i for i, head in enumerate(HEADS) if head != "guard WER, %" or any(row[i] for row in rows)]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for i in shown:
+        number = HEADS[i] in ("trial", "WER, %", "guard WER, %", "time")
+        table.add_column(HEADS[i], justify="right" if number else "left", no_wrap=number, overflow="fold")
+    for row in rows:
+        words = [*row[:-1], row[-1] if "=" not in row[-1] else re.sub(r"(?:^| )\w+\.", "\n", row[-1]).strip()]
+        table.add_row(*(Text("–" if words[i] is None else str(words[i])) for i in shown))
+    console = Console()
+    console.print(table)
+    for sentence in result.advice:
+        console.print(Text(sentence), soft_wrap=True)
+
+
+# ---- the page ---------------------------------------------------------------------------------------------------
+
+
+def _write_page(result: Result) -> None:
+    search, rows = result.search, table_rows(result)
+    plots = _plots(result, rows)
+    states = Counter(_row_of(t)["state"] for t in result.finished)
+    base = result.study.user_attrs.get("base_wer")
+    facts = [
+        ("Run file", str(search.run_file)),
+        ("Strategies", " + ".join(search.strategies) or "none"),
+        ("Steps of a trial", search.steps or "as in the run file"),
+        ("Trials", ", ".join(f"{n} {name}" for name, n in states.most_common())),
+        ("WER of the base model, %", percent(base)),
+        ("data.guard_limit", search.limit),
+        ("Study", search.name),
+        ("Time of all trials", duration(sum(t.user_attrs.get("seconds", 0.0) for t in result.finished))),
+    ]
+    values = {
+        "navigation": [("result", "Result"), ("trials", "Trials"), ("plots-section", "Plots"), ("space", "Space")],
+        "intro": f"{len(result.finished)} trials of {search.run_file}",
+        "advice": result.advice or [f"All trials are bad: {result.commonest_reason}"],
+        "facts_of_search": facts,
+        "heads": HEADS,
+        "rows": rows,
+        "search_plots": plots,
+        "space": [[p.name, str(p.own), _searched(p.describe())] for p in search.parameters],
+    }
+    write_page("search.html", search.folder / "search.html", "Search", plots, **values)
+
+
+def _searched(found: Any) -> str:
+    if isinstance(found, list):
+        return ", ".join(str(value) for value, _ in found)
+    text = f"{found['low']:g} to {found['high']:g}" + (", by orders of magnitude" if found["log"] else "")
+    return text + (f", times {found['times']}" if found["times"] else "")
+
+
+def _plots(result: Result, rows: list[list[Any]]) -> list[Plot | None]:
+    """Return Optuna's plots of the trials that have a WER; none of fewer than two."""
+    from optuna import visualization
+
+    good = result.good
+    if len(good) < 2:
+        return []
+    study, parameters = _study_of(good), [p.name for p in result.search.parameters]
+    note = "Trials with a WER; bad ones and those that were stopped early are in the table above."
+    found = [
+        _plot("history", "WER by trial", visualization.plot_optimization_history(study), rows, note),
+        _plot("slices", "WER by each setting", visualization.plot_slice(study, parameters), rows, note),
+        _plot("parallel", "All settings side by side", visualization.plot_parallel_coordinate(study), rows, note),
+    ]
+    shown = [t for t in result.finished if t.intermediate_values]
+    if shown:
+        figure = visualization.plot_intermediate_values(_study_of(shown))
+        found.append(_plot("evaluations", "Evaluations of each trial", figure, rows, "Best so far, as a fraction."))
+    if result.importances:
+        figure = visualization.plot_param_importances(study)
+        table = [[name, value] for name, value in result.importances.items()]
+        found.append(_plot("importances", "Importance", figure, table, "PED-ANOVA.", ["setting", "share"]))
+    return found
+
+
+def _plot(
+    name: str, title: str, figure: Any, rows: list[list[Any]], note: str, heads: list[str] | None = None
+) -> Plot:
+    drawn = json.loads(figure.to_json())
+    layout = {key: value for key, value in drawn["layout"].items() if key not in ("template", "title")}
+    layout |= {"height": 420, "hovermode": "closest"}
+    return Plot(name, title, drawn["data"], layout, heads or HEADS, rows, note)
