@@ -2,7 +2,7 @@
 
 The WER is lowest at a learning rate of 1e-2, and each clip's errors follow it. `STAND_IN` in the environment is JSON:
 `out_of_memory`, `diverges` and `refuses` are learning rates from which on that happens, `waits_for` a file without
-which a training does not end, `guard` the guard WER at the lowest learning rate.
+which a training does not end, `guard` how much the guard's WER rises with the learning rate.
 """
 
 import json
@@ -33,16 +33,16 @@ def main() -> int:
     if rate >= wishes.get("out_of_memory", math.inf):
         print("error: the GPU is out of memory: tried to allocate 2 GiB\nWhat would help:", file=sys.stderr)
         return 1
-    rows = [("validation", 0, 0.5), ("guard", 0, 0.2)] if t.eval_on_start else []
+    guarded = bool(config.data.guard)
+    rows = [("validation", 0, 0.5), *([("guard", 0, 0.2)] if guarded else [])] if t.eval_on_start else []
     final = min(0.2 + 0.1 * abs(math.log10(rate / 1e-2)), 0.45)
     if rate >= wishes.get("diverges", math.inf):
         final = 2.0
     for step in range(t.eval_steps, t.max_steps + 1, t.eval_steps):
         rows.append(("validation", step, final + 0.05 * (1 - step / t.max_steps)))
-        rows.append(("guard", step, 0.2 + wishes.get("guard", 0.0) * rate))
+        if guarded:
+            rows.append(("guard", step, 0.2 + wishes.get("guard", 0.0) * rate))
         write(folder, rows)
-        if "pace" in wishes:
-            time.sleep(wishes["pace"])
     while "waits_for" in wishes and not Path(wishes["waits_for"]).exists():
         time.sleep(0.02)
     counts = UtteranceCounts()

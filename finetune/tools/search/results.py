@@ -134,7 +134,7 @@ def _advice(result: Result) -> Iterator[str]:
         yield "The run file's own values have not been tried to their end: nothing is said against them."
     elif best.number == default.number:
         others = len(result.finished) - 1
-        yield f"The run file's own values are as good as the {others} others that were tried: WER {best.value:.4f}."
+        yield f"None of the {others} others is better than the run file's own values: WER {best.value:.4f}."
     elif "reason" in default.user_attrs:
         yield f"The run file's own values failed ({default.user_attrs['reason']}); trial {best.number} did not."
     elif default.user_attrs.get("excess", 0.0) > 0 >= attributes.get("excess", 0.0):
@@ -155,7 +155,7 @@ def _advice(result: Result) -> Iterator[str]:
         yield f"Which setting mattered is not said: {len(result.good)} trials have a WER, it takes {ENOUGH}."
     if default is not None and best.number != default.number:
         for p in result.search.parameters:
-            if p.is_at_the_end(best.params[p.name]):
+            if best.params[p.name] != p.own and p.is_at_the_end(best.params[p.name]):
                 value = f"{p.name}={best.params[p.name]:.4g}"
                 yield f"{value} is at an end of its range, {p.low:g} to {p.high:g}; --space can widen it."
     if result.search.steps is not None:
@@ -168,7 +168,7 @@ def _difference(result: Result, best: FrozenTrial, default: FrozenTrial) -> str:
     if found is None:
         return (
             f"Trial {best.number}: WER {best.user_attrs['wer']:.4f} against {default.user_attrs['wer']:.4f} of the "
-            "run file's own values. Whether that is chance is not tested: the counts by clip lie on another machine."
+            "run file's own values. Whether that is chance is not tested: the counts by clip are not in this folder."
         )
     was, now, p = found["wer_a"], found["wer_b"], found["p_value_corrected"]
     figures = f"WER {now:.4f} against {was:.4f}"
@@ -220,7 +220,7 @@ def as_dict(result: Result) -> dict[str, Any]:
         "importances": result.importances,
         "advice": result.advice,
         "space": {p.name: {"own": p.own, "searched": p.describe()} for p in search.parameters},
-        "trials": [_row_of(trial) for trial in result.study.get_trials(deepcopy=False)],
+        "trials": [_row_of(t) for t in result.study.get_trials(deepcopy=False) if t.state != TrialState.WAITING],
         "environment": clean(environment, personal=False),
         "versions": versions,
     }
@@ -362,16 +362,18 @@ def _plots(result: Result, rows: list[list[Any]]) -> list[Plot | None]:
     study, parameters = _study_of(good), [p.name for p in result.search.parameters]
     note = "Trials with a WER; bad ones and those that were stopped early are in the table above."
     found = [
-        _plot("history", "WER by trial", visualization.plot_optimization_history(study), rows, note),
-        _plot("slices", "WER by each setting", visualization.plot_slice(study, parameters), rows, note),
-        _plot("parallel", "All settings side by side", visualization.plot_parallel_coordinate(study), rows, note),
+        _plot(
+            "history", "WER by trial", visualization.plot_optimization_history(study, target_name="WER"), rows, note
+        ),
+        _plot("slices", "WER by setting", visualization.plot_slice(study, parameters, target_name="WER"), rows, note),
+        _parallel(result, rows),
     ]
     shown = [t for t in result.finished if t.intermediate_values]
     if shown:
         figure = visualization.plot_intermediate_values(_study_of(shown))
         found.append(_plot("evaluations", "Evaluations of each trial", figure, rows, "Best so far, as a fraction."))
     if result.importances:
-        figure = visualization.plot_param_importances(study)
+        figure = visualization.plot_param_importances(study, target_name="WER")
         table = [[name, value] for name, value in result.importances.items()]
         found.append(_plot("importances", "Importance", figure, table, "PED-ANOVA.", ["setting", "share"]))
     return found
@@ -384,3 +386,39 @@ def _plot(
     layout = {key: value for key, value in drawn["layout"].items() if key not in ("template", "title")}
     layout |= {"height": 420, "hovermode": "closest"}
     return Plot(name, title, drawn["data"], layout, heads or HEADS, rows, note)
+
+
+def _parallel(result: Result, rows: list[list[Any]]) -> Plot:
+    """Return the good trials as lines over their settings. Optuna's own such plot needs a script that makes code,
+    which the page's policy forbids."""
+    drawn = []
+    best, default = result.best, result.default
+    for t in sorted(result.good, key=lambda t: t.user_attrs["wer"], reverse=True):  # the best lie on top
+        is_best = best is not None and t.number == best.number
+        is_default = default is not None and t.number == default.number
+        name = f"trial {t.number}, the best" if is_best else "the run file" if is_default else f"trial {t.number}"
+        shown = [f"{p.name}={t.params[p.name]}" for p in result.search.parameters]
+        drawn.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": name,
+                "x": [p.name for p in result.search.parameters] + ["WER"],
+                "y": [p.share_of(t.params[p.name]) for p in result.search.parameters] + [_share_of_wer(result, t)],
+                "text": [*shown, f"WER {t.user_attrs['wer']:.4f}"],
+                "hovertemplate": "%{text}",
+                "line": {"color": "@1" if is_best else "@0" if is_default else "@muted", "width": 1 + 2 * is_best},
+                "opacity": 1.0 if is_best or is_default else 0.4,
+                "showlegend": is_best or is_default,
+            }
+        )
+    yaxis = {"tickvals": [0, 1], "ticktext": ["low", "high"], "range": [-0.05, 1.05]}
+    layout = {"height": 420, "hovermode": "closest", "xaxis": {"type": "category"}, "yaxis": yaxis}
+    note = "Each line is a trial with a WER; a range goes from its low to its high end, choices in their order."
+    return Plot("parallel", "All settings side by side", drawn, layout, HEADS, rows, note)
+
+
+def _share_of_wer(result: Result, trial: FrozenTrial) -> float:
+    found = [t.user_attrs["wer"] for t in result.good]
+    width = max(found) - min(found)
+    return (trial.user_attrs["wer"] - min(found)) / width if width else 0.5

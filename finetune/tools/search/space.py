@@ -69,15 +69,20 @@ class Parameter:
             return [[value, settings] for value, settings in self.choices.items()]
         return {"low": self.low, "high": self.high, "log": self.log, "whole": self.whole, "times": self.times}
 
+    def share_of(self, value: Value) -> float:
+        """Return where a value lies, from 0 at the low end of a range, or the first choice, to 1."""
+        if self.choices:
+            return list(self.choices).index(value) / (len(self.choices) - 1) if len(self.choices) > 1 else 0.5
+        assert isinstance(value, int | float)
+        if self.low == self.high:
+            return 0.5
+        if self.log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
     def is_at_the_end(self, value: Value) -> bool:
         """Return whether a value lies in the outer twentieth of a range."""
-        if self.choices or not isinstance(value, int | float) or self.low == self.high:
-            return False
-        if self.log:
-            share = math.log(value / self.low) / math.log(self.high / self.low)
-        else:
-            share = (value - self.low) / (self.high - self.low)
-        return not 0.05 < share < 0.95
+        return not self.choices and not 0.05 < self.share_of(value) < 0.95
 
 
 def settings_of(parameters: list[Parameter], values: dict[str, Value], config: RunConfig) -> Settings:
