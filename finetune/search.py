@@ -78,9 +78,11 @@ def _search(arguments: argparse.Namespace, training: tuple[str, ...] | None) -> 
         ) from error
     from finetune.config.load import load_config
     from finetune.strategies.strategy import resolve_strategy
-    from finetune.tools.search.results import print_table, result_of, write_files
+    from finetune.tools.search.outputs import print_table, write_files
+    from finetune.tools.search.results import result_of
+    from finetune.tools.search.running import run_trials
     from finetune.tools.search.space import default_space, read_space
-    from finetune.tools.search.study import Search, locked, open_study, run_trials
+    from finetune.tools.search.study import Search, locked, open_study
     from finetune.tools.search.trials import TRAIN
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
