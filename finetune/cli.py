@@ -26,6 +26,7 @@ COMMANDS = {
     "export": ("finetune.export", "write a model as .nemo or in transformers' format"),
     "average": ("finetune.average", "average the weights of several models"),
     "tokenizer": ("finetune.tokenizer", "train a SentencePiece tokenizer, or extend one"),
+    "search": ("finetune.search", "search learning rates and other settings by short runs"),
     "report": ("finetune.report", "write a run's page, or compare several runs"),
     "push-to-hub": ("finetune.push_to_hub", "upload a model and its card to the Hugging Face Hub"),
     "import-nemo": ("finetune.import_nemo", "turn a NeMo fine-tuning YAML into a run file"),

@@ -208,6 +208,8 @@ class Evaluator:
             return False
         p.best_wer, p.best_step, p.best_weights = rate, p.step, weights
         self.keep_model(model)
+        if self.keeps_models and self.accelerator.is_main_process:
+            keep_best(self.output_dir, "validation", wer)
         return True
 
     def keep_model(self, model: AsrModel) -> None:
@@ -389,9 +391,14 @@ def keep_base(folder: Path, split: str, wer: WerAccumulator) -> None:
     wer.utterance_counts.save(folder / f"base-{split}.npz")
 
 
+def keep_best(folder: Path, split: str, wer: WerAccumulator) -> None:
+    """Keep the counts by utterance of the model that is model.nemo, with which runs are compared."""
+    wer.utterance_counts.save(folder / f"best-{split}.npz")
+
+
 def forget_base(folder: Path) -> None:
     """Remove what another run kept."""
-    for path in folder.glob("base-*.npz"):
+    for path in (*folder.glob("base-*.npz"), *folder.glob("best-*.npz")):
         path.unlink()
 
 
