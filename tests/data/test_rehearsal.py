@@ -257,7 +257,7 @@ def test_new_data_that_filters_take_whole_are_no_run_on_the_old(
 def test_a_dry_run_tells_both_apart(run_train: Any, tiny_run: Any, clips: Path, tmp_path: Path, capsys: Any) -> None:
     arguments = rehearsing(tiny_run, clips, tmp_path, max_steps=2)
     assert run_train(*arguments, "--dry-run") == 0
-    said = capsys.readouterr().out
+    said = "".join(capsys.readouterr())
     assert "train 8 rows" in said
     assert "rehearsal 17 rows" in said
     assert "data.rehearsal: training on 16 of 17 clips" in said
