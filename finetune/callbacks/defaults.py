@@ -17,8 +17,8 @@ from finetune.training.trainer import Trainer
 
 
 def add_step_callbacks(trainer: Trainer) -> MemoryRecovery | None:
-    """Register what changes the steps of a run or their memory: frozen base, L2-SP, moving average, recovery from out of
-    memory.
+    """Register what changes the steps of a run or their memory: frozen base, pull towards the base, moving average,
+    recovery from out of memory.
 
     Returns:
         The recovery, where `training.auto_batch` asks for it.
