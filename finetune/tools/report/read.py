@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from finetune.config.guard_limit import parse_guard_limit
+from finetune.data.guard_halves import CHOICE
 from finetune.errors import UserError
 from finetune.paths import near_path
 from finetune.security.documents import parse_json, parse_yaml
@@ -170,9 +172,18 @@ class Run:
         if not found:
             rows = self.rows(split)
             whole = [row for row in rows if row.get("language") is None and row.get("wer") is not None]
+            if self.setting("data", "guard_limit") is not None and split == "validation":
+                whole = [row for row in whole if row["step"] in self.steps_within_limit()]
             step = min(whole, key=lambda row: (row["wer"], row["step"]))["step"] if whole else None
             found = [row for row in rows if row["step"] == step]
         return {row.get("language"): row for row in found}
+
+    def steps_within_limit(self) -> set[float]:
+        """Return the steps whose weights keep data.guard_limit; the base model does."""
+        wers = {r["step"]: number(r.get("wer")) for r in self.rows(CHOICE) if r.get("language") is None}
+        limit, base = parse_guard_limit(str(self.setting("data", "guard_limit"))), wers.get(0)
+        kept = {step for step, wer in wers.items() if wer is not None and base is not None and limit.keeps(wer, base)}
+        return {0, *kept}
 
     def rates(self, split: str) -> dict[str | None, Rates]:
         """Error rates of the base model and of the best one by language; None, for all of them, comes first."""
