@@ -268,8 +268,8 @@ class DriftMonitor(Callback):
                 "guard_lost",
                 True,
                 f"WER on {split} is {change['wer_b']:.3f} at step {step}, above the base model's "
-                f"{change['wer_a']:.3f} by more than chance ({p_value_text(change)}): the model forgets its original domain. "
-                f"{LOST_ON_GUARD}",
+                f"{change['wer_a']:.3f} by more than chance ({p_value_text(change)}): the model forgets its original "
+                f"domain. {LOST_ON_GUARD}",
             )
         else:
             self._warn_if("guard_lost", False, "")

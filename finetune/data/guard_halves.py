@@ -96,11 +96,9 @@ def measure_halves(sources: list[OpenSource], max_clips: int, seconds: float) ->
         found.words[half] += len(text.split())
         texts.add(hash_of(text))
     found.texts = len(texts - {hash_of("")})
-    known = [source.clips for source in sources]
-    expected = sum(clips or 0 for clips in known)
-    found.whole = (
-        not unread and None not in known and looked == (min(expected, max_clips) if max_clips >= 0 else expected)
-    )
+    known = [source.clips for source in sources if source.clips is not None]
+    expected = sum(known) if max_clips < 0 else min(sum(known), max_clips)
+    found.whole = not unread and len(known) == len(sources) and looked == expected
     empty = next((half for half in GUARDS if not found.words[half]), None)
     if empty is not None and found.whole:
         why = {0: "holds no text", 1: "holds one text only"}.get(

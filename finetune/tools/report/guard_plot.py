@@ -5,7 +5,6 @@ import io
 from pathlib import Path
 from typing import Any
 
-from finetune.config.guard_limit import parse_guard_limit
 from finetune.data.guard_halves import CHOICE
 from finetune.durable_files import write_text
 from finetune.security.safe_text import one_line
@@ -54,19 +53,10 @@ def points_of(run: Run) -> list[Point]:
 def _taken(run: Run, models: dict[tuple[float, str], dict[str, float]]) -> tuple[float, str] | None:
     """Return which model is the best one; before the end, so far."""
     if run.finished:
-        return run.summary.get("best_step"), run.summary.get("best_weights", "raw")
-    highest = highest_of(run)
-    kept = [key for key, wers in models.items() if key[0] == 0 or (highest is not None and wers[CHOICE] <= highest)]
+        best = (run.summary.get("best_step"), run.summary.get("best_weights", "raw"))
+        return next((key for key in models if key == best), None)
+    kept = [key for key, wers in models.items() if run.keeps_limit(key[0], wers[CHOICE])]
     return min(kept, key=lambda key: models[key]["validation"], default=None)
-
-
-def highest_of(run: Run) -> float | None:
-    """Return the highest WER on guard_choice that keeps a run's limit; None without one, or before the base model."""
-    base = next((number(r.get("wer")) for r in run.rows(CHOICE) if r["step"] == 0 and r.get("language") is None), None)
-    try:
-        return None if base is None else parse_guard_limit(str(run.setting("data", "guard_limit"))).highest(base)
-    except ValueError:
-        return None
 
 
 def _kind(weights: str) -> str:
