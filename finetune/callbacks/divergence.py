@@ -8,13 +8,14 @@ from finetune.config.schema import RunConfig
 from finetune.training.progress import Progress
 
 FIRST_LINES = 5
-"""Logged lines whose median is the level of the first steps."""
-LINES = 5
-"""Logged lines over which values are smoothed, by their median, and in a row in which a sign has to last."""
+"""Logged lines whose median is the level of the first steps, or twice the first line's value if that is less: the
+first step is the base model's."""
+LINES, LASTING_LINES = 5, 3
+"""Logged lines over which values are smoothed, by their median; and in a row in which a sign has to last."""
 LOSS_FACTOR = 3.0
 NORM_FACTOR = 100.0
-WER_FACTOR = 1.5
-"""Times the base model's WER on validation."""
+WER_FACTOR, WER_MORE = 1.5, 0.1
+"""Times the base model's WER on validation, and above it by so much."""
 WER_EVALUATIONS = 2
 """In a row above that, the last no better than the one before."""
 
@@ -66,12 +67,12 @@ class Divergence:
         first, last = self.first[name], self.last[name]
         if len(first) < FIRST_LINES:
             first.append(value / length)
-            return None
         last.append(value / length)
-        level, now = statistics.median(first), statistics.median(last)
-        high = len(last) == LINES and step > self.warmup and now > factor * level
-        self.lasting[name] = self.lasting[name] + 1 if high else 0
-        if self.lasting[name] < LINES:
+        if len(first) < FIRST_LINES:
+            return None
+        level, now = min(statistics.median(first), 2 * first[0]), statistics.median(last)
+        self.lasting[name] = self.lasting[name] + 1 if step > self.warmup and now > factor * level else 0
+        if self.lasting[name] < LASTING_LINES:
             return None
         what = {"loss": "the loss", "grad_norm": "the gradient norm"}[name]
         return f"{what} is {now / max(level, 1e-9):.1f} times that of the first steps over {LINES} logged lines"
@@ -79,7 +80,7 @@ class Divergence:
     def of_evaluation(self, step: int, wer: float, base: float | None) -> str | None:
         """Look at an evaluation of data.validation after step 0."""
         self.wers = [*self.wers, wer][-WER_EVALUATIONS:]
-        above = base is not None and all(w > WER_FACTOR * base for w in self.wers)
+        above = base is not None and all(w > max(WER_FACTOR * base, base + WER_MORE) for w in self.wers)
         if not above or len(self.wers) < WER_EVALUATIONS or self.wers[-1] < self.wers[-2]:
             return None
         return self.message(f"WER on validation is {wer:.3f}, {base or 0.0:.3f} before training", step)
