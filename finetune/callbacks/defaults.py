@@ -6,6 +6,7 @@ from pathlib import Path
 from finetune.callbacks.averaging import CheckpointAverage, Ema
 from finetune.callbacks.base_pull import BasePull
 from finetune.callbacks.distillation import DistillationBase
+from finetune.callbacks.divergence import Divergence
 from finetune.callbacks.drift import DriftMonitor
 from finetune.callbacks.eta import Place
 from finetune.callbacks.out_of_memory import MemoryRecovery
@@ -13,6 +14,7 @@ from finetune.callbacks.panel import ProgressPanel
 from finetune.callbacks.profiler import Profiler
 from finetune.callbacks.report import ReportWriter
 from finetune.callbacks.trackers import TrackerLogger
+from finetune.training.schedule import warmup_steps
 from finetune.training.trainer import Trainer
 
 
@@ -59,7 +61,9 @@ def add_run_callbacks(
         what = (trainer.model, trainer.loss_module, trainer.total_steps, profile_steps, trainer.pause)
         trainer.add_callback(Profiler(accelerator, config, progress, *what))
     trainer.add_callback(TrackerLogger(accelerator, trainer.model.preprocessor._sample_rate, t.sample_predictions))
-    trainer.add_callback(DriftMonitor(accelerator, trainer.loss_module, progress, workers=t.dataloader_num_workers))
+    divergence = Divergence(config, progress, warmup_steps(t, trainer.total_steps))
+    watched = (accelerator, trainer.loss_module, progress)
+    trainer.add_callback(DriftMonitor(*watched, workers=t.dataloader_num_workers, divergence=divergence))
     judged = "test" if "test" in trainer.sources else "validation"
     panel = ProgressPanel(accelerator, config, progress, judged, trainer.expected_steps, place)
     trainer.add_callback(panel)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from finetune.config.optimizers import ALLOWED_ARGS, BITSANDBYTES, TORCHAO, gpu_lacks_fp8
-from finetune.config.schema import RunConfig
+from finetune.config.schema import DataConfig, RunConfig, TrainingConfig
 from finetune.config.tokenizer_setting import changes_vocabulary, parse_tokenizer
 from finetune.errors import UserError
 
@@ -359,6 +359,19 @@ def find_conflicts(config: RunConfig, engine: str = "none", gpu: bool = True) ->
     ]
 
 
+def _limit_contradictions(d: DataConfig, t: TrainingConfig) -> Iterator[tuple[str, str]]:
+    if not d.guard:
+        yield "data.guard_limit", "has no effect without data.guard: name the data that must not get worse there."
+    if not d.validation:
+        yield "data.guard_limit", "needs data.validation, whose WER chooses among the models that keep the limit."
+    if t.guard_steps != -1:
+        yield (
+            "training.guard_steps",
+            f"{t.guard_steps} and data.guard_limit exclude each other: no model is taken without being judged. Leave "
+            "it out (-1), and set training.eval_steps for fewer evaluations.",
+        )
+
+
 def find_contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield the key and what is wrong with its value, where that depends on another key."""
     m, d, t = config.model, config.data, config.training
@@ -397,6 +410,8 @@ def find_contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
             f"{t.l2_sp:g} at a learning rate of {peak:g} pulls past the start in each step. Their product has to be "
             f"below 1, and is about 1e-3 in most runs: set training.l2_sp below {1 / peak:g}.",
         )
+    if d.guard_limit is not None:
+        yield from _limit_contradictions(d, t)
     for name in ("ema_decay", "average_checkpoints"):
         if getattr(t, name) and not d.validation:
             yield (

@@ -31,6 +31,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, core_schema
 from typing_extensions import is_typeddict
 
+from finetune.config.guard_limit import FORMS, check_guard_limit
 from finetune.config.optimizers import Optimizer, OptimizerArgs
 from finetune.config.suggestions import did_you_mean
 
@@ -269,6 +270,10 @@ class DataConfig(Section):
     guard: Annotated[Sources | None, SkipValidation, Option("data")] = None
     """Source of the original domain, evaluated before, during (`training.guard_steps`) and after the run; a loss of
     accuracy on it is reported."""
+    guard_limit: Annotated[str | None, AfterValidator(check_guard_limit), Option("data", form=FORMS)] = None
+    """How much worse than the base model the best model may be on `guard`: "+5 %" of the base model's WER, or "+0.01"
+    of WER. The best model is then the best by validation WER among those that keep it, or the base model. One half of
+    `guard` chooses, the other judges the chosen one (docs/forgetting.md). null: `guard` does not choose."""
     rehearsal: Annotated[Sources | None, SkipValidation, Option("data")] = None
     """Source of the original domain to train on beside `train`, or a list of them, so that it is not forgotten. An
     epoch stays one pass over `train` and gets more steps (docs/forgetting.md)."""
@@ -389,6 +394,9 @@ class TrainingConfig(Section):
     max_skipped_steps: Annotated[NonNegativeInt, Option("safety", "steps")] = 20
     """End the run with a diagnosis after so many skipped steps in a row (loss or gradient not finite, or a spike).
     Steps that fp16's loss scaling skips while it finds its scale do not count. 0: never."""
+    stop_if_diverged: Annotated[bool, Option("safety")] = False
+    """End a run that diverges, with exit code 1 and the best model so far: training loss or gradient norm far above
+    the first steps', or validation WER far above the base model's (docs/forgetting.md). false: it is said only."""
     spike_threshold: Annotated[float, Field(gt=1), Besides(0), Option("safety", "times")] = 0.0
     """Skip a step whose loss, or gradient norm, exceeds this many times its median over the last `spike_window` steps.
     Under DeepSpeed only the loss is judged. 0: never."""
@@ -445,9 +453,9 @@ class TrainingConfig(Section):
     """Evaluate on `data.validation` every N steps. 0: only at the end."""
     guard_steps: Annotated[int, Field(ge=-1), Option("evaluation", "steps")] = -1
     """Evaluate `data.guard` with the first evaluation after every N steps. -1: with every evaluation. 0: only before
-    and after the run."""
+    and after the run. With `data.guard_limit` each evaluation is judged, and this stays -1."""
     eval_on_start: Annotated[bool, Option("evaluation")] = True
-    """Evaluate the base model as step 0."""
+    """Evaluate the base model as step 0. With `data.guard_limit` false leaves out `data.test` only."""
     ema_decay: Annotated[Probability, Option("averages", "fraction")] = 0.0
     """Decay of a moving average of the weights, such as 0.999, which is evaluated beside them; the better of the two
     by validation WER becomes model.nemo. It costs 4 bytes for each trained parameter and a second evaluation of

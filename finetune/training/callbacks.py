@@ -51,7 +51,7 @@ class EvaluationResult:
     base_wer: float | None = None
     """WER of the base model on this split; None where it was not measured."""
     change: dict[str, Any] | None = None
-    """On data.guard: the paired comparison with the base model, see
+    """On data.guard and its halves: the paired comparison with the base model, see
     `finetune.evaluation.utterance_counts.compare_evaluations`."""
 
     @property
@@ -156,6 +156,11 @@ class Callback:
     def held_tensors(self) -> dict[str, torch.Tensor]:
         """Return this process's weights beside the model's, by name; none is saved unless all are finite."""
         return {}
+
+    def ends_run(self) -> str | None:
+        """Return why the run should end at the present step; None: it goes on. Asked where
+        `training.stop_if_diverged` is set, after logged steps and evaluations; the main process's word counts."""
+        return None
 
     def before_save(self, is_main: bool) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
         """Return what a checkpoint keeps of this callback: JSON by key, the same on all ranks, and tensors by

@@ -80,7 +80,8 @@ def remove_run(path: Path) -> None:
         "report.html",
         "batch_limits.json",
         "plan.json",
-        *(f"errors-{split}.json" for split in ("validation", "test", "guard")),
+        *(f"errors-{split}.json" for split in ("validation", "test", "guard", "guard_choice")),
+        "guard.svg",
     ):
         (path / name).unlink(missing_ok=True)
 
@@ -155,7 +156,7 @@ class LineFile:
         def belongs(line: str) -> bool:
             try:
                 row = json.loads(line)
-                closing = row.get("model") == "best" or row.get("weights") == "average"
+                closing = row.get("model") == "best" or row.get("weights", "raw") not in ("raw", "ema")
                 return row["step"] <= step and not closing
             except (ValueError, KeyError):  # a line that was cut off when the run died
                 return False

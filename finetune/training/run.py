@@ -22,6 +22,7 @@ from finetune.config.compatibility import find_conflicts
 from finetune.config.redaction import without_secrets, write_config
 from finetune.config.schema import RunConfig
 from finetune.config.tokenizer_setting import tokenizer_setting
+from finetune.data.guard_halves import few_words, halve, measure_halves, with_clips
 from finetune.data.overlap import find_overlap, warnings_about
 from finetune.data.run_file import count_clips, mean_seconds, new_sources, train_limits
 from finetune.data.run_file import open_sources as open_sources
@@ -168,6 +169,22 @@ def check_overlap(config: RunConfig, sources: dict[str, list[OpenSource]]) -> No
             log.warning("%s", text)
 
     on_main(look)
+
+
+def halve_guard(config: RunConfig, sources: dict[str, list[OpenSource]]) -> dict[str, list[OpenSource]]:
+    """Return the sources with data.guard in its halves, where data.guard_limit is set.
+
+    Raises:
+        UserError: a half is empty.
+    """
+    if config.data.guard_limit is None:
+        return sources
+    guard = sources["guard"]
+    found = on_main(lambda: measure_halves(guard, config.data.max_eval_samples, OVERLAP_SECONDS))
+    log.info("%s", found)
+    for text in few_words(found):
+        log.warning("%s", text)
+    return {**sources, **with_clips(halve(guard), found)}
 
 
 def find_checkpoint(config: RunConfig) -> Path | None:

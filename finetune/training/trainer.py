@@ -20,7 +20,7 @@ from finetune.data.quarantine import Quarantine
 from finetune.data.run_file import count_clips
 from finetune.data.sources import OpenSource
 from finetune.data.stream import UtteranceStream
-from finetune.distributed import gather, sum_over_ranks
+from finetune.distributed import broadcast, gather, sum_over_ranks
 from finetune.errors import UserError
 from finetune.evaluation.scores import WerAccumulator
 from finetune.losses.transfers import upload
@@ -148,16 +148,23 @@ class Trainer:
         if self.config.model.add_ctc and has_transducer(self.model):
             set_head(self.model, "transducer")  # that of the base model: the new head knows nothing
         if self.config.training.eval_on_start:
-            found = self.evaluate(("validation", "test", "guard"))
-            judged = found.get("test") or found.get("validation")
-            if judged is not None:
-                self.progress.wer_before = {**judged.result(), "pairs": judged.pairs}
-            if "guard" in found:
-                self.progress.guard_before = found["guard"].total.rates()["wer"]
+            self._evaluate_base(("validation", "test", "guard"))
+        elif self.evaluator.judge is not None:
+            log.info("training.eval_on_start=false: data.guard_limit needs the base model's WER all the same")
+            self._evaluate_base(("validation", "guard"))
         set_head(self.model, None)
 
+    def _evaluate_base(self, splits: tuple[str, ...]) -> None:
+        found = self.evaluate(splits)
+        judged = found.get("test" if "test" in self.sources else "validation")
+        if judged is not None:
+            self.progress.wer_before = {**judged.result(), "pairs": judged.pairs}
+        if "guard" in found:
+            self.progress.guard_before = found["guard"].total.rates()["wer"]
+
     def train(self) -> None:
-        """Train until `max_epochs` passes over the data are done, or else until `total_steps`.
+        """Train until `max_epochs` passes over the data are done, or else until `total_steps`; less where a callback
+        ends the run.
 
         Raises:
             Stopped: a signal asked for it; a checkpoint of the last step is written.
@@ -271,6 +278,8 @@ class Trainer:
             self.evaluator.cut_lines_after_resume()
             remove_later_checkpoints(self.output_dir, p.step)
         self.evaluator.check_best_after_resume()
+        if self.evaluator.judge is not None:
+            self.evaluator.judge.check_after_resume()
         if changes:
             text = "the clips come in another order than in an unbroken run: %s. What is left of the epoch comes once"
             log.warning(text, "; ".join(changes))
@@ -360,6 +369,8 @@ class Trainer:
             raise
 
     def _done(self) -> bool:
+        if self.progress.diverged is not None:
+            return True
         if self.max_epochs is not None:
             return self.progress.epoch >= self.max_epochs
         return self.progress.step >= self.total_steps
@@ -606,6 +617,16 @@ class Trainer:
             self._log_window()
         p.evaluation_due = bool(t.eval_steps and p.step % t.eval_steps == 0) or self._at_last_step()
         self._close_step()
+        if t.stop_if_diverged and not self._done() and (p.step % t.logging_steps == 0 or p.last_evaluated == p.step):
+            self._end_if_diverged()
+
+    def _end_if_diverged(self) -> None:
+        """End the run where a callback of the main process says so. All ranks enter."""
+        said = broadcast(next(filter(None, (callback.ends_run() for callback in self.callbacks)), None))
+        if said is not None:
+            log.warning("the run ends at step %d of %d: %s", self.progress.step, self.expected_steps(), said)
+            self.progress.diverged = said
+            self._last_saved = -1  # a checkpoint of this step does not know of it yet
 
     def _at_last_step(self) -> bool:
         return self.max_epochs is None and self._done()
