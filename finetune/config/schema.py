@@ -264,6 +264,9 @@ class DataConfig(Section):
     guard: Annotated[Sources | None, SkipValidation, Option("data")] = None
     """Source of the original domain, evaluated before, during (`training.guard_steps`) and after the run; a loss of
     accuracy on it is reported."""
+    guard_limit: Annotated[str | None, Option("evaluation")] = None
+    """How much may be lost on `guard`: `+5 %` of the base model's WER, or `+0.01` above it. With it, points between
+    the base and the trained model are candidates for the best one at the end (docs/forgetting.md). null: no limit."""
     root: Annotated[str | None, Option("data")] = None
     """Directory, or prefix of a URL, below which the audio that rows name has to lie, links resolved. Set it for
     manifests that others wrote; what lies elsewhere goes to quarantine. null: anywhere (docs/security.md)."""
