@@ -37,7 +37,7 @@ def estimate_batchnorm(model: AsrModel, sources: list[OpenSource], settings: Eva
     limits, rate = evaluation_limits(s.batch_size, s.chunk), model.preprocessor._sample_rate
     stream = stream_in_order(sources, rate, limits, max_samples=s.max_samples, workers=s.workers, prompts=prompts)
     device = next(model.parameters()).device
-    momenta = [norm.momentum for norm in norms]
+    before = [(norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]
     with evaluation_mode(model):
         for norm in norms:
             norm.reset_running_stats()
@@ -50,8 +50,9 @@ def estimate_batchnorm(model: AsrModel, sources: list[OpenSource], settings: Eva
             mel_BFT, mel_lengths_B = log_mel(model.preprocessor, audio_BS, lengths_B)
             encode(model, mel_BFT.to(weight_dtype(model)), mel_lengths_B, slots_of(model, batch.languages))
             batches += 1
-    for norm, momentum in zip(norms, momenta, strict=True):
+    for norm, (momentum, counted) in zip(norms, before, strict=True):
         norm.momentum = momentum
+        norm.num_batches_tracked.copy_(counted)
     if not batches:
         raise UserError(f"--batchnorm estimate: --data {' '.join(s.data)} holds no clip that can be used.", 1)
     return batches
