@@ -141,26 +141,6 @@ class Ema(Callback):
                 targets[name].data = tensor
 
 
-def judged_before(output_dir: Path, progress: Progress, taken: bool) -> dict[str, Any] | None:
-    """Return summary.json of a finished run that was started again after a final candidate was taken, which needs no
-    second judgement; None where there is something to judge.
-
-    A run that died after the candidate was taken is judged once more against the single model before it.
-
-    Args:
-        taken: whether the best weights are such a candidate's.
-    """
-    if not taken or progress.best_step != progress.step:
-        return None
-    finished = output_dir / "summary.json"
-    if finished.is_file():
-        return json.loads(finished.read_text(encoding="utf-8"))
-    single = (broadcast(read_best(output_dir)) or {}).get("previous") or {}
-    progress.best_step, progress.best_wer = single.get("step"), single.get("validation_wer")
-    progress.best_weights = single.get("weights", "raw")
-    return None
-
-
 class CheckpointAverage(Callback):
     """Keeps the weights of some evaluations, and offers their mean as the best model at the end."""
 
@@ -258,7 +238,18 @@ class CheckpointAverage(Callback):
         yield
 
     def _already_judged(self) -> bool:
-        found = judged_before(self.output_dir, self.progress, self.progress.best_weights == "average")
-        if found is not None:
-            self.earlier = found.get("average_checkpoints")
-        return found is not None
+        """Return whether this is a finished run that was started again.
+
+        A run that died after the mean was taken is judged once more against the single model before it.
+        """
+        p = self.progress
+        if p.best_weights != "average" or p.best_step != p.step:
+            return False
+        finished = self.output_dir / "summary.json"
+        if finished.is_file():
+            self.earlier = json.loads(finished.read_text(encoding="utf-8")).get("average_checkpoints")
+            return True
+        single = (broadcast(read_best(self.output_dir)) or {}).get("previous") or {}
+        p.best_step, p.best_wer = single.get("step"), single.get("validation_wer")
+        p.best_weights = single.get("weights", "raw")
+        return False

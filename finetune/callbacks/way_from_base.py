@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from finetune.callbacks.averaging import judged_before
 from finetune.config.schema import RunConfig
 from finetune.config.wer_limit import parse_limit
 from finetune.distributed import broadcast, on_main
@@ -49,8 +48,6 @@ class WayFromBase(Callback):
         self.file = self.output_dir / "checkpoints" / "interpolation" / "base.safetensors"
         self.points: dict[str, dict[str, Any]] = {}
         """What was found, by the name of the weights: those of the last step (raw), then points."""
-        self.earlier: dict[str, Any] | None = None
-        """What summary.json of this run says of the points already."""
 
     # ---- the base model ---------------------------------------------------------------------------------------------
 
@@ -155,7 +152,7 @@ class WayFromBase(Callback):
         return {"way_from_base": {name: point for name, point in self.points.items() if name == "raw"}}, {}
 
     def candidates(self, model: AsrModel, final: bool) -> Iterator[Candidate]:
-        if not final or not self.progress.step or self._already_judged():
+        if not final or not self.progress.step:
             return
         last = self.points.get("raw", {})
         if last.get("step") == self.progress.step and last.get("kept"):
@@ -193,16 +190,8 @@ class WayFromBase(Callback):
             targets[name].copy_(end if lora_start(name, base) else on_the_way(base[name], end, way))
         yield
 
-    def _already_judged(self) -> bool:
-        found = judged_before(self.output_dir, self.progress, self.progress.best_weights.startswith(WAY))
-        if found is not None:
-            self.earlier = found.get("way_from_base")
-        return found is not None
-
     def summary(self) -> dict[str, Any]:
         """Return the points, from the base model on, and the name of the one that is the best model now."""
-        if self.earlier is not None:
-            return {"way_from_base": self.earlier}
         points = [{"weights": name, **point} for name, point in self.points.items() if name.startswith(WAY)]
         points.sort(key=lambda point: point["way"])
         best = self.progress.best_weights

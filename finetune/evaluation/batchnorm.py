@@ -31,13 +31,14 @@ def estimate_batchnorm(model: AsrModel, sources: list[OpenSource], settings: Eva
         UserError: the data hold no batch.
     """
     norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+    norms = [norm for norm in norms if norm.track_running_stats]
     if not norms:
         return 0
     s, prompts, batches = settings, prompt_slots(model), 0
     limits, rate = evaluation_limits(s.batch_size, s.chunk), model.preprocessor._sample_rate
     stream = stream_in_order(sources, rate, limits, max_samples=s.max_samples, workers=s.workers, prompts=prompts)
     device = next(model.parameters()).device
-    before = [(norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]
+    before = [(norm.momentum, int(norm.num_batches_tracked or 0)) for norm in norms]
     with evaluation_mode(model):
         for norm in norms:
             norm.reset_running_stats()
@@ -52,7 +53,8 @@ def estimate_batchnorm(model: AsrModel, sources: list[OpenSource], settings: Eva
             batches += 1
     for norm, (momentum, counted) in zip(norms, before, strict=True):
         norm.momentum = momentum
-        norm.num_batches_tracked.copy_(counted)
+        if norm.num_batches_tracked is not None:
+            norm.num_batches_tracked.fill_(counted)
     if not batches:
         raise UserError(f"--batchnorm estimate: --data {' '.join(s.data)} holds no clip that can be used.", 1)
     return batches

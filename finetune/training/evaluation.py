@@ -283,8 +283,8 @@ class Evaluator:
             rate, taken = self._evaluate_candidate(model, candidate)
             replaced = True  # a final candidate may leave its weights in the model
             log.info(
-                f"{candidate.description}: WER {_four_digits(rate)} on validation, the best single model's "
-                f"({before_weights}) {_four_digits(before)}: the {candidate.weights if taken else 'single model'} is "
+                f"{candidate.description}: WER {_four_digits(rate)} on validation, the best so far "
+                f"({before_weights}) {_four_digits(before)}: {candidate.weights if taken else before_weights} is "
                 "model.nemo"
             )
             found = {"validation_wer": rate, "best_single_validation_wer": before, "taken": taken}

@@ -52,6 +52,8 @@ def guarded(tiny_run, clips, monkeypatch):
         trainer.sources.setdefault("guard_choice", trainer.sources["guard"])
         trainer.progress.base_wer.setdefault("guard_choice", BASE)
         begun.setdefault(KEY, all_tensors(trainer.model)[KEY].detach().clone())
+        evaluate = trainer.evaluate
+        trainer.evaluate = lambda splits, last=False: evaluate((*splits, "guard_choice"), last)
         if not any(isinstance(callback, WayFromBase) for callback in trainer.callbacks):
             way = WayFromBase(trainer.accelerator, trainer.config, trainer.progress, trainer.model)
             trainer.callbacks.insert(0, way)
@@ -168,6 +170,7 @@ def test_resuming(run_train, tmp_path, guarded, capfd):
     assert run_train(*make("+0.065", "training.resume_from_checkpoint=true"), observe=observe) == 0
     assert summary(run)["way_from_base"] == first["way_from_base"]
     assert summary(run)["best_weights"] == first["best_weights"] != "raw"
+    assert rows_of(run) == lines
 
     arguments, observe = resumed(guarded, run, lambda file: file.unlink())
     assert run_train(*arguments, observe=observe) == 0

@@ -176,9 +176,7 @@ def rated(monkeypatch, tiny_model, tuned) -> None:
         (["--sweep", "0,0.75,1"], [0, 0.75, 1], 0.75),
     ],
 )
-def test_a_sweep_takes_the_best_that_keeps_the_limit(
-    tiny_model, tuned, clips, tmp_path, capsys, options, points, way
-):
+def test_a_sweep_takes_the_best_that_keeps_the_limit(tiny_model, tuned, clips, tmp_path, capsys, options, points, way):
     manifest, out, told = clips / "manifest.jsonl", tmp_path / "out", tmp_path / "sweep.json"
     common = ["--base", tiny_model, "--output", out, "--data", manifest, "--guard", manifest, "--json", told]
     assert run(tuned, *common, *options) == 0
