@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import read_lines
+from engine_cases import evaluated, reference
 from launching import summary
+from run_callbacks import look_between
 from safetensors.torch import load_file
 
-from finetune.callbacks.way_from_base import WayFromBase
 from finetune.training.trained_state import all_tensors, averaged_tensors
 
 KEY = "joint.pred.weight"
@@ -49,14 +50,8 @@ def guarded(tiny_run, clips, monkeypatch):
         return found
 
     def observe(trainer: Any) -> None:
-        trainer.sources.setdefault("guard_choice", trainer.sources["guard"])
-        trainer.progress.base_wer.setdefault("guard_choice", BASE)
+        look_between(trainer, BASE)
         begun.setdefault(KEY, all_tensors(trainer.model)[KEY].detach().clone())
-        evaluate = trainer.evaluate
-        trainer.evaluate = lambda splits, last=False: evaluate((*splits, "guard_choice"), last)
-        if not any(isinstance(callback, WayFromBase) for callback in trainer.callbacks):
-            way = WayFromBase(trainer.accelerator, trainer.config, trainer.progress, trainer.model)
-            trainer.callbacks.insert(0, way)
 
     monkeypatch.setattr(Evaluator, "evaluate_split", evaluate_split)
 
@@ -203,3 +198,31 @@ def test_a_base_that_cannot_be_made_anew(run_train, tmp_path, guarded, capfd):
     assert "base.safetensors is not there, and the base model cannot be made anew: decoder." in said
     assert "(129, 32) in model.name and (136, 32) in the run, which changed it" in said
     assert points(run) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "zero2", "fsdp2"])
+def test_two_processes_go_the_way_of_one(trainings, tiny_model, clips, tmp_path, engine):
+    """The base model is kept whole, and points under an engine that shards have the WERs of one process."""
+    from finetune.models.loading import load_model
+
+    manifest = clips / "manifest.jsonl"
+    common = [*evaluated(manifest), "training.max_steps=6", "training.eval_steps=6", f"data.guard={manifest}"]
+    common += ["data.guard_limit=+0.0", "training.learning_rate=1e-2"]
+    settings = {"between": 0.0}  # no point keeps it
+    trainings(
+        "deepspeed" if engine == "zero2" else "torch",
+        one=(*reference(), *common, settings),
+        two=(2, "--strategy", engine, *common, settings),
+    )
+    one, two = (points(tmp_path / name) for name in ("one", "two"))
+    assert [p["way"] for p in one] == [p["way"] for p in two] == [0.0625, 0.125, 0.25, 0.5]
+    for a, b in zip(one, two, strict=True):
+        assert [b[key] for key in ("validation_wer", "guard_wer")] == pytest.approx(
+            [a["validation_wer"], a["guard_wer"]], abs=0.05
+        )
+    base = load_model(str(tiny_model)).state_dict()
+    for name in ("one", "two"):
+        kept = load_file(tmp_path / name / BASE_FILE)
+        assert len(kept) > 50
+        assert all(torch.equal(tensor, base[key]) for key, tensor in kept.items())
