@@ -24,7 +24,7 @@ COMMANDS = {
     "evaluate": ("finetune.evaluate", "WER and CER by language, with intervals; compare two models"),
     "transcribe": ("finetune.transcribe", "transcribe audio of any length: JSON lines, SRT, VTT"),
     "export": ("finetune.export", "write a model as .nemo or in transformers' format"),
-    "average": ("finetune.average", "average the weights of several models"),
+    "average": ("finetune.average", "merge the weights of several models, or look between two"),
     "tokenizer": ("finetune.tokenizer", "train a SentencePiece tokenizer, or extend one"),
     "search": ("finetune.search", "search learning rates and other settings by short runs"),
     "report": ("finetune.report", "write a run's page, or compare several runs"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from finetune.callbacks.way_from_base import WayFromBase
 from finetune.training.callbacks import Callback
 from finetune.training.trainer import Trainer
 
@@ -34,6 +35,17 @@ def around_steps(trainer: Trainer, make: Callable[[], AbstractContextManager[Any
 def before_evaluations(trainer: Trainer, call: Callable[[str], None]) -> None:
     """Calls `call` with the split as each evaluation begins."""
     trainer.add_callback(_BeforeEvaluations(call))
+
+
+def look_between(trainer: Trainer, base_wer: float) -> None:
+    """Lets the run look for points on the way from its base model, whose WER on the guard is `base_wer`."""
+    trainer.sources.setdefault("guard_choice", trainer.sources["guard"])
+    trainer.progress.base_wer.setdefault("guard_choice", base_wer)
+    evaluate = trainer.evaluate
+    trainer.evaluate = lambda splits, last=False: evaluate((*splits, "guard_choice"), last)
+    if not any(isinstance(callback, WayFromBase) for callback in trainer.callbacks):
+        way = WayFromBase(trainer.accelerator, trainer.config, trainer.progress, trainer.model)
+        trainer.callbacks.insert(0, way)
 
 
 def callback_of(trainer: Trainer, kind: type[Callback]) -> Any:

@@ -14,6 +14,7 @@ from finetune.callbacks.panel import ProgressPanel
 from finetune.callbacks.profiler import Profiler
 from finetune.callbacks.report import ReportWriter
 from finetune.callbacks.trackers import TrackerLogger
+from finetune.callbacks.way_from_base import WayFromBase
 from finetune.training.schedule import warmup_steps
 from finetune.training.trainer import Trainer
 
@@ -55,7 +56,9 @@ def add_run_callbacks(
     """
     accelerator, config, progress = trainer.accelerator, trainer.config, trainer.progress
     t = config.training
-    if t.average_checkpoints:
+    if config.data.guard_limit is not None:
+        trainer.add_callback(WayFromBase(accelerator, config, progress, trainer.model))
+    if t.average_checkpoints:  # behind the way from the base: a mean stays in the model
         trainer.add_callback(CheckpointAverage(accelerator, config, progress, trainer.model))
     if profile_steps is not None:
         what = (trainer.model, trainer.loss_module, trainer.total_steps, profile_steps, trainer.pause)

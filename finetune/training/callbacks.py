@@ -3,6 +3,7 @@
 All ranks have the same callbacks and call them in the same order, so a callback may communicate.
 """
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +46,7 @@ class EvaluationResult:
     split: str
     wer: WerAccumulator
     weights: str = "raw"
-    """Which weights were evaluated: raw, ema or average."""
+    """Which weights were evaluated: raw, or a candidate's (ema, average, way 0.5)."""
     is_best: bool = False
     """Whether this is the closing evaluation of the best model rather than of the model in training."""
     base_wer: float | None = None
@@ -146,8 +147,12 @@ class Callback:
         """Return what computes a step's gradients in place of `compute`."""
         return compute
 
-    def candidates(self, model: AsrModel, final: bool) -> list[Candidate]:
-        """Return other weights to evaluate on data.validation; `model` is whole, `final` where training is over."""
+    def candidates(self, model: AsrModel, final: bool) -> Iterable[Candidate]:
+        """Return other weights to evaluate on data.validation; `model` is whole, `final` where training is over.
+
+        A generator is asked for the next one when the one before is evaluated, so that it may go by what
+        `on_evaluation_end` found of it.
+        """
         return []
 
     def on_validated(self, model: AsrModel, step: int, wer: float) -> None:

@@ -108,7 +108,8 @@ def tiles(run: Run) -> list[Tile]:
     ]
     if run.finished and guard.wer_after is not None:
         found.append(rate_tile("WER on guard", guard.wer_after, guard.wer_before))
-    weights = WEIGHTS.get(s.get("best_weights", ""), "")
+    best = str(s.get("best_weights", ""))
+    weights = WEIGHTS.get(best, f"{best} from the base model, " if best.startswith("way ") else "")
     return [
         *found,
         Tile("Best step", text_of(run.best_step), f"{weights}chosen by WER on validation"),
