@@ -129,8 +129,8 @@ def _advice(result: Result) -> Iterator[str]:
         yield f"The run file's own values failed ({default.user_attrs['reason']}); trial {best.number} did not."
     elif default.user_attrs.get("excess", 0.0) > 0 >= attributes.get("excess", 0.0):
         yield (
-            f"The run file's own values exceed data.guard_limit {limit} in each evaluation; trial {best.number} keeps it: "
-            f"WER {attributes['wer']:.4f}, guard {attributes['guard']:.4f}."
+            f"The run file's own values exceed data.guard_limit {limit} in each evaluation; trial {best.number} keeps "
+            f"it: WER {attributes['wer']:.4f}, guard {attributes['guard']:.4f}."
         )
     else:
         yield _difference(result, best, default)
