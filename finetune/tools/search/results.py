@@ -120,7 +120,7 @@ def _advice(result: Result) -> Iterator[str]:
             f"No trial keeps data.guard_limit {limit}. Trial {best.number} comes nearest: guard WER "
             f"{attributes['guard']:.4f}, {attributes['excess']:.4f} over it."
         )
-    if default is None:
+    elif default is None:
         yield "The run file's own values have not been tried to their end: nothing is said against them."
     elif best.number == default.number:
         others = len(result.finished) - 1
@@ -128,8 +128,10 @@ def _advice(result: Result) -> Iterator[str]:
     elif "reason" in default.user_attrs:
         yield f"The run file's own values failed ({default.user_attrs['reason']}); trial {best.number} did not."
     elif default.user_attrs.get("excess", 0.0) > 0 >= attributes.get("excess", 0.0):
-        yield f"The run file's own values exceed data.guard_limit {limit}; trial {best.number} keeps it."
-        yield _difference(result, best, default)
+        yield (
+            f"The run file's own values exceed data.guard_limit {limit} in each evaluation; trial {best.number} keeps "
+            f"it: WER {attributes['wer']:.4f}, guard {attributes['guard']:.4f}."
+        )
     else:
         yield _difference(result, best, default)
     base = result.study.user_attrs.get("base_wer")

@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial, TrialState
 from finetune.errors import UserError
 from finetune.tools.report.formats import duration
 from finetune.tools.search import trials
-from finetune.tools.search.space import Settings, settings_of
+from finetune.tools.search.space import Settings, problem_of, settings_of
 from finetune.tools.search.study import Search, best_of, finished_trials
 
 log = logging.getLogger(__name__)
@@ -110,6 +110,10 @@ def _run_trial(trial: optuna.Trial, study: optuna.Study, search: Search, run: li
 
     words = trials.training_words(search.training, run, settings)
     log_file = folder.with_suffix(".log")
+    problem = problem_of(search.config, chosen)
+    if problem is not None:  # each of its settings is allowed, not all of them together
+        return _bad(trial, study, search, f"excluded: {problem}")
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier study, whose evaluations would be taken for this one's
     try:
         ended = trials.run_training(words, log_file, watch)
     except KeyboardInterrupt:
@@ -140,10 +144,16 @@ def _run_trial(trial: optuna.Trial, study: optuna.Study, search: Search, run: li
         reason = f"{trials.DIVERGED}: WER {best.wer:.3f}, of the base model {base_wer:.3f}"
     if reason is None and best is not None:
         return best.wer
+    return _bad(trial, study, search, str(reason))
+
+
+def _bad(trial: optuna.Trial, study: optuna.Study, search: Search, reason: str) -> float:
+    """Note why a trial is bad; return the worst WER there is."""
     trial.set_user_attr("reason", reason)
     if search.limit is not None:
         trial.set_user_attr("excess", 1.0)
-    return max([1.0, base_wer or 0.0, *(t.value for t in finished_trials(study) if t.value is not None)])
+    worst = [t.value for t in finished_trials(study) if t.value is not None]
+    return max([1.0, study.user_attrs.get("base_wer", 0.0), *worst])
 
 
 def describe(settings: Settings) -> str:

@@ -146,13 +146,15 @@ def default_space(config: RunConfig, steps: int | None) -> list[Parameter]:
     elif steps is None and t.max_steps < 0:
         found.append(_values(config, "training.num_train_epochs", [t.num_train_epochs / 2, t.num_train_epochs]))
     if "training.layer_decay" in FIELDS:
-        found.append(_values(config, "training.layer_decay", [0.7, 0.85, 1.0]))
+        found.append(_values(config, "training.layer_decay", [0.8, 0.9, 1.0]))
     if "data.rehearsal" in FIELDS and config.get("data.rehearsal"):
         found.append(_range(config, "data.rehearsal_share", 0.1, 0.7))
     if d.guard:  # ways to keep the original domain
-        for key, values in (("training.l2_sp", [0.0, 1e-4, 1e-3, 1e-2]), ("model.distillation", [0.0, 0.1, 0.3, 1.0])):
-            if key in FIELDS:
-                found.append(_values(config, key, values))
+        if "training.l2_sp" in FIELDS and planned:
+            one = 2 / (planned * t.learning_rate)  # pulls half way back over the run; the schedule's mean is a half
+            found.append(_values(config, "training.l2_sp", [0.0, *(_short(f * one) for f in (0.3, 1.0, 3.0))]))
+        if "model.distillation" in FIELDS:
+            found.append(_values(config, "model.distillation", [0.0, 0.3, 1.0, 3.0]))
     found = [_without_refused(config, p) for p in found]
     return [p for p in found if not p.choices or len(p.choices) > 1]
 

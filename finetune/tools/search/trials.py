@@ -30,6 +30,8 @@ CONFIGURATION = 2
 """Exit code of a training whose configuration is refused."""
 OVER_LIMIT = 1.0
 """What a state beyond data.guard_limit is worse by than any within it, as a WER."""
+ROUNDING = 1e-9
+"""WERs are quotients of counts: a limit that is met exactly is kept."""
 FAR_ABOVE = 1.5, 0.05
 """A model has diverged whose WER is above this factor times the base model's, and this on top."""
 # A trial keeps what says how it went; of the best one the model stays as well.
