@@ -58,7 +58,7 @@ class GuardJudge:
         row = {"step": p.step, "weights": weights, "validation_wer": validation_wer, "guard_wer": guard_wer}
         p.guard_judged.append({**row, "kept": kept, "change": shortened(change)})
         if p.step and guard_wer is not None:
-            verdict = "kept" if kept else "not kept, so that it cannot be the best model"
+            verdict = "kept" if kept else "not kept"
             log.info(
                 f"  data.guard_limit {self.limit}: WER {guard_wer:.4f} on guard_choice, {self.highest:.4f} at most: "
                 f"{verdict}{in_words(change)}"
@@ -88,6 +88,11 @@ class GuardJudge:
                 "limit as it was, or begin anew (training.overwrite_output_dir=true)."
             )
 
+    @property
+    def only_base(self) -> bool:
+        """Whether nothing but the base model keeps the limit."""
+        return not any(row["step"] and row["kept"] for row in self.progress.guard_judged)
+
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def taken(self) -> dict[str, Any] | None:
@@ -110,12 +115,15 @@ class GuardJudge:
         """Say in a line which model keeps the limit, and what would have been chosen without it."""
         taken, free, nearest = self.taken(), self.best_without_limit(), self.nearest()
         line = f"data.guard_limit {self.limit} (WER on guard_choice {self.highest:.4f} at most): "
-        if any(row["step"] and row["kept"] for row in self.progress.guard_judged):
+        if not self.only_base:
             line += f"{_described(taken)} is the best that keeps it" if taken is not None else "kept"
+        elif nearest is None:
+            return line + "only the base model was judged"
         else:
-            line += "only the base model keeps it"
-            line += f"; the nearest is {_described(nearest)}" if nearest is not None else ""
-        if free is None or free["kept"] or free is nearest:
+            line += f"only the base model keeps it; the nearest is {_described(nearest)}"
+            if free is nearest:
+                return line + ", which is also the best on validation"
+        if free is None or free["kept"]:
             return line
         return f"{line}; the best on validation without it is {_described(free)}"
 
@@ -135,7 +143,7 @@ class GuardJudge:
             "choice_wer": taken.get("guard_wer"),
             "choice_change": taken.get("change"),
             "kept": taken.get("kept"),
-            "only_base": not any(row["step"] and row["kept"] for row in self.progress.guard_judged),
+            "only_base": self.only_base,
             "test_base_wer": test_before,
             "test_highest_wer": None if test_before is None else self.limit.highest(test_before),
             "test_wer": test_after,
