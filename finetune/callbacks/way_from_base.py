@@ -147,8 +147,9 @@ class WayFromBase(Callback):
         if result.split == "validation":
             point["validation_wer"] = rate
         elif result.split == CHOICE:
-            known = rate is not None and result.base_wer is not None
-            point |= {"guard_wer": rate, "kept": known and self.limit.keeps(rate, result.base_wer)}
+            base = result.base_wer
+            kept = rate is not None and base is not None and self.limit.keeps(rate, base)
+            point |= {"guard_wer": rate, "kept": kept}
 
     def before_save(self, is_main: bool) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
         return {"way_from_base": {name: point for name, point in self.points.items() if name == "raw"}}, {}
