@@ -5,8 +5,8 @@
 PLAN.json is a list of {"name", "processes", "arguments", "spoiled": [rank, call, how] or nothing, "exploded": [rank,
 step] or nothing, "between": WER of the base model on data.guard or nothing, "expect": exit code}. NeMo is imported
 once, then each training's processes are forked, which saves its ten seconds for each of them; they find the
-environment that torchrun makes. Each rank writes what it holds of parameters, gradients and states to NAME-RANK.json beside the
-plan, and its output to NAME-RANK.log.
+environment that torchrun makes. Each rank writes what it holds of parameters, gradients and states to NAME-RANK.json
+beside the plan, and its output to NAME-RANK.log.
 """
 
 import hashlib
