@@ -65,8 +65,11 @@ class GuardJudge:
             )
         return kept
 
-    def check_after_resume(self) -> None:
+    def check_after_resume(self, best: dict[str, Any] | None) -> None:
         """Judge what was judged before by the limit of now.
+
+        Args:
+            best: checkpoints/best.json, which also knows a candidate that was judged after the last checkpoint.
 
         Raises:
             UserError: the base model was not measured, or model.nemo does not keep the limit.
@@ -80,10 +83,10 @@ class GuardJudge:
         for row in p.guard_judged:
             wer = row["guard_wer"]
             row["kept"] = row["step"] == 0 or (wer is not None and self.limit.keeps(wer, self.base_wer))
-        taken = self.taken()
-        if taken is not None and not taken["kept"]:
+        wer = (best or {}).get("guard_wer")
+        if p.best_step and wer is not None and not self.limit.keeps(wer, self.base_wer):
             raise UserError(
-                f"data.guard_limit: model.nemo (step {p.best_step}, WER {taken['guard_wer']:.4f} on guard_choice) "
+                f"data.guard_limit: model.nemo (step {p.best_step}, WER {wer:.4f} on guard_choice) "
                 f"was chosen by another limit and does not keep {self.limit} ({self.highest:.4f} at most). Set the "
                 "limit as it was, or begin anew (training.overwrite_output_dir=true)."
             )
