@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from finetune.losses.band import ArcScores, Kept, arc_scores
+from finetune.losses.band import Kept, arc_scores
 from finetune.losses.joint import Joint, Plan
 
 MOST_LOG_RATIO = 80.0
@@ -82,15 +82,6 @@ class RowNumbers(NamedTuple):
     duration_ND: torch.Tensor
 
 
-class _Logs(NamedTuple):
-    """Log-probabilities of next token, blank, the rest and the durations."""
-
-    label_N: torch.Tensor
-    blank_N: torch.Tensor
-    rest_N: torch.Tensor
-    duration_ND: torch.Tensor
-
-
 def numbers_of_rows(plan: Plan, kept: Kept) -> RowNumbers:
     """The loss's own numbers: gamma as the factor of every softmax, and the posteriors of the arcs."""
     used_N = kept.label_N + kept.blank_N
@@ -102,42 +93,48 @@ def numbers_of_rows(plan: Plan, kept: Kept) -> RowNumbers:
 
 
 def distil(joint: Joint, teacher: Teacher, kept: Kept, own: RowNumbers) -> tuple[torch.Tensor, RowNumbers]:
-    """(B,) weighted distillation of each clip in the sums' type, and the numbers of rows with its gradient added."""
+    """(B,) weighted distillation of each clip in the sums' type, and the numbers of rows with its gradient added.
+
+    The scores and numbers that come in are used up: of many cells each tensor less counts.
+    """
     assert kept.scores is not None
     B, cells = len(joint.plan.frames), joint.cells(kept.number_N)
     of_teacher = joint.of_teacher(teacher.enc_BTH, teacher.pred_BUH, teacher.weight_OH, teacher.bias_O)
+    q, p = arc_scores(of_teacher, True, cells), kept.scores
+    weight_B = torch.as_tensor(teacher.weight, dtype=q.lse_N.dtype, device=q.lse_N.device).detach().expand(B)
+    weighted_N = joint.of_clip(weight_B, cells).mul_(own.used_N)
+    term_N = torch.zeros_like(weighted_N)
+
+    assert q.rest_N is not None
+    assert p.rest_N is not None
+    log_q_N, log_p_N = q.rest_N.sub_(q.lse_N), p.rest_N.sub_(p.lse_N)
+    _add_part(term_N, log_q_N.exp(), log_q_N, log_p_N)
+    ratio_N = log_q_N.sub_(log_p_N).clamp_(max=MOST_LOG_RATIO).exp_()
+    rest_N = own.rest_N + ratio_N.neg_().add_(1).mul_(weighted_N)
+
+    log_q_N, log_p_N = q.blank_N.sub_(q.lse_N), p.blank_N.sub_(p.lse_N)
+    _add_part(term_N, log_q_N.exp(), log_q_N, log_p_N)
+    blank_N = own.blank_N.addcmul_(weighted_N, log_q_N.exp_())
+
+    log_q_N, log_p_N = q.label_N.sub_(q.lse_N), p.label_N.sub_(p.lse_N)
     last_N = joint.next_token.index_select(0, cells.position) == joint.plan.V
-    p, q = (_logs(scores) for scores in (kept.scores, arc_scores(of_teacher, True, cells)))
-    q_label_N, q_blank_N = q.label_N.exp().masked_fill(last_N, 0.0), q.blank_N.exp()
-    term_N = _part(q_label_N, q.label_N, p.label_N) + _part(q_blank_N, q.blank_N, p.blank_N)
-    term_N += _part(q.rest_N.exp(), q.rest_N, p.rest_N)
-    q_duration_ND = q.duration_ND.exp()
-    if joint.plan.durations:
-        term_N += _part(q_duration_ND, q.duration_ND, p.duration_ND).sum(1)
-    weight_B = torch.as_tensor(teacher.weight, dtype=term_N.dtype, device=term_N.device).detach().expand(B)
-    weighted_N = joint.of_clip(weight_B, cells) * own.used_N
+    q_label_N = log_q_N.exp().masked_fill_(last_N, 0.0)
+    _add_part(term_N, q_label_N, log_q_N, log_p_N)
+    label_N = own.label_N.addcmul_(weighted_N, q_label_N)
+
+    for log_q_N, log_p_N, duration_N in zip(*(x.unbind(1) for x in (q.duration_ND, p.duration_ND, own.duration_ND))):
+        if joint.plan.durations:
+            _add_part(term_N, log_q_N.exp(), log_q_N, log_p_N)
+            duration_N.addcmul_(weighted_N, log_q_N.exp_())
+
+    arcs_N, used_N = own.arcs_N + weighted_N, own.used_N + weighted_N
     clip_N = torch.div(cells.frame, joint.T, rounding_mode="floor")
     sums_B = torch.zeros(B, dtype=torch.float64, device=term_N.device)
-    sums_B.index_add_(0, clip_N, (weighted_N * term_N).double())
-    ratio_N = (q.rest_N - p.rest_N).clamp_(max=MOST_LOG_RATIO).exp_()
-    numbers = RowNumbers(
-        own.lse_N,
-        own.arcs_N + weighted_N,
-        own.rest_N + weighted_N * (1 - ratio_N),
-        own.used_N + weighted_N,
-        own.label_N + weighted_N * q_label_N,
-        own.blank_N + weighted_N * q_blank_N,
-        own.duration_ND + weighted_N[:, None] * q_duration_ND if joint.plan.durations else own.duration_ND,
-    )
+    sums_B.index_add_(0, clip_N, term_N.mul_(weighted_N).double())
+    numbers = RowNumbers(own.lse_N, arcs_N, rest_N, used_N, label_N, blank_N, own.duration_ND)
     return sums_B.to(term_N.dtype), numbers
 
 
-def _logs(scores: ArcScores) -> _Logs:
-    assert scores.rest_N is not None
-    lse_N = scores.lse_N
-    return _Logs(scores.label_N - lse_N, scores.blank_N - lse_N, scores.rest_N - lse_N, scores.duration_ND)
-
-
-def _part(q: torch.Tensor, log_q: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
-    """q log(q / p), 0 where q is: a difference of logarithms need not be a number there."""
-    return torch.where(q == 0, 0.0, q * (log_q - log_p))
+def _add_part(term_N: torch.Tensor, q_N: torch.Tensor, log_q_N: torch.Tensor, log_p_N: torch.Tensor) -> None:
+    """Add q log(q / p), 0 where q is: a difference of logarithms need not be a number there."""
+    term_N += torch.where(q_N == 0, 0.0, (log_q_N - log_p_N).mul_(q_N))

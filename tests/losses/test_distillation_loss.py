@@ -21,6 +21,7 @@ from loss_cases import (
 
 from finetune.losses import Teacher, band, fused_tdt_loss
 from finetune.losses.dropout import dropout_mask
+from finetune.tools.planning.accounting import TensorAccount
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -171,6 +172,26 @@ def test_the_band_and_blocks_change_nothing(monkeypatch):
         loss = fused_tdt_loss(*case, joint_memory_budget=20_000 if widest > 0 else None, **options)
         found.append([loss, *gradients(loss, case)])
     assert_same(*found, 1e-8)
+
+
+@pytest.mark.parametrize(("learnt", "threshold"), [(False, 0.0), (True, 0.0), (True, 1e-4)])
+def test_a_teacher_takes_little_memory(learnt, threshold):
+    """At most 1.3 times what the loss takes itself, with as many cells to a block as at real sizes."""
+    sizes = [120, 90, 60], [50, 40, 20]
+    case = learnt_case(*sizes, V=300, dtype=torch.float32) if learnt else make_case(*sizes, V=300, H=64)
+    case[:4] = [x.detach().float().requires_grad_() for x in case[:4]]
+    network = [0.9 * x.detach() for x in case[:4]]
+    peaks = []
+    for teacher in (None, Teacher(*network)):
+        account = TensorAccount()
+        account.add([*case, *network], "parameters")
+        given = account.total
+        with account:
+            fused_tdt_loss(*case, occupancy_threshold=threshold, teacher=teacher, joint_memory_budget=2**20).backward()
+        peaks.append(account.peak - given)
+        for x in case[:4]:
+            x.grad = None
+    assert peaks[1] <= 1.3 * peaks[0]
 
 
 def test_empty_batches():
