@@ -428,7 +428,11 @@ def keep_base(folder: Path, split: str, wer: WerAccumulator) -> None:
 
 def keep_best(folder: Path, split: str, wer: WerAccumulator) -> None:
     """Keep the counts by utterance of the model that is model.nemo, with which runs are compared."""
-    wer.utterance_counts.save(folder / f"best-{split}.npz")
+    path = folder / f"best-{split}.npz"
+    try:
+        wer.utterance_counts.save(path)
+    except OSError as error:  # the run cannot be compared with others; no training ends for that
+        log.warning("%s cannot be written: %s", path, error)
 
 
 def forget_base(folder: Path) -> None:

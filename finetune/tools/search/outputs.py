@@ -164,7 +164,7 @@ def _plots(result: Result, rows: list[list[Any]]) -> list[Plot | None]:
         return []
     study, parameters = study_of(good), [p.name for p in result.search.parameters]
     note = "Trials with a WER; bad ones and those that were stopped early are in the table above."
-    found = [
+    found: list[Plot | None] = [
         _plot(
             "history", "WER by trial", visualization.plot_optimization_history(study, target_name="WER"), rows, note
         ),

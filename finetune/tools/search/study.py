@@ -25,8 +25,8 @@ from finetune.errors import UserError
 from finetune.security.safe_text import one_line
 from finetune.security.secrets import clean_text, clean_urls, known_secrets
 from finetune.tools.report.read import read_mapping
-from finetune.tools.search import trials
 from finetune.tools.search.space import Parameter
+from finetune.tools.search.trials import TRAIN
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Search:
     minutes: float | None
     storage: str | None = None
     name: str | None = None
-    training: tuple[str, ...] = trials.TRAIN
+    training: tuple[str, ...] = TRAIN
     owner: str = ""
     began: float = field(default_factory=time.monotonic)
 
