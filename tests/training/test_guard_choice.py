@@ -14,7 +14,7 @@ import yaml
 from conftest import read_lines, write_manifest
 from run_callbacks import around_steps
 
-LIMIT = "+0.7"
+LIMIT = "+0.4"
 Arguments = Callable[..., list[str]]
 
 
@@ -42,7 +42,7 @@ def limited(tiny_model: Path, clips: Path, guard: Path, tmp_path_factory: pytest
         },
         "training": {
             "max_steps": 4, "eval_steps": 1, "save_steps": 2, "logging_steps": 1, "ema_decay": 0.9,
-            "learning_rate": 2e-5, "lr_scheduler_type": "constant", "warmup_ratio": 0.0,
+            "learning_rate": 2e-6, "seed": 2, "lr_scheduler_type": "constant", "warmup_ratio": 0.0,
             "per_device_train_batch_size": 4, "per_device_eval_batch_size": 12, "dataloader_num_workers": 0,
             "num_threads": 1, "report_to": "none", "eval_on_start": False,
         },
@@ -80,7 +80,7 @@ def test_the_best_model_is_the_best_of_those_that_keep_the_limit(chosen):
     found = told["guard_limit"]
     judged = [row for row in found["judged"] if row["step"]]
     assert found["judged"][0] == {**found["judged"][0], "step": 0, "guard_wer": 0.0, "kept": True}
-    assert [row["kept"] for row in judged] == [row["guard_wer"] <= 0.7 + 1e-9 for row in judged]
+    assert [row["kept"] for row in judged] == [row["guard_wer"] <= 0.4 + 1e-9 for row in judged]
     assert {row["kept"] for row in judged} == {True, False}, "the case of this test"
     best = min((row for row in found["judged"] if row["kept"]), key=lambda row: row["validation_wer"])
     assert (told["best_step"], told["best_weights"]) == (best["step"], best["weights"])
@@ -89,7 +89,7 @@ def test_the_best_model_is_the_best_of_those_that_keep_the_limit(chosen):
     assert not free["kept"], "the case of this test"
     assert found["best_without_limit"] == free
     assert (found["limit"], found["kept"], found["only_base"]) == (LIMIT, True, False)
-    assert found["choice_wer"] == best["guard_wer"] <= found["highest_wer"] == found["base_wer"] + 0.7
+    assert found["choice_wer"] == best["guard_wer"] <= found["highest_wer"] == found["base_wer"] + 0.4
     low, high = found["choice_change"]["difference_interval"]
     assert low <= found["choice_change"]["difference"] <= high
     assert found["test_wer"] == told["guard_wer_after"]
@@ -285,10 +285,10 @@ def test_signs_of_divergence():
 
     level = [logged(10 * i, 1.0 + i % 3) for i in range(1, 21)]
     assert not seen(level)
-    assert not seen([*level, *(logged(210 + 10 * i, 50.0) for i in range(3)), *level]), "a few lines are no divergence"
-    assert seen([*level, *(logged(210 + 10 * i, 50.0) for i in range(9))])[:1] == [270]
+    assert not seen([*level, *(logged(210 + 10 * i, 50.0) for i in range(2)), *level]), "a few lines are no divergence"
+    assert seen([*level, *(logged(210 + 10 * i, 50.0) for i in range(9))])[:1] == [250]
     assert not seen([*level, *(logged(210 + 10 * i, None) for i in range(9))]), "another warning speaks of it"
-    assert seen([*level, *(logged(210 + 10 * i, 1.0, norm=1e3) for i in range(9))])[:1] == [270]
+    assert seen([*level, *(logged(210 + 10 * i, 1.0, norm=1e3) for i in range(9))])[:1] == [250]
     assert not seen([*level, *(logged(210 + 10 * i, 1.0, norm=50) for i in range(9))])
     long = [*level, *(logged(210 + 10 * i, 20.0, seconds=10.0) for i in range(20))]
     assert not seen(long), "long clips have a higher loss"
