@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from finetune.callbacks.way_from_base import WayFromBase
 from finetune.training.callbacks import Callback
 from finetune.training.trainer import Trainer
 
@@ -37,15 +36,15 @@ def before_evaluations(trainer: Trainer, call: Callable[[str], None]) -> None:
     trainer.add_callback(_BeforeEvaluations(call))
 
 
-def look_between(trainer: Trainer, base_wer: float) -> None:
-    """Lets the run look for points on the way from its base model, whose WER on the guard is `base_wer`."""
-    trainer.sources.setdefault("guard_choice", trainer.sources["guard"])
-    trainer.progress.base_wer.setdefault("guard_choice", base_wer)
-    evaluate = trainer.evaluate
-    trainer.evaluate = lambda splits, last=False: evaluate((*splits, "guard_choice"), last)
-    if not any(isinstance(callback, WayFromBase) for callback in trainer.callbacks):
-        way = WayFromBase(trainer.accelerator, trainer.config, trainer.progress, trainer.model)
-        trainer.callbacks.insert(0, way)
+def call_base_wer(trainer: Trainer, wer: float) -> None:
+    """Lets the base model's WER on guard_choice be `wer`, once it is evaluated."""
+    evaluate_base = trainer.evaluate_base
+
+    def then() -> None:
+        evaluate_base()
+        trainer.progress.base_wer["guard_choice"] = wer
+
+    trainer.evaluate_base = then
 
 
 def callback_of(trainer: Trainer, kind: type[Callback]) -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from finetune.config.guard_limit import parse_guard_limit
 from finetune.data.worker_lifetime import ends_with_this_process
 from finetune.logs import without_secrets
 from finetune.paths import ROOT
@@ -79,10 +80,7 @@ class Ended:
 
 def limit_above(limit: str | float | None, base: float | None) -> float | None:
     """Return the guard WER that data.guard_limit allows: "+5 %" of the base model's, or "+0.01" on top of it."""
-    if limit is None or base is None:
-        return None
-    text = str(limit).replace(" ", "")
-    return base * (1 + float(text[:-1]) / 100) if text.endswith("%") else base + float(text)
+    return None if limit is None or base is None else parse_guard_limit(str(limit)).highest(base)
 
 
 def read_evaluations(folder: Path, limit: str | float | None) -> Evaluations:
