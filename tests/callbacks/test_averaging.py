@@ -383,9 +383,9 @@ def test_the_plan_counts_the_average():
         (Engine("fsdp", 4, 4), 0.25),
         (Engine("fsdp_offload", 4, 4), 0.0),
     ):
-        assert states(engine, ema=ema) - states(engine) == pytest.approx(share * ema)
+        assert states(engine, beside=ema) - states(engine) == pytest.approx(share * ema)
         assert states(engine, ema_on_host=ema) == states(engine)
     alone, sharded = Engine("none", 1, 1), Engine("fsdp_offload", 4, 4)
-    for engine, kind, share in ((alone, "ema_on_host", 1.0), (sharded, "ema", 0.25)):
+    for engine, kind, share in ((alone, "ema_on_host", 1.0), (sharded, "beside", 0.25)):
         more = host_bytes(Weights(**plain, **{kind: ema}), engine) - host_bytes(Weights(**plain), engine)
         assert more == pytest.approx(share * ema)

@@ -177,15 +177,16 @@ def test_a_killed_run_chooses_as_an_unbroken_one(chosen, limited, run_train, tmp
 def test_only_the_base_model_keeps_a_narrow_limit(limited, run_train, tmp_path, tiny_model, capfd):
     from finetune.models.loading import load_model
 
-    changes = ("data.guard_limit=+0.01", "training.max_steps=2", "training.ema_decay=0", "training.eval_on_start=true")
+    changes = ("data.guard_limit=+0.0", "training.max_steps=2", "training.ema_decay=0", "training.eval_on_start=true")
+    changes += ("training.learning_rate=1e-3",)  # no point on the way from the base model keeps it either
     assert run_train(*limited(tmp_path / "run", *changes)) == 0
     told, said = summary_of(tmp_path / "run"), capfd.readouterr().err
     found = told["guard_limit"]
     assert (told["best_step"], found["only_base"], found["kept"], found["choice_wer"]) == (0, True, True, 0.0)
     nearest = min(found["judged"][1:], key=lambda row: row["guard_wer"])
     assert found["nearest"] == nearest
-    line = f"only the base model keeps it; the nearest is step {nearest['step']}, "
-    assert f"data.guard_limit +0.01 (WER on guard_choice 0.0100 at most): {line}" in said
+    line = f"only the base model keeps it; the nearest is step {nearest['step']} ({nearest['weights']}), "
+    assert f"data.guard_limit +0 (WER on guard_choice 0.0000 at most): {line}" in said
     assert found["test_kept"] is True
     mine, base = (load_model(str(path)).state_dict() for path in (tmp_path / "run", tiny_model))
     assert all(torch.equal(mine[name], base[name]) for name in base)
