@@ -96,7 +96,7 @@ def train(
     place: Place | None = None,
     profile_steps: int | None = None,
 ) -> None:
-    """One run, from its configuration to its summary.
+    """One run, from its configuration to its summary. UserError where it diverged (training.stop_if_diverged).
 
     Args:
         config: of the run.
@@ -120,6 +120,7 @@ def train(
         checkpoint = run.find_checkpoint(config)
         if checkpoint is None:
             run.check_overlap(config, sources)
+        sources = run.halve_guard(config, sources)
         prediction = auto_batch.set_bounds(accelerator, config, strategy)
         total_steps = run.plan_steps(accelerator, config, sources)
         model = run.build_model(accelerator, config, sources, checkpoint)
@@ -148,6 +149,8 @@ def train(
         accelerator.end_training()
     else:
         run.end_stage(accelerator)
+    if trainer.progress.diverged is not None:
+        raise UserError(trainer.progress.diverged, exit_code=1)
 
 
 @contextlib.contextmanager

@@ -3,9 +3,10 @@
     python tests/engine_runs.py PLAN.json [MODULE to import beforehand]
 
 PLAN.json is a list of {"name", "processes", "arguments", "spoiled": [rank, call, how] or nothing, "exploded": [rank,
-step] or nothing, "expect": exit code}. NeMo is imported once, then each training's processes are forked, which saves
-its ten seconds for each of them; they find the environment that torchrun makes. Each rank writes what it holds of
-parameters, gradients and states to NAME-RANK.json beside the plan, and its output to NAME-RANK.log.
+step] or nothing, "base_wer": that on guard_choice, or nothing, "expect": exit code}. NeMo is imported
+once, then each training's processes are forked, which saves its ten seconds for each of them; they find the
+environment that torchrun makes. Each rank writes what it holds of parameters, gradients and states to NAME-RANK.json
+beside the plan, and its output to NAME-RANK.log.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from run_callbacks import held_tensors
+from run_callbacks import call_base_wer, held_tensors
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from finetune import train
@@ -161,6 +162,8 @@ def in_rank(entry: dict[str, Any], rank: int, port: int, folder: Path) -> int:
             return finish()
 
         trainer.finish = note_and_finish
+        if "base_wer" in entry:
+            call_base_wer(trainer, entry["base_wer"])
         watch_digests(trainer, found)
         if entry.get("exploded", [-1])[0] == rank:
             explode(trainer, entry["exploded"][1])

@@ -85,6 +85,50 @@ def all_alignments_losses(case, durations, sigma=0.0, rnnt=False, activation=tor
     return torch.stack([all_alignments_loss(z[:t, : u + 1], y, durations, sigma, rnnt) for z, y, t, u in clips])
 
 
+def dense_distillation(logits_TUO, teacher_TUO, targets, durations, sigma, rnnt=False):
+    """Collapsed distillation of one clip from the whole tensors, gamma by autograd over all alignments."""
+    D = len(durations)
+    V = logits_TUO.shape[-1] - 1 - D
+    heads = [
+        torch.log_softmax(logits_TUO[..., : V + 1], -1) - (0.0 if rnnt or not D else sigma),
+        torch.log_softmax(logits_TUO[..., V + 1 :], -1),
+    ]
+    heads = [x.detach().requires_grad_() for x in heads]
+    plain = walk_alignments(heads[0], None, targets, ()) if rnnt else walk_alignments(*heads, targets, durations)
+    if not torch.isfinite(plain):
+        return torch.zeros_like(plain)
+    gamma_TU = -torch.autograd.grad(plain, heads[0])[0].sum(-1)
+
+    def three(z_TUO):
+        p = torch.softmax(z_TUO[..., : V + 1], -1)
+        cells = []
+        for t in range(p.shape[0]):
+            for u in range(p.shape[1]):
+                arcs = [V, *([int(targets[u])] if u + 1 < p.shape[1] else [])]
+                others = [v for v in range(V) if v not in arcs]
+                parts = [*(p[t, u, v] for v in arcs), *([p[t, u, others].sum()] if others else [])]
+                cells.append(torch.stack([*parts, *p.new_ones(3 - len(parts))]))
+        return torch.stack(cells).view(*p.shape[:2], 3)
+
+    q_TU3, p_TU3 = three(teacher_TUO), three(logits_TUO)
+    term_TU = (q_TU3 * (q_TU3.log() - p_TU3.log())).sum(-1)
+    if D and not rnnt:
+        q_TUD, p_TUD = (torch.log_softmax(z[..., V + 1 :], -1) for z in (teacher_TUO, logits_TUO))
+        term_TU = term_TU + (q_TUD.exp() * (q_TUD - p_TUD)).sum(-1)
+    return (gamma_TU * term_TU).sum()
+
+
+def dense_distillations(case, teacher, durations, sigma=0.0, rnnt=False, activation=torch.relu):
+    """(B,) of a case and its teacher's first four arguments."""
+    *tensors, targets_BU, frames_B, tokens_B = case
+    whole = joint_logits(*tensors, activation), joint_logits(*teacher, activation).detach()
+    clips = zip(*whole, targets_BU, frames_B.tolist(), tokens_B.tolist())
+    rnnt = rnnt or not durations
+    return torch.stack(
+        [dense_distillation(z[:t, : u + 1], q[:t, : u + 1], y, durations, sigma, rnnt) for z, q, y, t, u in clips]
+    )
+
+
 def dense_losses(case, durations, sigma):
     """The losses by dynamic programming frame by frame over the whole tensor of joint outputs, clip by clip."""
     *tensors, targets_BU, frames_B, tokens_B = case

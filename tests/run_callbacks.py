@@ -36,6 +36,17 @@ def before_evaluations(trainer: Trainer, call: Callable[[str], None]) -> None:
     trainer.add_callback(_BeforeEvaluations(call))
 
 
+def call_base_wer(trainer: Trainer, wer: float) -> None:
+    """Lets the base model's WER on guard_choice be `wer`, once it is evaluated."""
+    evaluate_base = trainer.evaluate_base
+
+    def then() -> None:
+        evaluate_base()
+        trainer.progress.base_wer["guard_choice"] = wer
+
+    trainer.evaluate_base = then
+
+
 def callback_of(trainer: Trainer, kind: type[Callback]) -> Any:
     """The run's callback of a class."""
     return next(c for c in trainer.callbacks if isinstance(c, kind))

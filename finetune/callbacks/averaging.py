@@ -1,7 +1,6 @@
 """Averages of weights over a run: a moving one beside the training (EMA), and the mean of evaluated states at its end.
 
-Both average what training changes: the trained parameters, and the running means and variances of BatchNorm modules
-that learn. What is frozen stays as it is, and so does BatchNorm's count of batches, which nothing reads here.
+Both average what training changes (finetune.training.trained_state).
 """
 
 import contextlib
@@ -22,40 +21,16 @@ from finetune.config.schema import RunConfig
 from finetune.distributed import broadcast, on_main
 from finetune.durable_files import put_in_place
 from finetune.errors import UserError
-from finetune.models.nemo import learning_batchnorms
 from finetune.models.protocols import AsrModel
 from finetune.training.callbacks import Callback, Candidate, StepResult
 from finetune.training.checkpoints import CANNOT_WRITE
 from finetune.training.outputs import read_best
 from finetune.training.progress import Progress
+from finetune.training.trained_state import all_tensors, averaged_tensors, local_part, whole_tensor
 
 log = logging.getLogger(__name__)
 
 EMA_FILE = "ema.safetensors"
-
-
-def averaged_tensors(model: AsrModel) -> dict[str, torch.Tensor]:
-    """Return what training changes, by name: trained parameters, and running statistics of learning BatchNorm modules,
-    of a model that may be sharded."""
-    found: dict[str, torch.Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    names = {id(module): name for name, module in model.named_modules()}
-    for norm in learning_batchnorms(model):
-        for kind in ("running_mean", "running_var"):
-            found[f"{names[id(norm)]}.{kind}"] = getattr(norm, kind)
-    return found
-
-
-def _all_tensors(model: AsrModel) -> dict[str, torch.Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of a sharded tensor, or the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Ema(Callback):
@@ -88,7 +63,7 @@ class Ema(Callback):
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         weights = averaged_tensors(self.model)
-        pairs = [(_local(average), _local(weights[name].detach())) for name, average in self.average.items()]
+        pairs = [(local_part(average), local_part(weights[name].detach())) for name, average in self.average.items()]
         alike = [(a, w) for a, w in pairs if (a.dtype, a.device) == (w.dtype, w.device)]
         if alike:
             torch._foreach_lerp_([a for a, _ in alike], [w for _, w in alike], 1 - decay)
@@ -97,7 +72,7 @@ class Ema(Callback):
                 average.lerp_(weight.to(average), 1 - decay)  # one by one: a copy of all would double the memory
 
     def held_tensors(self) -> dict[str, torch.Tensor]:
-        return {f"moving average {i}": _local(tensor) for i, tensor in enumerate(self.average.values())}
+        return {f"moving average {i}": local_part(tensor) for i, tensor in enumerate(self.average.values())}
 
     def candidates(self, model: AsrModel, final: bool) -> list[Candidate]:
         if final:
@@ -110,7 +85,7 @@ class Ema(Callback):
         self.mean_over_processes()
         state = {}
         for name, tensor in self.average.items():
-            whole = _whole(tensor)  # all ranks take part
+            whole = whole_tensor(tensor)  # all ranks take part
             if is_main:
                 state[name] = whole.to("cpu", copy=True).contiguous()
         return {"ema_updates": self.updates}, {EMA_FILE: state}
@@ -132,7 +107,7 @@ class Ema(Callback):
                 mesh = average.device_mesh
                 # Without a source rank each process cuts its own part out.
                 value = distribute_tensor(value.to(mesh.device_type), mesh, average.placements, src_data_rank=None)
-            _local(average).copy_(_local(value))
+            local_part(average).copy_(local_part(value))
 
     @torch.no_grad()
     def mean_over_processes(self) -> None:
@@ -154,11 +129,11 @@ class Ema(Callback):
         Args:
             model: the one that is trained, or its whole replica under an engine that shards; all processes enter.
         """
-        targets, before = _all_tensors(model), {}
+        targets, before = all_tensors(model), {}
         for name, average in self.average.items():
             target = targets[name]
             # No copy where type and device are the weights' own.
-            before[name], target.data = target.data, _whole(average).to(target.device, target.dtype)
+            before[name], target.data = target.data, whole_tensor(average).to(target.device, target.dtype)
         try:
             yield
         finally:
@@ -215,7 +190,7 @@ class CheckpointAverage(Callback):
 
     def _keep(self, model: AsrModel, step: int, wer: float) -> None:
         """Write the weights of an evaluation, and remove those that are not among the ones to keep any more."""
-        path, state = self.folder / f"step-{step:08d}.safetensors", _all_tensors(model)
+        path, state = self.folder / f"step-{step:08d}.safetensors", all_tensors(model)
         whole = {n: state[n].detach().to("cpu", copy=True).contiguous() for n in averaged_tensors(self.model)}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -257,7 +232,7 @@ class CheckpointAverage(Callback):
         for path in paths:
             for name, tensor in load_file(path).items():
                 sums[name] = sums[name].add_(tensor.float()) if name in sums else tensor.float()
-        targets = _all_tensors(model)
+        targets = all_tensors(model)
         for name, total in sums.items():
             targets[name].copy_(total / len(paths))
         yield

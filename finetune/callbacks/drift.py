@@ -1,5 +1,5 @@
-"""Warnings of drift: waiting for data, growing memory, losses that are not finite, a WER above the base model's, a
-slow rank."""
+"""Warnings of drift: waiting for data, growing memory, losses that are not finite, a WER above the base model's,
+divergence, a slow rank."""
 
 import itertools
 import logging
@@ -7,13 +7,16 @@ import os
 import statistics
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
+from finetune.callbacks.divergence import Divergence
 from finetune.callbacks.moments import Moment, moment, seconds_between
-from finetune.distributed import gather_rows
+from finetune.data.guard_halves import GUARDS
+from finetune.distributed import broadcast, gather_rows
 from finetune.evaluation.significance import p_value_text
 from finetune.training.callbacks import LOST_ON_GUARD, Callback, EvaluationResult
 from finetune.training.progress import Progress
@@ -78,12 +81,23 @@ class DriftMonitor(Callback):
     Args:
         module: whose forward passes are timed, where there are several ranks.
         workers: training.dataloader_num_workers.
+        divergence: what looks for it; None: nothing does.
     """
 
-    def __init__(self, accelerator: Accelerator, module: torch.nn.Module, progress: Progress, workers: int = 0):
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        module: torch.nn.Module,
+        progress: Progress,
+        workers: int = 0,
+        divergence: Divergence | None = None,
+    ):
         self.accelerator, self.progress, self.workers = accelerator, progress, workers
         self.clock = ForwardClock(module, accelerator.device) if accelerator.num_processes > 1 else None
         self.allowed_skips = SCALER_SKIPS if accelerator.scaler is not None else 0
+        self.divergence = divergence
+        self.diverges: dict[str, str] = {}
+        """Signs of divergence that last, by where they were seen."""
         self.lines = self.step = self.skipped = 0
         self.reported: dict[str, int] = {}
         self.waits: deque[tuple[int, float, float]] = deque()
@@ -102,11 +116,31 @@ class DriftMonitor(Callback):
             paces, waits = table_R2.T.tolist()
         if self.accelerator.is_main_process:
             self.check_row(row, self._skipped_steps(), paces, waits)
+            if self.divergence is not None:
+                self._say_divergence("loss", self.divergence.of_row(row))
 
     def on_evaluation_end(self, result: EvaluationResult) -> None:
         rate = result.wer.total.rates()["wer"]
         if self.accelerator.is_main_process and result.in_training and result.step and rate is not None:
             self.check_evaluation(result.step, result.split, rate, result.base_wer, result.change)
+            if self.divergence is not None and result.split == "validation":
+                self._say_divergence("wer", self.divergence.of_evaluation(result.step, rate, result.base_wer))
+
+    def ends_run(self) -> str | None:
+        return next(iter(self.diverges.values()), None)
+
+    def before_save(self, is_main: bool) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
+        return {} if self.divergence is None else {"divergence": broadcast(self.divergence.state())}, {}
+
+    def on_resume(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        if self.divergence is not None and (found := state.get("divergence")) is not None:
+            self.divergence.restore(found)
+
+    def _say_divergence(self, by: str, said: str | None) -> None:
+        self.diverges.pop(by, None)
+        if said is not None:
+            self.diverges[by] = said
+        self._warn_if(f"diverges:{by}", said is not None, said or "")
 
     def _skipped_steps(self) -> int:
         return self.progress.skipped_steps + self.progress.scale_skips
@@ -221,7 +255,7 @@ class DriftMonitor(Callback):
             change: of data.guard, the paired comparison with the base model. It is tested many times in a run, so that
                 a warning needs more than the usual level.
         """
-        if split != "guard":
+        if split not in GUARDS:
             self._warn_if(
                 f"wer_above_base:{split}",
                 base is not None and wer > base,
@@ -233,9 +267,9 @@ class DriftMonitor(Callback):
             self._warn_if(
                 "guard_lost",
                 True,
-                f"WER on guard is {change['wer_b']:.3f} at step {step}, above the base model's {change['wer_a']:.3f} "
-                f"by more than chance ({p_value_text(change)}): the model forgets its original domain. "
-                f"{LOST_ON_GUARD}",
+                f"WER on {split} is {change['wer_b']:.3f} at step {step}, above the base model's "
+                f"{change['wer_a']:.3f} by more than chance ({p_value_text(change)}): the model forgets its original "
+                f"domain. {LOST_ON_GUARD}",
             )
         else:
             self._warn_if("guard_lost", False, "")

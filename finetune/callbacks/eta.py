@@ -31,9 +31,17 @@ class Eta:
         eval_steps: steps between two evaluations of data.validation; 0: none in between.
         judged: the splits that are evaluated at the end.
         guard_steps: steps between two evaluations of data.guard (`training.guard_steps`).
+        each: the splits of each evaluation.
     """
 
-    def __init__(self, eval_steps: int, judged: tuple[str, ...], guard_steps: int = 0):
+    def __init__(
+        self,
+        eval_steps: int,
+        judged: tuple[str, ...],
+        guard_steps: int = 0,
+        each: tuple[str, ...] = ("validation",),
+    ):
+        self.each = each
         self.eval_steps, self.judged, self.guard_steps = eval_steps, judged, guard_steps
         self.evaluation_seconds: dict[str, float] = {}
         self.paused = 0.0
@@ -78,7 +86,8 @@ class Eta:
         if self.eval_steps and self.guard_steps and step < total:  # not at the last step: the closing ones follow it
             every = max(self.eval_steps, self.guard_steps)
             guarded = (total - 1) // every - step // every
-        during = evaluations * known.get("validation", 0.0) + guarded * known.get("guard", 0.0)
+        during = evaluations * sum(known.get(split, 0.0) for split in self.each)
+        during += guarded * known.get("guard", 0.0)
         return (total - step) * each + during + sum(known.get(split, 0.0) for split in self.judged)
 
     def plan_left(self, step: int, total: int, place: Place) -> float | None:

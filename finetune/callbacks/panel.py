@@ -24,8 +24,10 @@ from rich.text import Text
 
 from finetune import logs
 from finetune.callbacks.eta import Eta, Place, as_clock
+from finetune.config.guard_limit import parse_guard_limit
 from finetune.config.schema import RunConfig
 from finetune.data.batch import Batch
+from finetune.data.guard_halves import CHOICE, GUARDS
 from finetune.evaluation.scores import WerAccumulator
 from finetune.security.safe_text import one_line
 from finetune.training.callbacks import Callback, EvaluationResult, StepResult
@@ -156,7 +158,10 @@ class ProgressPanel(Callback):
         t = config.training
         self.is_main, self.progress = accelerator.is_main_process, progress
         self.expected_steps, self.place, self.title = expected_steps, place, t.output_dir
-        self.eta = Eta(t.eval_steps, (judged, "guard"), t.guard_steps)
+        limit = config.data.guard_limit
+        self.limit = None if limit is None else parse_guard_limit(limit)
+        each, guard_steps = (("validation",), t.guard_steps) if limit is None else (("validation", CHOICE), 0)
+        self.eta = Eta(t.eval_steps, (judged, "guard"), guard_steps, each)
         on_gpu, device = accelerator.device.type == "cuda", accelerator.device
         memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else psutil.virtual_memory().total
         self.memory_gib = memory / 2**30
@@ -260,7 +265,7 @@ class ProgressPanel(Callback):
         rate = result.wer.total.rates()["wer"]
         if rate is not None:
             self.wers[name] = rate
-        if result.split != "guard" and result.wer.pairs:
+        if result.split not in GUARDS and result.wer.pairs:
             self.samples = (f"{name}, step {result.step}", result.wer.pairs[:SAMPLES_TO_SHOW])
         self.draw(now=True)
 
@@ -314,6 +319,8 @@ class ProgressPanel(Callback):
             note = f"WER {split} {wer:.3f}"
             if split in p.base_wer:
                 note += f", base model {p.base_wer[split]:.3f}"
+                if split == CHOICE and self.limit is not None:
+                    note += f", {self.limit.highest(p.base_wer[split]):.3f} at most"
             if split == "validation" and p.best_wer is not None:
                 note += f", best {p.best_wer:.3f} at step {p.best_step}"
             notes.append(note)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from finetune.config.optimizers import ALLOWED_ARGS, BITSANDBYTES, TORCHAO, gpu_lacks_fp8
-from finetune.config.schema import RunConfig
+from finetune.config.schema import DataConfig, RunConfig, TrainingConfig
 from finetune.config.tokenizer_setting import changes_vocabulary, parse_tokenizer
 from finetune.errors import UserError
 
@@ -159,6 +159,20 @@ RULES = (
         "leave model.ctc_loss_weight out (0.3), or set it up to 1",
     ),
     Rule(
+        "model.distillation",
+        "model.ctc_loss_weight 1",
+        lambda c, engine, gpu: c.model.distillation > 0 and c.model.ctc_loss_weight == 1,
+        "the distillation is of the transducer's posteriors, and CTC alone is trained",
+        "set model.distillation: 0, or model.ctc_loss_weight below 1",
+    ),
+    Rule(
+        "model.distillation",
+        "a NeMo model YAML as model.name",
+        lambda c, engine, gpu: c.model.distillation > 0 and c.model.name.endswith((".yaml", ".yml")),
+        "random weights know nothing that could be kept",
+        "set model.distillation: 0, or give a trained model as model.name",
+    ),
+    Rule(
         "model.sync_batchnorm",
         "no GPU",
         lambda c, engine, gpu: c.model.sync_batchnorm and not gpu,
@@ -287,6 +301,29 @@ RULES = (
         "use --strategy flash_adamw or adamw_8bit, or training.average_checkpoints instead",
     ),
     Rule(
+        "training.l2_sp",
+        "DeepSpeed",
+        lambda c, engine, gpu: c.training.l2_sp > 0 and engine.startswith("deepspeed"),
+        "ZeRO steps on partitions of its own, from which the weights are written anew after each step",
+        "use --strategy ddp or fsdp2, where each process holds the start of its own shards only; or set "
+        "training.l2_sp: 0 and training.layer_decay or data.rehearsal",
+    ),
+    Rule(
+        "training.l2_sp",
+        "training.optimizer flash_adamw_gradient_release or cpu_offload_ao",
+        lambda c, engine, gpu: c.training.l2_sp > 0 and (_releases(c) or _offloads_optimizer(c)),
+        "these change weights outside the step: in the backward pass, before it is known whether the step counts, or "
+        "on the host, from which they are still being copied back when the step returns",
+        "use --strategy adamw_8bit or fsdp2_offload, or set training.l2_sp: 0",
+    ),
+    Rule(
+        "training.l2_sp",
+        "model.dtype bfloat16",
+        lambda c, engine, gpu: c.training.l2_sp > 0 and c.model.dtype == "bfloat16",
+        "a pull smaller than a 256th of a weight is lost in rounding",
+        "set model.dtype: float32 and training.bf16: true",
+    ),
+    Rule(
         "training.ema_device cpu",
         "FSDP",
         lambda c, engine, gpu: (
@@ -322,6 +359,19 @@ def find_conflicts(config: RunConfig, engine: str = "none", gpu: bool = True) ->
     ]
 
 
+def _limit_contradictions(d: DataConfig, t: TrainingConfig) -> Iterator[tuple[str, str]]:
+    if not d.guard:
+        yield "data.guard_limit", "has no effect without data.guard: name the data that must not get worse there."
+    if not d.validation:
+        yield "data.guard_limit", "needs data.validation, whose WER chooses among the models that keep the limit."
+    if t.guard_steps != -1:
+        yield (
+            "training.guard_steps",
+            f"{t.guard_steps} and data.guard_limit exclude each other: no model is taken without being judged. Leave "
+            "it out (-1), and set training.eval_steps for fewer evaluations.",
+        )
+
+
 def find_contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield the key and what is wrong with its value, where that depends on another key."""
     m, d, t = config.model, config.data, config.training
@@ -337,6 +387,9 @@ def find_contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
             "fits the base model's own vocabulary, which model.tokenizer changes. Give the adapter's directory as "
             "model.name, which begins from the merged weights, or leave model.tokenizer out.",
         )
+    train = d.train if isinstance(d.train, list) else [d.train]
+    if not m.distillation and any(isinstance(source, dict) and "distillation" in source for source in train):
+        yield "data.train", "a source's `distillation` has no effect without model.distillation. Set it above 0."
     if d.min_duration > d.max_duration:
         yield "data.min_duration", f"{d.min_duration} is above data.max_duration {d.max_duration}."
     if 1 <= d.max_samples <= d.skip_samples:
@@ -348,6 +401,17 @@ def find_contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
     if t.max_steps == -1 and t.num_train_epochs <= 0:
         yield "training.num_train_epochs", f"has to be above 0, found {t.num_train_epochs}."
+    peak = max(
+        t.learning_rate, *(getattr(t, f"{part}_learning_rate") or 0 for part in ("encoder", "decoder", "joint"))
+    )
+    if t.l2_sp * peak >= 1:
+        yield (
+            "training.l2_sp",
+            f"{t.l2_sp:g} at a learning rate of {peak:g} pulls past the start in each step. Their product has to be "
+            f"below 1, and is about 1e-3 in most runs: set training.l2_sp below {1 / peak:g}.",
+        )
+    if d.guard_limit is not None:
+        yield from _limit_contradictions(d, t)
     for name in ("ema_decay", "average_checkpoints"):
         if getattr(t, name) and not d.validation:
             yield (

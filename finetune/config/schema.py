@@ -31,6 +31,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, core_schema
 from typing_extensions import is_typeddict
 
+from finetune.config.guard_limit import FORMS, check_guard_limit
 from finetune.config.optimizers import Optimizer, OptimizerArgs
 from finetune.config.suggestions import did_you_mean
 
@@ -245,6 +246,11 @@ class ModelConfig(Section):
     """Share of a unified model's steps (`att_chunk_context_size`) that see chunks, each time another context of its
     lists; the others see whole recordings. null: as the model weights its two losses (`loss.streaming_loss_weight`,
     0.7 in parakeet-unified), else 0.5. No effect on other models (docs/streaming.md)."""
+    distillation: Annotated[NonNegativeFloat, Option("loss")] = 0.0
+    """Weight of the distillation from the frozen base, the model as the run begins: how far next token, blank and
+    duration of the cells that alignments pass through may move. A source of `data.train` may have a factor
+    `distillation` of its own. The base takes memory for its weights and time for its forward pass
+    (docs/forgetting.md). 0: none."""
     joint_memory_budget: Annotated[int | None, Field(ge=1), Option("memory", "MiB")] = None
     """Memory for one block of joint outputs. null: chosen by device."""
     occupancy_threshold: Annotated[Probability, Option("loss", "probability")] = 0.0
@@ -264,15 +270,25 @@ class DataConfig(Section):
     guard: Annotated[Sources | None, SkipValidation, Option("data")] = None
     """Source of the original domain, evaluated before, during (`training.guard_steps`) and after the run; a loss of
     accuracy on it is reported."""
+    guard_limit: Annotated[str | None, AfterValidator(check_guard_limit), Option("data", form=FORMS)] = None
+    """How much worse than the base model the best model may be on `guard`: "+5 %" of the base model's WER, or "+0.01"
+    of WER. The best model is then the best by validation WER among those that keep it, or the base model. One half of
+    `guard` chooses, the other judges the chosen one (docs/forgetting.md). null: `guard` does not choose."""
+    rehearsal: Annotated[Sources | None, SkipValidation, Option("data")] = None
+    """Source of the original domain to train on beside `train`, or a list of them, so that it is not forgotten. An
+    epoch stays one pass over `train` and gets more steps (docs/forgetting.md)."""
+    rehearsal_share: Annotated[float, Field(gt=0, lt=1), Option("data", "share")] = 0.4
+    """Share of the training clips that is drawn from `rehearsal`. No effect without it."""
     root: Annotated[str | None, Option("data")] = None
     """Directory, or prefix of a URL, below which the audio that rows name has to lie, links resolved. Set it for
     manifests that others wrote; what lies elsewhere goes to quarantine. null: anywhere (docs/security.md)."""
     temperature: Annotated[float | None, Field(ge=1), Option("data")] = None
     """Draw languages in proportion to their clips to the power of 1 / temperature: 1 as they are, larger evens them
-    out. Replaces weights; each source of `train` names its `language`. An epoch is one pass over the first source."""
+    out. Replaces weights; each source of `train` names its `language`. An epoch is one pass over the first source. The
+    sources of `rehearsal` keep their own weights."""
     max_samples: Annotated[CountOrAll, Option("data", "clips", common=True)] = -1
     """Train on a fixed random subset of N clips, which lies within every larger subset; each source of a mixture has
-    its share. Without `shuffle` the first N. -1: all."""
+    its share. Without `shuffle` the first N. -1: all. `rehearsal` is not cut."""
     skip_samples: Annotated[NonNegativeInt, Option("data", "clips")] = 0
     """Leave out the first N clips of the subset that `max_samples` takes: those of a subset of N. Not for a
     mixture."""
@@ -332,7 +348,8 @@ class DataConfig(Section):
     """Train although filters, quarantine and the other settings leave out more than half of the training clips or
     audio, which ends the run before its first step otherwise. A resumed run only warns."""
     allow_overlap: Annotated[bool, Option("safety")] = False
-    """Train although clips of `validation`, `test` or `guard` are also in `train`; else that is refused."""
+    """Train although clips of `validation`, `test` or `guard` are also in `train` or `rehearsal`; else that is
+    refused."""
 
 
 class TrainingConfig(Section):
@@ -356,8 +373,16 @@ class TrainingConfig(Section):
     """Peak learning rate of the prediction network. null: `learning_rate`."""
     joint_learning_rate: Annotated[float | None, Field(gt=0), Option("optimizer")] = None
     """Peak learning rate of the joint. null: `learning_rate`."""
+    layer_decay: Annotated[float, Field(gt=0, le=1), Option("optimizer", "factor")] = 1.0
+    """Multiply the encoder's learning rate by this for each Conformer layer below the top one, and once more for what
+    lies below the layers (subsampling); 0.9 and 24 layers end at 0.08. The heads keep theirs. 1: equal rates. No
+    effect on a frozen encoder."""
     weight_decay: Annotated[NonNegativeFloat, Option("optimizer")] = 0.01
     """Decoupled weight decay; never on biases, norms and other vectors."""
+    l2_sp: Annotated[NonNegativeFloat, Option("optimizer")] = 0.0
+    """Pull each trained weight w towards its value w0 at the run's start (L2-SP, arXiv 1802.01483), decoupled as
+    weight decay: w - learning rate x this x (w - w0) after each step. Useful values are about one over the sum of the
+    learning rates of all steps (docs/forgetting.md). Costs a copy of the trained weights. 0: none."""
     lr_scheduler_type: Annotated[Schedule, Option("schedule", common=True)] = "cosine"
     """Learning-rate schedule."""
     warmup_ratio: Annotated[Fraction, Option("schedule", "fraction", common=True)] = 0.1
@@ -369,6 +394,9 @@ class TrainingConfig(Section):
     max_skipped_steps: Annotated[NonNegativeInt, Option("safety", "steps")] = 20
     """End the run with a diagnosis after so many skipped steps in a row (loss or gradient not finite, or a spike).
     Steps that fp16's loss scaling skips while it finds its scale do not count. 0: never."""
+    stop_if_diverged: Annotated[bool, Option("safety")] = False
+    """End a run that diverges, with exit code 1 and the best model so far: training loss or gradient norm far above
+    the first steps', or validation WER far above the base model's (docs/forgetting.md). false: it is said only."""
     spike_threshold: Annotated[float, Field(gt=1), Besides(0), Option("safety", "times")] = 0.0
     """Skip a step whose loss, or gradient norm, exceeds this many times its median over the last `spike_window` steps.
     Under DeepSpeed only the loss is judged. 0: never."""
@@ -425,9 +453,9 @@ class TrainingConfig(Section):
     """Evaluate on `data.validation` every N steps. 0: only at the end."""
     guard_steps: Annotated[int, Field(ge=-1), Option("evaluation", "steps")] = -1
     """Evaluate `data.guard` with the first evaluation after every N steps. -1: with every evaluation. 0: only before
-    and after the run."""
+    and after the run. With `data.guard_limit` each evaluation is judged, and this stays -1."""
     eval_on_start: Annotated[bool, Option("evaluation")] = True
-    """Evaluate the base model as step 0."""
+    """Evaluate the base model as step 0. With `data.guard_limit` false leaves out `data.test` only."""
     ema_decay: Annotated[Probability, Option("averages", "fraction")] = 0.0
     """Decay of a moving average of the weights, such as 0.999, which is evaluated beside them; the better of the two
     by validation WER becomes model.nemo. It costs 4 bytes for each trained parameter and a second evaluation of

@@ -49,6 +49,10 @@ class Batch:
     mel_lengths_B: torch.Tensor | None = None
     slots: list[int] = field(default_factory=list)
     """Of the utterances' prompts, as drawn; empty where the stream has no prompts."""
+    distillation: list[float] = field(default_factory=list)
+    """Factor of each utterance's distillation, of its source; empty: 1."""
+    from_rehearsal: list[bool] = field(default_factory=list)
+    """Whether each utterance is of `data.rehearsal`."""
     frames_B: torch.Tensor | None = None
     """Encoder frames of each utterance."""
     feasible_B: torch.Tensor | None = None
@@ -127,6 +131,8 @@ def collate(
         worker_shard,
         position,
         slots=[u.slot for u in utterances if u.slot is not None],
+        distillation=[u.distillation for u in utterances],
+        from_rehearsal=[u.from_rehearsal for u in utterances],
         **vars(report or Report()),
     )
 
@@ -151,6 +157,8 @@ def part_of(batch: Batch, start: int, end: int) -> Batch:
         mel_BFM=mel_BFM,
         mel_lengths_B=mel_lengths_B,
         slots=batch.slots[rows],
+        distillation=batch.distillation[rows],
+        from_rehearsal=batch.from_rehearsal[rows],
         frames_B=None if batch.frames_B is None else batch.frames_B[rows],
         feasible_B=None if batch.feasible_B is None else batch.feasible_B[rows],
         quarantined=[],

@@ -71,6 +71,16 @@ def shuffled(pieces: list[Piece], seed: tuple[int, ...]) -> list[Piece]:
     return [pieces[i] for i in np.random.default_rng(seed).permutation(len(pieces))]
 
 
+def turned(pieces: list[Piece], seed: tuple[int, ...]) -> list[Piece]:
+    """Return the pieces from a random row on, with what is before it at the end; as they are, where one does not tell
+    its rows."""
+    sizes = _known_sizes(pieces)
+    if not sizes:
+        return pieces
+    first = int(np.random.default_rng(seed).integers(sum(sizes)))
+    return _stretch(pieces, sizes, first, sum(sizes)) + _stretch(pieces, sizes, 0, first)
+
+
 def deal(pieces: list[Piece], worker_shard: int, worker_shards: int) -> list[Piece]:
     """Return the part of one worker shard; over all of them each row comes once.
 

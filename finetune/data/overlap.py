@@ -27,6 +27,7 @@ from finetune.data.normalization import normalize_text
 from finetune.data.options import StreamOptions
 from finetune.data.quarantine import BadUtterance
 from finetune.data.reader import group_sources
+from finetune.data.run_file import training_keys
 from finetune.data.shards import Row, Shard
 from finetune.data.sources import OpenSource
 from finetune.data.survey import count_rows, spread_rows
@@ -282,6 +283,8 @@ class Overlap:
     """Held rows whose id another clip of the training set has as well."""
     same_rows: int = 0
     """Rows of the training set that are a held clip."""
+    trained: str = "data.train"
+    """What the training set is called in messages."""
     texts: dict[int, str] = field(default_factory=dict)
     """Place in the training set by the number of the first held row with the text."""
 
@@ -332,14 +335,14 @@ class Overlap:
         """Return a line for each evaluation set with clips of the training set, and one for each with its texts."""
         sets = self.by_set()
         clips = [
-            f"data.{one['set']}: {one['same_clips']} of {one['clips']} clips are also in data.train "
+            f"data.{one['set']}: {one['same_clips']} of {one['clips']} clips are also in {self.trained} "
             f"({', '.join(f'{n} by {WHY[kind]}' for kind, n in one['same_by'].items())}): "
             + "; ".join(one["clip_examples"])
             for one in sets
             if one["same_clips"]
         ]
         texts = [
-            f"data.{one['set']}: {one['same_texts']} of {one['clips']} clips share their text with data.train "
+            f"data.{one['set']}: {one['same_texts']} of {one['clips']} clips share their text with {self.trained} "
             f"({100 * one['words_in_same_texts']:.1f} % of the words): {'; '.join(one['text_examples'])}"
             for one in sets
             if one["same_texts"]
@@ -359,18 +362,18 @@ class Overlap:
             means = "row, file, id, text and audio"
         elif heard and with_audio:
             means += f", the audio of {heard:,} with that of {with_audio:,}"
-        return f"{self.looked:,}{of} rows of data.train{lost} compared with {some} by {means}"
+        return f"{self.looked:,}{of} rows of {self.trained}{lost} compared with {some} by {means}"
 
     def way_out(self, sources: list[OpenSource], leave_out: str) -> str:
         """Say what to do about clips that are the same.
 
         Args:
-            sources: of data.train.
+            sources: of training.
             leave_out: how to train without them, where other clips are left.
         """
         data = " ".join(shlex.quote(path) for path in dict.fromkeys(source.source.path for source in sources))
         split = f"Split the data again (parakeet-finetune split --data {data} --output DIR)"
-        rest = f", or {leave_out}" if self.same_rows < self.looked else ": all of data.train is evaluated as well"
+        rest = f", or {leave_out}" if self.same_rows < self.looked else f": all of {self.trained} is evaluated as well"
         return f"{split}{rest}. data.allow_overlap=true trains anyway."
 
 
@@ -414,7 +417,8 @@ def hold_out(
 
 
 def find_overlap(opened: dict[str, list[OpenSource]], config: RunConfig, seconds: float) -> Overlap:
-    """Look for the rows of data.validation, test and guard in data.train, by row, audio file, id, text and audio.
+    """Look for the rows of data.validation, test and guard in data.train and data.rehearsal, by row, audio file, id,
+    text and audio.
 
     Rows that data.leave_out names do not count. Audio is compared by its bytes where it is a file on this machine or
     comes with its row: files only where as many bytes as those of a held clip are found, and all for half of the time.
@@ -426,7 +430,7 @@ def find_overlap(opened: dict[str, list[OpenSource]], config: RunConfig, seconds
     d, until = config.data, time.monotonic() + seconds
     held = hold_out(opened, config, seconds / 2)
     held.seconds = seconds / 2
-    found = Overlap(held, whole=not held.cut)
+    found = Overlap(held, whole=not held.cut, trained=training_keys(opened["train"]))
     if not held.rows:
         return found
     leave_out = LeaveOut(d.leave_out, "data.leave_out") if d.leave_out else None

@@ -4,12 +4,13 @@ import hashlib
 import itertools
 import json
 import logging
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from finetune.data.options import StreamOptions
-from finetune.data.order import Piece, chosen_pieces, deal, interleave, shuffled
+from finetune.data.order import Piece, chosen_pieces, deal, interleave, shuffled, turned
 from finetune.data.retry import UnreadableShard, wait_before
 from finetune.data.shards import NumberedRows, Row, Shard
 from finetune.data.sources import OpenSource
@@ -30,6 +31,19 @@ class Sources:
     """Chances of the groups; None for a single one."""
     limits: list[int]
     """Rows of each group that take part; -1 for all."""
+    new_groups: int = sys.maxsize
+    """How many groups come first that are of `data.train`; those behind them are of `data.rehearsal`."""
+
+    def skip(self, group: int, options: StreamOptions) -> int:
+        """Return how many rows of its subset a group leaves out."""
+        return options.skip_samples if group < self.new_groups else 0
+
+    def part(self, rehearsal: bool) -> "Sources":
+        """Return what is of `data.rehearsal` alone, or of `data.train`."""
+        own = slice(self.new_groups, None) if rehearsal else slice(0, self.new_groups)
+        groups, weights = self.groups[own], (self.weights or [1.0])[own]
+        alone = [w / sum(weights) for w in weights] if len(groups) > 1 else None
+        return Sources(groups, alone, self.limits[own], 0 if rehearsal else sys.maxsize)
 
     def digest(self) -> str:
         """Return a hash that tells these shards from others."""
@@ -38,7 +52,19 @@ class Sources:
 
 
 def group_sources(sources: list[OpenSource], max_samples: int) -> Sources:
-    """Make one group of sources without weights, or one of each with a weight, with its share of `max_samples`."""
+    """Make one group of sources without weights, or one of each with a weight, with its share of `max_samples`; then
+    the same of the sources of `data.rehearsal`, whole, with their share of the clips."""
+    old = [s for s in sources if s.is_rehearsal]
+    if not old:
+        return _group_alike(sources, max_samples)
+    parts = _group_alike([s for s in sources if not s.is_rehearsal], max_samples), _group_alike(old, -1)
+    shares = 1 - old[0].rehearsal_share, old[0].rehearsal_share
+    weights = [share * w for share, part in zip(shares, parts, strict=True) for w in part.weights or [1.0]]
+    new, rehearsed = parts
+    return Sources(new.groups + rehearsed.groups, weights, new.limits + rehearsed.limits, len(new.groups))
+
+
+def _group_alike(sources: list[OpenSource], max_samples: int) -> Sources:
     weighted = [s.source.weight for s in sources if s.source.weight is not None]
     if not weighted:
         return Sources([[(s, shard) for s in sources for shard in s.shards]], None, [max_samples])
@@ -107,6 +133,11 @@ class GroupReader:
     epoch: int
     worker_shard: int
     worker_shards: int
+    skip: int
+    """Rows of the group's subset that are left out."""
+    turns: bool
+    """Whether an epoch begins at any row of the group: one that reads a part of it would only ever see the heads of
+    shards."""
 
     def __post_init__(self) -> None:
         # Where a source does not tell its rows, a limit is kept by counting, and all worker shards read all shards.
@@ -140,7 +171,7 @@ class GroupReader:
 
     def _pieces_of_pass(self) -> list[Piece]:
         o, rows = self.options, [shard.rows for _, shard in self.group]
-        chosen = chosen_pieces(rows, self.limit, o.seed if o.shuffle else None, o.skip_samples)
+        chosen = chosen_pieces(rows, self.limit, o.seed if o.shuffle else None, self.skip)
         if self.counts:
             return chosen
         if o.shuffle:
@@ -148,6 +179,8 @@ class GroupReader:
         own = (interleave if o.interleave else deal)(chosen, self.worker_shard, self.worker_shards)
         if o.shuffle and self.passes:  # of a mixture's further sources: the worker shard's own rows in another order
             own = shuffled(own, (o.seed, self.epoch, self.worker_shard, self.passes, 3))
+        elif o.shuffle and self.turns:
+            own = turned(own, (o.seed, self.epoch, self.worker_shard, 29))
         return own
 
     def rest(self) -> list[Piece]:
@@ -217,6 +250,15 @@ def make_readers(
 ) -> list[GroupReader]:
     """Make a reader for each group, at the beginning of the epoch."""
     return [
-        GroupReader(group, limit, options, epoch, worker_shard, worker_shards)
-        for group, limit in zip(sources.groups, sources.limits, strict=True)
+        GroupReader(
+            group,
+            limit,
+            options,
+            epoch,
+            worker_shard,
+            worker_shards,
+            sources.skip(g, options),
+            g >= sources.new_groups,
+        )
+        for g, (group, limit) in enumerate(zip(sources.groups, sources.limits, strict=True))
     ]

@@ -27,7 +27,11 @@ DEFAULT_SPLIT = {"train": "train", "validation": "validation", "test": "test", "
 
 
 def open_sources(config: RunConfig) -> dict[str, list[OpenSource]]:
-    """Open every source that the run file names; all problems are reported at once."""
+    """Open every source that the run file names; all problems are reported at once.
+
+    Returns:
+        Sources by key. Those of `data.rehearsal` are behind those of `data.train`, under `train`.
+    """
     d = config.data
     opened: dict[str, list[OpenSource]] = {}
     problems, root = [], None
@@ -45,6 +49,9 @@ def open_sources(config: RunConfig) -> dict[str, list[OpenSource]]:
         parse_filters(d.filters, "data.filters")
     with collecting():
         parse_augmentation(d.augment, "data.augment")
+    rehearsal: list[OpenSource] = []
+    with collecting():
+        rehearsal = [replace(s, root=root) for s in open_rehearsal(d)]
     for key, split in DEFAULT_SPLIT.items():
         value = getattr(d, key)
         with collecting():
@@ -57,8 +64,8 @@ def open_sources(config: RunConfig) -> dict[str, list[OpenSource]]:
             weigh_languages(train, d.temperature)
     with collecting():
         if d.leave_out:
-            read = {shard.file for source in train for shard in source.shards}
-            LeaveOut(d.leave_out, "data.leave_out").check_files(read, "data.train")
+            read = {shard.file for source in (*train, *rehearsal) for shard in source.shards}
+            LeaveOut(d.leave_out, "data.leave_out").check_files(read, training_keys(rehearsal))
     unknown = [s for s in train if any(shard.rows is None for shard in s.shards)]
     if d.skip_samples and (unknown or any(s.source.weight is not None for s in train)):
         problems.append(
@@ -66,7 +73,31 @@ def open_sources(config: RunConfig) -> dict[str, list[OpenSource]]:
         )
     if problems:
         raise UserError("\n".join(problems))
+    if train:
+        opened["train"] = train + rehearsal
     return opened
+
+
+def open_rehearsal(data: DataConfig) -> list[OpenSource]:
+    """Open the sources of `data.rehearsal`; none where it is not set.
+
+    Raises:
+        UserError: as `open_source`.
+    """
+    if not data.rehearsal:
+        return []
+    sources = parse_sources(data.rehearsal, "data.rehearsal", "train")
+    return [replace(open_source(s, "data.rehearsal"), rehearsal_share=data.rehearsal_share) for s in sources]
+
+
+def training_keys(sources: list[OpenSource]) -> str:
+    """Return the keys that training sources stand under, for messages."""
+    return "data.train and data.rehearsal" if any(s.is_rehearsal for s in sources) else "data.train"
+
+
+def new_sources(sources: list[OpenSource]) -> list[OpenSource]:
+    """Return the training sources that are of `data.train`."""
+    return [source for source in sources if not source.is_rehearsal]
 
 
 def weigh_languages(sources: list[OpenSource], temperature: float) -> None:
@@ -107,6 +138,14 @@ def train_limits(config: RunConfig) -> BatchLimits:
 
 def mean_seconds(sources: list[OpenSource], data: DataConfig) -> float:
     """Return the mean length of the utterances to train on, from some of each source; 10 where none is usable."""
+    new, old = new_sources(sources), [source for source in sources if source.is_rehearsal]
+    if not old:
+        return _mean_seconds(new, data)
+    share = data.rehearsal_share
+    return (1 - share) * _mean_seconds(new, data) + share * _mean_seconds(old, data)
+
+
+def _mean_seconds(sources: list[OpenSource], data: DataConfig) -> float:
     limits = BatchLimits(seconds=1.0)
     options = StreamOptions(limits, 16_000, text_normalization=data.text_normalization, read_retries=data.read_retries)
     found = []
@@ -121,7 +160,16 @@ def mean_seconds(sources: list[OpenSource], data: DataConfig) -> float:
 
 
 def count_clips(sources: list[OpenSource], max_samples: int, skip_samples: int = 0) -> int | None:
-    """Return the utterances of one epoch before filters, or None where a source does not tell."""
+    """Return the utterances of one epoch before filters, or None where a source does not tell.
+
+    With rehearsal an epoch is still one pass over `data.train`, whose clips are the other share of them.
+    """
+    share = max(source.rehearsal_share for source in sources)
+    clips = _count_new_clips(new_sources(sources), max_samples, skip_samples)
+    return clips if clips is None or not share else round(clips / (1 - share))
+
+
+def _count_new_clips(sources: list[OpenSource], max_samples: int, skip_samples: int) -> int | None:
     limit = max_samples if max_samples >= 0 else None
     first = sources[0]
     if first.source.weight is not None:  # one pass over the first source, and the others in proportion

@@ -64,7 +64,7 @@ class StoredAudio(datasets.Audio):
 
 
 class Source(Mapping):
-    """One entry of `data.train`, `data.validation`, `data.test` or `data.guard`."""
+    """One entry of `data.train`, `data.rehearsal`, `data.validation`, `data.test` or `data.guard`."""
 
     path: str
     """A NeMo manifest (.json, .jsonl), a folder or glob of parquet or tar shards, an audio folder, or a hub name."""
@@ -78,6 +78,8 @@ class Source(Mapping):
     """Language of the utterances where no column says it."""
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Share in a mixture. With weights, an epoch is one pass over the first source; the others restart as needed."""
+    distillation: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    """Factor of `model.distillation` for these clips of `data.train`; 0: they are not distilled."""
     audio_column: str | None = None
     text_column: str | None = None
     language_column: str | None = None
@@ -114,6 +116,12 @@ class OpenSource:
     """`data.root`, links resolved: audio that a row names is below it; None: anywhere."""
     remote: bool = False
     """Read over a network, where failures may pass."""
+    rehearsal_share: float = 0.0
+    """Share of the training clips that all sources of `data.rehearsal` have together; 0: it is none of them."""
+
+    @property
+    def is_rehearsal(self) -> bool:
+        return self.rehearsal_share > 0
 
     @property
     def reads_audio(self) -> bool:

@@ -59,7 +59,7 @@ def spread_rows(
     shares = [w / sum(sources.weights) for w in sources.weights] if sources.weights else [1.0]
     for g, (group, share, limit) in enumerate(zip(sources.groups, shares, sources.limits, strict=True)):
         known = [shard.rows for _, shard in group]
-        pieces = chosen_pieces(known, limit, options.seed if options.shuffle else None, options.skip_samples)
+        pieces = chosen_pieces(known, limit, options.seed if options.shuffle else None, sources.skip(g, options))
         if limit < 0 or None not in known:  # else the subset is that of the first shards
             pieces = [pieces[i] for i in np.random.default_rng((options.seed, 17)).permutation(len(pieces))]
         bound = sys.maxsize if rows is None else round(rows * share)
@@ -166,11 +166,11 @@ def length_of(source: OpenSource, row: Row, retries: int = RETRIES) -> float:
 def count_rows(sources: Sources, options: StreamOptions) -> int | None:
     """Return the rows of all sources that an epoch may read; None where a source does not tell."""
     count = 0
-    for group, limit in zip(sources.groups, sources.limits, strict=True):
+    for g, (group, limit) in enumerate(zip(sources.groups, sources.limits, strict=True)):
         known = [shard.rows for _, shard in group]
         if None in known:
             return None
-        count += sum(piece.rows() or 0 for piece in chosen_pieces(known, limit, None, options.skip_samples))
+        count += sum(piece.rows() or 0 for piece in chosen_pieces(known, limit, None, sources.skip(g, options)))
     return count
 
 

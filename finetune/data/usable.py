@@ -192,7 +192,8 @@ def _with_alignment(group: Tally, stream: UtteranceStream) -> Iterator[float]:
 
 def _rows_of(stream: UtteranceStream, number: int) -> int | None:
     """Return the rows of a group that take part; None where only reading tells."""
-    group, limit, skip = stream.sources.groups[number], stream.sources.limits[number], stream.options.skip_samples
+    group, limit = stream.sources.groups[number], stream.sources.limits[number]
+    skip = stream.sources.skip(number, stream.options)
     clips = {id(source): source.clips for source, _ in group}.values()
     if limit < 0 and not skip and None not in clips:  # blank lines of a manifest are rows, and no clips
         return sum(n or 0 for n in clips)
@@ -202,8 +203,13 @@ def _rows_of(stream: UtteranceStream, number: int) -> int | None:
     return sum(piece.rows() or 0 for piece in chosen_pieces(known, limit, None, skip))
 
 
-def judge(found: Usable, max_bad_fraction: float) -> tuple[str | None, list[str]]:
+def judge(found: Usable, max_bad_fraction: float, key: str = "data.train") -> tuple[str | None, list[str]]:
     """Return why a run should not begin with so little, or None, and warnings.
+
+    Args:
+        found: of the sources of a key of the run file.
+        max_bad_fraction: data.max_bad_fraction.
+        key: for messages.
 
     Raises:
         UserError: no clip is left at all.
@@ -211,20 +217,18 @@ def judge(found: Usable, max_bad_fraction: float) -> tuple[str | None, list[str]
     if not found.clips and not found.is_estimate:
         reasons = ", ".join(f"{n:,} {reason}" for reason, n in found.left_out.most_common())
         raise UserError(
-            f"data.train: no clip is left to train on of {found.left_out.total():,}: {reasons or 'there are none'}.",
+            f"{key}: no clip is left to train on of {found.left_out.total():,}: {reasons or 'there are none'}.",
             exit_code=1,
         )
     warnings = []
     share = found.share_left_out
     if found.bad > max_bad_fraction * (found.clips + found.left_out.total()):
         warnings.append(
-            f"data.train: {found.bad:,} clips would go to quarantine, which ends a run above "
+            f"{key}: {found.bad:,} clips would go to quarantine, which ends a run above "
             f"data.max_bad_fraction={max_bad_fraction:g}. Fix them, or raise it"
         )
     audio = 1 - found.seconds / found.all_seconds if found.all_seconds else 0.0
-    lost = (
-        f"data.train: {100 * max(share, audio):.0f} % of the {'clips are' if share >= audio else 'audio is'} left out"
-    )
+    lost = f"{key}: {100 * max(share, audio):.0f} % of the {'clips are' if share >= audio else 'audio is'} left out"
     if max(share, audio) > REFUSED_ABOVE:
         advice = "Fix the data or the settings above, or set data.allow_large_losses=true to train on the rest"
         return f"{lost}. {advice}", warnings

@@ -48,6 +48,10 @@ class DecodedUtterance:
     tokens: list[int]
     slot: int | None = None
     """Of its prompt, as drawn, for a prompt model."""
+    distillation: float = 1.0
+    """Factor of its distillation."""
+    from_rehearsal: bool = False
+    """Whether it is of `data.rehearsal`."""
 
 
 def contained(function: Callable[P, R]) -> Callable[P, R]:
@@ -149,7 +153,17 @@ def decode(entry: Entry, options: StreamOptions, epoch: int) -> DecodedUtterance
     slot = None
     if options.prompts:
         slot = draw_slot(entry.language, options.prompts, options.auto_ratio, (*drawn_from, 19))
-    return DecodedUtterance(entry.id, entry.text, entry.language, audio_S, entry.tokens, slot)
+    source = entry.source
+    return DecodedUtterance(
+        entry.id,
+        entry.text,
+        entry.language,
+        audio_S,
+        entry.tokens,
+        slot,
+        source.source.distillation,
+        source.is_rehearsal,
+    )
 
 
 def decode_all(entries: list[Entry], options: StreamOptions, epoch: int, report: Report) -> list[DecodedUtterance]:

@@ -153,7 +153,21 @@ class WorkerShard:
             return 0
         block, place = divmod(self.drawn, CHOICES_AT_ONCE)
         if self.choices is None or self.choices[0] != block:
-            random = np.random.default_rng((self.options.seed, self.epoch, self.number, block, 2))
-            self.choices = block, random.choice(len(self.readers), size=CHOICES_AT_ONCE, p=self.sources.weights)
+            self.choices = block, self._draw_groups(block, self.sources.weights)
         self.drawn += 1
         return int(self.choices[1][place])
+
+    def _draw_groups(self, block: int, weights: list[float]) -> np.ndarray:
+        """Draw the groups of some rows. Those of rehearsal come at even distances, which keeps their share in a small
+        epoch too; which one of them it is, or of the others, is drawn by weight."""
+        random = np.random.default_rng((self.options.seed, self.epoch, self.number, block, 2))
+        new = self.sources.new_groups
+        if new >= len(weights):
+            return random.choice(len(weights), size=CHOICES_AT_ONCE, p=weights)
+        share = sum(weights[new:])
+        first = np.random.default_rng((self.options.seed, self.epoch, self.number, 31)).random()
+        rows = np.arange(CHOICES_AT_ONCE + 1) + block * CHOICES_AT_ONCE
+        is_old = np.diff(np.floor(rows * share + first)) > 0
+        among_new = random.choice(new, size=CHOICES_AT_ONCE, p=np.array(weights[:new]) / (1 - share))
+        among_old = random.choice(len(weights) - new, size=CHOICES_AT_ONCE, p=np.array(weights[new:]) / share)
+        return np.where(is_old, new + among_old, among_new)

@@ -47,14 +47,33 @@ class ArcScores(NamedTuple):
     label_N: torch.Tensor
     duration_ND: torch.Tensor
     lse_N: torch.Tensor
+    rest_N: torch.Tensor | None = None
+    """Log-sum-exp of the tokens that are neither blank nor the next one; only for distillation, and not partial."""
+
+    def put_sums(self, number_N: torch.Tensor, lse_N: torch.Tensor, rest_N: torch.Tensor | None) -> None:
+        """Put in the log-sum-exps of the cells of these numbers."""
+        self.lse_N.index_copy_(0, number_N, lse_N)
+        if self.rest_N is not None and rest_N is not None:
+            self.rest_N.index_copy_(0, number_N, rest_N)
+
+
+class Kept(NamedTuple):
+    """Of the K cells that matter to backward, number, log-sum-exp, and posteriors of label, blank and durations."""
+
+    number_N: torch.Tensor
+    lse_N: torch.Tensor
+    label_N: torch.Tensor
+    blank_N: torch.Tensor
+    duration_ND: torch.Tensor
+    scores: ArcScores | None
+    """Only for distillation."""
 
 
 class Band(NamedTuple):
-    """Losses of the clips; of the cells that matter to backward, number, log-sum-exp and posteriors."""
+    """Losses of the clips, and the cells that matter to backward; None where nothing asks for posteriors."""
 
     losses_B: torch.Tensor
-    kept: tuple[torch.Tensor, ...]
-    """(K,) numbers, log-sum-exps, posteriors of label and of blank, and (K, D) of durations; () without gradient."""
+    kept: Kept | None
 
 
 def takes_all(joint: Joint) -> bool:
@@ -65,28 +84,48 @@ def takes_all(joint: Joint) -> bool:
     return plan.kernels and product < 2 * diagonals * GPU_SECONDS_A_DIAGONAL
 
 
-def arc_scores(joint: Joint, whole: bool) -> ArcScores:
-    """All outputs of the joint (`whole`) or those of each clip's own tokens, blank and durations, block by block."""
-    plan = joint.plan
+def arc_scores(joint: Joint, whole: bool, cells: Cells | None = None) -> ArcScores:
+    """All outputs of the joint (`whole`) or those of each clip's own tokens, blank and durations, block by block; of
+    all cells, or of some of them (`whole` only)."""
+    plan, chosen = joint.plan, joint.all if cells is None else cells
     operations, device, D, dtype = plan.operations, joint.enc.device, len(plan.durations), plan.sum_dtype
-    blank_N, label_N, lse_N = torch.empty(3, plan.cells, dtype=dtype, device=device)
-    duration_ND = torch.zeros(plan.cells, D or 2, dtype=dtype, device=device)
+    blank_N, label_N, lse_N = torch.empty(3, len(chosen), dtype=dtype, device=device)
+    duration_ND = torch.zeros(len(chosen), D or 2, dtype=dtype, device=device)
+    rest_N = torch.empty_like(lse_N) if plan.distils else None
     # A block of a GPU's reaches over clips; a CPU's has one clip's tokens and no others.
-    bounds = [0, plan.cells] if plan.kernels or whole else [0, *plan.ends]
+    bounds = [0, len(chosen)] if plan.kernels or whole else [0, *plan.ends]
     own = None if whole else OwnTokens(joint)
     step = plan.block_cells(joint.enc.shape[1], None if own is None else plan.aligned(own.most + 1 + D))
     column_P = joint.next_token if own is None else own.column_P
     for start, end in operations.blocks(bounds, step):
-        cells, block = joint.all[start:end], slice(start, end)
+        cells, block = chosen[start:end], slice(start, end)
         dropped_NH = joint.hidden(cells).dropped_NH
         logits_NO, S = (joint.logits(dropped_NH), plan.V) if own is None else own.logits(dropped_NH, start, end)
         blank_N[block] = logits_NO[:, S]
         label_N[block] = logits_NO.gather(1, column_P.index_select(0, cells.position)[:, None])[:, 0]
         if D:
             duration_ND[block] = torch.log_softmax(logits_NO[:, S + 1 : S + 1 + D].to(dtype), 1)
-        lse_N[block] = operations.log_sum_exp(logits_NO[:, : S + 1], dtype)  # uses them up
+        if whole and rest_N is not None:
+            lse_N[block], rest_N[block] = sums_apart(joint, logits_NO[:, : S + 1], cells)
+        else:
+            lse_N[block] = operations.log_sum_exp(logits_NO[:, : S + 1], dtype)  # uses them up
         del cells, dropped_NH, logits_NO  # before the next block's are made
-    return ArcScores(blank_N, label_N, duration_ND, lse_N)
+    return ArcScores(blank_N, label_N, duration_ND, lse_N, rest_N)
+
+
+def sums_apart(joint: Joint, logits_NV: torch.Tensor, cells: Cells) -> tuple[torch.Tensor, torch.Tensor]:
+    """(n,) log-sum-exps over tokens and blank, and over the tokens that are neither next nor blank; uses the rows up.
+
+    The second is summed and not what is left of the first, which would be all rounding where a model is sure.
+    """
+    plan = joint.plan
+    next_N = joint.next_token.index_select(0, cells.position)
+    column_N2 = torch.stack([next_N, torch.full_like(next_N, plan.V)], 1)
+    label_N, blank_N = logits_NV.gather(1, column_N2).to(plan.sum_dtype).unbind(1)
+    logits_NV.scatter_(1, column_N2, torch.finfo(logits_NV.dtype).min)  # finite: there may be no other token
+    rest_N = plan.operations.log_sum_exp(logits_NV, plan.sum_dtype)
+    label_N = label_N.masked_fill(next_N == plan.V, float("-inf"))  # behind the last token, where the rest is all
+    return torch.logaddexp(torch.logaddexp(rest_N, blank_N), label_N), rest_N
 
 
 class OwnTokens:
@@ -152,20 +191,25 @@ def band_lattice(joint: Joint, tolerance: float) -> Band:
 
     def lattice(inside_N: torch.Tensor | None) -> tuple[LatticeResult, list[torch.Tensor]]:
         """The answer where all that counts is inside (None: all cells), and which cells backward keeps."""
-        found = _lattice(plan, scores, inside_N, plan.needs_gradient)
+        found = _lattice(plan, scores, inside_N, plan.keeps_posteriors)
         # "not below" keeps what is no number, so that a broken forward shows in the gradient.
-        return found, [~(found.label_N + found.blank_N < tolerance)] if plan.needs_gradient else []
+        return found, [~(found.label_N + found.blank_N < tolerance)] if plan.keeps_posteriors else []
 
     def answer(found: LatticeResult, mask: list[torch.Tensor], kept: list[int]) -> Band:
         if not mask:
-            return Band(found.losses_B, ())
-        tensors = (scores.lse_N, found.label_N, found.blank_N, found.duration_ND)
+            return Band(found.losses_B, None)
+        tensors = [scores.lse_N, found.label_N, found.blank_N, found.duration_ND]
+        if plan.distils:
+            assert scores.rest_N is not None
+            tensors += [scores.blank_N, scores.label_N, scores.duration_ND, scores.rest_N]
         if kept[0] == plan.cells:
             number_N = joint.all.number
         else:
             number_N = cells_where(mask[0], kept[0])
-            tensors = tuple(x.index_select(0, number_N) for x in tensors)
-        return Band(found.losses_B, (number_N, *(x.to(plan.sum_dtype) for x in tensors)))
+            tensors = [x.index_select(0, number_N) for x in tensors]
+        lse_N, label_N, blank_N, duration_ND, *more = (x.to(plan.sum_dtype) for x in tensors)
+        of_student = ArcScores(more[0], more[1], more[2], lse_N, more[3]) if more else None
+        return Band(found.losses_B, Kept(number_N, lse_N, label_N, blank_N, duration_ND, of_student))
 
     # Every cell outside stays below its share, so that all of them together stay below the tolerance.
     share_N = joint.of_clip(tolerance / joint.cells_B.clamp(min=1).double(), joint.all)
@@ -186,25 +230,31 @@ def band_lattice(joint: Joint, tolerance: float) -> Band:
         if inside + fresh > WIDEST_BAND * plan.cells:
             break
         number_N = cells_where(more_N, fresh)
-        scores.lse_N.index_copy_(0, number_N, log_sum_exp(joint, joint.cells(number_N)))
+        scores.put_sums(number_N, *log_sum_exp(joint, joint.cells(number_N)))
         inside_N, inside = more_N if inside_N is None else inside_N | more_N, inside + fresh
     if not whole:
         number_N = joint.all.number if inside_N is None else cells_where(~inside_N, plan.cells - inside)
         cells = joint.all if inside_N is None else joint.cells(number_N)
-        scores.lse_N.index_copy_(0, number_N, log_sum_exp(joint, cells))
+        scores.put_sums(number_N, *log_sum_exp(joint, cells))
     found, mask = lattice(None)
     return answer(found, mask, counts(*mask) if mask else [])
 
 
-def log_sum_exp(joint: Joint, cells: Cells) -> torch.Tensor:
-    """(n,) log-sum-exp over all tokens and blank of these cells, block by block."""
+def log_sum_exp(joint: Joint, cells: Cells) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(n,) log-sum-exps over all tokens and blank of these cells, and for distillation over those that are no arcs'
+    (`sums_apart`), block by block."""
     plan = joint.plan
     lse_N = torch.empty(len(cells), dtype=plan.sum_dtype, device=joint.enc.device)
+    rest_N = torch.empty_like(lse_N) if plan.distils else None
     for start, end in plan.operations.blocks([0, len(cells)], plan.block_cells(joint.enc.shape[1])):
-        dropped_NH = joint.hidden(cells[start:end]).dropped_NH
-        lse_N[start:end] = plan.operations.log_sum_exp(joint.token_logits(dropped_NH), plan.sum_dtype)
-        del dropped_NH  # before the next block's are made
-    return lse_N
+        block = cells[start:end]
+        logits_NV = joint.token_logits(joint.hidden(block).dropped_NH)
+        if rest_N is None:
+            lse_N[start:end] = plan.operations.log_sum_exp(logits_NV, plan.sum_dtype)
+        else:
+            lse_N[start:end], rest_N[start:end] = sums_apart(joint, logits_NV, block)
+        del logits_NV  # before the next block's are made
+    return lse_N, rest_N
 
 
 def _lattice(plan: Plan, scores: ArcScores, inside_N: torch.Tensor | None, posteriors: bool) -> LatticeResult:

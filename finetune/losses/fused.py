@@ -8,6 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from finetune.losses.band import band_lattice
+from finetune.losses.distillation import RowNumbers, Teacher, distil, numbers_of_rows
 from finetune.losses.joint import Joint, Plan
 
 
@@ -15,22 +16,33 @@ class FusedTransducer(torch.autograd.Function):
     """(B,) losses; clips without cells get inf."""
 
     @staticmethod
-    def forward(ctx, enc_BTH, pred_BUH, weight_OH, bias_O, plan: Plan):
+    def forward(ctx, enc_BTH, pred_BUH, weight_OH, bias_O, plan: Plan, teacher: Teacher | None):
         joint = Joint(plan, enc_BTH, pred_BUH, weight_OH, bias_O)
         # Rows below eps^2 vanish in any sum with the others, and on a CPU their subnormal numbers cost more than all
         # the rest.
         tolerance = max(plan.occupancy_threshold, torch.finfo(plan.sum_dtype).eps ** 2)
         with torch.autocast(enc_BTH.device.type, enabled=False):
             losses_B, kept = band_lattice(joint, tolerance)
+            losses_B = (losses_B * (1 + plan.fastemit_lambda)).to(plan.sum_dtype)
+            saved: tuple[torch.Tensor, ...] = ()
+            if kept is not None:
+                numbers = numbers_of_rows(plan, kept)
+                if teacher is not None:
+                    part_B, numbers = distil(joint, teacher, kept, numbers)
+                    losses_B += part_B
+                    if teacher.part_B is not None:
+                        teacher.part_B.copy_(part_B)
+                saved = kept.number_N, *numbers
         ctx.plan = plan
-        ctx.save_for_backward(enc_BTH, pred_BUH, weight_OH, bias_O, *kept)
-        return (losses_B * (1 + plan.fastemit_lambda)).to(plan.sum_dtype)
+        ctx.save_for_backward(enc_BTH, pred_BUH, weight_OH, bias_O, *saved)
+        return losses_B
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_B):
         plan: Plan = ctx.plan
-        enc_BTH, pred_BUH, weight_OH, bias_O, number_N, lse_N, label_N, blank_N, duration_ND = ctx.saved_tensors
+        enc_BTH, pred_BUH, weight_OH, bias_O, number_N, *rest = ctx.saved_tensors
+        numbers = RowNumbers(*rest)
         need_enc, need_pred, need_weight, need_bias = ctx.needs_input_grad[:4]  # no bias: False
         device, dtype = enc_BTH.device, plan.sum_dtype
         joint = Joint(plan, enc_BTH, pred_BUH, weight_OH, bias_O)
@@ -51,15 +63,11 @@ class FusedTransducer(torch.autograd.Function):
             hidden = joint.hidden(cells)
             grad_NO = plan.operations.gradient_rows(
                 joint.logits(hidden.dropped_NH),
-                lse_N[block],
-                label_N[block],
-                blank_N[block],
-                duration_ND[block],
+                *(x[block] for x in numbers),
                 next_token_N[block],
                 scale_N[block],
                 V=plan.V,
                 D=len(plan.durations),
-                fastemit_lambda=plan.fastemit_lambda,
                 clamp=plan.clamp,
             )
             own_NO = grad_NO[:, : plan.outputs]
@@ -86,5 +94,6 @@ class FusedTransducer(torch.autograd.Function):
             finish(grad_pred, pred_BUH),
             finish(grad_weight, weight_OH),
             finish(grad_bias, bias_O),
+            None,
             None,
         )

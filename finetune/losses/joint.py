@@ -4,9 +4,10 @@ Shape suffixes: B batch, T encoder frames, U target tokens, V vocabulary, D dura
 O joint outputs (V + 1 + D: tokens, blank, durations), N lattice cells (all of the batch, or those of one block).
 """
 
+import copy
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -46,6 +47,7 @@ class Plan:
     budget: int
     compute_dtype: torch.dtype
     needs_gradient: bool
+    distils: bool  # from a teacher
     kernels: bool  # a GPU's, which reduce outputs where they lie
     operations: Operations
 
@@ -53,6 +55,11 @@ class Plan:
     def outputs(self) -> int:
         """The joint outputs in use: RNN-T on a TDT joint leaves the duration outputs out."""
         return self.V + 1 + len(self.durations)
+
+    @property
+    def keeps_posteriors(self) -> bool:
+        """The gradient needs the posteriors of the lattice, and so does distillation."""
+        return self.needs_gradient or self.distils
 
     @property
     def form(self) -> Form:
@@ -119,20 +126,12 @@ class Joint:
         weight_OH: torch.Tensor,
         bias_O: torch.Tensor | None,
     ):
-        self.plan = plan
         self.T, self.U1 = enc_BTH.shape[1], pred_BUH.shape[1]
-        self.enc = enc_BTH.reshape(-1, enc_BTH.shape[2]).contiguous()
-        self.pred = pred_BUH.reshape(-1, pred_BUH.shape[2]).contiguous()
-        self.weight = weight_OH[: plan.outputs].to(plan.compute_dtype)
-        self.bias = None if bias_O is None else bias_O[: plan.outputs].to(plan.compute_dtype)
-        spare = plan.aligned(plan.outputs) - plan.outputs
-        if spare:
-            self.weight = nn.functional.pad(self.weight, (0, 0, 0, spare))
-            self.bias = None if self.bias is None else nn.functional.pad(self.bias, (0, spare))
-        # The token after position u; 0 behind the last one, and in padding, which may hold anything.
-        next_token = np.zeros((len(plan.tokens), self.U1), dtype=np.int64)
+        self._lay_out(plan, enc_BTH, pred_BUH, weight_OH, bias_O)
+        # The token after position u; the blank behind the last one, and in padding, which may hold anything.
+        next_token = np.full((len(plan.tokens), self.U1), plan.V, dtype=np.int64)
         inside = np.arange(self.U1 - 1) < np.array(plan.tokens, dtype=np.int64)[:, None]
-        next_token[:, :-1] = np.where(inside, plan.targets, 0)
+        next_token[:, :-1] = np.where(inside, plan.targets, plan.V)
         width, end = np.array(plan.tokens, dtype=np.int64) + 1, np.array(plan.ends, dtype=np.int64)
         frames = np.array(plan.frames, dtype=np.int64)
         width_B, end_B, first_B, self.cells_B, next_token_BU = upload(
@@ -145,6 +144,36 @@ class Joint:
         t_N = torch.div(within_N, width_N, rounding_mode="floor")
         within_N -= width_N.mul_(t_N)
         self.all = Cells(number_N, t_N.add_(clip_N, alpha=self.T), within_N.add_(clip_N, alpha=self.U1))
+
+    def _lay_out(
+        self,
+        plan: Plan,
+        enc_BTH: torch.Tensor,
+        pred_BUH: torch.Tensor,
+        weight_OH: torch.Tensor,
+        bias_O: torch.Tensor | None,
+    ) -> None:
+        self.plan = plan
+        self.enc = enc_BTH.reshape(-1, enc_BTH.shape[2]).contiguous()
+        self.pred = pred_BUH.reshape(-1, pred_BUH.shape[2]).contiguous()
+        self.weight = weight_OH[: plan.outputs].to(plan.compute_dtype)
+        self.bias = None if bias_O is None else bias_O[: plan.outputs].to(plan.compute_dtype)
+        spare = plan.aligned(plan.outputs) - plan.outputs
+        if spare:
+            self.weight = nn.functional.pad(self.weight, (0, 0, 0, spare))
+            self.bias = None if self.bias is None else nn.functional.pad(self.bias, (0, spare))
+
+    def of_teacher(
+        self,
+        enc_BTH: torch.Tensor,
+        pred_BUH: torch.Tensor,
+        weight_OH: torch.Tensor,
+        bias_O: torch.Tensor | None,
+    ) -> "Joint":
+        """The joint of another network, without dropout, on the same cells."""
+        teacher = copy.copy(self)
+        teacher._lay_out(replace(self.plan, dropout=0.0), enc_BTH, pred_BUH, weight_OH, bias_O)
+        return teacher
 
     def cells(self, number_N: torch.Tensor) -> Cells:
         of_all = self.all

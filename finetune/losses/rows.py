@@ -27,6 +27,9 @@ def log_sum_exp(logits_NV: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def gradient_rows(
     logits_NO: torch.Tensor,
     lse_N: torch.Tensor,
+    arcs_N: torch.Tensor,
+    rest_N: torch.Tensor,
+    used_N: torch.Tensor,
     label_N: torch.Tensor,
     blank_N: torch.Tensor,
     duration_ND: torch.Tensor,
@@ -35,37 +38,41 @@ def gradient_rows(
     *,
     V: int,
     D: int,
-    fastemit_lambda: float,
     clamp: float,
 ) -> torch.Tensor:
     """(N, O) gradient of the loss with respect to the outputs; these are used up.
 
+    A row is the softmax of each head times a factor, less what the cell's arcs weigh (`finetune.losses.distillation`).
+
     Args:
         logits_NO: (N, O) joint outputs; columns of zeros behind them stay zeros.
         lse_N: (N,) log-sum-exp over tokens and blank.
-        label_N, blank_N, duration_ND: posteriors that an alignment leaves the cell so.
-        next_token_N: (N,) the token of the label arc.
+        arcs_N, rest_N, used_N: (N,) factors of the softmax: at next token and blank, at all other tokens, and at the
+            durations.
+        label_N, blank_N, duration_ND: what is subtracted at next token, blank and durations.
+        next_token_N: (N,) the token of the label arc; V behind the last one, where `label_N` is 0.
         scale_N: (N,) factor of the whole row.
         V, D: tokens and durations.
-        fastemit_lambda, clamp: as in `finetune.losses.fused_tdt_loss`.
+        clamp: as in `finetune.losses.fused_tdt_loss`.
     """
     if on_gpu(logits_NO):
         from finetune.losses import rows_triton
 
         return rows_triton.gradient_(
-            logits_NO, lse_N, label_N, blank_N, duration_ND, next_token_N, scale_N,
-            V=V, D=D, fastemit_lambda=fastemit_lambda, clamp=clamp,
+            logits_NO, lse_N, arcs_N, rest_N, used_N, label_N, blank_N, duration_ND, next_token_N, scale_N,
+            V=V, D=D, clamp=clamp,
         )  # fmt: skip
     grad_NO = logits_NO.to(lse_N.dtype)
-    weighted_N = label_N * (1 + fastemit_lambda)
-    tokens_NV = grad_NO[:, : V + 1]
-    tokens_NV.sub_(lse_N[:, None]).exp_().mul_((weighted_N + blank_N)[:, None])
-    tokens_NV[:, V] -= blank_N
-    tokens_NV.scatter_add_(1, next_token_N[:, None], -weighted_N[:, None])
+    tokens_NV, next_token_N1 = grad_NO[:, : V + 1], next_token_N[:, None]
+    tokens_NV.sub_(lse_N[:, None]).exp_()
+    label_grad_N1 = tokens_NV.gather(1, next_token_N1).mul_(arcs_N[:, None]).sub_(label_N[:, None])
+    blank_grad_N = tokens_NV[:, V] * arcs_N - blank_N
+    tokens_NV.mul_(rest_N[:, None]).scatter_(1, next_token_N1, label_grad_N1)
+    tokens_NV[:, V] = blank_grad_N  # last: behind the last token the next one is blank
     if clamp > 0:
         tokens_NV.clamp_(-clamp, clamp)
     if D:
         grad_NO[:, V + 1 : V + 1 + D] = (
-            torch.softmax(grad_NO[:, V + 1 : V + 1 + D], 1).mul_((label_N + blank_N)[:, None]).sub_(duration_ND)
+            torch.softmax(grad_NO[:, V + 1 : V + 1 + D], 1).mul_(used_N[:, None]).sub_(duration_ND)
         )
     return grad_NO.mul_(scale_N[:, None]).to(logits_NO.dtype)

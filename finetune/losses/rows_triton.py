@@ -16,7 +16,10 @@ COLUMNS = 2048  # at most, at once
 NARROW = 512
 UNIT = 8
 LAYOUT = ["stride", "width", "V1", "V"]
-OF_CELL = ["lse_N", "label_N", "blank_N", "duration_ND", "next_token_N", "scale_N"]
+OF_CELL = [
+    *("lse_N", "arcs_N", "rest_N", "used_N", "label_N", "blank_N"),
+    *("duration_ND", "next_token_N", "scale_N"),
+]
 
 
 @triton.jit
@@ -52,9 +55,9 @@ def _log_sum_exp(logits_NO, lse_N, stride, width, V1, UNIT: tl.constexpr, COLUMN
 
 
 @triton.jit
-def _token_gradient(probability, v, occupancy, weighted, blank, next_token, V, clamp):
-    grad = probability * occupancy
-    grad -= tl.where(v == next_token, weighted, 0.0)
+def _token_gradient(probability, v, arcs, rest, label, blank, next_token, V, clamp):
+    grad = probability * tl.where((v == next_token) | (v == V), arcs, rest)
+    grad -= tl.where(v == next_token, label, 0.0)
     grad -= tl.where(v == V, blank, 0.0)
     if clamp > 0.0:
         grad = tl.where(grad > clamp, clamp, tl.where(grad < -clamp, -clamp, grad))
@@ -65,6 +68,9 @@ def _token_gradient(probability, v, occupancy, weighted, blank, next_token, V, c
 def _gradient(
     logits_NO,
     lse_N,
+    arcs_N,
+    rest_N,
+    used_N,
     label_N,
     blank_N,
     duration_ND,
@@ -73,7 +79,6 @@ def _gradient(
     stride,
     width,
     V,
-    fastemit,
     clamp,
     D: tl.constexpr,
     LANES_D: tl.constexpr,
@@ -84,11 +89,13 @@ def _gradient(
     n = tl.program_id(0).to(tl.int64)
     row = logits_NO + n * (stride * UNIT)
     lse = tl.load(lse_N + n)
+    arcs = tl.load(arcs_N + n)
+    rest = tl.load(rest_N + n)
+    used = tl.load(used_N + n)
     label = tl.load(label_N + n)
     blank = tl.load(blank_N + n)
     scale = tl.load(scale_N + n)
     next_token = tl.load(next_token_N + n).to(tl.int32)
-    weighted = label * (1.0 + fastemit)
     duration_top = lse
     if D > 0:
         d = tl.arange(0, LANES_D)
@@ -102,7 +109,7 @@ def _gradient(
     while i < blocks:
         v = i * COLUMNS + column
         x = tl.load(row + v).to(tl.float32)
-        grad = _token_gradient(tl.exp(x - lse), v, weighted + blank, weighted, blank, next_token, V, clamp) * scale
+        grad = _token_gradient(tl.exp(x - lse), v, arcs, rest, label, blank, next_token, V, clamp) * scale
         tl.store(row + v, grad.to(logits_NO.dtype.element_ty))
         i += 1
     if TAIL > 0:
@@ -110,11 +117,11 @@ def _gradient(
         ok = v < width * UNIT
         x = tl.load(row + v, mask=ok, other=0.0).to(tl.float32)
         probability = tl.exp(x - tl.where(v <= V, lse, duration_top))
-        grad = _token_gradient(probability, v, weighted + blank, weighted, blank, next_token, V, clamp)
+        grad = _token_gradient(probability, v, arcs, rest, label, blank, next_token, V, clamp)
         if D > 0:
             of_duration = (v > V) & (v <= V + D)
             posterior = tl.load(duration_ND + n * D + (v - V - 1), mask=of_duration, other=0.0)
-            grad = tl.where(of_duration, probability / duration_total * (label + blank) - posterior, grad)
+            grad = tl.where(of_duration, probability / duration_total * used - posterior, grad)
         grad = tl.where(v <= V + D, grad * scale, 0.0)
         tl.store(row + v, grad.to(logits_NO.dtype.element_ty), mask=ok)
 
@@ -146,17 +153,17 @@ def log_sum_exp(logits_NV: torch.Tensor) -> torch.Tensor:
     return lse_N
 
 
-def gradient_(
-    logits_NO: torch.Tensor, *of_cell: torch.Tensor, V: int, D: int, fastemit_lambda: float, clamp: float
-) -> torch.Tensor:
+def gradient_(logits_NO: torch.Tensor, *of_cell: torch.Tensor, V: int, D: int, clamp: float) -> torch.Tensor:
     """Puts the gradient rows in place of the outputs; arguments as in `finetune.losses.rows.gradient_rows`."""
     if len(logits_NO):
         constants, units, warps = _layout(logits_NO, V + 1, logits_NO.shape[1])
-        lse_N, label_N, blank_N, duration_ND, next_token_N, scale_N = (x.contiguous() for x in of_cell)
+        lse_N, arcs_N, rest_N, used_N, label_N, blank_N, duration_ND, next_token_N, scale_N = (
+            x.contiguous() for x in of_cell
+        )
         with torch.cuda.device_of(logits_NO):
             _gradient[(len(logits_NO),)](
-                logits_NO, lse_N, label_N, blank_N, duration_ND, next_token_N, scale_N, *units, V,
-                fastemit_lambda, clamp, D=D, LANES_D=triton.next_power_of_2(max(D, 1)), **constants,
+                logits_NO, lse_N, arcs_N, rest_N, used_N, label_N, blank_N, duration_ND, next_token_N,
+                scale_N, *units, V, clamp, D=D, LANES_D=triton.next_power_of_2(max(D, 1)), **constants,
                 num_warps=warps,  # pyright: ignore[reportCallIssue]  # an option of the launch
             )  # fmt: skip
     return logits_NO

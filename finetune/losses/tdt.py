@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from finetune.losses.checks import check_options, check_shapes
+from finetune.losses.distillation import Teacher, check_teacher
 from finetune.losses.fused import FusedTransducer
 from finetune.losses.joint import CPU_BLOCK_BYTES, GPU_BLOCK_BYTES, Plan, compute_dtype_of
 from finetune.losses.lattice import check_durations, feasible_lengths
@@ -59,6 +60,7 @@ def fused_tdt_loss(
     occupancy_threshold: float = 0.0,
     fastemit_lambda: float = 0.0,
     clamp: float = 0.0,
+    teacher: Teacher | None = None,
     joint_memory_budget: int | None = None,
     operations: Operations = REAL,
 ) -> torch.Tensor:
@@ -102,6 +104,9 @@ def fused_tdt_loss(
         fastemit_lambda: FastEmit regularisation as in NeMo: label arcs weigh 1 + lambda in the gradient of the token
             outputs, and the loss is multiplied by 1 + lambda.
         clamp: above 0, each clip's gradient of the token outputs of a cell is clamped to [-clamp, clamp], as in NeMo.
+        teacher: adds the distillation from another network to each clip's loss (finetune/losses/distillation.py). Left
+            out with a cell is at most its occupancy times its divergence. FastEmit does not multiply it; the clamp
+            holds for the sum of both gradients.
         joint_memory_budget: bytes for the tensors of a block of cells. None: 32 MiB on the CPU; on a GPU 512 MiB, or
             in long clips as much as the lattice takes itself.
         operations: stand-ins for what reads values, where tensors have none (fake tensors).
@@ -115,6 +120,8 @@ def fused_tdt_loss(
     """
     durations = check_durations(durations)
     V = check_shapes(enc_BTH, pred_BUH, weight_OH, bias_O, targets_BU, enc_lengths_B, target_lengths_B, len(durations))
+    if teacher is not None:
+        check_teacher(teacher, enc_BTH, pred_BUH, weight_OH)
     check_options(
         activation, dropout, sigma, omega, reduction, occupancy_threshold, fastemit_lambda, clamp, joint_memory_budget
     )
@@ -150,10 +157,11 @@ def fused_tdt_loss(
         budget=joint_memory_budget or budget,
         compute_dtype=compute_dtype,
         needs_gradient=torch.is_grad_enabled() and any(x.requires_grad for x in inputs),
+        distils=teacher is not None,
         kernels=kernels,
         operations=operations,
     )
-    losses_B = FusedTransducer.apply(enc_BTH, pred_BUH, weight_OH, bias_O, plan)
+    losses_B = FusedTransducer.apply(enc_BTH, pred_BUH, weight_OH, bias_O, plan, teacher)
     return _reduce(losses_B, feasible, tokens, reduction)
 
 

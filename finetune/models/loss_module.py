@@ -8,17 +8,19 @@ import functools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch import nn
 
 from finetune.data.decode import as_float
-from finetune.losses import ctc_losses, fused_tdt_loss
+from finetune.losses import Teacher, ctc_losses, fused_tdt_loss
 from finetune.losses.dropin import ACTIVATION_OF, in_forward_of
 from finetune.losses.operations import REAL, Operations
+from finetune.losses.transfers import send
 from finetune.models.features import log_mel
+from finetune.models.frozen_base import FrozenBase
 from finetune.models.look_ahead import Context, attending
 from finetune.models.nemo import (
     ctc_head,
@@ -41,6 +43,8 @@ class OnHost:
     """Encoder frames."""
     tokens_BU: torch.Tensor
     token_lengths_B: torch.Tensor
+    distillation_B: torch.Tensor | None = None
+    """Factor of each utterance's distillation; None: 1."""
 
 
 class LossModule(nn.Module):
@@ -52,6 +56,8 @@ class LossModule(nn.Module):
         encoder_context: makes a context manager around the encoder's forward (activation offload).
         joint_memory_budget: MiB for a block of joint outputs; None chooses by device.
         length_bucket: seconds; features are padded to a multiple of it. 0: no padding.
+        frozen_base: to distil from; None: none.
+        distillation: weight of that.
         operations: of the loss, as in `fused_tdt_loss`.
     """
 
@@ -66,6 +72,8 @@ class LossModule(nn.Module):
         joint_memory_budget: int | None = None,
         encoder_context: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
         length_bucket: float = 0.0,
+        frozen_base: FrozenBase | None = None,
+        distillation: float = 0.0,
         operations: Operations = REAL,
     ):
         super().__init__()
@@ -75,6 +83,10 @@ class LossModule(nn.Module):
         self.ctc_loss = operations.ctc_loss
         self.ctc_losses_B: torch.Tensor | None = None
         """The CTC part of a hybrid model's latest losses, without a gradient; inf where CTC has no alignment."""
+        self.frozen_base = frozen_base if distillation else None
+        self.distillation = distillation
+        self.distilled_B: torch.Tensor | None = None
+        """What distillation adds to each of the latest losses, without a gradient; None: nothing was distilled."""
         self.bucket_frames = round(length_bucket / nemo_model.cfg.preprocessor.window_stride)
         self.durations = tdt_durations(nemo_model)
         own = nemo_model.cfg.get("loss") or {}
@@ -128,30 +140,50 @@ class LossModule(nn.Module):
             slots_B: (B,) slots of the language prompts; None: `auto`. No effect on models without prompts.
             rnnt_draw: this batch's draw of omega; True trains it with the plain RNN-T loss.
             context: this batch's attention context (`finetune.models.look_ahead`); None: the model's default.
-            on_host: lengths and tokens, for a transducer's loss; None: it waits for the device to give them.
+            on_host: lengths and tokens, for a transducer's loss, and factors of the distillation; None: it waits for
+                the device to give them.
         """
         nemo = self.nemo
         mel_BFT, mel_lengths_B = inputs, input_lengths_B
         with torch.autocast(inputs.device.type, enabled=False):
             if inputs.dim() == 2:
                 mel_BFT, mel_lengths_B = log_mel(nemo.preprocessor, as_float(inputs), input_lengths_B)
-            if nemo.spec_augmentation is not None and self.training:
+        teacher = None
+        if self.frozen_base is not None and self.training:
+            factor_B = None if on_host is None else on_host.distillation_B
+            if factor_B is None or bool(factor_B.any()):
+                clean = self._padded(mel_BFT), mel_lengths_B
+                teacher = self.frozen_base.hear(*clean, tokens_BU, token_lengths_B, slots_B, context)
+                teacher = self._weighted(teacher, factor_B)
+                del clean
+        if nemo.spec_augmentation is not None and self.training:
+            with torch.autocast(inputs.device.type, enabled=False):
                 mel_BFT = nemo.spec_augmentation(input_spec=mel_BFT, length=mel_lengths_B)
-        if self.bucket_frames:
-            mel_BFT = nn.functional.pad(mel_BFT, (0, -mel_BFT.size(2) % self.bucket_frames))
-        mel_BFT = mel_BFT.to(weight_dtype(nemo))
+        mel_BFT = self._padded(mel_BFT).to(weight_dtype(nemo))
         with attending(nemo.encoder, context):
             enc_BHT, enc_lengths_B = encode(nemo, mel_BFT, mel_lengths_B, slots_B, self.encoder_context)
         targets = enc_lengths_B, tokens_BU, token_lengths_B
-        if not self.ctc_weight:
-            return self._transducer_losses(enc_BHT, *targets, rnnt_draw, on_host)
         if self.ctc_weight == 1:
             return self._ctc_losses(enc_BHT, *targets)
-        losses_B = self._transducer_losses(enc_BHT, *targets, rnnt_draw, on_host)
+        losses_B = self._transducer_losses(enc_BHT, *targets, rnnt_draw, on_host, teacher)
+        part_B = None if teacher is None else teacher.part_B
+        self.distilled_B = None if part_B is None else part_B.mul_(1 - self.ctc_weight)
+        if not self.ctc_weight:
+            return losses_B
         ctc_losses_B = self._ctc_losses(enc_BHT, *targets)
         self.ctc_losses_B = ctc_losses_B.detach()
         ctc_losses_B = ctc_losses_B.masked_fill(ctc_losses_B == math.inf, 0.0)
         return (1 - self.ctc_weight) * losses_B + self.ctc_weight * ctc_losses_B
+
+    def _padded(self, mel_BFT: torch.Tensor) -> torch.Tensor:
+        more = -mel_BFT.size(2) % self.bucket_frames if self.bucket_frames else 0
+        return nn.functional.pad(mel_BFT, (0, more)) if more else mel_BFT
+
+    def _weighted(self, teacher: Teacher, factor_B: torch.Tensor | None) -> Teacher:
+        """Return the teacher with the weights of its clips, and a place for what they add to the losses."""
+        device, B = teacher.enc_BTH.device, len(teacher.enc_BTH)
+        weight_B = torch.full((B,), self.distillation) if factor_B is None else self.distillation * factor_B.float()
+        return replace(teacher, weight=send(device, weight_B), part_B=torch.zeros(B, device=device))
 
     def _ctc_losses(
         self,
@@ -173,6 +205,7 @@ class LossModule(nn.Module):
         token_lengths_B: torch.Tensor,
         rnnt_draw: bool,
         on_host: OnHost | None,
+        teacher: Teacher | None,
     ) -> torch.Tensor:
         nemo = self.nemo
         pred_BHU, _, _ = nemo.decoder(targets=tokens_BU, target_length=token_lengths_B)
@@ -193,6 +226,7 @@ class LossModule(nn.Module):
                 on_host.token_lengths_B,
                 dropout=dropout if self.training else 0.0,
                 rnnt_draw=rnnt_draw,
+                teacher=teacher,
             )
 
         return in_forward_of(head, loss, enc_BTH, pred_BUH)

@@ -236,3 +236,5 @@ class AsrModel(Module):
     lora_settings: dict[str, Any]
     lora_base: dict[str, Any] | None
     """Name and SHA-256 of the model that the adapter belongs to."""
+    frozen_base: Any
+    """What the run distils from, a `finetune.models.frozen_base.FrozenBase`."""

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from omegaconf import OmegaConf, open_dict
 
-from finetune.models.nemo import check_heads, has_transducer, head_modules
+from finetune.models.nemo import check_heads, has_transducer, head_modules, pieces_of
 from finetune.models.protocols import AsrModel
 from finetune.models.sentencepiece_model import (
     FILE,
@@ -171,6 +171,37 @@ def start_as_heard(model: AsrModel, old: SentencePieceModel, heard: Mapping[str,
                     rows[i] = rows[ids].float().mean(0)
                     if key.endswith("bias"):
                         rows[i] -= math.log(max(1, max(load[j] for j in ids) / counts[i])) + TIE
+
+
+def grown_like(base: AsrModel, tuned: AsrModel) -> tuple[dict[str, torch.Tensor], list[str]] | None:
+    """Return a base model's weights with the vocabulary of a model that was trained from it and grew it.
+
+    A piece of the base has the base's rows; a new one, of whose rows the base knows nothing, those of the tuned model,
+    as what they began as is not known afterwards.
+
+    Returns:
+        The weights and the new pieces; None where the tuned model has not all pieces of the base, and more.
+    """
+    ours, theirs = pieces_of(base), pieces_of(tuned)
+    places = {piece: i for i, piece in enumerate(ours)}
+    if len(theirs) <= len(ours) or len(places) < len(ours) or not places.keys() <= set(theirs):
+        return None
+    old_V = torch.tensor([i for i, piece in enumerate(theirs) if piece in places])
+    from_V = torch.tensor([places[piece] for piece in theirs if piece in places])
+    state = dict(base.state_dict())
+    parts, grown = head_modules(base), head_modules(tuned)
+    for name, part in parts.items():
+        wanted = grown[name].state_dict() if name in grown else {}
+        for key, rows in part.state_dict().items():
+            if key not in wanted or not _has_rows(part, key):
+                continue
+            merged, behind = wanted[key].clone(), len(rows) - len(ours)  # blank and durations are the last ones
+            if len(merged) != len(theirs) + behind or merged.shape[1:] != rows.shape[1:]:
+                return None
+            merged[old_V] = rows[from_V].to(merged.dtype)
+            merged[len(theirs) :] = rows[len(ours) :].to(merged.dtype)
+            state[f"{name}.{key}"] = merged
+    return state, [piece for piece in theirs if piece not in places]
 
 
 def _has_rows(part: torch.nn.Module, key: str) -> bool:

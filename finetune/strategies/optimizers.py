@@ -20,9 +20,14 @@ RELEASES_GRADIENTS = ("flash_adamw_gradient_release", "cpu_offload_gradients_ao"
 
 
 def parameter_groups(
-    model: torch.nn.Module, learning_rates: dict[str, float], default: float, weight_decay: float
+    model: torch.nn.Module,
+    learning_rates: dict[str, float],
+    default: float,
+    weight_decay: float,
+    layer_decay: float = 1.0,
 ) -> list[dict[str, Any]]:
-    """Group parameters by component (encoder, decoder, joint), weight decay, being an embedding, and type.
+    """Group parameters by component (encoder, decoder, joint), weight decay, being an embedding, and type; with
+    `layer_decay` the encoder's by their depth as well.
 
     Biases, norms and every other tensor with fewer than two dimensions are not decayed, nor are the attention's
     position biases.
@@ -32,26 +37,54 @@ def parameter_groups(
         learning_rates: component -> peak learning rate.
         default: peak learning rate of everything else.
         weight_decay: for the decayed groups.
+        layer_decay: the rate of Conformer layer i of L is multiplied by this to the power of L - 1 - i, that of the
+            encoder's other parts to the power of L (Howard and Ruder, arXiv 1801.06146; Bao et al., arXiv 2106.08254).
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    layers = 1 + max((layer_of(name) for name, _ in model.named_parameters()), default=-1)
     groups: dict[str, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         component, embedding = name.split(".")[0], id(parameter) in embeddings
         decayed = parameter.ndim >= 2 and not re.search(r"pos_bias_[uv]$", name)
-        label = component + ("_embedding" if embedding else "") + ("" if decayed else "_no_decay")
+        depth = 0
+        label = component
+        if layer_decay < 1 and component == "encoder":
+            layer = layer_of(name)
+            depth = layers - 1 - layer
+            label += "_below" if layer < 0 else f"_layer{layer}"
+        label += ("_embedding" if embedding else "") + ("" if decayed else "_no_decay")
         if parameter.dtype != torch.float32:
             label += f"_{str(parameter.dtype).removeprefix('torch.')}"
         group = {
             "name": label,
             "params": [],
-            "lr": learning_rates.get(component, default),
+            "lr": learning_rates.get(component, default) * layer_decay**depth,
             "weight_decay": weight_decay if decayed else 0.0,
             "embedding": embedding,
         }
         groups.setdefault(label, group)["params"].append(parameter)
     return list(groups.values())
+
+
+def layer_of(name: str) -> int:
+    """Return the Conformer layer that a parameter of a NeMo model belongs to; -1 where it belongs to none."""
+    found = re.match(r"encoder\.layers\.(\d+)\.", name)
+    return int(found[1]) if found else -1
+
+
+def rates_in_words(groups: list[dict[str, Any]]) -> str:
+    """Return the peak learning rates of groups from `parameter_groups` with lower rates below."""
+    rates = {group["name"].split("_embedding")[0].split("_no_decay")[0]: float(group["lr"]) for group in groups}
+    depths = sorted((int(name.removeprefix("encoder_layer")), name) for name in rates if "_layer" in name)
+    parts = [f"below the layers {rates['encoder_below']:.3g}"] if "encoder_below" in rates else []
+    if depths:
+        (lowest, first), (highest, last) = depths[0], depths[-1]
+        rise = f" to {rates[last]:.3g}" if lowest < highest else ""
+        parts.append(f"layer{'s' if rise else ''} {lowest}{f' to {highest}' if rise else ''} {rates[first]:.3g}{rise}")
+    parts += [f"{name} {rate:.3g}" for name, rate in rates.items() if not name.startswith("encoder_")]
+    return f"peak learning rates: {', '.join(parts)}"
 
 
 def build_optimizer(name: str, groups: list[dict[str, Any]], args: dict[str, Any]) -> torch.optim.Optimizer:

@@ -53,7 +53,7 @@ def copy_weights(model: AsrModel, replica: AsrModel) -> None:
     """Gather each parameter of `model` into `replica`, and copy the buffers of checkpoints. All ranks take part."""
     targets = replica.state_dict()
     for name, parameter in model.named_parameters():
-        with _gathered(parameter) as whole:
+        with gathered(parameter) as whole:
             targets[name].copy_(whole)
     for name, buffer in model.named_buffers():
         if name in targets:
@@ -61,7 +61,8 @@ def copy_weights(model: AsrModel, replica: AsrModel) -> None:
 
 
 @contextlib.contextmanager
-def _gathered(parameter: torch.nn.Parameter) -> Iterator[torch.Tensor]:
+def gathered(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Provide the whole of a parameter that ZeRO-3 or FSDP2 may have sharded. All ranks enter."""
     from torch.distributed.tensor import DTensor
 
     if hasattr(parameter, "ds_id"):

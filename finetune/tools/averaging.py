@@ -1,83 +1,202 @@
-"""The mean of several models' weights."""
+"""One model out of several: their mean, task vectors, TIES, and points between a base model and a tuned one."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from finetune.errors import UserError
+from finetune.evaluation.batchnorm import estimate_batchnorm
 from finetune.evaluation.dataset import EvaluationSettings, count_errors, open_sources
+from finetune.models.interpolation import State, weighted_mean, with_task_vectors, with_ties
 from finetune.models.loading import load_model, move_to_device
 from finetune.models.nemo import pieces_of
+from finetune.models.vocabulary_rows import grown_like
 from finetune.tools.export.nemo import output_file, write_checked
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from finetune.data.sources import OpenSource
     from finetune.models.protocols import AsrModel
 
+METHODS = ("mean", "task", "ties")
+BATCHNORM = ("interpolate", "estimate")
+EXAMPLES_OF_DIFFERENCES = 4
 
-def write_mean(
-    names: list[str], output: Path, settings: EvaluationSettings | None
-) -> tuple[Path, list[dict[str, Any]]]:
-    """Write the mean of models as `output`/model.nemo.
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is made of which models."""
+
+    models: list[str]
+    method: str = "mean"
+    weights: list[float] = field(default_factory=list)
+    """One for each model, or one for all; none: 1."""
+    base: str | None = None
+    density: float = 0.2
+    batchnorm: str = "interpolate"
+
+    @property
+    def weight_of_each(self) -> list[float]:
+        """The weights, one for each model."""
+        weights = self.weights or [1.0]
+        return weights * len(self.models) if len(weights) == 1 else weights
+
+    def merge(self, states: Iterator[State], base: State | None) -> State:
+        """Merge the states of the models, taken one after another."""
+        if self.method == "mean":
+            return weighted_mean(states, self.weight_of_each)
+        assert base is not None
+        if self.method == "task":
+            return with_task_vectors(base, states, self.weight_of_each)
+        return with_ties(base, states, self.weight_of_each, self.density)
+
+
+class Judge:
+    """Evaluates models on validation and guard data, where these are given."""
+
+    def __init__(self, data: EvaluationSettings | None, guard: EvaluationSettings | None):
+        self.data, self.guard = data, guard
+        self.sources = {id(s): open_sources(s.data, s.split, key) for s, key in self._given()}
+
+    def _given(self) -> list[tuple[EvaluationSettings, str]]:
+        return [(s, key) for s, key in ((self.data, "--data"), (self.guard, "--guard")) if s is not None]
+
+    @property
+    def data_sources(self) -> list[OpenSource]:
+        assert self.data is not None
+        return self.sources[id(self.data)]
+
+    def rates(self, model: AsrModel) -> dict[str, Any]:
+        """Return wer, cer and clips on the data, and the same with `guard_` before them on the guard.
+
+        Raises:
+            UserError: a data set has no words.
+        """
+        found = {}
+        for settings, key in self._given():
+            counts = count_errors(move_to_device(model, settings.device), self.sources[id(settings)], settings).total
+            if not counts.words:
+                raise UserError(f"{key}: {' '.join(settings.data)} holds no clip with words that can be used.", 1)
+            before = "guard_" if settings is self.guard else ""
+            found |= {f"{before}{name}": counts.rates()[name] for name in ("wer", "cer", "clips")}
+        model.cpu()
+        return found
+
+    def estimate_batchnorm(self, model: AsrModel) -> None:
+        """Estimate BatchNorm's statistics anew on the data."""
+        assert self.data is not None
+        estimate_batchnorm(move_to_device(model, self.data.device), self.data_sources, self.data)
+        model.cpu()
+
+
+class Merger:
+    """Makes the state that a recipe asks for. `model`, the first one, holds everything that is no weight."""
+
+    def __init__(self, recipe: Recipe, judge: Judge):
+        self.recipe, self.judge = recipe, judge
+        self.model = load_model(recipe.models[0])
+        self.new_pieces: list[str] = []
+        """Of the tuned models, where they grew the base's vocabulary."""
+        self.rows: list[dict[str, Any]] = []
+        self.base = None if recipe.base is None else self._base_state(recipe.base)
+
+    def _base_state(self, name: str) -> State:
+        """Return the base model's weights, with the vocabulary of the first model."""
+        base = load_model(name)
+        state = base.state_dict()
+        if pieces_of(base) != pieces_of(self.model) and (grown := grown_like(base, self.model)) is not None:
+            state, self.new_pieces = grown
+        else:
+            _check_tokens(name, base, self.recipe.models[0], self.model)
+        _check_layout(name, state, self.recipe.models[0], self.model.state_dict())
+        return state
+
+    @torch.no_grad()
+    def merged(self, rate: bool) -> State:
+        """Return the merged weights; with `rate` each model gets a row of its rates."""
+        return self.recipe.merge(self._states(rate), self.base)
+
+    def _states(self, rate: bool) -> Iterator[State]:
+        first = self.recipe.models[0]
+        for i, name in enumerate(self.recipe.models):
+            model = load_model(name) if i else self.model
+            if i:
+                _check_tokens(name, model, first, self.model)
+                _check_layout(name, model.state_dict(), first, self.model.state_dict())
+            if rate:
+                self.rows.append({"model": name, **self.judge.rates(model)})
+            yield model.state_dict()
+
+    @torch.no_grad()
+    def put(self, state: State, estimate: bool) -> None:
+        """Put weights into `model`, with statistics of BatchNorm estimated anew or as they are in the state."""
+        for name, tensor in self.model.state_dict().items():
+            if tensor.is_floating_point():  # BatchNorm's count of batches stays the first model's
+                tensor.copy_(state[name].to(tensor.dtype))
+        if estimate:
+            self.judge.estimate_batchnorm(self.model)
+
+
+def write_average(recipe: Recipe, output: Path, judge: Judge) -> tuple[Path, list[dict[str, Any]]]:
+    """Write what a recipe makes of its models as `output`/model.nemo.
 
     Returns:
-        The file, and a row for each model and the mean: model, and wer, cer and clips with settings to evaluate.
+        The file, and a row for each model and the result: model, and what `Judge.rates` finds.
 
     Raises:
         UserError: the models have different layouts, or the file would replace one of them.
     """
-    path = output_file(output, names)
-    sources = open_sources(settings.data, settings.split) if settings else []
-    sums: dict[str, torch.Tensor] = {}
-    tokens: list[str] = []
-    rows = []
-    with torch.no_grad():
-        for name in names:
-            model = load_model(name)
-            state = model.state_dict()
-            if not sums:
-                tokens, sums = pieces_of(model), {n: t.float().clone() for n, t in state.items()}
-            else:
-                _check_layout(name, model, names[0], tokens, sums)
-                for n, tensor in state.items():
-                    sums[n] += tensor.float()
-            rows.append({"model": name, **_rates(model, sources, settings)})
-        mean = load_model(names[0])
-        for name, tensor in mean.state_dict().items():
-            if tensor.is_floating_point():  # BatchNorm's count of batches stays the first model's
-                tensor.copy_((sums[name] / len(names)).to(tensor.dtype))
-        rows.append({"model": "mean", **_rates(mean, sources, settings)})
-        write_checked(mean, path)
+    path = output_file(output, [*recipe.models, *filter(None, [recipe.base])])
+    merger = Merger(recipe, judge)
+    merger.put(merger.merged(rate=True), recipe.batchnorm == "estimate")
+    rows = [*merger.rows, {"model": recipe.method, **judge.rates(merger.model)}]
+    write_checked(merger.model, path)
     return path, rows
 
 
-def _check_layout(name: str, model: AsrModel, first: str, tokens: list[str], tensors: dict[str, torch.Tensor]) -> None:
-    """Raise UserError where a model has other tokens or tensors than the first one."""
-    ours = pieces_of(model)
-    shapes, theirs = ({n: tuple(t.shape) for n, t in state.items()} for state in (tensors, model.state_dict()))
-    if len(ours) != len(tokens):
-        why = f"{name} has {len(ours)} tokens, {first} has {len(tokens)}"
-    elif ours != tokens:
-        i, a, b = next((i, a, b) for i, (a, b) in enumerate(zip(ours, tokens, strict=True)) if a != b)
-        why = f"{name} and {first} have other tokenizers: token {i} is {a!r} in one and {b!r} in the other"
-    elif theirs != shapes:
-        odd = min(n for n in {*theirs, *shapes} if theirs.get(n) != shapes.get(n))
-        sizes = f"{odd} is {theirs.get(odd, 'missing')} and {shapes.get(odd, 'missing')}"
-        why = f"{name} and {first} have other layouts: {sizes}"
-    else:
+# ---- models that cannot be merged -----------------------------------------------------------------------------------
+
+
+def _check_tokens(name: str, model: AsrModel, first: str, other: AsrModel) -> None:
+    """Raise UserError where two models have other tokens."""
+    ours, theirs = pieces_of(model), pieces_of(other)
+    if ours == theirs:
         return
-    raise UserError(f"--models: {why}. Only models of one layout and one tokenizer have a mean.")
+    if len(ours) != len(theirs):
+        why = f"{name} has {len(ours)} tokens, {first} has {len(theirs)}"
+        odd = next((piece for piece in ours if piece not in set(theirs)), None)
+        why += f"; {odd!r} is a token of the former alone" if odd is not None else ""
+    else:
+        places = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
+        i = places[0]
+        why = (
+            f"{name} and {first} have other tokenizers: {len(places)} of {len(ours)} tokens differ, such as token "
+            f"{i}, {ours[i]!r} in one and {theirs[i]!r} in the other"
+        )
+    raise UserError(
+        f"--models: {why}. Only models of one layout and one tokenizer can be merged; --base may have a vocabulary "
+        "that the models have grown."
+    )
 
 
-def _rates(model: AsrModel, sources: list[OpenSource], settings: EvaluationSettings | None) -> dict[str, Any]:
-    if settings is None:
-        return {}
-    counts = count_errors(move_to_device(model, settings.device), sources, settings).total
-    if not counts.words:
-        raise UserError(f"--data: {' '.join(settings.data)} holds no clip with words that can be used.", 1)
-    model.cpu()
-    return {name: counts.rates()[name] for name in ("wer", "cer", "clips")}
+def _check_layout(name: str, state: State, first: str, other: State) -> None:
+    """Raise UserError where two models have other tensors."""
+    ours, theirs = ({n: tuple(t.shape) for n, t in tensors.items()} for tensors in (state, other))
+    odd = sorted(n for n in {*ours, *theirs} if ours.get(n) != theirs.get(n))
+    if not odd:
+        return
+
+    def size(shapes: dict[str, tuple[int, ...]], tensor: str) -> str:
+        return str(shapes[tensor]) if tensor in shapes else "missing"
+
+    lines = [f"{n} is {size(ours, n)} and {size(theirs, n)}" for n in odd[:EXAMPLES_OF_DIFFERENCES]]
+    more = f"; and {len(odd) - len(lines)} more" if len(odd) > len(lines) else ""
+    raise UserError(
+        f"--models: {name} and {first} have other layouts: {len(odd)} of {len({*ours, *theirs})} tensors differ: "
+        f"{'; '.join(lines)}{more}. Only models of one layout and one tokenizer can be merged."
+    )

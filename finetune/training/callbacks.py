@@ -3,6 +3,7 @@
 All ranks have the same callbacks and call them in the same order, so a callback may communicate.
 """
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +17,8 @@ from finetune.models.protocols import AsrModel
 from finetune.training.step_batches import StepBatches
 
 LOST_ON_GUARD = (
-    "Less forgetting: a lower training.learning_rate, fewer steps, or a share of the original domain's data in "
-    "data.train (a second source, each with a weight)."
+    "Less forgetting: a share of the original domain's data (data.rehearsal), a lower training.learning_rate, "
+    "training.layer_decay, training.l2_sp, or fewer steps."
 )
 """The remedy where data.guard gets worse."""
 
@@ -45,13 +46,13 @@ class EvaluationResult:
     split: str
     wer: WerAccumulator
     weights: str = "raw"
-    """Which weights were evaluated: raw, ema or average."""
+    """Which weights were evaluated: raw, or a candidate's (ema, average, way 0.5)."""
     is_best: bool = False
     """Whether this is the closing evaluation of the best model rather than of the model in training."""
     base_wer: float | None = None
     """WER of the base model on this split; None where it was not measured."""
     change: dict[str, Any] | None = None
-    """On data.guard: the paired comparison with the base model, see
+    """On data.guard and its halves: the paired comparison with the base model, see
     `finetune.evaluation.utterance_counts.compare_evaluations`."""
 
     @property
@@ -146,8 +147,12 @@ class Callback:
         """Return what computes a step's gradients in place of `compute`."""
         return compute
 
-    def candidates(self, model: AsrModel, final: bool) -> list[Candidate]:
-        """Return other weights to evaluate on data.validation; `model` is whole, `final` where training is over."""
+    def candidates(self, model: AsrModel, final: bool) -> Iterable[Candidate]:
+        """Return other weights to evaluate on data.validation; `model` is whole, `final` where training is over.
+
+        A generator is asked for the next one when the one before is evaluated, so that it may go by what
+        `on_evaluation_end` found of it.
+        """
         return []
 
     def on_validated(self, model: AsrModel, step: int, wer: float) -> None:
@@ -156,6 +161,11 @@ class Callback:
     def held_tensors(self) -> dict[str, torch.Tensor]:
         """Return this process's weights beside the model's, by name; none is saved unless all are finite."""
         return {}
+
+    def ends_run(self) -> str | None:
+        """Return why the run should end at the present step; None: it goes on. Asked where
+        `training.stop_if_diverged` is set, after logged steps and evaluations; the main process's word counts."""
+        return None
 
     def before_save(self, is_main: bool) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
         """Return what a checkpoint keeps of this callback: JSON by key, the same on all ranks, and tensors by

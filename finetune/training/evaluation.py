@@ -1,14 +1,15 @@
-"""Evaluations during a run, and the best model by WER on validation.
+"""Evaluations during a run, and the best model by WER on validation, with data.guard_limit of those that keep it.
 
 All ranks decode their share and merge their counts. Candidates for the best model are the weights in training (raw),
-those that callbacks add beside them (ema), and at the end the mean of some evaluated states (average).
+those that callbacks add beside them (ema), and at the end the mean of some evaluated states (average) and points on
+the way from the base model (way 0.5).
 """
 
 import contextlib
 import logging
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from finetune.config.guard_limit import parse_guard_limit
 from finetune.config.schema import RunConfig
 from finetune.data.batch import Batch
+from finetune.data.guard_halves import CHOICE, GUARDS
 from finetune.data.quarantine import Quarantine
 from finetune.data.sources import OpenSource
 from finetune.distributed import broadcast, gather, on_main, sum_over_ranks
@@ -35,6 +38,7 @@ from finetune.signals import CutShort, requested
 from finetune.training.callbacks import Callback, Candidate, EvaluationResult
 from finetune.training.checkpoints import CANNOT_WRITE
 from finetune.training.data import make_stream
+from finetune.training.guard_limit import GuardJudge
 from finetune.training.outputs import LineFile, check_best, read_best
 from finetune.training.progress import Progress
 
@@ -74,6 +78,12 @@ class Evaluator:
         self.file = LineFile(self.output_dir / "evaluations.jsonl")
         self.keeps_models = True
         """False measures a run without writing model.nemo."""
+        limit = config.data.guard_limit if CHOICE in sources else None
+        self.judge = None if limit is None else GuardJudge(parse_guard_limit(limit), progress)
+        self.chosen_by = ("validation",) if self.judge is None else ("validation", CHOICE)
+        """Splits that decide which model is best."""
+        self._change_on_choice: dict[str, Any] | None = None
+        """On the main process, of the last evaluation of guard_choice."""
 
     def evaluate_split(self, model: AsrModel, split: str, max_clips: int | None = None) -> WerAccumulator:
         """Count the errors on a split over all ranks; every rank gets the merged counts.
@@ -154,8 +164,10 @@ class Evaluator:
                 p.base_wer[split] = rate
                 if main:
                     keep_base(folder, split, wer)
-            elif marks == {} and split == "guard" and main:
+            elif (split == CHOICE or (split in GUARDS and marks == {})) and main:
                 change = compare_with_base(folder, split, wer)
+            if split == CHOICE:
+                self._change_on_choice = change
             if main:
                 counts = {None: wer.total, **dict(sorted(wer.by_language.items()))}  # None: all languages
                 rows = [{"step": step, "split": split, "language": n, **c.rates()} for n, c in counts.items()]
@@ -172,42 +184,58 @@ class Evaluator:
     def evaluate(self, model: AsrModel, splits: tuple[str, ...], last: bool = False) -> dict[str, WerAccumulator]:
         """Evaluate the splits, and the callbacks' candidates on validation; keep the best model by validation WER.
 
-        In the `last` evaluation of a run, data.guard follows where the closing one will be of an earlier step.
+        In the `last` evaluation of a run, data.guard follows where the closing one will be of an earlier step. With
+        data.guard_limit its half `guard_choice` is in each evaluation instead, and the other, after the base model's,
+        in the closing one only.
         """
         p = self.progress
+        if self.judge is not None and "validation" in splits:
+            splits = (*(s for s in splits if p.step == 0 or s != "guard"), CHOICE)
         found = self._evaluate_splits(model, splits, p.step)
         if "validation" in found:
             p.last_evaluated = p.step
-            self._offer(model, found["validation"], "raw")
+            if self.judge is not None and p.step == 0:
+                self.judge.check_base()
+            self._offer(model, found, "raw")
             if p.step:
                 if found["validation"].total.words:
                     for callback in self.callbacks:
                         callback.on_validated(model, p.step, found["validation"].total.rates()["wer"])
                 for candidate in self._candidates(model, final=False):
                     self._evaluate_candidate(model, candidate)
-            if last and self.config.training.guard_steps and p.best_step not in (None, p.step):
+            closing = last and self.judge is None and self.config.training.guard_steps
+            if closing and p.best_step not in (None, p.step):
                 self._evaluate_splits(model, ("guard",), p.step)
         for callback in self.callbacks:
             callback.on_evaluations_done()
         return found
 
-    def _candidates(self, model: AsrModel, final: bool) -> list[Candidate]:
-        return [c for callback in self.callbacks for c in callback.candidates(model, final)]
+    def _candidates(self, model: AsrModel, final: bool) -> Iterator[Candidate]:
+        """Yield the callbacks' candidates; each is made when the one before is evaluated."""
+        for callback in self.callbacks:
+            yield from callback.candidates(model, final)
 
     def _evaluate_candidate(self, model: AsrModel, candidate: Candidate) -> tuple[float | None, bool]:
         """Return the candidate's WER on validation, and whether it is the best model now."""
         with candidate.inside:
-            found = self._evaluate_splits(model, ("validation",), self.progress.step, candidate.weights)["validation"]
+            found = self._evaluate_splits(model, self.chosen_by, self.progress.step, candidate.weights)
             taken = self._offer(model, found, candidate.weights)
-        return found.total.rates()["wer"], taken
+        return found["validation"].total.rates()["wer"], taken
 
-    def _offer(self, model: AsrModel, wer: WerAccumulator, weights: str) -> bool:
-        """Keep the model where its validation WER is the best so far; return whether it is."""
-        p, rate = self.progress, wer.total.rates()["wer"]
+    def _offer(self, model: AsrModel, found: dict[str, WerAccumulator], weights: str) -> bool:
+        """Keep the model where its validation WER is the best so far, of those that keep data.guard_limit; return
+        whether it is."""
+        p, rate = self.progress, found["validation"].total.rates()["wer"]
+        if self.judge is not None:
+            change = broadcast(self._change_on_choice)
+            if not self.judge.judge(weights, rate, found[CHOICE].total.rates()["wer"], change):
+                return False
         if rate is None or (p.best_wer is not None and rate >= p.best_wer):
             return False
         p.best_wer, p.best_step, p.best_weights = rate, p.step, weights
         self.keep_model(model)
+        if self.keeps_models and self.accelerator.is_main_process:
+            keep_best(self.output_dir, "validation", found["validation"])
         return True
 
     def keep_model(self, model: AsrModel) -> None:
@@ -227,6 +255,8 @@ class Evaluator:
             (folder / "checkpoints").mkdir(exist_ok=True)
             aside = write_nemo(model, folder / "model.nemo")
             best = {"step": p.best_step, "validation_wer": p.best_wer, "weights": p.best_weights}
+            if self.judge is not None:
+                best |= {"guard_wer": p.guard_judged[-1]["guard_wer"]}
             best |= {"bytes": aside.stat().st_size, "sha256": sha256_of(aside)}
             # Of the one before, too: it is the one that lies there if the process dies between the next two lines.
             before = read_best(folder)
@@ -272,6 +302,13 @@ class Evaluator:
     def finish(self, model: AsrModel) -> FinalResult:
         """Settle which weights are best, and evaluate them on the test set (else validation) and data.guard."""
         p, result, replaced = self.progress, FinalResult(), False
+        if p.best_step is None and self.judge is not None:
+            raise UserError(
+                "data.guard_limit: there is no model that keeps it. The base model, which would be the best one then, "
+                f"was in {self.output_dir / 'model.nemo'}, which is damaged or gone, or data.validation has no words. "
+                "The last weights are in checkpoints. Begin anew with training.overwrite_output_dir=true.",
+                exit_code=1,
+            )
         if p.best_step is None:  # nothing to choose by
             self.keep_model(model)
         for candidate in self._candidates(model, final=True):
@@ -279,13 +316,13 @@ class Evaluator:
             rate, taken = self._evaluate_candidate(model, candidate)
             replaced = True  # a final candidate may leave its weights in the model
             log.info(
-                f"{candidate.description}: WER {_four_digits(rate)} on validation, the best single model's "
-                f"({before_weights}) {_four_digits(before)}: the {candidate.weights if taken else 'single model'} is "
+                f"{candidate.description}: WER {_four_digits(rate)} on validation, the best so far "
+                f"({before_weights}) {_four_digits(before)}: {candidate.weights if taken else before_weights} is "
                 "model.nemo"
             )
             found = {"validation_wer": rate, "best_single_validation_wer": before, "taken": taken}
             result.candidates[candidate.weights] = {**candidate.details, **found}
-        if p.best_step == 0:
+        if p.best_step == 0 and self.judge is None:
             log.info(
                 "no evaluation was better than the base model's WER %.3f: model.nemo is the base model", p.best_wer
             )
@@ -389,9 +426,18 @@ def keep_base(folder: Path, split: str, wer: WerAccumulator) -> None:
     wer.utterance_counts.save(folder / f"base-{split}.npz")
 
 
+def keep_best(folder: Path, split: str, wer: WerAccumulator) -> None:
+    """Keep the counts by utterance of the model that is model.nemo, with which runs are compared."""
+    path = folder / f"best-{split}.npz"
+    try:
+        wer.utterance_counts.save(path)
+    except OSError as error:  # the run cannot be compared with others; no training ends for that
+        log.warning("%s cannot be written: %s", path, error)
+
+
 def forget_base(folder: Path) -> None:
     """Remove what another run kept."""
-    for path in folder.glob("base-*.npz"):
+    for path in (*folder.glob("base-*.npz"), *folder.glob("best-*.npz")):
         path.unlink()
 
 

@@ -29,7 +29,7 @@ class MetricsWindow:
         self.steps, self.finite_steps, self.loss, self.grad_norm, self.waited = 0, 0, 0.0, 0.0, 0.0
         self.audio_seconds = self.padded_seconds = 0.0
         self.loss_parts: dict[str, float] = {}
-        """Parts of a hybrid model's loss."""
+        """Parts of a hybrid model's loss, and distillation's."""
         self.batch_lengths: dict[str, list[float]] = {}
         """Of this process: seconds of a batch's longest clip, rounded up -> batches, clips, seconds, padded ones."""
 
@@ -82,7 +82,7 @@ class MetricsWindow:
             "epoch": progress.epoch,
             "loss": self.loss / self.finite_steps if self.finite_steps else None,
             **{name: part / self.finite_steps for name, part in self.loss_parts.items()},
-            **({"infeasible_ctc": progress.infeasible_ctc} if self.loss_parts else {}),
+            **({"infeasible_ctc": progress.infeasible_ctc} if "ctc_loss" in self.loss_parts else {}),
             "grad_norm": self.grad_norm / self.finite_steps if self.finite_steps else None,
             "learning_rate": max(rates.values()),
             "learning_rates": rates,

@@ -38,12 +38,20 @@ VERSIONS = (
     "jiwer",
 )
 
+WAY = "way "
+"""Begins the names of weights between the base model's and the trained ones."""
+
 LAUNCHERS = ("accelerate", "deepspeed", "torchrun")
 
 
+def is_final(weights: str) -> bool:
+    """Return whether weights of this name are a candidate of the end of a run only."""
+    return weights == "average" or weights.startswith(WAY)
+
+
 def read_best(output_dir: Path) -> dict[str, Any] | None:
-    """Return step, validation WER and kind of weights (raw, ema, average) of the model.nemo that lies there; None
-    where there is none."""
+    """Return step, validation WER and kind of weights (raw, ema, average, way 0.5) of the model.nemo that lies there;
+    None where there is none."""
     path = output_dir / "checkpoints" / "best.json"
     if not path.is_file() or not (output_dir / "model.nemo").is_file():
         return None
@@ -80,7 +88,8 @@ def remove_run(path: Path) -> None:
         "report.html",
         "batch_limits.json",
         "plan.json",
-        *(f"errors-{split}.json" for split in ("validation", "test", "guard")),
+        *(f"errors-{split}.json" for split in ("validation", "test", "guard", "guard_choice")),
+        "guard.svg",
     ):
         (path / name).unlink(missing_ok=True)
 
@@ -155,7 +164,7 @@ class LineFile:
         def belongs(line: str) -> bool:
             try:
                 row = json.loads(line)
-                closing = row.get("model") == "best" or row.get("weights") == "average"
+                closing = row.get("model") == "best" or is_final(row.get("weights", "raw"))
                 return row["step"] <= step and not closing
             except (ValueError, KeyError):  # a line that was cut off when the run died
                 return False

@@ -15,6 +15,7 @@ class Progress:
     step: int = 0
     epoch: int = 0
     samples: int = 0
+    rehearsed: int = 0
     audio_seconds: float = 0.0
     padded_seconds: float = 0.0
     rows_read: int = 0
@@ -34,11 +35,13 @@ class Progress:
     wer_before: dict[str, Any] | None = None
     guard_before: float | None = None
     base_wer: dict[str, float] = field(default_factory=dict)
+    guard_judged: list[dict[str, Any]] = field(default_factory=list)
     drift_warnings: dict[str, int] = field(default_factory=dict)
     train_seconds: float = 0.0
     wall_seconds: float = 0.0
     last_evaluated: int = -1
     evaluation_due: bool = False
+    diverged: str | None = None
     saving_seconds: float = 0.0
     failed_checkpoints: int = 0
     omega_state: str = ""

@@ -135,6 +135,8 @@ def kind_of(
         trained += "" if m.lora_train_decoder else ", without the heads"
     elif m.freeze_encoder:
         trained = f"the last {m.unfreeze_encoder_layers} layers of the encoder, and the heads"
+    if config.training.layer_decay < 1:
+        trained += ", at a rate of its own for each layer"  # one group of parameters a layer
     if hasattr(model, "ctc_decoder") and ctc_loss_weight(model) in (0, 1):
         trained += ", but not " + ("prediction network and joint" if ctc_loss_weight(model) else "the CTC head")
     return {
@@ -167,11 +169,14 @@ def settings_of(config: RunConfig, processes: int, total_steps: int) -> dict[str
         "training.encoder_learning_rate": t.encoder_learning_rate,
         "training.decoder_learning_rate": t.decoder_learning_rate,
         "training.joint_learning_rate": t.joint_learning_rate,
+        "training.layer_decay": t.layer_decay,
         "training.weight_decay": t.weight_decay,
+        "training.l2_sp": t.l2_sp,
         "model.ctc_loss_weight": config.model.ctc_loss_weight,
         "training.ema_decay": t.ema_decay,
         "training.optimizer_args": dict(t.optimizer_args),
         "processes": processes,
+        "data.rehearsal_share": d.rehearsal_share,
         "data.batch_duration": d.batch_duration,
         "data.batch_cells": d.batch_cells,
         "data.min_duration": d.min_duration,

@@ -1,6 +1,7 @@
 """What a run is made of, in the order in which finetune/train.py builds it."""
 
 import contextlib
+import copy
 import fcntl
 import gc
 import logging
@@ -21,8 +22,9 @@ from finetune.config.compatibility import find_conflicts
 from finetune.config.redaction import without_secrets, write_config
 from finetune.config.schema import RunConfig
 from finetune.config.tokenizer_setting import tokenizer_setting
+from finetune.data.guard_halves import few_words, halve, measure_halves, with_clips
 from finetune.data.overlap import find_overlap, warnings_about
-from finetune.data.run_file import count_clips, mean_seconds, train_limits
+from finetune.data.run_file import count_clips, mean_seconds, new_sources, train_limits
 from finetune.data.run_file import open_sources as open_sources
 from finetune.data.sources import OpenSource
 from finetune.data.stream import UtteranceStream
@@ -33,18 +35,19 @@ from finetune.errors import UserError
 from finetune.models.adapters import base_hash, check_base, load_into_lora, name_base, read_adapter
 from finetune.models.add_ctc import add_ctc_head
 from finetune.models.dropout import use_fast_dropout
+from finetune.models.frozen_base import FrozenBase
 from finetune.models.host_memory import keep_freed_memory
 from finetune.models.loading import load_model
 from finetune.models.look_ahead import describe_contexts
 from finetune.models.loss_module import LossModule
-from finetune.models.nemo import cast_parameters, prepare_for_training
+from finetune.models.nemo import cast_parameters, ctc_loss_weight, prepare_for_training
 from finetune.models.protocols import AsrModel
 from finetune.rank_monitor import client as rank_monitor
 from finetune.security.secrets import clean, known_secrets
 from finetune.strategies.accelerator import make_accelerator
 from finetune.strategies.activation_offload import ActivationOffload
 from finetune.strategies.encoder import apply_encoder_options
-from finetune.strategies.optimizers import ROUNDS_SAFELY, build_optimizer, parameter_groups
+from finetune.strategies.optimizers import ROUNDS_SAFELY, build_optimizer, parameter_groups, rates_in_words
 from finetune.strategies.sharded import count_parameters, make_replica, shards_parameters
 from finetune.strategies.strategy import Strategy, engine_with, number_of_processes, resolve_precision
 from finetune.training import checkpoints, elastic_restart
@@ -151,7 +154,7 @@ def _why_not_into(path: Path, config: RunConfig) -> str | None:
 
 
 def check_overlap(config: RunConfig, sources: dict[str, list[OpenSource]]) -> None:
-    """Warn of texts of the evaluation sets that are also in data.train.
+    """Warn of texts of the evaluation sets that are also in data.train or data.rehearsal.
 
     Raises:
         UserError: clips of theirs are there, without data.allow_overlap.
@@ -168,6 +171,22 @@ def check_overlap(config: RunConfig, sources: dict[str, list[OpenSource]]) -> No
     on_main(look)
 
 
+def halve_guard(config: RunConfig, sources: dict[str, list[OpenSource]]) -> dict[str, list[OpenSource]]:
+    """Return the sources with data.guard in its halves, where data.guard_limit is set.
+
+    Raises:
+        UserError: a half is empty.
+    """
+    if config.data.guard_limit is None:
+        return sources
+    guard = sources["guard"]
+    found = on_main(lambda: measure_halves(guard, config.data.max_eval_samples, OVERLAP_SECONDS))
+    log.info("%s", found)
+    for text in few_words(found):
+        log.warning("%s", text)
+    return {**sources, **with_clips(halve(guard), found)}
+
+
 def find_checkpoint(config: RunConfig) -> Path | None:
     """Return the checkpoint that the run continues from; None starts at step 0."""
     t = config.training
@@ -182,12 +201,12 @@ def build_model(
     checkpoint: Path | None = None,
 ) -> AsrModel:
     """Return the NeMo model on the training device, prepared as the run file's `model:` says, with the weights of a
-    checkpoint."""
+    checkpoint; where it distils, with `frozen_base` beside it."""
     started = time.perf_counter()
     m = config.model
     with accelerator.local_main_process_first():  # the first one downloads, the others find it
         model = load_model(m.name, tokenizer_setting(config).dir)
-    changed = set_vocabulary(accelerator, model, config, sources.get("train", []), checkpoint)
+    changed = grown = set_vocabulary(accelerator, model, config, new_sources(sources.get("train", [])), checkpoint)
     if m.add_ctc:
         changed = add_ctc_head(model, m.name) or changed
     prepare_for_training(
@@ -208,17 +227,41 @@ def build_model(
         load_into_lora(model, adapter)
         log.info("training goes on with the adapter %s", adapter.path)
     cast_parameters(model, getattr(torch, m.dtype))
+    if m.distillation:
+        model.frozen_base = freeze_base(model, m.name, grown)
     started_from = base_hash(model, m.lora_train_decoder) if m.lora_rank and checkpoint is not None else None
     if checkpoint is not None:
         take_weights(model, checkpoint)
     if m.lora_rank:
         name_base(model, m, base, started_from, changed)
     model.to(accelerator.device)
+    if m.distillation:
+        model.frozen_base.model.to(accelerator.device)
     if accelerator.device.type == "cpu" and not m.compile:
         use_fast_dropout(model)
     millions, seconds = count_parameters(model) / 1e6, time.perf_counter() - started
     log.info("model %s: %.1f M parameters, loaded in %.0f s", m.name, millions, seconds)
     return model
+
+
+def freeze_base(model: AsrModel, name: str, grown: bool) -> FrozenBase:
+    """Return a frozen copy of the model as the run begins, on the host.
+
+    Args:
+        model: prepared, without a checkpoint's weights.
+        name: `model.name`.
+        grown: whether the run changes its vocabulary.
+
+    Raises:
+        UserError: it has no transducer that is trained.
+    """
+    if ctc_loss_weight(model) == 1:
+        raise UserError(
+            f"model.distillation: {name} is trained by CTC alone, and the distillation is of a transducer's "
+            "posteriors. Set model.distillation: 0."
+        )
+    base = make_replica(model)
+    return FrozenBase(base.eval(), name, grown)
 
 
 def plan_steps(accelerator: Accelerator, config: RunConfig, sources: dict[str, list[OpenSource]]) -> int:
@@ -260,10 +303,14 @@ def build_trainer(
         joint_memory_budget=m.joint_memory_budget,
         encoder_context=ActivationOffload(model.encoder) if m.activation_offload else contextlib.nullcontext,
         length_bucket=m.compile_bucket if m.compile else 0.0,
+        frozen_base=getattr(model, "frozen_base", None),
+        distillation=m.distillation,
     )
     rates = {"encoder": t.encoder_learning_rate, "decoder": t.decoder_learning_rate, "joint": t.joint_learning_rate}
     own_rates = {part: rate for part, rate in rates.items() if rate is not None}
-    groups = parameter_groups(model, own_rates, t.learning_rate, t.weight_decay)
+    groups = parameter_groups(model, own_rates, t.learning_rate, t.weight_decay, t.layer_decay)
+    if t.layer_decay < 1:
+        log.info("%s", rates_in_words(groups))
     peaks = [{"lr": group["lr"]} for group in groups]  # some optimizers turn them into tensors of 32 bits
     optimizer = build_optimizer(t.optimizer, groups, dict(t.optimizer_args))
     schedule = Schedule(t.lr_scheduler_type, peaks, warmup_steps(t, total_steps), total_steps)
@@ -298,34 +345,67 @@ def check_languages(trainer: Trainer) -> None:
 def how_much_is_left(
     stream: UtteranceStream, config: RunConfig, ranks: int
 ) -> tuple[str, Usable, str | None, list[str]]:
-    """Find on rank 0 what training leaves out of data.train, and how often it passes over the rest.
+    """Find on rank 0 what training leaves out of data.train, and of data.rehearsal, and how often it passes over the
+    rest.
 
     Returns:
-        A line to log; the figures; why a run should not begin with so little, or None; and warnings.
+        Text to log; the figures of data.train; why a run should not begin with so little, or None; and warnings.
 
     Raises:
         UserError: no clip is left.
+    """
+    if not config.data.rehearsal:
+        return _left_of("data.train", 1.0, stream, config, ranks)
+    new, old, share = copy.copy(stream), copy.copy(stream), config.data.rehearsal_share
+    new.sources, old.sources = (stream.sources.part(rehearsal) for rehearsal in (False, True))
+    line, found, problem, warnings = _left_of("data.train", 1 - share, new, config, ranks)
+    beside = share / (1 - share) * found.epoch_clips
+    line_2, _, problem_2, warnings_2 = _left_of("data.rehearsal", share, old, config, ranks, beside)
+    problem = "; ".join(filter(None, (problem, problem_2))) or None
+    return f"{line}\n{line_2}", found, problem, warnings + warnings_2
+
+
+def _left_of(
+    key: str, share: float, stream: UtteranceStream, config: RunConfig, ranks: int, beside: float | None = None
+) -> tuple[str, Usable, str | None, list[str]]:
+    """Return what `how_much_is_left` does, of the sources of one key.
+
+    Args:
+        key: data.train or data.rehearsal.
+        share: of the training clips that are drawn from them.
+        stream: of these sources alone.
+        config: of the run.
+        ranks: their number.
+        beside: clips that come beside one pass over data.train, where the sources are not those; 0: not known.
     """
     t, d = config.training, config.data
 
     def look() -> tuple[Usable, str | None, list[str]]:
         found = look_at_usable(stream)
-        return found, *judge(found, d.max_bad_fraction)
+        return found, *judge(found, d.max_bad_fraction, key)
 
     found, problem, warnings = on_main(look)
-    line = f"data.train: {found}"
+    line = f"{key}: {found}"
+    if t.max_steps <= 0 and beside is not None:
+        often = t.num_train_epochs * beside / found.epoch_clips if found.epoch_clips else 0.0
+        return (
+            line + (found.epochs(f"{t.num_train_epochs:g} epochs", often) if often else ""),
+            found,
+            problem,
+            warnings,
+        )
     if t.max_steps <= 0:
         often = f"; {t.num_train_epochs:g} passes over them"
         if found.passes_of_epoch:
             often = found.epochs(f"{t.num_train_epochs:g} epochs", t.num_train_epochs)
         return line + often, found, problem, warnings
-    per_step = t.gradient_accumulation_steps * ranks
+    per_step = share * t.gradient_accumulation_steps * ranks
     clips = 0 if d.batch_duration else train_limits(config).clips_of_length(found.seconds / max(found.clips, 1))
     return line + found.passes(t.max_steps, clips * per_step, d.batch_duration * per_step), found, problem, warnings
 
 
 def check_what_is_left(trainer: Trainer, resumes: bool) -> None:
-    """Log how much of data.train the run trains on.
+    """Log how much of data.train, and of data.rehearsal, the run trains on.
 
     Raises:
         UserError: none of it, or less than half without data.allow_large_losses where the run begins.
@@ -334,7 +414,8 @@ def check_what_is_left(trainer: Trainer, resumes: bool) -> None:
     line, _, problem, warnings = how_much_is_left(trainer.stream, config, trainer.accelerator.num_processes)
     if problem is not None and not resumes and not config.data.allow_large_losses:
         raise UserError(f"{line}.\n{problem}.", exit_code=1)
-    log.info("%s", line)
+    for part in line.splitlines():
+        log.info("%s", part)
     for text in (*warnings, *filter(None, [problem])):
         log.warning("%s", text)
 

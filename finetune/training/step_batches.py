@@ -36,6 +36,8 @@ class StepBatches:
     """All utterances."""
     audio_seconds: float
     padded_seconds: float
+    rehearsed: int = 0
+    """Utterances of data.rehearsal."""
 
 
 class StepBatcher:
@@ -100,7 +102,7 @@ class StepBatcher:
     def _account(self, batches: list[Batch], received: list[Batch], exhausted: bool) -> tuple[StepBatches, bool]:
         """Count over all ranks; return also whether every rank is at the end of its epoch."""
         p, rate = self.progress, self.model.preprocessor._sample_rate
-        clips = tokens = audio = padded = without_ctc = 0
+        clips = tokens = audio = padded = without_ctc = rehearsed = 0
         without_alignment: list[str] = []
         for batch in batches:
             batch.frames_B = frames_B = encoder_lengths(self.model, batch.audio_lengths_B)
@@ -113,15 +115,16 @@ class StepBatcher:
             without_alignment += [i for i, ok in zip(batch.ids, feasible_B.tolist(), strict=True) if not ok]
             audio += int(batch.audio_lengths_B.sum())
             padded += batch.audio_BS.numel()
+            rehearsed += sum(batch.from_rehearsal)
         reporting = bool(without_alignment) or any(b.quarantined or b.filtered or b.error for b in received)
         table_RN = self._gather_counts(
             [
                 *(clips, tokens, len(without_alignment), sum(b.rows_read for b in received), audio, padded),
-                *(not exhausted, reporting, *self.wishes(), without_ctc, len(batches)),
+                *(not exhausted, reporting, *self.wishes(), without_ctc, rehearsed, len(batches)),
             ]
         )
         sums = table_RN.sum(0).tolist()
-        clips, tokens, infeasible, rows, audio, padded, more, anything, stop, save, without_ctc, _ = sums
+        clips, tokens, infeasible, rows, audio, padded, more, anything, stop, save, without_ctc, rehearsed, _ = sums
         seconds, padded_seconds = audio / rate, padded / rate
         self.stop_wanted, self.save_wanted = stop > 0, save > 0
         self._log_finished_ranks({rank for rank, left in enumerate(table_RN[:, 6].tolist()) if not left})
@@ -158,7 +161,8 @@ class StepBatcher:
             limit = self.config.data.max_bad_fraction
             check_bad_fraction(p.quarantined, p.rows_read, limit, not more, self.quarantine.reasons)
         micro_batches, samples = int(table_RN[:, -1].max()), int(clips + infeasible)
-        return StepBatches(batches, micro_batches, clips, tokens, samples, seconds, padded_seconds), not more
+        step = StepBatches(batches, micro_batches, clips, tokens, samples, seconds, padded_seconds, int(rehearsed))
+        return step, not more
 
     def _gather_counts(self, counts: list[float]) -> torch.Tensor:
         """Return a row of counts for each rank.

@@ -16,6 +16,7 @@ from finetune.strategies.sharded import count_parameters
 from finetune.strategies.strategy import Strategy
 from finetune.training.callbacks import LOST_ON_GUARD
 from finetune.training.evaluation import FinalResult, compare_with_base
+from finetune.training.guard_limit import log_outcome
 from finetune.training.outputs import peak_memory_gib, peak_rss_gib
 from finetune.training.trainer import Trainer
 
@@ -31,6 +32,8 @@ def write_summary(trainer: Trainer, strategy: Strategy, result: FinalResult) -> 
         summary = summarise(trainer, strategy, result)
         write_json(trainer.output_dir / "summary.json", summary)
         after = result.wer.get(summary["judged_on"])
+        if trainer.evaluator.judge is not None:
+            log_outcome(trainer.evaluator.judge.outcome(), summary["guard_limit"])
         log_result(summary, trainer.progress.wer_before, after, trainer.output_dir)
     trainer.accelerator.wait_for_everyone()
 
@@ -54,6 +57,9 @@ def summarise(trainer: Trainer, strategy: Strategy, result: FinalResult) -> dict
         "steps": p.step,
         "total_steps": trainer.total_steps,
         "samples": p.samples,
+        "rehearsal": {"share": p.rehearsed / max(p.samples, 1), "clips": p.rehearsed}
+        if config.data.rehearsal
+        else None,
         "epochs": p.epoch,
         "audio_hours": p.audio_seconds / 3600,
         "judged_on": judged,
@@ -89,6 +95,7 @@ def summarise(trainer: Trainer, strategy: Strategy, result: FinalResult) -> dict
         "out_of_memory": p.out_of_memory,
         "batch_bounds": None,
         "drift_warnings": p.drift_warnings,
+        "diverged": p.diverged,
         "saving_seconds": p.saving_seconds,
         "failed_checkpoints": p.failed_checkpoints,
         "resumed_from": trainer.resumed_from,
@@ -96,12 +103,16 @@ def summarise(trainer: Trainer, strategy: Strategy, result: FinalResult) -> dict
         "effective_settings": json.loads(json.dumps(without_secrets(config)[0])),
         **significance(trainer.output_dir, result.wer, judged),
         "average_checkpoints": result.candidates.get("average"),
+        "guard_limit": None,
     }
     for callback in trainer.callbacks:
         summary |= callback.summary()
     if "guard" in result.wer:
         summary["guard_wer_before"] = p.guard_before
         summary["guard_wer_after"] = result.wer["guard"].total.rates()["wer"]
+    if (judge := trainer.evaluator.judge) is not None:
+        rates = p.guard_before, summary.get("guard_wer_after")
+        summary["guard_limit"] = judge.summary(*rates, summary["significance"].get("guard"))
     return summary
 
 
@@ -143,14 +154,15 @@ def log_result(
             if None not in pair.values() and len(summary["wer_by_language"]) > 1:
                 change = f": {_describe_change(by_language[name])}" if name in by_language else ""
                 log.info("  %s: %.3f before, %.3f after%s", name, pair["before"], pair["after"], change)
-        if now < was and summary["best_step"] == summary["steps"]:
+        if now < was and summary["best_step"] == summary["steps"] and not summary.get("diverged"):
             log.info("the last evaluation was the best: with more steps the WER may fall further")
     guard_before, guard_after = summary.get("guard_wer_before"), summary.get("guard_wer_after")
     if guard_before is not None and guard_after is not None:
         change = found.get("guard")
         text = f": {_describe_change(change)}" if change else ""
         log.info("WER on guard: %.3f before, %.3f after%s", guard_before, guard_after, text)
-        if guard_after > guard_before and (change is None or change["significant"]):
+        within_limit = (summary.get("guard_limit") or {}).get("test_kept")
+        if guard_after > guard_before and (change is None or change["significant"]) and not within_limit:
             log.warning("the model lost on data.guard. %s", LOST_ON_GUARD)
     clipped, steps = summary["clipped_steps"], summary["steps"]
     if clipped > MOSTLY_CLIPPED * steps:

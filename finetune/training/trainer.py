@@ -20,7 +20,7 @@ from finetune.data.quarantine import Quarantine
 from finetune.data.run_file import count_clips
 from finetune.data.sources import OpenSource
 from finetune.data.stream import UtteranceStream
-from finetune.distributed import gather, sum_over_ranks
+from finetune.distributed import broadcast, gather, sum_over_ranks
 from finetune.errors import UserError
 from finetune.evaluation.scores import WerAccumulator
 from finetune.losses.transfers import upload
@@ -37,7 +37,7 @@ from finetune.training.checkpoints import read_checkpoint_state, remove_later_ch
 from finetune.training.evaluation import Evaluator, FinalResult, average_batchnorm, forget_base, splits_due
 from finetune.training.metrics import MetricsWindow, rates_by_part
 from finetune.training.nonfinite import StepFilter
-from finetune.training.outputs import LineFile, remove_run
+from finetune.training.outputs import LineFile, read_best, remove_run
 from finetune.training.progress import Progress
 from finetune.training.saving import CheckpointWriter
 from finetune.training.schedule import Schedule
@@ -111,7 +111,7 @@ class Trainer:
         self.saves_checkpoints = True
         """False measures a run without writing any."""
         self._optimizer_logged = False
-        self._ctc_sum = torch.zeros((), dtype=torch.float64)
+        self._ctc_sum = self._distilled_sum = torch.zeros((), dtype=torch.float64)
         """Of this rank in the present step, over the step's denominator."""
         self._rates: list[float] = []
         self._last_saved, self._saved_at = -1, time.monotonic()
@@ -148,16 +148,23 @@ class Trainer:
         if self.config.model.add_ctc and has_transducer(self.model):
             set_head(self.model, "transducer")  # that of the base model: the new head knows nothing
         if self.config.training.eval_on_start:
-            found = self.evaluate(("validation", "test", "guard"))
-            judged = found.get("test") or found.get("validation")
-            if judged is not None:
-                self.progress.wer_before = {**judged.result(), "pairs": judged.pairs}
-            if "guard" in found:
-                self.progress.guard_before = found["guard"].total.rates()["wer"]
+            self._evaluate_base(("validation", "test", "guard"))
+        elif self.evaluator.judge is not None:
+            log.info("training.eval_on_start=false: data.guard_limit needs the base model's WER all the same")
+            self._evaluate_base(("validation", "guard"))
         set_head(self.model, None)
 
+    def _evaluate_base(self, splits: tuple[str, ...]) -> None:
+        found = self.evaluate(splits)
+        judged = found.get("test" if "test" in self.sources else "validation")
+        if judged is not None:
+            self.progress.wer_before = {**judged.result(), "pairs": judged.pairs}
+        if "guard" in found:
+            self.progress.guard_before = found["guard"].total.rates()["wer"]
+
     def train(self) -> None:
-        """Train until `max_epochs` passes over the data are done, or else until `total_steps`.
+        """Train until `max_epochs` passes over the data are done, or else until `total_steps`; less where a callback
+        ends the run.
 
         Raises:
             Stopped: a signal asked for it; a checkpoint of the last step is written.
@@ -271,6 +278,8 @@ class Trainer:
             self.evaluator.cut_lines_after_resume()
             remove_later_checkpoints(self.output_dir, p.step)
         self.evaluator.check_best_after_resume()
+        if self.evaluator.judge is not None:
+            self.evaluator.judge.check_after_resume(read_best(self.output_dir))
         if changes:
             text = "the clips come in another order than in an unbroken run: %s. What is left of the epoch comes once"
             log.warning(text, "; ".join(changes))
@@ -360,6 +369,8 @@ class Trainer:
             raise
 
     def _done(self) -> bool:
+        if self.progress.diverged is not None:
+            return True
         if self.max_epochs is not None:
             return self.progress.epoch >= self.max_epochs
         return self.progress.step >= self.total_steps
@@ -408,6 +419,7 @@ class Trainer:
         p.step += 1
         p.clipped_steps += grad_norm is not None and grad_norm > (self.config.training.max_grad_norm or math.inf)
         p.samples += batches.samples
+        p.rehearsed += batches.rehearsed
         self.window.add(loss, grad_norm, batches, reason is None, self._loss_parts(loss))
         if self.config.training.log_clips:
             ids_by_rank = gather([batch.ids for batch in batches.batches])
@@ -449,7 +461,7 @@ class Trainer:
         """Accumulate gradients as `ComputeGradients`, with one denominator for every loss."""
         accelerator = self.accelerator
         loss_sum = torch.zeros((), dtype=torch.float64, device=accelerator.device)
-        self._ctc_sum = loss_sum.clone()
+        self._ctc_sum, self._distilled_sum = loss_sum.clone(), loss_sum.clone()
         self.step_filter.begin_forward()
         for index in range(micro_batches):
             last = index == micro_batches - 1
@@ -470,7 +482,7 @@ class Trainer:
                     loss_sum += loss.detach().double()
                     if weight:
                         self.step_filter.losses.append((batch, losses_B.detach()))
-                        self._add_ctc(batch, denominator)
+                        self._add_parts(batch, denominator)
                     if last:
                         loss = self.step_filter.filter_loss(loss, loss_sum)
                     if loss is not None:
@@ -484,19 +496,25 @@ class Trainer:
                     self.module.train()
         return loss_sum
 
-    def _add_ctc(self, batch: Batch, denominator: float) -> None:
-        """Add the CTC part of the losses of a batch; what has no CTC alignment adds nothing."""
+    def _add_parts(self, batch: Batch, denominator: float) -> None:
+        """Add the parts of the losses of a batch: CTC, where what has no alignment adds nothing, and distillation."""
+        if self.loss_module.distilled_B is not None:
+            distilled_B = _of_feasible(self.loss_module.distilled_B, batch)
+            self._distilled_sum += distilled_B.double().sum() / denominator
         if self.loss_module.ctc_losses_B is not None:
             losses_B = _of_feasible(self.loss_module.ctc_losses_B, batch).double()
             self._ctc_sum += losses_B.masked_fill(losses_B == math.inf, 0.0).sum() / denominator
 
     def _loss_parts(self, loss: float) -> dict[str, float]:
-        """Return both parts of a hybrid model's loss, over the same denominator; nothing for other models."""
-        w = self.loss_module.ctc_weight
-        if not 0 < w < 1:
-            return {}
-        ctc = float(sum_over_ranks(self._ctc_sum))
-        return {"transducer_loss": (loss - w * ctc) / (1 - w), "ctc_loss": ctc}
+        """Return both parts of a hybrid model's loss and what distillation adds, over the same denominator; nothing
+        where there is only one part."""
+        w, parts, distilled = self.loss_module.ctc_weight, {}, 0.0
+        if self.loss_module.frozen_base is not None:
+            parts["distillation"] = distilled = float(sum_over_ranks(self._distilled_sum))
+        if 0 < w < 1:
+            ctc = float(sum_over_ranks(self._ctc_sum))
+            parts |= {"transducer_loss": (loss - distilled - w * ctc) / (1 - w), "ctc_loss": ctc}
+        return parts
 
     def share_done(self) -> float:
         """Return the share of the run by rows read, which stays below 1 since a step follows this one, or none."""
@@ -599,6 +617,16 @@ class Trainer:
             self._log_window()
         p.evaluation_due = bool(t.eval_steps and p.step % t.eval_steps == 0) or self._at_last_step()
         self._close_step()
+        if t.stop_if_diverged and not self._done() and (p.step % t.logging_steps == 0 or p.last_evaluated == p.step):
+            self._end_if_diverged()
+
+    def _end_if_diverged(self) -> None:
+        """End the run where a callback of the main process says so. All ranks enter."""
+        said = broadcast(next(filter(None, (callback.ends_run() for callback in self.callbacks)), None))
+        if said is not None:
+            log.warning("the run ends at step %d of %d: %s", self.progress.step, self.expected_steps(), said)
+            self.progress.diverged = said
+            self._last_saved = -1  # a checkpoint of this step does not know of it yet
 
     def _at_last_step(self) -> bool:
         return self.max_epochs is None and self._done()
@@ -636,7 +664,10 @@ class Trainer:
 
 
 def _on_host(batch: Batch) -> OnHost | None:
-    return None if batch.frames_B is None else OnHost(batch.frames_B, batch.tokens_BU, batch.token_lengths_B)
+    if batch.frames_B is None:
+        return None
+    factor_B = torch.tensor(batch.distillation) if batch.distillation else None
+    return OnHost(batch.frames_B, batch.tokens_BU, batch.token_lengths_B, factor_B)
 
 
 def _of_feasible(losses_B: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -13,6 +13,9 @@ weight and activations) over all valid cells, at the rate of this machine, with 
 The gradient of cells that alignments hardly pass through is made of subnormal numbers, on which a CPU is slow:
 transformers' loss is timed as it comes and "flushed", with torch.set_flush_denormal(True), which no side of ours has.
 
+"distilled" is the fused loss with distillation from a teacher of the same size, whose inputs are the student's with a
+tenth of noise; its ratios to the same call without are printed below the table.
+
 "learnt" inputs come from examples/base/fastconformer_tdt_3m.nemo on sentences of examples/voice_prompts, joined to
 clips of up to 10 s. Its joint is lifted to the width and vocabulary of the case: the further hidden units get random
 inputs that no output listens to, and each of its 128 tokens gets V / 128 - 1 near copies (its row with a tenth of
@@ -22,6 +25,7 @@ noise) that together weigh a tenth of it.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import platform
 import subprocess
@@ -37,10 +41,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 GPU = {"device": "cuda", "bf16": True, "dropout": 0.2}
+TAUGHT = {"device": "cpu", "teacher": True}
 CASES: dict[str, dict[str, Any]] = {
     "cpu_v8192": {"B": 4, "T": 125, "U": 40, "V": 8192, "H": 640, "learnt": False, "device": "cpu"},
     "cpu_v8192_learnt": {"B": 4, "T": 125, "U": 40, "V": 8192, "H": 640, "learnt": True, "device": "cpu"},
     "cpu_v1024": {"B": 4, "T": 125, "U": 40, "V": 1024, "H": 640, "learnt": False, "device": "cpu"},
+    "cpu_distilled": {"B": 4, "T": 125, "U": 40, "V": 8192, "H": 640, "learnt": False, **TAUGHT},
+    "cpu_distilled_learnt": {"B": 4, "T": 125, "U": 40, "V": 8192, "H": 640, "learnt": True, **TAUGHT},
     "cpu_step_v8192": {"step": True, "V": 8192, "device": "cpu"},
     "gpu_v8192": {"B": 16, "T": 250, "U": 100, "V": 8192, "H": 640, "learnt": False, **GPU},
     "gpu_v8192_learnt": {"B": 16, "T": 250, "U": 100, "V": 8192, "H": 640, "learnt": True, **GPU},
@@ -50,12 +57,15 @@ CASES: dict[str, dict[str, Any]] = {
 REHEARSED = {"B": 2, "T": 50, "U": 20, "V": 256, "H": 160, "device": "cpu"}
 # Side -> occupancy threshold of the fused loss; None: another loss, or the floor.
 FLUSHED = "transformers flushed"
+DISTILLED: dict[str, float | None] = {"fused": 0.0, "distilled": 0.0, "fused 1e-4": 1e-4, "distilled 1e-4": 1e-4}
 SIDES: dict[str, dict[str, float | None]] = {
     "cpu_v8192": {"transformers": None, FLUSHED: None, "fused": 0.0, "fused 1e-4": 1e-4, "floor": None},
     "cpu_v8192_learnt": {
         "transformers": None, FLUSHED: None, "fused": 0.0, "fused 1e-8": 1e-8, "fused 1e-4": 1e-4, "floor": None,
     },
     "cpu_v1024": {"transformers": None, FLUSHED: None, "fused": 0.0, "fused 1e-4": 1e-4, "floor": None},
+    "cpu_distilled": DISTILLED,
+    "cpu_distilled_learnt": DISTILLED,
     "cpu_step_v8192": {"transformers": None, FLUSHED: None, "fused": 0.0, "fused 1e-4": 1e-4},
     "gpu_v8192": {
         "floor": None, "fused": 0.0, "fused 1e-4": 1e-4, "transformers": None, "nemo plain": None,
@@ -163,6 +173,11 @@ def loss_call(case: dict[str, Any], side: str, threshold: float | None) -> tuple
     facts = {"cells": cells, "frames": frames.tolist(), "tokens": tokens.tolist()}
     half, dropout = case.get("bf16", False), case.get("dropout", 0.0)
 
+    network = []
+    if case.get("teacher"):  # made on both sides, so that both begin with the same memory
+        g = torch.Generator().manual_seed(1)
+        network = [x.detach() + 0.1 * x.detach().std() * torch.randn(x.shape, generator=g).to(device) for x in leaves]
+
     def precision() -> Any:
         return torch.autocast(device, torch.bfloat16) if half else contextlib.nullcontext()
 
@@ -175,12 +190,12 @@ def loss_call(case: dict[str, Any], side: str, threshold: float | None) -> tuple
         return loss.item()
 
     def fused() -> float:
-        from finetune.losses import fused_tdt_loss
+        from finetune.losses import Teacher, fused_tdt_loss
 
         with precision():
             loss = fused_tdt_loss(
                 *leaves, given["targets"], frames, tokens, occupancy_threshold=threshold, reduction="mean_batch",
-                dropout=dropout,
+                dropout=dropout, teacher=Teacher(*network) if side.startswith("distilled") else None,
             )  # fmt: skip
         return finish(loss)
 
@@ -310,6 +325,8 @@ def run_side(case: dict[str, Any], side: str, threshold: float | None, repeats: 
         small = {**case, "B": 2, "T": 8, "U": 3, "V": 16, "H": 8, "learnt": False}
         loss_call(small, side, threshold)[0]()
     call, facts = (step_call if case.get("step") else loss_call)(case, side, threshold)
+    if case.get("teacher"):  # what the inputs' making has freed would hide what a call takes
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
     if case["device"] == "cpu":
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
     before, seconds = memory_bytes("VmRSS"), []
@@ -434,6 +451,12 @@ def print_table(name: str, results: dict[str, dict[str, Any]]) -> None:
             f"{r['memory_bytes'] / 1e6:8.1f} {less:>7} "
             f"{r['process_peak_bytes'] / 1e6:11.0f}"
         )
+    for side, r in measured.items():
+        plain_side = side.replace("distilled", "fused")
+        plain = measured.get(plain_side) if plain_side != side else None
+        if plain:
+            ratios = [r[key] / max(plain[key], 1e-9) for key in ("seconds", "memory_bytes")]
+            print(f"{side} against {plain_side}: time x {ratios[0]:.2f}, memory x {ratios[1]:.2f}")
 
 
 def main() -> int:

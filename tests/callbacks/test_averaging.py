@@ -1,6 +1,5 @@
-"""Averages of the weights: a moving one (EMA), the mean of evaluated states, and the command for files."""
+"""Averages of the weights: a moving one (EMA), and the mean of evaluated states."""
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -9,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import problem, read_lines, tiny_layout
+from conftest import problem, read_lines
 from engine_cases import evaluated, reference
 from launching import summary
 from safetensors.torch import load_file
 
-from finetune.callbacks.averaging import averaged_tensors
 from finetune.training.callbacks import StepResult
 from finetune.training.step_batches import StepBatches
+from finetune.training.trained_state import averaged_tensors
 
 DECAY = 0.8
 EMA = {"ema_decay": DECAY, "max_steps": 8, "save_steps": 4, "eval_steps": 4, "save_total_limit": 0}
@@ -384,99 +383,9 @@ def test_the_plan_counts_the_average():
         (Engine("fsdp", 4, 4), 0.25),
         (Engine("fsdp_offload", 4, 4), 0.0),
     ):
-        assert states(engine, ema=ema) - states(engine) == pytest.approx(share * ema)
+        assert states(engine, beside=ema) - states(engine) == pytest.approx(share * ema)
         assert states(engine, ema_on_host=ema) == states(engine)
     alone, sharded = Engine("none", 1, 1), Engine("fsdp_offload", 4, 4)
-    for engine, kind, share in ((alone, "ema_on_host", 1.0), (sharded, "ema", 0.25)):
+    for engine, kind, share in ((alone, "ema_on_host", 1.0), (sharded, "beside", 0.25)):
         more = host_bytes(Weights(**plain, **{kind: ema}), engine) - host_bytes(Weights(**plain), engine)
         assert more == pytest.approx(share * ema)
-
-
-# ---- the command ---------------------------------------------------------------------------------------------------
-
-
-def changed(path: Path, output: Path, change: Any) -> Path:
-    """A model file with other weights."""
-    from finetune.models.loading import load_model
-    from finetune.models.nemo_archive import save_nemo
-
-    model = load_model(str(path))
-    with torch.no_grad():
-        change(model)
-    save_nemo(model, output)
-    return output
-
-
-def test_the_mean_of_files(tiny_model, clips, tmp_path, capsys):
-    from finetune import average
-    from finetune.models.loading import load_model
-
-    def move(model: Any) -> None:
-        torch.manual_seed(1)
-        for p in model.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-        model.encoder.layers[0].conv.batch_norm.running_var.mul_(3)
-        model.encoder.layers[0].conv.batch_norm.num_batches_tracked.add_(7)
-
-    other = changed(tiny_model, tmp_path / "other.nemo", move)
-    out, told = tmp_path / "mean", tmp_path / "mean.json"
-    three = [str(tiny_model), str(other), str(other)]
-    data = ["--data", str(clips / "manifest.jsonl"), "--max-samples", "4", "--json", str(told)]
-    assert average.main(["--models", *three, "--output", str(out), *data]) == 0
-    a, b, mean = (load_model(str(p)).state_dict() for p in (tiny_model, other, out))
-    for name, tensor in mean.items():
-        if tensor.is_floating_point():
-            torch.testing.assert_close(
-                tensor.double(), (a[name].double() + 2 * b[name].double()) / 3, rtol=1e-6, atol=1e-7
-            )
-        else:
-            assert torch.equal(tensor, a[name])
-    rows = json.loads(told.read_text())["models"]
-    assert [row["model"] for row in rows] == [*three, "mean"]
-    assert all(row["clips"] == 4 and row["wer"] > 0 for row in rows)
-    assert "the mean of 3 models" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        average.main(["--models", str(other), "--output", str(out)])
-    assert average.main(["--models", str(out), str(other), "--output", str(out)]) == 2
-    assert "is one of the models" in capsys.readouterr().err
-
-
-def test_files_that_have_no_mean(tiny_model, tmp_path, capsys):
-    import yaml
-
-    from finetune import average
-    from finetune.tools import averaging
-
-    layout = tiny_layout()
-    layout["model"]["encoder"]["n_layers"] = 3
-    (tmp_path / "three.yaml").write_text(yaml.safe_dump(layout), encoding="utf-8")
-
-    def swap(model: Any) -> None:
-        from omegaconf import open_dict
-
-        tokens = list(model.joint.vocabulary)
-        tokens[5], tokens[6] = tokens[6], tokens[5]
-        with open_dict(model.cfg):
-            model.cfg.joint.vocabulary = tokens
-            model.cfg.labels = tokens
-        model.joint.vocabulary = tokens
-
-    with pytest.MonkeyPatch.context() as patch:
-        loaded = averaging.load_model
-
-        def load(name: str) -> Any:
-            model = loaded(str(tiny_model) if name == "swapped" else name)
-            if name == "swapped":
-                swap(model)
-            return model
-
-        patch.setattr(averaging, "load_model", load)
-        cases = {
-            "swapped": "have other tokenizers: token 5 is",
-            str(tmp_path / "three.yaml"): "have other layouts: encoder.layers.2",
-        }
-        for other, expected in cases.items():
-            code = average.main(["--models", str(tiny_model), other, "--output", str(tmp_path / "out")])
-            assert code == 2
-            assert expected in capsys.readouterr().err
-    assert not (tmp_path / "out" / "model.nemo").exists()

@@ -79,11 +79,12 @@ def joint_rows(half, V, D, N, spare, clamp) -> None:
     logits_NO[:, :outputs] = (4 * torch.randn(N, outputs, generator=g)).to(half)
     lse_N = rows_triton.log_sum_exp(logits_NO[:, : V + 1])
     torch.testing.assert_close(lse_N, logits_NO[:, : V + 1].float().logsumexp(1), rtol=1e-5, atol=1e-5)
-    label_N, blank_N, scale_N = torch.rand(3, N, generator=g).unbind(0)
+    arcs_N, rest_N, used_N, label_N, blank_N, scale_N = torch.rand(6, N, generator=g).unbind(0)
     duration_ND = torch.rand(N, max(D, 2), generator=g)[:, : D or 2].contiguous()
-    next_token_N = torch.randint(0, V, (N,), generator=g)
-    options = {"V": V, "D": D, "fastemit_lambda": 0.1, "clamp": clamp}
-    posteriors = (lse_N, label_N, blank_N, duration_ND, next_token_N, scale_N)
+    next_token_N = torch.randint(0, V + 1, (N,), generator=g)
+    label_N = label_N.masked_fill(next_token_N == V, 0.0)
+    options = {"V": V, "D": D, "clamp": clamp}
+    posteriors = (lse_N, arcs_N, rest_N, used_N, label_N, blank_N, duration_ND, next_token_N, scale_N)
     expected = rows.gradient_rows(logits_NO.float().clone(), *posteriors, **options)
     actual = rows_triton.gradient_(logits_NO.clone(), *posteriors, **options)
     assert actual.dtype == half
@@ -141,7 +142,7 @@ def whole_loss() -> None:
 
     from loss_cases import gradients, learnt_case, make_case
 
-    from finetune.losses import band, fused_tdt_loss
+    from finetune.losses import Teacher, band, fused_tdt_loss
     from finetune.losses.operations import REAL, Operations
 
     def case(durations=(0, 1, 2, 3, 4)):
@@ -160,10 +161,19 @@ def whole_loss() -> None:
         (case, torch.bfloat16, 2e-2, {"dropout": 0.3}),
         (lambda: make_case([0, 0], [3, 2], V=9, dtype=torch.float32), None, 0.0, {}),
     ]
+    jobs += [
+        (case, None, 1e-5, {"teacher": case, "sigma": 0.1, "fastemit_lambda": 0.1, "dropout": 0.3}),
+        (lambda: case(()), torch.bfloat16, 2e-2, {"teacher": lambda: case(()), "durations": ()}),
+        # of a learnt model float32 itself is 1e-4 off float64
+        (learnt, None, 5e-4, {"teacher": learnt, "occupancy_threshold": 1e-4}),
+    ]
 
     def results(operations):
         for make, half, _, options in jobs:
-            given = make()
+            given, options = make(), dict(options)
+            if "teacher" in options:
+                network = [0.7 * x.detach() for x in options["teacher"]()[:4]]
+                options["teacher"] = Teacher(*network, torch.arange(float(len(given[0]))))
             torch.manual_seed(1)  # of dropout
             with torch.autocast("cpu", half, enabled=half is not None):
                 loss = fused_tdt_loss(*given, **options, operations=operations)
@@ -257,8 +267,8 @@ def compile_for(capability: int) -> None:
         assert count(ptx, r"ld\.global") == vectors + 1, "16 bytes at a time, and one element of the tail"
         assert count(ptx, r"ex2\.") == 16 + 1 + 1 + 1, "one an element; one each to rescale"
         ptx = kernel(
-            rows_triton._gradient, "lse_N label_N blank_N duration_ND scale_N", "stride width V",
-            {"D": 5, "LANES_D": 8, **layout}, logits_NO=dtype, next_token_N="*i64", fastemit="fp32", clamp="fp32",
+            rows_triton._gradient, "lse_N arcs_N rest_N used_N label_N blank_N duration_ND scale_N", "stride width V",
+            {"D": 5, "LANES_D": 8, **layout}, logits_NO=dtype, next_token_N="*i64", clamp="fp32",
         )  # fmt: skip
         assert count(ptx, r"ld\.global\S*\.v4\.b32") == vectors
         assert count(ptx, r"st\.global\S*\.v4\.b32") == vectors

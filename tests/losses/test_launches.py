@@ -83,9 +83,9 @@ def test_batches_of_any_size_take_few_compilations(monkeypatch):
     for start, N in ((0, 16), (1, 16), (2, 17), (3, 18)):  # of blocks of cells
         number_N, lse_N = torch.zeros(64, dtype=torch.int64)[start:][:N], torch.zeros(64)[start:][:N]
         grads = torch.zeros(40, 16), torch.zeros(40, 16)
-        of_cell = (lse_N, lse_N, lse_N, torch.zeros(64, 5)[start:][:N], number_N, lse_N)
+        of_cell = (*[lse_N] * 6, torch.zeros(64, 5)[start:][:N], number_N, lse_N)
         rows_triton.log_sum_exp(enc.new_zeros(N, 8200)[:, :8193])
-        rows_triton.gradient_(enc.new_zeros(N, 8200), *of_cell, V=8192, D=5, fastemit_lambda=0.0, clamp=0.0)
+        rows_triton.gradient_(enc.new_zeros(N, 8200), *of_cell, V=8192, D=5, clamp=0.0)
         hidden_triton.dropped(enc, enc, number_N, number_N, number_N, form)
         hidden_triton.add_gradient(enc[:N], enc, enc, number_N, number_N, number_N, form, *grads)
     for clips in range(1, 9):

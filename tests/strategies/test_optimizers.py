@@ -7,10 +7,17 @@ from typing import Any
 import pytest
 import torch
 from conftest import DETERMINISTIC, ONLY_TRAIN, read_lines
+from safetensors.torch import load_file
 
 from finetune.config.optimizers import BITSANDBYTES
 from finetune.strategies import low_bit
-from finetune.strategies.optimizers import build_optimizer, describe_optimizer, optimizer_in_words, parameter_groups
+from finetune.strategies.optimizers import (
+    build_optimizer,
+    describe_optimizer,
+    optimizer_in_words,
+    parameter_groups,
+    rates_in_words,
+)
 
 
 class Net(torch.nn.Module):
@@ -190,3 +197,86 @@ def test_a_run_resumes_exactly(request, run_train, tiny_run, tmp_path, name):
             theirs["grad_norm"],
             theirs["learning_rate"],
         )
+
+
+# ---- lower rates below ---------------------------------------------------------------------------------------------
+
+
+class Deep(torch.nn.Module):
+    """Four Conformer layers by name, what is below them, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)) for _ in range(4)]
+        self.encoder = torch.nn.ModuleDict(
+            {"pre_encode": torch.nn.Linear(4, 4), "layers": torch.nn.ModuleList(layers)}
+        )
+        self.decoder, self.joint = torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8)
+
+
+def rates_of(model: torch.nn.Module, groups: list[dict[str, Any]]) -> dict[str, float]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(parameter)]: group["lr"] for group in groups for parameter in group["params"]}
+
+
+def test_lower_layers_have_lower_rates():
+    model = Deep()
+    groups = parameter_groups(model, {"encoder": 1e-3, "joint": 3e-3}, 2e-3, 0.01, layer_decay=0.5)
+    rates = rates_of(model, groups)
+    assert len(rates) == len(list(model.parameters()))
+    for layer in range(4):
+        own = [rate for name, rate in rates.items() if name.startswith(f"encoder.layers.{layer}.")]
+        assert own == pytest.approx([1e-3 * 0.5 ** (3 - layer)] * 4)
+    assert rates["encoder.pre_encode.weight"] == pytest.approx(1e-3 * 0.5**4)
+    assert (rates["decoder.weight"], rates["joint.weight"]) == (2e-3, 3e-3)
+    decayed = {name for group in groups if group["weight_decay"] for name in rates_of(model, [group])}
+    assert decayed == {name for name, parameter in model.named_parameters() if parameter.ndim > 1}
+    words = "below the layers 6.25e-05, layers 0 to 3 0.000125 to 0.001, decoder 0.002, joint 0.003"
+    assert rates_in_words(groups) == f"peak learning rates: {words}"
+
+
+def test_with_frozen_layers_depth_counts_from_the_top():
+    model = Deep()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith("encoder.") or ".layers.3." in name)
+    groups = parameter_groups(model, {}, 1e-3, 0.01, layer_decay=0.5)
+    assert set(rates_of(model, groups).values()) == {1e-3}
+    assert rates_in_words(groups) == "peak learning rates: layer 3 0.001, decoder 0.001, joint 0.001"
+
+
+def test_without_a_decay_the_groups_are_as_ever():
+    names = [group["name"] for group in parameter_groups(Deep(), {}, 1e-3, 0.01)]
+    assert names == ["encoder", "encoder_no_decay", "decoder_embedding", "joint", "joint_no_decay"]
+
+
+def test_a_run_with_lower_rates_below_moves_the_lower_layers_less_and_resumes(run_train, tiny_run, tmp_path, capsys):
+    """0.01 a layer: the subsampling hardly moves in a few steps of Adam, which is blind to the gradient's size."""
+    training = {"max_steps": 4, "save_steps": 2, "save_total_limit": 0, "eval_on_start": False, "layer_decay": 0.01}
+    training |= {"lr_scheduler_type": "constant", "warmup_ratio": 0.0, "weight_decay": 0.0}
+    arguments = tiny_run(model=DETERMINISTIC, data=ONLY_TRAIN, training=training)
+    before: dict[str, torch.Tensor] = {}
+
+    def keep(trainer: Any) -> None:
+        before.update({name: p.detach().clone() for name, p in trainer.model.named_parameters()})
+
+    assert run_train(*arguments, observe=keep) == 0
+    said = "peak learning rates: below the layers 1e-07, layers 0 to 1 1e-05 to 0.001, decoder 0.001, joint 0.001"
+    assert "".join(capsys.readouterr()).count(said) == 1
+    run = tmp_path / "run"
+    after = load_file(run / "checkpoints" / "step-00000004" / "model.safetensors")
+
+    def moved(start: str) -> float:
+        return max(float((after[f"nemo.{n}"] - t).abs().max()) for n, t in before.items() if n.startswith(start))
+
+    assert moved("encoder.pre_encode") < 5e-7
+    assert 5e-6 < moved("encoder.layers.0.") < 5e-5
+    assert moved("encoder.layers.1.") > 1e-3
+    whole = read_lines(run / "metrics.jsonl")
+    assert whole[0]["learning_rates"]["encoder"] == pytest.approx(1e-3)
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    assert run_train(*arguments, "training.resume_from_checkpoint=true") == 0
+    assert [row["loss"] for row in read_lines(run / "metrics.jsonl")] == [row["loss"] for row in whole]
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    assert run_train(*arguments, "training.resume_from_checkpoint=true", "training.layer_decay=1") == 0
+    told = "".join(capsys.readouterr())
+    assert "trained was everything, at a rate of its own for each layer, is everything" in told

@@ -243,6 +243,14 @@ CONFLICTS: dict[tuple[str, str], list[str]] = {
         "training.ema_decay=0.9",
         RELEASE,
     ],
+    ("model.distillation", "model.ctc_loss_weight 1"): ["model.distillation=1", "model.ctc_loss_weight=1"],
+    ("model.distillation", "a NeMo model YAML as model.name"): ["model.distillation=1", "model.name=layout.yaml"],
+    ("training.l2_sp", "DeepSpeed"): ["training.l2_sp=1", "--strategy=zero2"],
+    ("training.l2_sp", "training.optimizer flash_adamw_gradient_release or cpu_offload_ao"): [
+        "training.l2_sp=1",
+        RELEASE,
+    ],
+    ("training.l2_sp", "model.dtype bfloat16"): ["training.l2_sp=1", "--strategy=bf16_full"],
     ("training.ema_device cpu", "FSDP"): [
         "training.ema_decay=0.9",
         "data.validation=v.jsonl",

@@ -115,6 +115,14 @@ def test_strategies_are_combined_as_one_more_row(planned):
     assert both["command"].endswith("--strategy adamw_8bit --strategy gradient_checkpointing")
 
 
+@pytest.mark.slow
+def test_the_frozen_base_is_a_part(planned, tiny_model):
+    asked = ("--gpu", "a100-80gb", "--gpus", "2", "--strategies", "ddp,zero3", f"model.name={tiny_model}")
+    rows = rows_of(planned(*asked, "model.distillation=1", "training.bf16=false"))
+    for name in ("ddp", "zero3"):  # whole on each GPU
+        assert rows[name]["parts_gib"]["base"] == pytest.approx(rows["ddp"]["parts_gib"]["parameters"], rel=0.01)
+
+
 def test_nothing_fits(planned, capsys):
     found = planned("--gpu-memory", "0.801GiB", "--strategies", "adamw,adamw_8bit", code=1)
     assert found["recommended"] is None
@@ -342,16 +350,18 @@ def test_where_none_fits_the_smallest_with_a_smaller_batch_is_named():
 
 
 @pytest.mark.slow
-def test_a_few_layers_stand_for_the_24_of_the_large_model(monkeypatch):
+@pytest.mark.parametrize("distillation", [0, 1])
+def test_a_few_layers_stand_for_the_24_of_the_large_model(monkeypatch, distillation):
     """Followed with two of the layers and at other batches, against all 24 of them followed at this one."""
     from finetune.tools.planning.follow import Follower
 
     run = ROOT / "finetune" / "configs" / "parakeet_tdt_0.6b_v3.yaml"
-    config, _ = load_config(run, [], [])
+    config, _ = load_config(run, [], [f"model.distillation={distillation}"])
     layout = read_layout(config.model.name)
     follower, kind = Follower(layout), kind_of(config)
     found = memory.measure(follower, kind, [30.0, 18.0, 9.0], 5.0)
     assert found.weights["parameters"] / 4 == pytest.approx(627e6, rel=0.02)
+    assert found.at(6, 20.0).peaks["base"].max() / 4 == pytest.approx(627e6 * distillation, rel=0.03)
     monkeypatch.setattr(memory, "FOLLOWED_WHOLE", 24)
     whole = memory.followed_step(follower, kind, 6, 20.0, found.tokens_of(20.0))
     expected = max(sum(phase.peak.values()) for phase in whole)

@@ -70,6 +70,8 @@ class Case:
     precision: str = "no"
     batches: int = 1
     ddp: bool = False
+    distillation: float = 0.0
+    """Not by the settings, which refuse it with random weights."""
 
 
 LAST_TWO = ("model.freeze_encoder=true", "model.unfreeze_encoder_layers=2")
@@ -82,6 +84,8 @@ CASES = {
     "partial_unfreeze": Case(LAST_TWO),
     "lora": Case(("model.lora_rank=8",)),
     "bf16 autocast": Case(precision="bf16"),
+    "distillation": Case(distillation=1.0),
+    "distillation, frozen encoder, bf16": Case(("model.freeze_encoder=true",), precision="bf16", distillation=1.0),
 }
 
 
@@ -111,18 +115,22 @@ def real_peak(config: Any, case: Case, clips: int, seconds: float, tokens: int) 
     from finetune.strategies.encoder import apply_encoder_options
     from finetune.strategies.optimizers import build_optimizer, parameter_groups
     from finetune.tools.planning.accounting import StepAccount
+    from finetune.training.run import freeze_base
 
     m = config.model
     model = load_model(m.name, m.tokenizer)
     prepare_for_training(model, spec_augment=False, dropout=m.dropout, freeze_batchnorm=m.freeze_batchnorm)
     apply_encoder_options(model, m)
     cast_parameters(model, getattr(torch, m.dtype))
+    base = freeze_base(model, m.name, grown=False) if m.distillation else None
     module = LossModule(
         model,
         sigma=m.sigma,
         omega=0.0,
         joint_memory_budget=m.joint_memory_budget,
         occupancy_threshold=m.occupancy_threshold,
+        frozen_base=base,
+        distillation=m.distillation,
     )
     optimizer = build_optimizer(config.training.optimizer, parameter_groups(model, {}, 1e-5, 0.01), {})
     module.train()
@@ -153,6 +161,7 @@ def real_peak(config: Any, case: Case, clips: int, seconds: float, tokens: int) 
         optimizer.zero_grad()
         step(batch(2, 1.0, 3))
     held = [p.grad for p in trained] if case.ddp else []
+    held += [*base.model.parameters(), *base.model.buffers()] if base is not None else []
     optimizer.zero_grad()
     inputs = batch(clips, seconds, tokens)
     with StepAccount(module, optimizer, held=held) as account:
@@ -187,7 +196,7 @@ def test_predicted_memory_is_that_of_real_steps(name, tmp_path, process_group):
         follower = Follower(layout)
         for case_name, case in CASES.items():
             settings = [*case.settings, f"training.gradient_accumulation_steps={case.batches}"]
-            config, _ = load_config(run, [], settings)
+            config = load_config(run, [], settings)[0].replaced({"model.distillation": case.distillation})
             kind = Kind(config.model, case.precision, releases=False, cuda=False)
             key = str(config.model), case.precision
             if key not in followed:

@@ -35,7 +35,7 @@ from finetune.data.overlap import EVALUATION_SETS, HeldOut, Overlap, hold_out
 from finetune.data.quarantine import BadUtterance, kind_of
 from finetune.data.reader import rows_from
 from finetune.data.retry import Unreachable, UnreadableShard
-from finetune.data.run_file import DEFAULT_SPLIT, train_limits, with_filters
+from finetune.data.run_file import DEFAULT_SPLIT, open_rehearsal, train_limits, training_keys, with_filters
 from finetune.data.shards import Row, Shard
 from finetune.data.sources import OpenSource, Source, open_source, parse_sources
 from finetune.data.utterances import LONGEST_TEXT, examine, read_samples, row_id, row_language, text_encoder
@@ -96,13 +96,13 @@ def work_on_data(
 
 
 def work_on_run_file(file: Path, overrides: list[str], folder: Path) -> Work:
-    """Inspect `data.train` of a run file with its filters, model and batches."""
+    """Inspect `data.train` and `data.rehearsal` of a run file with its filters, model and batches."""
     return _work_on(load_config(file, [], overrides)[0], "data.train", "train", folder)
 
 
 def _work_on(config: RunConfig, key: str, split: str, folder: Path) -> Work:
     d = config.data
-    sources = [open_source(s, key) for s in parse_sources(d.train, key, split)]
+    sources = [open_source(s, key) for s in parse_sources(d.train, key, split)] + open_rehearsal(d)
     root = check_root(d.root)
     options = StreamOptions(
         train_limits(config),
@@ -381,7 +381,7 @@ def inspect(work: Work, folder: Path, workers: int) -> dict[str, Any]:
         for language, own in texts.items()
     }
     found["said"] = [line for language, own in texts.items() for line in lines_about(language, own, len(texts))]
-    common = Overlap(work.held or HeldOut(), found["clips"])
+    common = Overlap(work.held or HeldOut(), found["clips"], trained=training_keys(work.sources))
     for file, (_, shard) in zip(files, work.shards, strict=True):
         for row, hits in json.loads(file.read_text(encoding="utf-8"))["in_common"]:
             common.add(hits, shard.place(row))

@@ -34,7 +34,7 @@ PROBE_SECONDS = 4.0
 SLOW_MIB_PER_SECOND = 50
 HUB_SECONDS = 4.0
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
-DATA_KEYS = ("train", "validation", "test", "guard")
+DATA_KEYS = ("train", "rehearsal", "validation", "test", "guard")
 
 
 def compatibility(wanted: Wanted) -> Iterator[Finding]:

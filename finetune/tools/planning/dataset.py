@@ -18,7 +18,7 @@ from finetune.data.options import StreamOptions
 from finetune.data.quarantine import BadUtterance
 from finetune.data.reader import group_sources
 from finetune.data.retry import Unreachable
-from finetune.data.run_file import count_clips, with_filters
+from finetune.data.run_file import count_clips, open_rehearsal, training_keys, with_filters
 from finetune.data.sources import open_source, parse_sources
 from finetune.data.storage import expand
 from finetune.data.survey import length_of, spread_rows
@@ -95,19 +95,23 @@ def data_of(
 
 
 def sample(config: RunConfig) -> tuple[float | None, float | None, float | None, str]:
-    """Return hours, mean seconds and tokens a second of data.train, from rows of all its parts, and a word on it.
+    """Return hours of an epoch, mean seconds and tokens a second of data.train, with its share of data.rehearsal, from
+    rows of all parts, and a word on it.
 
     Nothing is decoded, and only what lies on this machine is read. None: not known.
     """
     d = config.data
     try:
         named = parse_sources(d.train, "data.train", "train")
+        named += parse_sources(d.rehearsal, "data.rehearsal", "train") if d.rehearsal else []
         away = [source.path for source in named if not (os.path.exists(source.path) or _matches(source.path))]
         if away:
             return None, None, None, f"{away[0]} is not on this machine's disk"
-        sources = with_filters([open_source(source, "data.train") for source in named], d)
+        sources = [open_source(source, "data.train") for source in parse_sources(d.train, "data.train", "train")]
+        sources = with_filters(sources + open_rehearsal(d), d)
     except (UserError, OSError) as error:
         return None, None, None, f"data.train cannot be read: {error}"
+    trained = training_keys(sources)
     encoder, grouped = _encoder(config), group_sources(sources, d.max_samples)
     options = StreamOptions(limits=BatchLimits(), sample_rate=16_000, skip_samples=d.skip_samples)
     looked, kept, seconds, tokens = 0, 0, 0.0, 0
@@ -124,13 +128,13 @@ def sample(config: RunConfig) -> tuple[float | None, float | None, float | None,
                 text = normalize_text(text, source.source.text_normalization or d.text_normalization)
                 tokens += len(encoder.encode(text)) if encoder is not None else 0
     if not seconds:
-        return None, None, None, f"none of {looked} rows of data.train has a text and a length to train on"
+        return None, None, None, f"none of {looked} rows of {trained} has a text and a length to train on"
     clips = count_clips(sources, d.max_samples, d.skip_samples)
     of = "" if clips is None or looked > clips else f" of {clips:,}"  # a mixture's pass may have fewer
     hours = None if clips is None else clips * kept / looked * seconds / kept / 3600
     # Rounded, so that a step which was followed with them is found again.
     rate = round(tokens / seconds, 1) if tokens else None
-    return hours, seconds / kept, rate, f"from {looked:,}{of} rows of data.train"
+    return hours, seconds / kept, rate, f"from {looked:,}{of} rows of {trained}"
 
 
 def _matches(path: str) -> bool:

@@ -36,8 +36,9 @@ class Weights:
     optimizer_on_host: float
     optimizer_step: float = 0.0
     """What a step takes beside all others."""
-    ema: float = 0.0
-    """The moving average beside the weights, as whole as they are; counted with the optimizer's states."""
+    beside: float = 0.0
+    """The moving average and the start of L2-SP, beside the weights and as whole as they are; counted with the
+    optimizer's states."""
     ema_on_host: float = 0.0
     gradient_copies: float = 1.0
     """2 where DDP's buckets lie idle beside gradients that are exchanged otherwise."""
@@ -108,7 +109,7 @@ def peak_of_step(step: Step, weights: Weights, engine: Engine, accumulates: bool
     elif engine.shares_out:
         parts |= _shared_by_zero(parts, weights, engine)
     else:
-        parts["optimizer"] = np.array(weights.optimizer + weights.ema)
+        parts["optimizer"] = np.array(weights.optimizer + weights.beside)
     phase = int(np.argmax(sum(parts.values())))
     return {name: float(np.broadcast_to(sizes, in_step.shape)[phase]) for name, sizes in parts.items()}
 
@@ -119,7 +120,7 @@ def _shared_by_fsdp(parts: dict[str, np.ndarray], weights: Weights, engine: Engi
     gathered = min(weights.around_layers + LAYERS_GATHERED * weights.layer, weights.parameters)
     on_their_way = min(LAYERS_GATHERED * weights.layer, weights.trained)
     return {
-        "optimizer": np.array(own * (weights.optimizer + weights.ema)),
+        "optimizer": np.array(own * (weights.optimizer + weights.beside)),
         "parameters": parts["parameters"] - weights.parameters + own * weights.parameters + gathered,
         "gradients": own * parts["gradients"] + on_their_way * (parts["gradients"] > 0),
     }
@@ -136,7 +137,7 @@ def _shared_by_zero(parts: dict[str, np.ndarray], weights: Weights, engine: Engi
     # Stage 1 keeps whole gradients, the others those of their own part, which they fill while backward runs.
     gradients = parts["gradients"] * (1.0 if stage == 1 else own)
     return {
-        "optimizer": np.array(own * weights.optimizer + weights.ema),  # the average is whole, as ZeRO-2's weights
+        "optimizer": np.array(own * weights.optimizer + weights.beside),  # the average is whole, as ZeRO-2's weights
         "parameters": parameters,
         "gradients": gradients + FLOAT * engine.bucket_elements * engine.buckets,
     }
@@ -147,5 +148,5 @@ def host_bytes(weights: Weights, engine: Engine) -> float:
     if not engine.offloads:
         return weights.optimizer_on_host + weights.ema_on_host
     masters = 2 * FLOAT * weights.trained_elements / engine.shards  # and their gradients
-    ema = weights.ema / engine.shards if engine.name.startswith("fsdp") else 0.0  # where the shards are
+    ema = weights.beside / engine.shards if engine.name.startswith("fsdp") else 0.0  # where the shards are
     return weights.optimizer / engine.shards + masters + ema + weights.ema_on_host

@@ -21,9 +21,11 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from finetune.config.schema import ModelConfig
+from finetune.models.frozen_base import FrozenBase
 from finetune.models.look_ahead import training_contexts
 from finetune.models.loss_module import LossModule
-from finetune.models.nemo import cast_parameters, prepare_for_training
+from finetune.models.nemo import cast_parameters, ctc_loss_weight, prepare_for_training
+from finetune.strategies.attention import use_scaled_dot_product_attention
 from finetune.strategies.encoder import apply_encoder_options
 from finetune.tools.planning.accounting import TensorAccount
 from finetune.tools.planning.cuda_kernels import CudaKernels, backward
@@ -31,11 +33,12 @@ from finetune.tools.planning.layout import Layout, Skeleton
 from finetune.tools.planning.worst_case import worst_case
 
 # weight_copies: of autocast; weight_gradients: not yet complete; encoder: its activations; joint: with prediction
-# network and loss.
+# network and loss; base: weights of the frozen base.
 PARTS: tuple[str, ...] = (
     *("parameters", "weight_copies", "gradients", "weight_gradients"),
-    *("encoder", "joint", "temporary"),
+    *("encoder", "joint", "temporary", "base"),
 )
+BASE_FORWARD = "base forward"
 Parts = dict[str, float]
 """Bytes by part."""
 WORK: tuple[str, ...] = ("flops_16", "flops_32", "bytes", "launches")
@@ -134,8 +137,8 @@ class PhaseAccount(TensorAccount):
         """Keep apart what grows with the model and not with the batch: autocast's copies of weights, gradients."""
         if func is torch.ops.aten._to_copy.default:
             known = self._part_of.get(args[0].untyped_storage()._cdata)
-            if known is not None and known[0] in ("parameters", "weight_gradients"):
-                return "weight_copies" if known[0] == "parameters" else "weight_gradients"
+            if known is not None and known[0] in ("parameters", "weight_gradients", "base"):
+                return "weight_copies" if known[0] == "parameters" else known[0]
         if self.new == "temporary" and tuple(tensor.shape) in self.weights:
             return "weight_gradients"
         return self.new
@@ -162,6 +165,7 @@ class Follower:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.skeleton = Skeleton(layout)
         self.models: dict[tuple[str, int], Skeleton] = {}
+        self.bases: dict[tuple[str, int], FrozenBase] = {}
         self.loss_slopes: dict[tuple[Any, ...], dict[str, float]] = {}
         """Of memory.py, by what they depend on."""
         self.block_cells = 1
@@ -185,6 +189,22 @@ class Follower:
             self.models[key] = model._apply(self.mode.from_tensor)
         return self.models[key]
 
+    def base(self, kind: Kind, depth: int) -> FrozenBase | None:
+        """Return the frozen base with `depth` layers, where the options ask for one: as the model, with nothing on it
+        that counts in training only."""
+        m = kind.options
+        if not m.distillation or ctc_loss_weight(self.model(kind, depth)) == 1:
+            return None
+        key = (f"{m.dtype} {m.scaled_dot_product_attention}", depth)
+        if key not in self.bases:
+            model = self.skeleton.deepen(depth)
+            if m.scaled_dot_product_attention:
+                use_scaled_dot_product_attention(model)
+            cast_parameters(model, getattr(torch, m.dtype))
+            model.eval().requires_grad_(False)
+            self.bases[key] = FrozenBase(model._apply(self.mode.from_tensor), m.name)
+        return self.bases[key]
+
     def follow(
         self,
         kind: Kind,
@@ -199,7 +219,7 @@ class Follower:
         Args:
             loss: stands in for the transducer's.
         """
-        model, m = self.model(kind, depth), kind.options
+        model, base, m = self.model(kind, depth), self.base(kind, depth), kind.options
         block_sizes: list[int] = []
         module = LossModule(
             model,
@@ -209,6 +229,8 @@ class Follower:
             occupancy_threshold=m.occupancy_threshold,
             joint_memory_budget=m.joint_memory_budget,
             length_bucket=m.compile_bucket if m.compile else 0.0,
+            frozen_base=base,
+            distillation=m.distillation,
             operations=worst_case(clips, tokens, kind.cuda, block_sizes),
         )
         module.loss = loss or module.loss
@@ -226,6 +248,10 @@ class Follower:
 
         hooks = [p.register_post_accumulate_grad_hook(gradient_complete) for p in trained]
         hooks += _mark_phases(account, model)
+        if base is not None:
+            hooks.append(
+                base.model.encoder.register_forward_pre_hook(lambda *_: account.enter(BASE_FORWARD, "temporary"))
+            )
         try:
             with self.mode:
                 batch = (
@@ -236,6 +262,8 @@ class Follower:
                 )
                 account.add(model.buffers(), "parameters")
                 account.add((p.detach() for p in model.parameters()), "parameters")
+                if base is not None:
+                    account.add((x.detach() for x in (*base.model.parameters(), *base.model.buffers())), "base")
                 account.enter("spectrogram", "encoder")
                 with account, kernels:
                     with torch.autocast("cpu", precision, enabled=precision is not None):

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from finetune.tools.planning.follow import PARTS, WORK, Follower, Kind, Parts, Phase
+from finetune.models.protocols import AsrModel
+from finetune.tools.planning.follow import BASE_FORWARD, PARTS, WORK, Follower, Kind, Parts, Phase
 from finetune.tools.planning.optimizer_memory import ParameterShape, StateBytes, state_bytes
 
 GROWS_WITH_CLIPS = ("encoder", "joint", "temporary")
@@ -112,6 +113,7 @@ def measure(follower: Follower, kind: Kind, lengths: list[float], tokens_a_secon
     m = kind.options
     # What a clip adds to the loss is the same for all that share head, precision and texts.
     key = (kind.precision, kind.cuda, m.dtype, m.dropout, m.joint_memory_budget, tuple(lengths), tokens_a_second)
+    key += (m.distillation > 0,)
     if key not in follower.loss_slopes:
         follower.loss_slopes[key] = {
             name: (b.peak.get("joint", 0.0) - a.peak.get("joint", 0.0)) / CLIPS
@@ -169,15 +171,19 @@ def followed_step(follower: Follower, kind: Kind, clips: int, seconds: float, to
         bottom: gradients,
         "step": gradients,
     }
-    layer = follower.model(kind, _depth(follower, kind)).encoder.layers[first]
-    weights = sum(x.numel() * x.element_size() for x in (*layer.parameters(), *layer.buffers()))
+    depth, base = _depth(follower, kind), follower.base(kind, _depth(follower, kind))
+    left_out = (times - 1) * len(stand_ins)
+    weights = left_out * _layer_bytes(follower.model(kind, depth), first)
+    of_base = 0.0 if base is None else left_out * _layer_bytes(base.model, first)
     added: Parts = {}
     whole = []
     for phase in phases:
         added = changes.get(phase.name, added)
-        more = {**added, "parameters": (times - 1) * len(stand_ins) * weights}
+        more = {**added, "parameters": weights, "base": of_base}
         found = re.fullmatch(r"(?:forward|backward) of layer (\d+)", phase.name)
         repeated = times if found and int(found[1]) in stand_ins else 1.0
+        if phase.name == BASE_FORWARD:  # all its layers, which do nearly all of the work
+            repeated = follower.layout.layers / depth
         whole.append(
             replace(
                 phase,
@@ -187,6 +193,11 @@ def followed_step(follower: Follower, kind: Kind, clips: int, seconds: float, to
             )
         )
     return whole
+
+
+def _layer_bytes(model: AsrModel, number: int) -> int:
+    layer = model.encoder.layers[number]
+    return sum(x.numel() * x.element_size() for x in (*layer.parameters(), *layer.buffers()))
 
 
 def _sum(a: Parts, b: Parts) -> Parts:

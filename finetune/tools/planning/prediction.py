@@ -39,6 +39,7 @@ SHOWN = {
     "encoder": ("encoder",),
     "joint": ("joint",),
     "temporary": ("temporary", "weight_gradients"),
+    "base": ("base",),
 }
 """Parts as they are shown, and what is in them."""
 # The fastest first; the first that fits is recommended.
@@ -121,12 +122,13 @@ class Predictor:
         self.layout, self.memory = layout, memory
         states = optimizer_bytes(memory, t.optimizer, dict(t.optimizer_args))
         ema = FLOAT * memory.weights["trained_elements"] if t.ema_decay else 0.0
+        start = memory.weights["trained"] if t.l2_sp else 0.0
         self.weights = Weights(
             **memory.weights,
             optimizer=states.device,
             optimizer_on_host=states.host,
             optimizer_step=step_bytes(t.optimizer, memory.shapes),
-            ema=0.0 if t.ema_device == "cpu" else ema,
+            beside=start + (0.0 if t.ema_device == "cpu" else ema),
             ema_on_host=ema if t.ema_device == "cpu" else 0.0,
         )
         self.accumulates = t.gradient_accumulation_steps > 1

@@ -5,8 +5,8 @@ from pathlib import Path
 from finetune.tools.planning.dataset import Data
 from finetune.tools.planning.prediction import SHOWN, Plan, Row
 
-COLOURS = ("#4477aa", "#66ccee", "#ee6677", "#ccbb44", "#228833", "#bbbbbb")
-LABELS = ("weights", "gradients", "optimizer states", "encoder activations", "joint and loss", "temporary")
+COLOURS = ("#4477aa", "#66ccee", "#ee6677", "#ccbb44", "#228833", "#bbbbbb", "#aa3377")
+LABELS = ("weights", "gradients", "optimizer states", "encoder activations", "joint and loss", "temporary", "base")
 LEGEND = """\
 clips: of one forward pass of one GPU, as the run file says, of the longest length unless another is given; most
 clips: as many as fit; most s: audio of a batch that fits whatever the length of its clips (data.batch_duration)"""
@@ -53,7 +53,7 @@ def table(plan: Plan) -> str:
 
 def _columns(plan: Plan, rows: list[Row]) -> list[str]:
     scale, unit = _unit(rows)
-    heads = ["strategy", "fits", f"peak {unit}", "weights", "grads", "states", "encoder", "loss", "temp"]
+    heads = ["strategy", "fits", f"peak {unit}", "weights", "grads", "states", "encoder", "loss", "temp", "base"]
     cells = [[*heads, "clips", "most clips", "most s", "s/step", "hours"]]
     for row in rows:
         length = "" if row.batch_seconds == plan.data.longest else f" x {row.batch_seconds:g} s"
@@ -62,7 +62,7 @@ def _columns(plan: Plan, rows: list[Row]) -> list[str]:
                 ("> " if row.strategy == plan.recommended else "  ") + row.strategy + ("" if row.followed else " *"),
                 "yes" if row.fits else "no",
                 f"{_peak(row) * scale:.1f}",
-                *(f"{row.parts_gib[part] * scale:.1f}" for part in SHOWN),
+                *("" if _is_absent(row, part) else f"{row.parts_gib[part] * scale:.1f}" for part in SHOWN),
                 f"{row.batch}{length}",
                 str(row.max_batch),
                 f"{row.max_batch_duration:.0f}",
@@ -94,6 +94,8 @@ def draw(plan: Plan, path: Path) -> None:
     fig, axis = plt.subplots(figsize=(10, 1.4 + 0.28 * len(shown)), layout="constrained")
     left = [0.0] * len(shown)
     for part, colour, label in zip(SHOWN, COLOURS, LABELS, strict=True):
+        if all(_is_absent(row, part) for row in shown):
+            continue
         sizes = [row.parts_gib[part] * scale for row in shown]
         axis.barh([row.strategy for row in shown], sizes, left=left, color=colour, label=label)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
@@ -112,6 +114,11 @@ def draw(plan: Plan, path: Path) -> None:
 def _possible(plan: Plan) -> list[Row]:
     """Return the rows with figures, from the least memory to the most."""
     return sorted((row for row in plan.strategies if row.fits is not None), key=_peak)
+
+
+def _is_absent(row: Row, part: str) -> bool:
+    """Return whether it is the frozen base of a run that has none."""
+    return part == "base" and not row.parts_gib[part]
 
 
 def _peak(row: Row) -> float:

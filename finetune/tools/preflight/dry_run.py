@@ -18,12 +18,13 @@ from accelerate import Accelerator
 from finetune.callbacks.defaults import add_step_callbacks
 from finetune.config.schema import RunConfig
 from finetune.data.filters import in_words
+from finetune.data.guard_halves import few_words, measure_halves
 from finetune.data.normalization import normalize_text
 from finetune.data.overlap import find_overlap, warnings_about
 from finetune.data.quarantine import BadUtterance, Reasons, Record, exceeds_bad_fraction, kind_of
 from finetune.data.reader import group_sources
 from finetune.data.retry import Unreachable
-from finetune.data.run_file import with_filters
+from finetune.data.run_file import new_sources, with_filters
 from finetune.data.sources import OpenSource
 from finetune.data.survey import length_of, spread_rows
 from finetune.data.utterances import text_encoder
@@ -70,6 +71,8 @@ def dry_run(config: RunConfig, strategy: Strategy, observe: Callable[[Trainer], 
         opened = attempt("sources", parts.open_sources)
         if opened and len(parts.sources) > 1:
             attempt("overlap", parts.compare_splits)
+        if opened and config.data.guard_limit is not None:
+            attempt("guard", parts.halve_guard)
         loaded = attempt("model", parts.load_model)
         if opened and loaded:
             attempt("tokenizer", parts.encode_texts)
@@ -130,7 +133,10 @@ class DryRun:
 
     def open_sources(self) -> Found:
         self.sources = run.open_sources(self.settings)
-        rows = {key: count_rows(opened) for key, opened in self.sources.items()}
+        opened = {**self.sources, "train": new_sources(self.sources["train"])}
+        if rehearsal := self.sources["train"][len(opened["train"]) :]:
+            opened["rehearsal"] = rehearsal
+        rows = {key: count_rows(sources) for key, sources in opened.items()}
         line = ", ".join(f"{key} {'an unknown number of' if n is None else f'{n:,}'} rows" for key, n in rows.items())
         return line, {"rows": rows}
 
@@ -153,6 +159,18 @@ class DryRun:
         clips, texts = (sum(one[kind] for one in sets) for kind in ("same_clips", "same_texts"))
         line = f"{found.scope()}: {clips or 'no'} equal clips, {texts or 'no'} equal texts"
         return line, sets, warnings
+
+    def halve_guard(self) -> Found:
+        """Cut data.guard in two, as data.guard_limit needs it.
+
+        Raises:
+            UserError: a half is empty.
+        """
+        guard, limit = self.sources["guard"], self.settings.data.max_eval_samples
+        found = on_main(lambda: measure_halves(guard, limit, OVERLAP_SECONDS_WITH_AUDIO))
+        for text in few_words(found):
+            self.warn(text)
+        return str(found), {"words": found.words, "texts": found.texts}
 
     def load_model(self) -> Found:
         self.model = run.build_model(self.accelerator, self.settings, self.sources)
@@ -249,7 +267,7 @@ class DryRun:
             raise UserError(f"{line}. {problem}", exit_code=1)
         for text in (*warnings, *filter(None, [problem])):
             self.warn(text)
-        return line.removeprefix("data.train: "), vars(found)
+        return line.removeprefix("data.train: ").replace("\n", "; "), vars(found)
 
     def decode_clips(self) -> Found:
         """Take the first utterances through the run's own stream and workers.

@@ -14,6 +14,7 @@ from finetune.durable_files import write_text
 from finetune.errors import UserError
 from finetune.security.safe_text import lines
 from finetune.tools.report.formats import text_of
+from finetune.tools.report.guard_plot import draw_guard_plot, points_of
 from finetune.tools.report.plots import Plot
 from finetune.tools.report.read import read_run
 
@@ -102,7 +103,8 @@ def _plotly() -> str:
 
 
 def write_run_page(folder: Path, path: Path | None = None) -> Path:
-    """Write the page of a run, finished or not; by default report.html in its folder.
+    """Write the page of a run, finished or not; by default report.html in its folder, with data.guard_limit guard.svg
+    beside it.
 
     Raises:
         UserError: the folder is not that of a run, or the page cannot be written.
@@ -111,6 +113,11 @@ def write_run_page(folder: Path, path: Path | None = None) -> Path:
 
     run = read_run(folder)
     values, plots = run_values(run)
+    if path is None and (points := points_of(run)):
+        try:
+            draw_guard_plot(points, run.highest_guard_wer, folder / "guard.svg")
+        except OSError as error:
+            raise UserError(f"{folder / 'guard.svg'} cannot be written: {error}.") from error
     return write_page("run.html", path or folder / "report.html", f"Run {run.name}", plots, **values)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from finetune.data.guard_halves import CHOICE
 from finetune.security.safe_text import one_line
 from finetune.tools.report.read import Run, number
 
@@ -145,6 +146,11 @@ def wer_plot(run: Run, split: str) -> Plot | None:
     return plot
 
 
+def has_guard_curve(run: Run, split: str) -> bool:
+    """Return whether data.guard or its half was evaluated after step 0."""
+    return any(row["step"] for row in run.curve_rows(split))
+
+
 def run_curves(run: Run) -> list[Plot | None]:
     """Return the plots of a run over its steps."""
     rows = run.metrics
@@ -166,7 +172,8 @@ def run_curves(run: Run) -> list[Plot | None]:
             "loss", "Training loss", "loss", single("loss", "loss"), "Mean over the steps between two points."
         ),
         wer_plot(run, "validation"),
-        wer_plot(run, "guard") if any(row["step"] for row in run.curve_rows("guard")) else None,
+        wer_plot(run, "guard") if has_guard_curve(run, "guard") and not run.rows(CHOICE) else None,
+        wer_plot(run, CHOICE) if has_guard_curve(run, CHOICE) else None,
         curves_plot(
             "rates",
             "Learning rates",

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from finetune.config.guard_limit import ROUNDING, parse_guard_limit
+from finetune.data.guard_halves import CHOICE
 from finetune.errors import UserError
 from finetune.paths import near_path
 from finetune.security.documents import parse_json, parse_yaml
 from finetune.security.secrets import clean, known_secrets
 
 EXAMPLES = 3
-SPLITS = ("train", "validation", "test", "guard")
+SPLITS = ("train", "rehearsal", "validation", "test", "guard")
 
 
 @dataclass
@@ -177,9 +179,28 @@ class Run:
         if not found:
             rows = self.rows(split)
             whole = [row for row in rows if row.get("language") is None and row.get("wer") is not None]
+            if split == "validation" and self.highest_guard_wer is not None:
+                guard = {row["step"]: row.get("wer") for row in self.rows(CHOICE) if row.get("language") is None}
+                whole = [row for row in whole if self.keeps_limit(row["step"], number(guard.get(row["step"])))]
             step = min(whole, key=lambda row: (row["wer"], row["step"]))["step"] if whole else None
             found = [row for row in rows if row["step"] == step]
         return {row.get("language"): row for row in found}
+
+    @property
+    def highest_guard_wer(self) -> float | None:
+        """The highest WER on guard_choice that keeps data.guard_limit; None without one, or without a base model."""
+        rows = [row for row in self.rows(CHOICE) if row["step"] == 0 and row.get("language") is None]
+        base = number(rows[0].get("wer")) if rows else None
+        try:
+            limit = parse_guard_limit(str(self.setting("data", "guard_limit")))
+        except ValueError:  # there is none
+            return None
+        return None if base is None else limit.highest(base)
+
+    def keeps_limit(self, step: float, wer: float | None) -> bool:
+        """Return whether a model keeps data.guard_limit with this WER on guard_choice; the base model does."""
+        highest = self.highest_guard_wer
+        return step == 0 or (wer is not None and highest is not None and wer <= highest + ROUNDING)
 
     def rates(self, split: str) -> dict[str | None, Rates]:
         """Error rates of the base model and of the best one by language; None, for all of them, comes first."""

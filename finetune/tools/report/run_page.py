@@ -9,6 +9,7 @@ import yaml
 from finetune.evaluation.significance import describe_difference
 from finetune.tools.report import plots
 from finetune.tools.report.formats import change, duration, gib, hours, millions, percent, speed, text_of
+from finetune.tools.report.guard_plot import guard_plot, points_of
 from finetune.tools.report.plots import Plot
 from finetune.tools.report.read import SPLITS, Run, number
 
@@ -17,6 +18,7 @@ LISTED_CLIPS, LISTED_REASONS = 100, 50
 AUDIO_BYTES = 3_000_000  # of all clips together, as text
 AUDIO_SECONDS = 20  # that errors-SPLIT.json keeps of an utterance
 WEIGHTS = {"ema": "moving average of the weights, ", "average": "mean of evaluated states, "}
+LIMIT_RATES = {"validation_wer": "validation", "guard_wer": "guard_choice"}
 NAVIGATION = [
     ("result", "Result"),
     ("run", "The run"),
@@ -43,6 +45,7 @@ class Tile(NamedTuple):
 def run_values(run: Run) -> tuple[dict[str, Any], list[Plot | None]]:
     """Return the values of a run's page, and its plots."""
     curves = plots.run_curves(run)
+    guard = guard_plot(points_of(run), run.highest_guard_wer)
     memory, bar = predicted_memory(run)
     lengths = plots.lengths_plot(run)
     model = run.folder / "model.nemo"
@@ -56,6 +59,7 @@ def run_values(run: Run) -> tuple[dict[str, Any], list[Plot | None]]:
         "languages": language_rows(run),
         "notes": result_notes(run),
         "what_was_run": what_was_run(run),
+        "guard_plot": guard,
         "curve_plots": curves,
         "memory": memory,
         "memory_bar": bar,
@@ -72,13 +76,15 @@ def run_values(run: Run) -> tuple[dict[str, Any], list[Plot | None]]:
         "config_yaml": config if run.config else "# config.yaml is missing",
         "versions": (run.environment.get("versions") or {}).items(),
     }
-    return values, [*curves, bar, lengths]
+    return values, [guard, *curves, bar, lengths]
 
 
 def status(run: Run) -> str:
     """Return how far the run is, in a sentence or two."""
     if run.finished:
         took = duration(number(run.summary.get("wall_seconds")))
+        if why := run.summary.get("diverged"):
+            return f"Stopped after {text_of(run.summary.get('steps'))} steps in {took}: {why}"
         return f"Done: {text_of(run.summary.get('steps'))} steps in {took}."
     total = run.environment.get("total_steps")
     so_far = f"step {run.step:,}" + (f" of {total:,}" if isinstance(total, int) else "")
@@ -102,7 +108,8 @@ def tiles(run: Run) -> list[Tile]:
     ]
     if run.finished and guard.wer_after is not None:
         found.append(rate_tile("WER on guard", guard.wer_after, guard.wer_before))
-    weights = WEIGHTS.get(s.get("best_weights", ""), "")
+    best = str(s.get("best_weights", ""))
+    weights = WEIGHTS.get(best, f"{best} from the base model, " if best.startswith("way ") else "")
     return [
         *found,
         Tile("Best step", text_of(run.best_step), f"{weights}chosen by WER on validation"),
@@ -156,13 +163,39 @@ def result_notes(run: Run) -> list[str]:
             within = f", 95 % interval {100 * interval[0]:.2f} to {100 * interval[1]:.2f}" if interval else ""
             changed = describe_difference(test, "significantly better", "significantly worse")
             notes.append(f"On {split} WER is {percent(test['wer_b'])} %{within}; against the base model: {changed}.")
+    if limit := run.summary.get("guard_limit"):
+        notes += limit_notes(limit)
     rates = run.rates(run.judged_on)[None]
     if rates.wer_after is not None and rates.wer_before is None:
         notes.append("The base model was not measured (training.eval_on_start).")
     if run.setting("data", "allow_overlap"):
         notes.append("Clips of the training data were allowed in the evaluation sets (data.allow_overlap).")
     if run.finished and run.summary.get("best_step") == 0:
-        notes.append("No evaluation was better than the base model: model.nemo is the base model.")
+        without = ", or none kept data.guard_limit" if limit else ""
+        notes.append(f"No evaluation was better than the base model{without}: model.nemo is the base model.")
+    return notes
+
+
+def limit_notes(limit: dict[str, Any]) -> list[str]:
+    """Return whether data.guard_limit was kept on both halves of data.guard, and what it cost."""
+    halves = (("guard_choice, which chose", "choice"), ("guard, which did not choose", "test"))
+    highest = {"choice": limit.get("highest_wer"), "test": limit.get("test_highest_wer")}
+    notes = []
+    for name, key in halves:
+        wer, changed = limit.get(f"{key}_wer"), limit.get(f"{key}_change")
+        if wer is None or highest[key] is None:
+            continue
+        kept = limit.get("kept" if key == "choice" else "test_kept")
+        interval = (changed or {}).get("difference_interval")
+        within = f" ({100 * interval[0]:+.2f} to {100 * interval[1]:+.2f} points, 95 % interval)" if interval else ""
+        notes.append(
+            f"The limit {limit.get('limit')} is {'kept' if kept else 'not kept'} on {name}: "
+            f"WER {percent(wer)} %{within}, {percent(highest[key])} % at most."
+        )
+    free = limit.get("best_without_limit") or {}
+    if free and not free.get("kept"):
+        rates = [f"{percent(free.get(key))} % on {on}" for key, on in LIMIT_RATES.items()]
+        notes.append(f"Without the limit step {free.get('step')} would be the best: WER {', '.join(rates)}.")
     return notes
 
 

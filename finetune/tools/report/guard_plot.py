@@ -1,0 +1,154 @@
+"""The picture of a limit on data.guard: WER on the new data against WER on the guard, a point for each model."""
+
+import html
+import io
+from pathlib import Path
+from typing import Any
+
+from finetune.data.guard_halves import CHOICE
+from finetune.durable_files import write_text
+from finetune.security.safe_text import one_line
+from finetune.tools.report.plots import Plot
+from finetune.tools.report.read import Run, number
+
+HEIGHT = 420  # pixels
+NAMED_POINTS = 30
+"""Above so many, only the base model, the taken one and those with names of their own are named in the file."""
+KINDS = {"step": "of a step", "other": "averaged or between", "base": "base model", "taken": "taken"}
+MARKS = {
+    "step": ("circle", "o", 8),
+    "other": ("diamond", "D", 9),
+    "base": ("square", "s", 10),
+    "taken": ("star", "*", 15),
+}
+COLOURS = {"step": "@0", "other": "@2", "base": "@muted", "taken": "@1"}
+FILE_COLOURS = {"step": "#4477aa", "other": "#228833", "base": "#777777", "taken": "#ee6677"}
+TITLE = "Error rates on new data and on the guard"
+AXES = "WER on validation, %", "WER on guard_choice, %"
+
+Point = dict[str, Any]
+"""`name`, `x` and `y` (WERs as fractions), `kind` (a key of KINDS)."""
+
+
+def points_of(run: Run) -> list[Point]:
+    """Return a point for each model of a run that was evaluated on both; the base model's first."""
+    found: dict[tuple[float, str], dict[str, float]] = {}
+    for row in run.evaluations:
+        wer = number(row.get("wer"))
+        if row.get("language") is None and row.get("model") != "best" and wer is not None:
+            found.setdefault((row["step"], row.get("weights", "raw")), {})[row["split"]] = wer
+    whole = {key: wers for key, wers in found.items() if CHOICE in wers and "validation" in wers}
+    taken = _taken(run, whole)
+    return [
+        {
+            "name": _name(*key),
+            "x": wers["validation"],
+            "y": wers[CHOICE],
+            "kind": "taken" if key == taken else "base" if key[0] == 0 else _kind(key[1]),
+        }
+        for key, wers in whole.items()
+    ]
+
+
+def _taken(run: Run, models: dict[tuple[float, str], dict[str, float]]) -> tuple[float, str] | None:
+    """Return which model is the best one; before the end, so far."""
+    if run.finished:
+        best = (run.summary.get("best_step"), run.summary.get("best_weights", "raw"))
+        return next((key for key in models if key == best), None)
+    kept = [key for key, wers in models.items() if run.keeps_limit(key[0], wers[CHOICE])]
+    return min(kept, key=lambda key: models[key]["validation"], default=None)
+
+
+def _kind(weights: str) -> str:
+    return "step" if weights in ("raw", "ema") else "other"
+
+
+def _name(step: float, weights: str) -> str:
+    if step == 0:
+        return "base model"
+    if _kind(weights) == "other":
+        return weights
+    return f"step {int(step)}" + (f" ({weights})" if weights != "raw" else "")
+
+
+def guard_plot(points: list[Point], highest: float | None, axes: tuple[str, str] = AXES) -> Plot | None:
+    """Return the plot for a page; None without a point.
+
+    Args:
+        points: of all models.
+        highest: WER on the guard that keeps the limit, drawn as a line; None: no limit.
+        axes: what both rates are of.
+    """
+    if not points:
+        return None
+    traces = []
+    for kind, name in KINDS.items():
+        own = [p for p in points if p["kind"] == kind]
+        mark, _, size = MARKS[kind]
+        trace = {
+            "type": "scatter",
+            "name": name,
+            "mode": "markers" if kind == "step" and len(own) > NAMED_POINTS else "markers+text",
+            "x": [100 * p["x"] for p in own],
+            "y": [100 * p["y"] for p in own],
+            "text": [html.escape(one_line(p["name"])) for p in own],
+            "textposition": "top center",
+            "hovertemplate": "%{text}: %{x:.2f}, %{y:.2f}",
+            "marker": {"color": COLOURS[kind], "symbol": mark, "size": size},
+        }
+        traces += [trace] * bool(own)
+    layout: dict[str, Any] = {
+        "xaxis": {"title": {"text": axes[0]}},
+        "yaxis": {"title": {"text": axes[1]}},
+        "hovermode": "closest",
+        "height": HEIGHT,
+    }
+    note = "Down and left is better."
+    if highest is not None:
+        line = {"color": "@grid-strong", "width": 1.5, "dash": "dash"}
+        at = {"xref": "paper", "x0": 0, "x1": 1, "y0": 100 * highest, "y1": 100 * highest}
+        layout["shapes"] = [{"type": "line", **at, "line": line}]
+        label = {"xref": "paper", "x": 1, "xanchor": "right", "y": 100 * highest, "yanchor": "bottom"}
+        layout["annotations"] = [{**label, "text": f"limit, {100 * highest:.2f}", "showarrow": False}]
+        note += f" A model above the dashed line, {100 * highest:.2f} %, does not keep the limit."
+    rows = [[p["name"], 100 * p["x"], 100 * p["y"], KINDS[p["kind"]]] for p in points]
+    return Plot("guard", TITLE, traces, layout, ["model", *axes, ""], rows, note)
+
+
+def draw_guard_plot(
+    points: list[Point], highest: float | None, path: Path, axes: tuple[str, str] = AXES, title: str = TITLE
+) -> None:
+    """Write the plot as an SVG file; arguments as of `guard_plot`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    # Equal figures make equal files. Without pyplot: a training process may draw in other places as well.
+    with mpl.rc_context({"svg.hashsalt": "guard", "svg.fonttype": "path"}):
+        figure = Figure(figsize=(8, 5.5), layout="constrained")
+        axis = figure.add_subplot()
+        for kind, name in KINDS.items():
+            own = [p for p in points if p["kind"] == kind]
+            if not own:
+                continue
+            _, mark, size = MARKS[kind]
+            x, y = [100 * p["x"] for p in own], [100 * p["y"] for p in own]
+            axis.scatter(x, y, s=size**2, c=FILE_COLOURS[kind], marker=mark, label=name, zorder=3)
+            for p in own if kind != "step" or len(own) <= NAMED_POINTS else []:
+                at = (100 * p["x"], 100 * p["y"])
+                name = one_line(p["name"]).replace("$", r"\$")  # matplotlib reads formulas in it
+                axis.annotate(name, at, xytext=(6, 5), textcoords="offset points", fontsize=8)
+        if highest is not None:
+            axis.axhline(100 * highest, color="#555555", linestyle="--", label=f"limit, {100 * highest:.2f} %")
+        axis.set_xlabel(axes[0])
+        axis.set_ylabel(axes[1])
+        axis.set_title(title)
+        axis.grid(alpha=0.3)
+        axis.margins(0.12)
+        axis.legend()
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    write_text(path, file.getvalue())

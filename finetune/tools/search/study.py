@@ -1,0 +1,242 @@
+"""The study: trials one after the other, resumable, and shared where several machines use one storage."""
+
+import contextlib
+import fcntl
+import json
+import logging
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import SQLAlchemyError
+
+from finetune.config.redaction import without_secrets
+from finetune.config.schema import RunConfig, option_of, schema_fields
+from finetune.durable_files import write_json
+from finetune.errors import UserError
+from finetune.security.safe_text import one_line
+from finetune.security.secrets import clean_text, clean_urls, known_secrets
+from finetune.tools.report.read import read_mapping
+from finetune.tools.search.space import Parameter
+from finetune.tools.search.trials import TRAIN
+
+log = logging.getLogger(__name__)
+
+STARTUP = 5
+"""Trials that are drawn at random, and as many that have to be done before one is stopped early."""
+GUESSES = (3.0, 1 / 3)
+"""Factors of the learning rate that are tried first: it matters most, and its right size is rarely known."""
+HEARTBEAT, GRACE = 60, 300  # seconds
+UNIMPORTANT_GROUPS = ("checkpoints", "logging", "ranks")
+UNIMPORTANT = {
+    *("data.test", "training.dataloader_num_workers", "training.dataloader_prefetch_factor"),
+    *("training.dataloader_pin_memory", "training.num_threads"),
+}
+"""Settings that two versions of a run file may differ in without being another search."""
+FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
+
+
+@dataclass
+class Search:
+    """What is searched, and how.
+
+    Attributes:
+        config: of the run file, strategies and `key=value`.
+        run_file: as the user named it.
+        strategies, overrides: the command line's.
+        folder: of everything that the search leaves.
+        parameters: the space.
+        steps: of each trial; None: as the run file has them.
+        trials: finished trials at which the search ends; None: no end but that of `minutes`.
+        minutes: after which no trial is started.
+        storage: URL of a database; None: study.db in the folder.
+        name: of the study; None: made of the settings.
+        training: words that start a training.
+    """
+
+    config: RunConfig
+    run_file: Path
+    strategies: list[str]
+    overrides: list[str]
+    folder: Path
+    parameters: list[Parameter]
+    steps: int | None
+    trials: int | None
+    minutes: float | None
+    storage: str | None = None
+    name: str | None = None
+    training: tuple[str, ...] = TRAIN
+    owner: str = ""
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def own_values(self) -> dict[str, Any]:
+        return {p.name: p.own for p in self.parameters}
+
+    @property
+    def limit(self) -> str | float | None:
+        """data.guard_limit, where the schema has it and the run file sets it."""
+        return getattr(self.config.data, "guard_limit", None)
+
+    def folder_of(self, number: int) -> Path:
+        return self.folder / f"trial-{number:04d}"
+
+
+def settings_that_matter(search: Search) -> dict[str, Any]:
+    """Return what makes two searches the same: settings without secrets, strategies, steps and space."""
+    values, _ = without_secrets(search.config)
+    found: dict[str, Any] = {
+        f"{section}.{name}": value for section, inside in values.items() for name, value in inside.items()
+    }
+    for key, schema_field in schema_fields().items():
+        if key in UNIMPORTANT or option_of(schema_field).group in UNIMPORTANT_GROUPS:
+            del found[key]
+    found |= {"--strategy": search.strategies, "--steps": search.steps}
+    found |= {f"--space {p.name}": p.describe() for p in search.parameters}
+    return json.loads(json.dumps(found, default=str))
+
+
+def check_same(before: dict[str, Any], now: dict[str, Any], where: str) -> None:
+    """Refuse to go on with a study of other settings.
+
+    Raises:
+        UserError: names the keys that differ.
+    """
+    nothing = object()
+    differ = [key for key in {**before, **now} if before.get(key, nothing) != now.get(key, nothing)]
+    if differ:
+        listed = "\n".join(f"  {key}: {_value(before, key)} there, {_value(now, key)} now" for key in differ[:12])
+        more = f"\n  and {len(differ) - 12} more" if len(differ) > 12 else ""
+        raise UserError(
+            f"{where} is of another version of the run file. These differ:\n{listed}{more}\nTo go on with it, give "
+            "the run file, strategies, --steps and --space that it was begun with; else name another --output (and "
+            "another --study)."
+        )
+
+
+def _value(settings: dict[str, Any], key: str) -> str:
+    return one_line(json.dumps(settings[key], ensure_ascii=False))[:120] if key in settings else "nothing"
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make the folder and hold it for this search alone.
+
+    Raises:
+        UserError: it cannot be written, or another search uses it.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context((folder / ".lock").open("w"))
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"--output: {folder} is in use by another search. Wait, or name another folder.") from None
+        except OSError as error:
+            raise UserError(f"--output: {folder} cannot be written: {error.strerror}.") from error
+        yield
+
+
+def open_study(search: Search) -> optuna.Study:
+    """Open the study, or begin it; trials of this folder that a kill cut short are put in the queue again.
+
+    Raises:
+        UserError: the storage cannot be used, or the study is of another version of the run file.
+    """
+    settings = settings_that_matter(search)
+    record = search.folder / "study.json"
+    kept = read_mapping(record)
+    if kept:
+        check_same(kept.get("settings") or {}, settings, f"--output: the search in {search.folder}")
+        if search.name not in (None, kept.get("name")):
+            raise UserError(f"--output: {search.folder} holds the study {kept.get('name')}. Name another folder.")
+    digest = blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=6).hexdigest()
+    search.name = search.name or kept.get("name") or f"search-{digest}"
+    search.owner = kept.get("owner") or uuid.uuid4().hex
+    url = search.storage or f"sqlite:///{(search.folder / 'study.db').resolve()}"
+    with _storage_errors(url):
+        storage = optuna.storages.RDBStorage(
+            url,
+            engine_kwargs={"connect_args": {"timeout": 60}} if url.startswith("sqlite") else None,
+            heartbeat_interval=HEARTBEAT,
+            grace_period=GRACE,
+            heartbeat_stale_trial_callback=enqueue_again,
+        )
+        study = optuna.create_study(
+            storage=storage,
+            study_name=search.name,
+            pruner=optuna.pruners.MedianPruner(n_startup_trials=STARTUP, n_min_trials=3),
+            load_if_exists=True,
+        )
+        if "settings" in study.user_attrs:
+            check_same(study.user_attrs["settings"], settings, f"the study {search.name}")
+        study.sampler = optuna.samplers.TPESampler(
+            n_startup_trials=STARTUP,
+            multivariate=True,
+            seed=search.config.training.seed + len(study.trials),  # machines that share a study draw differently
+            constraints_func=None if search.limit is None else (lambda t: (t.user_attrs.get("excess", 0.0),)),
+        )
+        write_json(record, {"name": search.name, "owner": search.owner, "settings": settings})
+        if "settings" not in study.user_attrs:
+            study.set_user_attr("settings", settings)
+            _enqueue_first(study, search)
+        for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            if trial.user_attrs.get("owner") == search.owner:  # the folder is locked, so nothing runs it
+                study.tell(trial.number, state=TrialState.FAIL)
+                enqueue_again(study, trial)
+                shutil.rmtree(search.folder_of(trial.number), ignore_errors=True)
+                log.info("trial %d was cut short; its settings are tried again", trial.number)
+    return study
+
+
+@contextlib.contextmanager
+def _storage_errors(url: str) -> Iterator[None]:
+    try:
+        yield
+    except (SQLAlchemyError, ImportError, RuntimeError, ValueError, optuna.exceptions.OptunaError) as error:
+        hidden = set()
+        with contextlib.suppress(SQLAlchemyError, ValueError):
+            parsed = make_url(url)
+            hidden = known_secrets(dict(parsed.query), {"password": parsed.password or ""}, environment={})
+            hidden |= {str(parsed.password)} if parsed.password else set()
+        text = one_line(clean_text(str(error).splitlines()[0], hidden, personal=False))
+        raise UserError(f"--storage: {clean_urls(url)} cannot be used: {text}", exit_code=1) from None
+
+
+def _enqueue_first(study: optuna.Study, search: Search) -> None:
+    """Queue the run file's own values, and other learning rates."""
+    own = search.own_values
+    study.enqueue_trial(own, user_attrs={"default": True})
+    rate = next((p for p in search.parameters if p.name == "training.learning_rate" and not p.choices), None)
+    for factor in GUESSES if rate is not None else ():
+        assert rate is not None
+        assert isinstance(rate.own, float | int)
+        study.enqueue_trial({**own, rate.name: min(max(rate.own * factor, rate.low), rate.high)})
+
+
+def enqueue_again(study: optuna.Study, trial: FrozenTrial) -> None:
+    """Queue the settings of a trial that came to no end."""
+    study.enqueue_trial(trial.params, user_attrs={"default": True} if trial.user_attrs.get("default") else None)
+
+
+def finished_trials(study: optuna.Study) -> list[FrozenTrial]:
+    """Return trials with an outcome, bad and stopped ones included."""
+    return study.get_trials(deepcopy=False, states=FINISHED)
+
+
+def best_of(found: list[FrozenTrial]) -> FrozenTrial | None:
+    """Return the best trial within data.guard_limit, else the one that came nearest to it."""
+    good = [t for t in found if t.state == TrialState.COMPLETE and "reason" not in t.user_attrs]
+
+    def order(trial: FrozenTrial) -> tuple[float, float, int]:
+        return max(trial.user_attrs.get("excess", 0.0), 0.0), trial.value or 0.0, trial.number
+
+    return min(good, key=order, default=None)

@@ -1,0 +1,186 @@
+"""One trial: a training process of its own, what its evaluations say while it runs, and why a bad one is bad."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.config.guard_limit import parse_guard_limit
+from finetune.data.worker_lifetime import ends_with_this_process
+from finetune.logs import without_secrets
+from finetune.paths import ROOT
+from finetune.security.safe_text import one_line
+from finetune.tools.report.read import json_lines, number
+from finetune.tools.search.space import Settings
+
+TRAIN = (sys.executable, str(ROOT / "finetune" / "train.py"))
+POLL_SECONDS = 0.5
+OUT_OF_MEMORY, DIVERGED = "out of memory", "diverged"
+MEMORY_WORDS = re.compile(r"out of memory|can't allocate memory|ALLOC_FAILED|_ALLOCATION_FAILED|MemoryError")
+DIVERGED_WORDS = re.compile(r"not finite|diverge|steps in a row were skipped")
+LOG_END = 20_000  # bytes
+CONFIGURATION = 2
+"""Exit code of a training whose configuration is refused."""
+OVER_LIMIT = 1.0
+"""What a state beyond data.guard_limit is worse by than any within it, as a WER."""
+ROUNDING = 1e-9
+"""WERs are quotients of counts: a limit that is met exactly is kept."""
+FAR_ABOVE = 1.5, 0.05
+"""A model has diverged whose WER is above this factor times the base model's, and this on top."""
+# A trial keeps what says how it went; of the best one the model stays as well.
+LARGE = ("model.nemo", "report.html", "checkpoints", "adapter", "logs", "tokenizer", "out_of_memory")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What an evaluation says of some weights, as fractions."""
+
+    step: int
+    wer: float
+    guard: float | None = None
+    excess: float | None = None
+    """Guard WER above what data.guard_limit allows; None without a limit or without both WERs."""
+
+    @property
+    def score(self) -> float:
+        """What is minimised: the WER, of a state beyond the limit above that of any within it."""
+        return self.wer if self.excess is None or self.excess <= 0 else OVER_LIMIT + self.wer + self.excess
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """What a trial's evaluations.jsonl says so far."""
+
+    base_wer: float | None
+    base_guard: float | None
+    standings: list[Standing]
+    """Of trained weights, in the order of the file."""
+
+    @property
+    def best(self) -> Standing | None:
+        return min(self.standings, key=lambda s: s.score, default=None)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a training process ended."""
+
+    code: int | None
+    """None: it was stopped by `watch`."""
+    seconds: float
+
+
+def limit_above(limit: str | float | None, base: float | None) -> float | None:
+    """Return the guard WER that data.guard_limit allows: "+5 %" of the base model's, or "+0.01" on top of it."""
+    return None if limit is None or base is None else parse_guard_limit(str(limit)).highest(base)
+
+
+def read_evaluations(folder: Path, limit: str | float | None) -> Evaluations:
+    """Read a run's evaluations of data.validation, and of its guard for choosing: `guard_choice`, else `guard`."""
+    states: dict[tuple[int, str], dict[str, float]] = {}
+    for row in json_lines(folder / "evaluations.jsonl"):
+        step, wer = number(row.get("step")), number(row.get("wer"))
+        if row.get("language") is None and row.get("model") != "best" and None not in (step, wer):
+            state = states.setdefault((int(step or 0), str(row.get("weights", "raw"))), {})
+            state[str(row.get("split"))] = wer or 0.0
+    guard = "guard_choice" if any("guard_choice" in state for state in states.values()) else "guard"
+    base = states.get((0, "raw"), {})
+    allowed = limit_above(limit, base.get(guard))
+    found = []
+    for (step, _), state in states.items():
+        if step and "validation" in state:
+            excess = None if allowed is None or guard not in state else state[guard] - allowed
+            if limit is None or excess is not None:  # without its guard WER a state is not judged yet
+                found.append(Standing(step, state["validation"], state.get(guard), excess))
+    return Evaluations(base.get("validation"), base.get(guard), found)
+
+
+def has_diverged(wer: float, base_wer: float | None) -> bool:
+    """Return whether a WER is so far above the base model's that the training destroyed the model."""
+    return base_wer is not None and wer > FAR_ABOVE[0] * base_wer + FAR_ABOVE[1]
+
+
+def training_words(training: tuple[str, ...], run: list[str], settings: Settings) -> list[str]:
+    """Return the command line of a trial.
+
+    Args:
+        training: the words that start a training.
+        run: `--config`, `--strategy` and `key=value` words of the search.
+        settings: of the trial; they replace all others.
+    """
+    return [*training, *run, *(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings.items())]
+
+
+def run_training(words: list[str], log: Path, watch: Callable[[], bool]) -> Ended:
+    """Start a training and wait for its end. It ends with this process, whatever ends that.
+
+    Args:
+        words: the command line.
+        log: file for all that it prints.
+        watch: asked all the while; true stops the training at once, without a checkpoint.
+    """
+    began = time.monotonic()
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # a terminal's Ctrl-C is for the search, which ends the training itself
+            preexec_fn=ends_with_this_process(),
+        )
+        code = None
+        try:
+            while code is None and not watch():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = process.wait(POLL_SECONDS)
+        finally:
+            if code is None:  # SIGKILL: after SIGTERM it would write a checkpoint that nobody needs
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    return Ended(code, time.monotonic() - began)
+
+
+def reason_of(code: int, log: Path) -> str:
+    """Return why a training failed, in one line: `out of memory: ...`, `diverged: ...` or its own message."""
+    text = without_secrets(_end_of(log))
+    _, found, message = text.rpartition("error: ")
+    lines = [line for line in (message if found else text).splitlines() if line.strip()]
+    said = one_line(lines[0 if found else -1])[:300] if lines else f"exit code {code}"
+    if code == -signal.SIGKILL:
+        return f"{OUT_OF_MEMORY}: killed by SIGKILL, as the system does where the host's memory runs out"
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    if MEMORY_WORDS.search(text):
+        line = next((line for line in lines if MEMORY_WORDS.search(line)), "")
+        return f"{OUT_OF_MEMORY}: {one_line(line)[:300]}" if line else OUT_OF_MEMORY
+    return f"{DIVERGED}: {said}" if DIVERGED_WORDS.search(message if found else "") else said
+
+
+def _end_of(log: Path) -> str:
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(os.fstat(file.fileno()).st_size - LOG_END, 0))
+        return file.read().decode("utf-8", errors="replace")
+    return ""
+
+
+def remove_large_files(folder: Path, keep: tuple[str, ...] = ()) -> None:
+    """Remove what takes space in a trial's folder; its numbers, log lines and configuration stay."""
+    for name in LARGE:
+        if name in keep:
+            continue
+        if (folder / name).is_dir():
+            shutil.rmtree(folder / name, ignore_errors=True)
+        else:
+            (folder / name).unlink(missing_ok=True)
