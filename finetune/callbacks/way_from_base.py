@@ -1,6 +1,9 @@
 """Points on the way from the base model to the trained one, as candidates for the best model at the end of a run with
 `data.guard_limit` (Wortsman et al., "Robust fine-tuning of zero-shot models", arXiv 2109.01903).
 
+The way goes by the larger half of the changes of the weights; the rest stays the base model's, as in TIES (arXiv
+2306.01708). It costs little of what was learnt, and on the guard less is lost.
+
 What the run changes is kept as it is in the base model, in checkpoints/interpolation/base.safetensors.
 """
 
@@ -23,7 +26,7 @@ from finetune.distributed import broadcast, on_main
 from finetune.durable_files import put_in_place
 from finetune.errors import UserError
 from finetune.models.adapters import LORA_KEY
-from finetune.models.interpolation import lora_start, on_the_way
+from finetune.models.interpolation import is_statistic, least_of_largest, lora_start, on_the_way
 from finetune.models.loading import load_model
 from finetune.models.protocols import AsrModel
 from finetune.training.callbacks import Callback, Candidate, EvaluationResult
@@ -34,12 +37,14 @@ from finetune.training.trained_state import all_tensors, averaged_tensors, copy_
 
 log = logging.getLogger(__name__)
 
-EVALUATIONS = 4
+EVALUATIONS = 5
+DENSITY = 0.5
+"""Share of the changes, the largest, that the way goes by."""
 
 
 class WayFromBase(Callback):
-    """Looks by bisection for the largest step from the base model towards the last weights that keeps the limit, with
-    EVALUATIONS points; nothing where the last weights keep it."""
+    """Looks for the largest step from the base model towards the last weights that keeps the limit, with EVALUATIONS
+    points: the end of the way, then by bisection; nothing where the last weights keep it."""
 
     def __init__(self, accelerator: Accelerator, config: RunConfig, progress: Progress, model: AsrModel):
         assert config.data.guard_limit is not None
@@ -167,16 +172,26 @@ class WayFromBase(Callback):
             return
         targets = all_tensors(model)
         tuned = {name: targets[name].detach().to("cpu", copy=True) for name in self._shapes()}
-        low, high = 0.0, 1.0
+        base = load_file(self.file)
+        # Factors of LoRA are no changes of weights.
+        factors = any(lora_start(name, base) for name in tuned)
+        least = 0.0 if factors else least_of_largest(base, tuned, DENSITY)
+        del base  # twice the trained weights would be held while they are evaluated
+        low, high, way = 0.0, 1.0, 1.0
         for _ in range(EVALUATIONS):
-            way = (low + high) / 2
+            if factors and way == 1:  # the last weights themselves
+                way = 0.5
             name = f"{WAY}{way:g}"
             self.points[name] = {"way": way}
-            yield Candidate(name, self._inside(targets, tuned, way), f"{100 * way:g} % of the way from the base model")
+            inside = self._inside(targets, tuned, way, least)
+            yield Candidate(name, inside, f"{100 * way:g} % of the way from the base model")
             if self.points[name].get("kept"):
                 low = way
             else:
                 high = way
+            if low == high:
+                break
+            way = (low + high) / 2
         with torch.no_grad():
             for name, tensor in tuned.items():
                 targets[name].copy_(tensor)
@@ -185,12 +200,19 @@ class WayFromBase(Callback):
 
     @contextlib.contextmanager
     @torch.no_grad()
-    def _inside(self, targets: dict[str, torch.Tensor], tuned: dict[str, torch.Tensor], way: float) -> Iterator[None]:
-        """Put the weights of a point into the model, tensor by tensor, and leave them there."""
+    def _inside(
+        self, targets: dict[str, torch.Tensor], tuned: dict[str, torch.Tensor], way: float, least: float
+    ) -> Iterator[None]:
+        """Put the weights of a point into the model, tensor by tensor, and leave them there.
+
+        Args:
+            least: change from which on a weight goes the way; statistics of BatchNorm always do.
+        """
         base = load_file(self.file)
         for name, end in tuned.items():
             # Of a LoRA update only the second factor goes the way, so that the update is `way` times the trained one.
-            targets[name].copy_(end if lora_start(name, base) else on_the_way(base[name], end, way))
+            own = 0.0 if is_statistic(name) else least
+            targets[name].copy_(end if lora_start(name, base) else on_the_way(base[name], end, way, own))
         yield
 
     def summary(self) -> dict[str, Any]:

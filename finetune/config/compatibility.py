@@ -303,7 +303,7 @@ RULES = (
     Rule(
         "training.l2_sp",
         "DeepSpeed",
-        lambda c, engine, gpu: c.training.l2_sp > 0 and engine.startswith("deepspeed"),
+        lambda c, engine, gpu: bool(c.training.l2_sp) and engine.startswith("deepspeed"),
         "ZeRO steps on partitions of its own, from which the weights are written anew after each step",
         "use --strategy ddp or fsdp2, where each process holds the start of its own shards only; or set "
         "training.l2_sp: 0 and training.layer_decay or data.rehearsal",
@@ -311,7 +311,7 @@ RULES = (
     Rule(
         "training.l2_sp",
         "training.optimizer flash_adamw_gradient_release or cpu_offload_ao",
-        lambda c, engine, gpu: c.training.l2_sp > 0 and (_releases(c) or _offloads_optimizer(c)),
+        lambda c, engine, gpu: bool(c.training.l2_sp) and (_releases(c) or _offloads_optimizer(c)),
         "these change weights outside the step: in the backward pass, before it is known whether the step counts, or "
         "on the host, from which they are still being copied back when the step returns",
         "use --strategy adamw_8bit or fsdp2_offload, or set training.l2_sp: 0",
@@ -319,7 +319,7 @@ RULES = (
     Rule(
         "training.l2_sp",
         "model.dtype bfloat16",
-        lambda c, engine, gpu: c.training.l2_sp > 0 and c.model.dtype == "bfloat16",
+        lambda c, engine, gpu: bool(c.training.l2_sp) and c.model.dtype == "bfloat16",
         "a pull smaller than a 256th of a weight is lost in rounding",
         "set model.dtype: float32 and training.bf16: true",
     ),
@@ -357,6 +357,18 @@ def find_conflicts(config: RunConfig, engine: str = "none", gpu: bool = True) ->
         for r in RULES
         if r.holds(config, engine, gpu)
     ]
+
+
+def limit_pulls(config: RunConfig, engine: str = "none") -> bool:
+    """Return whether data.guard_limit turns the pull towards the base (training.l2_sp) on: nothing else that keeps
+    what the model knows is set, and nothing excludes it."""
+    m, d, t = config.model, config.data, config.training
+    if d.guard_limit is None or t.l2_sp is not None:
+        return False
+    if d.rehearsal or m.distillation or m.freeze_encoder or m.lora_rank or t.layer_decay < 1:
+        return False
+    pulled = config.replaced({"training.l2_sp": 1e-9})
+    return not any(rule.holds(pulled, engine, True) for rule in RULES if rule.first == "training.l2_sp")
 
 
 def _limit_contradictions(d: DataConfig, t: TrainingConfig) -> Iterator[tuple[str, str]]:
@@ -404,7 +416,7 @@ def find_contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
     peak = max(
         t.learning_rate, *(getattr(t, f"{part}_learning_rate") or 0 for part in ("encoder", "decoder", "joint"))
     )
-    if t.l2_sp * peak >= 1:
+    if (t.l2_sp or 0) * peak >= 1:
         yield (
             "training.l2_sp",
             f"{t.l2_sp:g} at a learning rate of {peak:g} pulls past the start in each step. Their product has to be "

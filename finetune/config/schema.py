@@ -379,10 +379,11 @@ class TrainingConfig(Section):
     effect on a frozen encoder."""
     weight_decay: Annotated[NonNegativeFloat, Option("optimizer")] = 0.01
     """Decoupled weight decay; never on biases, norms and other vectors."""
-    l2_sp: Annotated[NonNegativeFloat, Option("optimizer")] = 0.0
+    l2_sp: Annotated[float | None, Field(ge=0), Option("optimizer")] = None
     """Pull each trained weight w towards its value w0 at the run's start (L2-SP, arXiv 1802.01483), decoupled as
     weight decay: w - learning rate x this x (w - w0) after each step. Useful values are about one over the sum of the
-    learning rates of all steps (docs/forgetting.md). Costs a copy of the trained weights. 0: none."""
+    learning rates of all steps (docs/forgetting.md). Costs a copy of the trained weights. null: 0, but with
+    `data.guard_limit` and nothing else against forgetting 2 / (steps x `learning_rate`)."""
     lr_scheduler_type: Annotated[Schedule, Option("schedule", common=True)] = "cosine"
     """Learning-rate schedule."""
     warmup_ratio: Annotated[Fraction, Option("schedule", "fraction", common=True)] = 0.1

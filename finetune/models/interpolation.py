@@ -15,17 +15,33 @@ def is_statistic(name: str) -> bool:
     return name.endswith((".running_mean", ".running_var"))
 
 
-def on_the_way(base: torch.Tensor, tuned: torch.Tensor, way: float) -> torch.Tensor:
+def on_the_way(base: torch.Tensor, tuned: torch.Tensor, way: float, least: float = 0.0) -> torch.Tensor:
     """Return (1 - way) base + way tuned, in the type and on the device of `tuned`, which is not changed.
 
     At 0 and 1 it is exactly either end. Whole numbers, such as counts, are those of `tuned`.
+
+    Args:
+        least: values that have changed by less stay those of the base.
     """
-    if not tuned.is_floating_point() or way == 1:
+    if not tuned.is_floating_point() or (way == 1 and not least):
         return tuned
     base = base.to(tuned.device)
     if way == 0:
         return base.to(tuned.dtype)
-    return torch.lerp(base.float(), tuned.float(), way).to(tuned.dtype)
+    start, end = base.float(), tuned.float()
+    if least:
+        end = torch.where((end - start).abs() >= least, end, start)
+    return torch.lerp(start, end, way).to(tuned.dtype)
+
+
+def least_of_largest(base: State, tuned: State, density: float, sample: int = 2**24) -> float:
+    """Return the magnitude from which on changes of the weights are among the `density` largest of all, from `sample`
+    of them at most, evenly spread."""
+    names = [name for name, tensor in tuned.items() if tensor.is_floating_point() and not is_statistic(name)]
+    every = 1 + sum(tuned[name].numel() for name in names) // sample
+    changes = [(tuned[n].flatten()[::every].float() - base[n].flatten()[::every].float()).abs() for n in names]
+    changes_N = torch.cat(changes)
+    return float(changes_N.kthvalue(max(1, round((1 - density) * len(changes_N)))).values)
 
 
 def lora_start(name: str, base: Mapping[str, torch.Tensor]) -> bool:

@@ -171,7 +171,7 @@ def settings_of(config: RunConfig, processes: int, total_steps: int) -> dict[str
         "training.joint_learning_rate": t.joint_learning_rate,
         "training.layer_decay": t.layer_decay,
         "training.weight_decay": t.weight_decay,
-        "training.l2_sp": t.l2_sp,
+        "training.l2_sp": t.l2_sp or 0.0,
         "model.ctc_loss_weight": config.model.ctc_loss_weight,
         "training.ema_decay": t.ema_decay,
         "training.optimizer_args": dict(t.optimizer_args),

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 
 from finetune.config.allocator import allocator_of_environment, allocator_settings
-from finetune.config.compatibility import find_conflicts
+from finetune.config.compatibility import find_conflicts, limit_pulls
 from finetune.config.redaction import without_secrets, write_config
 from finetune.config.schema import RunConfig
 from finetune.config.tokenizer_setting import tokenizer_setting
@@ -284,6 +284,28 @@ def plan_steps(accelerator: Accelerator, config: RunConfig, sources: dict[str, l
     return max(1, math.ceil(clips / per_step * t.num_train_epochs))
 
 
+def turn_on_pull(accelerator: Accelerator, config: RunConfig, total_steps: int) -> None:
+    """Set training.l2_sp where data.guard_limit alone is there to keep what the model knows, and say so.
+
+    A weight that nothing else moves then comes back by a factor of about e over the run, whose mean rate is half of
+    the peak in most schedules.
+    """
+    d, t = config.data, config.training
+    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    if limit_pulls(config, "deepspeed" if deepspeed else "none"):
+        t.l2_sp = float(f"{min(2 / total_steps, 0.5) / t.learning_rate:.3g}")
+        log.info(
+            f"data.guard_limit {d.guard_limit} alone: training.l2_sp={t.l2_sp:g} is turned on (0: off), and points on "
+            "the way from the base model are looked at in the end. data.rehearsal keeps more, where there are clips "
+            "of the old domain"
+        )
+    elif d.guard_limit is not None and limit_pulls(config):
+        log.info(
+            f"data.guard_limit {d.guard_limit} alone: points on the way from the base model are looked at in the end; "
+            "training.l2_sp, which would keep more, does not go with DeepSpeed"
+        )
+
+
 def build_trainer(
     accelerator: Accelerator,
     model: AsrModel,
@@ -293,6 +315,7 @@ def build_trainer(
 ) -> Trainer:
     """Put loss, optimizer, schedule and stream around the model."""
     m, t = config.model, config.training
+    turn_on_pull(accelerator, config, total_steps)
     replica = make_replica(model) if shards_parameters(accelerator) else None
     module = LossModule(
         model,

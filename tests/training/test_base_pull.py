@@ -11,6 +11,7 @@ from conftest import DETERMINISTIC, ONLY_TRAIN, problem, read_lines
 from launching import summary
 from safetensors.torch import load_file
 
+from finetune.callbacks.base_pull import BasePull
 from finetune.config.compatibility import find_conflicts
 from finetune.config.load import load_config
 
@@ -148,3 +149,30 @@ def test_two_processes_pull_like_one(trainings: Any, tmp_path: Path, engine: str
 
     parts = "training.l2_sp=50", "training.learning_rate=3e-3", "training.optimizer=adamw_loop"
     assert_two_ranks_train_like_one(trainings, tmp_path, engine, ("loss",), *parts)
+
+
+@pytest.mark.parametrize(
+    ("more", "strength"),
+    [
+        ([], 2 / (8 * 1e-3)),
+        (["training.l2_sp=0"], None),
+        (["training.l2_sp=7"], 7),
+        (["training.layer_decay=0.9"], None),
+        (["--strategy", "bf16_full"], None),
+    ],
+)
+def test_a_limit_alone_turns_the_pull_on(run_train, tiny_run, clips, tmp_path, capfd, more, strength):
+    """With another way of keeping what the model knows, or where the pull is refused, it stays off."""
+    guarded = {"guard": str(clips / "manifest.jsonl"), "guard_limit": "+5 %", "test": None}
+    arguments = tiny_run(data=guarded, training={"max_steps": 8, "eval_on_start": False})
+    pulls: list[float] = []
+
+    def observe(trainer: Any) -> None:
+        pulls.extend(c.strength for c in trainer.callbacks if isinstance(c, BasePull))
+
+    assert run_train(*arguments, *more, observe=observe) == 0
+    assert pulls == ([] if strength is None else [pytest.approx(strength)])
+    said = capfd.readouterr().err
+    assert (f"training.l2_sp={2 / (8 * 1e-3):g} is turned on (0: off)" in said) == (more == [])
+    told = summary(tmp_path / "run")["effective_settings"]["training"]["l2_sp"]
+    assert told == (pytest.approx(strength) if strength else 0 if "training.l2_sp=0" in more else None)

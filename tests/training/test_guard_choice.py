@@ -44,7 +44,7 @@ def limited(tiny_model: Path, clips: Path, guard: Path, tmp_path_factory: pytest
             "max_steps": 4, "eval_steps": 1, "save_steps": 2, "logging_steps": 1, "ema_decay": 0.9,
             "learning_rate": 2e-6, "seed": 2, "lr_scheduler_type": "constant", "warmup_ratio": 0.0,
             "per_device_train_batch_size": 4, "per_device_eval_batch_size": 12, "dataloader_num_workers": 0,
-            "num_threads": 1, "report_to": "none", "eval_on_start": False,
+            "num_threads": 1, "report_to": "none", "eval_on_start": False, "l2_sp": 0,
         },
     }  # fmt: skip
 
@@ -104,7 +104,7 @@ def test_one_half_chooses_and_the_other_is_seen_twice(chosen):
     steps = [(0, "raw", None), *((s, w, None) for s in range(1, 5) for w in ("raw", "ema"))]
     *points, average = rows_of(chosen, "guard_choice")[len(steps) :]
     assert rows_of(chosen, "guard_choice")[: len(steps)] == steps
-    assert [(step, model) for step, _, model in points] == [(4, None)] * 4
+    assert [(step, model) for step, _, model in points] == [(4, None)] * 5
     assert all(weights.startswith("way ") for _, weights, _ in points)
     assert average == (4, "average", None)
     told = summary_of(chosen)
@@ -126,7 +126,7 @@ def test_the_picture_has_a_point_for_each_model(chosen):
 
     run, told = read_run(chosen), summary_of(chosen)
     points = points_of(run)
-    assert len(points) == len(told["guard_limit"]["judged"]) == 14
+    assert len(points) == len(told["guard_limit"]["judged"]) == 15
     taken = next(p for p in points if p["kind"] == "taken")
     assert taken["x"] == told["best_validation_wer"]
     assert taken["y"] == told["guard_limit"]["choice_wer"]
@@ -134,7 +134,7 @@ def test_the_picture_has_a_point_for_each_model(chosen):
     assert {"base model", "average", *(w["weights"] for w in told["way_from_base"]["points"])} <= named
     plot = guard_plot(points, run.highest_guard_wer)
     assert plot is not None
-    assert sum(len(trace["x"]) for trace in plot.traces) == 14
+    assert sum(len(trace["x"]) for trace in plot.traces) == 15
     assert plot.layout["shapes"][0]["y0"] == pytest.approx(100 * told["guard_limit"]["highest_wer"])
     page = (chosen / "report.html").read_text(encoding="utf-8")
     assert 'id="guard"' in page

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from finetune.config.compatibility import find_conflicts
+from finetune.config.compatibility import find_conflicts, limit_pulls
 from finetune.config.load import load_config
 from finetune.config.schema import RunConfig
 from finetune.data.batching import BatchLimits
@@ -122,7 +122,7 @@ class Predictor:
         self.layout, self.memory = layout, memory
         states = optimizer_bytes(memory, t.optimizer, dict(t.optimizer_args))
         ema = FLOAT * memory.weights["trained_elements"] if t.ema_decay else 0.0
-        start = memory.weights["trained"] if t.l2_sp else 0.0
+        start = memory.weights["trained"] if t.l2_sp or limit_pulls(config) else 0.0
         self.weights = Weights(
             **memory.weights,
             optimizer=states.device,
