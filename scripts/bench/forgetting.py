@@ -4,10 +4,11 @@
     python scripts/bench/forgetting.py --new fr --ways plain limit --seeds 1
     python scripts/bench/forgetting.py --base runs/quickstart --output-dir runs/forgetting_quickstart
 
-First the quickstart's recipe makes a base model on the prompts of one language, in lower case and without punctuation.
-The new data are the prompts of the other language as they are written, with capitals and punctuation, which that model
-cannot write: its vocabulary grows. The guard is what the base model knows: validation and test prompts of its own
-language, judged without capitals and punctuation. Test prompts of the new language measure the gain, with them.
+First the quickstart's recipe makes a base model on prompts of one language, in lower case and without punctuation. The
+new data are the prompts of the other language as they are written, with capitals and punctuation, which that model
+cannot write: its vocabulary grows. The guard is what the base model knows: prompts of its own language that it has not
+seen (validation, test, and half of the texts of train), judged without capitals and punctuation. Test prompts of the
+new language measure the gain, with them.
 `--base` takes another model for both languages, such as the quickstart's, which knows the prompts of both.
 
 The ways:
@@ -25,9 +26,11 @@ import argparse
 import io
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterable
 from datetime import date
 from importlib import metadata
@@ -61,10 +64,11 @@ PACKAGES = ("torch", "nemo_toolkit", "accelerate")
 
 
 def write_manifests(folder: Path) -> None:
-    """Write LANGUAGE-SPLIT.jsonl with the texts as they are, and LANGUAGE-old-SPLIT.jsonl as the base writes them.
+    """Write LANGUAGE-SPLIT.jsonl with the texts as they are, and LANGUAGE-old-SPLIT.jsonl as the base writes them, of
+    train half of the texts.
 
-    The guard of a language is its validation and test prompts together; LANGUAGE-judged.jsonl is the half of it that
-    judges where there is a limit.
+    LANGUAGE-guard.jsonl are the prompts that the base is not trained on; LANGUAGE-judged.jsonl is the half of them
+    that judges where there is a limit.
     """
     (folder / "audio").mkdir(parents=True, exist_ok=True)
     lines: dict[str, list[str]] = {}
@@ -78,8 +82,10 @@ def write_manifests(folder: Path) -> None:
                 as_written = json.dumps({**entry, "text": row["text"]}, ensure_ascii=False)
                 old = json.dumps({**entry, "text": normalize_text(row["text"], "basic")}, ensure_ascii=False)
                 lines.setdefault(f"{row['language']}-{split}", []).append(as_written)
-                lines.setdefault(f"{row['language']}-old-{split}", []).append(old)
-                if split != "train":
+                held_out = split == "train" and zlib.crc32(normalize_text(row["text"], "basic").encode()) & 1
+                if not held_out:
+                    lines.setdefault(f"{row['language']}-old-{split}", []).append(old)
+                if split != "train" or held_out:
                     lines.setdefault(f"{row['language']}-guard", []).append(as_written)
                     if half_of(row["text"]) == "guard":
                         lines.setdefault(f"{row['language']}-judged", []).append(as_written)
@@ -239,7 +245,7 @@ def main() -> int:
             "cpus": os.cpu_count(),
             "threads": os.environ.get("OMP_NUM_THREADS"),
             "versions": {name: metadata.version(name) for name in PACKAGES},
-            "command": "python scripts/bench/forgetting.py --seeds " + " ".join(map(str, arguments.seeds)),
+            "command": shlex.join(["python", "scripts/bench/forgetting.py", *sys.argv[1:]]),
             "rows": rows,
             "runs": runs,
         }
