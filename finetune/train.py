@@ -124,7 +124,7 @@ def train(
         prediction = auto_batch.set_bounds(accelerator, config, strategy)
         total_steps = run.plan_steps(accelerator, config, sources)
         model = run.build_model(accelerator, config, sources, checkpoint)
-        trainer = run.build_trainer(accelerator, model, sources, config, total_steps)
+        trainer = run.build_trainer(accelerator, model, sources, config, total_steps, checkpoint)
         run.check_languages(trainer)
         run.check_what_is_left(trainer, checkpoint is not None)
         recovery = add_step_callbacks(trainer)

@@ -12,8 +12,8 @@ from finetune.errors import UserError
 from finetune.models.protocols import AsrModel
 from finetune.strategies.optimizers import unwrap_optimizer
 from finetune.training.callbacks import Callback, StepResult
+from finetune.training.trained_state import START_FILE
 
-START_FILE = "l2_sp_start.safetensors"
 NEW_HEAD = "ctc_decoder."
 NAMED = 3
 

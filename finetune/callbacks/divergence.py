@@ -14,6 +14,8 @@ LINES, LASTING_LINES = 5, 3
 """Logged lines over which values are smoothed, by their median; and in a row in which a sign has to last."""
 LOSS_FACTOR = 3.0
 NORM_FACTOR = 100.0
+LEAST_RISE = 0.5
+"""Of the loss for a second of audio, in nats, and of the norm: a model that fits its first clips has a loss near 0."""
 WER_FACTOR, WER_MORE = 1.5, 0.1
 """Times the base model's WER on validation, and above it by so much."""
 WER_EVALUATIONS = 2
@@ -54,8 +56,10 @@ class Divergence:
         if self.config.training.loss_reduction == "mean_batch":
             _, clips, seconds, _ = (sum(column) for column in zip((0, 0, 0.0, 0.0), *row["batch_lengths"].values()))
             length = seconds / clips if clips else 1.0
+        # What distillation adds begins near 0 and rises rightly.
+        loss = None if row["loss"] is None else row["loss"] - row.get("distillation", 0.0)
         signs = [
-            self._look("loss", row["loss"], length, LOSS_FACTOR, row["step"]),
+            self._look("loss", loss, length, LOSS_FACTOR, row["step"]),
             self._look("grad_norm", row["grad_norm"], 1.0, NORM_FACTOR, row["step"]),
         ]
         sign = next(filter(None, signs), None)
@@ -71,7 +75,8 @@ class Divergence:
         if len(first) < FIRST_LINES:
             return None
         level, now = min(statistics.median(first), 2 * first[0]), statistics.median(last)
-        self.lasting[name] = self.lasting[name] + 1 if step > self.warmup and now > factor * level else 0
+        sign = step > self.warmup and now > max(factor * level, level + LEAST_RISE)
+        self.lasting[name] = self.lasting[name] + 1 if sign else 0
         if self.lasting[name] < LASTING_LINES:
             return None
         what = {"loss": "the loss", "grad_norm": "the gradient norm"}[name]

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 
 from finetune.callbacks.divergence import Divergence
 from finetune.callbacks.moments import Moment, moment, seconds_between
-from finetune.data.guard_halves import GUARDS
+from finetune.data.guard_halves import CHOICE
 from finetune.distributed import broadcast, gather_rows
 from finetune.evaluation.significance import p_value_text
 from finetune.training.callbacks import LOST_ON_GUARD, Callback, EvaluationResult
@@ -255,7 +255,9 @@ class DriftMonitor(Callback):
             change: of data.guard, the paired comparison with the base model. It is tested many times in a run, so that
                 a warning needs more than the usual level.
         """
-        if split not in GUARDS:
+        if split == CHOICE:
+            return  # data.guard_limit judges it, and says so
+        if split != "guard":
             self._warn_if(
                 f"wer_above_base:{split}",
                 base is not None and wer > base,

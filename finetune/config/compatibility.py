@@ -359,6 +359,12 @@ def find_conflicts(config: RunConfig, engine: str = "none", gpu: bool = True) ->
     ]
 
 
+def peak_rate(t: TrainingConfig) -> float:
+    """Return the highest peak learning rate of any part."""
+    parts = (t.encoder_learning_rate, t.decoder_learning_rate, t.joint_learning_rate)
+    return max(t.learning_rate, *(rate or 0.0 for rate in parts))
+
+
 def limit_pulls(config: RunConfig, engine: str = "none") -> bool:
     """Return whether data.guard_limit turns the pull towards the base (training.l2_sp) on: nothing else that keeps
     what the model knows is set, and nothing excludes it."""
@@ -399,9 +405,11 @@ def find_contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
             "fits the base model's own vocabulary, which model.tokenizer changes. Give the adapter's directory as "
             "model.name, which begins from the merged weights, or leave model.tokenizer out.",
         )
-    train = d.train if isinstance(d.train, list) else [d.train]
-    if not m.distillation and any(isinstance(source, dict) and "distillation" in source for source in train):
-        yield "data.train", "a source's `distillation` has no effect without model.distillation. Set it above 0."
+    for key in ("train", "rehearsal"):
+        value = getattr(d, key)
+        sources = value if isinstance(value, list) else [value]
+        if not m.distillation and any(isinstance(source, dict) and "distillation" in source for source in sources):
+            yield f"data.{key}", "a source's `distillation` has no effect without model.distillation. Set it above 0."
     if d.min_duration > d.max_duration:
         yield "data.min_duration", f"{d.min_duration} is above data.max_duration {d.max_duration}."
     if 1 <= d.max_samples <= d.skip_samples:
@@ -413,9 +421,7 @@ def find_contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
     if t.max_steps == -1 and t.num_train_epochs <= 0:
         yield "training.num_train_epochs", f"has to be above 0, found {t.num_train_epochs}."
-    peak = max(
-        t.learning_rate, *(getattr(t, f"{part}_learning_rate") or 0 for part in ("encoder", "decoder", "joint"))
-    )
+    peak = peak_rate(t)
     if (t.l2_sp or 0) * peak >= 1:
         yield (
             "training.l2_sp",

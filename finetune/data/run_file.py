@@ -74,7 +74,12 @@ def open_sources(config: RunConfig) -> dict[str, list[OpenSource]]:
     if problems:
         raise UserError("\n".join(problems))
     if train:
-        opened["train"] = train + rehearsal
+        # What the base knows nothing of is not to be held to it, unless one says so.
+        factors = [0.0 if rehearsal else 1.0] * len(train) + [1.0] * len(rehearsal)
+        opened["train"] = [
+            replace(s, distillation=own if s.source.distillation is None else s.source.distillation)
+            for s, own in zip(train + rehearsal, factors, strict=True)
+        ]
     return opened
 
 

@@ -78,8 +78,9 @@ class Source(Mapping):
     """Language of the utterances where no column says it."""
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Share in a mixture. With weights, an epoch is one pass over the first source; the others restart as needed."""
-    distillation: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
-    """Factor of `model.distillation` for these clips of `data.train`; 0: they are not distilled."""
+    distillation: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Factor of `model.distillation` for these clips of `data.train` or `data.rehearsal`; 0: they are not distilled.
+    null: 1, but 0 for `data.train` where there is `data.rehearsal`."""
     audio_column: str | None = None
     text_column: str | None = None
     language_column: str | None = None
@@ -118,6 +119,8 @@ class OpenSource:
     """Read over a network, where failures may pass."""
     rehearsal_share: float = 0.0
     """Share of the training clips that all sources of `data.rehearsal` have together; 0: it is none of them."""
+    distillation: float = 1.0
+    """Factor of `model.distillation` for its clips."""
 
     @property
     def is_rehearsal(self) -> bool:

@@ -161,7 +161,7 @@ def decode(entry: Entry, options: StreamOptions, epoch: int) -> DecodedUtterance
         audio_S,
         entry.tokens,
         slot,
-        source.source.distillation,
+        source.distillation,
         source.is_rehearsal,
     )
 

@@ -64,9 +64,10 @@ class FrozenBase:
     def digest(self) -> str:
         """Return the SHA-256 of names, shapes, types and values of the weights that are heard."""
         found = hashlib.sha256()
-        state = {
-            n.replace(".base_layer.", "."): t for n, t in self.model.state_dict().items() if not LORA_KEY.match(n)
-        }
+        own = self.model.state_dict()
+        # Fresh adapters add nothing; those of model.adapter are a part of the base.
+        fresh = all(not t.any() for n, t in own.items() if LORA_KEY.match(n) and ".lora_B." in n)
+        state = {n.replace(".base_layer.", "."): t for n, t in own.items() if not (fresh and LORA_KEY.match(n))}
         for name in sorted(name for name in state if name.startswith(HEARD)):
             tensor = state[name].detach().cpu().contiguous()
             found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())

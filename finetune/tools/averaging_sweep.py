@@ -68,14 +68,13 @@ def sweep(recipe: Recipe, output: Path, judge: Judge, points: list[float], limit
     base, rows = merger.base, []
     assert base is not None
     tuned = merger.merged(rate=False)
+    trained = recipe.method == "mean" and len(recipe.models) == 1  # and has statistics of its own, as the base has
     points = sorted({*points, *([0.0] if limit is not None else [])})
     best: State | None = None
     taken, bound = None, None
     for way in points:
         state = {name: on_the_way(base[name], tensor, way) for name, tensor in tuned.items()}
-        merger.put(
-            state, recipe.batchnorm == "estimate" and way not in (0, 1)
-        )  # the ends have statistics of their own
+        merger.put(state, recipe.batchnorm == "estimate" and way != 0 and not (way == 1 and trained))
         rates = judge.rates(merger.model)
         row = {"name": _name(way), "way": way}
         row |= {f"validation_{name}": rates.pop(name) for name in ("wer", "cer", "clips")} | rates

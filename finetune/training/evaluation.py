@@ -302,15 +302,9 @@ class Evaluator:
     def finish(self, model: AsrModel) -> FinalResult:
         """Settle which weights are best, and evaluate them on the test set (else validation) and data.guard."""
         p, result, replaced = self.progress, FinalResult(), False
-        if p.best_step is None and self.judge is not None:
-            raise UserError(
-                "data.guard_limit: there is no model that keeps it. The base model, which would be the best one then, "
-                f"was in {self.output_dir / 'model.nemo'}, which is damaged or gone, or data.validation has no words. "
-                "The last weights are in checkpoints. Begin anew with training.overwrite_output_dir=true.",
-                exit_code=1,
-            )
-        if p.best_step is None:  # nothing to choose by
+        if p.best_step is None and self.judge is None:  # nothing to choose by
             self.keep_model(model)
+        single = p.best_wer
         for candidate in self._candidates(model, final=True):
             before, before_weights = p.best_wer, p.best_weights
             rate, taken = self._evaluate_candidate(model, candidate)
@@ -320,8 +314,15 @@ class Evaluator:
                 f"({before_weights}) {_four_digits(before)}: {candidate.weights if taken else before_weights} is "
                 "model.nemo"
             )
-            found = {"validation_wer": rate, "best_single_validation_wer": before, "taken": taken}
+            found = {"validation_wer": rate, "best_single_validation_wer": single, "taken": taken}
             result.candidates[candidate.weights] = {**candidate.details, **found}
+        if p.best_step is None and self.judge is not None:
+            raise UserError(
+                "data.guard_limit: there is no model that keeps it. The base model, which would be the best one then, "
+                f"was in {self.output_dir / 'model.nemo'}, which is damaged or gone. The last weights are in "
+                "checkpoints. Begin anew with training.overwrite_output_dir=true.",
+                exit_code=1,
+            )
         if p.best_step == 0 and self.judge is None:
             log.info(
                 "no evaluation was better than the base model's WER %.3f: model.nemo is the base model", p.best_wer

@@ -37,6 +37,11 @@ class GuardJudge:
                 "data.guard_limit: no clip with words of guard_choice, a half of data.guard, could be used, so that "
                 "there is nothing to choose by. Look at quarantine.jsonl and mend data.guard, or leave the limit out."
             )
+        if "validation" not in self.progress.base_wer:
+            raise UserError(
+                "data.guard_limit: no clip with words of data.validation could be used, so that there is nothing to "
+                "choose by. Look at quarantine.jsonl and mend data.validation, or leave the limit out."
+            )
         if base == 0 and self.limit.relative:
             raise UserError(
                 f"data.guard_limit: {self.limit} of a WER of 0 is 0: the base model makes no error on guard_choice. "
@@ -90,6 +95,10 @@ class GuardJudge:
                 f"was chosen by another limit and does not keep {self.limit} ({self.highest:.4f} at most). Set the "
                 "limit as it was, or begin anew (training.overwrite_output_dir=true)."
             )
+        # One of a later step is judged again.
+        if best is not None and wer is not None and best["step"] == p.step and self.taken() is None:
+            row = {"step": best["step"], "weights": best["weights"], "validation_wer": best["validation_wer"]}
+            p.guard_judged.append({**row, "guard_wer": wer, "kept": True, "change": None})
 
     @property
     def only_base(self) -> bool:

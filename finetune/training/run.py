@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator, DistributedType
 
 from finetune.config.allocator import allocator_of_environment, allocator_settings
-from finetune.config.compatibility import find_conflicts, limit_pulls
+from finetune.config.compatibility import find_conflicts, limit_pulls, peak_rate
 from finetune.config.redaction import without_secrets, write_config
 from finetune.config.schema import RunConfig
 from finetune.config.tokenizer_setting import tokenizer_setting
@@ -55,6 +55,7 @@ from finetune.training.data import make_stream, prompts_of_rows
 from finetune.training.outputs import environment
 from finetune.training.resume import take_weights
 from finetune.training.schedule import Schedule, warmup_steps
+from finetune.training.trained_state import START_FILE
 from finetune.training.trainer import Trainer
 from finetune.training.vocabulary_change import set_vocabulary
 
@@ -284,16 +285,18 @@ def plan_steps(accelerator: Accelerator, config: RunConfig, sources: dict[str, l
     return max(1, math.ceil(clips / per_step * t.num_train_epochs))
 
 
-def turn_on_pull(accelerator: Accelerator, config: RunConfig, total_steps: int) -> None:
+def turn_on_pull(accelerator: Accelerator, config: RunConfig, total_steps: int, checkpoint: Path | None) -> None:
     """Set training.l2_sp where data.guard_limit alone is there to keep what the model knows, and say so.
 
     A weight that nothing else moves then comes back by a factor of about e over the run, whose mean rate is half of
-    the peak in most schedules.
+    the peak in most schedules. A resumed run that began without it goes on without it.
     """
     d, t = config.data, config.training
+    if checkpoint is not None and not (checkpoint / START_FILE).is_file():
+        return
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     if limit_pulls(config, "deepspeed" if deepspeed else "none"):
-        t.l2_sp = float(f"{min(2 / total_steps, 0.5) / t.learning_rate:.3g}")
+        t.l2_sp = float(f"{min(2 / total_steps, 0.5) / peak_rate(t):.3g}")
         log.info(
             f"data.guard_limit {d.guard_limit} alone: training.l2_sp={t.l2_sp:g} is turned on (0: off), and points on "
             "the way from the base model are looked at in the end. data.rehearsal keeps more, where there are clips "
@@ -312,10 +315,15 @@ def build_trainer(
     sources: dict[str, list[OpenSource]],
     config: RunConfig,
     total_steps: int,
+    checkpoint: Path | None = None,
 ) -> Trainer:
-    """Put loss, optimizer, schedule and stream around the model."""
+    """Put loss, optimizer, schedule and stream around the model.
+
+    Args:
+        checkpoint: from which the run continues.
+    """
     m, t = config.model, config.training
-    turn_on_pull(accelerator, config, total_steps)
+    turn_on_pull(accelerator, config, total_steps, checkpoint)
     replica = make_replica(model) if shards_parameters(accelerator) else None
     module = LossModule(
         model,

@@ -11,6 +11,9 @@ from finetune.models.nemo import learning_batchnorms
 from finetune.models.protocols import AsrModel
 from finetune.strategies.sharded import gathered
 
+START_FILE = "l2_sp_start.safetensors"
+"""Of a checkpoint: the trained weights as the run began, for the pull towards them."""
+
 
 def averaged_tensors(model: AsrModel) -> dict[str, torch.Tensor]:
     """Return what training changes, by name: trained parameters, and running statistics of learning BatchNorm modules,

@@ -121,8 +121,7 @@ def settings_of(folder: Path, base: Path, new: str, way: str, seed: int, steps: 
         "training.report_to": "none",
         "training.save_steps": 0,
     }
-    if way == "rehearsal":  # as many new clips as the plain run sees; the base knows nothing of these
-        settings["data.train"] = {"path": settings["data.train"], "distillation": 0.0}
+    if way == "rehearsal":  # as many new clips as the plain run sees
         share = 0.4
         settings |= {"data.rehearsal": str(folder / f"{old}-old-train.jsonl"), "data.rehearsal_share": share}
         settings["training.max_steps"] = round(steps / (1 - share))

@@ -158,7 +158,6 @@ def test_two_processes_pull_like_one(trainings: Any, tmp_path: Path, engine: str
         (["training.l2_sp=0"], None),
         (["training.l2_sp=7"], 7),
         (["training.layer_decay=0.9"], None),
-        (["--strategy", "bf16_full"], None),
     ],
 )
 def test_a_limit_alone_turns_the_pull_on(run_train, tiny_run, clips, tmp_path, capfd, more, strength):
@@ -176,3 +175,14 @@ def test_a_limit_alone_turns_the_pull_on(run_train, tiny_run, clips, tmp_path, c
     assert (f"training.l2_sp={2 / (8 * 1e-3):g} is turned on (0: off)" in said) == (more == [])
     told = summary(tmp_path / "run")["effective_settings"]["training"]["l2_sp"]
     assert told == (pytest.approx(strength) if strength else 0 if "training.l2_sp=0" in more else None)
+
+
+def test_a_limit_does_not_pull_where_the_pull_is_refused(tiny_run, clips):
+    from finetune.config.compatibility import limit_pulls
+
+    guarded = {"guard": str(clips / "manifest.jsonl"), "guard_limit": "+5 %"}
+    config, _ = load_config(Path(tiny_run(data=guarded)[1]), [], [])
+    assert limit_pulls(config)
+    assert not limit_pulls(config, "deepspeed")
+    assert not limit_pulls(config.replaced({"model.dtype": "bfloat16"}))
+    assert not limit_pulls(config.replaced({"data.guard_limit": None}))

@@ -122,7 +122,7 @@ class Predictor:
         self.layout, self.memory = layout, memory
         states = optimizer_bytes(memory, t.optimizer, dict(t.optimizer_args))
         ema = FLOAT * memory.weights["trained_elements"] if t.ema_decay else 0.0
-        start = memory.weights["trained"] if t.l2_sp or limit_pulls(config) else 0.0
+        start = memory.weights["trained"] if t.l2_sp or limit_pulls(config, engine.name) else 0.0
         self.weights = Weights(
             **memory.weights,
             optimizer=states.device,
