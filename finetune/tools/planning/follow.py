@@ -153,8 +153,9 @@ def _with_workspace(func: OpOverload, args: tuple[Any, ...]) -> tuple[torch.Tens
     *outputs, workspace = func(*args)
     with unset_fake_temporarily():
         real = [torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x for x in args]
-        bytes_kept = func(*real)[-1].untyped_storage().nbytes()
-    return *outputs, workspace.new_empty(bytes_kept // workspace.element_size())
+        kept = func(*real)[-1]
+    size = 0 if kept is None else kept.untyped_storage().nbytes()  # none without a backward pass
+    return *outputs, workspace.new_empty(size // workspace.element_size())
 
 
 class Follower:
