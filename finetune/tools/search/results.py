@@ -138,7 +138,8 @@ def _advice(result: Result) -> Iterator[str]:
     if base is not None and attributes["wer"] >= base:
         within = " within the limit" if limit is not None else ""
         yield (
-            f"No trial{within} is better than the base model, whose WER is {base:.4f}: more steps or other data may be."
+            f"No trial{within} is better than the base model, whose WER is {base:.4f}: more steps or other data "
+            "may be."
         )
     if result.importances:
         name, share = next(iter(result.importances.items()))
