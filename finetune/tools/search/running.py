@@ -53,8 +53,8 @@ def _seconds_left(search: Search) -> float:
 
 
 def trial_settings(search: Search, number: int, chosen: Settings, is_default: bool) -> Settings:
-    """Return all that a trial sets: what was chosen, what goes with its length, and what makes its run short, quiet and
-    comparable."""
+    """Return all that a trial sets: what was chosen, what goes with its length, and what makes its run short, quiet
+    and comparable."""
     t = search.config.training
     by_length = {key: search.config.get(key) for key in BY_LENGTH if search.steps is not None}
     steps = search.steps or chosen.get("training.max_steps", t.max_steps)

@@ -138,7 +138,7 @@ def as_long_as(steps: int | None, config: RunConfig) -> RunConfig:
     """Return the configuration for trials of so many steps; unchanged where the run file's own length is theirs, or
     goes by epochs."""
     t = config.training
-    if steps is None or t.max_steps < 1:
+    if steps is None or steps == t.max_steps or t.max_steps < 1:
         return config
     found = for_run_of(steps, t.max_steps, {key: config.get(key) for key in BY_LENGTH})
     if "training.l2_sp" in found:  # beyond 1 a step goes past the start
