@@ -81,7 +81,7 @@ def _search(arguments: argparse.Namespace, training: tuple[str, ...] | None) -> 
     from finetune.tools.search.outputs import print_table, write_files
     from finetune.tools.search.results import result_of
     from finetune.tools.search.running import run_trials
-    from finetune.tools.search.space import default_space, read_space
+    from finetune.tools.search.space import as_long_as, default_space, read_space
     from finetune.tools.search.study import Search, locked, open_study
     from finetune.tools.search.trials import TRAIN
 
@@ -92,6 +92,9 @@ def _search(arguments: argparse.Namespace, training: tuple[str, ...] | None) -> 
         raise UserError("search compares trials by data.validation, which the run file does not set.")
     if config.training.stages:
         raise UserError("search takes one run; the run file has training.stages. Search the settings of one of them.")
+    if arguments.steps is None and config.training.max_steps < 1:
+        raise UserError("search compares runs of equal steps; the run file goes by epochs. Give --steps N.")
+    config = as_long_as(arguments.steps, config)
     space = read_space(arguments.space, config) if arguments.space else default_space(config, arguments.steps)
     search = Search(
         config,

@@ -2,9 +2,11 @@
 
 The WER is lowest at a learning rate of 1e-2, and each clip's errors follow it. `STAND_IN` in the environment is JSON:
 `out_of_memory`, `diverges` and `refuses` are learning rates from which on that happens, `waits_for` a file without
-which a training does not end, `guard` how much the guard's WER rises with the learning rate.
+which a training does not end, `guard` how much the guard's WER rises with the learning rate, `base` the
+base model's WER.
 """
 
+import argparse
 import json
 import math
 import os
@@ -22,7 +24,12 @@ CLIPS, WORDS = 200, 10
 
 def main() -> int:
     wishes = json.loads(os.environ.get("STAND_IN", "{}"))
-    config, _ = load_config(Path(sys.argv[2]), [], sys.argv[3:])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--strategy", action="append", default=[])
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_intermixed_args()
+    config, _ = load_config(arguments.config, arguments.strategy, arguments.overrides)
     t = config.training
     folder, rate = Path(t.output_dir), t.learning_rate
     folder.mkdir(parents=True, exist_ok=True)
@@ -34,7 +41,11 @@ def main() -> int:
         print("error: the GPU is out of memory: tried to allocate 2 GiB\nWhat would help:", file=sys.stderr)
         return 1
     guarded = bool(config.data.guard)
-    rows = [("validation", 0, 0.5), *([("guard", 0, 0.2)] if guarded else [])] if t.eval_on_start else []
+    rows = (
+        [("validation", 0, wishes.get("base", 0.5)), *([("guard", 0, 0.2)] if guarded else [])]
+        if t.eval_on_start
+        else []
+    )
     final = min(0.2 + 0.1 * abs(math.log10(rate / 1e-2)), 0.45)
     if rate >= wishes.get("diverges", math.inf):
         final = 2.0

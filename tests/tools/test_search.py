@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from finetune.config.load import FIELDS, load_config
+from finetune.config.load import load_config
 from finetune.search import main
 from finetune.tools.command_line import run_command
 
@@ -28,10 +29,17 @@ OWN_RATE = 1e-3
 def search(run_file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """`search(*arguments, wishes={...}, **keys)` searches with a stand-in for the training; returns the exit code."""
 
-    def call(*arguments: str, wishes: dict[str, Any] | None = None, output: str = "search", **keys: Any) -> int:
+    def call(
+        *arguments: str,
+        wishes: dict[str, Any] | None = None,
+        output: str = "search",
+        steps: int | None = 40,
+        **keys: Any,
+    ) -> int:
         monkeypatch.setenv("STAND_IN", json.dumps(wishes or {}))
         path = run_file(data__validation="validation.jsonl", training__learning_rate=OWN_RATE, **keys)
-        words = ["--config", str(path), "--output", str(tmp_path / output), "--steps", "40", *arguments]
+        words = ["--config", str(path), "--output", str(tmp_path / output), *arguments]
+        words += ["--steps", str(steps)] if steps is not None else []
         return run_command(lambda: main(words, STAND_IN))
 
     return call
@@ -132,7 +140,71 @@ def test_a_run_file_that_the_training_refuses_ends_the_search(search, tmp_path, 
     assert "the run file's own settings are refused: data.train: there is nothing" in capsys.readouterr().err
 
 
-@pytest.mark.skipif("data.guard_limit" not in FIELDS, reason="without data.guard_limit")
+def test_what_was_refused_is_tried_again(search, told, tmp_path):
+    space = ("--space", str(rates(tmp_path)))
+    for _ in range(3):  # also the guesses beside the run file's own values
+        assert search("--trials", "3", *space, wishes={"refuses": 0}) == 2
+    assert search("--trials", "3", *space) == 0
+    found = told()
+    finished = {t["number"]: t for t in found["trials"] if t["state"] == "complete"}
+    assert len(finished) == 3
+    assert finished[found["default"]]["settings"] == {}
+    assert found["base_wer"] == 0.5
+
+
+def test_a_run_by_epochs_needs_the_steps_of_a_trial(search, tmp_path, capsys):
+    assert search("--trials", "1", steps=None) == 2
+    assert "Give --steps" in capsys.readouterr().err
+    assert search("--trials", "1", "--space", str(rates(tmp_path)), steps=None, training__max_steps=40) == 0
+
+
+def test_best_yaml_is_the_best_trial_where_a_strategy_sets_the_same(search, told, tmp_path):
+    space = tmp_path / "space.yaml"
+    choices = {"trained": {"model.freeze_encoder": False, "model.unfreeze_encoder_layers": 0}}
+    choices["last two"] = {"model.freeze_encoder": True, "model.unfreeze_encoder_layers": 2}
+    space.write_text(yaml.safe_dump({"training.learning_rate": [1e-2], "encoder": choices}))
+    strategies, overrides = ["partial_unfreeze", "adamw_8bit"], ["model.unfreeze_encoder_layers=3"]
+    words = [word for name in strategies for word in ("--strategy", name)]
+    assert search("--trials", "4", "--space", str(space), *words, *overrides) == 0
+    best = told()["trials"][told()["best"]]["settings"]
+    head = [
+        line for line in (tmp_path / "search" / "best.yaml").read_text().splitlines() if line.startswith("# python")
+    ]
+    printed = shlex.split(head[0].split("best.yaml")[1])
+    named = [printed[i + 1] for i, word in enumerate(printed) if word == "--strategy"]
+    assert named == strategies
+    written, _ = load_config(tmp_path / "search" / "best.yaml", named, [word for word in printed if "=" in word])
+    own = [*overrides, *(f"{key}={json.dumps(value)}" for key, value in best.items())]
+    tried, _ = load_config(tmp_path / "RUN.yaml", strategies, [*own, "training.output_dir=out-searched"])
+    assert written.as_dict() == tried.as_dict()
+
+
+def test_what_goes_with_the_length_of_a_run_is_scaled(search, told, tmp_path):
+    space = tmp_path / "space.yaml"
+    lines = {"both": {"half": {"training.warmup_steps": 20, "training.l2_sp": 5.0, "training.learning_rate": 1e-2}}}
+    space.write_text(yaml.safe_dump(lines))
+    keys = {"training__max_steps": 400, "training__warmup_steps": 100, "training__l2_sp": 0.1}
+    assert search("--trials", "8", "--space", str(space), **keys) == 0
+    folder, found = tmp_path / "search", told()
+    default = json.loads((folder / "trial-0000" / "arguments.json").read_text())
+    assert {"training.warmup_steps=10", "training.l2_sp=1.0", "training.max_steps=40"} <= set(default)
+    assert found["best"] != found["default"]
+    written, _ = load_config(folder / "best.yaml", [], [])
+    assert (written.training.warmup_steps, written.training.l2_sp, written.training.max_steps) == (200, 0.5, 400)
+    assert "# training.l2_sp=5.0 was tried in 40 steps; in 400 that is 0.5." in (folder / "best.yaml").read_text()
+
+
+def test_a_factor_does_not_depend_on_the_order_of_the_space(run_file):
+    from finetune.tools.search.space import Parameter, settings_of
+
+    config, _ = load_config(run_file(training__learning_rate=OWN_RATE), [], [])
+    rate = Parameter("training.learning_rate", OWN_RATE, 1e-4, 1e-1, log=True)
+    joint = Parameter("training.joint_learning_rate", 1.0, 0.1, 10, log=True, times=rate.name)
+    values = {rate.name: 1e-2, joint.name: 0.5}
+    for space in ([rate, joint], [joint, rate]):
+        assert settings_of(space, values, config) == {rate.name: 1e-2, joint.name: 5e-3}
+
+
 def test_the_guard_s_limit_decides(search, told, tmp_path):
     keys = {"data__guard": "guard.jsonl", "data__guard_limit": "+5 %"}
     # 0.2 + 5 x rate stays within 0.21 up to a rate of 2e-3, while the WER is best at 1e-2.
@@ -144,6 +216,28 @@ def test_the_guard_s_limit_decides(search, told, tmp_path):
     shutil.rmtree(tmp_path / "search")
     assert search("--trials", "2", "--space", str(rates(tmp_path)), wishes={"guard": 5e3}, **keys) == 1
     assert "No trial keeps data.guard_limit" in told()["advice"][0]
+
+
+def test_a_limit_that_is_met_exactly_is_kept(tmp_path):
+    from finetune.config.guard_limit import parse_guard_limit
+    from finetune.tools.search.trials import read_evaluations
+
+    wers = {0: (0.5, 0.1), 1: (0.4, 0.1 + 0.1 + 0.1), 2: (0.3, 0.4)}
+    rows = [
+        {"step": step, "split": split, "wer": wer}
+        for step, both in wers.items()
+        for split, wer in zip(("validation", "guard"), both, strict=True)
+    ]
+    (tmp_path / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    best = read_evaluations(tmp_path, parse_guard_limit("+0.2")).best
+    assert best is not None
+    assert (best.step, best.excess) == (1, 0.0)
+
+
+def test_where_none_within_the_limit_beats_the_base_model_that_is_said(search, told, tmp_path):
+    keys = {"data__guard": "guard.jsonl", "data__guard_limit": "+5 %"}
+    assert search("--trials", "2", "--space", str(rates(tmp_path)), wishes={"guard": 5.0, "base": 0.25}, **keys) == 0
+    assert "No trial within the limit is better than the base model" in " ".join(told()["advice"])
 
 
 def test_another_version_of_the_run_file_is_refused_by_the_keys_that_differ(search, capsys):
@@ -214,6 +308,22 @@ def test_the_default_space_leaves_out_what_the_run_file_excludes(run_file):
     assert "encoder" not in names(model__adapter="adapter", model__lora_rank=4)
     assert "data.rehearsal_share" not in names()
     assert "training.warmup_steps" in names(training__warmup_steps=5)
+    assert not {"training.max_steps", "training.num_train_epochs"} & names()
+
+
+def test_no_pull_is_offered_once_and_the_automatic_one_with_a_limit(run_file):
+    from finetune.tools.search.space import default_space
+
+    def pulls(**keys: Any) -> list[Any]:
+        config, _ = load_config(
+            run_file(data__guard="guard.jsonl", data__validation="validation.jsonl", **keys), [], []
+        )
+        return next(list(p.choices) for p in default_space(config, 40) if p.name == "training.l2_sp")
+
+    without, limited = pulls(), pulls(data__guard_limit="+5 %")
+    assert len(without) == 4
+    assert None not in without
+    assert set(limited) == {None, *without}
 
 
 # ---- kills ------------------------------------------------------------------------------------------------------

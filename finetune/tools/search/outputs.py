@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections import Counter
 from importlib import metadata
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import yaml
 from optuna.trial import FrozenTrial, TrialState
 
-from finetune.config.load import parse_overrides, read_yaml
+from finetune.config.load import Layers, overlay_path, parse_overrides, read_yaml
 from finetune.config.redaction import HEAD
 from finetune.durable_files import write_json, write_text
 from finetune.security.secrets import clean, clean_urls, known_secrets
@@ -19,7 +20,9 @@ from finetune.tools.report.plots import Plot
 from finetune.tools.report.read import read_mapping
 from finetune.tools.search.results import HEADS, Result, row_of, study_of, table_rows
 from finetune.tools.search.running import describe
-from finetune.tools.search.space import Settings
+from finetune.tools.search.space import Settings, for_run_of
+from finetune.tools.search.study import Search
+from finetune.tools.search.trials import setting_words
 
 VERSIONS = ("optuna", "SQLAlchemy", "torch", "nemo_toolkit")
 
@@ -48,7 +51,7 @@ def as_dict(result: Result) -> dict[str, Any]:
         "overrides": clean(search.overrides, known_secrets(search.overrides), personal=False),
         "storage": clean_urls(search.storage) if search.storage else "study.db",
         "steps": search.steps,
-        "guard_limit": search.limit,
+        "guard_limit": search.config.data.guard_limit,
         "base_wer": result.study.user_attrs.get("base_wer"),
         "base_guard_wer": result.study.user_attrs.get("base_guard"),
         "default": default.number if default is not None else None,
@@ -69,15 +72,18 @@ def _write_best(result: Result, best: FrozenTrial) -> None:
     search = result.search
     values = read_yaml(search.run_file, "--config")
     _lay_over(values, parse_overrides(search.overrides))
-    settings: Settings = best.user_attrs["settings"]
+    tried: Settings = best.user_attrs["settings"]
+    settings, scaled = _for_the_whole_run(search, tried)
     for key, value in settings.items():
         section, name = key.split(".", 1)
         values.setdefault(section, {})[name] = value
     values["training"]["output_dir"] = f"{search.config.training.output_dir.rstrip('/')}-searched"
     cleaned = clean(values, known_secrets(values), personal=False)
     strategies = "".join(f" --strategy {name}" for name in search.strategies)
+    strategies += "".join(f" {shlex.quote(word)}" for word in _words_over_overlays(search, settings))
     head = [
-        f"Settings of trial {best.number} of {len(result.finished)}, from {search.run_file}: {describe(settings)}",
+        f"Settings of trial {best.number} of {len(result.finished)}, from {search.run_file}: {describe(tried)}",
+        *scaled,
         *result.advice,
         f"python finetune/train.py --config {search.folder / 'best.yaml'}{strategies}",
     ]
@@ -85,6 +91,33 @@ def _write_best(result: Result, best: FrozenTrial) -> None:
         head.append(HEAD.format(keys="some keys").splitlines()[0].removeprefix("# "))
     text = "".join(f"# {line}\n" for line in head)
     write_text(search.folder / "best.yaml", text + yaml.safe_dump(cleaned, sort_keys=False, allow_unicode=True))
+
+
+def _for_the_whole_run(search: Search, tried: Settings) -> tuple[Settings, list[str]]:
+    """Return a trial's settings for a run as long as the run file's own, and a sentence for each that differs."""
+    if search.steps is None:
+        return tried, []
+    steps = search.config.training.max_steps
+    if steps < 1:
+        what = {"training.warmup_steps": "grows with", "training.l2_sp": "falls with"}
+        of_length = (
+            f"is that of {search.steps} steps and {{}} the steps of the run: adapt it, or set training.max_steps."
+        )
+        return tried, [f"{key} {of_length.format(how)}" for key, how in what.items() if tried.get(key)]
+    settings = tried | for_run_of(steps, search.steps, tried)
+    changed = [key for key in settings if settings[key] != tried[key]]
+    return settings, [
+        f"{key}={tried[key]} was tried in {search.steps} steps; in {steps} that is {settings[key]}." for key in changed
+    ]
+
+
+def _words_over_overlays(search: Search, settings: Settings) -> list[str]:
+    """Return `key=value` words of what the strategies' overlays set, which are laid over a run file."""
+    layers = Layers()
+    for name in search.strategies:
+        if overlay_path(name).is_file():
+            layers.apply(read_yaml(overlay_path(name), f"--strategy {name}"), name)
+    return setting_words({key: settings.get(key, search.config.get(key)) for key in layers.values})
 
 
 def _lay_over(values: dict[str, Any], over: dict[str, Any]) -> None:
@@ -131,7 +164,7 @@ def _write_page(result: Result) -> None:
         ("Steps of a trial", search.steps or "as in the run file"),
         ("Trials", ", ".join(f"{n} {name}" for name, n in states.most_common())),
         ("WER of the base model, %", percent(base)),
-        ("data.guard_limit", search.limit),
+        ("data.guard_limit", search.config.data.guard_limit),
         ("Study", search.name),
         ("Time of all trials", duration(sum(t.user_attrs.get("seconds", 0.0) for t in result.finished))),
     ]

@@ -136,7 +136,11 @@ def _advice(result: Result) -> Iterator[str]:
         yield _difference(result, best, default)
     base = result.study.user_attrs.get("base_wer")
     if base is not None and attributes["wer"] >= base:
-        yield f"No trial is better than the base model, whose WER is {base:.4f}: more steps or other data may be."
+        within = " within the limit" if limit is not None else ""
+        yield (
+            f"No trial{within} is better than the base model, whose WER is {base:.4f}: more steps or other data "
+            "may be."
+        )
     if result.importances:
         name, share = next(iter(result.importances.items()))
         yield (

@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial, TrialState
 from finetune.errors import UserError
 from finetune.tools.report.formats import duration
 from finetune.tools.search import trials
-from finetune.tools.search.space import Settings, problem_of, settings_of
+from finetune.tools.search.space import BY_LENGTH, Settings, problem_of, settings_of
 from finetune.tools.search.study import Search, best_of, finished_trials
 
 log = logging.getLogger(__name__)
@@ -53,8 +53,10 @@ def _seconds_left(search: Search) -> float:
 
 
 def trial_settings(search: Search, number: int, chosen: Settings, is_default: bool) -> Settings:
-    """Return all that a trial sets: what was chosen, and what makes its run short, quiet and comparable."""
+    """Return all that a trial sets: what was chosen, what goes with its length, and what makes its run short, quiet
+    and comparable."""
     t = search.config.training
+    by_length = {key: search.config.get(key) for key in BY_LENGTH if search.steps is not None}
     steps = search.steps or chosen.get("training.max_steps", t.max_steps)
     fixed: Settings = {
         "training.output_dir": str(search.folder_of(number)),
@@ -72,7 +74,7 @@ def trial_settings(search: Search, number: int, chosen: Settings, is_default: bo
     if steps > 0:
         often = -(-steps // EVALUATIONS)
         fixed |= {"training.max_steps": steps, "training.eval_steps": min(t.eval_steps or often, often)}
-    return {**chosen, **fixed}
+    return {**{key: value for key, value in by_length.items() if value}, **chosen, **fixed}
 
 
 def _run_trial(trial: optuna.Trial, study: optuna.Study, search: Search, run: list[str]) -> float:
@@ -102,7 +104,7 @@ def _run_trial(trial: optuna.Trial, study: optuna.Study, search: Search, run: li
             reported.append(step)
             if steps is None or step >= steps:
                 continue  # it ends by itself
-            if trial.should_prune():
+            if trial.should_prune() and not is_default:
                 stopped = "pruned"
             elif 2 * step >= steps and trials.has_diverged(best.wer, found.base_wer or base_wer):
                 stopped = trials.DIVERGED
@@ -136,7 +138,9 @@ def _run_trial(trial: optuna.Trial, study: optuna.Study, search: Search, run: li
         raise optuna.TrialPruned
     if ended.code:
         reason = trials.reason_of(ended.code, log_file)
-        if ended.code == trials.CONFIGURATION and is_default:
+        untrained = not any("wer" in t.user_attrs for t in finished_trials(study))
+        if ended.code == trials.CONFIGURATION and untrained:  # no fault of these settings
+            study.enqueue_trial(trial.params, user_attrs={"default": True} if is_default else None)
             raise UserError(f"the run file's own settings are refused: {reason}\n{log_file} has all of it.")
     elif best is None:
         reason = "no evaluation of data.validation" + (" and of the guard" if search.limit is not None else "")

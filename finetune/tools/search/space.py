@@ -92,7 +92,7 @@ def settings_of(parameters: list[Parameter], values: dict[str, Value], config: R
     """
     found: Settings = {}
     same = {p.name for p in parameters if values[p.name] == p.own}
-    for p in parameters:
+    for p in sorted(parameters, key=lambda p: p.times is not None):  # what they are multiplied by comes first
         value = values[p.name]
         if p.times is not None:
             if p.name in same and (p.times in same or config.get(p.name) is None):
@@ -112,6 +112,42 @@ def _short(value: Value, width: float = 0.0) -> Value:
     return round(value, 3 - math.floor(math.log10(width))) if width else float(f"{value:.4g}")
 
 
+# ---- settings that go with the length of a run ------------------------------------------------------------------
+
+BY_LENGTH = ("training.warmup_steps", "training.l2_sp")
+
+
+def for_run_of(steps: int, before: int, values: Settings) -> Settings:
+    """Return those of BY_LENGTH among some settings, for a run of another length: the warm-up is as large a share of
+    its steps, the pull as strong over all of them.
+
+    Args:
+        steps, before: of the run that they are for, and of the one that they are from.
+        values: dotted key -> value.
+    """
+    warmup, pull = (values.get(key) for key in BY_LENGTH)
+    found: Settings = {}
+    if warmup:
+        found["training.warmup_steps"] = max(round(warmup * steps / before), 1)
+    if pull:
+        found["training.l2_sp"] = _short(pull * before / steps)
+    return found
+
+
+def as_long_as(steps: int | None, config: RunConfig) -> RunConfig:
+    """Return the configuration for trials of so many steps; unchanged where the run file's own length is theirs, or
+    goes by epochs."""
+    t = config.training
+    if steps is None or steps == t.max_steps or t.max_steps < 1:
+        return config
+    found = for_run_of(steps, t.max_steps, {key: config.get(key) for key in BY_LENGTH})
+    if "training.l2_sp" in found:  # beyond 1 a step goes past the start
+        rates = (t.learning_rate, t.encoder_learning_rate, t.decoder_learning_rate, t.joint_learning_rate)
+        highest = _short(0.5 / max(rate for rate in rates if rate is not None))
+        found["training.l2_sp"] = max(min(found["training.l2_sp"], highest), t.l2_sp or 0.0)
+    return config.replaced(found)
+
+
 # ---- the space that is searched without --space -----------------------------------------------------------------
 
 
@@ -119,7 +155,7 @@ def default_space(config: RunConfig, steps: int | None) -> list[Parameter]:
     """Return what is worth a search for this run file. What the rest of the configuration excludes is left out.
 
     Args:
-        steps: of each trial, where `--steps` fixes them; None: as the run file has them, and their number is searched.
+        steps: of each trial; None: as the run file has them.
     """
     m, d, t = config.model, config.data, config.training
     found = [
@@ -141,20 +177,14 @@ def default_space(config: RunConfig, steps: int | None) -> list[Parameter]:
         }
         found.append(_named(config, "encoder", choices))
     found.append(_values(config, "model.freeze_batchnorm", [False, True]))
-    if steps is None and t.max_steps > 1:
-        found.append(_values(config, "training.max_steps", [t.max_steps // 2, t.max_steps]))
-    elif steps is None and t.max_steps < 0:
-        found.append(_values(config, "training.num_train_epochs", [t.num_train_epochs / 2, t.num_train_epochs]))
-    if "training.layer_decay" in FIELDS:
-        found.append(_values(config, "training.layer_decay", [0.8, 0.9, 1.0]))
-    if "data.rehearsal" in FIELDS and config.get("data.rehearsal"):
+    found.append(_values(config, "training.layer_decay", [0.8, 0.9, 1.0]))
+    if d.rehearsal:
         found.append(_range(config, "data.rehearsal_share", 0.1, 0.7))
     if d.guard:  # ways to keep the original domain
-        if "training.l2_sp" in FIELDS and planned:
+        if planned:
             one = 2 / (planned * t.learning_rate)  # pulls half way back over the run; the schedule's mean is a half
             found.append(_values(config, "training.l2_sp", [0.0, *(_short(f * one) for f in (0.3, 1.0, 3.0))]))
-        if "model.distillation" in FIELDS:
-            found.append(_values(config, "model.distillation", [0.0, 0.3, 1.0, 3.0]))
+        found.append(_values(config, "model.distillation", [0.0, 0.3, 1.0, 3.0]))
     found = [_without_refused(config, p) for p in found]
     return [p for p in found if not p.choices or len(p.choices) > 1]
 
@@ -248,7 +278,7 @@ def _range(
     config: RunConfig, name: str, low: float, high: float, log: bool = False, times: str | None = None
 ) -> Parameter:
     """Return a range, widened to the run file's own value."""
-    own = config.get(name)
+    own = _own(config, name)
     if times is not None:
         factor = config.get(times)
         own = 1.0 if own is None else own / factor if factor else None
@@ -258,8 +288,14 @@ def _range(
     return Parameter(name, own, min(low, own), max(high, own), log, whole, times)
 
 
-def _values(config: RunConfig, name: str, values: list[Value]) -> Parameter:
+def _own(config: RunConfig, name: str) -> Any:
+    """Return the run file's own value. training.l2_sp: null is 0 where there is no limit that would set it."""
     own = config.get(name)
+    return 0.0 if own is None and name == "training.l2_sp" and config.data.guard_limit is None else own
+
+
+def _values(config: RunConfig, name: str, values: list[Value]) -> Parameter:
+    own = _own(config, name)
     if isinstance(own, list | dict):
         raise UserError(f"{name}: lists and mappings need names, as in {FORM}.")
     choices: dict[Value, Settings] = {value: {name: value} for value in (values if own in values else [*values, own])}

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
+from finetune.config.guard_limit import GuardLimit, parse_guard_limit
 from finetune.config.redaction import without_secrets
 from finetune.config.schema import RunConfig, option_of, schema_fields
 from finetune.durable_files import write_json
@@ -49,7 +51,7 @@ class Search:
     """What is searched, and how.
 
     Attributes:
-        config: of the run file, strategies and `key=value`.
+        config: of the run file, strategies and `key=value`; what goes with the length of a run is that of a trial.
         run_file: as the user named it.
         strategies, overrides: the command line's.
         folder: of everything that the search leaves.
@@ -81,10 +83,10 @@ class Search:
     def own_values(self) -> dict[str, Any]:
         return {p.name: p.own for p in self.parameters}
 
-    @property
-    def limit(self) -> str | float | None:
-        """data.guard_limit, where the schema has it and the run file sets it."""
-        return getattr(self.config.data, "guard_limit", None)
+    @cached_property
+    def limit(self) -> GuardLimit | None:
+        text = self.config.data.guard_limit
+        return None if text is None else parse_guard_limit(text)
 
     def folder_of(self, number: int) -> Path:
         return self.folder / f"trial-{number:04d}"
@@ -194,6 +196,11 @@ def open_study(search: Search) -> optuna.Study:
                 enqueue_again(study, trial)
                 shutil.rmtree(search.folder_of(trial.number), ignore_errors=True)
                 log.info("trial %d was cut short; its settings are tried again", trial.number)
+        there = study.get_trials(deepcopy=False, states=(*FINISHED, TrialState.WAITING, TrialState.RUNNING))
+        if not any(
+            trial.user_attrs.get("default") for trial in there
+        ):  # the one that was there was refused, or failed
+            study.enqueue_trial(search.own_values, user_attrs={"default": True})
     return study
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.config.guard_limit import parse_guard_limit
+from finetune.config.guard_limit import GuardLimit
 from finetune.data.worker_lifetime import ends_with_this_process
 from finetune.logs import without_secrets
 from finetune.paths import ROOT
@@ -31,8 +31,6 @@ CONFIGURATION = 2
 """Exit code of a training whose configuration is refused."""
 OVER_LIMIT = 1.0
 """What a state beyond data.guard_limit is worse by than any within it, as a WER."""
-ROUNDING = 1e-9
-"""WERs are quotients of counts: a limit that is met exactly is kept."""
 FAR_ABOVE = 1.5, 0.05
 """A model has diverged whose WER is above this factor times the base model's, and this on top."""
 # A trial keeps what says how it went; of the best one the model stays as well.
@@ -47,7 +45,7 @@ class Standing:
     wer: float
     guard: float | None = None
     excess: float | None = None
-    """Guard WER above what data.guard_limit allows; None without a limit or without both WERs."""
+    """Guard WER above what data.guard_limit allows, 0 where it is kept; None without a limit or without both WERs."""
 
     @property
     def score(self) -> float:
@@ -78,12 +76,7 @@ class Ended:
     seconds: float
 
 
-def limit_above(limit: str | float | None, base: float | None) -> float | None:
-    """Return the guard WER that data.guard_limit allows: "+5 %" of the base model's, or "+0.01" on top of it."""
-    return None if limit is None or base is None else parse_guard_limit(str(limit)).highest(base)
-
-
-def read_evaluations(folder: Path, limit: str | float | None) -> Evaluations:
+def read_evaluations(folder: Path, limit: GuardLimit | None) -> Evaluations:
     """Read a run's evaluations of data.validation, and of its guard for choosing: `guard_choice`, else `guard`."""
     states: dict[tuple[int, str], dict[str, float]] = {}
     for row in json_lines(folder / "evaluations.jsonl"):
@@ -93,11 +86,12 @@ def read_evaluations(folder: Path, limit: str | float | None) -> Evaluations:
             state[str(row.get("split"))] = wer or 0.0
     guard = "guard_choice" if any("guard_choice" in state for state in states.values()) else "guard"
     base = states.get((0, "raw"), {})
-    allowed = limit_above(limit, base.get(guard))
     found = []
     for (step, _), state in states.items():
         if step and "validation" in state:
-            excess = None if allowed is None or guard not in state else state[guard] - allowed
+            excess = None
+            if limit is not None and guard in state and guard in base:
+                excess = 0.0 if limit.keeps(state[guard], base[guard]) else state[guard] - limit.highest(base[guard])
             if limit is None or excess is not None:  # without its guard WER a state is not judged yet
                 found.append(Standing(step, state["validation"], state.get(guard), excess))
     return Evaluations(base.get("validation"), base.get(guard), found)
@@ -116,7 +110,12 @@ def training_words(training: tuple[str, ...], run: list[str], settings: Settings
         run: `--config`, `--strategy` and `key=value` words of the search.
         settings: of the trial; they replace all others.
     """
-    return [*training, *run, *(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings.items())]
+    return [*training, *run, *setting_words(settings)]
+
+
+def setting_words(settings: Settings) -> list[str]:
+    """Return settings as `key=value` words."""
+    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()]
 
 
 def run_training(words: list[str], log: Path, watch: Callable[[], bool]) -> Ended:
