@@ -12,7 +12,7 @@ from finetune.errors import UserError
 from finetune.models.protocols import AsrModel
 from finetune.strategies.optimizers import unwrap_optimizer
 from finetune.training.callbacks import Callback, StepResult
-from finetune.training.trained_state import START_FILE
+from finetune.training.trained_state import START_FILE, local_part, whole_tensor
 
 NEW_HEAD = "ctc_decoder."
 NAMED = 3
@@ -52,14 +52,14 @@ class BasePull(Callback):
             own = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
             pull = float(group["lr"]) * self.strength
             if own and pull:
-                weights = [_local(self.trained[name].detach()) for name in own]
-                torch._foreach_lerp_(weights, [_local(self.start[name]) for name in own], pull)
+                weights = [local_part(self.trained[name].detach()) for name in own]
+                torch._foreach_lerp_(weights, [local_part(self.start[name]) for name in own], pull)
 
     @torch.no_grad()
     def before_save(self, is_main: bool) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
         kept = {}
         for name, tensor in self.start.items():
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # all ranks take part
+            whole = whole_tensor(tensor)  # all ranks take part
             if is_main:
                 kept[name] = whole.to("cpu", copy=True).contiguous()
         return {}, {START_FILE: kept}
@@ -90,8 +90,4 @@ class BasePull(Callback):
                 mesh = start.device_mesh
                 # Without a source rank each process cuts its own part out.
                 value = distribute_tensor(value.to(mesh.device_type), mesh, start.placements, src_data_rank=None)
-            _local(start).copy_(_local(value))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local_part(start).copy_(local_part(value))

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from finetune.data.sources import OpenSource
     from finetune.models.protocols import AsrModel
 
-METHODS = ("mean", "task", "ties")
-BATCHNORM = ("interpolate", "estimate")
 EXAMPLES_OF_DIFFERENCES = 4
 
 
