@@ -26,6 +26,7 @@ import argparse
 import io
 import json
 import os
+import resource
 import shlex
 import statistics
 import subprocess
@@ -129,8 +130,8 @@ def settings_of(folder: Path, base: Path, new: str, way: str, seed: int, steps: 
     return settings | WAYS[way]
 
 
-def train(folder: Path, output: Path, settings: dict[str, Any]) -> None:
-    """Train in a process of its own."""
+def train(folder: Path, output: Path, settings: dict[str, Any]) -> float:
+    """Train in a process of its own; return the processor's seconds that it took, with its workers'."""
     recipe = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))
     for key, value in (settings | {"training.output_dir": str(output), "training.overwrite_output_dir": True}).items():
         section, name = key.split(".", 1)
@@ -138,10 +139,13 @@ def train(folder: Path, output: Path, settings: dict[str, Any]) -> None:
     run_file = folder / f"{output.name}.yaml"
     run_file.write_text(yaml.safe_dump(recipe, allow_unicode=True), encoding="utf-8")
     command = [sys.executable, str(ROOT / "finetune" / "train.py"), "--config", str(run_file)]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with (folder / f"{output.name}.log").open("w") as log:
         code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, check=False).returncode
     if code:
         sys.exit(f"{log.name}: the run failed with exit code {code}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
 
 def figures_of(output: Path) -> dict[str, Any]:
@@ -160,8 +164,8 @@ def figures_of(output: Path) -> dict[str, Any]:
 
 
 def compare(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each new language and way: gain and time against the plain run of the same seed, and the
-    guard's change, each as the list over the seeds."""
+    """Return a row for each new language and way: gain and processor's time against the plain run of the same
+    seed, and the guard's change, each as the list over the seeds."""
     by_case = {(r["new"], r["way"], r["seed"]): r for r in runs}
     rows = []
     for new, way in sorted({(n, w) for n, w, _ in by_case}, key=lambda case: (case[0], list(WAYS).index(case[1]))):
@@ -175,7 +179,7 @@ def compare(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             if plain is not None:
                 row["share_of_gain"] = gain / (plain["new_before"] - plain["new_after"])
                 row["share_of_loss"] = lost / (plain["guard_after"] - plain["guard_before"])
-                row["times"] = mine["seconds"] / plain["seconds"]
+                row["times"] = mine["processor_seconds"] / plain["processor_seconds"]
             found.append(row)
         rows.append({"new": new, "way": way, "seeds": found})
     return rows
@@ -225,14 +229,15 @@ def main() -> int:
         for new in arguments.new:
             for way in arguments.ways:
                 output = folder / f"{new}-{way}-{seed}"
-                if not (output / "summary.json").is_file():
+                if not (output / "figures.json").is_file():
                     settings = settings_of(folder, bases[new], new, way, seed, arguments.steps)
-                    train(folder, output, settings | (further if way != "plain" else {}))
-                figures = {"new": new, "way": way, "seed": seed, **figures_of(output)}
-                write_json(output / "figures.json", figures)
+                    seconds = train(folder, output, settings | (further if way != "plain" else {}))
+                    case = {"new": new, "way": way, "seed": seed, "processor_seconds": seconds}
+                    write_json(output / "figures.json", {**case, **figures_of(output)})
+                figures = json.loads((output / "figures.json").read_text(encoding="utf-8"))
                 new_wer = f"{figures['new_before']:.3f} to {figures['new_after']:.3f}"
                 guard_wer = f"{figures['guard_before']:.3f} to {figures['guard_after']:.3f}"
-                print(f"{output.name}: new {new_wer}, guard {guard_wer}, {figures['seconds']:.0f} s", flush=True)
+                print(f"{output.name}: new {new_wer}, guard {guard_wer}, {figures['processor_seconds']:.0f} s of the processor", flush=True)
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*/figures.json"))]
     rows = compare(runs)
     print_rows(rows)
