@@ -72,6 +72,22 @@ def rate_interval(errors_N: np.ndarray, words_N: np.ndarray, resamples: int = RE
         return percentiles(errors_R / words_R)
 
 
+def increase_bound(
+    errors_a_N: np.ndarray, errors_b_N: np.ndarray, words_N: np.ndarray, confidence: float, *, relative: bool
+) -> float:
+    """Upper bound of how much worse model b is than a on the same utterances, by the paired percentile bootstrap.
+
+    Args:
+        errors_a_N, errors_b_N, words_N: counts by utterance.
+        confidence: the share of resamples that lie at or below the bound.
+        relative: whether the increase is a share of a's error rate, or of words. A resample in which a makes no error
+            is taken as one with half an error.
+    """
+    a_R, b_R, words_R = resampled_sums(np.stack([errors_a_N, errors_b_N, words_N], axis=1), RESAMPLES).T
+    of_R = np.maximum(a_R, 0.5) if relative else np.maximum(words_R, 1)
+    return float(np.quantile((b_R - a_R) / of_R, confidence, method="higher"))
+
+
 def permutation_p(differences_N: np.ndarray) -> float:
     """Two-sided p-value of the paired permutation test on the sum of differences.
 

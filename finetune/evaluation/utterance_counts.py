@@ -155,12 +155,21 @@ def compare_evaluations(before: UtteranceCounts, after: UtteranceCounts) -> dict
 
     Utterances with equal ids and references count as one. `unmatched` is how many are in one evaluation only.
     """
+    errors_a_N, errors_b_N, words_N, languages_N, unmatched = paired(before, after)
+    return {**compare_counts(errors_a_N, errors_b_N, words_N, languages_N), "unmatched": unmatched}
+
+
+def paired(
+    before: UtteranceCounts, after: UtteranceCounts
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
+    """Return word errors of both evaluations, words and languages of the utterances that are in both, and how many
+    are in one only."""
     (keys_a, table_a, _), (keys_b, table_b, languages_b) = _by_key(before), _by_key(after)
     _, in_a, in_b = np.intersect1d(keys_a, keys_b, assume_unique=True, return_indices=True)
     a, b = table_a[in_a], table_b[in_b]
     same = a[:, 1] == b[:, 1]  # not an utterance that is twice in one of them, and once in the other
-    result = compare_counts(a[same, 0], b[same, 0], a[same, 1], languages_b[in_b][same])
-    return {**result, "unmatched": len(keys_a) + len(keys_b) - 2 * int(same.sum())}
+    unmatched = len(keys_a) + len(keys_b) - 2 * int(same.sum())
+    return a[same, 0], b[same, 0], a[same, 1], languages_b[in_b][same], unmatched
 
 
 def _by_key(counts: UtteranceCounts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -79,11 +79,13 @@ class Evaluator:
         self.keeps_models = True
         """False measures a run without writing model.nemo."""
         limit = config.data.guard_limit if CHOICE in sources else None
-        self.judge = None if limit is None else GuardJudge(parse_guard_limit(limit), progress)
+        confidence = config.data.guard_confidence
+        self.judge = None if limit is None else GuardJudge(parse_guard_limit(limit), confidence, progress)
         self.chosen_by = ("validation",) if self.judge is None else ("validation", CHOICE)
         """Splits that decide which model is best."""
-        self._change_on_choice: dict[str, Any] | None = None
-        """On the main process, of the last evaluation of guard_choice."""
+        self._on_choice: tuple[dict[str, Any] | None, float | None] = None, None
+        """On the main process, of the last evaluation of guard_choice: the change since the base model, and the bound
+        of its WER."""
 
     def evaluate_split(self, model: AsrModel, split: str, max_clips: int | None = None) -> WerAccumulator:
         """Count the errors on a split over all ranks; every rank gets the merged counts.
@@ -159,18 +161,22 @@ class Evaluator:
                     f"{bad} of {clips} clips of {split} cannot be used, more than "
                     f"data.max_bad_fraction={self.config.data.max_bad_fraction:g}: its WER speaks for the others only"
                 )
-            rate, change = wer.total.rates()["wer"], None
+            rate, change, bound = wer.total.rates()["wer"], None, None
             if marks == {} and p.step == 0 and rate is not None:
                 p.base_wer[split] = rate
                 if main:
                     keep_base(folder, split, wer)
             elif (split == CHOICE or (split in GUARDS and marks == {})) and main:
                 change = compare_with_base(folder, split, wer)
+                if split == CHOICE and self.judge is not None and (base := base_counts(folder, split)) is not None:
+                    bound = self.judge.bound(rate, base, wer.utterance_counts)
             if split == CHOICE:
-                self._change_on_choice = change
+                self._on_choice = change, bound
             if main:
                 counts = {None: wer.total, **dict(sorted(wer.by_language.items()))}  # None: all languages
                 rows = [{"step": step, "split": split, "language": n, **c.rates()} for n, c in counts.items()]
+                if bound is not None:
+                    rows[0]["wer_bound"] = bound
                 self.file.append(*({**row, **marks} for row in rows))
                 if weights == "raw" or is_best:  # the page shows mistakes of the model in training, then of the best
                     write_mistakes(folder, step, split, wer, marks)
@@ -227,8 +233,8 @@ class Evaluator:
         whether it is."""
         p, rate = self.progress, found["validation"].total.rates()["wer"]
         if self.judge is not None:
-            change = broadcast(self._change_on_choice)
-            if not self.judge.judge(weights, rate, found[CHOICE].total.rates()["wer"], change):
+            change, bound = broadcast(self._on_choice)
+            if not self.judge.judge(weights, rate, found[CHOICE].total.rates()["wer"], change, bound):
                 return False
         if rate is None or (p.best_wer is not None and rate >= p.best_wer):
             return False
@@ -256,7 +262,7 @@ class Evaluator:
             aside = write_nemo(model, folder / "model.nemo")
             best = {"step": p.best_step, "validation_wer": p.best_wer, "weights": p.best_weights}
             if self.judge is not None:
-                best |= {"guard_wer": p.guard_judged[-1]["guard_wer"]}
+                best |= {key: p.guard_judged[-1][key] for key in ("guard_wer", "guard_bound")}
             best |= {"bytes": aside.stat().st_size, "sha256": sha256_of(aside)}
             # Of the one before, too: it is the one that lies there if the process dies between the next two lines.
             before = read_best(folder)
@@ -442,17 +448,22 @@ def forget_base(folder: Path) -> None:
         path.unlink()
 
 
-def compare_with_base(folder: Path, split: str, wer: WerAccumulator) -> dict[str, Any] | None:
-    """Compare the base model (a) with an evaluation of the same split (b): `utterance_counts.compare_evaluations`.
-
-    None where the base model was not measured, or no utterance with words is in both.
-    """
+def base_counts(folder: Path, split: str) -> UtteranceCounts | None:
+    """Return the base model's counts on a split; None where it was not measured."""
     try:
-        base = UtteranceCounts.load(folder / f"base-{split}.npz")
+        return UtteranceCounts.load(folder / f"base-{split}.npz")
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         log.warning("the base model's counts cannot be read, so that %s is not compared with it: %s", split, error)
         return None
-    result = compare_evaluations(base, wer.utterance_counts)
-    return result if result["words"] else None
+
+
+def compare_with_base(folder: Path, split: str, wer: WerAccumulator) -> dict[str, Any] | None:
+    """Compare the base model (a) with an evaluation of the same split (b): `utterance_counts.compare_evaluations`.
+
+    None where the base model was not measured, or no utterance with words is in both.
+    """
+    base = base_counts(folder, split)
+    result = None if base is None else compare_evaluations(base, wer.utterance_counts)
+    return result if result and result["words"] else None

@@ -6,6 +6,8 @@ from typing import Any
 from finetune.config.guard_limit import GuardLimit
 from finetune.data.guard_halves import CHOICE
 from finetune.errors import UserError
+from finetune.evaluation.significance import increase_bound
+from finetune.evaluation.utterance_counts import UtteranceCounts, paired
 from finetune.training.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -13,11 +15,14 @@ log = logging.getLogger(__name__)
 
 class GuardJudge:
     """Judges each evaluation by its WER on guard_choice. What it found is in `Progress.guard_judged`, and so in
-    checkpoints: step, weights, validation_wer, guard_wer, kept, and the change since the base model.
+    checkpoints: step, weights, validation_wer, guard_wer, guard_bound, kept, and the change since the base model.
+
+    Args:
+        confidence: `data.guard_confidence`.
     """
 
-    def __init__(self, limit: GuardLimit, progress: Progress):
-        self.limit, self.progress = limit, progress
+    def __init__(self, limit: GuardLimit, confidence: float, progress: Progress):
+        self.limit, self.confidence, self.progress = limit, confidence, progress
 
     @property
     def base_wer(self) -> float:
@@ -48,27 +53,56 @@ class GuardJudge:
                 "Give the limit as WER, such as data.guard_limit=+0.01."
             )
 
+    def bound(self, wer: float | None, before: UtteranceCounts, after: UtteranceCounts) -> float | None:
+        """Return the WER on guard_choice that has to keep the limit: with confidence 0.5 the measured one, else its
+        upper bound beside the base model's; None where nothing can be compared.
+
+        Args:
+            wer: as measured.
+            before, after: the clips of the base model and of the one that is judged.
+        """
+        if wer is None or self.confidence == 0.5:
+            return wer
+        errors_a_N, errors_b_N, words_N, _, _ = paired(before, after)
+        if not words_N.sum():
+            return None
+        increase = increase_bound(errors_a_N, errors_b_N, words_N, self.confidence, relative=self.limit.relative)
+        return max(wer, self.base_wer * (1 + increase) if self.limit.relative else self.base_wer + increase)
+
     def judge(
-        self, weights: str, validation_wer: float | None, guard_wer: float | None, change: dict[str, Any] | None
+        self,
+        weights: str,
+        validation_wer: float | None,
+        guard_wer: float | None,
+        change: dict[str, Any] | None,
+        bound: float | None = None,
     ) -> bool:
-        """Note an evaluation of the present step; return whether it keeps the limit, by the point estimate.
+        """Note an evaluation of the present step; return whether it keeps the limit.
 
         Args:
             weights: which were evaluated.
             validation_wer, guard_wer: theirs on validation and guard_choice.
             change: on guard_choice, see `finetune.evaluation.utterance_counts.compare_evaluations`.
+            bound: see `bound`; None: the measured WER counts.
         """
         p = self.progress
-        kept = p.step == 0 or (guard_wer is not None and self.limit.keeps(guard_wer, self.base_wer))
         row = {"step": p.step, "weights": weights, "validation_wer": validation_wer, "guard_wer": guard_wer}
+        row["guard_bound"] = guard_wer if bound is None else bound
+        kept = self._keeps(row)
         p.guard_judged.append({**row, "kept": kept, "change": shortened(change)})
         if p.step and guard_wer is not None:
             verdict = "kept" if kept else "not kept"
+            up_to = f" (up to {bound:.4f})" if bound not in (None, guard_wer) else ""
             log.info(
-                f"  data.guard_limit {self.limit}: WER {guard_wer:.4f} on guard_choice, {self.highest:.4f} at most: "
-                f"{verdict}{in_words(change)}"
+                f"  data.guard_limit {self.limit}: WER {guard_wer:.4f}{up_to} on guard_choice, "
+                f"{self.highest:.4f} at most: {verdict}{in_words(change)}"
             )
         return kept
+
+    def _keeps(self, row: dict[str, Any]) -> bool:
+        """Return whether a model keeps the limit; the base model does."""
+        bound = row["guard_bound"]
+        return row["step"] == 0 or (bound is not None and self.limit.keeps(bound, self.base_wer))
 
     def check_after_resume(self, best: dict[str, Any] | None) -> None:
         """Judge what was judged before by the limit of now.
@@ -86,19 +120,19 @@ class GuardJudge:
                 "known. Begin anew (training.overwrite_output_dir=true), or leave data.guard_limit out."
             )
         for row in p.guard_judged:
-            wer = row["guard_wer"]
-            row["kept"] = row["step"] == 0 or (wer is not None and self.limit.keeps(wer, self.base_wer))
-        wer = (best or {}).get("guard_wer")
-        if p.best_step and wer is not None and not self.limit.keeps(wer, self.base_wer):
+            row["kept"] = self._keeps(row)
+        wer, bound = (best or {}).get("guard_wer"), (best or {}).get("guard_bound")
+        if p.best_step and bound is not None and not self.limit.keeps(bound, self.base_wer):
             raise UserError(
-                f"data.guard_limit: model.nemo (step {p.best_step}, WER {wer:.4f} on guard_choice) "
+                f"data.guard_limit: model.nemo (step {p.best_step}, WER {wer:.4f} on guard_choice"
+                f"{'' if bound == wer else f', up to {bound:.4f}'}) "
                 f"was chosen by another limit and does not keep {self.limit} ({self.highest:.4f} at most). Set the "
                 "limit as it was, or begin anew (training.overwrite_output_dir=true)."
             )
         # One of a later step is judged again.
         if best is not None and wer is not None and best["step"] == p.step and self.taken() is None:
             row = {"step": best["step"], "weights": best["weights"], "validation_wer": best["validation_wer"]}
-            p.guard_judged.append({**row, "guard_wer": wer, "kept": True, "change": None})
+            p.guard_judged.append({**row, "guard_wer": wer, "guard_bound": bound, "kept": True, "change": None})
 
     @property
     def only_base(self) -> bool:
@@ -121,12 +155,13 @@ class GuardJudge:
     def nearest(self) -> dict[str, Any] | None:
         """Return the evaluation, of those that do not keep the limit, that is nearest to it."""
         rows = [row for row in self.progress.guard_judged if not row["kept"] and row["guard_wer"] is not None]
-        return min(rows, key=lambda row: row["guard_wer"], default=None)
+        return min(rows, key=lambda row: row["guard_bound"], default=None)
 
     def outcome(self) -> str:
         """Say in a line which model keeps the limit, and what would have been chosen without it."""
         taken, free, nearest = self.taken(), self.best_without_limit(), self.nearest()
-        line = f"data.guard_limit {self.limit} (WER on guard_choice {self.highest:.4f} at most): "
+        sure = "" if self.confidence == 0.5 else f" with {self.confidence:.0%} confidence"
+        line = f"data.guard_limit {self.limit} (WER on guard_choice {self.highest:.4f} at most{sure}): "
         if not self.only_base:
             line += f"{_described(taken)} is the best that keeps it" if taken is not None else "kept"
         elif nearest is None:
@@ -152,7 +187,9 @@ class GuardJudge:
             "limit": str(self.limit),
             "base_wer": self.base_wer,
             "highest_wer": self.highest,
+            "confidence": self.confidence,
             "choice_wer": taken.get("guard_wer"),
+            "choice_bound": taken.get("guard_bound"),
             "choice_change": taken.get("change"),
             "kept": taken.get("kept"),
             "only_base": self.only_base,
@@ -206,4 +243,7 @@ def _described(row: dict[str, Any]) -> str:
     who = "the base model" if row["step"] == 0 else f"step {row['step']}"
     who += "" if row["weights"] == "raw" else f" ({row['weights']})"
     rates = ((row["validation_wer"], "validation"), (row["guard_wer"], "guard_choice"))
-    return f"{who}, " + ", ".join(f"WER {rate:.4f} on {split}" for rate, split in rates if rate is not None)
+    said = f"{who}, " + ", ".join(f"WER {rate:.4f} on {split}" for rate, split in rates if rate is not None)
+    if row["step"] and row["guard_bound"] != row["guard_wer"]:
+        said += f" (up to {row['guard_bound']:.4f})"
+    return said

@@ -237,7 +237,8 @@ def main() -> int:
                 figures = json.loads((output / "figures.json").read_text(encoding="utf-8"))
                 new_wer = f"{figures['new_before']:.3f} to {figures['new_after']:.3f}"
                 guard_wer = f"{figures['guard_before']:.3f} to {figures['guard_after']:.3f}"
-                print(f"{output.name}: new {new_wer}, guard {guard_wer}, {figures['processor_seconds']:.0f} s of the processor", flush=True)
+                time = f"{figures['processor_seconds']:.0f} s of the processor"
+                print(f"{output.name}: new {new_wer}, guard {guard_wer}, {time}", flush=True)
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*/figures.json"))]
     rows = compare(runs)
     print_rows(rows)

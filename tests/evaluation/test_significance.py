@@ -15,6 +15,7 @@ from finetune.evaluation.significance import (
     compare_counts,
     describe_difference,
     holm,
+    increase_bound,
     permutation_p,
     rate_interval,
     resampled_sums,
@@ -96,6 +97,33 @@ def test_nineteen_of_twenty_paired_intervals_hold_the_true_difference():
         low, high = found["difference_interval"]
         held += low <= 0.03 <= high
     assert 0.915 <= held / trials <= 0.98, "docs/evaluation.md has the figures of a longer simulation"
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_the_bound_of_an_increase_holds_as_often_as_it_says(relative):
+    generator, runs, held = np.random.default_rng(5), 200, 0
+    for _ in range(runs):
+        words_N = generator.integers(2, 12, size=150)
+        errors_a_N = generator.binomial(words_N, 0.2)
+        errors_b_N = generator.binomial(words_N, 0.23)
+        bound = increase_bound(errors_a_N, errors_b_N, words_N, 0.9, relative=relative)
+        held += bound >= (0.15 if relative else 0.03) - 1e-12
+    assert stats.binom.interval(0.999, runs, 0.9)[0] <= held <= stats.binom.interval(0.999, runs, 0.9)[1]
+
+
+def test_the_bound_of_an_increase_grows_with_confidence_and_shrinks_with_words():
+    generator = np.random.default_rng(6)
+    words_N = generator.integers(2, 12, size=200)
+    counts = generator.binomial(words_N, 0.2), generator.binomial(words_N, 0.2), words_N
+    sure = [increase_bound(*counts, confidence, relative=True) for confidence in (0.5, 0.7, 0.9, 0.99)]
+    assert sure == sorted(sure)
+    more = increase_bound(*(np.tile(x, 10) for x in counts), 0.9, relative=True)
+    assert more < sure[2]
+    none = np.zeros(5, dtype=int)
+    assert increase_bound(none, none, none + 3, 0.9, relative=True) == 0
+    assert (
+        increase_bound(none, none + 1, none + 3, 0.9, relative=True) == 10
+    )  # 5 errors instead of half a one, less it
 
 
 def test_intervals_without_words_or_resamples():

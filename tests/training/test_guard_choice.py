@@ -38,7 +38,8 @@ def limited(tiny_model: Path, clips: Path, guard: Path, tmp_path_factory: pytest
         "model": {"name": str(tiny_model), "freeze_batchnorm": True, "dropout": 0.0, "spec_augment": False},
         "data": {
             **dict.fromkeys(("train", "validation"), str(clips / "manifest.jsonl")),
-            "guard": str(guard), "guard_limit": LIMIT, "allow_overlap": True, "text_normalization": "basic",
+            "guard": str(guard), "guard_limit": LIMIT, "guard_confidence": 0.5,
+            "allow_overlap": True, "text_normalization": "basic",
         },
         "training": {
             "max_steps": 4, "eval_steps": 1, "save_steps": 2, "logging_steps": 1, "ema_decay": 0.9,
@@ -192,12 +193,32 @@ def test_only_the_base_model_keeps_a_narrow_limit(limited, run_train, tmp_path, 
     assert all(torch.equal(mine[name], base[name]) for name in base)
 
 
+def test_the_bound_at_a_confidence_has_to_keep_the_limit(limited, run_train, tmp_path):
+    from finetune.tools.report.guard_plot import points_of
+    from finetune.tools.report.read import read_run
+
+    run = tmp_path / "run"
+    assert run_train(*limited(run, "data.guard_confidence=0.95")) == 0
+    told = summary_of(run)
+    found, judged = told["guard_limit"], told["guard_limit"]["judged"]
+    assert found["confidence"] == 0.95
+    assert all(row["guard_bound"] >= row["guard_wer"] for row in judged)
+    assert any(row["guard_bound"] > row["guard_wer"] for row in judged)
+    assert [row["kept"] for row in judged] == [row["step"] == 0 or row["guard_bound"] <= 0.4 + 1e-9 for row in judged]
+    assert found["choice_wer"] <= found["choice_bound"] <= found["highest_wer"]
+    rows = [r for r in read_lines(run / "evaluations.jsonl") if r["split"] == "guard_choice" and r["language"] is None]
+    assert [r.get("wer_bound") for r in rows[1:]] == [row["guard_bound"] for row in judged[1:]]
+    points = read_run(run)
+    points.summary.clear()
+    assert next(p for p in points_of(points) if p["kind"] == "taken")["x"] == told["best_validation_wer"]
+
+
 def test_a_limit_kept_on_one_half_only_is_said(messages):
     from finetune.config.guard_limit import parse_guard_limit
     from finetune.training.guard_limit import GuardJudge, log_outcome
     from finetune.training.progress import Progress
 
-    judge = GuardJudge(parse_guard_limit("+5 %"), Progress(base_wer={"guard_choice": 0.4}))
+    judge = GuardJudge(parse_guard_limit("+5 %"), 0.5, Progress(base_wer={"guard_choice": 0.4}))
     judge.judge("raw", 0.9, 0.4, None)
     judge.progress.step = 10
     assert judge.judge("raw", 0.5, 0.42, None)

@@ -9,7 +9,7 @@ from finetune.data.guard_halves import CHOICE
 from finetune.durable_files import write_text
 from finetune.security.safe_text import one_line
 from finetune.tools.report.plots import Plot
-from finetune.tools.report.read import Run, number
+from finetune.tools.report.read import Run, bound_of, number
 
 HEIGHT = 420  # pixels
 NAMED_POINTS = 30
@@ -36,7 +36,10 @@ def points_of(run: Run) -> list[Point]:
     for row in run.evaluations:
         wer = number(row.get("wer"))
         if row.get("language") is None and row.get("model") != "best" and wer is not None:
-            found.setdefault((row["step"], row.get("weights", "raw")), {})[row["split"]] = wer
+            wers = found.setdefault((row["step"], row.get("weights", "raw")), {})
+            wers[row["split"]] = wer
+            if row["split"] == CHOICE:
+                wers["bound"] = bound_of(row) or wer
     whole = {key: wers for key, wers in found.items() if CHOICE in wers and "validation" in wers}
     taken = _taken(run, whole)
     return [
@@ -55,7 +58,7 @@ def _taken(run: Run, models: dict[tuple[float, str], dict[str, float]]) -> tuple
     if run.finished:
         best = (run.summary.get("best_step"), run.summary.get("best_weights", "raw"))
         return next((key for key in models if key == best), None)
-    kept = [key for key, wers in models.items() if run.keeps_limit(key[0], wers[CHOICE])]
+    kept = [key for key, wers in models.items() if run.keeps_limit(key[0], wers["bound"])]
     return min(kept, key=lambda key: models[key]["validation"], default=None)
 
 

@@ -180,8 +180,8 @@ class Run:
             rows = self.rows(split)
             whole = [row for row in rows if row.get("language") is None and row.get("wer") is not None]
             if split == "validation" and self.highest_guard_wer is not None:
-                guard = {row["step"]: row.get("wer") for row in self.rows(CHOICE) if row.get("language") is None}
-                whole = [row for row in whole if self.keeps_limit(row["step"], number(guard.get(row["step"])))]
+                guard = {row["step"]: bound_of(row) for row in self.rows(CHOICE) if row.get("language") is None}
+                whole = [row for row in whole if self.keeps_limit(row["step"], guard.get(row["step"]))]
             step = min(whole, key=lambda row: (row["wer"], row["step"]))["step"] if whole else None
             found = [row for row in rows if row["step"] == step]
         return {row.get("language"): row for row in found}
@@ -198,7 +198,8 @@ class Run:
         return None if base is None else limit.highest(base)
 
     def keeps_limit(self, step: float, wer: float | None) -> bool:
-        """Return whether a model keeps data.guard_limit with this WER on guard_choice; the base model does."""
+        """Return whether a model keeps data.guard_limit with this WER on guard_choice, or the bound of it that
+        data.guard_confidence asks for; the base model does."""
         highest = self.highest_guard_wer
         return step == 0 or (wer is not None and highest is not None and wer <= highest + ROUNDING)
 
@@ -275,6 +276,11 @@ def number(value: object) -> float | None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     return value if -sys.float_info.max <= value <= sys.float_info.max else None
+
+
+def bound_of(row: dict[str, Any]) -> float | None:
+    """Return the WER of an evaluation of guard_choice that has to keep data.guard_limit."""
+    return number(row.get("wer_bound", row.get("wer")))
 
 
 def _rows_of_steps(path: Path) -> list[dict[str, Any]]:

@@ -79,19 +79,23 @@ class Ended:
 def read_evaluations(folder: Path, limit: GuardLimit | None) -> Evaluations:
     """Read a run's evaluations of data.validation, and of its guard for choosing: `guard_choice`, else `guard`."""
     states: dict[tuple[int, str], dict[str, float]] = {}
+    bounds: dict[tuple[int, str], float] = {}
     for row in json_lines(folder / "evaluations.jsonl"):
         step, wer = number(row.get("step")), number(row.get("wer"))
         if row.get("language") is None and row.get("model") != "best" and None not in (step, wer):
             state = states.setdefault((int(step or 0), str(row.get("weights", "raw"))), {})
             state[str(row.get("split"))] = wer or 0.0
+            if (bound := number(row.get("wer_bound"))) is not None:
+                bounds[int(step or 0), str(row.get("weights", "raw"))] = bound
     guard = "guard_choice" if any("guard_choice" in state for state in states.values()) else "guard"
     base = states.get((0, "raw"), {})
     found = []
-    for (step, _), state in states.items():
+    for (step, weights), state in states.items():
         if step and "validation" in state:
             excess = None
             if limit is not None and guard in state and guard in base:
-                excess = 0.0 if limit.keeps(state[guard], base[guard]) else state[guard] - limit.highest(base[guard])
+                bound = bounds.get((step, weights), state[guard])
+                excess = 0.0 if limit.keeps(bound, base[guard]) else bound - limit.highest(base[guard])
             if limit is None or excess is not None:  # without its guard WER a state is not judged yet
                 found.append(Standing(step, state["validation"], state.get(guard), excess))
     return Evaluations(base.get("validation"), base.get(guard), found)
