@@ -46,20 +46,28 @@ class FrozenBase:
         token_lengths_B: torch.Tensor,
         slots_B: torch.Tensor | None,
         context: Context | None,
+        which_C: torch.Tensor | None = None,
     ) -> Teacher:
         """Return what it says of clips, as `finetune.models.loss_module.LossModule.forward` takes them, by their clean
-        features."""
-        model = self.model
+        features.
+
+        Args:
+            which_C: indices of the clips that it hears; of the others it says zeros. None: all.
+        """
+        model, B = self.model, len(mel_BFT)
+        if which_C is not None:
+            mel_BFT, mel_lengths_B = mel_BFT.index_select(0, which_C), mel_lengths_B.index_select(0, which_C)
+            tokens_BU, token_lengths_B = tokens_BU.index_select(0, which_C), token_lengths_B.index_select(0, which_C)
+            slots_B = None if slots_B is None else slots_B.index_select(0, which_C)
         with attending(model.encoder, context):
             enc_BHT, _ = encode(model, mel_BFT.to(weight_dtype(model)), mel_lengths_B, slots_B)
         pred_BHU, _, _ = model.decoder(targets=tokens_BU, target_length=token_lengths_B)
         head = model.joint.joint_net[-1]
-        return Teacher(
-            model.joint.project_encoder(enc_BHT.transpose(1, 2)),
-            model.joint.project_prednet(pred_BHU.transpose(1, 2)),
-            head.weight,
-            head.bias,
-        )
+        enc_BTH = model.joint.project_encoder(enc_BHT.transpose(1, 2))
+        pred_BUH = model.joint.project_prednet(pred_BHU.transpose(1, 2))
+        if which_C is not None:
+            enc_BTH, pred_BUH = (x.new_zeros(B, *x.shape[1:]).index_copy_(0, which_C, x) for x in (enc_BTH, pred_BUH))
+        return Teacher(enc_BTH, pred_BUH, head.weight, head.bias)
 
     def digest(self) -> str:
         """Return the SHA-256 of names, shapes, types and values of the weights that are heard."""

@@ -153,7 +153,10 @@ class LossModule(nn.Module):
             factor_B = None if on_host is None else on_host.distillation_B
             if factor_B is None or bool(factor_B.any()):
                 clean = self._padded(mel_BFT), mel_lengths_B
-                teacher = self.frozen_base.hear(*clean, tokens_BU, token_lengths_B, slots_B, context)
+                which_C = None
+                if factor_B is not None and not bool(factor_B.all()):
+                    which_C = send(mel_BFT.device, factor_B.nonzero().squeeze(1))
+                teacher = self.frozen_base.hear(*clean, tokens_BU, token_lengths_B, slots_B, context, which_C)
                 teacher = self._weighted(teacher, factor_B)
                 del clean
         if nemo.spec_augmentation is not None and self.training:

@@ -51,6 +51,23 @@ def test_a_factor_by_source(distilled, clips):
     assert [row["distillation"] for row in rows[6:]] == [0.0] * 3
 
 
+def test_the_base_hears_only_the_clips_that_are_distilled(tiny_model):
+    from finetune.models.frozen_base import FrozenBase
+    from finetune.models.loading import load_model
+
+    base = FrozenBase(load_model(str(tiny_model)).eval(), "base")
+    generator = torch.Generator().manual_seed(0)
+    mel_BFT = torch.randn(3, base.model.cfg.preprocessor.features, 80, generator=generator)
+    clips = mel_BFT, torch.tensor([80, 48, 64]), torch.tensor([[1, 2], [3, 0], [4, 5]]), torch.tensor([2, 1, 2])
+    whole = base.hear(*clips, None, None)
+    part = base.hear(*clips, None, None, torch.tensor([0, 2]))
+    for mine, all_of_them in ((part.enc_BTH, whole.enc_BTH), (part.pred_BUH, whole.pred_BUH)):
+        assert mine.shape == all_of_them.shape
+        torch.testing.assert_close(mine[[0, 2]], all_of_them[[0, 2]], rtol=1e-5, atol=1e-5)
+        assert not mine[1].any()
+        assert all_of_them[1].any()
+
+
 def test_a_resume_distils_from_the_same_base(distilled, failed, tiny_model, tiny_run, tmp_path, capsys):
     """With a vocabulary that the run grows, dropout, SpecAugment and BatchNorm in training."""
     base = tmp_path / "base.nemo"
