@@ -63,7 +63,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 REHEARSED = 0.35
 MORE_STEPS = 1.4
-"""With these 9 of 10 new clips of the plain run are seen, and the evaluations of the guard fit into 1.7 times its time."""
+"""Nine of ten new clips of the plain run are seen; with the evaluations of the guard, 1.7 times its time."""
 PACKAGES = ("torch", "nemo_toolkit", "accelerate")
 
 
