@@ -274,9 +274,9 @@ class DataConfig(Section):
     """How much worse than the base model the best model may be on `guard`: "+5 %" of the base model's WER, or "+0.01"
     of WER. The best model is then the best by validation WER among those that keep it, or the base model. One half of
     `guard` chooses, the other judges the chosen one (docs/forgetting.md). null: `guard` does not choose."""
-    guard_confidence: Annotated[float, Field(ge=0.5, lt=1), Option("data", "share")] = 0.9
+    guard_confidence: Annotated[float, Field(ge=0.5, lt=1), Option("data", "share")] = 0.5
     """How sure it has to be that a model keeps `guard_limit`: the share of resamplings of the guard's clips in which
-    it does. A guard of few words leaves little of the limit. 0.5: the WER as measured counts. No effect without
+    it does. The surer, the larger the guard has to be. 0.5: the WER as measured counts. No effect without
     `guard_limit`."""
     rehearsal: Annotated[Sources | None, SkipValidation, Option("data")] = None
     """Source of the original domain to train on beside `train`, or a list of them, so that it is not forgotten. An

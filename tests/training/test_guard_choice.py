@@ -38,7 +38,7 @@ def limited(tiny_model: Path, clips: Path, guard: Path, tmp_path_factory: pytest
         "model": {"name": str(tiny_model), "freeze_batchnorm": True, "dropout": 0.0, "spec_augment": False},
         "data": {
             **dict.fromkeys(("train", "validation"), str(clips / "manifest.jsonl")),
-            "guard": str(guard), "guard_limit": LIMIT, "guard_confidence": 0.5,
+            "guard": str(guard), "guard_limit": LIMIT,
             "allow_overlap": True, "text_normalization": "basic",
         },
         "training": {
