@@ -63,7 +63,7 @@ def sweep(recipe: Recipe, output: Path, judge: Judge, points: list[float], limit
     Raises:
         UserError: the models have different layouts, or the file would replace one of them.
     """
-    path = output_file(output, [*recipe.models, *filter(None, [recipe.base])])
+    path = output_file(output, recipe.sources)
     merger = Merger(recipe, judge)
     base, rows = merger.base, []
     assert base is not None
