@@ -3,7 +3,8 @@
 import logging
 import math
 import shutil
-import time
+import warnings
+from time import monotonic, sleep
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
@@ -12,10 +13,11 @@ from finetune.errors import UserError
 from finetune.tools.report.formats import duration
 from finetune.tools.search import trials
 from finetune.tools.search.space import BY_LENGTH, Settings, problem_of, settings_of
-from finetune.tools.search.study import Search, best_of, finished_trials
+from finetune.tools.search.study import GRACE, Search, best_of, enqueue_again, finished_trials
 
 log = logging.getLogger(__name__)
 
+WAIT_SECONDS = 5
 EVALUATIONS = 4
 """Evaluations of a trial, by which bad ones are noticed early; more where the run file has more."""
 
@@ -31,7 +33,7 @@ def run_trials(study: optuna.Study, search: Search) -> None:
     shutil.copyfile(search.run_file, copy)
     words = ["--config", str(copy), *(w for name in search.strategies for w in ("--strategy", name))]
     try:
-        while _trials_left(study, search) != 0 and _seconds_left(search) > 0:
+        while _is_one_to_start(study, search):
             study.optimize(lambda trial: _run_trial(trial, study, search, [*words, *search.overrides]), n_trials=1)
             _keep_the_best_model(study, search)
             _log_trial(study, search)
@@ -43,13 +45,41 @@ def _trials_left(study: optuna.Study, search: Search) -> int | None:
     """Return how many trials are still to be started here; None: as many as the time allows."""
     if search.trials is None:
         return None
+    return max(search.trials - len(finished_trials(study)) - _running_elsewhere(study, search), 0)
+
+
+def _running_elsewhere(study: optuna.Study, search: Search) -> int:
     running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-    elsewhere = sum(t.user_attrs.get("owner") not in (None, search.owner) for t in running)
-    return max(search.trials - len(finished_trials(study)) - elsewhere, 0)
+    return sum(t.user_attrs.get("owner") not in (None, search.owner) for t in running)
+
+
+def _is_one_to_start(study: optuna.Study, search: Search) -> bool:
+    """Return whether a trial is to be started. Where others run the last ones, wait for their end: the trial of a
+    machine that is not heard of any more is tried here."""
+    said = False
+    while _seconds_left(search) > 0:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            optuna.storages.fail_stale_trials(study)
+        if _trials_left(study, search) != 0:
+            return True
+        others = _running_elsewhere(study, search)
+        if not others:
+            return False
+        if not said:
+            log.info(
+                "waiting for %d trial(s) of other machines; that of one that is not heard of for %d seconds is tried "
+                "here. Ctrl-C: end with the results so far",
+                others,
+                GRACE,
+            )
+        said = True
+        sleep(min(WAIT_SECONDS, max(_seconds_left(search), 0.0)))
+    return False
 
 
 def _seconds_left(search: Search) -> float:
-    return math.inf if search.minutes is None else 60 * search.minutes - (time.monotonic() - search.began)
+    return math.inf if search.minutes is None else 60 * search.minutes - (monotonic() - search.began)
 
 
 def trial_settings(search: Search, number: int, chosen: Settings, is_default: bool) -> Settings:
@@ -119,7 +149,7 @@ def _run_trial(trial: optuna.Trial, study: optuna.Study, search: Search, run: li
     try:
         ended = trials.run_training(words, log_file, watch)
     except KeyboardInterrupt:
-        study.enqueue_trial(trial.params, user_attrs={"default": True} if is_default else None)
+        enqueue_again(study, trial)
         shutil.rmtree(folder, ignore_errors=True)
         raise
     found = trials.read_evaluations(folder, search.limit)
@@ -140,7 +170,7 @@ def _run_trial(trial: optuna.Trial, study: optuna.Study, search: Search, run: li
         reason = trials.reason_of(ended.code, log_file)
         untrained = not any("wer" in t.user_attrs for t in finished_trials(study))
         if ended.code == trials.CONFIGURATION and untrained:  # no fault of these settings
-            study.enqueue_trial(trial.params, user_attrs={"default": True} if is_default else None)
+            enqueue_again(study, trial)
             raise UserError(f"the run file's own settings are refused: {reason}\n{log_file} has all of it.")
     elif best is None:
         reason = "no evaluation of data.validation" + (" and of the guard" if search.limit is not None else "")

@@ -170,7 +170,7 @@ def open_study(search: Search) -> optuna.Study:
             engine_kwargs={"connect_args": {"timeout": 60}} if url.startswith("sqlite") else None,
             heartbeat_interval=HEARTBEAT,
             grace_period=GRACE,
-            heartbeat_stale_trial_callback=enqueue_again,
+            heartbeat_stale_trial_callback=_cut_short,
         )
         study = optuna.create_study(
             storage=storage,
@@ -193,9 +193,8 @@ def open_study(search: Search) -> optuna.Study:
         for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             if trial.user_attrs.get("owner") == search.owner:  # the folder is locked, so nothing runs it
                 study.tell(trial.number, state=TrialState.FAIL)
-                enqueue_again(study, trial)
+                _cut_short(study, trial)
                 shutil.rmtree(search.folder_of(trial.number), ignore_errors=True)
-                log.info("trial %d was cut short; its settings are tried again", trial.number)
         there = study.get_trials(deepcopy=False, states=(*FINISHED, TrialState.WAITING, TrialState.RUNNING))
         if not any(
             trial.user_attrs.get("default") for trial in there
@@ -229,9 +228,14 @@ def _enqueue_first(study: optuna.Study, search: Search) -> None:
         study.enqueue_trial({**own, rate.name: min(max(rate.own * factor, rate.low), rate.high)})
 
 
-def enqueue_again(study: optuna.Study, trial: FrozenTrial) -> None:
+def enqueue_again(study: optuna.Study, trial: FrozenTrial | optuna.Trial) -> None:
     """Queue the settings of a trial that came to no end."""
     study.enqueue_trial(trial.params, user_attrs={"default": True} if trial.user_attrs.get("default") else None)
+
+
+def _cut_short(study: optuna.Study, trial: FrozenTrial) -> None:
+    enqueue_again(study, trial)
+    log.info("trial %d was cut short; its settings are tried again", trial.number)
 
 
 def finished_trials(study: optuna.Study) -> list[FrozenTrial]:
