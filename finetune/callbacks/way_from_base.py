@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 
 from finetune.config.guard_limit import parse_guard_limit
 from finetune.config.schema import RunConfig
-from finetune.data.guard_halves import CHOICE
 from finetune.distributed import broadcast, on_main
 from finetune.durable_files import put_in_place
 from finetune.errors import UserError
@@ -29,7 +28,7 @@ from finetune.models.adapters import LORA_KEY
 from finetune.models.interpolation import is_statistic, least_of_largest, lora_start, on_the_way
 from finetune.models.loading import load_model
 from finetune.models.protocols import AsrModel
-from finetune.training.callbacks import Callback, Candidate, EvaluationResult
+from finetune.training.callbacks import Callback, Candidate
 from finetune.training.checkpoints import CANNOT_WRITE
 from finetune.training.outputs import WAY
 from finetune.training.progress import Progress
@@ -52,8 +51,6 @@ class WayFromBase(Callback):
         self.limit = parse_guard_limit(config.data.guard_limit)
         self.output_dir = Path(config.training.output_dir)
         self.file = self.output_dir / "checkpoints" / "interpolation" / "base.safetensors"
-        self.points: dict[str, dict[str, Any]] = {}
-        """What was found, by the name of the weights: those of the last step (raw), then points."""
 
     # ---- the base model ---------------------------------------------------------------------------------------------
 
@@ -69,7 +66,6 @@ class WayFromBase(Callback):
     def on_resume(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """Look whether the base model that was kept is there and is of what is trained now; else make it anew from
         model.name, or say why it cannot be."""
-        self.points = state.get("way_from_base", {})
         if self.progress.step:
             on_main(self._find_base)
 
@@ -141,29 +137,14 @@ class WayFromBase(Callback):
 
     # ---- the search -------------------------------------------------------------------------------------------------
 
-    def on_evaluation_end(self, result: EvaluationResult) -> None:
-        """Note what was found of the last weights and of points."""
-        if result.is_best or not (result.weights == "raw" or result.weights.startswith(WAY)):
-            return
-        rate = result.wer.total.rates()["wer"]
-        if result.weights == "raw" and self.points.get("raw", {}).get("step") != result.step:
-            self.points = {"raw": {"way": 1.0, "step": result.step}}
-        point = self.points.setdefault(result.weights, {})
-        if result.split == "validation":
-            point["validation_wer"] = rate
-        elif result.split == CHOICE:
-            base = result.base_wer
-            kept = rate is not None and base is not None and self.limit.keeps(rate, base)
-            point |= {"guard_wer": rate, "kept": kept}
-
-    def before_save(self, is_main: bool) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
-        return {"way_from_base": {name: point for name, point in self.points.items() if name == "raw"}}, {}
+    def _judged(self) -> dict[str, dict[str, Any]]:
+        """Return what was judged of the last weights (raw) and of points, by the name of the weights."""
+        return {row["weights"]: row for row in self.progress.guard_judged if row["step"] == self.progress.step}
 
     def candidates(self, model: AsrModel, final: bool) -> Iterator[Candidate]:
         if not final or not self.progress.step:
             return
-        last = self.points.get("raw", {})
-        if last.get("step") == self.progress.step and last.get("kept"):
+        if self._judged().get("raw", {}).get("kept"):
             log.info(
                 "the last weights keep data.guard_limit %s: no way back to the base model is looked at", self.limit
             )
@@ -182,10 +163,9 @@ class WayFromBase(Callback):
             if factors and way == 1:  # the last weights themselves
                 way = 0.5
             name = f"{WAY}{way:g}"
-            self.points[name] = {"way": way}
             inside = self._inside(targets, tuned, way, least)
             yield Candidate(name, inside, f"{100 * way:g} % of the way from the base model")
-            if self.points[name].get("kept"):
+            if self._judged()[name]["kept"]:
                 low = way
             else:
                 high = way
@@ -217,7 +197,9 @@ class WayFromBase(Callback):
 
     def summary(self) -> dict[str, Any]:
         """Return the points, from the base model on, and the name of the one that is the best model now."""
-        points = [{"weights": name, **point} for name, point in self.points.items() if name.startswith(WAY)]
+        keys = ("weights", "validation_wer", "guard_wer", "kept")
+        rows = [{key: row[key] for key in keys} for row in self._judged().values() if row["weights"].startswith(WAY)]
+        points = [{"way": float(row["weights"].removeprefix(WAY)), **row} for row in rows]
         points.sort(key=lambda point: point["way"])
         best = self.progress.best_weights
         return {"way_from_base": {"points": points, "taken": best if best.startswith(WAY) else None}}
