@@ -8,7 +8,8 @@ Writes DIR/model.nemo, read again and compared. The mean, task vectors (arXiv 22
 are summed in float32; everything that is no weight is the first model's. With --data and --guard the models and the
 result are evaluated. --sweep evaluates points from the base (0) to the model (1), draws them as DIR/sweep.svg, and
 takes the best on --data of those that keep --limit on --guard. The models need the same tensors and the same tokens;
-the base may have a vocabulary that they have grown.
+the base may have a vocabulary that they have grown. A run's kept states (RUN/checkpoints/average/*.safetensors) are
+models as well, with all that the run does not train from RUN/model.nemo.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ EXAMPLES = (
 def make_parser() -> argparse.ArgumentParser:
     parser = command("average", __doc__ or "", *EXAMPLES)
     add = parser.add_argument
-    add("models", nargs="*", metavar="M", help=f"each {MODEL}")
+    add("models", nargs="*", metavar="M", help=f"each {MODEL}, or a state that a run keeps")
     add("--models", dest="more", nargs="+", default=[], metavar="M", help="more of them")
     add("--output", required=True, type=Path, metavar="DIR", help="directory for model.nemo")
     add("--base", metavar="M", help="the model from which the others were trained, for task, ties and --sweep")

@@ -128,7 +128,7 @@ def _search(arguments: argparse.Namespace, training: tuple[str, ...] | None) -> 
             return EXIT_CODE
         raise KeyboardInterrupt(again)
     if not result.finished:
-        raise UserError("no trial was run: --minutes is over, or others run all of them.", exit_code=1)
+        raise UserError("no trial has come to its end: --minutes is over.", exit_code=1)
     if result.best is None:
         raise UserError(
             f"all {len(result.finished)} trials are bad. The commonest reason: {result.commonest_reason}", 1

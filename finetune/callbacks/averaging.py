@@ -15,7 +15,6 @@ import torch
 from accelerate import Accelerator
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from finetune.config.schema import RunConfig
 from finetune.distributed import broadcast, on_main
@@ -26,7 +25,7 @@ from finetune.training.callbacks import Callback, Candidate, StepResult
 from finetune.training.checkpoints import CANNOT_WRITE
 from finetune.training.outputs import read_best
 from finetune.training.progress import Progress
-from finetune.training.trained_state import all_tensors, averaged_tensors, local_part, whole_tensor
+from finetune.training.trained_state import all_tensors, averaged_tensors, local_part, take_over, whole_tensor
 
 log = logging.getLogger(__name__)
 
@@ -102,12 +101,7 @@ class Ema(Callback):
             saved, updates = averaged_tensors(self.model), 0
         self.updates = updates or 0
         for name, average in self.average.items():
-            value = saved[name].detach()
-            if isinstance(average, DTensor) and not isinstance(value, DTensor):
-                mesh = average.device_mesh
-                # Without a source rank each process cuts its own part out.
-                value = distribute_tensor(value.to(mesh.device_type), mesh, average.placements, src_data_rank=None)
-            local_part(average).copy_(local_part(value))
+            take_over(average, saved[name].detach())
 
     @torch.no_grad()
     def mean_over_processes(self) -> None:

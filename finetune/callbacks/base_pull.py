@@ -6,13 +6,12 @@ from typing import Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from safetensors.torch import load_file
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from finetune.errors import UserError
 from finetune.models.protocols import AsrModel
 from finetune.strategies.optimizers import unwrap_optimizer
 from finetune.training.callbacks import Callback, StepResult
-from finetune.training.trained_state import START_FILE, local_part, whole_tensor
+from finetune.training.trained_state import START_FILE, local_part, take_over, whole_tensor
 
 NEW_HEAD = "ctc_decoder."
 NAMED = 3
@@ -85,9 +84,4 @@ class BasePull(Callback):
                 f"before (model.freeze_encoder, model.lora_rank). {way_out}."
             )
         for name, start in self.start.items():
-            value = saved[name]
-            if isinstance(start, DTensor):
-                mesh = start.device_mesh
-                # Without a source rank each process cuts its own part out.
-                value = distribute_tensor(value.to(mesh.device_type), mesh, start.placements, src_data_rank=None)
-            local_part(start).copy_(local_part(value))
+            take_over(start, saved[name])

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from finetune.errors import UserError
 from finetune.evaluation.batchnorm import estimate_batchnorm
 from finetune.evaluation.dataset import EvaluationSettings, count_errors, open_sources
+from finetune.models.adapters import LORA_KEY
 from finetune.models.interpolation import State, weighted_mean, with_task_vectors, with_ties
 from finetune.models.loading import load_model, move_to_device
 from finetune.models.nemo import pieces_of
@@ -18,7 +22,6 @@ from finetune.tools.export.nemo import output_file, write_checked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from finetune.data.sources import OpenSource
     from finetune.models.protocols import AsrModel
@@ -43,6 +46,12 @@ class Recipe:
         """The weights, one for each model."""
         weights = self.weights or [1.0]
         return weights * len(self.models) if len(weights) == 1 else weights
+
+    @property
+    def sources(self) -> list[str]:
+        """All that is read, which nothing may replace."""
+        named = [*self.models, *filter(None, [self.base])]
+        return named + [str(run_of(name)) for name in named if run_of(name) is not None]
 
     def merge(self, states: Iterator[State], base: State | None) -> State:
         """Merge the states of the models, taken one after another."""
@@ -97,7 +106,7 @@ class Merger:
 
     def __init__(self, recipe: Recipe, judge: Judge):
         self.recipe, self.judge = recipe, judge
-        self.model = load_model(recipe.models[0])
+        self.model = load(recipe.models[0])
         self.new_pieces: list[str] = []
         """Of the tuned models, where they grew the base's vocabulary."""
         self.rows: list[dict[str, Any]] = []
@@ -105,7 +114,7 @@ class Merger:
 
     def _base_state(self, name: str) -> State:
         """Return the base model's weights, with the vocabulary of the first model."""
-        base = load_model(name)
+        base = load(name)
         state = base.state_dict()
         if pieces_of(base) != pieces_of(self.model) and (grown := grown_like(base, self.model)) is not None:
             state, self.new_pieces = grown
@@ -122,7 +131,7 @@ class Merger:
     def _states(self, rate: bool) -> Iterator[State]:
         first = self.recipe.models[0]
         for i, name in enumerate(self.recipe.models):
-            model = load_model(name) if i else self.model
+            model = load(name) if i else self.model
             if i:
                 _check_tokens(name, model, first, self.model)
                 _check_layout(name, model.state_dict(), first, self.model.state_dict())
@@ -149,12 +158,55 @@ def write_average(recipe: Recipe, output: Path, judge: Judge) -> tuple[Path, lis
     Raises:
         UserError: the models have different layouts, or the file would replace one of them.
     """
-    path = output_file(output, [*recipe.models, *filter(None, [recipe.base])])
+    path = output_file(output, recipe.sources)
     merger = Merger(recipe, judge)
     merger.put(merger.merged(rate=True), recipe.batchnorm == "estimate")
     rows = [*merger.rows, {"model": recipe.method, **judge.rates(merger.model)}]
     write_checked(merger.model, path)
     return path, rows
+
+
+# ---- weights that a run keeps ---------------------------------------------------------------------------------------
+
+
+def run_of(name: str) -> Path | None:
+    """Return the directory of the run that keeps these weights; None where the name is that of a whole model."""
+    folder = Path(name).absolute().parent.parent
+    return folder.parent if name.endswith(".safetensors") and folder.name == "checkpoints" else None
+
+
+@torch.no_grad()
+def load(name: str) -> AsrModel:
+    """Load a model, or the weights that a run keeps in its checkpoints (`training.average_checkpoints`): those of what
+    it trains, with all else from its model.nemo.
+
+    Raises:
+        UserError: the run has no model.nemo, or one of another layout, or the file cannot be read or holds factors.
+    """
+    run = run_of(name)
+    if run is None:
+        return load_model(name)
+    whole = run / "model.nemo"
+    if not whole.is_file():
+        raise UserError(
+            f"--models: {name} holds what the run trains, and the rest comes from {whole}, which is not there. A run "
+            "writes it at its end: let it go on to that."
+        )
+    try:
+        kept = load_file(name)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"--models: {name} cannot be read: {error}.") from error
+    if any(LORA_KEY.match(tensor) for tensor in kept):
+        raise UserError(
+            f"--models: {name} holds the factors of LoRA, which model.nemo has in its weights, so that nothing tells "
+            "what they are added to. Give whole models, such as the directories of LoRA runs."
+        )
+    model = load_model(str(whole))
+    state = model.state_dict()
+    _check_layout(name, kept, str(whole), {n: t for n, t in state.items() if n in kept})
+    for tensor, value in kept.items():
+        state[tensor].copy_(value)
+    return model
 
 
 # ---- models that cannot be merged -----------------------------------------------------------------------------------

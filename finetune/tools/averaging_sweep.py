@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.config.guard_limit import ROUNDING
 from finetune.errors import UserError
 from finetune.models.interpolation import State, on_the_way
 from finetune.tools.averaging import Judge, Merger, Recipe
@@ -63,7 +62,7 @@ def sweep(recipe: Recipe, output: Path, judge: Judge, points: list[float], limit
     Raises:
         UserError: the models have different layouts, or the file would replace one of them.
     """
-    path = output_file(output, [*recipe.models, *filter(None, [recipe.base])])
+    path = output_file(output, recipe.sources)
     merger = Merger(recipe, judge)
     base, rows = merger.base, []
     assert base is not None
@@ -80,9 +79,9 @@ def sweep(recipe: Recipe, output: Path, judge: Judge, points: list[float], limit
         row |= {f"validation_{name}": rates.pop(name) for name in ("wer", "cer", "clips")} | rates
         rows.append(row)
         if limit is not None:
-            bound = limit.highest(row["guard_wer"]) if way == 0 else bound
-            assert bound is not None
-            row["kept"] = way == 0 or row["guard_wer"] <= bound + ROUNDING
+            base_wer = rows[0]["guard_wer"]
+            bound = limit.highest(base_wer)
+            row["kept"] = way == 0 or limit.keeps(row["guard_wer"], base_wer)
         if row.get("kept") is not False and (taken is None or row["validation_wer"] < taken["validation_wer"]):
             taken, best = row, {name: tensor.clone() for name, tensor in merger.model.state_dict().items()}
     assert best is not None  # the base keeps every limit

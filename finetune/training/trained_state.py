@@ -5,7 +5,7 @@ stays as it is, and so does BatchNorm's count of batches, which nothing reads he
 """
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from finetune.models.nemo import learning_batchnorms
 from finetune.models.protocols import AsrModel
@@ -39,6 +39,16 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole of a tensor that FSDP2 may have sharded; all ranks take part."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def take_over(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a value, whole or sharded alike, into a tensor that FSDP2 may have sharded."""
+    if isinstance(tensor, DTensor) and not isinstance(value, DTensor):
+        mesh = tensor.device_mesh
+        # Without a source rank each process cuts its own part out.
+        value = distribute_tensor(value.to(mesh.device_type), mesh, tensor.placements, src_data_rank=None)
+    local_part(tensor).copy_(local_part(value))
 
 
 @torch.no_grad()

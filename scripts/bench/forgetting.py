@@ -19,7 +19,8 @@ The ways:
     limit        a limit of +5 %, and nothing else
 A limit alone turns on a pull towards the base (training.l2_sp) and points on the way from it.
 The guard's half that no run chooses by is judged in all of them. Runs that are finished in the output directory are
-not made again. Several processes may share it, each with own seeds, once the base models are there (`--seeds 0`).
+not made again; other settings than theirs are refused. Several processes may share it, each with own seeds, once the
+base models are there (`--seeds 0`).
 """
 
 import argparse
@@ -150,6 +151,16 @@ def train(folder: Path, output: Path, settings: dict[str, Any]) -> float:
     return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
 
+def check_same(file: Path, had: dict[str, Any], now: dict[str, Any]) -> None:
+    """End where a finished run had other settings than it would have now: their figures do not go together."""
+    now = json.loads(json.dumps(now))
+    differ = [
+        f"{key}: {had.get(key)!r} there, {now.get(key)!r} now" for key in had | now if had.get(key) != now.get(key)
+    ]
+    if differ:
+        sys.exit(f"{file}: that run had other settings ({'; '.join(differ)}). Give another --output-dir.")
+
+
 def figures_of(output: Path) -> dict[str, Any]:
     """Return what a run came to: WER on the new test clips and on the guard, before and after, and its time."""
     summary = json.loads((output / "summary.json").read_text(encoding="utf-8"))
@@ -227,20 +238,29 @@ def main() -> int:
     further = {key: yaml.safe_load(value) for key, _, value in (s.partition("=") for s in arguments.set)}
     given = None if arguments.base is None else arguments.base.resolve()
     bases = {new: given or make_base(folder, OTHER[new]) for new in arguments.new}
+
+    def settings(new: str, way: str, seed: int) -> dict[str, Any]:
+        found = settings_of(folder, bases[new], new, way, seed, arguments.steps)
+        return found | (further if way != "plain" else {})
+
+    for file in sorted(folder.glob("*/figures.json")):
+        run = json.loads(file.read_text(encoding="utf-8"))
+        if run["new"] in arguments.new and run["way"] in arguments.ways and "settings" in run:
+            check_same(file, run["settings"], settings(run["new"], run["way"], run["seed"]))
     for seed in (s for s in arguments.seeds if s):
         for new in arguments.new:
             for way in arguments.ways:
                 output = folder / f"{new}-{way}-{seed}"
                 if not (output / "figures.json").is_file():
-                    settings = settings_of(folder, bases[new], new, way, seed, arguments.steps)
-                    seconds = train(folder, output, settings | (further if way != "plain" else {}))
+                    seconds = train(folder, output, settings(new, way, seed))
                     case = {"new": new, "way": way, "seed": seed, "processor_seconds": seconds}
+                    case["settings"] = settings(new, way, seed)
                     write_json(output / "figures.json", {**case, **figures_of(output)})
                 figures = json.loads((output / "figures.json").read_text(encoding="utf-8"))
                 new_wer = f"{figures['new_before']:.3f} to {figures['new_after']:.3f}"
                 guard_wer = f"{figures['guard_before']:.3f} to {figures['guard_after']:.3f}"
-                time = f"{figures['processor_seconds']:.0f} s of the processor"
-                print(f"{output.name}: new {new_wer}, guard {guard_wer}, {time}", flush=True)
+                seconds = f"{figures['processor_seconds']:.0f} s of the processor"
+                print(f"{output.name}: new {new_wer}, guard {guard_wer}, {seconds}", flush=True)
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*/figures.json"))]
     rows = compare(runs)
     print_rows(rows)
@@ -254,7 +274,7 @@ def main() -> int:
             "versions": {name: metadata.version(name) for name in PACKAGES},
             "command": shlex.join(["python", "scripts/bench/forgetting.py", *sys.argv[1:]]),
             "rows": rows,
-            "runs": runs,
+            "runs": [{key: value for key, value in run.items() if key != "settings"} for run in runs],
         }
         write_json(arguments.json, result)
     return 0

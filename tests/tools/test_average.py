@@ -1,6 +1,7 @@
 """The command that makes one model out of several, and looks at points between a base model and a tuned one."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,69 @@ def test_a_base_whose_vocabulary_was_grown(tiny_model, clips, tmp_path, capsys):
         assert torch.equal(tensor[old + new :], base[name][old:])  # blank and durations
     assert run(grown, tiny_model, "--output", tmp_path / "mean") == 2
     assert f"{tiny_model} has {old} tokens, {grown} has {old + new}" in capsys.readouterr().err
+
+
+@pytest.fixture
+def kept(tiny_model, tuned, tmp_path) -> list[Path]:
+    """Two states of a run with a frozen encoder, as far from the tiny model as the tuned one and twice that."""
+    from safetensors.torch import save_file
+
+    run, (start, end) = tmp_path / "run", (state_of(path) for path in (tiny_model, tuned))
+    (run / "checkpoints" / "average").mkdir(parents=True)
+    shutil.copyfile(tiny_model, run / "model.nemo")
+    trained = [name for name in start if name.startswith(("decoder.", "joint."))]
+    for way in (1, 2):
+        state = {name: torch.lerp(start[name], end[name], way).contiguous() for name in trained}
+        file = run / "checkpoints" / "average" / f"step-{way:08d}.safetensors"
+        save_file(state, file, metadata={"kept": json.dumps({"step": way, "validation_wer": 0.5})})
+    return sorted((run / "checkpoints" / "average").glob("*.safetensors"))
+
+
+@pytest.mark.usefixtures("rated")
+@pytest.mark.parametrize(
+    ("options", "way"),
+    [
+        (["--weights", "3", "1"], 1.25),
+        (["--method", "task", "--weights", "0.25"], 0.75),
+        (["--method", "ties", "--density", "1"], 1.5),
+        (["--limit", "+0.06", "--sweep", "0,0.4,0.6"], 0.4),
+    ],
+)
+def test_states_that_a_run_keeps(tiny_model, tuned, clips, kept, tmp_path, options, way):
+    base = ["--base", tiny_model] if options[0] != "--weights" else []
+    data = ["--data", clips / "manifest.jsonl", "--guard", clips / "manifest.jsonl"] if "--sweep" in options else []
+    assert run(*kept, *base, *data, "--output", tmp_path / "out", *options) == 0
+    start, end, written = (state_of(p) for p in (tiny_model, tuned, tmp_path / "out"))
+    if "--sweep" in options:
+        way *= 1.5  # of the two states' mean
+    for name, tensor in written.items():
+        expected = torch.lerp(start[name], end[name], way) if name.startswith(("decoder.", "joint.")) else start[name]
+        torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: n + m)
+
+
+def test_states_of_other_shapes_and_without_their_run(kept, tmp_path, capsys):
+    from safetensors.torch import load_file, save_file
+
+    out, run_folder = tmp_path / "out", kept[0].parents[2]
+    state = load_file(kept[1])
+    name = "joint.pred.weight"
+    save_file(state | {name: state[name][:-1].contiguous()}, kept[1])
+    assert run(*kept, "--output", out) == 2
+    before, after = tuple(state[name].shape), (len(state[name]) - 1, *state[name].shape[1:])
+    said = capsys.readouterr().err
+    assert f"{kept[1]} and {run_folder}/model.nemo have other layouts: 1 of {len(state)} tensors differ: " in said
+    assert f"{name} is {after} and {before}. " in said
+    save_file({**state, "encoder.x.lora_A.default.weight": torch.ones(1)}, kept[1])
+    assert run(*kept, "--output", out) == 2
+    assert f"{kept[1]} holds the factors of LoRA" in capsys.readouterr().err
+    kept[1].write_bytes(b"damaged")
+    assert run(*kept, "--output", out) == 2
+    assert f"--models: {kept[1]} cannot be read: " in capsys.readouterr().err
+    assert run(*kept, "--output", run_folder) == 2
+    assert "is one of the models" in capsys.readouterr().err
+    (run_folder / "model.nemo").unlink()
+    assert run(*kept, "--output", out) == 2
+    assert f"the rest comes from {run_folder}/model.nemo, which is not there" in capsys.readouterr().err
 
 
 def test_statistics_estimated_anew(tiny_model, tuned, clips, tmp_path):

@@ -261,6 +261,41 @@ def test_two_folders_share_a_study(search, tmp_path):
     assert "Whether that is chance is not tested" in found[1]["advice"][0]
 
 
+def test_the_last_trial_of_a_machine_that_is_gone_is_tried_again(search, told, tmp_path, monkeypatch, capsys):
+    import optuna
+    from sqlalchemy import text
+
+    from finetune.tools.search import running
+
+    url, space = f"sqlite:///{tmp_path / 'shared.db'}", ("--space", str(rates(tmp_path)))
+    assert search("--trials", "1", "--storage", url, *space, output="one") == 0
+    storage = optuna.storages.RDBStorage(url, heartbeat_interval=60)
+    study = optuna.load_study(study_name=storage.get_all_studies()[0].study_name, storage=storage)
+    gone = study.ask()  # by a machine that is heard of a last time
+    rate = gone.suggest_float("training.learning_rate", 1e-4, 1e-1, log=True)
+    gone.set_user_attr("owner", "another machine")
+    storage.record_heartbeat(gone._trial_id)
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        assert len(waited) < 3, "it waits for ever"
+        assert len(study.get_trials(states=(optuna.trial.TrialState.COMPLETE,))) == 2
+        if len(waited) == 2:
+            with storage.engine.begin() as database:
+                database.execute(text("UPDATE trial_heartbeats SET heartbeat = datetime('now', '-1 hour')"))
+
+    monkeypatch.setattr(running, "sleep", sleep)
+    assert search("--trials", "3", "--storage", url, *space) == 0
+    assert len(waited) == 2, "only while a machine that is heard of has the last one"
+    trials = told()["trials"]
+    assert [t["state"] for t in trials] == ["complete", "fail", "complete", "complete"]
+    assert trials[3]["params"] == {"training.learning_rate": rate}
+    said = capsys.readouterr().err
+    assert said.count("waiting for 1 trial(s) of other machines") == 1
+    assert "trial 1 was cut short; its settings are tried again" in said
+
+
 def test_a_storage_that_cannot_be_used_keeps_its_password(search, capsys):
     url = "postgresql://me:hunter2secret@localhost:9/x?password=another5ecret"
     assert search("--trials", "1", "--storage", url) == 1

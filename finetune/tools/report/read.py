@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.config.guard_limit import ROUNDING, parse_guard_limit
+from finetune.config.guard_limit import GuardLimit, parse_guard_limit
 from finetune.data.guard_halves import CHOICE
 from finetune.errors import UserError
 from finetune.paths import near_path
@@ -187,21 +187,31 @@ class Run:
         return {row.get("language"): row for row in found}
 
     @property
-    def highest_guard_wer(self) -> float | None:
-        """The highest WER on guard_choice that keeps data.guard_limit; None without one, or without a base model."""
+    def guard_limit(self) -> tuple[GuardLimit, float] | None:
+        """data.guard_limit and the base model's WER on guard_choice; None where either is missing."""
         rows = [row for row in self.rows(CHOICE) if row["step"] == 0 and row.get("language") is None]
         base = number(rows[0].get("wer")) if rows else None
         try:
             limit = parse_guard_limit(str(self.setting("data", "guard_limit")))
         except ValueError:  # there is none
             return None
-        return None if base is None else limit.highest(base)
+        return None if base is None else (limit, base)
+
+    @property
+    def highest_guard_wer(self) -> float | None:
+        """The highest WER on guard_choice that keeps data.guard_limit; None without one, or without a base model."""
+        if self.guard_limit is None:
+            return None
+        limit, base = self.guard_limit
+        return limit.highest(base)
 
     def keeps_limit(self, step: float, wer: float | None) -> bool:
         """Return whether a model keeps data.guard_limit with this WER on guard_choice, or the bound of it that
         data.guard_confidence asks for; the base model does."""
-        highest = self.highest_guard_wer
-        return step == 0 or (wer is not None and highest is not None and wer <= highest + ROUNDING)
+        if step == 0 or wer is None or self.guard_limit is None:
+            return step == 0
+        limit, base = self.guard_limit
+        return limit.keeps(wer, base)
 
     def rates(self, split: str) -> dict[str | None, Rates]:
         """Error rates of the base model and of the best one by language; None, for all of them, comes first."""

@@ -195,7 +195,8 @@ def limit_notes(limit: dict[str, Any]) -> list[str]:
     free = limit.get("best_without_limit") or {}
     if free and not free.get("kept"):
         rates = [f"{percent(free.get(key))} % on {on}" for key, on in LIMIT_RATES.items()]
-        notes.append(f"Without the limit step {free.get('step')} would be the best: WER {', '.join(rates)}.")
+        which = f" ({free['weights']})" if free.get("weights", "raw") != "raw" else ""
+        notes.append(f"Without the limit step {free.get('step')}{which} would be the best: WER {', '.join(rates)}.")
     return notes
 
 

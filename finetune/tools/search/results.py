@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import optuna
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial
 
 from finetune.evaluation.utterance_counts import UtteranceCounts, compare_evaluations
 from finetune.tools.report.formats import duration, percent
 from finetune.tools.search.running import describe, outcome_of
-from finetune.tools.search.study import Search, best_of, finished_trials
+from finetune.tools.search.study import Search, best_of, excess_of, finished_trials, is_good, rank_of
 from finetune.tools.search.trials import DIVERGED, OUT_OF_MEMORY
 
 log = logging.getLogger(__name__)
@@ -49,11 +49,15 @@ class Result:
 
     @property
     def good(self) -> list[FrozenTrial]:
-        return [t for t in self.finished if t.state == TrialState.COMPLETE and "reason" not in t.user_attrs]
+        return [t for t in self.finished if is_good(t)]
+
+    @property
+    def base_wer(self) -> float | None:
+        return self.study.user_attrs.get("base_wer")
 
     @property
     def keeps_limit(self) -> bool:
-        return self.best is not None and self.best.user_attrs.get("excess", 0.0) <= 0
+        return self.best is not None and not excess_of(self.best)
 
     @property
     def commonest_reason(self) -> str | None:
@@ -127,26 +131,21 @@ def _advice(result: Result) -> Iterator[str]:
         yield f"None of the {others} others is better than the run file's own values: WER {best.value:.4f}."
     elif "reason" in default.user_attrs:
         yield f"The run file's own values failed ({default.user_attrs['reason']}); trial {best.number} did not."
-    elif default.user_attrs.get("excess", 0.0) > 0 >= attributes.get("excess", 0.0):
+    elif excess_of(default) > 0 == excess_of(best):
         yield (
             f"The run file's own values exceed data.guard_limit {limit} in each evaluation; trial {best.number} keeps "
             f"it: WER {attributes['wer']:.4f}, guard {attributes['guard']:.4f}."
         )
     else:
         yield _difference(result, best, default)
-    base = result.study.user_attrs.get("base_wer")
-    if base is not None and attributes["wer"] >= base:
-        within = " within the limit" if limit is not None else ""
-        yield (
-            f"No trial{within} is better than the base model, whose WER is {base:.4f}: more steps or other data "
-            "may be."
-        )
+    if result.base_wer is not None and attributes["wer"] >= result.base_wer:
+        trial = "trial within the limit" if limit is not None else "trial"
+        figure = f"whose WER is {result.base_wer:.4f}"
+        yield f"No {trial} is better than the base model, {figure}: more steps or other data may be."
     if result.importances:
         name, share = next(iter(result.importances.items()))
-        yield (
-            f"{name} mattered most: {100 * share:.0f} % of the importance over {len(result.good)} trials with a WER "
-            "(PED-ANOVA)."
-        )
+        over = f"over {len(result.good)} trials with a WER (PED-ANOVA)"
+        yield f"{name} mattered most: {100 * share:.0f} % of the importance {over}."
     else:
         yield f"Which setting mattered is not said: {len(result.good)} trials have a WER, it takes {ENOUGH}."
     if default is not None and best.number != default.number:
@@ -184,22 +183,17 @@ HEADS = ["trial", "WER, %", "guard WER, %", "outcome", "time", "settings"]
 
 def table_rows(result: Result) -> list[list[Any]]:
     """Return a row for each trial with an outcome, the best first, the bad ones last."""
-    best = result.best
-
-    def order(trial: FrozenTrial) -> tuple[bool, float, float]:
-        attributes = trial.user_attrs
-        over = max(attributes.get("excess", 0.0), 0.0)
-        return trial not in result.good, over, attributes.get("wer", float("inf"))
-
     rows = []
-    for t in sorted(result.finished, key=order):
-        marks = ["best"] if best is not None and t.number == best.number else []
-        marks += ["over the limit"] if t in result.good and t.user_attrs.get("excess", 0.0) > 0 else []
-        marks += [] if t in result.good else [outcome_of(t)]
-        wer = percent(t.user_attrs.get("wer"))
-        settings = describe(t.user_attrs.get("settings") or {})
-        guard, seconds = percent(t.user_attrs.get("guard")), t.user_attrs.get("seconds")
-        rows.append([t.number, wer, guard, ", ".join(marks) or None, duration(seconds), settings])
+    for t in sorted(result.finished, key=rank_of):
+        found = t.user_attrs
+        marks = {
+            "best": t == result.best,
+            "over the limit": is_good(t) and excess_of(t),
+            outcome_of(t): not is_good(t),
+        }
+        rates, took = (percent(found.get(name)) for name in ("wer", "guard")), duration(found.get("seconds"))
+        outcome = ", ".join(mark for mark, is_so in marks.items() if is_so)
+        rows.append([t.number, *rates, outcome or None, took, describe(found.get("settings") or {})])
     return rows
 
 

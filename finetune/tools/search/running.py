@@ -3,7 +3,9 @@
 import logging
 import math
 import shutil
-import time
+import warnings
+from dataclasses import asdict
+from time import monotonic, sleep
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
@@ -12,10 +14,11 @@ from finetune.errors import UserError
 from finetune.tools.report.formats import duration
 from finetune.tools.search import trials
 from finetune.tools.search.space import BY_LENGTH, Settings, problem_of, settings_of
-from finetune.tools.search.study import Search, best_of, finished_trials
+from finetune.tools.search.study import GRACE, Search, best_of, enqueue_again, excess_of, finished_trials
 
 log = logging.getLogger(__name__)
 
+WAIT_SECONDS = 5
 EVALUATIONS = 4
 """Evaluations of a trial, by which bad ones are noticed early; more where the run file has more."""
 
@@ -31,7 +34,7 @@ def run_trials(study: optuna.Study, search: Search) -> None:
     shutil.copyfile(search.run_file, copy)
     words = ["--config", str(copy), *(w for name in search.strategies for w in ("--strategy", name))]
     try:
-        while _trials_left(study, search) != 0 and _seconds_left(search) > 0:
+        while _is_one_to_start(study, search):
             study.optimize(lambda trial: _run_trial(trial, study, search, [*words, *search.overrides]), n_trials=1)
             _keep_the_best_model(study, search)
             _log_trial(study, search)
@@ -43,13 +46,41 @@ def _trials_left(study: optuna.Study, search: Search) -> int | None:
     """Return how many trials are still to be started here; None: as many as the time allows."""
     if search.trials is None:
         return None
+    return max(search.trials - len(finished_trials(study)) - _running_elsewhere(study, search), 0)
+
+
+def _running_elsewhere(study: optuna.Study, search: Search) -> int:
     running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-    elsewhere = sum(t.user_attrs.get("owner") not in (None, search.owner) for t in running)
-    return max(search.trials - len(finished_trials(study)) - elsewhere, 0)
+    return sum(t.user_attrs.get("owner") not in (None, search.owner) for t in running)
+
+
+def _is_one_to_start(study: optuna.Study, search: Search) -> bool:
+    """Return whether a trial is to be started. Where others run the last ones, wait for their end: the trial of a
+    machine that is not heard of any more is tried here."""
+    said = False
+    while _seconds_left(search) > 0:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            optuna.storages.fail_stale_trials(study)
+        if _trials_left(study, search) != 0:
+            return True
+        others = _running_elsewhere(study, search)
+        if not others:
+            return False
+        if not said:
+            log.info(
+                "waiting for %d trial(s) of other machines; that of one that is not heard of for %d seconds is tried "
+                "here. Ctrl-C: end with the results so far",
+                others,
+                GRACE,
+            )
+        said = True
+        sleep(min(WAIT_SECONDS, max(_seconds_left(search), 0.0)))
+    return False
 
 
 def _seconds_left(search: Search) -> float:
-    return math.inf if search.minutes is None else 60 * search.minutes - (time.monotonic() - search.began)
+    return math.inf if search.minutes is None else 60 * search.minutes - (monotonic() - search.began)
 
 
 def trial_settings(search: Search, number: int, chosen: Settings, is_default: bool) -> Settings:
@@ -110,16 +141,16 @@ def _run_trial(trial: optuna.Trial, study: optuna.Study, search: Search, run: li
                 stopped = trials.DIVERGED
         return bool(stopped)
 
-    words = trials.training_words(search.training, run, settings)
     log_file = folder.with_suffix(".log")
     problem = problem_of(search.config, chosen)
     if problem is not None:  # each of its settings is allowed, not all of them together
         return _bad(trial, study, search, f"excluded: {problem}")
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier study, whose evaluations would be taken for this one's
     try:
-        ended = trials.run_training(words, log_file, watch)
+        words = [*search.training, *run, *trials.setting_words(settings)]
+        code, seconds = trials.run_training(words, log_file, watch)
     except KeyboardInterrupt:
-        study.enqueue_trial(trial.params, user_attrs={"default": True} if is_default else None)
+        enqueue_again(study, trial)
         shutil.rmtree(folder, ignore_errors=True)
         raise
     found = trials.read_evaluations(folder, search.limit)
@@ -127,28 +158,26 @@ def _run_trial(trial: optuna.Trial, study: optuna.Study, search: Search, run: li
         base_wer = found.base_wer
         study.set_user_attr("base_wer", base_wer)
         study.set_user_attr("base_guard", found.base_guard)
-    best, reason = found.best, None
-    trial.set_user_attr("seconds", round(ended.seconds, 1))
-    if best is not None:
-        seen = {"wer": best.wer, "guard": best.guard, "excess": best.excess, "step": best.step}
-        for name, value in seen.items():
-            if value is not None:
-                trial.set_user_attr(name, value)
+    best = found.best
+    trial.set_user_attr("seconds", round(seconds, 1))
+    for name, value in asdict(best).items() if best is not None else ():
+        if value is not None:
+            trial.set_user_attr(name, value)
     if stopped == "pruned":
         raise optuna.TrialPruned
-    if ended.code:
-        reason = trials.reason_of(ended.code, log_file)
+    if code:
+        reason = trials.reason_of(code, log_file)
         untrained = not any("wer" in t.user_attrs for t in finished_trials(study))
-        if ended.code == trials.CONFIGURATION and untrained:  # no fault of these settings
-            study.enqueue_trial(trial.params, user_attrs={"default": True} if is_default else None)
+        if code == trials.CONFIGURATION and untrained:  # no fault of these settings
+            enqueue_again(study, trial)
             raise UserError(f"the run file's own settings are refused: {reason}\n{log_file} has all of it.")
     elif best is None:
         reason = "no evaluation of data.validation" + (" and of the guard" if search.limit is not None else "")
     elif stopped == trials.DIVERGED or trials.has_diverged(best.wer, base_wer):
         reason = f"{trials.DIVERGED}: WER {best.wer:.3f}, of the base model {base_wer:.3f}"
-    if reason is None and best is not None:
+    else:
         return best.wer
-    return _bad(trial, study, search, str(reason))
+    return _bad(trial, study, search, reason)
 
 
 def _bad(trial: optuna.Trial, study: optuna.Study, search: Search, reason: str) -> float:
@@ -167,33 +196,28 @@ def describe(settings: Settings) -> str:
 
 def outcome_of(trial: FrozenTrial) -> str:
     """Return in a few words what came of a trial."""
-    if "reason" in trial.user_attrs:
-        return f"bad: {trial.user_attrs['reason']}"
+    found = trial.user_attrs
+    if "reason" in found:
+        return f"bad: {found['reason']}"
     if trial.state == TrialState.PRUNED:
         return "stopped early: worse than most at the same point"
-    text = f"WER {trial.user_attrs['wer']:.4f}"
-    if "guard" in trial.user_attrs:
-        text += f", guard {trial.user_attrs['guard']:.4f}"
-    return text + (" (over the limit)" if trial.user_attrs.get("excess", 0.0) > 0 else "")
+    guard = f", guard {found['guard']:.4f}" if "guard" in found else ""
+    return f"WER {found['wer']:.4f}{guard}{' (over the limit)' if excess_of(trial) else ''}"
 
 
 def _log_trial(study: optuna.Study, search: Search) -> None:
     """Log the outcome of the last trial of this search, the best one so far, and how long the rest may take."""
     found = finished_trials(study)
-    own = [t for t in found if t.user_attrs.get("owner") == search.owner]
+    own = [t for t in found if t.user_attrs.get("owner") == search.owner]  # by number
     if not own:
         return
-    last, best = max(own, key=lambda t: t.number), best_of(found)
-    seconds = [t.user_attrs.get("seconds", 0.0) for t in own]
+    seconds, last, best = [t.user_attrs.get("seconds", 0.0) for t in own], own[-1], best_of(found)
     so_far = f"; best so far {best.user_attrs['wer']:.4f} (trial {best.number})" if best is not None else ""
-    to_go, left = _trials_left(study, search), max(_seconds_left(search), 0.0)
-    rest = ""
+    to_go, left, rest = _trials_left(study, search), max(_seconds_left(search), 0.0), ""
     if to_go is not None:
-        left = min(left, to_go * sum(seconds) / len(seconds))
-        rest = f"{to_go} to go, "
+        left, rest = min(left, to_go * sum(seconds) / len(seconds)), f"{to_go} to go, "
     rest = f"; {rest}about {duration(left)} left" if left else ""
-    took = duration(seconds[own.index(last)])
-    log.info("trial %d: %s, in %s%s%s", last.number, outcome_of(last), took, so_far, rest)
+    log.info("trial %d: %s, in %s%s%s", last.number, outcome_of(last), duration(seconds[-1]), so_far, rest)
 
 
 def _keep_the_best_model(study: optuna.Study, search: Search) -> None:

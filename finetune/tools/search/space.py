@@ -72,13 +72,11 @@ class Parameter:
     def share_of(self, value: Value) -> float:
         """Return where a value lies, from 0 at the low end of a range, or the first choice, to 1."""
         if self.choices:
-            return list(self.choices).index(value) / (len(self.choices) - 1) if len(self.choices) > 1 else 0.5
-        assert isinstance(value, int | float)
-        if self.low == self.high:
-            return 0.5
-        if self.log:
-            return math.log(value / self.low) / math.log(self.high / self.low)
-        return (value - self.low) / (self.high - self.low)
+            value, low, high = list(self.choices).index(value), 0, len(self.choices) - 1
+        else:
+            assert isinstance(value, int | float)
+            value, low, high = (math.log(v) if self.log else v for v in (value, self.low, self.high))
+        return (value - low) / (high - low) if high > low else 0.5
 
     def is_at_the_end(self, value: Value) -> bool:
         """Return whether a value lies in the outer twentieth of a range."""
@@ -95,11 +93,9 @@ def settings_of(parameters: list[Parameter], values: dict[str, Value], config: R
     for p in sorted(parameters, key=lambda p: p.times is not None):  # what they are multiplied by comes first
         value = values[p.name]
         if p.times is not None:
-            if p.name in same and (p.times in same or config.get(p.name) is None):
-                continue
-            factor = found.get(p.times, config.get(p.times))
             assert isinstance(value, int | float)
-            found[p.name] = _short(value * factor)
+            if p.name not in same or (p.times not in same and config.get(p.name) is not None):
+                found[p.name] = _short(value * found.get(p.times, config.get(p.times)))
         elif p.name not in same:
             found |= p.choices[value] if p.choices else {p.name: _short(value, 0.0 if p.log else p.high - p.low)}
     return {key: value for key, value in found.items() if value != config.get(key)}
@@ -125,13 +121,9 @@ def for_run_of(steps: int, before: int, values: Settings) -> Settings:
         steps, before: of the run that they are for, and of the one that they are from.
         values: dotted key -> value.
     """
-    warmup, pull = (values.get(key) for key in BY_LENGTH)
-    found: Settings = {}
-    if warmup:
-        found["training.warmup_steps"] = max(round(warmup * steps / before), 1)
-    if pull:
-        found["training.l2_sp"] = _short(pull * before / steps)
-    return found
+    warmup, pull = (values.get(key) or 0 for key in BY_LENGTH)
+    found = max(round(warmup * steps / before), 1 if warmup else 0), _short(pull * before / steps)
+    return {key: value for key, value in zip(BY_LENGTH, found, strict=True) if value}
 
 
 def as_long_as(steps: int | None, config: RunConfig) -> RunConfig:
@@ -168,14 +160,9 @@ def default_space(config: RunConfig, steps: int | None) -> list[Parameter]:
     elif planned:
         found.append(_range(config, "training.warmup_steps", 1, max(planned // 3, 1)))
     if not m.adapter:
-        base = {"model.freeze_encoder": False, "model.unfreeze_encoder_layers": 0, "model.lora_rank": 0}
-        choices: dict[Value, Settings] = {
-            "trained": base,
-            "frozen": base | {"model.freeze_encoder": True},
-            "lora 8": base | {"model.lora_rank": 8},
-            "lora 32": base | {"model.lora_rank": 32},
-        }
-        found.append(_named(config, "encoder", choices))
+        keys = ("model.freeze_encoder", "model.unfreeze_encoder_layers", "model.lora_rank")
+        sets = {"trained": (False, 0, 0), "frozen": (True, 0, 0), "lora 8": (False, 0, 8), "lora 32": (False, 0, 32)}
+        found.append(_named(config, "encoder", {name: dict(zip(keys, s, strict=True)) for name, s in sets.items()}))
     found.append(_values(config, "model.freeze_batchnorm", [False, True]))
     found.append(_values(config, "training.layer_decay", [0.8, 0.9, 1.0]))
     if d.rehearsal:
@@ -185,15 +172,10 @@ def default_space(config: RunConfig, steps: int | None) -> list[Parameter]:
             one = 2 / (planned * t.learning_rate)  # pulls half way back over the run; the schedule's mean is a half
             found.append(_values(config, "training.l2_sp", [0.0, *(_short(f * one) for f in (0.3, 1.0, 3.0))]))
         found.append(_values(config, "model.distillation", [0.0, 0.3, 1.0, 3.0]))
-    found = [_without_refused(config, p) for p in found]
-    return [p for p in found if not p.choices or len(p.choices) > 1]
-
-
-def _without_refused(config: RunConfig, parameter: Parameter) -> Parameter:
-    if not parameter.choices:
-        return parameter
-    kept = {v: s for v, s in parameter.choices.items() if v == parameter.own or problem_of(config, s) is None}
-    return Parameter(parameter.name, parameter.own, choices=kept)
+    for p in found:
+        for value in [v for v, sets in p.choices.items() if v != p.own and problem_of(config, sets) is not None]:
+            del p.choices[value]
+    return [p for p in found if len(p.choices) != 1]
 
 
 # ---- --space FILE -----------------------------------------------------------------------------------------------
@@ -219,19 +201,14 @@ def read_space(path: Path, config: RunConfig) -> list[Parameter]:
 
 
 def _read_parameter(config: RunConfig, name: str, value: Any) -> Parameter:
-    if NAME.fullmatch(name) is None:
-        raise UserError(f"{name!r} is no name: letters, digits and . _ + - only.")
-    if isinstance(value, dict) and value and all(isinstance(inner, dict) for inner in value.values()):
-        wrong = next((str(choice) for choice in value if NAME.fullmatch(str(choice)) is None), None)
-        if wrong is not None:
-            raise UserError(f"{name}: {wrong!r} is no name of a choice: letters, digits and . _ + - only.")
+    is_named = isinstance(value, dict) and value and all(isinstance(inner, dict) for inner in value.values())
+    for word in [name, *map(str, value)] if is_named else [name]:
+        if NAME.fullmatch(word) is None:
+            raise UserError(f"{word!r} is no name: letters, digits and . _ + - only.")
+    _check_keys(*(key for inner in value.values() for key in inner) if is_named else [name])
+    if is_named:
         made = _named(config, name, {str(choice): inner for choice, inner in value.items()})
-    elif name not in FIELDS:
-        hint = did_you_mean(name, FIELDS, most=2) or " docs/configuration.md lists all keys."
-        raise UserError(f"unknown key {name}.{hint}")
     elif isinstance(value, list) and value:
-        if not all(v is None or isinstance(v, bool | int | float | str) for v in value):
-            raise UserError(f"{name}: lists and mappings need names, as in {FORM}.")
         made = _values(config, name, value)
     elif isinstance(value, dict) and {"low", "high"} <= value.keys() <= RANGE_KEYS:
         made = _read_range(config, name, value)
@@ -251,16 +228,19 @@ def _read_range(config: RunConfig, name: str, value: dict[str, Any]) -> Paramete
         raise UserError(f"{name}: low and high have to be numbers, low below high, found {value!r}.")
     if value.get("log") and low <= 0:
         raise UserError(f"{name}: a range with log: true begins above 0, found low: {low}.")
-    if times is not None and times not in FIELDS:
-        raise UserError(f"{name}: times: there is no key {times}.{did_you_mean(str(times), FIELDS)}")
+    _check_keys(*([] if times is None else [times]))
     return _range(config, name, low, high, log=bool(value.get("log")), times=times)
+
+
+def _check_keys(*keys: str) -> None:
+    unknown = next((str(key) for key in keys if key not in FIELDS), None)
+    if unknown is not None:
+        hint = did_you_mean(unknown, FIELDS, most=2) or " docs/configuration.md lists all keys."
+        raise UserError(f"unknown key {unknown}.{hint}")
 
 
 def problem_of(config: RunConfig, settings: Settings) -> str | None:
     """Return why a run file with these settings would be refused; None where it is not."""
-    for key in settings:
-        if key not in FIELDS:
-            return f"unknown key {key}.{did_you_mean(key, FIELDS, most=2)}"
     try:
         changed = RunConfig.model_validate(config.replaced(settings).as_dict())
     except ValidationError as error:
@@ -296,17 +276,13 @@ def _own(config: RunConfig, name: str) -> Any:
 
 def _values(config: RunConfig, name: str, values: list[Value]) -> Parameter:
     own = _own(config, name)
-    if isinstance(own, list | dict):
+    if any(isinstance(value, list | dict) for value in [own, *values]):
         raise UserError(f"{name}: lists and mappings need names, as in {FORM}.")
     choices: dict[Value, Settings] = {value: {name: value} for value in (values if own in values else [*values, own])}
     return Parameter(name, own, choices=choices)
 
 
 def _named(config: RunConfig, name: str, choices: dict[Value, Settings]) -> Parameter:
-    for settings in choices.values():
-        unknown = next((key for key in settings if key not in FIELDS), None)
-        if unknown is not None:
-            raise UserError(f"{name}: unknown key {unknown}.{did_you_mean(unknown, FIELDS, most=2)}")
     own = next((v for v, s in choices.items() if all(config.get(k) == value for k, value in s.items())), None)
     if own is None:
         return Parameter(name, OWN, choices={OWN: {}} | choices)

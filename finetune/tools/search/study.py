@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import logging
+import math
 import shutil
 import time
 import uuid
@@ -52,13 +53,10 @@ class Search:
 
     Attributes:
         config: of the run file, strategies and `key=value`; what goes with the length of a run is that of a trial.
-        run_file: as the user named it.
-        strategies, overrides: the command line's.
         folder: of everything that the search leaves.
         parameters: the space.
         steps: of each trial; None: as the run file has them.
         trials: finished trials at which the search ends; None: no end but that of `minutes`.
-        minutes: after which no trial is started.
         storage: URL of a database; None: study.db in the folder.
         name: of the study; None: made of the settings.
         training: words that start a training.
@@ -112,20 +110,17 @@ def check_same(before: dict[str, Any], now: dict[str, Any], where: str) -> None:
     Raises:
         UserError: names the keys that differ.
     """
-    nothing = object()
-    differ = [key for key in {**before, **now} if before.get(key, nothing) != now.get(key, nothing)]
+    was, is_now = ({key: one_line(json.dumps(v, ensure_ascii=False)) for key, v in s.items()} for s in (before, now))
+    differ = [key for key in was | is_now if was.get(key) != is_now.get(key)]
     if differ:
-        listed = "\n".join(f"  {key}: {_value(before, key)} there, {_value(now, key)} now" for key in differ[:12])
+        lines = (f"{was.get(key, 'nothing')[:120]} there, {is_now.get(key, 'nothing')[:120]} now" for key in differ)
+        listed = "\n".join(f"  {key}: {line}" for key, line in zip(differ[:12], lines, strict=False))
         more = f"\n  and {len(differ) - 12} more" if len(differ) > 12 else ""
         raise UserError(
             f"{where} is of another version of the run file. These differ:\n{listed}{more}\nTo go on with it, give "
             "the run file, strategies, --steps and --space that it was begun with; else name another --output (and "
             "another --study)."
         )
-
-
-def _value(settings: dict[str, Any], key: str) -> str:
-    return one_line(json.dumps(settings[key], ensure_ascii=False))[:120] if key in settings else "nothing"
 
 
 @contextlib.contextmanager
@@ -170,7 +165,7 @@ def open_study(search: Search) -> optuna.Study:
             engine_kwargs={"connect_args": {"timeout": 60}} if url.startswith("sqlite") else None,
             heartbeat_interval=HEARTBEAT,
             grace_period=GRACE,
-            heartbeat_stale_trial_callback=enqueue_again,
+            heartbeat_stale_trial_callback=_cut_short,
         )
         study = optuna.create_study(
             storage=storage,
@@ -184,23 +179,25 @@ def open_study(search: Search) -> optuna.Study:
             n_startup_trials=STARTUP,
             multivariate=True,
             seed=search.config.training.seed + len(study.trials),  # machines that share a study draw differently
-            constraints_func=None if search.limit is None else (lambda t: (t.user_attrs.get("excess", 0.0),)),
+            constraints_func=None if search.limit is None else (lambda t: (excess_of(t),)),
         )
         write_json(record, {"name": search.name, "owner": search.owner, "settings": settings})
-        if "settings" not in study.user_attrs:
+        is_new = "settings" not in study.user_attrs
+        if is_new:
             study.set_user_attr("settings", settings)
-            _enqueue_first(study, search)
         for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             if trial.user_attrs.get("owner") == search.owner:  # the folder is locked, so nothing runs it
                 study.tell(trial.number, state=TrialState.FAIL)
-                enqueue_again(study, trial)
+                _cut_short(study, trial)
                 shutil.rmtree(search.folder_of(trial.number), ignore_errors=True)
-                log.info("trial %d was cut short; its settings are tried again", trial.number)
         there = study.get_trials(deepcopy=False, states=(*FINISHED, TrialState.WAITING, TrialState.RUNNING))
-        if not any(
-            trial.user_attrs.get("default") for trial in there
-        ):  # the one that was there was refused, or failed
+        if not any(trial.user_attrs.get("default") for trial in there):  # none yet, or it was refused, or failed
             study.enqueue_trial(search.own_values, user_attrs={"default": True})
+        rate = next((p for p in search.parameters if p.name == "training.learning_rate" and not p.choices), None)
+        for factor in GUESSES if is_new and rate is not None else ():
+            assert rate is not None
+            assert isinstance(rate.own, float | int)
+            study.enqueue_trial(search.own_values | {rate.name: min(max(rate.own * factor, rate.low), rate.high)})
     return study
 
 
@@ -218,20 +215,14 @@ def _storage_errors(url: str) -> Iterator[None]:
         raise UserError(f"--storage: {clean_urls(url)} cannot be used: {text}", exit_code=1) from None
 
 
-def _enqueue_first(study: optuna.Study, search: Search) -> None:
-    """Queue the run file's own values, and other learning rates."""
-    own = search.own_values
-    study.enqueue_trial(own, user_attrs={"default": True})
-    rate = next((p for p in search.parameters if p.name == "training.learning_rate" and not p.choices), None)
-    for factor in GUESSES if rate is not None else ():
-        assert rate is not None
-        assert isinstance(rate.own, float | int)
-        study.enqueue_trial({**own, rate.name: min(max(rate.own * factor, rate.low), rate.high)})
-
-
-def enqueue_again(study: optuna.Study, trial: FrozenTrial) -> None:
+def enqueue_again(study: optuna.Study, trial: FrozenTrial | optuna.Trial) -> None:
     """Queue the settings of a trial that came to no end."""
     study.enqueue_trial(trial.params, user_attrs={"default": True} if trial.user_attrs.get("default") else None)
+
+
+def _cut_short(study: optuna.Study, trial: FrozenTrial) -> None:
+    enqueue_again(study, trial)
+    log.info("trial %d was cut short; its settings are tried again", trial.number)
 
 
 def finished_trials(study: optuna.Study) -> list[FrozenTrial]:
@@ -239,11 +230,21 @@ def finished_trials(study: optuna.Study) -> list[FrozenTrial]:
     return study.get_trials(deepcopy=False, states=FINISHED)
 
 
+def is_good(trial: FrozenTrial) -> bool:
+    """Return whether a trial has a WER of its own: it came to its end and is not bad."""
+    return trial.state == TrialState.COMPLETE and "reason" not in trial.user_attrs
+
+
+def excess_of(trial: FrozenTrial) -> float:
+    """Return how far a trial's guard WER is above what data.guard_limit allows."""
+    return max(trial.user_attrs.get("excess", 0.0), 0.0)
+
+
+def rank_of(trial: FrozenTrial) -> tuple[bool, float, float, int]:
+    """Return what trials are ordered by: good ones within the limit first, then by WER."""
+    return not is_good(trial), excess_of(trial), trial.user_attrs.get("wer", math.inf), trial.number
+
+
 def best_of(found: list[FrozenTrial]) -> FrozenTrial | None:
     """Return the best trial within data.guard_limit, else the one that came nearest to it."""
-    good = [t for t in found if t.state == TrialState.COMPLETE and "reason" not in t.user_attrs]
-
-    def order(trial: FrozenTrial) -> tuple[float, float, int]:
-        return max(trial.user_attrs.get("excess", 0.0), 0.0), trial.value or 0.0, trial.number
-
-    return min(good, key=order, default=None)
+    return min(filter(is_good, found), key=rank_of, default=None)

@@ -67,26 +67,17 @@ class Evaluations:
         return min(self.standings, key=lambda s: s.score, default=None)
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a training process ended."""
-
-    code: int | None
-    """None: it was stopped by `watch`."""
-    seconds: float
-
-
 def read_evaluations(folder: Path, limit: GuardLimit | None) -> Evaluations:
     """Read a run's evaluations of data.validation, and of its guard for choosing: `guard_choice`, else `guard`."""
     states: dict[tuple[int, str], dict[str, float]] = {}
     bounds: dict[tuple[int, str], float] = {}
     for row in json_lines(folder / "evaluations.jsonl"):
         step, wer = number(row.get("step")), number(row.get("wer"))
-        if row.get("language") is None and row.get("model") != "best" and None not in (step, wer):
-            state = states.setdefault((int(step or 0), str(row.get("weights", "raw"))), {})
-            state[str(row.get("split"))] = wer or 0.0
+        if row.get("language") is None and row.get("model") != "best" and step is not None and wer is not None:
+            key = int(step), str(row.get("weights", "raw"))
+            states.setdefault(key, {})[str(row.get("split"))] = wer
             if (bound := number(row.get("wer_bound"))) is not None:
-                bounds[int(step or 0), str(row.get("weights", "raw"))] = bound
+                bounds[key] = bound
     guard = "guard_choice" if any("guard_choice" in state for state in states.values()) else "guard"
     base = states.get((0, "raw"), {})
     found = []
@@ -106,24 +97,14 @@ def has_diverged(wer: float, base_wer: float | None) -> bool:
     return base_wer is not None and wer > FAR_ABOVE[0] * base_wer + FAR_ABOVE[1]
 
 
-def training_words(training: tuple[str, ...], run: list[str], settings: Settings) -> list[str]:
-    """Return the command line of a trial.
-
-    Args:
-        training: the words that start a training.
-        run: `--config`, `--strategy` and `key=value` words of the search.
-        settings: of the trial; they replace all others.
-    """
-    return [*training, *run, *setting_words(settings)]
-
-
 def setting_words(settings: Settings) -> list[str]:
     """Return settings as `key=value` words."""
     return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()]
 
 
-def run_training(words: list[str], log: Path, watch: Callable[[], bool]) -> Ended:
-    """Start a training and wait for its end. It ends with this process, whatever ends that.
+def run_training(words: list[str], log: Path, watch: Callable[[], bool]) -> tuple[int | None, float]:
+    """Start a training; return its exit code, None where `watch` stopped it, and its seconds. It ends with this
+    process, whatever ends that.
 
     Args:
         words: the command line.
@@ -152,23 +133,22 @@ def run_training(words: list[str], log: Path, watch: Callable[[], bool]) -> Ende
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    return Ended(code, time.monotonic() - began)
+    return code, time.monotonic() - began
 
 
 def reason_of(code: int, log: Path) -> str:
     """Return why a training failed, in one line: `out of memory: ...`, `diverged: ...` or its own message."""
     text = without_secrets(_end_of(log))
     _, found, message = text.rpartition("error: ")
-    lines = [line for line in (message if found else text).splitlines() if line.strip()]
-    said = one_line(lines[0 if found else -1])[:300] if lines else f"exit code {code}"
+    lines = [one_line(line)[:300] for line in (message if found else text).splitlines() if line.strip()]
+    said = lines[0 if found else -1] if lines else f"exit code {code}"
     if code == -signal.SIGKILL:
         return f"{OUT_OF_MEMORY}: killed by SIGKILL, as the system does where the host's memory runs out"
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     if MEMORY_WORDS.search(text):
-        line = next((line for line in lines if MEMORY_WORDS.search(line)), "")
-        return f"{OUT_OF_MEMORY}: {one_line(line)[:300]}" if line else OUT_OF_MEMORY
-    return f"{DIVERGED}: {said}" if DIVERGED_WORDS.search(message if found else "") else said
+        return ": ".join([OUT_OF_MEMORY, *(line for line in lines if MEMORY_WORDS.search(line))][:2])
+    return f"{DIVERGED}: {said}" if found and DIVERGED_WORDS.search(message) else said
 
 
 def _end_of(log: Path) -> str:
@@ -180,10 +160,7 @@ def _end_of(log: Path) -> str:
 
 def remove_large_files(folder: Path, keep: tuple[str, ...] = ()) -> None:
     """Remove what takes space in a trial's folder; its numbers, log lines and configuration stay."""
-    for name in LARGE:
-        if name in keep:
-            continue
-        if (folder / name).is_dir():
-            shutil.rmtree(folder / name, ignore_errors=True)
-        else:
-            (folder / name).unlink(missing_ok=True)
+    for name in set(LARGE) - set(keep):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()
