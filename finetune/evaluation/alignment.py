@@ -13,12 +13,16 @@ import numpy as np
 import torch
 
 from finetune.data.decode import as_float
+from finetune.data.filters import FilteredUtterance
+from finetune.data.normalization import normalize_text
+from finetune.data.quarantine import BadUtterance
+from finetune.data.utterances import text_encoder
 from finetune.evaluation.long_audio import Pieces
 from finetune.evaluation.recognise import encode_audio, evaluation_mode, frame_seconds
 from finetune.evaluation.word_edges import quiet_frames, word_edges
 from finetune.losses.alignment import Alignment, align_ctc, align_transducer
 from finetune.losses.dropin import ACTIVATION_OF
-from finetune.models.nemo import chosen_head, ctc_head, ctc_log_probs, tdt_durations
+from finetune.models.nemo import chosen_head, ctc_head, ctc_log_probs, pieces_of, tdt_durations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,6 +85,9 @@ class AlignedClip:
     last_blank_log_probability: float = 0.0
     """Of the blanks behind the last token, as `AlignedToken.blank_log_probability`."""
 
+    moved_frames: list[float] = field(default_factory=list)
+    """Encoder frames by which pauses moved the words behind them; their median says what the aligner lacks in `shift`."""
+
     @property
     def aligned(self) -> bool:
         return math.isfinite(self.loss)
@@ -104,6 +111,8 @@ class Aligner:
     Args:
         model: in any mode; it is put into evaluation mode for each call.
         language: for the prompt of a prompt model; None: each clip's own.
+        normalization: of texts before they are tokenised (`finetune.data.normalization`); words stay as they are
+            written. None: `basic` where the vocabulary has no capitals, else `none`.
         shift: encoder frames by which sounds begin behind the frame that emits them.
         joint_memory_budget: MiB for a block of joint outputs; None chooses by device.
     """
@@ -113,19 +122,35 @@ class Aligner:
         model: AsrModel,
         *,
         language: str | None = None,
+        normalization: str | None = None,
         shift: float = SHIFT,
         joint_memory_budget: int | None = None,
     ):
         self.model, self.language, self.shift = model, language, shift
         self.budget = None if joint_memory_budget is None else joint_memory_budget * 2**20
         self.pieces = Pieces(model.tokenizer)
+        self.normalization = normalization or normalization_of(model)
+        self._ids = text_encoder(model.tokenizer)
         self.frame_seconds = frame_seconds(model)
         self.rate = model.preprocessor._sample_rate
-        self.found_behind_pauses: list[float] = []
-        """Frames by which pauses moved the words behind them, so far: their median says what `shift` lacks."""
+
+    def tokens_of(self, text: str) -> list[int]:
+        """Return the tokens of a text, for a stream that makes batches to align.
+
+        Raises:
+            FilteredUtterance: nothing is left of it; BadUtterance: the tokenizer has no piece for a character.
+        """
+        text = normalize_text(text, self.normalization)
+        if not text:
+            raise FilteredUtterance("empty_text")
+        try:
+            return self._ids(text)
+        except BadUtterance as reason:
+            raise BadUtterance(str(reason).replace("data.text_normalization=", "--normalization ")) from None
 
     def align(self, batch: Batch) -> list[AlignedClip]:
-        """Align the clips of a batch with their tokens, which its stream encoded."""
+        """Align the clips of a batch with their tokens, which its stream encoded, by `tokens_of` or of texts that it
+        normalised itself."""
         if not batch.ids:
             return []
         lengths = batch.token_lengths_B.tolist()
@@ -197,22 +222,19 @@ class Aligner:
         if not ids:
             return
         time_U = ((alignment.mean_U + self.shift) * self.frame_seconds).clip(0, clip.duration_seconds)
-        groups = self._words(ids)
-        spoken = [[u for u in range(a, b) if not self.pieces.kind(ids[u])[1]] or [a] for a, b in groups]
+        words = self._words(clip.text, ids)
+        first_W = [a for _, a, _ in words]
+        spoken = [[u for u in range(a, b) if not self.pieces.kind(ids[u])[1]] or [a] for _, a, b in words]
         starts_W, ends_W, behind_pause_W = word_edges(
-            time_U[[a for a, _ in groups]],
+            time_U[first_W],
             time_U[[own[-1] for own in spoken]],
             quiet_frames(audio_S, self.rate),
             clip.duration_seconds,
         )
-        self.found_behind_pauses += [
-            float(x) for x in (starts_W - time_U[[a for a, _ in groups]])[behind_pause_W] / self.frame_seconds
-        ]
+        clip.moved_frames = ((starts_W - time_U[first_W])[behind_pause_W] / self.frame_seconds).tolist()
         confidence_U = np.exp(alignment.log_p_U)
         pieces = self.model.tokenizer.ids_to_tokens(list(ids))
-        for (a, b), own, text, start, end in zip(
-            groups, spoken, self._texts(clip.text, ids, groups), starts_W, ends_W, strict=True
-        ):
+        for (text, a, b), own, start, end in zip(words, spoken, starts_W, ends_W, strict=True):
             edges = [start, *time_U[a + 1 : b].clip(start, end), end]
             clip.tokens += [
                 AlignedToken(
@@ -228,15 +250,30 @@ class Aligner:
             ]
             clip.words.append(AlignedWord(text, float(start), float(end), float(confidence_U[own].min()), (a, b)))
 
-    def _words(self, ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Return first token and the one behind the last of each word."""
+    def _words(self, text: str, ids: Sequence[int]) -> list[tuple[str, int, int]]:
+        """Return each word with its first token and the one behind its last: as the text has it, or as its tokens
+        spell it where they divide the text otherwise."""
         firsts = [u for u, id_ in enumerate(ids) if u == 0 or self.pieces.kind(id_)[0]]
-        return list(zip(firsts, [*firsts[1:], len(ids)], strict=True))
-
-    def _texts(self, text: str, ids: Sequence[int], groups: list[tuple[int, int]]) -> list[str]:
-        """Return the words as the text has them, or as the tokens spell them where these divide it otherwise."""
+        groups = list(zip(firsts, [*firsts[1:], len(ids)], strict=True))
         words = text.split()
-        if len(words) == len(groups):
-            return words
-        decode = self.model.decoding.decode_tokens_to_str_with_strip_punctuation
-        return [decode(list(ids[a:b])).strip() for a, b in groups]
+        parts = [len(normalize_text(word, self.normalization).split()) for word in words]
+        if sum(parts) != len(groups):
+            decode = self.model.decoding.decode_tokens_to_str_with_strip_punctuation
+            return [(decode(list(ids[a:b])).strip(), a, b) for a, b in groups]
+        found: list[tuple[str, int, int]] = []
+        unspoken: list[str] = []
+        for word, n in zip(words, parts, strict=True):
+            if n:
+                own, groups = groups[:n], groups[n:]
+                found.append((" ".join([*unspoken, word]), own[0][0], own[-1][1]))
+                unspoken = []
+            elif found:  # a dash
+                found[-1] = (f"{found[-1][0]} {word}", *found[-1][1:])
+            else:
+                unspoken.append(word)
+        return found
+
+
+def normalization_of(model: AsrModel) -> str:
+    """Return `basic` for a model whose vocabulary has no capitals, and so no punctuation to speak of, else `none`."""
+    return "none" if any(c.isupper() for piece in pieces_of(model) for c in piece) else "basic"
