@@ -61,7 +61,7 @@ class AlignedWord:
     start_seconds: float
     end_seconds: float
     confidence: float
-    """That of its least probable token."""
+    """Geometric mean over its tokens of the probability of a token and the blanks before it, punctuation left out."""
     tokens: tuple[int, int]
     """Numbers of its first token and of the one behind its last."""
 
@@ -86,7 +86,7 @@ class AlignedClip:
     """Of the blanks behind the last token, as `AlignedToken.blank_log_probability`."""
 
     moved_frames: list[float] = field(default_factory=list)
-    """Encoder frames by which pauses moved the words behind them; their median says what the aligner lacks in `shift`."""
+    """Encoder frames by which pauses moved the words behind them; their median is what the aligner's `shift` lacks."""
 
     @property
     def aligned(self) -> bool:
@@ -233,6 +233,7 @@ class Aligner:
         )
         clip.moved_frames = ((starts_W - time_U[first_W])[behind_pause_W] / self.frame_seconds).tolist()
         confidence_U = np.exp(alignment.log_p_U)
+        with_blanks_U = alignment.log_p_U + alignment.blank_log_p_P[:-1]
         pieces = self.model.tokenizer.ids_to_tokens(list(ids))
         for (text, a, b), own, start, end in zip(words, spoken, starts_W, ends_W, strict=True):
             edges = [start, *time_U[a + 1 : b].clip(start, end), end]
@@ -248,7 +249,8 @@ class Aligner:
                 )
                 for u in range(a, b)
             ]
-            clip.words.append(AlignedWord(text, float(start), float(end), float(confidence_U[own].min()), (a, b)))
+            confidence = math.exp(with_blanks_U[own].mean())
+            clip.words.append(AlignedWord(text, float(start), float(end), confidence, (a, b)))
 
     def _words(self, text: str, ids: Sequence[int]) -> list[tuple[str, int, int]]:
         """Return each word with its first token and the one behind its last: as the text has it, or as its tokens
