@@ -64,6 +64,8 @@ class AlignedWord:
     """Geometric mean over its tokens of the probability of a token and the blanks before it, punctuation left out."""
     tokens: tuple[int, int]
     """Numbers of its first token and of the one behind its last."""
+    emitted_seconds: float
+    """Where it begins by the lattice alone, before pauses are looked for."""
 
 
 @dataclass
@@ -250,7 +252,7 @@ class Aligner:
                 for u in range(a, b)
             ]
             confidence = math.exp(with_blanks_U[own].mean())
-            clip.words.append(AlignedWord(text, float(start), float(end), confidence, (a, b)))
+            clip.words.append(AlignedWord(text, float(start), float(end), confidence, (a, b), float(time_U[a])))
 
     def _words(self, text: str, ids: Sequence[int]) -> list[tuple[str, int, int]]:
         """Return each word with its first token and the one behind its last: as the text has it, or as its tokens

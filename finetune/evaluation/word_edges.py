@@ -13,7 +13,9 @@ import numpy as np
 
 HOP_SECONDS = 0.01
 WINDOW_SECONDS = 0.02
-RISE = 0.3
+TILT = 0.7
+"""Of the difference to the sample before: noise is mostly low, and weak consonants are high."""
+RISE = 0.2
 """Where between noise floor and speech, in decibels, a frame counts as speech."""
 SPEECH_DECIBELS = 40.0
 """Whatever is so far below speech is quiet, in audio without noise."""
@@ -28,8 +30,13 @@ MOVED_SECONDS = 0.12
 
 
 def loudness(audio_S: np.ndarray, sample_rate: int) -> np.ndarray:
-    """Return the mean power around each multiple of 10 ms, (F,) in decibels; samples are floats in [-1, 1]."""
+    """Return the mean power around each multiple of 10 ms, high sounds raised, (F,) in decibels.
+
+    Args:
+        audio_S: floats in [-1, 1].
+    """
     hop, window = round(HOP_SECONDS * sample_rate), round(WINDOW_SECONDS * sample_rate)
+    audio_S = np.concatenate([audio_S[:1], audio_S[1:] - TILT * audio_S[:-1]])
     sums = np.concatenate([[0.0], np.cumsum(np.square(audio_S, dtype=np.float64))])
     middle_F = np.arange(len(audio_S) // hop + 1) * hop
     low_F, high_F = (np.clip(middle_F + x, 0, len(audio_S)) for x in (-window // 2, window - window // 2))
