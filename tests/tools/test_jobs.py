@@ -267,3 +267,39 @@ def test_a_ray_node_that_is_killed_loses_nothing(tmp_path):
         signal.signal(signal.SIGTERM, before)  # a cluster in a process takes it over
     assert ids(job) == expected(60, (3, 15))
     assert [(f["kind"], f["source"].split()[-1]) for f in totals.failed] == [("killed", "4"), ("exception", "16")]
+
+
+def test_options_of_jobs_need_a_directory(capsys):
+    from finetune.evaluate import parse_arguments
+
+    words = ["--model", "m.nemo", "--data", "d.jsonl"]
+    for more, message in (
+        (["--engine", "ray"], "--engine goes with --output DIR"),
+        (["--shard", "1/2"], "--shard goes with --output DIR"),
+        (["--output", "out", "--shard", "2/2"], "is I/N, such as 0/8 to 7/8"),
+        (["--output", "out", "--workers", "0"], "--workers has to be"),
+        (["--output", "out", "--look-ahead", "all"], "leave out --look-ahead"),
+    ):
+        with pytest.raises(SystemExit):
+            parse_arguments([*words, *more])
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_evaluation_in_shards_finds_what_one_process_finds(tiny_model, clips, tmp_path, capsys):
+    from finetune.evaluate import main
+
+    words = ["--model", tiny_model, "--data", clips / "manifest.jsonl", "--batch-size", 1, "--bootstrap", 0]
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    assert main([str(word) for word in (*words, "--utterances", whole)]) == 0
+    in_shards = [str(word) for word in (*words, "--output", tmp_path / "out", "--utterances", parts)]
+    assert main([*in_shards, "--shard", "1/2"]) == 0  # there is one shard, of the other process
+    assert "this part is done" in capsys.readouterr().out
+    assert main(in_shards) == 0
+    assert parts.read_text() == whole.read_text()
+    began = (tmp_path / "out" / "shards" / "00000.jsonl").stat().st_mtime_ns
+    assert main(in_shards) == 0  # there is nothing left to do
+    assert (tmp_path / "out" / "shards" / "00000.jsonl").stat().st_mtime_ns == began
+    capsys.readouterr()
+    assert main([*in_shards, "--language", "de"]) == 2
+    assert "holds another job: language was None, is de" in capsys.readouterr().err

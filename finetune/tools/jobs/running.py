@@ -50,6 +50,7 @@ def run_job(
         KeyboardInterrupt: Ctrl-C; what is done is kept.
     """
     job.begin()
+    before = job.totals().seconds
     part, parts = settings.part
     with job.alone(settings.part), signals.listening(), signals.saving_first():
         missing = [n for n in range(part, len(job.shards), parts) if not job.is_done(n)]
@@ -57,6 +58,7 @@ def run_job(
             with contextlib.closing(make_engine(job, settings)) as engine, Progress(job, missing) as progress:
                 _Run(job, engine, missing, progress).go()
     totals = job.totals()
+    totals.seconds_now = totals.seconds - before
     job.write_failed(totals)
     _check_failures(job, totals, all_read=totals.is_whole)
     return totals
