@@ -110,8 +110,7 @@ def _common(heard_H: np.ndarray, text_T: np.ndarray, n: int, most: int) -> Pairs
     backwards in the text."""
     if min(len(heard_H), len(text_T)) < n:
         return []
-    size = int(max(heard_H.max(), text_T.max())) + 1
-    heard_keys_H, text_keys_T = (_keys(x, n, size) for x in (heard_H, text_T))
+    heard_keys_H, text_keys_T = _keys(heard_H, n), _keys(text_T, n)
     places: dict[int, list[int]] = {}
     frequent = {int(k) for k, count in zip(*np.unique(heard_keys_H, return_counts=True)) if count > most}
     wanted = np.isin(text_keys_T, heard_keys_H)
@@ -125,7 +124,7 @@ def _common(heard_H: np.ndarray, text_T: np.ndarray, n: int, most: int) -> Pairs
     ]
 
 
-def _keys(ids_N: np.ndarray, n: int, size: int) -> np.ndarray:
+def _keys(ids_N: np.ndarray, n: int) -> np.ndarray:
     """Number n-grams; different ones share a number only where the 64 bits of a hash do."""
     keys_N = np.zeros(len(ids_N) - n + 1, dtype=np.uint64)
     for i in range(n):
@@ -161,6 +160,11 @@ def similarity(heard: list[str], text: list[str]) -> np.ndarray:
     columns, column_T = np.unique(np.array(text, dtype=object), return_inverse=True)
     like = cdist(rows.tolist(), columns.tolist(), scorer=Levenshtein.normalized_similarity, dtype=np.float32)
     return like[row_H][:, column_T]
+
+
+def ratio(one: str, other: str) -> float:
+    """Return the likeness of two words, as `similarity`."""
+    return Levenshtein.normalized_similarity(one, other)
 
 
 def _table(heard: list[str], text: list[str], times: tuple[np.ndarray, np.ndarray] | None) -> Pairs:
