@@ -2,9 +2,9 @@
 
     python -m finetune.segment --model M --audio LONG --text FILE --output DIR
 
-The text is plain, SRT or VTT. Clips begin and end in pauses; speech that has no text, text that was not read, and places
-where the two differ are left out and counted. DIR/manifest.jsonl names parts of LONG by offset and duration; with
---shards the clips' audio lies in DIR/shards as well. The same command goes on where it was ended.
+The text is plain, SRT or VTT. Clips begin and end in pauses; speech that has no text, text that was not read, and
+places where the two differ are left out and counted. DIR/manifest.jsonl names parts of LONG by offset and duration;
+with --shards the clips' audio lies in DIR/shards as well. The same command goes on where it was ended.
 
 Exit codes: 0 done, 1 failed or no clip, 2 bad arguments, a text of another recording, or DIR is that of another job.
 """
@@ -40,8 +40,16 @@ def make_parser() -> argparse.ArgumentParser:
     add_model(parser, required=True)
     add = parser.add_argument
     add("--audio", required=True, type=Path, metavar="LONG", help="a recording, in any format that soundfile reads")
-    add("--text", required=True, type=Path, metavar="FILE", help="its text: .srt, .vtt, or anything else as plain text")
-    add("--output", required=True, type=Path, metavar="DIR", help="a new directory, or one of the same job to go on with")
+    add(
+        "--text", required=True, type=Path, metavar="FILE", help="its text: .srt, .vtt, or anything else as plain text"
+    )
+    add(
+        "--output",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="a new directory, or one of the same job to go on with",
+    )
     kinds = "write the clips' audio too: tar files of .flac and .txt, or parquet (default: none)"
     add("--shards", choices=("tar", "parquet"), help=kinds)
     least = "shortest clip; shorter ones are left out and counted (default: 0.5)"
@@ -149,7 +157,9 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def hear_and_judge(arguments: argparse.Namespace, model: AsrModel, audio: str, text: list[Any], duration: float) -> Any:
+def hear_and_judge(
+    arguments: argparse.Namespace, model: AsrModel, audio: str, text: list[Any], duration: float
+) -> Any:
     """Return the stretches, their spans of the text, what the model says about them, and words it cannot write."""
     from tqdm import tqdm
 

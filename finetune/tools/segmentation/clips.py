@@ -149,7 +149,11 @@ def _mark(used: list[str], first: int, end: int, reason: str) -> None:
 def _leave_out(
     result: Result, start: int, end: int, rate: int, reason: str, text: str, heard: str, nats: float | None
 ) -> None:
-    row: dict[str, Any] = {"reason": reason, "offset": round(start / rate, 3), "duration": round((end - start) / rate, 3)}
+    row: dict[str, Any] = {
+        "reason": reason,
+        "offset": round(start / rate, 3),
+        "duration": round((end - start) / rate, 3),
+    }
     row |= {"text": text, "heard": heard} | ({} if nats is None else {"nats": nats})
     result.left_out.append(row)
     result.seconds[reason] += (end - start) / rate

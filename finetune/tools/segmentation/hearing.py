@@ -151,7 +151,7 @@ class SameRecording:
             if not said:
                 raise UserError("--audio: the model hears no words in the recording.")
             raise UserError(
-                f"--text: the first {self.seconds / 60:.1f} minutes of speech are not in {self.name}. It is the text of "
+                f"--text: the first {self.seconds / 60:.1f} minutes of speech are not in {self.name}. It is that of "
                 "another recording or language, or the model does not understand this one; it heard: "
                 f"{said!r}. --patience MINUTES looks longer."
             )

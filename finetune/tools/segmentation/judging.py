@@ -173,6 +173,8 @@ def _align(
             audio_lengths_B=batch.audio_lengths_B[rows],
         )
         written = [normalize_text(texts[n][1], writing.mode) for n in own]
-        for n, clip in zip(own, aligner.align_tokens(part, some, [tokens[n] or [] for n in own], written), strict=True):
+        for n, clip in zip(
+            own, aligner.align_tokens(part, some, [tokens[n] or [] for n in own], written), strict=True
+        ):
             found[n] = clip
     return found

@@ -1,8 +1,8 @@
 """Find which word of a text each recognised word is, for sequences of any length.
 
-Rare n-grams that both have are anchors; their longest chain in order splits the sequences, again and again with shorter
-n-grams, until what lies between two anchors is small enough for a table of all pairs (Gotoh, "An improved algorithm for
-matching biological sequences", J. Mol. Biol. 1982), in which a pair of words scores by their characters.
+Rare n-grams that both have are anchors; their longest chain in order splits the sequences, again and again with
+shorter n-grams, until what lies between two anchors is small enough for a table of all pairs (Gotoh, "An improved
+algorithm for matching biological sequences", J. Mol. Biol. 1982), in which a pair of words scores by its characters.
 
 H heard words, T words of the text.
 """
@@ -106,7 +106,7 @@ def _split(
 
 
 def _common(heard_H: np.ndarray, text_T: np.ndarray, n: int, most: int) -> Pairs:
-    """Return the pairs of places of all n-grams that both have, at most `most` times each; in order of the heard, then
+    """Return the pairs of places of all n-grams that both have, at most `most` times each; in order of the heard, and
     backwards in the text."""
     if min(len(heard_H), len(text_T)) < n:
         return []
@@ -134,7 +134,7 @@ def _keys(ids_N: np.ndarray, n: int) -> np.ndarray:
 
 def _chain(pairs: Pairs) -> Pairs:
     """Return the longest chain that increases in both (Fredman, "On computing the length of longest increasing
-    subsequences", Discrete Mathematics 1975); pairs of one heard place come backwards, so that it takes one of them."""
+    subsequences", Discrete Mathematics 1975); pairs of one heard place come backwards, so that it takes one."""
     tails: list[int] = []
     last: list[int] = []
     before = [-1] * len(pairs)

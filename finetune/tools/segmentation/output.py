@@ -43,7 +43,9 @@ def open_job(folder: Path, settings: dict[str, Any]) -> None:
             differing = [key for key in settings if before.get(key) != settings[key]]
             if differing:
                 named = ", ".join(f"{key} ({before.get(key)!r}, now {settings[key]!r})" for key in differing)
-                raise UserError(f"--output: {folder} holds another job: it differs in {named}. Choose another directory.")
+                raise UserError(
+                    f"--output: {folder} holds another job: it differs in {named}. Choose another directory."
+                )
             return
         if folder.exists() and any(folder.iterdir()):
             raise UserError(f"--output: {folder} holds files that are not of this command. Choose another directory.")
@@ -75,7 +77,9 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     write_text(path, "".join(json_line(row) + "\n" for row in rows))
 
 
-def write_shards(folder: Path, kind: str, audio: str, rate: int, clips: list[Clip], rows: list[dict[str, Any]]) -> None:
+def write_shards(
+    folder: Path, kind: str, audio: str, rate: int, clips: list[Clip], rows: list[dict[str, Any]]
+) -> None:
     """Write the clips' audio as FLAC into FOLDER/shards, as tar files of .flac and .txt, or as parquet."""
     aside, final = folder / "shards.tmp", folder / "shards"
     for old in (aside, final):

@@ -90,7 +90,7 @@ class Judged:
 
 
 def spans_of(heard: list[Heard], text: list[Word], rate: int) -> list[Span]:
-    """Match what was heard with the text; the middle of each stretch and of each subtitle count where there are any."""
+    """Match what was heard with the text; the middle of each stretch and subtitle count where there are any."""
     words = [row.words() for row in heard]
     flat = [word.normal for own in words for word in own]
     middles = [(row.start + row.end) / 2 / rate for row, own in zip(heard, words, strict=True) for _ in own]
@@ -130,8 +130,8 @@ def _runs(spans: list[Span], words: int) -> list[tuple[int, int, int, int]]:
 
 
 def mixture(span: Span, text: list[Word], first: int, end: int) -> list[Word]:
-    """Return words [first, end) of the text, written as the model heard them where it heard the same, so that a text of
-    another case or punctuation is no other text."""
+    """Return words [first, end) of the text, written as the model heard them where it heard the same, so that another
+    case or punctuation makes no other text."""
     own = {t: word for t, word in zip(span.matched, span.heard, strict=True) if t >= 0}
     written = []
     for t in range(first, end):

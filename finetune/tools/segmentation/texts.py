@@ -146,7 +146,9 @@ def check_times(path: Path, cues: list[Cue], duration: float | None) -> None:
         if cue.end < cue.start:
             raise UserError(f"--text: {shown} ends before it begins. {advice}")
         if before is not None and cue.start < before.start:
-            raise UserError(f"--text: {shown} begins before that of line {before.line}, {_clock(before.start)}. {advice}")
+            raise UserError(
+                f"--text: {shown} begins before that of line {before.line}, {_clock(before.start)}. {advice}"
+            )
         if duration is not None and cue.end > duration + LATE_SECONDS:
             raise UserError(f"--text: {shown} lies behind the end of the recording, {_clock(duration)}. {advice}")
         before = cue
