@@ -170,6 +170,7 @@ def _align(
             batch,
             ids=[batch.ids[i] for i in rows],
             languages=[batch.languages[i] for i in rows],
+            audio_BS=batch.audio_BS[rows],
             audio_lengths_B=batch.audio_lengths_B[rows],
         )
         written = [normalize_text(texts[n][1], writing.mode) for n in own]

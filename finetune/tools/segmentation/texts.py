@@ -107,6 +107,9 @@ def read_cues(path: Path, content: str) -> list[Cue]:
     inside = skipped = False
     waiting: list[tuple[int, str]] = []  # behind the blank line of a cue: more of it, or the next one's number
     for number, line in enumerate(content.splitlines(), 1):
+        if webvtt and not inside and re.match(r"(WEBVTT|NOTE|STYLE|REGION)\b", line):
+            skipped = True
+            continue
         times = _TIMES.match(line)
         if "-->" in line and not times and not skipped:
             raise UserError(f"--text: {path} line {number} has no two times: {line.strip()!r}.")
@@ -124,8 +127,6 @@ def read_cues(path: Path, content: str) -> list[Cue]:
             inside = skipped = False
         elif inside:
             cues[-1].lines.append((number, line))
-        elif webvtt and re.match(r"(WEBVTT|NOTE|STYLE|REGION)\b", line):
-            skipped = True
         elif not skipped:
             waiting.append((number, line))
     if cues and not webvtt:
