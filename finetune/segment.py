@@ -113,7 +113,8 @@ def segment(arguments: argparse.Namespace) -> dict[str, Any]:
     a, started = arguments, time.monotonic()
     audio = str(a.audio.resolve())
     try:
-        duration = audio_seconds(audio)
+        if not (duration := audio_seconds(audio)):
+            raise BadUtterance("the audio is empty")
     except BadUtterance as reason:
         raise UserError(f"--audio: {reason}.{near_path(str(a.audio))}") from reason
     text = read_words(a.text, duration)
@@ -171,7 +172,7 @@ def hear_and_judge(
 
     a, rate = arguments, model.preprocessor._sample_rate
     pauses = Pauses(a.max_seconds, a.min_pause)
-    writing = Writing(model.tokenizer, text, a.text.name)
+    writing = Writing(model, text, a.text.name)
     same = SameRecording(text, a.text.name, rate, a.patience)
     minutes = round(duration / 60, 1)
 
@@ -192,7 +193,7 @@ def hear_and_judge(
         spans = spans_of(heard, text, rate)
         with bar("aligning") as shown:
             judged = judge(
-                Aligner(model, language=a.language),
+                Aligner(model, language=a.language, normalization=writing.mode),
                 stretches_of(audio, rate, pauses),
                 spans,
                 text,

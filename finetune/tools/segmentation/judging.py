@@ -15,7 +15,7 @@ from finetune.data.normalization import NORMALIZATIONS, normalize_text
 from finetune.data.quarantine import BadUtterance
 from finetune.data.utterances import DecodedUtterance, text_encoder
 from finetune.errors import UserError
-from finetune.evaluation.alignment import Encoded
+from finetune.evaluation.alignment import Encoded, normalization_of
 from finetune.tools.segmentation.hearing import BATCHES_AT_ONCE, Progress
 from finetune.tools.segmentation.spans import Candidate, Judged, mixture
 from finetune.tools.segmentation.texts import Word, joined
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from finetune.data.batch import Batch
     from finetune.data.pauses import Stretch
     from finetune.evaluation.alignment import AlignedClip, Aligner
+    from finetune.models.protocols import AsrModel
     from finetune.tools.segmentation.spans import Span
 
 MOST_UNWRITABLE = 0.3
@@ -34,17 +35,18 @@ TEXTS_AT_ONCE = 32
 
 class Writing:
     """Writes words with a model's tokenizer: as they are, in lower case, or without punctuation as well, whichever
-    leaves out fewest.
+    leaves out fewest; without punctuation where its vocabulary has no capitals.
 
     Raises:
         UserError: the tokenizer cannot write the text's alphabet.
     """
 
-    def __init__(self, tokenizer: object, text: list[Word], name: str):
-        self.encode = text_encoder(tokenizer)
+    def __init__(self, model: AsrModel, text: list[Word], name: str):
+        self.encode = text_encoder(model.tokenizer)
         surfaces = {word.surface for word in text}
-        unknown = {mode: {s for s in surfaces if not self._writes(normalize_text(s, mode))} for mode in NORMALIZATIONS}
-        self.mode = min(NORMALIZATIONS, key=lambda mode: len(unknown[mode]))
+        modes = NORMALIZATIONS if normalization_of(model) == "none" else ("basic",)
+        unknown = {mode: {s for s in surfaces if not self._writes(normalize_text(s, mode))} for mode in modes}
+        self.mode = min(modes, key=lambda mode: len(unknown[mode]))
         self.unwritable = {word.surface for word in text if word.surface in unknown[self.mode]}
         lost = sum(word.surface in self.unwritable for word in text)
         if lost > MOST_UNWRITABLE * len(text):
