@@ -23,7 +23,7 @@ MOST_FREE = 10
 LIKE = 0.5
 """Two words with more of their characters in common are the same one, misheard."""
 WORDS_PER_SECOND = 6.0
-SKIPPED_NATS = 2.0
+SKIPPED_NATS = 6.0
 """What it costs a choice to leave a word of the text to nobody: most of a text is read."""
 NOTHING_NATS = 6.0
 """What it costs a choice to give a stretch no text, for each word that was heard in it."""
