@@ -248,8 +248,8 @@ def _out_of_reach(found: Calibration, choices: list[Choice]) -> str:
         if right:  # seen, but on too few clips
             seen = max(right, key=lambda p: p.clips)
             gap = (seen.precision - seen.bound) / (seen.precision - found.precision)
-            needed = math.ceil(choice.clips * gap**2)
-            text += f" ({seen.precision:.3f} on {seen.clips} clips; about {needed:,} labelled ones promise it)"
+            needed = math.ceil(choice.clips * (gap**2 - 1))
+            text += f" ({seen.precision:.3f} on {seen.clips} clips; about {needed:,} more promise it)"
         texts.append(text)
     return (
         f"--precision {found.precision:g} cannot be promised with certainty {found.certainty:g}. The highest that can: "

@@ -123,7 +123,9 @@ def _warnings(calibration: Calibration, heard: Heard, selection: Selection) -> l
 
 def table(summary: Summary) -> str:
     """Return the few lines that are printed."""
-    rows = [("language", "hours", "kept", "share", "threshold", "expected WER", "95 %", "wholly right")]
+    rows: list[tuple[str, ...]] = [
+        ("language", "hours", "kept", "share", "threshold", "expected WER", "95 %", "wholly right")
+    ]
     languages = summary["by_language"]
     for name, found in languages.items():
         rows.append(_line(name or "-", found["heard_hours"], found["kept_hours"], found))

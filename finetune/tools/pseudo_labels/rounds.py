@@ -28,6 +28,8 @@ from finetune.tools.pseudo_labels.labels import LabelSettings, label
 from finetune.tools.search.trials import reason_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from finetune.config.schema import RunConfig
     from finetune.tools.jobs.engines import EngineSettings
     from finetune.tools.pseudo_labels.outputs import Summary
@@ -54,6 +56,7 @@ class Rounds:
     """Of the pseudo-labelled clips, in a mixture with weights."""
     training: tuple[str, ...] = TRAIN
     """Words that start a training."""
+    labelling: Callable[[str, LabelSettings, EngineSettings, Path], Summary | None] = label
 
 
 def run_rounds(plan: Rounds, engine: EngineSettings, folder: Path) -> Summary:
@@ -74,7 +77,7 @@ def run_rounds(plan: Rounds, engine: EngineSettings, folder: Path) -> Summary:
         name = f"label {number}"
         if name not in done:
             log.info("round %d of %d: label with %s", number, plan.rounds, model)
-            found = label(model, plan.settings, engine, own)
+            found = plan.labelling(model, plan.settings, engine, own)
             assert found is not None  # an array of tasks takes no rounds
             done[name] = {k: found[k] for k in ("kept_clips", "kept_hours", "share", "expected_wer")}
             write_json(folder / "rounds.json", state)
