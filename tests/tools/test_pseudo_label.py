@@ -271,14 +271,14 @@ def test_data_without_a_column_of_texts_is_refused_where_texts_are_needed(tmp_pa
 def test_training_takes_clips_without_words_where_it_is_told_to(run_train, tiny_run, clips, tmp_path):
     rows = read_lines(clips / "manifest.jsonl")[:8]
     for i, row in enumerate(rows):
-        row.update(audio_filepath=str(clips / row["audio_filepath"]), text=row["text"] if i % 2 else "")
+        row.update(audio_filepath=str(clips / row["audio_filepath"]), text=row["text"] if i % 4 else "")
     data = {"train": str(write_manifest(tmp_path / "train.jsonl", rows)), "validation": None, "test": None}
-    for keep, filtered in ((False, {"empty_text": 8}), (True, {})):  # two passes
+    for keep in (False, True):
         training = {"output_dir": str(tmp_path / f"run{keep}"), "save_steps": 0, "max_steps": 2}
         settings = tiny_run(data={**data, "keep_empty_text": keep, "group_by_duration": False}, training=training)
         assert run_train(*settings) == 0
         summary = json.loads((tmp_path / f"run{keep}" / "summary.json").read_text())
-        assert ("empty_text" in summary["filtered"]) == bool(filtered)
+        assert ("empty_text" in summary["filtered"]) != keep
         losses = [row["loss"] for row in read_lines(tmp_path / f"run{keep}" / "metrics.jsonl")]
         assert np.isfinite(losses).all()
 

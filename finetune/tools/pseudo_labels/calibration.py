@@ -252,6 +252,6 @@ def _out_of_reach(found: Calibration, choices: list[Choice]) -> str:
             text += f" ({seen.precision:.3f} on {seen.clips} clips; about {needed:,} more promise it)"
         texts.append(text)
     return (
-        f"--precision {found.precision:g} cannot be promised with certainty {found.certainty:g}. The highest that can: "
-        f"{'; '.join(texts)}. Give a lower --precision, more clips to --calibrate, or a better model."
+        f"--precision {found.precision:g} cannot be promised with certainty {found.certainty:g}. The highest that "
+        f"can: {'; '.join(texts)}. Give a lower --precision, more clips to --calibrate, or a better model."
     )
