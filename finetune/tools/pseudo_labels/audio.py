@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 import soundfile
 
 from finetune.data.sources import OpenSource, Source, open_source, parse_sources, split_to_read
-from finetune.durable_files import write_text
+from finetune.durable_files import put_in_place, write_text
 from finetune.errors import UserError
 from finetune.paths import check_access
 from finetune.security.safe_text import json_line
@@ -39,10 +40,16 @@ def open_audio_sources(data: list[str], split: str | None, folder: Path) -> list
     if files:
         listed = folder / RECORDINGS
         text = "".join(json_line({"audio_filepath": file}) + "\n" for file in files)
-        # Written anew, the file would be another one for the job that it belongs to.
-        if not listed.is_file() or listed.read_text(encoding="utf-8") != text:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_text(listed, text)
+        # Written anew, by this process or another one of an array, it would be another file for its job.
+        folder.mkdir(parents=True, exist_ok=True)
+        aside = folder / f".{RECORDINGS}.{os.getpid()}.tmp"
+        write_text(aside, text)
+        if listed.is_file() and listed.read_text(encoding="utf-8") != text:
+            put_in_place(aside, listed)
+        else:
+            with contextlib.suppress(FileExistsError):
+                os.link(aside, listed)
+        aside.unlink(missing_ok=True)
         sources.append(open_source(Source(path=str(listed)), "--data", needs_text=False))
     return sources
 

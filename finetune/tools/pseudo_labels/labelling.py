@@ -61,7 +61,7 @@ class MakeLabeller:
     tokenizer: str | None = None
     head: str | None = None
     language: str | None = None
-    """Of clips that name none."""
+    """Of clips that name none, as their source says by now; here it is checked."""
     device: str | None = None
     batch_size: int = 16
     longest: float = 20.0
@@ -90,7 +90,7 @@ class Labeller:
             sample_rate=self.rate,
             group_by_duration=True,  # lengths are read where rows do not state them
             keep_empty_text=True,
-            prompts=prompts if settings.language is None else {},
+            prompts=prompts,
         )
 
     def process(self, clips: Clips) -> Iterator[Value]:
@@ -126,9 +126,13 @@ class Labeller:
                 clips.fail("bad", place, str(reason))
 
     def _begin(self, entry: Entry, samples: int) -> Value:
-        language = entry.language or self.settings.language or ""
         # To the microsecond: a duration that is cut shorter would cut samples off.
-        return {"source": entry.place, "id": entry.id, "lang": language, "duration": round(samples / self.rate, 6)}
+        return {
+            "source": entry.place,
+            "id": entry.id,
+            "lang": entry.language,
+            "duration": round(samples / self.rate, 6),
+        }
 
     def _cut(self, entry: Entry) -> Iterator[Waiting]:
         """Yield the stretches of speech of a recording, which is read block by block."""

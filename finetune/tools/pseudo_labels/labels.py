@@ -58,6 +58,9 @@ def label(model: str, settings: LabelSettings, engine: EngineSettings, folder: P
     s = settings
     labelled = open_sources(s.calibrate, split_to_read(s.calibrate, s.calibrate_split, "validation"), "--calibrate")
     audio = open_audio_sources(s.data, s.split, folder)
+    for source in [*labelled, *audio]:
+        if s.language is not None and source.source.language is None:
+            source.source = source.source.model_copy(update={"language": s.language})
     shards = sum(len(source.shards) for source in labelled)
     make = MakeLabeller(model, shards, s.tokenizer, s.head, s.language, s.device, s.batch_size, s.longest)
     identity = {"model": model, "model_file": _version(model), **{k: v for k, v in vars(make).items() if k != "model"}}
