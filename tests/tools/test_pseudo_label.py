@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,14 +67,14 @@ def reached(labelled: Labelled, confidence_N: np.ndarray, threshold: float) -> f
 def test_the_promise_holds_on_clips_that_the_calibration_has_not_seen():
     others = simulated(20_000, seed=99)
     precisions = []
-    for seed in range(20):
+    for seed in range(10):
         found = calibrate(simulated(400, seed), precision=0.9, certainty=0.9)
         assert found.together.point is not None
         assert found.together.point.bound >= 0.9
         precisions.append(
             reached(others, found.confidence(others.signals_NF.tolist()), found.together.point.threshold)
         )
-    assert np.mean(np.asarray(precisions) >= 0.9) >= 0.8, "19 of 20 would be a lucky draw of 0.9, 15 an unlucky one"
+    assert np.mean(np.asarray(precisions) >= 0.9) >= 0.8
     assert min(precisions) > 0.87
 
 
@@ -413,10 +414,10 @@ def test_a_folder_of_recordings_is_labelled_by_worker_processes(clips, tmp_path,
     (tmp_path / "recordings" / "broken.flac").write_bytes(b"no audio")
     line = ["--model", str(base), "--data", str(tmp_path / "recordings"), "--calibrate", str(prompts)]
     line += ["--language", "en", "--output", str(tmp_path / "out"), "--max-failed", "0.1"]
-    assert main([*line, "--precision", "0.99"]) == 2
+    assert main([*line, "--precision", "0.95"]) == 2
     said = capsys.readouterr().err
-    assert "--precision 0.99 cannot be promised" in said
-    best = max(float(part.split(",")[0]) for part in said.replace("fr: ", "en: ").split("en: ")[1:])
+    assert "--precision 0.95 cannot be promised" in said
+    best = max(float(found) for found in re.findall(r"(?:can: |; )\w\w: (0\.\d+), for", said))
     assert main([*line, "--precision", f"{best - 0.01:.3f}"]) == 0, "transcribed before"
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["clips"] == 24
@@ -424,6 +425,5 @@ def test_a_folder_of_recordings_is_labelled_by_worker_processes(clips, tmp_path,
     kept = read_lines(tmp_path / "out" / "manifest.jsonl")
     assert len(kept) == summary["kept_clips"] > 0
     assert {row["audio_filepath"] for row in kept} <= {str(p) for p in (tmp_path / "recordings").glob("*.flac")}
-    with pytest.raises(AssertionError):
-        assert main([*line, "--precision", "0.5", "--longest", "10"]) == 0
+    assert main([*line, "--precision", "0.5", "--longest", "10"]) == 2
     assert "holds another job: longest was 20.0, is 10.0" in capsys.readouterr().err
