@@ -25,6 +25,7 @@ COMMANDS = {
     "transcribe": ("finetune.transcribe", "transcribe audio of any length: JSON lines, SRT, VTT"),
     "segment": ("finetune.segment", "cut a long recording with its text into clips to train on"),
     "align": ("finetune.align", "start and end of each word of a text: JSON lines, TextGrid, SRT"),
+    "pseudo-label": ("finetune.pseudo_label", "label audio without texts, as right as promised"),
     "export": ("finetune.export", "write a model as .nemo or in transformers' format"),
     "average": ("finetune.average", "merge the weights of several models, or look between two"),
     "tokenizer": ("finetune.tokenizer", "train a SentencePiece tokenizer, or extend one"),

@@ -308,6 +308,9 @@ class DataConfig(Section):
     wer_normalization: Annotated[Literal["none", "lower", "basic", "open_asr"], Option("evaluation")] = "basic"
     """Normalization of references and hypotheses before WER and CER. `open_asr`: as the Open ASR Leaderboard, by the
     clip's language (docs/evaluation.md)."""
+    keep_empty_text: Annotated[bool, Option("texts")] = False
+    """Train on clips whose text is empty, such as noise and silence: the model learns to hear nothing in them. Without
+    it they are left out and counted."""
     filters: Annotated[dict[str, Any], Option("texts")] = {}
     """Further filters, each counted in summary.json: `min_characters_per_second`, `max_characters_per_second`,
     `max_tokens`, `alphabet` (the characters that texts may have), `alphabet_before_normalization` (the same, as the

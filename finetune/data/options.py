@@ -33,6 +33,8 @@ class StreamOptions:
     skip_samples: int = 0
     text_normalization: str = "none"
     keep_empty_text: bool = False
+    unlabelled: bool = False
+    """Take every text for empty, also that of a row without one."""
     check_durations: bool = False
     """Put utterances in quarantine whose audio is not as long as their row says."""
     frame_rate: float = 12.5

@@ -188,15 +188,18 @@ def _has_splits(path: str) -> bool:
     return not (is_file or "://" in path or os.path.isfile(os.path.join(path, "dataset_info.json")))
 
 
-def open_source(source: Source, key: str) -> OpenSource:
+def open_source(source: Source, key: str, needs_text: bool = True) -> OpenSource:
     """Open a source without reading its utterances, with retries where a network may be at fault.
+
+    Args:
+        needs_text: whether a source without a column of texts is refused; else `text` stands for it.
 
     Raises:
         UserError: it is missing or empty, or lacks a column of audio or text.
     """
     for attempt in itertools.count(2):
         try:
-            return _open_source(source, key)
+            return _open_source(source, key, needs_text)
         except UserError as error:
             cause = error.__cause__
             lasting = not isinstance(cause, OSError) or isinstance(cause, FileNotFoundError | PermissionError)
@@ -207,7 +210,7 @@ def open_source(source: Source, key: str) -> OpenSource:
     raise AssertionError("unreachable")
 
 
-def _open_source(source: Source, key: str) -> OpenSource:
+def _open_source(source: Source, key: str, needs_text: bool) -> OpenSource:
     path, split = source.path, f"{source.path} (split {source.split})"
     for url in (path, source.tarred_audio or ""):
         if "://" in url:
@@ -220,7 +223,7 @@ def _open_source(source: Source, key: str) -> OpenSource:
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     if any(os.path.isfile(os.path.join(path, name)) for name in ("dataset_info.json", "dataset_dict.json")):
-        return _open_arrow(source, key)
+        return _open_arrow(source, key, needs_text)
     arguments, options = _how_to_load(source, key)
     try:
         dataset = datasets.load_dataset(*arguments, **options)
@@ -228,7 +231,7 @@ def _open_source(source: Source, key: str) -> OpenSource:
         local = os.path.exists(path) or "data_files" in options
         hint = "" if local else f" It is no local path either; check the name and the network.{near_path(path)}"
         raise UserError(f"{key}: {split} cannot be opened: {_in_words(error)}{hint}") from error
-    columns = _find_columns(source, list(dataset.features or _first_row(dataset, key, path)), key)
+    columns = _find_columns(source, list(dataset.features or _first_row(dataset, key, path)), key, needs_text)
     remote = "://" in path or (not os.path.exists(path) and "data_files" not in options)
     folder = path if os.path.isdir(path) else str(Path(path).parent) if os.path.isfile(path) else None
     files = _parquet_files(dataset)
@@ -312,7 +315,7 @@ def _rows_of_folder(tables: Iterable[tuple[str, ...]]) -> int | None:
     return rows or None
 
 
-def _open_arrow(source: Source, key: str) -> OpenSource:
+def _open_arrow(source: Source, key: str, needs_text: bool) -> OpenSource:
     """Open a data set that `save_to_disk` wrote."""
     dataset = datasets.load_from_disk(source.path)
     if isinstance(dataset, dict):
@@ -321,7 +324,7 @@ def _open_arrow(source: Source, key: str) -> OpenSource:
         dataset = dataset[source.split]
     if not len(dataset):
         raise UserError(f"{key}: {source.path} (split {source.split}) is empty: it holds no clips.")
-    columns = _find_columns(source, dataset.column_names, key)
+    columns = _find_columns(source, dataset.column_names, key, needs_text)
     if isinstance(dataset.features.get(columns["audio"]), datasets.Audio):
         dataset = dataset.cast_column(columns["audio"], datasets.Audio(decode=False))
     name = f"{source.path}[{source.split}]"
@@ -351,7 +354,7 @@ def _first_row(dataset: datasets.IterableDataset, key: str, path: str) -> dict[s
     raise UserError(f"{key}: {path} is empty: it holds no clips.")
 
 
-def _find_columns(source: Source, columns: list[str], key: str) -> dict[str, str]:
+def _find_columns(source: Source, columns: list[str], key: str, needs_text: bool) -> dict[str, str]:
     found = {}
     for role, guesses in COLUMNS.items():
         named = getattr(source, f"{role}_column")
@@ -360,6 +363,8 @@ def _find_columns(source: Source, columns: list[str], key: str) -> dict[str, str
         column = named or next((c for c in guesses if c in columns), None)
         if column is not None:
             found[role] = column
+        elif role == "text" and not needs_text:
+            found[role] = role
         elif role in ("audio", "text"):
             raise UserError(
                 f"{key}: {source.path} has no column of {role}; it has {columns}. Set `{role}_column` of the source."

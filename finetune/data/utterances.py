@@ -94,7 +94,7 @@ def examine(
         if not isinstance(offset, int | float) or not 0 <= offset < float("inf"):
             raise BadUtterance(f"offset is a number of seconds, found {offset!r}")
     columns = source.columns
-    text = row.get(columns["text"])
+    text = "" if options.unlabelled else row.get(columns["text"])
     if not isinstance(text, str):
         raise BadUtterance(f"no text in column {columns['text']!r}")
     if len(text) > LONGEST_TEXT:

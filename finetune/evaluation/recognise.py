@@ -77,7 +77,11 @@ def recognise_batch(
     Decoding runs in the parameters' own precision, not under autocast: batched decoding in half precision has been
     seen to be right for the first utterance only.
     """
-    enc_BHT, enc_lengths_B = encode_audio(model, audio_BS, audio_lengths_B, languages)
+    return decode_encoded(model, *encode_audio(model, audio_BS, audio_lengths_B, languages))
+
+
+def decode_encoded(model: AsrModel, enc_BHT: torch.Tensor, enc_lengths_B: torch.Tensor) -> list[Any]:
+    """Decode what `encode_audio` returned, as `recognise_batch` does; call inside `evaluation_mode`."""
     with torch.autocast(enc_BHT.device.type, enabled=False):
         if chosen_head(model) == "ctc":
             head = ctc_head(model)

@@ -59,7 +59,7 @@ def make_stream(
         max_samples=max_clips,
         skip_samples=d.skip_samples if training else 0,
         text_normalization=d.text_normalization if training else "none",
-        keep_empty_text=not training,
+        keep_empty_text=d.keep_empty_text or not training,
         check_durations=training,
         frame_rate=1 / (model.cfg.preprocessor.window_stride * model.encoder.subsampling_factor),
         prompts=prompt_slots(model),

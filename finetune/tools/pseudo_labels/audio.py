@@ -1,0 +1,75 @@
+"""The audio to label: data sources without texts, and files and folders of recordings."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import soundfile
+
+from finetune.data.sources import OpenSource, Source, open_source, parse_sources, split_to_read
+from finetune.durable_files import put_in_place, write_text
+from finetune.errors import UserError
+from finetune.paths import check_access
+from finetune.security.safe_text import json_line
+
+DATA_SUFFIXES = {".parquet", ".arrow", ".tar", ".json", ".jsonl", ".ndjson", ".csv"}
+RECORDINGS = "recordings.jsonl"
+
+
+def open_audio_sources(data: list[str], split: str | None, folder: Path) -> list[OpenSource]:
+    """Open what is to be labelled; audio files are listed in `folder`/recordings.jsonl, which stands for them.
+
+    Raises:
+        UserError: something is missing, or holds no audio.
+    """
+    files: list[str] = []
+    others: list[str] = []
+    for name in data:
+        check_access(name, "--data")
+        found = recordings_of(name)
+        files += found
+        others += [] if found else [name]
+    if split is not None and not others:
+        raise UserError(f"--split {split} has no effect on audio files. Leave it out.")
+    sources = []
+    if others:
+        named = split_to_read(others, split, "train")
+        sources = [open_source(s, "--data", needs_text=False) for s in parse_sources(others, "--data", named)]
+    if files:
+        listed = folder / RECORDINGS
+        text = "".join(json_line({"audio_filepath": file}) + "\n" for file in files)
+        # Written anew, by this process or another one of an array, it would be another file for its job.
+        folder.mkdir(parents=True, exist_ok=True)
+        aside = folder / f".{RECORDINGS}.{os.getpid()}.tmp"
+        write_text(aside, text)
+        if listed.is_file() and listed.read_text(encoding="utf-8") != text:
+            put_in_place(aside, listed)
+        else:
+            with contextlib.suppress(FileExistsError):
+                os.link(aside, listed)
+        aside.unlink(missing_ok=True)
+        sources.append(open_source(Source(path=str(listed)), "--data", needs_text=False))
+    return sources
+
+
+def recordings_of(name: str) -> list[str]:
+    """Return the absolute paths of audio files that a name stands for, sorted: the file, or all below a folder that
+    holds no shards, manifests or tables; none for a data source."""
+    suffixes = {f".{kind.lower()}" for kind in soundfile.available_formats()} | {".opus", ".aif"}
+    path = Path(name)
+    if path.is_file():
+        return [str(path.absolute())] if path.suffix.lower() in suffixes else []
+    found: list[str] = []
+    for folder, folders, files in os.walk(path):
+        folders.sort()
+        kinds = {Path(file).suffix.lower() for file in files}
+        if kinds & DATA_SUFFIXES:
+            return []
+        found += [
+            os.path.abspath(os.path.join(folder, file))
+            for file in sorted(files)
+            if Path(file).suffix.lower() in suffixes
+        ]
+    return found
