@@ -64,12 +64,24 @@ def recognise_batch(
     Decoding runs in the parameters' own precision, not under autocast: batched decoding in half precision has been
     seen to be right for the first utterance only.
     """
+    return decode_encoded(model, *encode_audio(model, audio_BS, audio_lengths_B, languages))
+
+
+def encode_audio(
+    model: AsrModel, audio_BS: torch.Tensor, audio_lengths_B: torch.Tensor, languages: Sequence[str] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return encoder outputs (B, H, T) of a padded batch of waveforms, and their lengths; as `recognise_batch`."""
     device = next(model.parameters()).device
     with torch.autocast(device.type, enabled=False):
         audio_BS, audio_lengths_B = as_float(audio_BS.to(device)), audio_lengths_B.to(device)
         mel_BFT, mel_lengths_B = log_mel(model.preprocessor, audio_BS, audio_lengths_B)
         slots_B = None if languages is None else slots_of(model, languages)
-        enc_BHT, enc_lengths_B = encode(model, mel_BFT.to(weight_dtype(model)), mel_lengths_B, slots_B)
+        return encode(model, mel_BFT.to(weight_dtype(model)), mel_lengths_B, slots_B)
+
+
+def decode_encoded(model: AsrModel, enc_BHT: torch.Tensor, enc_lengths_B: torch.Tensor) -> list[Any]:
+    """Decode encoder outputs greedily, to NeMo's Hypothesis objects."""
+    with torch.autocast(enc_BHT.device.type, enabled=False):
         if chosen_head(model) == "ctc":
             head = ctc_head(model)
             assert head is not None
