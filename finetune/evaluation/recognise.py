@@ -54,6 +54,19 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
             np.random.set_state(numpy_state)
 
 
+def encode_audio(
+    model: AsrModel, audio_BS: torch.Tensor, audio_lengths_B: torch.Tensor, languages: Sequence[str] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the encoder's outputs (B, H, T) for a padded batch of waveforms, and their lengths (B,); call inside
+    `evaluation_mode`. `languages` as in `recognise_batch`, and so is the precision."""
+    device = next(model.parameters()).device
+    with torch.autocast(device.type, enabled=False):
+        audio_BS, audio_lengths_B = as_float(audio_BS.to(device)), audio_lengths_B.to(device)
+        mel_BFT, mel_lengths_B = log_mel(model.preprocessor, audio_BS, audio_lengths_B)
+        slots_B = None if languages is None else slots_of(model, languages)
+        return encode(model, mel_BFT.to(weight_dtype(model)), mel_lengths_B, slots_B)
+
+
 def recognise_batch(
     model: AsrModel, audio_BS: torch.Tensor, audio_lengths_B: torch.Tensor, languages: Sequence[str] | None = None
 ) -> list[Any]:
@@ -67,20 +80,8 @@ def recognise_batch(
     return decode_encoded(model, *encode_audio(model, audio_BS, audio_lengths_B, languages))
 
 
-def encode_audio(
-    model: AsrModel, audio_BS: torch.Tensor, audio_lengths_B: torch.Tensor, languages: Sequence[str] | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return encoder outputs (B, H, T) of a padded batch of waveforms, and their lengths; as `recognise_batch`."""
-    device = next(model.parameters()).device
-    with torch.autocast(device.type, enabled=False):
-        audio_BS, audio_lengths_B = as_float(audio_BS.to(device)), audio_lengths_B.to(device)
-        mel_BFT, mel_lengths_B = log_mel(model.preprocessor, audio_BS, audio_lengths_B)
-        slots_B = None if languages is None else slots_of(model, languages)
-        return encode(model, mel_BFT.to(weight_dtype(model)), mel_lengths_B, slots_B)
-
-
 def decode_encoded(model: AsrModel, enc_BHT: torch.Tensor, enc_lengths_B: torch.Tensor) -> list[Any]:
-    """Decode encoder outputs greedily, to NeMo's Hypothesis objects."""
+    """Decode encoder outputs greedily, to NeMo's Hypothesis objects; call inside `evaluation_mode`."""
     with torch.autocast(enc_BHT.device.type, enabled=False):
         if chosen_head(model) == "ctc":
             head = ctc_head(model)

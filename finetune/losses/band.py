@@ -66,7 +66,7 @@ class Kept(NamedTuple):
     blank_N: torch.Tensor
     duration_ND: torch.Tensor
     scores: ArcScores | None
-    """Only for distillation."""
+    """Only for distillation and alignment."""
 
 
 class Band(NamedTuple):
@@ -199,17 +199,17 @@ def band_lattice(joint: Joint, tolerance: float) -> Band:
         if not mask:
             return Band(found.losses_B, None)
         tensors = [scores.lse_N, found.label_N, found.blank_N, found.duration_ND]
-        if plan.distils:
-            assert scores.rest_N is not None
-            tensors += [scores.blank_N, scores.label_N, scores.duration_ND, scores.rest_N]
+        if plan.keeps_scores:
+            tensors += [scores.blank_N, scores.label_N, scores.duration_ND]
+            tensors += [] if scores.rest_N is None else [scores.rest_N]
         if kept[0] == plan.cells:
             number_N = joint.all.number
         else:
             number_N = cells_where(mask[0], kept[0])
             tensors = [x.index_select(0, number_N) for x in tensors]
         lse_N, label_N, blank_N, duration_ND, *more = (x.to(plan.sum_dtype) for x in tensors)
-        of_student = ArcScores(more[0], more[1], more[2], lse_N, more[3]) if more else None
-        return Band(found.losses_B, Kept(number_N, lse_N, label_N, blank_N, duration_ND, of_student))
+        own = ArcScores(more[0], more[1], more[2], lse_N, more[3] if more[3:] else None) if more else None
+        return Band(found.losses_B, Kept(number_N, lse_N, label_N, blank_N, duration_ND, own))
 
     # Every cell outside stays below its share, so that all of them together stay below the tolerance.
     share_N = joint.of_clip(tolerance / joint.cells_B.clamp(min=1).double(), joint.all)

@@ -28,6 +28,15 @@ ALIGNED = 8
 MOST_ELEMENTS = 2**31 - 1
 
 
+def block_budget(device: torch.device, kernels: bool, frames: list[int], tokens: list[int], D: int) -> int:
+    """Return the bytes of a block where the caller names none."""
+    if not kernels and device.type == "cpu":
+        return CPU_BLOCK_BYTES
+    # Blocks may take what the lattice needs at other times (lattice_triton.py): few, whatever the clips' length.
+    cells = sum(t * (u + 1) for t, u in zip(frames, tokens))
+    return max(GPU_BLOCK_BYTES, cells * 12 * (5 + (D or 2)))
+
+
 @dataclass(frozen=True)
 class Plan:
     """What one call computes, decided before any cell is touched; durations () means RNN-T."""
@@ -50,6 +59,7 @@ class Plan:
     distils: bool  # from a teacher
     kernels: bool  # a GPU's, which reduce outputs where they lie
     operations: Operations
+    aligns: bool = False  # the caller wants posteriors and scores, not the gradient
 
     @property
     def outputs(self) -> int:
@@ -58,8 +68,12 @@ class Plan:
 
     @property
     def keeps_posteriors(self) -> bool:
-        """The gradient needs the posteriors of the lattice, and so does distillation."""
-        return self.needs_gradient or self.distils
+        """The gradient needs the posteriors of the lattice, and so do distillation and alignment."""
+        return self.needs_gradient or self.keeps_scores
+
+    @property
+    def keeps_scores(self) -> bool:
+        return self.distils or self.aligns
 
     @property
     def form(self) -> Form:

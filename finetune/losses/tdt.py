@@ -26,7 +26,7 @@ import torch
 from finetune.losses.checks import check_options, check_shapes
 from finetune.losses.distillation import Teacher, check_teacher
 from finetune.losses.fused import FusedTransducer
-from finetune.losses.joint import CPU_BLOCK_BYTES, GPU_BLOCK_BYTES, Plan, compute_dtype_of
+from finetune.losses.joint import Plan, block_budget, compute_dtype_of
 from finetune.losses.lattice import check_durations, feasible_lengths
 from finetune.losses.operations import REAL, Operations
 from finetune.losses.transfers import upload
@@ -136,11 +136,6 @@ def fused_tdt_loss(
     inputs = [x for x in (enc_BTH, pred_BUH, weight_OH, bias_O) if x is not None]
     compute_dtype = compute_dtype_of(device, inputs)
     kernels = operations.has_kernels(device, compute_dtype)
-    budget = CPU_BLOCK_BYTES
-    if kernels or device.type != "cpu":
-        # Blocks may take what the lattice needs at other times (lattice_triton.py): few, whatever the clips' length.
-        cells = sum(t * (u + 1) for t, u in zip(frames, tokens))
-        budget = max(GPU_BLOCK_BYTES, cells * 12 * (5 + (len(durations) or 2)))
     plan = Plan(
         frames=[t if ok else 0 for t, ok in zip(frames, feasible)],
         tokens=[u if ok else 0 for u, ok in zip(tokens, feasible)],
@@ -154,7 +149,7 @@ def fused_tdt_loss(
         occupancy_threshold=float(occupancy_threshold),
         fastemit_lambda=float(fastemit_lambda),
         clamp=float(clamp),
-        budget=joint_memory_budget or budget,
+        budget=joint_memory_budget or block_budget(device, kernels, frames, tokens, len(durations)),
         compute_dtype=compute_dtype,
         needs_gradient=torch.is_grad_enabled() and any(x.requires_grad for x in inputs),
         distils=teacher is not None,
