@@ -1,8 +1,9 @@
 """Find labels that do not fit their audio, by a model: exchanged texts, words left out or put in, audio cut off.
 
-Listens to each clip with the model, compares what it hears with the given text, and takes its thresholds from the data.
-Leaves problems.jsonl, which `data.leave_out` takes, and clean.html to look through: its download, decisions.jsonl, goes
-back into this command, which then writes a cleaned manifest beside the old one. An interrupted job goes on where it was.
+Listens to each clip with the model, compares what it hears with the given text, and takes its thresholds from the
+data. Leaves problems.jsonl, which `data.leave_out` takes, and clean.html to look through: its download,
+decisions.jsonl, goes back into this command, which then writes a cleaned manifest beside the old one. An interrupted
+job goes on where it was.
 
 Exit codes: 0 done, whether there are problems or not; 1 too many clips cannot be read; 2 bad arguments.
 """
@@ -44,8 +45,8 @@ def make_parser() -> argparse.ArgumentParser:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="write DIR/cleaned.jsonl by what the page's download decides; clips of a problems.jsonl behind it that it "
-        "does not decide about are left out",
+        help="write DIR/cleaned.jsonl by the page's download; clips of a problems.jsonl named behind it that it does "
+        "not decide about are left out",
     )
     parser.add_argument(
         "--write-audio", action="store_true", help="with --decisions: write audio that lies in shards as files"

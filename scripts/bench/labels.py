@@ -5,9 +5,10 @@
 
 12 % of the training clips get an error, in equal parts: two clips exchange their texts (of one language), the audio
 is cut off, the text is that of the same prompt in the other language, a word is left out, a word is put in. The
-quickstart's recipe trains a model on these dirty labels, and `clean` judges them by that model; it sees nothing of
-the true ones. With --train the recipe trains on the cleaned and on the clean labels as well, all from the same base
-model, and the WER on the prompts' test split says what cleaning wins back.
+quickstart's recipe trains a judge on these dirty labels, for few passes, before it has their errors by heart; `clean`
+judges them by that model and sees nothing of the true ones. With --train the whole recipe trains on the dirty, the
+cleaned (what is listed is left out) and the clean labels as well, all from the same base model, and the WER on the
+prompts' test split says what cleaning wins back.
 
 A planted error counts as found where `clean` lists the clip, and as named where it lists it with the kind that was
 planted. What is finished in the output directory is not made again.
@@ -27,7 +28,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 import soundfile
 import yaml
@@ -157,7 +157,7 @@ def _call(arguments: list[str], log: Path) -> None:
 
 
 def score(planted: dict[str, str], found: dict[str, tuple[str, float]], surest: float = 0.0) -> dict[str, Any]:
-    """Compare what was planted with what was found, both by the clip's id; found as (kind, confidence).
+    """Compare what was planted with what was found as (kind, confidence), both by the clip's id.
 
     Returns:
         Of each kind: planted, listed (as this kind), named (of these rightly), recall and precision of the name, and
@@ -203,6 +203,13 @@ def judge(folder: Path, model: Path) -> Path:
     return output
 
 
+def without_problems(folder: Path, cleaned: Path) -> Path:
+    """Write the dirty labels without the clips that are listed; return their manifest."""
+    decisions = ["--decisions", str(cleaned / "problems.jsonl"), "--data", str(folder / "dirty.jsonl")]
+    _call(["-m", "finetune.clean", *decisions, "--output", str(folder / "without")], folder / "without.log")
+    return folder / "without" / "cleaned.jsonl"
+
+
 def print_scores(seed: int, scores: dict[str, Any]) -> None:
     def shown(value: float | None) -> str:
         return "   -" if value is None else f"{value:4.2f}"
@@ -217,7 +224,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, default=Path("runs/labels"))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
-    parser.add_argument("--steps", type=int, default=500, help="of each training")
+    parser.add_argument(
+        "--judge-steps", type=int, default=200, help="of the judge's training (default: 200, 4 passes)"
+    )
+    parser.add_argument("--steps", type=int, default=500, help="of the other trainings (default: 500)")
     parser.add_argument("--train", action="store_true", help="train on the cleaned and on the clean labels as well")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
@@ -228,15 +238,15 @@ def main() -> int:
         if not (folder / "planted.json").is_file():
             write_data(folder, seed)
         planted = json.loads((folder / "planted.json").read_text(encoding="utf-8"))
-        model = train(folder, "dirty", folder / "dirty.jsonl", seed, arguments.steps)
+        model = train(folder, "judge", folder / "dirty.jsonl", seed, arguments.judge_steps)
         cleaned = judge(folder, model)
         scores = score(planted, read_problems(cleaned / "problems.jsonl"))
         print_scores(seed, scores)
         run: dict[str, Any] = {"seed": seed, "planted": Counter(planted.values()), "scores": scores}
         if arguments.train:
             trained = {
-                "dirty": model,
-                "cleaned": train(folder, "cleaned", cleaned / "cleaned.jsonl", seed, arguments.steps),
+                "dirty": train(folder, "dirty", folder / "dirty.jsonl", seed, arguments.steps),
+                "cleaned": train(folder, "cleaned", without_problems(folder, cleaned), seed, arguments.steps),
                 "clean": train(folder, "clean", folder / "clean.jsonl", seed, arguments.steps),
             }
             run["wer"] = {name: _wer(output) for name, output in trained.items()}

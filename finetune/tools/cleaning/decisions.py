@@ -45,7 +45,8 @@ def read_decisions(files: list[Path]) -> Decisions:
         number = 0
         try:
             with file.open(encoding="utf-8") as lines:
-                for number, line in enumerate(lines, start=1):
+                for line in lines:
+                    number += 1
                     row = parse_json(line)
                     place, decision = row["source"], row.get("decision", DROP)
                     if not isinstance(place, str) or decision not in (KEEP, DROP, TAKE):
@@ -101,5 +102,3 @@ def write_cleaned(
         aside.replace(file)
     counts["unknown"] = len(missing)
     return counts
-
-

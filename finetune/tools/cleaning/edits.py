@@ -118,7 +118,8 @@ def _ends(given: list[str], heard: list[str], pairs: list[tuple[int | None, int 
     if not equal:
         return
     first, last = equal[0], equal[-1]
-    assert first is not None and last is not None
+    assert first is not None
+    assert last is not None
     for begin in range(last + 1, min(last + 3, len(given))):
         if len(given) - begin > 1:
             yield Edit(NOT_SAID, begin, len(given), ())

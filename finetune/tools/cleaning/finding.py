@@ -37,9 +37,7 @@ def find_problems(arguments: argparse.Namespace, engine: EngineSettings, device:
     settings = ListenerSettings(a.model, a.tokenizer, a.head, a.language, a.batch_size, device or device_of(a))
     sources = open_sources(a.data, split_to_read(a.data, a.split, "train"))
     depends_on = {"model": a.model, "tokenizer": a.tokenizer, "head": a.head, "language": a.language, "speeds": SPEEDS}
-    job = Job(
-        "clean", a.output, depends_on, sources, settings, max_samples=a.max_samples, max_failed=a.max_failed
-    )
+    job = Job("clean", a.output, depends_on, sources, settings, max_samples=a.max_samples, max_failed=a.max_failed)
     totals = run_job(job, engine)
     if not totals.is_whole:
         return None

@@ -25,7 +25,7 @@ SUSPECT = 0.1  # from which on a partner is looked for
 LOUD_EDGE = 0.9  # quantile of the data's own edges above which speech runs into the edge
 LONG_SILENT_TEXT = 0.99  # quantile of speech without words
 FEWEST_WORDS_HEARD = 0.5  # of the given ones, for judgements about single words
-POWER = 0.5  # of wrong texts that have to lie above all but 5 % of the given ones
+POWER = 0.75  # of the clips, in which another clip's text has to fit worse than the given one: halfway from chance
 FEWEST_UNHEARD = 1.0  # seconds of speech without words
 NEAREST, MOST_OF_A_GRAM = 8, 1000  # clips that are compared with one, and that four letters lead to
 
@@ -55,7 +55,7 @@ class Judgement:
     wer: float = 0.0
     """Of the model against the labels."""
     power: float = 1.0
-    """Share of wrong texts, made on purpose, that score worse than all but 5 % of the given ones."""
+    """Share of the clips in which the text of another clip fits worse than the given one; chance has 0.5."""
     mixtures: dict[str, Mixture | None] = field(default_factory=dict)
     label_words: int = 0
     """Words of the labels that are wrong by the problems listed."""
@@ -94,6 +94,9 @@ def mended_loss(row: Result) -> float:
 @dataclass
 class _Numbers:
     text_N: array = field(default_factory=lambda: array("d"))
+    """With the edit that gains most."""
+    given_N: array = field(default_factory=lambda: array("d"))
+    """As it is."""
     wrong_N: array = field(default_factory=lambda: array("d"))
     """The score of another clip's text; NaN without one."""
     gains_N: dict[str, array] = field(default_factory=lambda: {kind: array("d") for kind in WORDS})
@@ -106,6 +109,7 @@ class _Numbers:
 
     def add(self, row: Result) -> None:
         self.text_N.append(text_score(mended_loss(row), row))
+        self.given_N.append(text_score(row["loss"], row))
         other = row["other"]
         self.wrong_N.append(np.nan if other is None else text_score(other * max(row["tokens"], 1), row))
         for kind in WORDS:
@@ -135,8 +139,10 @@ def judge(results: Callable[[], Iterable[Result]]) -> Judgement:
         return judgement
     judgement.wer = numbers.word_errors / max(numbers.words, 1)
     text_N, wrong_N = np.array(numbers.text_N), np.array(numbers.wrong_N)
-    wrong_N = wrong_N[~np.isnan(wrong_N)]
-    judgement.power = float((wrong_N > np.quantile(text_N, 0.95)).mean()) if len(wrong_N) else 0.0
+    compared_N = ~np.isnan(wrong_N)
+    wrong_N = wrong_N[compared_N]
+    worse_N = wrong_N > np.array(numbers.given_N)[compared_N]
+    judgement.power = float(worse_N.mean()) if len(wrong_N) else 0.0
     posteriors = {TEXT: _posterior(text_N, judgement, TEXT, wrong_N)}
     for kind in WORDS:
         posteriors[kind] = _posterior(np.array(numbers.gains_N[kind]), judgement, kind)
@@ -151,9 +157,7 @@ def judge(results: Callable[[], Iterable[Result]]) -> Judgement:
     return judgement
 
 
-def _posterior(
-    score_N: np.ndarray, judgement: Judgement, name: str, wrong_N: np.ndarray | None = None
-) -> np.ndarray:
+def _posterior(score_N: np.ndarray, judgement: Judgement, name: str, wrong_N: np.ndarray | None = None) -> np.ndarray:
     mixture = judgement.mixtures[name] = fit_mixture(score_N, wrong_N)
     return np.zeros(len(score_N)) if mixture is None else mixture.posterior(score_N)
 

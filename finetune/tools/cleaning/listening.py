@@ -22,7 +22,6 @@ import torch
 from finetune.data.batch import Batch
 from finetune.data.batching import BatchLimits
 from finetune.data.decode import as_float
-from finetune.data.normalization import normalize_text
 from finetune.data.options import StreamOptions
 from finetune.data.utterances import text_encoder
 from finetune.evaluation.alignment import AlignedClip, Aligner
@@ -156,7 +155,9 @@ class Listener:
         """Return the tokens of the text of like length of another clip of the batch; none where there is no other."""
         others = [j for j in range(len(tokens)) if batch.texts[j] != batch.texts[i] and tokens[j]]
         draw = random.Random(zlib.crc32(batch.ids[i].encode()))
-        return tokens[min(others, key=lambda j: (abs(len(tokens[j]) - len(tokens[i])), draw.random()))] if others else []
+        return (
+            tokens[min(others, key=lambda j: (abs(len(tokens[j]) - len(tokens[i])), draw.random()))] if others else []
+        )
 
     def _losses(
         self, tokens: list[list[int]], clip_N: Sequence[int], enc_BHT: torch.Tensor, enc_lengths_B: torch.Tensor
@@ -214,5 +215,3 @@ def at_speed(batch: Batch, speed: float) -> Batch:
 def normalization_of(model: AsrModel) -> str:
     """Return how texts are written for a model: `basic` where no piece of its vocabulary has a capital."""
     return "none" if any(c.isupper() for piece in pieces_of(model) for c in piece) else "basic"
-
-

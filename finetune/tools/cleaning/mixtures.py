@@ -25,7 +25,9 @@ class Mixture:
     def posterior(self, score_N: np.ndarray) -> np.ndarray:
         """Return the probability that the label is bad; it never falls with the score, and is 0 for scores of 0."""
         x_N = np.minimum(score_N, self.mean)  # a score beyond the mean is no better sign of a good label
-        bad_N = np.log(self.share / self.deviation) - 0.5 * (((x_N - self.mean) / self.deviation) ** 2 + np.log(2 * np.pi))
+        bad_N = np.log(self.share / self.deviation) - 0.5 * (
+            ((x_N - self.mean) / self.deviation) ** 2 + np.log(2 * np.pi)
+        )
         good_N = np.log((1 - self.share) / self.scale) - score_N / self.scale
         found_N = 1 / (1 + np.exp(np.clip(good_N - bad_N, -50, 50)))
         return np.where(score_N > LEAST, found_N, 0.0)

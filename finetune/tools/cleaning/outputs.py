@@ -33,18 +33,18 @@ def sentences_of(judgement: Judgement, listed: list[Problem]) -> list[str]:
     j = judgement
     said = [
         f"{len(listed):,} of {j.clips:,} clips have a suspicious label. The model's WER against the labels is "
-        f"{j.wer:.3f}; {100 * j.power:.0f} % of texts of other clips fit worse than 95 % of the labels do."
+        f"{j.wer:.3f}; in {100 * j.power:.0f} % of the clips the text of another one fits worse than the label."
     ]
     if not j.judges_texts:
         said.append(
-            f"The model is too weak to judge these labels: only {100 * j.power:.0f} % of wrong texts stand out, "
-            f"{100 * POWER:.0f} % at least are needed. Nothing is listed but silence, repeats and texts that are missing. "
-            "Take a better model, or train this one on the data first."
+            f"The model is too weak to judge these labels: in {100 * (1 - j.power):.0f} % of the clips the text of "
+            f"another one fits as well; {100 * (1 - POWER):.0f} % at most may do so, chance has 50 %. Nothing is listed "
+            "but silence, repeats, and speech without words. Take a better model, or train this one on the data first."
         )
     elif not j.judges_words:
         said.append(
-            f"The model is too weak to judge single words: its WER is {j.wer:.3f}, {1 - FEWEST_WORDS_HEARD:g} at most is needed. "
-            "Only texts that do not fit as a whole are listed."
+            f"The model is too weak to judge single words: its WER is {j.wer:.3f}, {1 - FEWEST_WORDS_HEARD:g} at most "
+            "is needed. Only texts that do not fit as a whole are listed."
         )
     elif j.label_words > j.model_words:
         said.append(
@@ -88,7 +88,7 @@ def write_outputs(
                 "problems": len(listed),
                 "kinds": dict(kinds.most_common()),
                 "wer": judgement.wer,
-                "wrong_texts_that_stand_out": judgement.power,
+                "other_texts_fit_worse": judgement.power,
                 "judges_texts": judgement.judges_texts,
                 "judges_words": judgement.judges_texts and judgement.judges_words,
                 "label_words": judgement.label_words,

@@ -12,14 +12,14 @@ import numpy as np
 import soundfile
 
 from finetune.data.batch import Batch, collate
-from finetune.data.options import StreamOptions
-from finetune.data.position import FINISHED
-from finetune.data.sources import OpenSource
-from finetune.data.shards import Row
-from finetune.data.utterances import DecodedUtterance, decode, examine, no_tokens
 from finetune.data.batching import BatchLimits
 from finetune.data.filters import FilteredUtterance
+from finetune.data.options import StreamOptions
+from finetune.data.position import FINISHED
 from finetune.data.quarantine import BadUtterance
+from finetune.data.shards import Row
+from finetune.data.sources import OpenSource
+from finetune.data.utterances import DecodedUtterance, decode, examine, no_tokens
 from finetune.tools.cleaning.edits import split_words
 from finetune.tools.cleaning.judging import SURE, Problem, possible_pairs
 from finetune.tools.cleaning.listening import Listener
@@ -41,7 +41,9 @@ def rows_at(sources: list[OpenSource], places: set[str]) -> Iterator[tuple[OpenS
             yield source, place, row
 
 
-def read_clips(sources: list[OpenSource], places: set[str], sample_rate: int) -> Iterator[tuple[str, DecodedUtterance]]:
+def read_clips(
+    sources: list[OpenSource], places: set[str], sample_rate: int
+) -> Iterator[tuple[str, DecodedUtterance]]:
     """Yield the decoded clips at some places; those that cannot be decoded are left out."""
     options = StreamOptions(BatchLimits(), sample_rate, keep_empty_text=True)
     for source, place, row in rows_at(sources, places):
@@ -90,9 +92,7 @@ def correct(problems: list[Problem], sources: list[OpenSource]) -> dict[str, str
     """Return the text that each problem's clip should have, by its place, as far as there is one: the partner's, the
     given one with the edit, or what was heard; of an edited text all that stays is as the row has it."""
     places = {p.row["source"] for p in problems}
-    written = {
-        place: str(row.get(source.columns["text"]) or "") for source, place, row in rows_at(sources, places)
-    }
+    written = {place: str(row.get(source.columns["text"]) or "") for source, place, row in rows_at(sources, places)}
     found = {}
     for problem in problems:
         place, given = problem.row["source"], split_words(problem.row["text"])
