@@ -103,7 +103,7 @@ WORDS = "press enter your call number pound key star extension please hold messa
 def row(n: int, **changes: Any) -> dict[str, Any]:
     """Scores of a clip whose label fits."""
     draw = np.random.default_rng(n)
-    text = " ".join(draw.choice(WORDS.split(), 6))
+    text = " ".join(draw.choice(WORDS.split(), 6, replace=False))
     loss = 2.0 + float(draw.exponential(0.8))
     return {
         "source": f"m.jsonl line {n + 1}",
@@ -145,6 +145,7 @@ def rows_with_problems() -> list[dict[str, Any]]:
         rows[80 + n] |= {"loss": 60.0, "heard": "something else is what the model heard here"}
     rows[100] |= {"level": -90.0}
     rows[101] |= {"text": "no no no no no no"}
+    rows[104] |= {"text": "nine nine nine nine", "heard": "nine nine nine nine"}
     rows[102] |= {"text": "", "heard": "hello there", "loss": 30.0, "tokens": 0}
     rows[103] |= {"unheard": 6.0}
     return rows
@@ -173,7 +174,7 @@ def test_a_text_of_the_other_language_is_named() -> None:
     french = "appuyez veuillez votre numéro appel étoile dièse raccrocher poste message enregistrez nouveau"
     rows = rows_with_problems()
     for n in range(104, 200):
-        text = " ".join(np.random.default_rng(n).choice(french.split(), 6))
+        text = " ".join(np.random.default_rng(n).choice(french.split(), 6, replace=False))
         rows[n] |= {"language": "fr", "text": text, "heard": text}
     for n in range(104, 110):
         rows[n] |= {"text": row(n)["text"], "loss": 60.0}

@@ -64,7 +64,7 @@ class Judgement:
 
     @property
     def judges_words(self) -> bool:
-        return self.wer <= 1 - FEWEST_WORDS_HEARD
+        return self.judges_texts and self.wer <= 1 - FEWEST_WORDS_HEARD
 
     @property
     def judges_texts(self) -> bool:
@@ -164,8 +164,7 @@ def _posterior(score_N: np.ndarray, judgement: Judgement, name: str, wrong_N: np
 
 def _is_plain(row: Result) -> bool:
     """Return whether a clip is a problem without any statistics."""
-    silent = row["level"] <= SILENT and row["text"]
-    return bool(silent or repeated(row["text"]) or (row["heard"] and not row["text"]))
+    return _plain_problem(row) is not None
 
 
 def _problems(
@@ -194,7 +193,7 @@ def _problems(
 def _plain_problem(row: Result) -> Problem | None:
     if row["level"] <= SILENT and row["text"]:
         return Problem("silence", 1.0, row, f"{row['level']:.0f} dB of full scale, and a text", row["level"])
-    if found := repeated(row["text"]):
+    if (found := repeated(row["text"])) and not repeated(row["heard"]):
         return Problem("repeated", 1.0, row, f"'{found[0]}' {found[1]} times in the text", float(found[1]))
     if row["heard"] and not row["text"]:
         words = tuple(split_words(row["heard"]))

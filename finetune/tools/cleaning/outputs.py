@@ -38,8 +38,9 @@ def sentences_of(judgement: Judgement, listed: list[Problem]) -> list[str]:
     if not j.judges_texts:
         said.append(
             f"The model is too weak to judge these labels: in {100 * (1 - j.power):.0f} % of the clips the text of "
-            f"another one fits as well; {100 * (1 - POWER):.0f} % at most may do so, chance has 50 %. Nothing is listed "
-            "but silence, repeats, and speech without words. Take a better model, or train this one on the data first."
+            f"another one fits as well; {100 * (1 - POWER):.0f} % at most may do so, chance has 50 %. Nothing is "
+            "listed but silence, repeats, and speech without words. Take a better model, or train this one on the data "
+            "first."
         )
     elif not j.judges_words:
         said.append(
@@ -90,7 +91,7 @@ def write_outputs(
                 "wer": judgement.wer,
                 "other_texts_fit_worse": judgement.power,
                 "judges_texts": judgement.judges_texts,
-                "judges_words": judgement.judges_texts and judgement.judges_words,
+                "judges_words": judgement.judges_words,
                 "label_words": judgement.label_words,
                 "model_words": judgement.model_words,
                 "thresholds": {
