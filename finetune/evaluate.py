@@ -2,6 +2,7 @@
 
     python -m finetune.evaluate --model M --data D [--split test] [--json FILE] [--utterances FILE]
     python -m finetune.evaluate --model M --data D --look-ahead all    a streaming model, chunk by chunk
+    python -m finetune.evaluate --model M --data D --output DIR [--engine ray]    in shards, which a killed one goes on
     python -m finetune.evaluate --model A --against B --data D
     python -m finetune.evaluate --compare A.jsonl B.jsonl              files that --utterances wrote
 
@@ -11,7 +12,7 @@ What intervals and p-values mean: docs/evaluation.md.
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.data.normalization import SCORE_NORMALIZATIONS
 from finetune.durable_files import write_json
@@ -33,6 +34,14 @@ from finetune.tools.command_line import (
     device_of,
     run_command,
 )
+from finetune.tools.jobs.arguments import WORKERS, add_engine, engine_of, worker_device
+
+if TYPE_CHECKING:
+    from finetune.evaluation.dataset import EvaluationSettings
+    from finetune.evaluation.scores import Utterance
+
+
+OF_JOBS = ("engine", "address", "shard", "max_failed")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -63,8 +72,13 @@ def make_parser() -> argparse.ArgumentParser:
         help="of both texts (default: basic; for --compare the files' own); open_asr: as the Open ASR Leaderboard did",
     )
     parser.add_argument(
-        "--workers", type=int, default=1, metavar="N", help="processes that read and decode audio (default: 1)"
+        "--workers",
+        type=int,
+        metavar="N",
+        help=f"processes that read and decode audio (default: 1); with --output, {WORKERS}",
     )
+    parser.add_argument("--output", type=Path, metavar="DIR", help="do it in shards here; a killed one goes on")
+    add_engine(parser, workers=False)
     parser.add_argument(
         "--bootstrap",
         type=int,
@@ -89,11 +103,20 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def is_set(parser: argparse.ArgumentParser, arguments: argparse.Namespace, name: str) -> bool:
+    """Return whether an option is other than its default."""
+    return getattr(arguments, name) != parser.get_default(name)
+
+
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser()
     arguments = parser.parse_args(argv)
-    if arguments.workers < 0:
-        parser.error("--workers has to be 0 or more")
+    if arguments.workers is not None and arguments.workers < (1 if arguments.output else 0):
+        parser.error("--workers has to be 0 or more, with --output 1 or more")
+    if arguments.output is None and (alone := [name for name in OF_JOBS if is_set(parser, arguments, name)]):
+        parser.error(f"--{alone[0].replace('_', '-')} goes with --output DIR, where the shards are kept")
+    if arguments.output is not None and arguments.look_ahead is not None:
+        parser.error("--output keeps texts of whole clips: leave out --look-ahead")
     if not 1 <= arguments.chunk < float("inf"):
         parser.error("--chunk has to be 1 second or more")
     if arguments.look_ahead is not None and arguments.dtype != "float32":
@@ -117,8 +140,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Evaluate --model on --data, and compare it with --against if given."""
+def evaluate(arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """Evaluate --model on --data, and compare it with --against if given; None: other processes have shards to do."""
     from finetune.data.sources import split_to_read
     from finetune.evaluation.comparison import compare_utterances
     from finetune.evaluation.dataset import EvaluationSettings, evaluate_model
@@ -130,7 +153,7 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
         chunk=arguments.chunk,
         normalization=arguments.normalization or "basic",
         max_samples=arguments.max_samples,
-        workers=arguments.workers,
+        workers=1 if arguments.workers is None else arguments.workers,
         device=device_of(arguments),
         dtype=arguments.dtype,
         head=arguments.head,
@@ -141,17 +164,51 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
         look_ahead=arguments.look_ahead,
     )
     file, second_file, *_ = [*arguments.utterances, None, None]
+
+    def evaluate_one(
+        model: str, file: Path | None, keep: "list[Utterance] | None", part: str
+    ) -> dict[str, Any] | None:
+        if arguments.output is None:
+            return evaluate_model(model, settings, file, keep)
+        return in_shards(arguments, settings, arguments.output / part, model, file, keep)
+
     if not arguments.against:
-        return evaluate_model(arguments.model, settings, file)
+        return evaluate_one(arguments.model, file, None, "")
     a, b = [], []  # the texts of both are held in memory
     results = [
-        evaluate_model(arguments.model, settings, file, a),
-        evaluate_model(arguments.against, settings, second_file, b),
+        evaluate_one(arguments.model, file, a, "a"),
+        evaluate_one(arguments.against, second_file, b, "b"),
     ]
+    if None in results:
+        return None
     comparison = compare_utterances(
         a, b, settings.normalization, block_pattern=settings.block_pattern, resamples=settings.resamples
     )
     return {"a": arguments.model, "b": arguments.against, **comparison, "models": results}
+
+
+def in_shards(
+    arguments: argparse.Namespace,
+    settings: "EvaluationSettings",
+    directory: Path,
+    model: str,
+    file: Path | None,
+    keep: "list[Utterance] | None",
+) -> dict[str, Any] | None:
+    """Evaluate one model in shards."""
+    from finetune.tools.evaluation_job import evaluate_in_shards
+
+    a = arguments
+    return evaluate_in_shards(
+        model,
+        settings,
+        directory,
+        engine_of(a),
+        device=worker_device(a),
+        max_failed=a.max_failed,
+        file=file,
+        keep=keep,
+    )
 
 
 def compare(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -188,6 +245,9 @@ def main(argv: list[str] | None = None) -> int:
     except (UserError, RuntimeError) as error:
         print_error(error)
         return getattr(error, "exit_code", 1)
+    if result is None:
+        print(f"this part is done; --output {arguments.output} without --shard puts all parts together")
+        return 0
     if not arguments.compare:
         for rates in result.get("models", [result]):
             print_rates(rates)

@@ -1,14 +1,24 @@
-"""Workers of jobs that need no model. Their processes import this module, and not pytest with it."""
+"""Workers of jobs that need no model. Their processes import this module, and not pytest with it.
+
+python -m job_workers FOLDER    the job over FOLDER/manifest.jsonl, as a command runs it
+"""
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.data.sources import open_source, parse_sources
+from finetune.errors import UserError
+from finetune.logs import print_error
 from finetune.tools.jobs.clips import Clips
+from finetune.tools.jobs.engines import EngineSettings
+from finetune.tools.jobs.job import Job
+from finetune.tools.jobs.running import run_job
 
 
 @dataclass
@@ -22,14 +32,15 @@ class TextWorker:
             text = row[source.columns["text"]]
             if "raise" in text:
                 raise ValueError("a clip that cannot be processed")
-            if "kill" in text:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if "once" in text and self.is_first(text):
-                os.kill(os.getpid(), signal.SIGKILL)
+            if "kill" in text or ("once" in text and self.is_first(text)):
+                self.end_process()
             if "wait" in text:
                 while not (self.folder / "go").exists():
                     time.sleep(0.01)
             yield {"id": clips.ids[place], "source": place, "text": text, "duration": 1.0}
+
+    def end_process(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def is_first(self, text: str) -> bool:
         try:
@@ -47,3 +58,23 @@ class MakeTextWorker:
         with (self.folder / "made").open("a") as file:
             file.write(f"{os.getpid()}\n")
         return TextWorker(self.folder)
+
+
+def make_job(folder: Path, **fields: Any) -> Job:
+    """Make a job over folder/manifest.jsonl, 10 clips a shard, into folder/out."""
+    sources = [open_source(s, "--data") for s in parse_sources(str(folder / "manifest.jsonl"), "--data", "train")]
+    values = {"settings": {"model": "m"}, "clips_a_shard": 10, "max_failed": 0.5, **fields}
+    return Job("label", folder / "out", sources=sources, make_worker=MakeTextWorker(folder), **values)
+
+
+def main() -> int:
+    try:
+        run_job(make_job(Path(sys.argv[1])), EngineSettings(workers=1))
+    except UserError as error:
+        print_error(error)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -196,7 +196,7 @@ class Aligner:
     def _words(self, ids: Sequence[int]) -> list[tuple[int, int]]:
         """Return first token and the one behind the last of each word."""
         firsts = [u for u, id_ in enumerate(ids) if u == 0 or self.pieces.kind(id_)[0]]
-        return list(zip(firsts, [*firsts[1:], len(ids)], strict=True))
+        return list(zip(firsts, [*firsts[1:], len(ids)], strict=True)) if firsts else []
 
     def _times(self, clip: AlignedClip, alignment: Alignment) -> tuple[np.ndarray, np.ndarray]:
         """Return start and end of each token in seconds."""

@@ -188,15 +188,48 @@ def evaluate_model(
     """
     s = settings
     sources = open_sources(s.data, s.split)
+    model = load_evaluated(name, s)
+    contexts = choose_contexts(model, s.look_ahead) if s.look_ahead is not None else {}
+    if contexts:
+        check_streams(model)
+    blocks: list[str] = []
+    with utterances_to(file, s, blocks, keep) as on_utterance:
+        started = time.perf_counter()
+        wer = count_errors(model, sources, s, on_utterance)
+        seconds = time.perf_counter() - started
+    result = describe(name, chosen_head(model), s, wer, blocks, wer.audio_seconds / seconds) | {"seconds": seconds}
+    if contexts:
+        drawn = None if s.block_pattern is None else blocks
+        result["att_context_size"] = list(model.encoder.att_context_size)
+        result["online_normalization"] = normalizes_chunks(model)
+        result["streaming"] = [count_streaming_errors(model, sources, s, *one, drawn) for one in contexts.items()]
+    return result
+
+
+def load_evaluated(name: str, s: EvaluationSettings) -> AsrModel:
+    """Load a model as `s` says: device, dtype and head.
+
+    Raises:
+        UserError: it cannot be loaded, or lacks the head.
+    """
     model = load_model(name, s.tokenizer)
     cast_parameters(model, getattr(torch, s.dtype))
     move_to_device(model, s.device)
     set_head(model, s.head, name)
     warn_about_search(model)
-    contexts = choose_contexts(model, s.look_ahead) if s.look_ahead is not None else {}
-    if contexts:
-        check_streams(model)
-    blocks: list[str] = []
+    return model
+
+
+@contextlib.contextmanager
+def utterances_to(
+    file: Path | None, s: EvaluationSettings, blocks: list[str], keep: list[Utterance] | None = None
+) -> Iterator[Callable[[Utterance, Counts], None]]:
+    """Give a function that takes each utterance with its counts: it writes a JSON line to `file`, and adds the
+    utterance to `keep` and its block to `blocks`.
+
+    Raises:
+        UserError: `file` cannot be written, or `s.block_pattern` matches nothing in an id.
+    """
     with _naming(file):
         lines = file.open("w", encoding="utf-8", errors="backslashreplace") if file else None
 
@@ -210,12 +243,20 @@ def evaluate_model(
             with _naming(file):
                 lines.write(json_line({**vars(utterance), **numbers}) + "\n")
 
-    started = time.perf_counter()
-    wer = count_errors(model, sources, s, on_utterance)
-    seconds = time.perf_counter() - started
+    yield on_utterance
     if lines is not None:
         with _naming(file):
             lines.close()
+
+
+def describe(
+    name: str, head: str, s: EvaluationSettings, wer: WerAccumulator, blocks: list[str], rtfx_whole: float
+) -> dict[str, Any]:
+    """Return what was counted as `evaluate --json` has it.
+
+    Raises:
+        UserError: no utterance could be scored.
+    """
     if wer.total.clips == 0:
         why = f", such as {wer.quarantined[0]['reason']}" if wer.quarantined else ""
         raise UserError(
@@ -225,7 +266,7 @@ def evaluate_model(
         )
     result = {
         "model": name,
-        "head": chosen_head(model),
+        "head": head,
         "dtype": s.dtype,
         "data": s.data,
         "normalization": s.normalization,
@@ -233,9 +274,8 @@ def evaluate_model(
         "left_out": wer.left_out,
         "audio_seconds": wer.audio_seconds,
         "decoding_seconds": wer.decoding_seconds,
-        "seconds": seconds,
         "rtfx": wer.audio_seconds / wer.decoding_seconds,
-        "rtfx_whole": wer.audio_seconds / seconds,
+        "rtfx_whole": rtfx_whole,
         "quarantined": wer.quarantined,
         "filtered": wer.filtered,
     }
@@ -247,10 +287,6 @@ def evaluate_model(
         for language, found in intervals.pop("by_language").items():
             result["by_language"][language].update(found)
         result.update(intervals)
-    if contexts:
-        result["att_context_size"] = list(model.encoder.att_context_size)
-        result["online_normalization"] = normalizes_chunks(model)
-        result["streaming"] = [count_streaming_errors(model, sources, s, *one, drawn) for one in contexts.items()]
     return result
 
 

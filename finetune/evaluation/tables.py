@@ -38,10 +38,8 @@ def print_rates(result: dict[str, Any]) -> None:
         )
         counts = (r["substitutions"], r["deletions"], r["insertions"], r["words"], r["clips"])
         _print_row(name, (*rates, *counts), widths)
-    print(
-        f"{result['audio_seconds']:.0f} s of audio: RTFx {result['rtfx']:.1f} decoding, "
-        f"{result['rtfx_whole']:.1f} with reading the data"
-    )
+    whole = f", {result['rtfx_whole']:.1f} with reading the data" if result["rtfx_whole"] else ""
+    print(f"{result['audio_seconds']:.0f} s of audio: RTFx {result['rtfx']:.1f} decoding{whole}")
     if result.get("head") == "ctc":
         print("decoded with the CTC head")
     if "wer_interval" in result and result.get("blocks", result["clips"]) < FEW:

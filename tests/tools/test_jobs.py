@@ -1,83 +1,305 @@
-"""Sharded jobs: nothing lost, nothing twice, whatever ends a clip, a worker or the driver."""
+"""Sharded jobs: nothing lost, nothing twice, whatever ends a clip, a worker, a node or the process that runs them."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from job_workers import MakeTextWorker
+from hypothesis import given, settings, strategies
+from job_workers import MakeTextWorker, TextWorker, make_job
 
-from finetune.data.sources import open_source, parse_sources
+from finetune.data.batching import BatchLimits
+from finetune.data.options import StreamOptions
+from finetune.data.sources import Source, open_source
+from finetune.data.utterances import no_tokens
 from finetune.errors import UserError
-from finetune.tools.jobs.engines import EngineSettings
+from finetune.tools.jobs.clips import Clips, cut_into_shards, halves, with_counts
+from finetune.tools.jobs.engines import Died, Done, EngineSettings, Event, Ready
 from finetune.tools.jobs.job import Job
 from finetune.tools.jobs.running import run_job
+from finetune.tools.jobs.work import Task, answer
+
+TEXTS = [f"text {i}" for i in range(43)]
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Callable[..., Job]:
-    """`job(texts, **fields)`: over a manifest of clips with these texts, 10 a shard."""
-
-    def make(texts: list[str], **fields) -> Job:
-        lines = [{"audio_filepath": f"{i:03d}.wav", "id": f"clip{i:03d}", "text": t} for i, t in enumerate(texts)]
-        manifest = tmp_path / "manifest.jsonl"
-        content = "".join(json.dumps(line) + "\n" for line in lines)
-        if not manifest.is_file() or manifest.read_text() != content:
-            manifest.write_text(content)
-        sources = [open_source(s, "--data") for s in parse_sources(str(manifest), "--data", "train")]
-        values = {"clips_a_shard": 10, "max_failed": 0.5, **fields}
-        return Job("label", tmp_path / "out", {"model": "m"}, sources, MakeTextWorker(tmp_path), **values)
-
-    return make
+def write_manifest(folder: Path, texts: list[str]) -> None:
+    lines = [{"audio_filepath": f"{i:03d}.wav", "id": f"clip{i:03d}", "text": t} for i, t in enumerate(texts)]
+    (folder / "manifest.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def ids(job: Job) -> list[str]:
     return [result["id"] for result in job.results()]
 
 
-def expected(texts: list[str], without: tuple[int, ...] = ()) -> list[str]:
-    return [f"clip{i:03d}" for i in range(len(texts)) if i not in without]
+def expected(clips: int, without: tuple[int, ...] = ()) -> list[str]:
+    return [f"clip{i:03d}" for i in range(clips) if i not in without]
 
 
-TEXTS = [f"text {i}" for i in range(43)]
+def wait_for(there: Callable[[], bool]) -> None:
+    while not there():
+        time.sleep(0.05)
 
 
-def test_clips_that_raise_or_kill_cost_themselves_only(job):
-    texts = [*TEXTS]
-    texts[3], texts[14], texts[17], texts[42] = "kill", "raise", "once 17", "kill"
-    done = job(texts)
-    totals = run_job(done, EngineSettings(workers=2))
+class ProcessEnds(BaseException):
+    """Stands for the end of a worker process."""
+
+
+class MortalWorker(TextWorker):
+    def end_process(self) -> None:
+        raise ProcessEnds
+
+
+class InlineEngine:
+    """Does the tasks in this process, the latest first."""
+
+    workers = 2
+
+    def __init__(self, job: Job, settings: EngineSettings):
+        self.job, self.started = job, 0
+        self.events: list[Event] = []
+
+    def start(self) -> int:
+        self.started += 1
+        self.events.append(Ready(self.started))
+        return self.started
+
+    def submit(self, worker: int, task: Task) -> None:
+        assert isinstance(self.job.make_worker, MakeTextWorker)
+        try:
+            event = Done(worker, answer(MortalWorker(self.job.make_worker.folder), self.job.group, task))
+        except ProcessEnds:
+            event = Died(worker, "killed")
+        self.events.append(event)
+
+    def wait(self, seconds: float) -> list[Event]:
+        return [self.events.pop()]
+
+    def close(self) -> None:
+        pass
+
+
+@settings(max_examples=25, deadline=None)
+@given(strategies.lists(strategies.sampled_from(["text"] * 12 + ["raise", "kill", "once"]), min_size=1, max_size=60))
+def test_each_clip_is_done_once_or_noted_with_its_reason(tmp_path_factory, kinds):
+    folder = tmp_path_factory.mktemp("job")
+    texts = [f"{kind} {i}" for i, kind in enumerate(kinds)]
+    write_manifest(folder, texts)
+    job = make_job(folder, clips_a_shard=8, max_failed=1.0)
+    totals = run_job(job, EngineSettings(), InlineEngine)
+    spoiled = {i: kind for i, kind in enumerate(kinds) if kind in ("raise", "kill")}
+    assert ids(job) == expected(len(texts), tuple(spoiled))
     assert totals.is_whole
-    assert ids(done) == expected(texts, (3, 14, 42))
     assert totals.clips == len(texts)
-    assert totals.seconds == 40
-    failed = [json.loads(line) for line in (done.directory / "failed.jsonl").open()]
-    assert [(f["kind"], f["source"].split()[-1]) for f in failed] == [
-        ("killed", "4"),
-        ("exception", "15"),
-        ("killed", "43"),
+    assert totals.seconds == len(texts) - len(spoiled)
+    found = [json.loads(line) for line in (folder / "out" / "failed.jsonl").open()]
+    assert [(record["source"].split()[-1], record["kind"]) for record in found] == [
+        (str(i + 1), {"raise": "exception", "kill": "killed"}[kind]) for i, kind in spoiled.items()
     ]
-    assert "a clip that cannot be processed" in failed[1]["reason"]
-    assert failed[1]["id"] == "clip014"
 
 
-def test_what_is_done_is_not_done_again(job, tmp_path):
-    settings = EngineSettings(part=(1, 3))
-    totals = run_job(job(TEXTS), settings)
+def test_too_many_failures_end_the_job_with_one_message(tmp_path):
+    write_manifest(tmp_path, [*TEXTS, "raise", "raise", "raise"])
+    with pytest.raises(UserError, match=r"3 of 46 clips failed, more than --max-failed 0.05: 3 exception") as caught:
+        run_job(make_job(tmp_path, max_failed=0.05), EngineSettings(), InlineEngine)
+    assert caught.value.exit_code == 1
+    assert "clip043: ValueError: a clip that cannot be processed" in str(caught.value)
+    assert len([*(tmp_path / "out" / "shards").iterdir()]) == 5
+
+
+def test_workers_that_always_end_do_not_go_on_for_ever(tmp_path):
+    write_manifest(tmp_path, ["kill"] * 1000)
+    with pytest.raises(UserError, match="25 worker processes in a row ended without a result"):
+        run_job(make_job(tmp_path, clips_a_shard=1000, max_failed=1.0), EngineSettings(), InlineEngine)
+
+
+def test_every_third_shard_and_then_the_rest(tmp_path):
+    write_manifest(tmp_path, TEXTS)
+    totals = run_job(make_job(tmp_path), EngineSettings(part=(1, 3)), InlineEngine)
     assert not totals.is_whole
-    assert totals.shards_done == 2  # of 5: shards 1 and 4
-    before = (tmp_path / "out" / "shards" / "00001.jsonl").stat()
-    run_job(job(TEXTS), EngineSettings())
-    assert (tmp_path / "out" / "shards" / "00001.jsonl").stat().st_mtime_ns == before.st_mtime_ns
-    assert ids(job(TEXTS)) == expected(TEXTS)
+    assert sorted(file.name for file in (tmp_path / "out" / "shards").iterdir()) == ["00001.jsonl", "00004.jsonl"]
+    file = tmp_path / "out" / "shards" / "00001.jsonl"
+    written = file.stat().st_mtime_ns
+    assert run_job(make_job(tmp_path), EngineSettings(), InlineEngine).is_whole
+    assert file.stat().st_mtime_ns == written
+    assert ids(make_job(tmp_path)) == expected(43)
 
 
-def test_another_job_s_directory_is_refused(job, tmp_path):
-    run_job(job(TEXTS[:5]), EngineSettings())
-    other = job(TEXTS[:5], clips_a_shard=7)
-    other.settings["model"] = "n"
-    with pytest.raises(UserError, match=r"model was m, is n; clips_a_shard was 10, is 7") as caught:
-        run_job(other, EngineSettings())
-    assert "data" not in str(caught.value).split(":", 1)[1]
-    with pytest.raises(UserError, match="the files of the data have changed"):
-        run_job(job(TEXTS[:6]), EngineSettings())
+def test_the_directory_of_another_job_or_of_other_things_is_refused(tmp_path):
+    write_manifest(tmp_path, TEXTS)
+    run_job(make_job(tmp_path), EngineSettings(), InlineEngine)
+    other = make_job(tmp_path, clips_a_shard=7, settings={"model": "n"})
+    with pytest.raises(UserError, match=r"another job: model was m, is n; clips_a_shard was 10, is 7\. Name"):
+        run_job(other, EngineSettings(), InlineEngine)
+    write_manifest(tmp_path, TEXTS[1:])
+    with pytest.raises(UserError, match="another job: the files of the data have changed"):
+        run_job(make_job(tmp_path), EngineSettings(), InlineEngine)
+    full = make_job(tmp_path)
+    full.directory = tmp_path
+    with pytest.raises(UserError, match="is not empty and holds no job"):
+        run_job(full, EngineSettings(), InlineEngine)
+
+
+def test_two_processes_do_not_do_the_same_shards(tmp_path):
+    write_manifest(tmp_path, TEXTS)
+    job = make_job(tmp_path)
+    job.begin()
+    with job.alone((0, 1)), pytest.raises(UserError, match="another process works on"):
+        run_job(make_job(tmp_path), EngineSettings(), InlineEngine)
+
+
+@pytest.mark.parametrize("form", ["shards", "manifest.jsonl"])
+def test_batches_hold_the_clips_of_a_shard_by_length(corpus, form):
+    source = open_source(Source(path=str(corpus / form), split="train"), "--data")
+    group = [(source, shard) for shard in source.shards]
+    shards = cut_into_shards(group, 13, max_samples=40)
+    assert [sum(piece.rows() for piece in pieces) for pieces in shards] == [13, 13, 13, 1]
+    options, found = StreamOptions(BatchLimits(clips=4), 16_000), []
+    for pieces in shards:
+        clips, seconds = Clips(group, pieces), []
+        for batch, entries in clips.batches(options, no_tokens):
+            assert batch.ids == [entry.id for entry in entries]
+            assert all(entry.place in clips.ids for entry in entries)
+            seconds += [entry.seconds for entry in entries]
+            found += batch.ids
+        assert seconds == sorted(seconds, reverse=True)
+    assert sorted(found) == [f"clip{i:02d}" for i in range(40)]
+
+
+def test_spoiled_rows_are_noted(corpus):
+    source = open_source(Source(path=str(corpus / "spoiled.jsonl")), "--data")
+    group = [(source, shard) for shard in source.shards]
+    (pieces,) = cut_into_shards(group, 100)
+    clips = Clips(group, pieces)
+    good = [
+        name
+        for batch, _ in clips.batches(StreamOptions(BatchLimits(clips=8), 16_000), no_tokens)
+        for name in batch.ids
+    ]
+    assert clips.read == 47
+    assert len(good) == 44
+    assert {(record["kind"], record["source"].split()[-1]) for record in clips.failed} == {
+        ("bad", n) for n in ("4", "21", "47")
+    }
+
+
+def test_a_source_that_does_not_tell_its_rows_is_cut_after_counting(corpus):
+    import datasets
+
+    from finetune.data.shards import dataset_shards
+
+    stream = datasets.load_dataset(
+        "parquet", data_files=str(corpus / "shards/data/train-*"), split="train", streaming=True
+    )
+    source = open_source(Source(path=str(corpus / "shards"), split="train"), "--data")
+    source.shards = dataset_shards(stream, [f"shard {i}" for i in range(stream.num_shards)])
+    group = [(source, shard) for shard in source.shards]
+    shards = cut_into_shards(group, 5)
+    assert [[piece.rows() for piece in pieces] for pieces in shards] == [[None]] * len(group)
+    counted = with_counts(group, shards[2])
+    assert [sum(piece.rows() for piece in half) for half in halves(counted)] == [7, 8]
+    assert sum(piece.rows() for pieces in cut_into_shards(group, 5, max_samples=12) for piece in pieces) == 12
+
+
+def test_a_killed_worker_process_is_replaced(tmp_path):
+    write_manifest(tmp_path, ["text", "kill", "raise", "text"])
+    job = make_job(tmp_path, clips_a_shard=1)
+    totals = run_job(job, EngineSettings(workers=1))
+    assert ids(job) == expected(4, (1, 2))
+    assert [(f["kind"], f["source"].split()[-1]) for f in totals.failed] == [("killed", "2"), ("exception", "3")]
+    assert "it ends the worker process (killed, most likely for want of memory)" in totals.failed[0]["reason"]
+
+
+def test_a_job_goes_on_after_a_signal_and_after_its_process_was_killed(tmp_path):
+    texts = ["wait" if i >= 20 else "text" for i in range(43)]
+    write_manifest(tmp_path, texts)
+    shards, made = tmp_path / "out" / "shards", tmp_path / "made"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path if path)}
+    for number, code in ((signal.SIGTERM, 75), (signal.SIGKILL, -9)):
+        made.unlink(missing_ok=True)
+        driver = subprocess.Popen([sys.executable, "-m", "job_workers", str(tmp_path)], env=environment)
+        wait_for(lambda: made.is_file() and (shards / "00001.jsonl").is_file())
+        driver.send_signal(number)
+        assert driver.wait() == code
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in made.read_text().split()))
+        assert len([*shards.iterdir()]) == 2
+    (tmp_path / "go").touch()
+    assert run_job(make_job(tmp_path), EngineSettings(), InlineEngine).is_whole
+    assert ids(make_job(tmp_path)) == expected(43)
+
+
+def test_a_cluster_that_does_not_answer_is_told_at_once(tmp_path):
+    write_manifest(tmp_path, TEXTS)
+    for address, message in (("127.0.0.1:1", "no Ray cluster answers at 127.0.0.1:1"), ("head", "neither auto nor")):
+        with pytest.raises(UserError, match=message):
+            run_job(make_job(tmp_path), EngineSettings("ray", address=address))
+
+
+@pytest.mark.slow
+def test_a_ray_node_that_is_killed_loses_nothing(tmp_path):
+    from ray.cluster_utils import Cluster
+
+    texts = ["wait" if i >= 20 else "text" for i in range(60)]
+    texts[3], texts[15] = "kill", "raise"
+    before = signal.getsignal(signal.SIGTERM)
+    write_manifest(tmp_path, texts)
+    job = make_job(tmp_path)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+
+    def kill_a_node() -> None:
+        wait_for(lambda: len([*(tmp_path / "out" / "shards").glob("*.jsonl")]) >= 2)
+        cluster.remove_node(nodes[1], allow_graceful=False)
+        (tmp_path / "go").touch()
+
+    killer = threading.Thread(target=kill_a_node)
+    killer.start()
+    try:
+        totals = run_job(job, EngineSettings("ray", address=cluster.address))
+    finally:
+        killer.join()
+        cluster.shutdown()
+        signal.signal(signal.SIGTERM, before)  # a cluster in a process takes it over
+    assert ids(job) == expected(60, (3, 15))
+    assert [(f["kind"], f["source"].split()[-1]) for f in totals.failed] == [("killed", "4"), ("exception", "16")]
+
+
+def test_options_of_jobs_need_a_directory(capsys):
+    from finetune.evaluate import parse_arguments
+
+    words = ["--model", "m.nemo", "--data", "d.jsonl"]
+    for more, message in (
+        (["--engine", "ray"], "--engine goes with --output DIR"),
+        (["--shard", "1/2"], "--shard goes with --output DIR"),
+        (["--output", "out", "--shard", "2/2"], "is I/N, such as 0/8 to 7/8"),
+        (["--output", "out", "--workers", "0"], "--workers has to be"),
+        (["--output", "out", "--look-ahead", "all"], "leave out --look-ahead"),
+    ):
+        with pytest.raises(SystemExit):
+            parse_arguments([*words, *more])
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_evaluation_in_shards_finds_what_one_process_finds(tiny_model, clips, tmp_path, capsys):
+    from finetune.evaluate import main
+
+    words = ["--model", tiny_model, "--data", clips / "manifest.jsonl", "--batch-size", 1, "--bootstrap", 0]
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    assert main([str(word) for word in (*words, "--utterances", whole)]) == 0
+    in_shards = [str(word) for word in (*words, "--output", tmp_path / "out", "--utterances", parts)]
+    assert main([*in_shards, "--shard", "1/2"]) == 0  # there is one shard, of the other process
+    assert "this part is done" in capsys.readouterr().out
+    assert main(in_shards) == 0
+    assert parts.read_text() == whole.read_text()
+    began = (tmp_path / "out" / "shards" / "00000.jsonl").stat().st_mtime_ns
+    assert main(in_shards) == 0  # there is nothing left to do
+    assert (tmp_path / "out" / "shards" / "00000.jsonl").stat().st_mtime_ns == began
+    capsys.readouterr()
+    assert main([*in_shards, "--language", "de"]) == 2
+    assert "holds another job: language was None, is de" in capsys.readouterr().err

@@ -241,8 +241,8 @@ def _text_problem(row: Result, own: dict[str, float], languages: Languages, surp
 
 
 def possible_pairs(problems: list[Problem]) -> list[tuple[int, int]]:
-    """Return pairs of clips whose texts may be exchanged, by their numbers, the likest first: each one's text is
-    nearer to what is heard in the other than the other's own is."""
+    """Return pairs of clips whose texts may be exchanged, by their numbers, the likest first: one's text is nearer to
+    what is heard in the other than the other's own is."""
     own = [_letters(problem.row["text"]) for problem in problems]
     index: dict[str, list[int]] = {}
     for n, letters in enumerate(own):
@@ -257,7 +257,7 @@ def possible_pairs(problems: list[Problem]) -> list[tuple[int, int]]:
                 votes[other] = votes.get(other, 0) + 1
         for other in sorted(votes, key=votes.__getitem__, reverse=True)[:NEAREST]:
             there, back = _unlike(letters, own[other]), _unlike(heard[other], own[n])
-            if other != n and there < _unlike(letters, own[n]) and back <= _unlike(heard[other], own[other]):
+            if other != n and there < _unlike(letters, own[n]):
                 found[min(n, other), max(n, other)] = there + back
     return sorted(found, key=found.__getitem__)
 

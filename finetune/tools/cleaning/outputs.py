@@ -39,8 +39,8 @@ def sentences_of(judgement: Judgement, listed: list[Problem]) -> list[str]:
         said.append(
             f"The model is too weak to judge these labels: in {100 * (1 - j.power):.0f} % of the clips the text of "
             f"another one fits as well; {100 * (1 - POWER):.0f} % at most may do so, chance has 50 %. Nothing is "
-            "listed but silence, repeats, and speech without words. Take a better model, or train this one on the data "
-            "first."
+            "listed but silence, repeats, and speech without words. Take a better model, or train this one on "
+            "the data first."
         )
     elif not j.judges_words:
         said.append(

@@ -54,8 +54,8 @@ def read_clips(
 
 
 def name_exchanged(problems: list[Problem], sources: list[OpenSource], listener: Listener) -> None:
-    """Make pairs of problems `exchanged` where each text is likelier under the other's audio than the one given, in
-    place. A clip is in one pair at most, the likeliest."""
+    """Make pairs of problems `exchanged` where each text fits the other's audio, in place: the exchange takes away more
+    of what both lack than remains. A clip is in one pair at most, the likeliest."""
     texts = [p for p in problems if p.kind in ("wrong_text", "other_language", "cut_off") and p.row["text"]]
     tried = possible_pairs(texts)[:PAIRS_TRIED]
     wanted = {texts[n].row["source"] for pair in tried for n in pair}
@@ -69,11 +69,13 @@ def name_exchanged(problems: list[Problem], sources: list[OpenSource], listener:
             continue
         batch = _batch([clips[row["source"]] for row in rows])
         losses = listener.losses(batch, [rows[1]["text"], rows[0]["text"]])
-        gain = min(row["loss"] - loss for row, loss in zip(rows, losses, strict=True))
-        gains.append((gain, a, b))
+        pairs = list(zip(rows, losses, strict=True))
+        gain = min(row["loss"] - loss for row, loss in pairs)
+        if all(row["loss"] - loss > max(loss - row["heard_loss"], 0.0) for row, loss in pairs):
+            gains.append((gain, a, b))
     taken: set[int] = set()
     for gain, a, b in sorted(gains, reverse=True):
-        if gain <= 0 or {a, b} & taken:
+        if {a, b} & taken:
             continue
         taken |= {a, b}
         for problem, other in ((texts[a], texts[b]), (texts[b], texts[a])):

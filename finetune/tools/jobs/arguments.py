@@ -9,16 +9,17 @@ if TYPE_CHECKING:
     from finetune.tools.jobs.engines import EngineSettings
 
 
-def add_engine(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a job: --engine, --workers, --address, --shard and --max-failed."""
+WORKERS = "processes that hold a model each (default: one a GPU; without GPUs one, with Ray one a node)"
+MAX_FAILED = 0.05  # as data.max_bad_fraction
+
+
+def add_engine(parser: argparse.ArgumentParser, *, workers: bool = True) -> None:
+    """Add the options of a job: --engine, --workers (unless the command has its own), --address, --shard and
+    --max-failed."""
     group = parser.add_argument_group("many clips", "docs/jobs.md has the whole of it")
     group.add_argument("--engine", choices=("local", "ray"), default="local", help="processes here, or a Ray cluster")
-    group.add_argument(
-        "--workers",
-        type=positive,
-        metavar="N",
-        help="processes that hold a model each (default: one a GPU; without GPUs one, with Ray one a node)",
-    )
+    if workers:
+        group.add_argument("--workers", type=positive, metavar="N", help=WORKERS)
     group.add_argument(
         "--address", metavar="A", help="of the Ray cluster: auto or HOST:PORT (default: one on this machine)"
     )
@@ -32,9 +33,9 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-failed",
         type=float,
-        default=0.05,
+        default=MAX_FAILED,
         metavar="SHARE",
-        help="give up where a larger share of the clips fails (default: 0.05)",
+        help=f"give up where a larger share of the clips fails (default: {MAX_FAILED:g})",
     )
 
 

@@ -23,12 +23,14 @@ from finetune.data.sources import OpenSource
 from finetune.durable_files import put_in_place, write_json, write_text
 from finetune.errors import UserError
 from finetune.security.safe_text import json_line
+from finetune.tools.jobs.arguments import MAX_FAILED
 from finetune.tools.jobs.clips import cut_into_shards
 from finetune.tools.jobs.work import MakeWorker, Outcome, Result
 
 CLIPS_A_SHARD = 1000
-MAX_FAILED = 0.05  # as data.max_bad_fraction
 DATA = "the files of the data"
+CONTENT = (DATA, "model_files")
+"""Keys whose values say nothing to people."""
 
 
 @dataclass
@@ -38,6 +40,9 @@ class Totals:
     clips: int = 0
     """Rows read, failed and filtered ones too."""
     seconds: float = 0.0
+    """Of audio, where the results tell."""
+    seconds_now: float = 0.0
+    """Of these, what this start did."""
     filtered: Counter[str] = field(default_factory=Counter)
     failed: list[Record] = field(default_factory=list)
     shards_done: int = 0
@@ -113,7 +118,7 @@ class Job:
             raise UserError(f"--output: {self.directory} cannot be used: {error}", exit_code=1) from error
         there = _flat({key: value for key, value in found.items() if key != "hash"})
         differing = [
-            f"{key} was {there.get(key, 'not set')}, is {value}" if key != DATA else f"{DATA} have changed"
+            f"{key} have changed" if key in CONTENT else f"{key} was {there.get(key, 'not set')}, is {value}"
             for key, value in {**dict.fromkeys(there, "not set"), **_flat(wanted)}.items()
             if there.get(key, "not set") != value
         ]
@@ -175,6 +180,13 @@ class Job:
         for number in range(len(self.shards)):
             with self.shard_file(number).open(encoding="utf-8") as lines:
                 yield from map(json.loads, lines)
+
+
+def stamp(name: str) -> list[list[Any]]:
+    """Return path, bytes and time of a model's file, or of the files in its directory; nothing for a hub name."""
+    path = Path(name)
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()]
 
 
 def _hash(identity: dict[str, Any]) -> str:

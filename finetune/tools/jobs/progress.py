@@ -22,6 +22,7 @@ class Progress:
         self.job, self.totals = job, job.totals()
         self.began = self.last = time.monotonic()
         self.before = self.totals.clips
+        self.workers = 0, 0
         rows = [piece.rows() for number in missing for piece in job.shards[number]]
         self.left = None if None in rows else sum(n or 0 for n in rows)
         """Clips to do at the start; None where only reading tells."""
@@ -46,8 +47,9 @@ class Progress:
         self.totals.failed += outcome.failed
         self.totals.filtered.update(outcome.filtered)
 
-    def show(self) -> None:
-        """Show the line, in a log once a minute."""
+    def show(self, ready: int, workers: int) -> None:
+        """Show the line, in a log once a minute, with how many of the workers have their model."""
+        self.workers = ready, workers
         if not self.bar.disable:
             self.bar.set_description_str(str(self))
         elif time.monotonic() - self.last > SECONDS_A_LINE:
@@ -64,6 +66,8 @@ class Progress:
         parts.append(f"{rate:,.1f} clips/s")
         if self.left is not None and rate:
             parts.append(f"{max(self.left - done, 0) / rate / 3600:,.2f} h left")
+        if self.workers[0] < self.workers[1]:
+            parts.append(f"{self.workers[0]} of {self.workers[1]} workers")
         if self.totals.failed:
             parts.append(f"{len(self.totals.failed):,} failed")
         return f"{self.job.command}: {', '.join(parts)}"

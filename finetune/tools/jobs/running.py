@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections import Counter, defaultdict, deque
+from collections.abc import Callable
 
 from finetune import signals
 from finetune.data.quarantine import Reasons, exceeds_bad_fraction
@@ -22,7 +23,22 @@ DEATHS_IN_A_ROW = 25  # of a shard of a million clips, whose first one kills, 24
 STARTS_IN_A_ROW = 3  # that end before a worker is made
 
 
-def run_job(job: Job, settings: EngineSettings) -> Totals:
+def make_engine(job: Job, settings: EngineSettings) -> Engine:
+    """Return the engine of a job.
+
+    Raises:
+        UserError: there is none, or a cluster does not answer.
+    """
+    if settings.engine == "ray":
+        from finetune.tools.jobs.on_ray import RayEngine
+
+        return RayEngine(job, settings)
+    return LocalEngine(job, settings)
+
+
+def run_job(
+    job: Job, settings: EngineSettings, make_engine: Callable[[Job, EngineSettings], Engine] = make_engine
+) -> Totals:
     """Do what is missing of a job; return what is there then.
 
     With `settings.part` other processes may do the rest: `Totals.is_whole` says whether all is there, and then
@@ -34,20 +50,18 @@ def run_job(job: Job, settings: EngineSettings) -> Totals:
         KeyboardInterrupt: Ctrl-C; what is done is kept.
     """
     job.begin()
+    before = job.totals().seconds
     part, parts = settings.part
     with job.alone(settings.part), signals.listening(), signals.saving_first():
         missing = [n for n in range(part, len(job.shards), parts) if not job.is_done(n)]
         if missing:
-            with contextlib.closing(_make_engine(job, settings)) as engine, Progress(job, missing) as progress:
+            with contextlib.closing(make_engine(job, settings)) as engine, Progress(job, missing) as progress:
                 _Run(job, engine, missing, progress).go()
     totals = job.totals()
+    totals.seconds_now = totals.seconds - before
     job.write_failed(totals)
     _check_failures(job, totals, all_read=totals.is_whole)
     return totals
-
-
-def _make_engine(job: Job, settings: EngineSettings) -> Engine:
-    return LocalEngine(job, settings)
 
 
 class _Run:
@@ -72,7 +86,7 @@ class _Run:
             self._stop_if_asked()
             for event in events:
                 self._take(event)
-            self.progress.show()
+            self.progress.show(len(self.busy) + len(self.idle), self.engine.workers)
 
     def _stop_if_asked(self) -> None:
         name = signals.requested()

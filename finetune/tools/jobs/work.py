@@ -70,6 +70,7 @@ def process(worker: Worker, group: Group, pieces: Pieces) -> Outcome:
     clips = Clips(group, pieces)
     try:
         results = list(worker.process(clips))
+        reason = None
     except UserError:
         raise
     except Unreachable as error:
@@ -77,11 +78,12 @@ def process(worker: Worker, group: Group, pieces: Pieces) -> Outcome:
     except Exception as error:
         if isinstance(error, torch.AcceleratorError):
             os._exit(LOST_DEVICE)  # nothing can be computed in this process any more
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:500]}"
+    if reason is not None:  # behind the handler, which holds the tensors of an error for want of memory
         parts = halves(with_counts(group, pieces))
         if parts:
             return process(worker, group, parts[0]) + process(worker, group, parts[1])
-        place = group[pieces[0].shard][1].place(pieces[0].start)
-        clips.fail("exception", place, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:500]}")
+        clips.fail("exception", group[pieces[0].shard][1].place(pieces[0].start), reason)
         return Outcome(failed=clips.failed[-1:], clips=1)
     places = {place: number for number, place in enumerate(clips.ids)}
     results.sort(key=lambda result: places.get(str(result.get("source")), len(places)))
