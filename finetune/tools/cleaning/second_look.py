@@ -54,8 +54,8 @@ def read_clips(
 
 
 def name_exchanged(problems: list[Problem], sources: list[OpenSource], listener: Listener) -> None:
-    """Make pairs of problems `exchanged` where each text fits the other's audio, in place: the exchange takes away more
-    of what both lack than remains. A clip is in one pair at most, the likeliest."""
+    """Make pairs of problems `exchanged` where each text fits the other's audio, in place: the exchange takes away
+    more of what both lack than remains. A clip is in one pair at most, the likeliest."""
     texts = [p for p in problems if p.kind in ("wrong_text", "other_language", "cut_off") and p.row["text"]]
     tried = possible_pairs(texts)[:PAIRS_TRIED]
     wanted = {texts[n].row["source"] for pair in tried for n in pair}
