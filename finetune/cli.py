@@ -24,6 +24,7 @@ COMMANDS = {
     "doctor": ("finetune.doctor", "say what this machine can run, and why not"),
     "evaluate": ("finetune.evaluate", "WER and CER by language, with intervals; compare two models"),
     "transcribe": ("finetune.transcribe", "transcribe audio of any length: JSON lines, SRT, VTT"),
+    "align": ("finetune.align", "start and end of each word of a text: JSON lines, TextGrid, SRT"),
     "export": ("finetune.export", "write a model as .nemo or in transformers' format"),
     "average": ("finetune.average", "merge the weights of several models, or look between two"),
     "tokenizer": ("finetune.tokenizer", "train a SentencePiece tokenizer, or extend one"),

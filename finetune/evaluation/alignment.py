@@ -12,17 +12,28 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from finetune.data.decode import as_float
+from finetune.data.filters import FilteredUtterance
+from finetune.data.normalization import normalize_text
+from finetune.data.quarantine import BadUtterance
+from finetune.data.utterances import text_encoder
 from finetune.evaluation.long_audio import Pieces
 from finetune.evaluation.recognise import encode_audio, evaluation_mode, frame_seconds
+from finetune.evaluation.word_edges import quiet_frames, word_edges
 from finetune.losses.alignment import Alignment, align_ctc, align_transducer
 from finetune.losses.dropin import ACTIVATION_OF
-from finetune.models.nemo import chosen_head, ctc_head, ctc_log_probs, tdt_durations
+from finetune.models.nemo import chosen_head, ctc_head, ctc_log_probs, pieces_of, tdt_durations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from finetune.data.batch import Batch
     from finetune.models.protocols import AsrModel
+
+
+SHIFT = 0.35
+"""Encoder frames from the beginning of the frame that emits a word's first token to the beginning of the word
+(docs/align.md says how it was measured)."""
 
 
 @dataclass
@@ -50,9 +61,11 @@ class AlignedWord:
     start_seconds: float
     end_seconds: float
     confidence: float
-    """That of its least probable token."""
+    """Geometric mean over its tokens of the probability of a token and the blanks before it, punctuation left out."""
     tokens: tuple[int, int]
     """Numbers of its first token and of the one behind its last."""
+    emitted_seconds: float
+    """Where it begins by the lattice alone, before pauses are looked for."""
 
 
 @dataclass
@@ -67,10 +80,15 @@ class AlignedClip:
     """Of the encoder."""
     loss: float = math.inf
     """-log P(text | audio), in nats."""
+    best_loss: float = math.inf
+    """The same of the best path alone."""
     tokens: list[AlignedToken] = field(default_factory=list)
     words: list[AlignedWord] = field(default_factory=list)
     last_blank_log_probability: float = 0.0
     """Of the blanks behind the last token, as `AlignedToken.blank_log_probability`."""
+
+    moved_frames: list[float] = field(default_factory=list)
+    """Encoder frames by which pauses moved the words behind them; their median is what the aligner's `shift` lacks."""
 
     @property
     def aligned(self) -> bool:
@@ -95,18 +113,46 @@ class Aligner:
     Args:
         model: in any mode; it is put into evaluation mode for each call.
         language: for the prompt of a prompt model; None: each clip's own.
+        normalization: of texts before they are tokenised (`finetune.data.normalization`); words stay as they are
+            written. None: `basic` where the vocabulary has no capitals, else `none`.
+        shift: encoder frames by which sounds begin behind the frame that emits them.
         joint_memory_budget: MiB for a block of joint outputs; None chooses by device.
     """
 
-    def __init__(self, model: AsrModel, *, language: str | None = None, joint_memory_budget: int | None = None):
-        self.model, self.language = model, language
+    def __init__(
+        self,
+        model: AsrModel,
+        *,
+        language: str | None = None,
+        normalization: str | None = None,
+        shift: float = SHIFT,
+        joint_memory_budget: int | None = None,
+    ):
+        self.model, self.language, self.shift = model, language, shift
         self.budget = None if joint_memory_budget is None else joint_memory_budget * 2**20
         self.pieces = Pieces(model.tokenizer)
+        self.normalization = normalization or normalization_of(model)
+        self._ids = text_encoder(model.tokenizer)
         self.frame_seconds = frame_seconds(model)
         self.rate = model.preprocessor._sample_rate
 
+    def tokens_of(self, text: str) -> list[int]:
+        """Return the tokens of a text, for a stream that makes batches to align.
+
+        Raises:
+            FilteredUtterance: nothing is left of it; BadUtterance: the tokenizer has no piece for a character.
+        """
+        text = normalize_text(text, self.normalization)
+        if not text:
+            raise FilteredUtterance("empty_text")
+        try:
+            return self._ids(text)
+        except BadUtterance as reason:
+            raise BadUtterance(str(reason).replace("data.text_normalization=", "--normalization ")) from None
+
     def align(self, batch: Batch) -> list[AlignedClip]:
-        """Align the clips of a batch with their tokens, which its stream encoded."""
+        """Align the clips of a batch with their tokens, which its stream encoded, by `tokens_of` or of texts that it
+        normalised itself."""
         if not batch.ids:
             return []
         lengths = batch.token_lengths_B.tolist()
@@ -139,7 +185,8 @@ class Aligner:
                 int(encoded.enc_lengths_B[i]),
             )
             if alignment is not None:
-                self._fill(clip, tokens[i], alignment)
+                audio_S = as_float(batch.audio_BS[i, : int(batch.audio_lengths_B[i])]).numpy()
+                self._fill(clip, audio_S, tokens[i], alignment)
             clips.append(clip)
         return clips
 
@@ -170,37 +217,67 @@ class Aligner:
                 joint_memory_budget=self.budget,
             )
 
-    def _fill(self, clip: AlignedClip, ids: Sequence[int], alignment: Alignment) -> None:
+    def _fill(self, clip: AlignedClip, audio_S: np.ndarray, ids: Sequence[int], alignment: Alignment) -> None:
         """Put loss, tokens and words into a clip."""
-        clip.loss = alignment.loss
+        clip.loss, clip.best_loss = alignment.loss, alignment.best_loss
         clip.last_blank_log_probability = float(alignment.blank_log_p_P[-1])
-        start_U, end_U = self._times(clip, alignment)
-        pieces = self.model.tokenizer.ids_to_tokens(list(ids)) if ids else []
-        clip.tokens = [
-            AlignedToken(id_, piece, float(start), float(end), math.exp(log_p), float(log_p), float(blanks))
-            for id_, piece, start, end, log_p, blanks in zip(
-                ids, pieces, start_U, end_U, alignment.log_p_U, alignment.blank_log_p_P[:-1], strict=True
-            )
-        ]
-        words = clip.text.split()
-        groups = self._words(ids)
-        if len(groups) != len(words):  # a script without blanks, or a tokenizer that writes them in its own way
-            decode = self.model.decoding.decode_tokens_to_str_with_strip_punctuation
-            words = [decode(list(ids[a:b])).strip() for a, b in groups]
-        for word, (a, b) in zip(words, groups, strict=True):
-            own = clip.tokens[a:b]
-            spoken = [t for t in own if not self.pieces.kind(t.id)[1]] or own
-            start, end = own[0].start_seconds, max(t.end_seconds for t in spoken)
-            clip.words.append(AlignedWord(word, start, end, min(t.confidence for t in spoken), (a, b)))
+        if not ids:
+            return
+        time_U = ((alignment.mean_U + self.shift) * self.frame_seconds).clip(0, clip.duration_seconds)
+        words = self._words(clip.text, ids)
+        first_W = [a for _, a, _ in words]
+        spoken = [[u for u in range(a, b) if not self.pieces.kind(ids[u])[1]] or [a] for _, a, b in words]
+        starts_W, ends_W, behind_pause_W = word_edges(
+            time_U[first_W],
+            time_U[[own[-1] for own in spoken]],
+            quiet_frames(audio_S, self.rate),
+            clip.duration_seconds,
+        )
+        clip.moved_frames = ((starts_W - time_U[first_W])[behind_pause_W] / self.frame_seconds).tolist()
+        confidence_U = np.exp(alignment.log_p_U)
+        with_blanks_U = alignment.log_p_U + alignment.blank_log_p_P[:-1]
+        pieces = self.model.tokenizer.ids_to_tokens(list(ids))
+        for (text, a, b), own, start, end in zip(words, spoken, starts_W, ends_W, strict=True):
+            edges = [start, *time_U[a + 1 : b].clip(start, end), end]
+            clip.tokens += [
+                AlignedToken(
+                    ids[u],
+                    pieces[u],
+                    float(edges[u - a]),
+                    float(edges[u - a + 1]),
+                    float(confidence_U[u]),
+                    float(alignment.log_p_U[u]),
+                    float(alignment.blank_log_p_P[u]),
+                )
+                for u in range(a, b)
+            ]
+            confidence = math.exp(with_blanks_U[own].mean())
+            clip.words.append(AlignedWord(text, float(start), float(end), confidence, (a, b), float(time_U[a])))
 
-    def _words(self, ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Return first token and the one behind the last of each word."""
+    def _words(self, text: str, ids: Sequence[int]) -> list[tuple[str, int, int]]:
+        """Return each word with its first token and the one behind its last: as the text has it, or as its tokens
+        spell it where they divide the text otherwise."""
         firsts = [u for u, id_ in enumerate(ids) if u == 0 or self.pieces.kind(id_)[0]]
-        return list(zip(firsts, [*firsts[1:], len(ids)], strict=True)) if firsts else []
+        groups = list(zip(firsts, [*firsts[1:], len(ids)], strict=True))
+        words = text.split()
+        parts = [len(normalize_text(word, self.normalization).split()) for word in words]
+        if sum(parts) != len(groups):
+            decode = self.model.decoding.decode_tokens_to_str_with_strip_punctuation
+            return [(decode(list(ids[a:b])).strip(), a, b) for a, b in groups]
+        found: list[tuple[str, int, int]] = []
+        unspoken: list[str] = []
+        for word, n in zip(words, parts, strict=True):
+            if n:
+                own, groups = groups[:n], groups[n:]
+                found.append((" ".join([*unspoken, word]), own[0][0], own[-1][1]))
+                unspoken = []
+            elif found:  # a dash
+                found[-1] = (f"{found[-1][0]} {word}", *found[-1][1:])
+            else:
+                unspoken.append(word)
+        return found
 
-    def _times(self, clip: AlignedClip, alignment: Alignment) -> tuple[np.ndarray, np.ndarray]:
-        """Return start and end of each token in seconds."""
-        start_U = alignment.mean_U * self.frame_seconds
-        end_U = start_U + np.maximum(alignment.duration_U, 1) * self.frame_seconds
-        end_U[:-1] = np.minimum(end_U[:-1], start_U[1:])
-        return start_U.clip(0, clip.duration_seconds), end_U.clip(0, clip.duration_seconds)
+
+def normalization_of(model: AsrModel) -> str:
+    """Return `basic` for a model whose vocabulary has no capitals, and so no punctuation to speak of, else `none`."""
+    return "none" if any(c.isupper() for piece in pieces_of(model) for c in piece) else "basic"

@@ -47,6 +47,6 @@ def find_problems(arguments: argparse.Namespace, engine: EngineSettings, device:
     listed = judgement.problems = certain(judgement.problems)
     count_words(judgement)
     corrections = correct(listed, sources)
-    audio = audio_for_page(listed[:SHOWN], sources, a.output, listener.aligner.rate)
+    audio = audio_for_page(listed[:SHOWN], sources, a.output, listener.rate)
     said = write_outputs(judgement, listed, corrections, audio, a.output)
     return Found(judgement, said, Counter(p.kind for p in listed).most_common(), len(totals.failed))

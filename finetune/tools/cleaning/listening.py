@@ -24,8 +24,7 @@ from finetune.data.batching import BatchLimits
 from finetune.data.decode import as_float
 from finetune.data.options import StreamOptions
 from finetune.data.utterances import text_encoder
-from finetune.evaluation.alignment import AlignedClip, Aligner
-from finetune.evaluation.recognise import decode_encoded, evaluation_mode
+from finetune.evaluation.recognise import decode_encoded, encode_audio, evaluation_mode, frame_seconds
 from finetune.models.loading import load_model, move_to_device
 from finetune.models.loss_module import LossModule
 from finetune.models.nemo import pieces_of, set_head
@@ -71,13 +70,13 @@ class Listener:
         set_head(self.model, s.head, s.model)
         if s.language is not None:
             check_language(self.model, s.language)
-        self.aligner = Aligner(self.model, language=s.language)
+        self.rate = self.model.preprocessor._sample_rate
         self.loss = LossModule(self.model, sigma=0.0, omega=0.0, fastemit_lambda=0.0)
         self.encode = text_encoder(self.model.tokenizer)
         limits = BatchLimits(clips=s.batch_size, seconds=s.batch_size * LONGEST_SECONDS)
         self.options = StreamOptions(
             limits,
-            self.aligner.rate,
+            self.rate,
             text_normalization=normalization_of(self.model),
             keep_empty_text=True,
             prompts=prompt_slots(self.model) if s.language is None else {},
@@ -92,19 +91,16 @@ class Listener:
         """Return of each clip of a batch what stands about it:
 
         source, id, language, text (as the model writes it), heard, duration (seconds), tokens; level, head, tail and
-        unheard (`Energy`); loss and heard_loss: -log P of the given and of the heard text, in nats; words: the
-        log-probability of each given word, and starts, their times; gaps: that of the blanks before each word and
-        behind the last; edits: by how much each edit lowers the loss (gain); other: the loss a token of another
+        unheard (`Energy`); loss and heard_loss: -log P of the given and of the heard text, in nats; edits: by how much each edit lowers the loss (gain); other: the loss a token of another
         clip's text, to show what a wrong text looks like.
         """
         given = [split_words(text) for text in batch.texts]
         lengths = batch.token_lengths_B.tolist()
         tokens = [row[:u] for row, u in zip(batch.tokens_BU.tolist(), lengths, strict=True)]
-        encoded, heard, aligned = [], [], []
+        encoded, heard = [], []
         for speed in SPEEDS:
             view = at_speed(batch, speed)
-            encoded.append(self.aligner.encode(view))
-            aligned.append(self.aligner.align_tokens(encoded[-1], view, tokens, batch.texts))
+            encoded.append(self._encode(view))
             with evaluation_mode(self.model):
                 heard.append(decode_encoded(self.model, *encoded[-1]))
         edits: list[list[Edit]] = []
@@ -127,7 +123,7 @@ class Listener:
         rest = iter(losses[2 * len(given) :].tolist())
         rows = []
         for i, place in enumerate(places):
-            row = self._row(batch, i, place, heard[0][i]) | _of_words([view[i] for view in aligned])
+            row = self._row(batch, i, place, heard[0][i])
             loss = float(losses[i])
             row |= {"tokens": len(tokens[i]), "loss": round(loss, 3), "heard_loss": round(float(own_losses[i]), 3)}
             row["other"] = round(float(losses[len(given) + i]) / max(len(others[i]), 1), 4) if others[i] else None
@@ -138,17 +134,23 @@ class Listener:
     def losses(self, batch: Batch, texts: Sequence[str]) -> list[float]:
         """Return -log P(text | audio) in nats, one text for each clip of a batch."""
         tokens = [self.encode(text) for text in texts]
-        views = [self.aligner.encode(at_speed(batch, speed)) for speed in SPEEDS]
+        views = [self._encode(at_speed(batch, speed)) for speed in SPEEDS]
         return np.mean([self._losses(tokens, range(len(tokens)), *view) for view in views], axis=0).tolist()
+
+    def _encode(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        own = self.settings.language
+        languages = batch.languages if own is None else [own] * len(batch.ids)
+        with evaluation_mode(self.model):
+            return encode_audio(self.model, batch.audio_BS, batch.audio_lengths_B, languages)
 
     def _row(self, batch: Batch, i: int, place: str, hypothesis: Any) -> dict[str, Any]:
         stamps = hypothesis.timestamp
         starts = stamps["timestep"] if isinstance(stamps, dict) else stamps
-        times = [] if starts is None else [float(start) * self.aligner.frame_seconds for start in starts]
+        times = [] if starts is None else [float(start) * frame_seconds(self.model) for start in starts]
         audio_S = batch.audio_BS[i, : int(batch.audio_lengths_B[i])].numpy()
-        energy = asdict(energy_of(audio_S, self.aligner.rate, times))
+        energy = asdict(energy_of(audio_S, self.rate, times))
         row = {"source": place, "id": batch.ids[i], "language": batch.languages[i], "text": batch.texts[i]}
-        row |= {"heard": " ".join(hypothesis.text.split()), "duration": round(len(audio_S) / self.aligner.rate, 3)}
+        row |= {"heard": " ".join(hypothesis.text.split()), "duration": round(len(audio_S) / self.rate, 3)}
         return row | {name: round(value, 3) for name, value in energy.items()}
 
     def _other_text(self, i: int, batch: Batch, tokens: list[list[int]]) -> list[int]:
@@ -178,23 +180,6 @@ class Listener:
                 for n, loss in zip(part, loss_N.tolist(), strict=True):
                     losses[n] = loss if math.isfinite(loss) else IMPOSSIBLE * max(len(tokens[n]), 1)
         return losses
-
-
-def _of_words(views: list[AlignedClip]) -> dict[str, Any]:
-    """Return words, starts and gaps of `Listener.listen`: means over the views; empty where one has no alignment."""
-    if not all(view.aligned for view in views):
-        return {"words": [], "starts": [], "gaps": []}
-    words = [[sum(t.log_probability for t in view.tokens[slice(*w.tokens)]) for w in view.words] for view in views]
-    gaps = [
-        [*(view.tokens[w.tokens[0]].blank_log_probability for w in view.words), view.last_blank_log_probability]
-        for view in views
-    ]
-    starts = [round(word.start_seconds, 2) for word in views[0].words]
-    return {
-        "words": np.mean(words, axis=0).round(2).tolist() if words[0] else [],
-        "starts": starts,
-        "gaps": np.mean(gaps, axis=0).round(2).tolist(),
-    }
 
 
 def at_speed(batch: Batch, speed: float) -> Batch:

@@ -61,7 +61,7 @@ def name_exchanged(problems: list[Problem], sources: list[OpenSource], listener:
     wanted = {texts[n].row["source"] for pair in tried for n in pair}
     if not wanted:
         return
-    clips = dict(read_clips(sources, wanted, listener.aligner.rate))
+    clips = dict(read_clips(sources, wanted, listener.rate))
     gains = []
     for a, b in tried:
         rows = texts[a].row, texts[b].row

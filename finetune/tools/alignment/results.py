@@ -1,0 +1,130 @@
+"""What an alignment job leaves: rows and files in their formats, each whole or as before, and a summary."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from finetune.durable_files import put_in_place, sync_directory, write_text
+from finetune.security.safe_text import json_line, one_line
+from finetune.tools.alignment.formats import file_name, subtitles, text_grid
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+    from typing import TextIO
+
+    from finetune.tools.jobs.job import Totals
+
+
+ROWS = "alignments.jsonl"
+UNSURE = 0.5
+"""Words below this confidence are counted."""
+MOST_SHIFT = 0.3
+"""Frames by which words behind pauses may lie off, by their median, before a shift is advised."""
+LEAST_PAUSES = 20
+
+
+@dataclass
+class Summary:
+    """Numbers of all rows."""
+
+    clips: int = 0
+    words: int = 0
+    unsure: int = 0
+    seconds: float = 0.0
+    token_losses: list[float] = field(default_factory=list)
+    """By clip: nats a token."""
+    moved_frames: list[float] = field(default_factory=list)
+
+    def add(self, row: dict[str, Any], moved_frames: list[float]) -> None:
+        self.clips += 1
+        self.words += len(row["words"])
+        self.unsure += sum(word["confidence"] < UNSURE for word in row["words"])
+        self.seconds += row["duration"]
+        self.token_losses.append(row["loss"] / max(len(row["tokens"]), 1))
+        self.moved_frames += moved_frames
+
+    def lines(self, shift: float, totals: Totals) -> list[str]:
+        """Return the summary in words.
+
+        Args:
+            shift: as the aligner had it.
+            totals: of the job: what was left out.
+        """
+        said = [f"{self.clips:,} clips aligned: {self.words:,} words in {self.seconds / 3600:.2f} h"]
+        if self.words:
+            said.append(
+                f"loss: {statistics.median(self.token_losses):.2f} nats a token in the median clip; "
+                f"{self.unsure / self.words:.1%} of the words have a confidence below {UNSURE}"
+            )
+        if len(self.moved_frames) >= LEAST_PAUSES:
+            off = statistics.median(self.moved_frames)
+            if abs(off) > MOST_SHIFT:
+                said.append(
+                    f"the model's tokens come {abs(off):.2f} frames {'before' if off > 0 else 'behind'} the words "
+                    f"behind {len(self.moved_frames):,} pauses: with --shift {shift + off:.2f} words inside speech "
+                    "are placed better"
+                )
+        for reason, n in totals.filtered.most_common():
+            said.append(f"  {n:>7,}  left out: {reason.replace('_', ' ')}")
+        examples = {record["kind"]: record for record in totals.failed}
+        for kind, n in Counter(record["kind"] for record in totals.failed).most_common():
+            record = examples[kind]
+            said.append(f"  {n:>7,}  {kind.replace('_', ' ')}, such as {record['id']}: {record['reason']}")
+        return [one_line(line) for line in said]
+
+
+def write_results(rows: Iterable[dict[str, Any]], output: Path, formats: tuple[str, ...]) -> Summary:
+    """Write all rows: to the file `output`, or with other formats than JSON into the directory `output`."""
+    summary, taken, alone = Summary(), set[str](), formats == ("json",)
+    file = output if alone else output / ROWS
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with _whole(file) if "json" in formats else _nothing() as lines:
+        for row in rows:
+            moved_frames = row.pop("moved_frames")
+            summary.add(row, moved_frames)
+            if lines is not None:
+                lines.write(json_line(row) + "\n")
+            if alone:
+                continue
+            name = file_name(row["id"], taken)
+            for kind, suffix, text in (("textgrid", "TextGrid", text_grid), ("srt", "srt", subtitles)):
+                if kind in formats:
+                    aside = output / f".{suffix}.tmp"
+                    aside.write_text(text(row), encoding="utf-8")
+                    aside.replace(output / f"{name}.{suffix}")
+    if not alone:
+        sync_directory(output)
+    return summary
+
+
+def write_failed(totals: Totals, output: Path, formats: tuple[str, ...]) -> Path | None:
+    """Write what failed beside the results; return the file, or None where nothing did."""
+    alone = formats == ("json",)
+    file = output.with_name(f"{output.stem}.failed.jsonl") if alone else output / "failed.jsonl"
+    file.unlink(missing_ok=True)
+    if not totals.failed:
+        return None
+    write_text(file, "".join(json_line(record) + "\n" for record in totals.failed))
+    return file
+
+
+@contextmanager
+def _whole(file: Path) -> Iterator[TextIO]:
+    """Write a file aside and give it its name at the end."""
+    aside = file.with_name(f".{file.name}.tmp")
+    try:
+        with aside.open("w", encoding="utf-8", errors="backslashreplace") as lines:
+            yield lines
+        put_in_place(aside, file)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield None
