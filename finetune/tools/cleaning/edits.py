@@ -53,7 +53,7 @@ def align_words(given: list[str], heard: list[str]) -> list[tuple[int | None, in
     """
     keys, others = [key_of(w) for w in given], [key_of(w) for w in heard]
     if max(len(keys), len(others)) > LONGEST_ALIGNED:
-        return [(i, None) for i in range(len(keys))] + [(None, j) for j in range(len(others))]
+        return [*((i, None) for i in range(len(keys))), *((None, j) for j in range(len(others)))]
     rows, columns = len(keys) + 1, len(others) + 1
     cost = [[GAP * j for j in range(columns)]]
     for i, key in enumerate(keys, start=1):

@@ -91,8 +91,9 @@ class Listener:
         """Return of each clip of a batch what stands about it:
 
         source, id, language, text (as the model writes it), heard, duration (seconds), tokens; level, head, tail and
-        unheard (`Energy`); loss and heard_loss: -log P of the given and of the heard text, in nats; edits: by how much each edit lowers the loss (gain); other: the loss a token of another
-        clip's text, to show what a wrong text looks like.
+        unheard (`Energy`); loss and heard_loss: -log P of the given and of the heard text, in nats; edits: by how
+        much each edit lowers the loss (gain); other: the loss a token of another clip's text, to show what a wrong
+        text looks like.
         """
         given = [split_words(text) for text in batch.texts]
         lengths = batch.token_lengths_B.tolist()

@@ -29,10 +29,10 @@ PAIRS_TRIED = 2000
 PLAYED = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a")  # by browsers
 
 
-def rows_at(sources: list[OpenSource], places: set[str]) -> Iterator[tuple[OpenSource, str, Row]]:
-    """Yield source, place and content of the rows at some places."""
+def rows_at(sources: list[OpenSource], places: set[str], light: bool = False) -> Iterator[tuple[OpenSource, str, Row]]:
+    """Yield source, place and content of the rows at some places; `light`: without their audio where it lies apart."""
     left = set(places)
-    for source, shard, number, row in all_rows(sources, light=False):
+    for source, shard, number, row in all_rows(sources, light):
         if not left:
             return
         place = shard.place(number)
@@ -94,7 +94,10 @@ def correct(problems: list[Problem], sources: list[OpenSource]) -> dict[str, str
     """Return the text that each problem's clip should have, by its place, as far as there is one: the partner's, the
     given one with the edit, or what was heard; of an edited text all that stays is as the row has it."""
     places = {p.row["source"] for p in problems}
-    written = {place: str(row.get(source.columns["text"]) or "") for source, place, row in rows_at(sources, places)}
+    written = {
+        place: str(row.get(source.columns["text"]) or "")
+        for source, place, row in rows_at(sources, places, light=True)
+    }
     found = {}
     for problem in problems:
         place, given = problem.row["source"], split_words(problem.row["text"])
