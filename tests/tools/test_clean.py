@@ -15,12 +15,14 @@ from conftest import ROOT, read_lines, write_manifest
 
 from finetune import clean
 from finetune.data.leave_out import LeaveOut
+from finetune.evaluation.dataset import open_sources
 from finetune.tools.cleaning.edits import MISSING, NOT_SAID, OTHER, Edit, edits_of, split_words
 from finetune.tools.cleaning.energy import energy_of
-from finetune.tools.cleaning.judging import Judgement, judge, possible_pairs
+from finetune.tools.cleaning.judging import Judgement, Problem, judge, possible_pairs
 from finetune.tools.cleaning.mixtures import fit_mixture
 from finetune.tools.cleaning.outputs import sentences_of, write_outputs
 from finetune.tools.cleaning.repeats import repeated
+from finetune.tools.cleaning.second_look import audio_for_page
 
 BASE = ROOT / "examples" / "base" / "fastconformer_tdt_3m.nemo"
 
@@ -251,7 +253,7 @@ def data(tmp_path: Path) -> Path:
     rows = []
     for n in range(5):
         soundfile.write(tmp_path / f"{n}.wav", np.full(8000, 0.1), 16_000)
-        rows.append({"audio_filepath": f"{n}.wav", "duration": 0.5, "text": f"Text {n}.", "speaker": "s"})
+        rows.append({"audio_filepath": f"{n}.wav", "duration": 0.5, "text": f"Text {'abcde'[n]}.", "speaker": "s"})
     return write_manifest(tmp_path / "data.jsonl", rows)
 
 
@@ -274,9 +276,9 @@ def test_decisions_make_a_manifest_beside_the_old_one(data: Path, tmp_path: Path
     assert clean.main(arguments) == 0
     written = read_lines(output / "cleaned.jsonl")
     assert [(r["text"], Path(r["audio_filepath"])) for r in written] == [
-        ("Text 0.", tmp_path / "0.wav"),
+        ("Text a.", tmp_path / "0.wav"),
         ("Mended.", tmp_path / "2.wav"),
-        ("Text 4.", tmp_path / "4.wav"),
+        ("Text e.", tmp_path / "4.wav"),
     ]
     assert all(r["speaker"] == "s" for r in written)
     assert data.read_bytes() == before
@@ -359,7 +361,7 @@ def test_decisions_of_the_page_come_back(page: Path, data: Path, tmp_path: Path,
     output = tmp_path / "out"
     assert clean.main(["--decisions", str(decisions), "--data", str(data), "--output", str(output)]) == 0
     texts = [r["text"] for r in read_lines(output / "cleaned.jsonl")]
-    assert texts == ["Text 0.", "Mended & <taken>.", "Text 3.", "Text 4."]
+    assert texts == ["Text a.", "Mended & <taken>.", "Text d.", "Text e."]
 
 
 @pytest.fixture
@@ -386,6 +388,19 @@ def opened() -> Iterator[Callable[..., Any]]:
         yield open_page
         browser.close()
     assert not complaints
+
+
+def test_audio_that_a_browser_cannot_find_is_copied(data: Path, tmp_path: Path) -> None:
+    lines = read_lines(data)
+    lines[1] |= {"offset": 0.1, "duration": 0.25}
+    write_manifest(data, lines)
+    sources = open_sources([str(data)], "train")
+    problems = [Problem("silence", 1.0, {"source": f"{data} line {n}"}, "", 0.0) for n in (1, 2)]
+    folder = tmp_path / "a page"
+    folder.mkdir()
+    found = audio_for_page(problems, sources, folder, 16_000)
+    assert found == {f"{data} line 1": "../0.wav", f"{data} line 2": "audio/00000.flac"}
+    assert soundfile.info(folder / "audio" / "00000.flac").frames == 4000
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
