@@ -19,6 +19,7 @@ COMMANDS = {
     "train": ("finetune.train", "fine-tune a model; --dry-run and --smoke N try it first"),
     "plan": ("finetune.plan", "predict memory and time of every strategy, without a GPU"),
     "check": ("finetune.check", "read a data set to its end: hours, lengths, what training leaves out"),
+    "clean": ("finetune.clean", "find labels that do not fit their audio, by a model"),
     "split": ("finetune.split", "split data into manifests for training, validation and test"),
     "doctor": ("finetune.doctor", "say what this machine can run, and why not"),
     "evaluate": ("finetune.evaluate", "WER and CER by language, with intervals; compare two models"),

@@ -81,7 +81,7 @@ def recognise_batch(
 
 
 def decode_encoded(model: AsrModel, enc_BHT: torch.Tensor, enc_lengths_B: torch.Tensor) -> list[Any]:
-    """Decode what `encode_audio` returned, as `recognise_batch` does; call inside `evaluation_mode`."""
+    """Decode what `encode_audio` returned, to NeMo's Hypothesis objects; call inside `evaluation_mode`."""
     with torch.autocast(enc_BHT.device.type, enabled=False):
         if chosen_head(model) == "ctc":
             head = ctc_head(model)

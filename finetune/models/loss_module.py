@@ -23,6 +23,7 @@ from finetune.models.features import log_mel
 from finetune.models.frozen_base import FrozenBase
 from finetune.models.look_ahead import Context, attending
 from finetune.models.nemo import (
+    chosen_head,
     ctc_head,
     ctc_log_probs,
     ctc_loss_weight,
@@ -177,6 +178,16 @@ class LossModule(nn.Module):
         self.ctc_losses_B = ctc_losses_B.detach()
         ctc_losses_B = ctc_losses_B.masked_fill(ctc_losses_B == math.inf, 0.0)
         return (1 - self.ctc_weight) * losses_B + self.ctc_weight * ctc_losses_B
+
+    def losses_of(
+        self, enc_BHT: torch.Tensor, enc_lengths_B: torch.Tensor, texts_BU: torch.Tensor, text_lengths_B: torch.Tensor
+    ) -> torch.Tensor:
+        """Return -log P(text | audio) by the head that decodes, (B,) fp32 in nats, of encoder outputs (B, H, T) that
+        are there already; inf where no alignment exists."""
+        targets = enc_BHT, enc_lengths_B, texts_BU, text_lengths_B
+        if chosen_head(self.nemo) == "ctc":
+            return self._ctc_losses(*targets)
+        return self._transducer_losses(*targets, rnnt_draw=False, on_host=None, teacher=None)
 
     def _padded(self, mel_BFT: torch.Tensor) -> torch.Tensor:
         more = -mel_BFT.size(2) % self.bucket_frames if self.bucket_frames else 0

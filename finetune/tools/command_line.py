@@ -56,9 +56,9 @@ def add_model(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument("--tokenizer", metavar="DIR", help="tokenizer directory, for a NeMo model YAML")
 
 
-def add_data(parser: argparse.ArgumentParser, purpose: str) -> None:
+def add_data(parser: argparse.ArgumentParser, purpose: str, split: str = "test") -> None:
     parser.add_argument("--data", nargs="+", metavar="D", help=f"{purpose}; each {DATA}")
-    parser.add_argument("--split", help="split of a folder or hub data set (default: test)")
+    parser.add_argument("--split", help=f"split of a folder or hub data set (default: {split})")
     parser.add_argument("--max-samples", type=int, default=-1, metavar="N", help="only the first N clips")
 
 

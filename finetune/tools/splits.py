@@ -111,7 +111,7 @@ def split_data(
             f"--output: {', '.join(there)} would be written over. Name another directory, or add --overwrite."
         )
     for source in sources:
-        _check_audio(source, write_audio, folder)
+        check_audio(source, write_audio, folder)
     left_out = LeaveOut(leave_out, "--leave-out") if leave_out else None
     if left_out is not None:
         left_out.check_files({shard.file for source in sources for shard in source.shards}, "--data")
@@ -165,9 +165,9 @@ def _open(data: list[str], split: str, by: str | None) -> list[OpenSource]:
     return [open_source(s.model_copy(update={"speaker_column": column or s.speaker_column}), "--data") for s in parsed]
 
 
-def _check_audio(source: OpenSource, write_audio: bool, folder: Path) -> None:
+def check_audio(source: OpenSource, write_audio: bool, folder: Path) -> None:
     """Raise UserError where a manifest could not point at the audio."""
-    for _, _, _, row in _rows([source], light=False):
+    for _, _, _, row in all_rows([source], light=False):
         audio = row.get(source.columns["audio"])
         if isinstance(audio, dict) and audio.get("bytes") is not None and not write_audio:
             raise UserError(
@@ -177,7 +177,7 @@ def _check_audio(source: OpenSource, write_audio: bool, folder: Path) -> None:
         return
 
 
-def _rows(sources: list[OpenSource], light: bool) -> Iterator[tuple[OpenSource, Shard, int, Row]]:
+def all_rows(sources: list[OpenSource], light: bool) -> Iterator[tuple[OpenSource, Shard, int, Row]]:
     """Yield all rows in their order; `light`: without the audio where lengths are known without it."""
     for source in sources:
         for shard in tqdm(source.shards, desc=source.source.path, unit="shard", leave=False, delay=2, disable=None):
@@ -192,7 +192,7 @@ def _rows(sources: list[OpenSource], light: bool) -> Iterator[tuple[OpenSource, 
 def _read(sources: list[OpenSource], by: str | None, leave_out: LeaveOut | None) -> Utterances:
     """Read texts, speakers, languages and lengths."""
     found = Utterances()
-    for source, shard, number, row in _rows(sources, light=True):
+    for source, shard, number, row in all_rows(sources, light=True):
         text = row.get(source.columns["text"])
         place = shard.place(number)
         reason = row.get(BAD_LINE) or (None if isinstance(text, str) else "no text")
@@ -468,7 +468,7 @@ def _write(
 ) -> int:
     """Write the manifests; return how many clips of `held_out` are in train."""
     parts, usable, moved = iter(part_N.tolist()), iter(found.usable), 0
-    for source, _, _, row in _rows(sources, light=False):
+    for source, _, _, row in all_rows(sources, light=False):
         if next(usable, False):
             part, new = next(parts), manifest_row(source, row, folder)
             moved += part == TRAIN and _clip(new) in held_out

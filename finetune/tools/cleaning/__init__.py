@@ -1,0 +1,1 @@
+"""`python -m finetune.clean`: labels that do not fit their audio, found by a model."""

@@ -1,0 +1,293 @@
+"""From the scores of all clips to problems with a kind and a confidence.
+
+The scores are read two times: numbers of all clips into arrays, texts of the suspects only. N clips.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from rapidfuzz.distance import Levenshtein
+
+from finetune.tools.cleaning.edits import MISSING, NOT_SAID, OTHER, Edit, align_words, key_of, split_words
+from finetune.tools.cleaning.languages import Languages
+from finetune.tools.cleaning.mixtures import Mixture, fit_mixture
+from finetune.tools.cleaning.repeats import repeated
+from finetune.tools.data_check.doubts import SILENT
+
+Result = dict[str, Any]
+TEXT = "text"
+WORDS = (MISSING, NOT_SAID, OTHER)
+SURE = 0.5  # confidence from which on a clip is a problem
+SUSPECT = 0.1  # from which on a partner is looked for
+LOUD_EDGE = 0.9  # quantile of the data's own edges above which speech runs into the edge
+LONG_SILENT_TEXT = 0.99  # quantile of speech without words
+FEWEST_WORDS_HEARD = 0.5  # of the given ones, for judgements about single words
+POWER = 0.75  # of the clips, in which another clip's text has to fit worse than the given one: halfway from chance
+FEWEST_UNHEARD = 1.0  # seconds of speech without words
+NEAREST, MOST_OF_A_GRAM = 8, 1000  # clips that are compared with one, and that four letters lead to
+
+
+@dataclass
+class Problem:
+    """A clip whose label is suspicious."""
+
+    kind: str
+    confidence: float
+    row: Result
+    difference: str
+    score: float
+    edit: Edit | None = None
+    """What would mend it."""
+    partner: str | None = None
+    """The place of the clip that has its text."""
+
+
+@dataclass
+class Judgement:
+    """What is said of the whole data set."""
+
+    problems: list[Problem] = field(default_factory=list)
+    clips: int = 0
+    words: int = 0
+    wer: float = 0.0
+    """Of the model against the labels."""
+    power: float = 1.0
+    """Share of the clips in which the text of another clip fits worse than the given one; chance has 0.5."""
+    mixtures: dict[str, Mixture | None] = field(default_factory=dict)
+    label_words: int = 0
+    """Words of the labels that are wrong by the problems listed."""
+    model_words: int = 0
+    """Other words in which the model differs from the labels."""
+
+    @property
+    def judges_words(self) -> bool:
+        return self.judges_texts and self.wer <= 1 - FEWEST_WORDS_HEARD
+
+    @property
+    def judges_texts(self) -> bool:
+        return self.power >= POWER
+
+
+def text_score(loss: float, row: Result) -> float:
+    """Return how much less probable a text is than what is heard, in nats against what chance makes of its length."""
+    return float(np.log1p(max(loss - row["heard_loss"], 0.0) / max(row["tokens"], 1) ** 0.5))
+
+
+def gain_score(edit: Result, row: Result) -> float:
+    """Return what an edit gains, in nats against the model's own uncertainty of the clip."""
+    return float(np.log1p(max(edit["gain"], 0.0) / (1 + max(row["heard_loss"], 0.0)) ** 0.5))
+
+
+def best_edit(row: Result, kind: str) -> Result | None:
+    """Return the edit of a kind that gains most."""
+    return max((edit for edit in row["edits"] if edit["kind"] == kind), key=lambda e: e["gain"], default=None)
+
+
+def mended_loss(row: Result) -> float:
+    """Return the loss of the text with the edit that gains most."""
+    return row["loss"] - max([0.0, *(edit["gain"] for edit in row["edits"])])
+
+
+@dataclass
+class _Numbers:
+    text_N: array = field(default_factory=lambda: array("d"))
+    """With the edit that gains most."""
+    given_N: array = field(default_factory=lambda: array("d"))
+    """As it is."""
+    wrong_N: array = field(default_factory=lambda: array("d"))
+    """The score of another clip's text; NaN without one."""
+    gains_N: dict[str, array] = field(default_factory=lambda: {kind: array("d") for kind in WORDS})
+    head_N: array = field(default_factory=lambda: array("d"))
+    tail_N: array = field(default_factory=lambda: array("d"))
+    unheard_N: array = field(default_factory=lambda: array("d"))
+    words: int = 0
+    word_errors: int = 0
+    languages: Languages = field(default_factory=Languages)
+
+    def add(self, row: Result) -> None:
+        self.text_N.append(text_score(mended_loss(row), row))
+        self.given_N.append(text_score(row["loss"], row))
+        other = row["other"]
+        self.wrong_N.append(np.nan if other is None else text_score(other * max(row["tokens"], 1), row))
+        for kind in WORDS:
+            edit = best_edit(row, kind)
+            self.gains_N[kind].append(0.0 if edit is None else gain_score(edit, row))
+        self.head_N.append(row["head"])
+        self.tail_N.append(row["tail"])
+        self.unheard_N.append(row["unheard"])
+        given, heard = _keys(row["text"]), _keys(row["heard"])
+        self.words += len(given)
+        self.word_errors += Levenshtein.distance(given, heard)
+        self.languages.add(row["text"], row["language"])
+
+
+def _keys(text: str) -> list[str]:
+    return [key_of(word) for word in split_words(text)]
+
+
+def judge(results: Callable[[], Iterable[Result]]) -> Judgement:
+    """Judge all clips; `results` gives the scores anew at each call, in one order."""
+    numbers = _Numbers()
+    for row in results():
+        numbers.add(row)
+    clips = len(numbers.text_N)
+    judgement = Judgement(clips=clips, words=numbers.words)
+    if not clips:
+        return judgement
+    judgement.wer = numbers.word_errors / max(numbers.words, 1)
+    text_N, wrong_N = np.array(numbers.text_N), np.array(numbers.wrong_N)
+    compared_N = ~np.isnan(wrong_N)
+    wrong_N = wrong_N[compared_N]
+    worse_N = wrong_N > np.array(numbers.given_N)[compared_N]
+    judgement.power = float(worse_N.mean()) if len(wrong_N) else 0.0
+    posteriors = {TEXT: _posterior(text_N, judgement, TEXT, wrong_N)}
+    for kind in WORDS:
+        posteriors[kind] = _posterior(np.array(numbers.gains_N[kind]), judgement, kind)
+    edges = {"head": np.quantile(numbers.head_N, LOUD_EDGE), "tail": np.quantile(numbers.tail_N, LOUD_EDGE)}
+    longest_unheard = max(float(np.quantile(numbers.unheard_N, LONG_SILENT_TEXT)), FEWEST_UNHEARD)
+    suspects: list[tuple[Result, dict[str, float]]] = []
+    for n, row in enumerate(results()):
+        own = {kind: float(posterior_N[n]) for kind, posterior_N in posteriors.items()}
+        if max(own.values()) >= SUSPECT or row["unheard"] > longest_unheard or _is_plain(row):
+            suspects.append((row, own))
+    judgement.problems = list(_problems(suspects, judgement, numbers.languages, edges, longest_unheard))
+    return judgement
+
+
+def _posterior(score_N: np.ndarray, judgement: Judgement, name: str, wrong_N: np.ndarray | None = None) -> np.ndarray:
+    mixture = judgement.mixtures[name] = fit_mixture(score_N, wrong_N)
+    return np.zeros(len(score_N)) if mixture is None else mixture.posterior(score_N)
+
+
+def _is_plain(row: Result) -> bool:
+    """Return whether a clip is a problem without any statistics."""
+    return _plain_problem(row) is not None
+
+
+def _problems(
+    suspects: list[tuple[Result, dict[str, float]]],
+    judgement: Judgement,
+    languages: Languages,
+    edges: dict[str, float],
+    longest_unheard: float,
+) -> Iterator[Problem]:
+    bad = sum(own[TEXT] >= SURE for _, own in suspects)
+    surprise = float(np.log(judgement.clips / max(bad, 1)))  # nats that another language has to be likelier by
+    for row, own in suspects:
+        problem = _plain_problem(row)
+        if problem is None and judgement.judges_texts:
+            problem = _text_problem(row, own, languages, surprise)
+        if judgement.judges_words and (problem is None or problem.confidence < SURE):
+            problem = _word_problem(row, own, edges) or problem
+        if problem is None and row["unheard"] > longest_unheard:
+            ratio = row["unheard"] / longest_unheard
+            difference = f"{row['unheard']:.1f} s of speech in which no word is heard"
+            problem = Problem("speech_without_words", 1 - 0.5 / ratio, row, difference, row["unheard"])
+        if problem is not None:
+            yield problem
+
+
+def _plain_problem(row: Result) -> Problem | None:
+    if row["level"] <= SILENT and row["text"]:
+        return Problem("silence", 1.0, row, f"{row['level']:.0f} dB of full scale, and a text", row["level"])
+    if (found := repeated(row["text"])) and not repeated(row["heard"]):
+        return Problem("repeated", 1.0, row, f"'{found[0]}' {found[1]} times in the text", float(found[1]))
+    if row["heard"] and not row["text"]:
+        words = tuple(split_words(row["heard"]))
+        confidence = 1 - float(np.exp(-max(row["loss"] - row["heard_loss"], 0.0)))
+        difference = f"no text, but heard: {row['heard']}"
+        return Problem("speech_without_words", confidence, row, difference, confidence, Edit(MISSING, 0, 0, words))
+    return None
+
+
+def _word_problem(row: Result, own: dict[str, float], edges: dict[str, float]) -> Problem | None:
+    """Return the problem that the edit mends that gains most, if it is sure."""
+    sure = [(kind, best_edit(row, kind)) for kind in WORDS if own[kind] >= SURE]
+    found = [(edit["gain"], kind, edit) for kind, edit in sure if edit is not None]
+    if not found:
+        return None
+    gain, kind, edit = max(found, key=lambda entry: entry[0])
+    given, confidence = split_words(row["text"]), own[kind]
+    start, end, words = edit["start"], edit["end"], tuple(edit["words"])
+    removed = end - start
+    if kind == NOT_SAID and removed < len(given):
+        at_end, at_start = end == len(given), start == 0
+        loud = (at_end and row["tail"] > edges["tail"]) or (at_start and row["head"] > edges["head"])
+        if (at_end or at_start) and (removed > 1 or loud):
+            side = "end" if at_end else "beginning"
+            difference = f"the audio lacks the {side} of the text: {' '.join(given[start:end])}"
+            return Problem("cut_off", confidence, row, difference, gain, Edit(kind, start, end, words))
+    what = {
+        NOT_SAID: f"not said: {' '.join(given[start:end])}",
+        MISSING: f"said, but not in the text: {' '.join(words)}",
+        OTHER: f"{' '.join(given[start:end])}: {' '.join(words)} was said",
+    }
+    return Problem(kind, confidence, row, what[kind], gain, Edit(kind, start, end, words))
+
+
+def _text_problem(row: Result, own: dict[str, float], languages: Languages, surprise: float) -> Problem | None:
+    """Return the problem of a text that fits as a whole so badly; `exchanged` follows with the partners."""
+    confidence, score = own[TEXT], (row["loss"] - row["heard_loss"]) / max(row["tokens"], 1)
+    if confidence < SUSPECT:
+        return None
+    reads_like, margin = languages.of(row["text"], row["language"])
+    if margin > surprise and confidence >= SURE:
+        difference = f"the text reads like {reads_like}, the clip is {row['language'] or 'of no language'}"
+        return Problem("other_language", confidence, row, difference, score)
+    return Problem("wrong_text", confidence, row, "the text does not fit the audio", score)
+
+
+def possible_pairs(problems: list[Problem]) -> list[tuple[int, int]]:
+    """Return pairs of clips whose texts may be exchanged, by their numbers, the likest first: one's text is nearer to
+    what is heard in the other than the other's own is."""
+    own = [_letters(problem.row["text"]) for problem in problems]
+    index: dict[str, list[int]] = {}
+    for n, letters in enumerate(own):
+        for gram in _grams(letters):
+            index.setdefault(gram, []).append(n)
+    heard = [_letters(problem.row["heard"]) for problem in problems]
+    found: dict[tuple[int, int], float] = {}
+    for n, letters in enumerate(heard):
+        votes: dict[int, int] = {}
+        for gram in _grams(letters):
+            for other in index.get(gram, ())[:MOST_OF_A_GRAM]:
+                votes[other] = votes.get(other, 0) + 1
+        for other in sorted(votes, key=votes.__getitem__, reverse=True)[:NEAREST]:
+            there, back = _unlike(letters, own[other]), _unlike(heard[other], own[n])
+            if other != n and there < _unlike(letters, own[n]):
+                found[min(n, other), max(n, other)] = there + back
+    return sorted(found, key=found.__getitem__)
+
+
+def _unlike(a: str, b: str) -> float:
+    return Levenshtein.normalized_distance(a, b)
+
+
+def _letters(text: str) -> str:
+    return " ".join(filter(None, map(key_of, text.split())))
+
+
+def _grams(letters: str) -> set[str]:
+    return {letters[i : i + 4] for i in range(max(len(letters) - 3, 1))}
+
+
+def count_words(judgement: Judgement) -> None:
+    """Count whose words are wrong where model and labels differ."""
+    judgement.label_words = 0
+    for problem in judgement.problems:
+        edit, given = problem.edit, split_words(problem.row["text"])
+        judgement.label_words += len(given) if edit is None else max(edit.end - edit.start, len(edit.words))
+    judgement.model_words = max(round(judgement.wer * judgement.words) - judgement.label_words, 0)
+
+
+def aligned_pairs(given: str, heard: str) -> list[tuple[str, str, bool]]:
+    """Return the words of two texts side by side, and whether they differ."""
+    left, right = split_words(given), split_words(heard)
+    pairs = []
+    for i, j in align_words(left, right):
+        a, b = "" if i is None else left[i], "" if j is None else right[j]
+        pairs.append((a, b, key_of(a) != key_of(b)))
+    return pairs
