@@ -184,6 +184,25 @@ def test_resuming(run_train, tmp_path, guarded, capfd):
     assert "is read anew from model.name" in said
 
 
+def test_an_extended_run_knows_the_point_that_it_has_taken(run_train, tmp_path, guarded):
+    """It was judged after the last checkpoint, which does not know of it."""
+    make, observe = guarded
+    run = tmp_path / "run"
+    assert run_train(*make("+0.065"), observe=observe) == 0
+    best = summary(run)["best_weights"]
+    assert best.startswith("way ")
+    assert (
+        run_train(*make("+0.065", "training.resume_from_checkpoint=true", "training.max_steps=6"), observe=observe)
+        == 0
+    )
+    told = summary(run)
+    before = [row for row in told["guard_limit"]["judged"] if (row["step"], row["weights"]) == (4, best)]
+    assert [row["kept"] for row in before] == [True]
+    assert told["best_step"] in (4, 6)
+    assert told["guard_limit"]["choice_wer"] == pytest.approx(BASE + 0.1 * float(best.removeprefix("way ")), abs=1e-4)
+    assert len(points(run)) == 5, "of the last step alone"
+
+
 def test_a_base_that_cannot_be_made_anew(run_train, tmp_path, guarded, capfd):
     """model.tokenizer changes what model.name holds: the run goes on, and says that it looks at no points."""
     make, observe = guarded

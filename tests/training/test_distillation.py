@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import DETERMINISTIC, ONLY_TRAIN, read_lines
 from engine_cases import reference
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from finetune.callbacks.distillation import FILE
 
@@ -106,6 +106,21 @@ def test_a_base_that_is_another_or_gone_is_refused(distilled, run_train, failed,
     assert "model.distillation: 0" in said
     base.unlink()
     assert str(base) in failed(2, *tiny_run(**sections))
+
+
+def test_an_adapter_is_a_part_of_the_base(distilled, failed, tiny_run, tmp_path):
+    first, run = tmp_path / "first", tmp_path / "run"
+    distilled("first", 0.0, model={"lora_rank": 2}, max_steps=3)
+    adapter = first / "adapter" / "adapter_model.safetensors"
+    own = {**DETERMINISTIC, "distillation": 1.0, "lora_rank": 2, "adapter": str(first / "adapter")}
+    distilled("run", 1.0, model=own, max_steps=3)
+    again = {"output_dir": str(run), "resume_from_checkpoint": True}
+    assert failed(0, *tiny_run(model=own, data=ONLY_TRAIN, training={**STEPS, **again, "max_steps": 4}))
+    tensors = load_file(adapter)
+    changed = next(name for name, tensor in tensors.items() if ".lora_B." in name and tensor.any())
+    save_file(tensors | {changed: 2 * tensors[changed]}, adapter)
+    said = failed(2, *tiny_run(model=own, data=ONLY_TRAIN, training={**STEPS, **again}))
+    assert "model.distillation: the run began with another base: the weights of" in said
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,20 @@ def test_a_killed_run_chooses_as_an_unbroken_one(chosen, limited, run_train, tmp
     assert rows_of(tmp_path / "run", "guard_choice") == rows_of(chosen, "guard_choice")
 
 
+def test_a_damaged_model_is_chosen_anew_within_the_limit(chosen, limited, failed, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(chosen, run)
+    (run / "model.nemo").write_bytes(b"damaged")
+    checkpoint = f"training.resume_from_checkpoint={run / 'checkpoints' / 'step-00000002'}"
+    said = failed(0, *limited(run, "training.average_checkpoints=2", checkpoint))
+    assert f"model.nemo is damaged (its checksum differs) in {run}: the best model is chosen anew" in said
+    told = summary_of(run)
+    later = [row for row in told["guard_limit"]["judged"] if row["step"] > 2 and row["kept"]]
+    best = min(later, key=lambda row: row["validation_wer"])
+    assert (told["best_step"], told["best_weights"]) == (best["step"], best["weights"])
+    assert told["guard_limit"]["choice_wer"] == best["guard_wer"] <= told["guard_limit"]["highest_wer"]
+
+
 def test_only_the_base_model_keeps_a_narrow_limit(limited, run_train, tmp_path, tiny_model, capfd):
     from finetune.models.loading import load_model
 
@@ -191,6 +205,12 @@ def test_only_the_base_model_keeps_a_narrow_limit(limited, run_train, tmp_path, 
     assert found["test_kept"] is True
     mine, base = (load_model(str(path)).state_dict() for path in (tmp_path / "run", tiny_model))
     assert all(torch.equal(mine[name], base[name]) for name in base)
+
+    (tmp_path / "run" / "model.nemo").write_bytes(b"damaged")
+    assert run_train(*limited(tmp_path / "run", *changes, "training.resume_from_checkpoint=true")) == 1
+    said = capfd.readouterr().err
+    assert "data.guard_limit: there is no model that keeps it. The base model" in said
+    assert "is damaged or gone" in said
 
 
 def test_the_bound_at_a_confidence_has_to_keep_the_limit(limited, run_train, tmp_path):
@@ -236,13 +256,20 @@ def test_a_limit_kept_on_one_half_only_is_said(messages):
     assert judge.summary(0.4, 0.42, None)["test_kept"]
 
 
-@pytest.mark.parametrize("case", ["limit is new", "limit is lower", "base makes no error"])
-def test_what_cannot_be_judged_is_refused(chosen, limited, failed, tmp_path, case):
+@pytest.mark.parametrize("case", ["limit is new", "limit is lower", "base makes no error", "no words"])
+def test_what_cannot_be_judged_is_refused(chosen, limited, failed, clips, tmp_path, case):
     again = "training.resume_from_checkpoint=true"
     if case == "base makes no error":
         said = failed(2, *limited(tmp_path / "run", "data.guard_limit=+5 %"))
         assert "data.guard_limit: +5 % of a WER of 0 is 0" in said
         assert "data.guard_limit=+0.01" in said
+    elif case == "no words":
+        rows = [
+            {**r, "audio_filepath": str(clips / r["audio_filepath"])} for r in read_lines(clips / "manifest.jsonl")
+        ]
+        silent = write_manifest(tmp_path / "silent.jsonl", [{**row, "text": "!"} for row in rows[:4]])
+        said = failed(2, *limited(tmp_path / "run", f"data.validation={silent}"))
+        assert "data.guard_limit: no clip with words of data.validation could be used" in said
     elif case == "limit is lower":
         shutil.copytree(chosen, tmp_path / "run")
         said = failed(2, *limited(tmp_path / "run", "data.guard_limit=+0.1", again))
