@@ -211,7 +211,7 @@ def main() -> None:
             rows = [json.loads(line) for line in (folder / name / "manifest.jsonl").read_text().splitlines()]
             found = {"summary": summary, **judge(rows, truth)}
     result = {
-        "command": f"python scripts/bench/segment.py --minutes {' '.join(f'{m:g}' for m in a.minutes)} --seed {a.seed}",
+        "command": " ".join(["python scripts/bench/segment.py --minutes", *map(str, a.minutes), f"--seed {a.seed}"]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),

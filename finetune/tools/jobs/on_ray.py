@@ -52,6 +52,7 @@ class RayEngine:
         if importlib.util.find_spec("ray") is None:
             raise UserError("--engine ray needs a package: pip install -c constraints.txt -e '.[ray]'.")
         import ray
+        import ray.exceptions
 
         self.ray = ray
         self.joined = not ray.is_initialized()

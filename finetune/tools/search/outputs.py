@@ -188,11 +188,11 @@ def _plots(result: Result, rows: list[list[Any]]) -> list[Plot | None]:
     good = result.good
     if len(good) < 2:
         return []
-    study, of_wer = study_of(good), {"target_name": "WER"}
+    study = study_of(good)
     note = "Trials with a WER; bad ones and those that were stopped early are in the table above."
     history, slices = (
-        visualization.plot_optimization_history(study, **of_wer),
-        visualization.plot_slice(study, **of_wer),
+        visualization.plot_optimization_history(study, target_name="WER"),
+        visualization.plot_slice(study, target_name="WER"),
     )
     found: list[Plot | None] = [
         _plot("history", "WER by trial", history, HEADS, rows, note),
@@ -204,7 +204,7 @@ def _plots(result: Result, rows: list[list[Any]]) -> list[Plot | None]:
         figure, note = visualization.plot_intermediate_values(study_of(shown)), "Best so far, as a fraction."
         found.append(_plot("evaluations", "Evaluations of each trial", figure, HEADS, rows, note))
     if result.importances:
-        figure = visualization.plot_param_importances(study, **of_wer)
+        figure = visualization.plot_param_importances(study, target_name="WER")
         table = [list(share) for share in result.importances.items()]
         found.append(_plot("importances", "Importance", figure, ["setting", "share"], table, "PED-ANOVA."))
     return found

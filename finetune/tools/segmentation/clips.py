@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +64,7 @@ class Result:
     clips: list[Clip] = field(default_factory=list)
     left_out: list[dict[str, Any]] = field(default_factory=list)
     """In order: speech with its reason, then text."""
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Of the stretches that were left out, by reason."""
     words: Counter[str] = field(default_factory=Counter)
     """Of the text, by reason, where they are in no clip."""
@@ -153,8 +153,11 @@ def _leave_out(
         "reason": reason,
         "offset": round(start / rate, 3),
         "duration": round((end - start) / rate, 3),
+        "text": text,
+        "heard": heard,
     }
-    row |= {"text": text, "heard": heard} | ({} if nats is None else {"nats": nats})
+    if nats is not None:
+        row["nats"] = nats
     result.left_out.append(row)
     result.seconds[reason] += (end - start) / rate
 

@@ -92,7 +92,7 @@ def hear(
     batch_size: int,
     language: str | None,
     check: Callable[[list[Heard], bool], None],
-    on_stretch: Callable[[Heard], None],
+    on_stretch: Callable[[Heard], object],
 ) -> list[Heard]:
     """Recognise the stretches that `progress` does not have; call inside `evaluation_mode`.
 

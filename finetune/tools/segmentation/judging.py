@@ -88,7 +88,7 @@ def judge(
     progress: Progress,
     *,
     batch_size: int,
-    on_stretch: Callable[[int], None],
+    on_stretch: Callable[[int], object],
 ) -> list[Judged | None]:
     """Align each stretch that has a span with its possible texts; None for the others.
 
