@@ -41,7 +41,8 @@ def least_of_largest(base: State, tuned: State, density: float, sample: int = 2*
     every = 1 + sum(tuned[name].numel() for name in names) // sample
     changes = [(tuned[n].flatten()[::every].float() - base[n].flatten()[::every].float()).abs() for n in names]
     changes_N = torch.cat(changes)
-    return float(changes_N.kthvalue(max(1, round((1 - density) * len(changes_N)))).values)
+    kept = max(1, round(density * len(changes_N)))
+    return float(changes_N.kthvalue(len(changes_N) - kept + 1).values)
 
 
 def lora_start(name: str, base: Mapping[str, torch.Tensor]) -> bool:
@@ -102,7 +103,7 @@ def with_ties(base: State, states: Iterable[State], weights: Sequence[float], de
     names = [name for name, start in base.items() if start.is_floating_point() and not is_statistic(name)]
     rest = {name: start for name, start in base.items() if name not in set(names)}
     merged = with_task_vectors(rest, states, [w / len(states) for w in weights])
-    bounds = [_bound(base, state, names, density) for state in states]
+    bounds = [least_of_largest(base, state, density) for state in states]
     factors = torch.tensor(list(weights))
     for name in names:
         start = base[name].float()
@@ -112,13 +113,3 @@ def with_ties(base: State, states: Iterable[State], weights: Sequence[float], de
         elected = calculate_majority_sign_mask(steps)
         merged[name] = start + disjoint_merge(steps * factors.view(bound.shape), elected)
     return {name: merged[name] for name in base}
-
-
-def _bound(base: State, state: State, names: Sequence[str], density: float) -> float:
-    """Return the magnitude from which on a task vector's values are among its `density` largest."""
-    sizes_N = torch.cat([(state[name].float() - base[name].float()).abs().flatten() for name in names])
-    kept = max(1, round(density * sizes_N.numel()))
-    # A partition: sorting the values of a large model takes minutes, and torch's topk indices of twice their size.
-    ordered_N = sizes_N.numpy()
-    ordered_N.partition(len(ordered_N) - kept)
-    return float(ordered_N[len(ordered_N) - kept])
