@@ -190,19 +190,24 @@ def _plots(result: Result, rows: list[list[Any]]) -> list[Plot | None]:
         return []
     study = study_of(good)
     note = "Trials with a WER; bad ones and those that were stopped early are in the table above."
-    history, slices = (
-        visualization.plot_optimization_history(study, target_name="WER"),
-        visualization.plot_slice(study, target_name="WER"),
+    history = _plot(
+        "history", "WER by trial", visualization.plot_optimization_history(study, target_name="WER"), HEADS, rows, note
     )
+    for trace in history.traces:  # a study numbers its trials anew
+        trace["x"] = [good[i].number for i in trace["x"]]
+    slices = visualization.plot_slice(study, target_name="WER")
     found: list[Plot | None] = [
-        _plot("history", "WER by trial", history, HEADS, rows, note),
+        history,
         _plot("slices", "WER by setting", slices, HEADS, rows, note),
         _parallel(result, rows),
     ]
     shown = [t for t in result.finished if t.intermediate_values]
     if shown:
         figure, note = visualization.plot_intermediate_values(study_of(shown)), "Best so far, as a fraction."
-        found.append(_plot("evaluations", "Evaluations of each trial", figure, HEADS, rows, note))
+        plot = _plot("evaluations", "Evaluations of each trial", figure, HEADS, rows, note)
+        for trace, t in zip(plot.traces, shown, strict=True):
+            trace["name"] = f"trial {t.number}"
+        found.append(plot)
     if result.importances:
         figure = visualization.plot_param_importances(study, target_name="WER")
         table = [list(share) for share in result.importances.items()]
