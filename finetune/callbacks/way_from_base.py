@@ -35,15 +35,16 @@ from finetune.training.trained_state import all_tensors, averaged_tensors, copy_
 
 log = logging.getLogger(__name__)
 
-EVALUATIONS = 5
+FINEST = 1 / 16
+"""How near the point taken is to one that does not keep the limit."""
 DENSITY = 0.5
 """Share of the changes, the largest, that the way goes by."""
 SHOWN = ("validation_wer", "guard_wer", "kept")
 
 
 class WayFromBase(Callback):
-    """Looks for the largest step from the base model towards the last weights that keeps the limit, with EVALUATIONS
-    points: the end of the way, then by bisection; nothing where the last weights keep it."""
+    """Looks for the largest step from the base model towards the last weights that keeps the limit: from the end of the
+    way in quarters, then by bisection; nothing where the last weights keep it."""
 
     def __init__(self, accelerator: Accelerator, config: RunConfig, progress: Progress, model: AsrModel):
         assert config.data.guard_limit is not None
@@ -152,20 +153,19 @@ class WayFromBase(Callback):
         factors = any(lora_start(name, base) for name in tuned)
         least = 0.0 if factors else least_of_largest(base, tuned, DENSITY)
         del base  # twice the trained weights would be held while they are evaluated
-        low, high, way = 0.0, 1.0, 1.0
-        for _ in range(EVALUATIONS):
-            if factors and way == 1:  # the last weights themselves
-                way = 0.5
+        # The guard's WER need not rise steadily: bisection from the middle would miss what keeps the limit above a point
+        # that does not.
+        low, high = 0.0, 1.0
+        ways = [1.0, 0.75, 0.5, 0.25][factors:]  # the end of a LoRA's way is the last weights themselves
+        while high - low > FINEST:
+            way = ways.pop(0) if ways else (low + high) / 2
             name = f"{WAY}{way:g}"
             inside = self._inside(targets, tuned, way, least)
             yield Candidate(name, inside, f"{100 * way:g} % of the way from the base model")
             if self._kept(name):
-                low = way
+                low, ways = way, []
             else:
                 high = way
-            if low == high:
-                break
-            way = (low + high) / 2
         with torch.no_grad():
             for name, tensor in tuned.items():
                 targets[name].copy_(tensor)

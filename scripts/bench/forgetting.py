@@ -171,7 +171,7 @@ def figures_of(output: Path) -> dict[str, Any]:
         "guard_after": summary["guard_wer_after"],
         "best_step": summary["best_step"],
         "weights": summary.get("best_weights", "raw"),
-        "guard_limit": summary.get("guard_limit"),
+        "guard_limit": {k: v for k, v in (summary.get("guard_limit") or {}).items() if k != "judged"} or None,
         "seconds": summary["wall_seconds"],
     }
 
