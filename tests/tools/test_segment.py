@@ -14,9 +14,12 @@ import soundfile
 from conftest import ROOT, VOICE_PROMPTS, read_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stream_cases import make_stream, read_epoch
 
+from finetune.data.decode import as_float
 from finetune.errors import UserError
 from finetune.segment import main
+from finetune.tools.segmentation.hearing import Progress
 from finetune.tools.segmentation.matching import CELLS, anchored_share, match
 from finetune.tools.segmentation.output import cut
 from finetune.tools.segmentation.spans import Candidate, Judged, Span, choose
@@ -187,6 +190,19 @@ def test_places_are_cut_out_of_a_stream() -> None:
         assert [part.tolist() for part in parts] == [audio_S[a:b].tolist() for a, b in places]
 
 
+def test_rows_that_a_kill_cut_off_are_done_again(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"text": "caf\u00e9 \u2028 a"}, {"text": "\u00e9"}]
+    Progress(path).add(rows)
+    content = path.read_bytes()
+    assert Progress(path).rows == rows
+    for end in range(len(content) - 1, content.index(b"\n"), -1):  # also in the middle of a letter
+        path.write_bytes(content[:end])
+        assert Progress(path).rows == rows[:1]
+    Progress(path).add(rows[1:])
+    assert Progress(path).rows == rows
+
+
 # ---- the command ---------------------------------------------------------------------------------------------------
 
 
@@ -220,6 +236,15 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tupl
     path = tmp_path_factory.mktemp("recording") / "long.flac"
     soundfile.write(path, audio_S, RATE)
     return path, places
+
+
+def clips_of(source: str) -> dict[str, tuple[str, np.ndarray]]:
+    """Return text and samples by id, as training reads them."""
+    return {
+        batch.ids[i]: (batch.texts[i], as_float(batch.audio_BS[i, : int(batch.audio_lengths_B[i])]).numpy())
+        for batch in read_epoch(make_stream(source, shuffle=False))
+        for i in range(len(batch.ids))
+    }
 
 
 def run(recording: Path, text: Path, output: Path, *more: str) -> int:
@@ -267,16 +292,18 @@ def test_good_speech_comes_out_and_wrong_text_does_not(
     assert words == summary["text_words"] == len(read_words(text_file))
     assert "text that was not read" in capsys.readouterr().out
 
-    # The shards hold the same clips as the offsets, as training reads them.
-    from finetune.data.decode import decode_audio
-
-    shards = [row for file in sorted((output / "shards").glob("*.parquet")) for row in pq.read_table(file).to_pylist()]
-    assert [row["text"] for row in shards] == [row["text"] for row in rows]
-    for shard, row in zip(shards[::10], rows[::10], strict=True):
-        whole = decode_audio(row["audio_filepath"], RATE, None, row["offset"], row["duration"])
-        alone = decode_audio(shard["audio"], RATE)
-        scales = [32768 if x.dtype == np.int16 else 1 for x in (whole, alone)]
-        np.testing.assert_allclose(whole / scales[0], alone / scales[1], atol=1e-4)
+    # Offsets and both kinds of shards are the same clips to training; another kind takes no more listening.
+    as_parquet = tmp_path / "parquet"
+    (output / "shards").rename(as_parquet)
+    assert run(path, text_file, output, "--shards", "tar") == 0
+    forms = (output / "manifest.jsonl", f"{output}/shards/*.tar", f"{as_parquet}/*.parquet")
+    found = [clips_of(str(form)) for form in forms]
+    assert [list(form) for form in found] == [[row["id"] for row in rows]] * 3
+    for row in rows:
+        texts, sounds = zip(*(form[row["id"]] for form in found), strict=True)
+        assert texts == (row["text"],) * 3
+        for sound_S in sounds[1:]:
+            np.testing.assert_allclose(sound_S, sounds[0], atol=1e-4)
 
     # A job that was ended goes on where it was, from files that end in the middle of a line.
     again = tmp_path / "again"
@@ -289,6 +316,9 @@ def test_good_speech_comes_out_and_wrong_text_does_not(
     assert (again / "manifest.jsonl").read_text() == (output / "manifest.jsonl").read_text()
     assert run(path, text_file, again, "--max-seconds", "9") == 2
     assert "max_seconds (20.0, now 9.0)" in capsys.readouterr().err
+    assert run(path, text_file, again, "--min-confidence", "1") == 1
+    assert "no clip" in capsys.readouterr().out
+    assert not (again / "shards").exists()
 
 
 def test_what_cannot_be_is_said_at_once(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from finetune.tools.segmentation.texts import Word
 
 NATS_PER_DIFFERENCE = 12.0
-NATS_PER_WORD = 10.0
+NATS_PER_WORD = 8.0
 """A text that differs from what the model heard is right where it is less probable by no more than this."""
 NO_WORDS, NO_TEXT, DIFFERS, UNWRITABLE, SHORT = (
     "sound without words",
