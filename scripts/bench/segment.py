@@ -1,6 +1,6 @@
 """How much of a recording with a faulty text `finetune.segment` saves, and how much wrong text it lets through.
 
-    python scripts/bench/segment.py --model M [--trained-on MANIFEST] [--minutes 10 120 40] [--seed 0] [--json FILE]
+    python scripts/bench/segment.py --model M [--trained-on MANIFEST] [--minutes 10 120 40] [--seeds 0 1] [--json FILE]
 
 The recording is made of English voice prompts in random order, with pauses of 0.3 to 2 s, noise, and a text of which a
 tenth is wrong or missing: of every fifty prompts one has no text, one that of another prompt, one lacks a word, one
@@ -12,6 +12,7 @@ import argparse
 import datetime
 import importlib.metadata
 import io
+import itertools
 import json
 import os
 import platform
@@ -141,7 +142,7 @@ def judge(rows: list[dict[str, Any]], truth: list[Prompt]) -> dict[str, Any]:
         errors = distance(words, [w for own in spoken for w in own], *free)
         wrong, total = wrong + errors, total + len(words)
         if errors:
-            places.append({"offset": start, "wrong_words": errors, "text": " ".join(words), "spoken": spoken})
+            places.append({"offset": start, "wrong_words": errors})
     length = np.array([t.end - t.start for t in truth])
     kinds = np.array([t.kind for t in truth])
     good = (kinds == "") | (kinds == KINDS[-1])
@@ -199,35 +200,35 @@ def segment(model: str, folder: Path, name: str) -> tuple[dict[str, Any], dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--minutes", type=float, nargs="+", default=[40.0], help="the last is judged")
+    parser.add_argument("--minutes", type=float, nargs="+", default=[40.0])
     parser.add_argument("--trained-on", type=Path, metavar="MANIFEST")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--json", type=Path)
     a = parser.parse_args()
-    clips, runs, found = prompts(a.trained_on), {}, {}
-    with tempfile.TemporaryDirectory() as folder_name:
-        folder = Path(folder_name)
-        for minutes in a.minutes:
-            name = f"{minutes:g}"
-            audio_S, text, truth = make_recording(clips, minutes, a.seed)
-            soundfile.write(folder / f"{name}.flac", audio_S, RATE)
-            (folder / f"{name}.txt").write_text(text, encoding="utf-8")
-            summary, cost = segment(a.model, folder, name)
-            runs[name] = {**cost, "real_time_factor": 60 * summary["recording_minutes"] / summary["seconds"]}
-            rows = [json.loads(line) for line in (folder / name / "manifest.jsonl").read_text().splitlines()]
-            found = {"summary": summary, **judge(rows, truth)}
+    clips, runs = prompts(a.trained_on), []
     result = {
-        "command": " ".join(["python scripts/bench/segment.py --minutes", *map(str, a.minutes), f"--seed {a.seed}"]),
+        "command": f"python scripts/bench/segment.py --model M --trained-on MANIFEST --minutes "
+        f"{' '.join(f'{m:g}' for m in a.minutes)} --seeds {' '.join(map(str, a.seeds))}",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": importlib.metadata.version("torch"),
         "runs": runs,
-        **found,
     }
-    print(json.dumps({k: v for k, v in result.items() if k != "wrong_places"}, indent=1))
-    if a.json:
-        write_json(a.json, result)
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
+        for minutes, seed in itertools.product(a.minutes, a.seeds):
+            name = f"{minutes:g}-{seed}"
+            audio_S, text, truth = make_recording(clips, minutes, seed)
+            soundfile.write(folder / f"{name}.flac", audio_S, RATE)
+            (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+            summary, cost = segment(a.model, folder, name)
+            cost["real_time_factor"] = 60 * summary["recording_minutes"] / summary["seconds"]
+            rows = [json.loads(line) for line in (folder / name / "manifest.jsonl").read_text().splitlines()]
+            runs.append({"minutes": minutes, "seed": seed, **cost, **judge(rows, truth), "summary": summary})
+            print(json.dumps(runs[-1], indent=1))
+            if a.json:
+                write_json(a.json, result)
 
 
 if __name__ == "__main__":
