@@ -27,6 +27,7 @@ from finetune.tools.command_line import (
     command,
     device_of,
     run_command,
+    writing,
 )
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def segment(arguments: argparse.Namespace) -> dict[str, Any]:
         raise UserError(f"--audio: {reason}.{near_path(str(a.audio))}") from reason
     text = read_words(a.text, duration)
     open_job(a.output, settings_of(a))
-    with alone_in(a.output):
+    with writing("--output", a.output), alone_in(a.output):
         return write_clips(a, audio, text, duration)
 
 

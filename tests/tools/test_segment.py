@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from stream_cases import make_stream, read_epoch
 from finetune.data.decode import as_float
 from finetune.errors import UserError
 from finetune.segment import main
+from finetune.tools.segmentation.clips import fits
 from finetune.tools.segmentation.hearing import Progress
 from finetune.tools.segmentation.matching import CELLS, anchored_share, match
 from finetune.tools.segmentation.output import cut
@@ -180,6 +182,14 @@ def test_no_word_goes_to_two_stretches() -> None:
         Judged(1, [Candidate(3, 4, 9, 1, 1)]),
     ]
     assert [(c.first, c.end) for c in choose(spans, judged, 4) if c] == [(0, 1), (1, 2), (3, 4)]
+
+
+def test_a_text_fits_by_what_it_costs_against_what_was_heard() -> None:
+    text = words_of_line("one two three")
+    same, other = Span(words_of_line("One, two THREE"), [0, 1, 2], 0, 3), Span(words_of_line("one due"), [0, 1], 0, 3)
+    assert fits(same, Judged(1, []), Candidate(0, 3, 90, 1, 1), text)
+    for loss, heard_loss, fit in ((20, 1, True), (40, 1, False), (20, math.inf, False)):
+        assert fits(other, Judged(heard_loss, []), Candidate(0, 3, loss, 1, 1), text) is fit
 
 
 def test_places_are_cut_out_of_a_stream() -> None:
