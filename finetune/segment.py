@@ -113,7 +113,7 @@ def segment(arguments: argparse.Namespace) -> dict[str, Any]:
         if not (duration := audio_seconds(audio)):
             raise BadUtterance("the audio is empty")
     except BadUtterance as reason:
-        raise UserError(f"--audio: {reason}.{near_path(str(a.audio))}") from reason
+        raise UserError(f"--audio: {str(reason).rstrip('.')}.{near_path(str(a.audio))}") from reason
     text = read_words(a.text, duration)
     open_job(a.output, settings_of(a))
     with writing("--output", a.output), alone_in(a.output):
@@ -139,7 +139,7 @@ def write_clips(arguments: argparse.Namespace, audio: str, text: list[Word], dur
     try:
         heard, spans, judged, unwritable = hear_and_judge(a, model, audio, text, duration)
     except BadUtterance as reason:
-        raise UserError(f"--audio: {reason}", exit_code=1) from reason
+        raise UserError(f"--audio: {str(reason).rstrip('.')}.", exit_code=1) from reason
     limits = Limits(a.min_seconds, a.max_seconds, a.longest_pause, a.min_confidence)
     result = make_clips(heard, spans, judged, text, unwritable, rate, limits)
     rows = rows_of(result.clips, text, Path(audio), rate, a.language)
