@@ -27,10 +27,12 @@ from finetune.tools.command_line import (
     command,
     device_of,
     run_command,
+    writing,
 )
 
 if TYPE_CHECKING:
     from finetune.models.protocols import AsrModel
+    from finetune.tools.segmentation.texts import Word
 
 EXAMPLE = "python -m finetune.segment --model runs/quickstart --audio book.flac --text book.txt --output data/book"
 
@@ -98,27 +100,37 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def segment(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Write the files of the job, print what came of it, and return the summary."""
+    """Check what was given, do the job and return its summary."""
     from finetune.data.decode import audio_seconds
+    from finetune.data.quarantine import BadUtterance
+    from finetune.paths import near_path
+    from finetune.tools.jobs.job import alone_in
+    from finetune.tools.segmentation.output import open_job
+    from finetune.tools.segmentation.texts import read_words
+
+    a, audio = arguments, str(arguments.audio.resolve())
+    try:
+        if not (duration := audio_seconds(audio)):
+            raise BadUtterance("the audio is empty")
+    except BadUtterance as reason:
+        raise UserError(f"--audio: {str(reason).rstrip('.')}.{near_path(str(a.audio))}") from reason
+    text = read_words(a.text, duration)
+    open_job(a.output, settings_of(a))
+    with writing("--output", a.output), alone_in(a.output):
+        return write_clips(a, audio, text, duration)
+
+
+def write_clips(arguments: argparse.Namespace, audio: str, text: list[Word], duration: float) -> dict[str, Any]:
+    """Write the files of the job, print what came of it, and return the summary."""
     from finetune.data.quarantine import BadUtterance
     from finetune.durable_files import write_json
     from finetune.models.loading import load_model, move_to_device
     from finetune.models.nemo import set_head, warn_about_search
     from finetune.models.prompts import check_language
-    from finetune.paths import near_path
     from finetune.tools.segmentation.clips import Limits, make_clips
-    from finetune.tools.segmentation.output import open_job, rows_of, summary_of, table, write_lines, write_shards
-    from finetune.tools.segmentation.texts import read_words
+    from finetune.tools.segmentation.output import rows_of, summary_of, table, write_lines, write_shards
 
     a, started = arguments, time.monotonic()
-    audio = str(a.audio.resolve())
-    try:
-        if not (duration := audio_seconds(audio)):
-            raise BadUtterance("the audio is empty")
-    except BadUtterance as reason:
-        raise UserError(f"--audio: {reason}.{near_path(str(a.audio))}") from reason
-    text = read_words(a.text, duration)
-    open_job(a.output, settings_of(a))
     model = move_to_device(load_model(a.model, a.tokenizer), device_of(a))
     set_head(model, a.head, a.model)
     warn_about_search(model)
@@ -127,12 +139,11 @@ def segment(arguments: argparse.Namespace) -> dict[str, Any]:
     try:
         heard, spans, judged, unwritable = hear_and_judge(a, model, audio, text, duration)
     except BadUtterance as reason:
-        raise UserError(f"--audio: {reason}", exit_code=1) from reason
+        raise UserError(f"--audio: {str(reason).rstrip('.')}.", exit_code=1) from reason
     limits = Limits(a.min_seconds, a.max_seconds, a.longest_pause, a.min_confidence)
     result = make_clips(heard, spans, judged, text, unwritable, rate, limits)
-    rows = rows_of(result.clips, text, audio, rate)
-    if a.shards and rows:
-        write_shards(a.output, a.shards, audio, rate, result.clips, rows)
+    rows = rows_of(result.clips, text, Path(audio), rate, a.language)
+    write_shards(a.output, a.shards, audio, rate, result.clips, rows)
     write_lines(a.output / "left_out.jsonl", result.left_out)
     write_lines(a.output / "manifest.jsonl", rows)
     summary = {**summary_of(result, text, duration, rate), "seconds": time.monotonic() - started}
@@ -143,14 +154,16 @@ def segment(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what tells this job from another one in the same directory."""
+    """Return what the work of an earlier start depends on; the other options may change, and take seconds."""
     from finetune.durable_files import sha256_of
+    from finetune.tools.jobs.job import stamp
 
     a = arguments
-    keys = ("shards", "min_seconds", "max_seconds", "min_pause", "longest_pause", "min_confidence", "head", "language")
+    keys = ("tokenizer", "max_seconds", "min_pause", "head", "language")
     return {
         "command": "segment",
         "model": str(a.model),
+        "model_files": stamp(a.model),
         "audio": str(a.audio.resolve()),
         "audio_bytes": a.audio.stat().st_size,
         "text_sha256": sha256_of(a.text),
@@ -159,7 +172,7 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def hear_and_judge(
-    arguments: argparse.Namespace, model: AsrModel, audio: str, text: list[Any], duration: float
+    arguments: argparse.Namespace, model: AsrModel, audio: str, text: list[Word], duration: float
 ) -> Any:
     """Return the stretches, their spans of the text, what the model says about them, and words it cannot write."""
     from tqdm import tqdm

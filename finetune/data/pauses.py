@@ -60,7 +60,7 @@ def speech_stretches(
     pause = max(1, round(min_pause / FRAME_SECONDS))
     pad = min(round(padding / FRAME_SECONDS), pause // 2)
     longest = max(round(max_seconds / FRAME_SECONDS) - 2 * pad, 2 * QUIET_FRAMES)
-    shortest = round(SHORTEST_SPEECH / FRAME_SECONDS)
+    least = shortest = round(SHORTEST_SPEECH / FRAME_SECONDS)
     audio_S, level_N = np.zeros(0, dtype=np.float32), np.zeros(0)
     origin = end = 0  # frames: of the first held sample, and behind the last one that is judged
     start = last = None  # of the speech that is not yielded yet
@@ -74,23 +74,25 @@ def speech_stretches(
         audio_S, level_N = np.concatenate([audio_S, hop_S]), np.concatenate([level_N, hop_level_N])
         for first, behind in _runs(speech_N, end):
             if last is not None and start is not None and first - last >= pause:
-                if last - start >= shortest:
+                if last - start >= least:
                     yield stretch(start - pad, last + pad)
                 start = None
-            start, last = first if start is None else start, behind
+            if start is None:
+                start, least = first, shortest
+            last = behind
             while last - start > longest:
                 cut = _quietest(level_N[start - origin : start - origin + longest]) + start
                 yield stretch(start - pad, cut)
-                start = cut + pad  # so that the padding begins at the cut
+                start, least = cut + pad, -pad  # so that the padding begins at the cut, and all behind it comes out
                 origin, audio_S, level_N = cut, audio_S[(cut - origin) * frame :], level_N[cut - origin :]
         end += len(speech_N)
         if start is not None and last is not None and end - last >= pause:
-            if last - start >= shortest:
+            if last - start >= least:
                 yield stretch(start - pad, last + pad)
             start = None
         keep = max(origin, (end if start is None else start) - pad)
         origin, audio_S, level_N = keep, audio_S[(keep - origin) * frame :], level_N[keep - origin :]
-    if start is not None and last is not None and last - start >= shortest:
+    if start is not None and last is not None and last - start >= least:
         yield stretch(start - pad, last + pad)
 
 

@@ -95,3 +95,15 @@ def test_speech_without_pauses_is_cut_where_it_is_quietest(clips: list[np.ndarra
     for s in stretches[1:]:
         around_S = audio_S[s.start - 320 : s.start + 320]
         assert np.sqrt((around_S**2).mean()) < 0.1 * loudness
+
+
+def test_what_is_left_behind_a_cut_comes_out() -> None:
+    rng = np.random.default_rng(0)
+    level_N = np.full(1100, 1e-4)  # frames of 10 ms
+    level_N[300:780] = 0.1
+    level_N[750:770] = 0.005  # the quietest place of 4.8 s of speech, just before its end
+    audio_S = (np.repeat(level_N, 160) * rng.standard_normal(1100 * 160)).astype(np.float32)
+    one, other = speech_stretches(blocks_of(audio_S, 16_000), RATE, max_seconds=5, min_pause=2)
+    assert abs(one.end() - 760 * 160) < 1600
+    assert other.start == one.end()
+    assert abs(other.end() - 795 * 160) < 800

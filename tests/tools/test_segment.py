@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable
@@ -14,9 +15,13 @@ import soundfile
 from conftest import ROOT, VOICE_PROMPTS, read_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stream_cases import make_stream, read_epoch
 
+from finetune.data.decode import as_float
 from finetune.errors import UserError
 from finetune.segment import main
+from finetune.tools.segmentation.clips import fits
+from finetune.tools.segmentation.hearing import Progress
 from finetune.tools.segmentation.matching import CELLS, anchored_share, match
 from finetune.tools.segmentation.output import cut
 from finetune.tools.segmentation.spans import Candidate, Judged, Span, choose
@@ -179,12 +184,33 @@ def test_no_word_goes_to_two_stretches() -> None:
     assert [(c.first, c.end) for c in choose(spans, judged, 4) if c] == [(0, 1), (1, 2), (3, 4)]
 
 
+def test_a_text_fits_by_what_it_costs_against_what_was_heard() -> None:
+    text = words_of_line("one two three")
+    same, other = Span(words_of_line("One, two THREE"), [0, 1, 2], 0, 3), Span(words_of_line("one due"), [0, 1], 0, 3)
+    assert fits(same, Judged(1, []), Candidate(0, 3, 90, 1, 1), text)
+    for loss, heard_loss, fit in ((20, 1, True), (40, 1, False), (20, math.inf, False)):
+        assert fits(other, Judged(heard_loss, []), Candidate(0, 3, loss, 1, 1), text) is fit
+
+
 def test_places_are_cut_out_of_a_stream() -> None:
     audio_S = np.arange(1000, dtype=np.float32)
     places = [(0, 3), (3, 250), (600, 601), (990, 1000)]
     for size in (1, 7, 1000):
         parts = list(cut((audio_S[i : i + size] for i in range(0, 1000, size)), places))
         assert [part.tolist() for part in parts] == [audio_S[a:b].tolist() for a, b in places]
+
+
+def test_rows_that_a_kill_cut_off_are_done_again(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"text": "caf\u00e9 \u2028 a"}, {"text": "\u00e9"}]
+    Progress(path).add(rows)
+    content = path.read_bytes()
+    assert Progress(path).rows == rows
+    for end in range(len(content) - 1, content.index(b"\n"), -1):  # also in the middle of a letter
+        path.write_bytes(content[:end])
+        assert Progress(path).rows == rows[:1]
+    Progress(path).add(rows[1:])
+    assert Progress(path).rows == rows
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------
@@ -220,6 +246,15 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tupl
     path = tmp_path_factory.mktemp("recording") / "long.flac"
     soundfile.write(path, audio_S, RATE)
     return path, places
+
+
+def clips_of(source: str) -> dict[str, tuple[str, np.ndarray]]:
+    """Return text and samples by id, as training reads them."""
+    return {
+        batch.ids[i]: (batch.texts[i], as_float(batch.audio_BS[i, : int(batch.audio_lengths_B[i])]).numpy())
+        for batch in read_epoch(make_stream(source, shuffle=False))
+        for i in range(len(batch.ids))
+    }
 
 
 def run(recording: Path, text: Path, output: Path, *more: str) -> int:
@@ -267,16 +302,18 @@ def test_good_speech_comes_out_and_wrong_text_does_not(
     assert words == summary["text_words"] == len(read_words(text_file))
     assert "text that was not read" in capsys.readouterr().out
 
-    # The shards hold the same clips as the offsets, as training reads them.
-    from finetune.data.decode import decode_audio
-
-    shards = [row for file in sorted((output / "shards").glob("*.parquet")) for row in pq.read_table(file).to_pylist()]
-    assert [row["text"] for row in shards] == [row["text"] for row in rows]
-    for shard, row in zip(shards[::10], rows[::10], strict=True):
-        whole = decode_audio(row["audio_filepath"], RATE, None, row["offset"], row["duration"])
-        alone = decode_audio(shard["audio"], RATE)
-        scales = [32768 if x.dtype == np.int16 else 1 for x in (whole, alone)]
-        np.testing.assert_allclose(whole / scales[0], alone / scales[1], atol=1e-4)
+    # Offsets and both kinds of shards are the same clips to training; another kind takes no more listening.
+    as_parquet = tmp_path / "parquet"
+    (output / "shards").rename(as_parquet)
+    assert run(path, text_file, output, "--shards", "tar") == 0
+    forms = (output / "manifest.jsonl", f"{output}/shards/*.tar", f"{as_parquet}/*.parquet")
+    found = [clips_of(str(form)) for form in forms]
+    assert [list(form) for form in found] == [[row["id"] for row in rows]] * 3
+    for row in rows:
+        texts, sounds = zip(*(form[row["id"]] for form in found), strict=True)
+        assert texts == (row["text"],) * 3
+        for sound_S in sounds[1:]:
+            np.testing.assert_allclose(sound_S, sounds[0], atol=1e-4)
 
     # A job that was ended goes on where it was, from files that end in the middle of a line.
     again = tmp_path / "again"
@@ -289,6 +326,9 @@ def test_good_speech_comes_out_and_wrong_text_does_not(
     assert (again / "manifest.jsonl").read_text() == (output / "manifest.jsonl").read_text()
     assert run(path, text_file, again, "--max-seconds", "9") == 2
     assert "max_seconds (20.0, now 9.0)" in capsys.readouterr().err
+    assert run(path, text_file, again, "--min-confidence", "1") == 1
+    assert "no clip" in capsys.readouterr().out
+    assert not (again / "shards").exists()
 
 
 def test_what_cannot_be_is_said_at_once(

@@ -130,18 +130,8 @@ class Job:
 
     @contextlib.contextmanager
     def alone(self, part: tuple[int, int]) -> Iterator[None]:
-        """Keep a second process from doing the same shards at the same time, where the file system has locks.
-
-        Raises:
-            UserError: one is at it.
-        """
-        with (self.directory / f".lock-{part[0]}-of-{part[1]}").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise UserError(f"--output: another process works on {self.directory}.", exit_code=1) from error
-            except OSError:  # a file system without locks
-                pass
+        """Keep a second process from doing the same shards at the same time, as `alone_in`."""
+        with alone_in(self.directory, f"-{part[0]}-of-{part[1]}"):
             yield
 
     def shard_file(self, number: int) -> Path:
@@ -180,6 +170,23 @@ class Job:
         for number in range(len(self.shards)):
             with self.shard_file(number).open(encoding="utf-8") as lines:
                 yield from map(json.loads, lines)
+
+
+@contextlib.contextmanager
+def alone_in(directory: Path, part: str = "") -> Iterator[None]:
+    """Keep a second process from working on a directory, or a part of it, where the file system has locks.
+
+    Raises:
+        UserError: one is at it.
+    """
+    with (directory / f".lock{part}").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"--output: another process works on {directory}.", exit_code=1) from error
+        except OSError:  # a file system without locks
+            pass
+        yield
 
 
 def stamp(name: str) -> list[list[Any]]:

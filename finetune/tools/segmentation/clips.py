@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from finetune.tools.segmentation.texts import Word
 
 NATS_PER_DIFFERENCE = 12.0
-NATS_PER_WORD = 10.0
+NATS_PER_WORD = 8.0
 """A text that differs from what the model heard is right where it is less probable by no more than this."""
 NO_WORDS, NO_TEXT, DIFFERS, UNWRITABLE, SHORT = (
     "sound without words",
@@ -71,10 +72,13 @@ class Result:
 
 
 def fits(span: Span, own: Judged, candidate: Candidate, text: list[Word]) -> bool:
-    """Return whether a stretch says the words of a candidate: those that the model heard, or hardly less probable."""
+    """Return whether a stretch says the words of a candidate: those that the model heard, or hardly less probable.
+
+    Where what was heard has no alignment itself, its loss is inf, and says nothing of other words.
+    """
     different = differing(span, text, candidate.first, candidate.end)
     nats, words = candidate.loss - own.heard_loss, candidate.end - candidate.first
-    return not different or nats <= min(NATS_PER_DIFFERENCE * different, NATS_PER_WORD * words)
+    return not different or -math.inf < nats <= min(NATS_PER_DIFFERENCE * different, NATS_PER_WORD * words)
 
 
 def make_clips(
@@ -156,7 +160,7 @@ def _leave_out(
         "text": text,
         "heard": heard,
     }
-    if nats is not None:
+    if nats is not None and math.isfinite(nats):
         row["nats"] = nats
     result.left_out.append(row)
     result.seconds[reason] += (end - start) / rate

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.audio_blocks import read_blocks
 from finetune.data.pauses import speech_stretches
+from finetune.durable_files import write_text
 from finetune.errors import UserError
 from finetune.evaluation.long_audio import Chunk, Pieces
 from finetune.evaluation.recognise import recognise_chunks, text_of
+from finetune.security.safe_text import json_line
 from finetune.tools.segmentation.matching import anchored_share
 from finetune.tools.segmentation.texts import Word, words_of_line
 
@@ -57,25 +58,19 @@ class Progress:
     def __init__(self, path: Path):
         self.path = path
         self.rows: list[dict[str, Any]] = []
+        """Of earlier starts."""
         if path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
+            for line in path.read_bytes().split(b"\n")[:-1]:
                 try:
                     self.rows.append(json.loads(line))
                 except ValueError:
                     break  # cut off in the middle, with all that may be behind it
-        aside = path.with_suffix(".tmp")
-        aside.write_text("".join(self._line(row) for row in self.rows), encoding="utf-8")
-        os.replace(aside, path)
+        write_text(path, "".join(json_line(row) + "\n" for row in self.rows))
 
     def add(self, rows: list[dict[str, Any]]) -> None:
         """Append rows."""
         with self.path.open("a", encoding="utf-8") as file:
-            file.write("".join(map(self._line, rows)))
-        self.rows += rows
-
-    @staticmethod
-    def _line(row: dict[str, Any]) -> str:
-        return json.dumps(row, ensure_ascii=False) + "\n"
+            file.write("".join(json_line(row) + "\n" for row in rows))
 
 
 def stretches_of(audio: str, rate: int, pauses: Pauses) -> Iterator[Stretch]:
@@ -158,7 +153,7 @@ class SameRecording:
 
     def _look(self) -> None:
         self.found = anchored_share(self.words, self.normal) >= LEAST_SHARE
-        # A short recording has too few 3-grams to tell; half of its words in a row are enough.
+        # Up to three words have no 3-gram, or one that a misheard word spoils: all of them have to be in the text.
         if not self.found and len(self.words) < LOOK_WORDS:
             shared = set(self.words) & set(self.normal)
             self.found = len(self.words) <= 3 and len(shared) == len(set(self.words)) and bool(shared)

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from finetune.tools.segmentation.spans import Span
 
 MOST_UNWRITABLE = 0.3
-TEXTS_AT_ONCE = 32
+TEXTS_AT_ONCE, CELLS_AT_ONCE = 32, 100_000
+"""Alignments that are computed together: of so many texts, and with so many pairs of a frame and a token."""
 
 
 class Writing:
@@ -162,9 +163,13 @@ def _align(
     tokens = [writing.tokens(text) for _, text in texts]
     found: list[AlignedClip | None] = [None] * len(texts)
     able = [n for n, ids in enumerate(tokens) if ids is not None]
-    able.sort(key=lambda n: (int(encoded.enc_lengths_B[texts[n][0]]), len(tokens[n] or ())))
-    for start in range(0, len(able), TEXTS_AT_ONCE):
-        own = able[start : start + TEXTS_AT_ONCE]
+    cells = {n: int(encoded.enc_lengths_B[texts[n][0]]) * (len(tokens[n] or ()) + 1) for n in able}
+    able.sort(key=lambda n: (int(encoded.enc_lengths_B[texts[n][0]]), cells[n]))
+    while able:
+        size = 1
+        while size < min(len(able), TEXTS_AT_ONCE) and (size + 1) * cells[able[size]] <= CELLS_AT_ONCE:
+            size += 1
+        own, able = able[:size], able[size:]
         rows = [texts[n][0] for n in own]
         lengths_B = encoded.enc_lengths_B[rows]
         part = Encoded(encoded.enc_BHT[rows, :, : int(lengths_B.max())], lengths_B)

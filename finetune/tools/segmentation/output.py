@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import tarfile
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import numpy as np
 import soundfile
 
 from finetune.data.audio_blocks import read_blocks
+from finetune.data.language_prompts import AUTO
 from finetune.durable_files import write_json, write_text
 from finetune.errors import UserError
 from finetune.security.safe_text import json_line
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 CLIPS_PER_SHARD = 1000
 ROWS_PER_GROUP = 50
+CONTENT = ("model_files", "text_sha256")
+"""Settings whose values say nothing to people."""
 
 
 def open_job(folder: Path, settings: dict[str, Any]) -> None:
@@ -42,28 +46,36 @@ def open_job(folder: Path, settings: dict[str, Any]) -> None:
             before = json.loads(path.read_text(encoding="utf-8"))
             differing = [key for key in settings if before.get(key) != settings[key]]
             if differing:
-                named = ", ".join(f"{key} ({before.get(key)!r}, now {settings[key]!r})" for key in differing)
+                named = ", ".join(
+                    key if key in CONTENT else f"{key} ({before.get(key)!r}, now {settings[key]!r})"
+                    for key in differing
+                )
                 raise UserError(
                     f"--output: {folder} holds another job: it differs in {named}. Choose another directory."
                 )
             return
-        if folder.exists() and any(folder.iterdir()):
+        if folder.exists() and any(not p.name.startswith(".") for p in folder.iterdir()):
             raise UserError(f"--output: {folder} holds files that are not of this command. Choose another directory.")
         folder.mkdir(parents=True, exist_ok=True)
         write_json(path, settings)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"--output: {folder} cannot be used: {error}", exit_code=1) from error
 
 
-def rows_of(clips: list[Clip], text: list[Word], audio: str, rate: int) -> list[dict[str, Any]]:
-    """Return the lines of the manifest, each with a part of the recording."""
+def rows_of(
+    clips: list[Clip], text: list[Word], audio: Path, rate: int, language: str | None = None
+) -> list[dict[str, Any]]:
+    """Return the lines of the manifest, each with a part of the recording; ids are made of the recording's name."""
+    name = re.sub(r"\W+", "-", audio.stem)
+    spoken = {} if language in (None, AUTO) else {"lang": language}
     return [
         {
-            "audio_filepath": audio,
+            "audio_filepath": str(audio),
             "offset": round(clip.start / rate, 4),
             "duration": round((clip.behind - clip.start) / rate, 4),
             "text": joined(text[clip.first : clip.end]),
-            "id": f"{number:06d}",
+            "id": f"{name}-{number:06d}",
+            **spoken,
             "confidence": round(clip.confidence, 4),
             "lowest_confidence": round(clip.lowest, 4),
             "line": text[clip.first].line,
@@ -78,12 +90,15 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def write_shards(
-    folder: Path, kind: str, audio: str, rate: int, clips: list[Clip], rows: list[dict[str, Any]]
+    folder: Path, kind: str | None, audio: str, rate: int, clips: list[Clip], rows: list[dict[str, Any]]
 ) -> None:
-    """Write the clips' audio as FLAC into FOLDER/shards, as tar files of .flac and .txt, or as parquet."""
+    """Write the clips' audio as FLAC into FOLDER/shards, as tar files of .flac and .txt, or as parquet; None takes
+    away those of an earlier start."""
     aside, final = folder / "shards.tmp", folder / "shards"
     for old in (aside, final):
         shutil.rmtree(old, ignore_errors=True)
+    if kind is None or not rows:
+        return
     aside.mkdir()
     sounds = cut(read_blocks(audio, rate), [(clip.start, clip.behind) for clip in clips])
     count = -(-len(clips) // CLIPS_PER_SHARD)
@@ -126,6 +141,7 @@ def _write_parquet(path: Path, rows: list[dict[str, Any]], sounds: Iterator[np.n
 
     audio = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     columns = [("id", pa.string()), ("audio", audio), ("text", pa.string())]
+    columns += [("lang", pa.string())] if "lang" in rows[0] else []
     numbers = [(name, pa.float64()) for name in ("duration", "offset", "confidence", "lowest_confidence")]
     schema = pa.schema([*columns, *numbers])
     with pq.ParquetWriter(path, schema) as writer:
