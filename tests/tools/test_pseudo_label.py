@@ -117,6 +117,10 @@ def test_what_cannot_be_promised_is_said_with_the_best_that_can():
     with pytest.raises(UserError, match=r"cannot be promised.*The highest that can: (0\.\d+), for \d+%") as caught:
         calibrate(simulated(100, 0, wer=0.5, told=0.3), precision=0.99, certainty=0.9)
     assert caught.value.exit_code == 2
+    hopeless = simulated(100, 0)
+    hopeless.errors_N = hopeless.words_N + 1
+    with pytest.raises(UserError, match="no precision can be promised"):
+        calibrate(hopeless, precision=0.5, certainty=0.9)
     best = float(str(caught.value).split("that can: ")[1].split(",")[0])
     found = calibrate(simulated(100, 0, wer=0.5, told=0.3), precision=best - 0.001, certainty=0.9)
     assert found.together.point is not None
@@ -414,6 +418,13 @@ def test_run_files_that_rounds_cannot_use_are_refused(run_file, tmp_path, monkey
     plan = Rounds("m.nemo", LabelSettings(["audio"], ["validation.jsonl"]), run_file(**keys), [], [], 2)
     with pytest.raises(UserError, match=message):
         run_rounds(dataclasses.replace(plan, **change), EngineSettings(), tmp_path / "rounds")
+
+
+def test_rounds_say_that_their_directory_cannot_be_made(run_file, tmp_path):
+    (tmp_path / "file").touch()
+    plan = Rounds("m.nemo", LabelSettings(["audio"], ["validation.jsonl"]), run_file(), [], [], 2)
+    with pytest.raises(UserError, match="--output: .* cannot be written"):
+        run_rounds(plan, EngineSettings(), tmp_path / "file" / "rounds")
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------

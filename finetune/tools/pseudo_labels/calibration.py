@@ -243,6 +243,11 @@ def _out_of_reach(found: Calibration, choices: list[Choice]) -> str:
     """Say which precision can be promised, and what it would take for more."""
     named = dict(zip(found.by_language or [""], choices, strict=True))
     texts = []
+    if all((best := choice.best()) is None or best.bound <= 0 for choice in choices):
+        return (
+            "--calibrate: the model hears so little of these clips right that no precision can be promised. Are text "
+            "and language theirs? Else it takes a better model."
+        )
     for language, choice in named.items():
         best = choice.best()
         assert best is not None

@@ -22,6 +22,7 @@ from finetune.config.load import load_config
 from finetune.data.worker_lifetime import ends_with_this_process
 from finetune.durable_files import sha256_of, write_json, write_text
 from finetune.errors import UserError
+from finetune.tools.command_line import writing
 from finetune.tools.pseudo_labels.labels import LabelSettings, check_output, label
 from finetune.tools.search.trials import POLL_SECONDS, TRAIN, reason_of, setting_words
 
@@ -159,9 +160,10 @@ def _open_state(plan: Rounds, folder: Path) -> dict[str, Any]:
     file = folder / "rounds.json"
     check_output(folder, file.name)
     if not file.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
         state = {"settings": wanted, "stages": {}}
-        write_json(file, state)
+        with writing("--output", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(file, state)
         return state
     try:
         state = json.loads(file.read_text(encoding="utf-8"))
