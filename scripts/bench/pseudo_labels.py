@@ -18,6 +18,7 @@ finished in the output directory is not made again.
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -236,7 +237,7 @@ def main() -> None:
         case = ("calibrating", "noise_db") if a.kind == "promise" else ("language", "seed")
         new = {tuple(row.get(key) for key in case) for row in rows}
         rows = [row for row in before.get(a.kind, []) if tuple(row.get(key) for key in case) not in new] + rows
-        machine = {"processor": processor_name(), "date": str(date.today()), **versions}
+        machine = {"processor": processor_name(), "cores": os.cpu_count(), "date": str(date.today()), **versions}
         write_json(a.json, {**before, **machine, a.kind: rows})
 
 
