@@ -194,6 +194,8 @@ def test_sure_clips_go_into_a_manifest_that_training_reads_and_others_have_a_rea
     heard = read_labelled(theirs, "basic")
     assert len(heard.labelled) == 120
     calibration = calibrate(heard.labelled, 0.9, 0.9)
+    point = calibration.together.point
+    assert point is not None
     selection = select(job, heard, calibration, folder, keep_silence, job.totals())
     kept, out = read_lines(folder / "manifest.jsonl"), read_lines(folder / "left_out.jsonl")
     silent = [{"text": "", "id": "clip2", "offset": None}] if keep_silence else []
@@ -203,7 +205,7 @@ def test_sure_clips_go_into_a_manifest_that_training_reads_and_others_have_a_rea
         *silent,
     ]
     assert {row["lang"] for row in kept} == {"en"}
-    assert all(row["confidence"] >= round(calibration.together.point.threshold, 4) for row in kept if row["text"])
+    assert all(row["confidence"] >= round(point.threshold, 4) for row in kept if row["text"])
     kinds = {row["id"]: row["kind"] for row in out}
     assert kinds.pop("clip2", "nothing_heard") == "nothing_heard"
     assert kinds == {
@@ -214,7 +216,7 @@ def test_sure_clips_go_into_a_manifest_that_training_reads_and_others_have_a_rea
     assert summary["clips"] == 7, "parts count, and clips of the calibration do not"
     assert summary["kept_clips"] == 2
     assert summary["silent_clips"] == len(silent)
-    assert summary["expected_wer"] == pytest.approx(1 - calibration.together.point.precision)
+    assert summary["expected_wer"] == pytest.approx(1 - point.precision)
     assert summary["kept_hours"] == pytest.approx((0.05 + 0.03) / 3600)
     assert "kept 2 of 7 clips" in table(summary)
     # The audio of the shards is written out, and the parts are cut from it.
@@ -368,7 +370,7 @@ def test_rounds_label_train_and_label_again_and_go_on_after_a_failure(run_file, 
     def labelling(model: str, settings: LabelSettings, engine: EngineSettings, folder: Path) -> dict[str, Any]:
         labelled.append((model, folder.name))
         folder.mkdir(parents=True, exist_ok=True)
-        summary = dict.fromkeys(("kept_clips", "kept_hours", "share", "expected_wer"), len(labelled))
+        summary: dict[str, Any] = dict.fromkeys(("kept_clips", "kept_hours", "share", "expected_wer"), len(labelled))
         for name in ("manifest.jsonl", "left_out.jsonl"):
             (folder / name).write_text(f"{folder.name}\n")
         (folder / "summary.json").write_text(json.dumps(summary))
