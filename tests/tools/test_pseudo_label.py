@@ -425,7 +425,7 @@ def test_run_files_that_rounds_cannot_use_are_refused(run_file, tmp_path, monkey
 def test_rounds_say_that_their_directory_cannot_be_made(run_file, tmp_path):
     (tmp_path / "file").touch()
     plan = Rounds("m.nemo", LabelSettings(["audio"], ["validation.jsonl"]), run_file(), [], [], 2)
-    with pytest.raises(UserError, match="--output: .* cannot be written"):
+    with pytest.raises(UserError, match=r"--output: .* cannot be written"):
         run_rounds(plan, EngineSettings(), tmp_path / "file" / "rounds")
 
 
