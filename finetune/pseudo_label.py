@@ -102,12 +102,8 @@ def settings_of(arguments: argparse.Namespace) -> LabelSettings:
     return LabelSettings(**{**values, "device": worker_device(arguments)})
 
 
-def pseudo_label(arguments: argparse.Namespace, training: tuple[str, ...] | None = None) -> Summary | None:
-    """Do what the arguments say; return the summary of the last labelling.
-
-    Args:
-        training: words that start a training, in place of finetune/train.py.
-    """
+def pseudo_label(arguments: argparse.Namespace) -> Summary | None:
+    """Do what the arguments say; return the summary of the last labelling."""
     from finetune.tools.pseudo_labels.labels import check_settings, label
     from finetune.tools.pseudo_labels.rounds import TRAIN, Rounds, run_rounds
 
@@ -115,20 +111,19 @@ def pseudo_label(arguments: argparse.Namespace, training: tuple[str, ...] | None
     check_settings(settings)
     if a.rounds == 1:
         return label(a.model, settings, engine_of(a), a.output)
-    if a.launcher:
-        training = (*shlex.split(a.launcher), TRAIN[1])
-    plan = Rounds(a.model, settings, a.config, a.strategy, a.set, a.rounds, a.weight, training or TRAIN)
+    training = (*shlex.split(a.launcher), TRAIN[1]) if a.launcher else TRAIN
+    plan = Rounds(a.model, settings, a.config, a.strategy, a.set, a.rounds, a.weight, training)
     return run_rounds(plan, engine_of(a), a.output)
 
 
-def main(argv: list[str] | None = None, training: tuple[str, ...] | None = None) -> int:
-    """Label; return the exit code. `training` as in `pseudo_label`."""
+def main(argv: list[str] | None = None) -> int:
+    """Label; return the exit code."""
     arguments = parse_arguments(argv)
     set_up_logging(arguments.verbose)
     from finetune.tools.pseudo_labels.outputs import table
 
     try:
-        summary = pseudo_label(arguments, training)
+        summary = pseudo_label(arguments)
     except UserError as error:
         print_error(error)
         return error.exit_code
@@ -136,7 +131,8 @@ def main(argv: list[str] | None = None, training: tuple[str, ...] | None = None)
         return 0
     print(table(summary))
     manifest = arguments.output / "manifest.jsonl"
-    print(f"{manifest}\nto train on it: data.train='[{{path: LABELLED}}, {{path: {manifest}}}]'")
+    silent = " data.keep_empty_text=true" if summary["silent_clips"] else ""
+    print(f"{manifest}\nto train on it: data.train='[{{path: LABELLED}}, {{path: {manifest}}}]'{silent}")
     return 0
 
 

@@ -14,7 +14,7 @@ from conftest import read_lines, write_manifest
 from stream_cases import flac, write_parquet
 
 from finetune.data.order import Piece
-from finetune.data.sources import open_source, parse_sources
+from finetune.data.sources import OpenSource, open_source, parse_sources
 from finetune.errors import UserError
 from finetune.pseudo_label import main
 from finetune.tools.jobs.clips import Clips
@@ -30,7 +30,7 @@ from finetune.tools.pseudo_labels.calibration import (
     upper_rate,
 )
 from finetune.tools.pseudo_labels.labelling import SIGNALS, Labeller, MakeLabeller
-from finetune.tools.pseudo_labels.labels import LabelSettings
+from finetune.tools.pseudo_labels.labels import LabelSettings, clips_a_shard
 from finetune.tools.pseudo_labels.outputs import summarise, table
 from finetune.tools.pseudo_labels.rounds import Rounds, run_rounds
 from finetune.tools.pseudo_labels.selection import read_labelled, select
@@ -117,6 +117,10 @@ def test_what_cannot_be_promised_is_said_with_the_best_that_can():
     with pytest.raises(UserError, match=r"cannot be promised.*The highest that can: (0\.\d+), for \d+%") as caught:
         calibrate(simulated(100, 0, wer=0.5, told=0.3), precision=0.99, certainty=0.9)
     assert caught.value.exit_code == 2
+    hopeless = simulated(100, 0)
+    hopeless.errors_N = hopeless.words_N + 1
+    with pytest.raises(UserError, match="no precision can be promised"):
+        calibrate(hopeless, precision=0.5, certainty=0.9)
     best = float(str(caught.value).split("that can: ")[1].split(",")[0])
     found = calibrate(simulated(100, 0, wer=0.5, told=0.3), precision=best - 0.001, certainty=0.9)
     assert found.together.point is not None
@@ -139,84 +143,105 @@ def test_languages_have_thresholds_of_their_own_where_clips_are_enough():
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
-    """Results as a labelling leaves them: 120 labelled clips, and 6 rows of audio without texts."""
+def jobs(tmp_path: Path) -> tuple[Job, Job]:
+    """Results as a labelling leaves them: of 120 labelled clips, and of 7 rows of audio without texts."""
     calibration = simulated(120, 5, wer=0.05)
     rows = [
         {"audio_filepath": f"c{i}.flac", "text": "a " * w, "lang": "en"} for i, w in enumerate(calibration.words_N)
     ]
     labelled = open_source(parse_sources(str(write_manifest(tmp_path / "c.jsonl", rows)), "x", "test")[0], "x")
-    clips = [{"audio": {"bytes": flac(np.zeros(800)), "path": None}, "id": f"clip{i}"} for i in range(6)]
-    write_parquet(tmp_path / "audio.parquet", clips)
-    audio = open_audio_sources([str(tmp_path / "audio.parquet")], None, tmp_path)
-    job = Job("pseudo_label", tmp_path / "out" / "labels", {}, [labelled, *audio], lambda: None)  # type: ignore[arg-type, return-value]
-    job.begin()
     results: list[dict[str, Any]] = []
-    places = [shard.place(n) for _, shard in job.group for n in range(shard.rows or 0)]
-    for i, place in enumerate(places[:120]):
-        heard = "a " * (calibration.words_N[i] - calibration.errors_N[i]) + "b " * calibration.errors_N[i]
+    for i, (words, errors) in enumerate(zip(calibration.words_N, calibration.errors_N, strict=True)):
+        heard = ("a " * (words - errors) + "b " * errors).strip()
         signals = calibration.signals_NF[i].tolist()
-        results.append({"source": place, "lang": "en", "duration": 1.0, "text": heard.strip(), "signals": signals})
+        results.append({"lang": "en", "duration": 1.0, "digest": f"c{i}", "text": heard, "signals": signals})
         results[-1]["reference"] = rows[i]["text"].strip()
+    theirs = done_job(tmp_path / "out" / "calibration", [labelled], [[result] for result in results])
+    clips = [{"audio": {"bytes": flac(np.zeros(800)), "path": None}, "id": f"clip{i}"} for i in range(7)]
+    write_parquet(tmp_path / "audio.parquet", clips)
     sure, unsure = [6.0, 0, 0, 0, 0, 0], [-6.0, 0, 0, 0, 0, 0]
+    parts = [{"text": "sure", "signals": sure}, {"text": "second", "signals": sure, "offset": 0.02, "duration": 0.03}]
     heard = [
-        {"text": "sure", "signals": sure},
-        {"text": "unsure", "signals": unsure},
-        {"text": "", "silence": 0.99},
-        {"text": "", "silence": 0.3},
-        {"text": "strange"},
-        {"text": "other", "signals": sure, "lang": "fr"},
+        parts,
+        [{"text": "unsure", "signals": unsure}],
+        [{"text": "", "silence": 0.99}],
+        [{"text": "", "silence": 0.3}],
+        [{"text": "strange"}],
+        [{"text": "other", "signals": sure, "lang": "fr"}],
+        [{"text": "known", "signals": sure, "digest": "c7"}],
     ]
-    base = {"lang": "en", "duration": 0.05}
-    results += [{"source": places[120 + i], "id": f"clip{i}", **base, **h} for i, h in enumerate(heard)]
-    results.append({**results[-6], "offset": 0.02, "duration": 0.03, "text": "second part"})  # of the first row
-    results.sort(key=lambda r: places.index(r["source"]))
+    base = {"lang": "en", "duration": 0.05, "digest": ""}
+    found = [[{**base, "id": f"clip{i}", **result} for result in results] for i, results in enumerate(heard)]
+    audio = open_audio_sources([str(tmp_path / "audio.parquet")], None, tmp_path)
+    return theirs, done_job(tmp_path / "out" / "labels", audio, found)
+
+
+def done_job(folder: Path, sources: list[OpenSource], results: list[list[dict[str, Any]]]) -> Job:
+    """Return a job that has these results of each row."""
+    job = Job("pseudo_label", folder, {}, sources, lambda: None)  # type: ignore[arg-type, return-value]
+    job.begin()
+    left = iter(results)
     for number, pieces in enumerate(job.shards):
-        own = {job.group[p.shard][1].place(n) for p in pieces for n in range(p.start, p.stop or 0)}
-        lines = "".join(json.dumps(r) + "\n" for r in results if r["source"] in own)
-        job.write(number, Outcome(lines, clips=len(own), seconds=1.0))
+        places = [job.group[p.shard][1].place(n) for p in pieces for n in range(p.start, p.stop or 0)]
+        lines = [json.dumps({**r, "source": place}) + "\n" for place in places for r in next(left)]
+        job.write(number, Outcome("".join(lines), clips=len(places), seconds=1.0))
     return job
 
 
 @pytest.mark.parametrize("keep_silence", [False, True])
-def test_sure_clips_go_into_a_manifest_that_training_reads_and_others_have_a_reason(job, tmp_path, keep_silence):
-    folder, shards = tmp_path / "out", len(job.sources[0].shards)
-    heard = read_labelled(job, "basic")
+def test_sure_clips_go_into_a_manifest_that_training_reads_and_others_have_a_reason(jobs, tmp_path, keep_silence):
+    folder, (theirs, job) = tmp_path / "out", jobs
+    heard = read_labelled(theirs, "basic")
     assert len(heard.labelled) == 120
     calibration = calibrate(heard.labelled, 0.9, 0.9)
-    selection = select(job, shards, calibration, folder, keep_silence, job.totals())
+    point = calibration.together.point
+    assert point is not None
+    selection = select(job, heard, calibration, folder, keep_silence, job.totals())
     kept, out = read_lines(folder / "manifest.jsonl"), read_lines(folder / "left_out.jsonl")
     silent = [{"text": "", "id": "clip2", "offset": None}] if keep_silence else []
     assert [{key: row.get(key) for key in ("text", "id", "offset")} for row in kept] == [
         {"text": "sure", "id": "clip0", "offset": None},
-        {"text": "second part", "id": "clip0@0.02", "offset": 0.02},
+        {"text": "second", "id": "clip0@0.02", "offset": 0.02},
         *silent,
-        {"text": "other", "id": "clip5", "offset": None},
     ]
-    assert [row["lang"] for row in kept] == ["en"] * (len(kept) - 1) + ["fr"]
-    assert all(row["confidence"] >= round(calibration.together.point.threshold, 4) for row in kept if row["text"])
+    assert {row["lang"] for row in kept} == {"en"}
+    assert all(row["confidence"] >= round(point.threshold, 4) for row in kept if row["text"])
     kinds = {row["id"]: row["kind"] for row in out}
     assert kinds.pop("clip2", "nothing_heard") == "nothing_heard"
-    assert kinds == {"clip1": "confidence", "clip3": "nothing_heard", "clip4": "no_alignment"}
+    assert kinds == {
+        "clip1": "confidence", "clip3": "nothing_heard", "clip4": "no_alignment", "clip5": "language",
+        "clip6": "calibration",
+    }  # fmt: skip
     summary = summarise(calibration, heard, selection, {})
-    assert summary["clips"] == 7
-    assert summary["kept_clips"] == 3
+    assert summary["clips"] == 7, "parts count, and clips of the calibration do not"
+    assert summary["kept_clips"] == 2
     assert summary["silent_clips"] == len(silent)
-    assert summary["expected_wer"] == pytest.approx(1 - calibration.together.point.precision)
-    assert summary["kept_hours"] == pytest.approx((0.05 + 0.03 + 0.05) / 3600)
-    assert "kept 3 of 7 clips" in table(summary)
+    assert summary["expected_wer"] == pytest.approx(1 - point.precision)
+    assert summary["kept_hours"] == pytest.approx((0.05 + 0.03) / 3600)
+    assert "kept 2 of 7 clips" in table(summary)
     # The audio of the shards is written out, and the parts are cut from it.
     source = open_source(parse_sources(str(folder / "manifest.jsonl"), "x", "train")[0], "x")
     rows = [row for shard in source.shards for _, row in shard.read(0)]
     assert [round(soundfile.info(row["audio_filepath"]).duration, 3) for row in rows] == [0.05] * len(kept)
 
 
-def test_a_language_that_the_calibration_lacks_is_left_out_where_languages_differ(job, tmp_path):
-    calibration = calibrate(read_labelled(job, "basic").labelled, 0.9, 0.9)
-    calibration.by_language = {"en": calibration.together}
-    select(job, len(job.sources[0].shards), calibration, tmp_path, False, job.totals())
-    reasons = {row["id"]: row["reason"] for row in read_lines(tmp_path / "left_out.jsonl")}
-    assert reasons["clip5"] == "--calibrate has no clip in fr"
+def test_parts_of_a_recording_that_calibrate_are_not_labelled(tmp_path):
+    row = {"audio_filepath": "talk.flac", "lang": "en"}
+    labelled = [{**row, "offset": 30.0, "duration": 5.0, "text": "a"}]
+    result = {"id": "talk", "lang": "en", "duration": 5.0, "text": "a", "signals": [0.0] * len(SIGNALS)}
+    sources = [
+        open_source(parse_sources(str(write_manifest(tmp_path / name, rows)), "x", "test")[0], "x", needs_text=False)
+        for name, rows in (("calibration.jsonl", labelled), ("audio.jsonl", [row]))
+    ]
+    heard = read_labelled(
+        done_job(tmp_path / "a", sources[:1], [[{**result, "digest": "1", "reference": "a"}]]), "basic"
+    )
+    parts = [{**result, "digest": str(n + 2), "offset": offset} for n, offset in enumerate((20.0, 26.0, 35.0))]
+    job = done_job(tmp_path / "b", sources[1:], [parts])
+    select(job, heard, calibrate(simulated(400, 1, wer=0.1), 0.9, 0.9), tmp_path, False, job.totals())
+    kinds = {row["offset"]: row["kind"] for row in read_lines(tmp_path / "left_out.jsonl")}
+    assert kinds.pop(26.0) == "calibration"
+    assert "calibration" not in kinds.values()
 
 
 # ---- the model -----------------------------------------------------------------------------------------------------
@@ -230,13 +255,13 @@ def test_recordings_are_cut_at_pauses_and_clips_without_texts_are_heard(clips, t
     talk_S = np.concatenate([part for voice_S in voices for part in (voice_S, pause_S)])
     soundfile.write(tmp_path / "talks" / "talk.flac", talk_S, RATE)
     soundfile.write(tmp_path / "talks" / "clip.flac", voices[0], RATE)
+    soundfile.write(tmp_path / "talks" / "nothing.flac", np.zeros(10 * RATE), RATE)
     labelled = open_source(parse_sources(str(clips / "manifest.jsonl"), "x", "test")[0], "x")
     audio = open_audio_sources([str(tmp_path / "talks")], None, tmp_path)
-    group = [(source, shard) for source in (labelled, *audio) for shard in source.shards]
-    shards = len(labelled.shards)
-    pieces = [Piece(0, 0, 2), Piece(shards, 0, group[shards][1].rows)]
-    labeller = Labeller(MakeLabeller(str(tiny_model), shards, language="en", longest=3.0, device="cpu"))
-    found = list(labeller.process(Clips(group, pieces)))
+    found = []
+    for source, rows in ((labelled, 2), (audio[0], 3)):
+        make = MakeLabeller(str(tiny_model), source is labelled, language="en", longest=3.0, device="cpu")
+        found += make().process(Clips([(source, source.shards[0])], [Piece(0, 0, rows)]))
     by_id: dict[str, list[dict[str, Any]]] = {}
     for result in found:
         by_id.setdefault(Path(result["id"]).name, []).append(result)
@@ -250,7 +275,36 @@ def test_recordings_are_cut_at_pauses_and_clips_without_texts_are_heard(clips, t
     assert all(end <= part["offset"] + 1e-6 for end, part in zip(ends, parts[1:]))
     assert ends[-1] <= len(talk_S) / RATE
     assert sum(part["duration"] for part in parts) < len(talk_S) / RATE - 2
+    (nothing,) = by_id.pop("nothing.flac")
+    assert nothing["duration"] == 10
+    assert nothing["text"] == ""
+    found.remove(nothing)
     check_results(found)
+
+
+def test_another_set_of_recordings_or_a_used_directory_is_refused_and_nothing_is_touched(clips, tmp_path, capsys):
+    out, calibrate = tmp_path / "out", str(clips / "manifest.jsonl")
+    files = [str(clips / row["audio_filepath"]) for row in read_lines(clips / "manifest.jsonl")[:2]]
+    open_audio_sources(files[:1], None, out)
+    before = (out / "recordings.jsonl").stat()
+    line = ["--model", "m.nemo", "--calibrate", calibrate, "--output", str(out), "--data"]
+    assert main([*line, *files]) == 2
+    assert "holds labels of other recordings" in capsys.readouterr().err
+    assert (out / "recordings.jsonl").stat() == before
+    open_audio_sources(files[:1], None, out)
+    assert (out / "recordings.jsonl").stat() == before
+    (out / "model.nemo").touch()
+    assert main([*line, files[0]]) == 2
+    assert "holds other things (model.nemo)" in capsys.readouterr().err
+
+
+def test_long_recordings_come_in_smaller_shards(tmp_path):
+    def shard(seconds: float) -> int:
+        rows = [{"audio_filepath": "a.wav", "duration": seconds, "text": ""}] * 3
+        path = str(write_manifest(tmp_path / f"{seconds}.jsonl", rows))
+        return clips_a_shard([open_source(parse_sources(path, "x", "test")[0], "x")])
+
+    assert [shard(seconds) for seconds in (3.0, 60.0, 3600.0, 9000.0)] == [1000, 100, 2, 1]
 
 
 def check_results(found: list[dict[str, Any]]) -> None:
@@ -266,7 +320,7 @@ def check_results(found: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("head", ["transducer", "ctc"])
 def test_both_heads_of_a_hybrid_model_label(archive_of, clips, head):
     source = open_source(parse_sources(str(clips / "manifest.jsonl"), "x", "test")[0], "x")
-    labeller = Labeller(MakeLabeller(str(archive_of("hybrid-rnnt")), 0, head=head, device="cpu"))
+    labeller = Labeller(MakeLabeller(str(archive_of("hybrid-rnnt")), False, head=head, device="cpu"))
     found = list(labeller.process(Clips([(source, source.shards[0])], [Piece(0, 0, 4)])))
     assert len(found) == 4
     check_results(found)
@@ -299,7 +353,7 @@ def test_training_takes_clips_without_words_where_it_is_told_to(run_train, tiny_
 
 TRAINING = """
 import json, pathlib, sys
-words = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+words = {k: json.loads(v) for k, v in (word.split("=", 1) for word in sys.argv[1:] if "=" in word)}
 run = pathlib.Path(words["training.output_dir"])
 run.mkdir(parents=True, exist_ok=True)
 (run / "words.json").write_text(json.dumps(words))
@@ -316,7 +370,7 @@ def test_rounds_label_train_and_label_again_and_go_on_after_a_failure(run_file, 
     def labelling(model: str, settings: LabelSettings, engine: EngineSettings, folder: Path) -> dict[str, Any]:
         labelled.append((model, folder.name))
         folder.mkdir(parents=True, exist_ok=True)
-        summary = dict.fromkeys(("kept_clips", "kept_hours", "share", "expected_wer"), len(labelled))
+        summary: dict[str, Any] = dict.fromkeys(("kept_clips", "kept_hours", "share", "expected_wer"), len(labelled))
         for name in ("manifest.jsonl", "left_out.jsonl"):
             (folder / name).write_text(f"{folder.name}\n")
         (folder / "summary.json").write_text(json.dumps(summary))
@@ -339,9 +393,9 @@ def test_rounds_label_train_and_label_again_and_go_on_after_a_failure(run_file, 
     assert (folder / "manifest.jsonl").read_text() == "round-3\n"
     words = json.loads((folder / "round-2" / "run" / "words.json").read_text())
     sources = [{"path": "train.jsonl"}, {"path": str(folder / "round-2" / "manifest.jsonl")}]
-    assert json.loads(words["data.train"]) == sources
-    assert words["training.max_steps"] == "5"
-    assert words["training.resume_from_checkpoint"] == "true"
+    assert words["data.train"] == sources
+    assert words["training.max_steps"] == 5
+    assert words["training.resume_from_checkpoint"] is True
     assert list(json.loads((folder / "rounds.json").read_text())["stages"]) == [
         "label 1", "train 1", "label 2", "train 2", "label 3",
     ]  # fmt: skip
@@ -366,6 +420,13 @@ def test_run_files_that_rounds_cannot_use_are_refused(run_file, tmp_path, monkey
     plan = Rounds("m.nemo", LabelSettings(["audio"], ["validation.jsonl"]), run_file(**keys), [], [], 2)
     with pytest.raises(UserError, match=message):
         run_rounds(dataclasses.replace(plan, **change), EngineSettings(), tmp_path / "rounds")
+
+
+def test_rounds_say_that_their_directory_cannot_be_made(run_file, tmp_path):
+    (tmp_path / "file").touch()
+    plan = Rounds("m.nemo", LabelSettings(["audio"], ["validation.jsonl"]), run_file(), [], [], 2)
+    with pytest.raises(UserError, match=r"--output: .* cannot be written"):
+        run_rounds(plan, EngineSettings(), tmp_path / "file" / "rounds")
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 
 import soundfile
 
 from finetune.data.sources import OpenSource, Source, open_source, parse_sources, split_to_read
-from finetune.durable_files import put_in_place, write_text
+from finetune.durable_files import put_in_place
 from finetune.errors import UserError
 from finetune.paths import check_access
 from finetune.security.safe_text import json_line
+from finetune.tools.command_line import writing
 
 DATA_SUFFIXES = {".parquet", ".arrow", ".tar", ".json", ".jsonl", ".ndjson", ".csv"}
 RECORDINGS = "recordings.jsonl"
@@ -22,7 +22,7 @@ def open_audio_sources(data: list[str], split: str | None, folder: Path) -> list
     """Open what is to be labelled; audio files are listed in `folder`/recordings.jsonl, which stands for them.
 
     Raises:
-        UserError: something is missing, or holds no audio.
+        UserError: something is missing or holds no audio, or the folder is of other recordings.
     """
     files: list[str] = []
     others: list[str] = []
@@ -40,16 +40,18 @@ def open_audio_sources(data: list[str], split: str | None, folder: Path) -> list
     if files:
         listed = folder / RECORDINGS
         text = "".join(json_line({"audio_filepath": file}) + "\n" for file in files)
-        # Written anew, by this process or another one of an array, it would be another file for its job.
-        folder.mkdir(parents=True, exist_ok=True)
-        aside = folder / f".{RECORDINGS}.{os.getpid()}.tmp"
-        write_text(aside, text)
-        if listed.is_file() and listed.read_text(encoding="utf-8") != text:
-            put_in_place(aside, listed)
-        else:
-            with contextlib.suppress(FileExistsError):
-                os.link(aside, listed)
-        aside.unlink(missing_ok=True)
+        with writing("--output", folder):
+            if not listed.is_file():
+                folder.mkdir(parents=True, exist_ok=True)
+                aside = folder / f".{RECORDINGS}.{os.getpid()}.tmp"
+                aside.write_text(text, encoding="utf-8")
+                os.utime(aside, (0, 0))  # the same file for the job, whichever task of an array writes it last
+                put_in_place(aside, listed)
+        if listed.read_text(encoding="utf-8") != text:
+            raise UserError(
+                f"--output: {folder} holds labels of other recordings than --data has. Name another directory, and "
+                "give it the new recordings only."
+            )
         sources.append(open_source(Source(path=str(listed)), "--data", needs_text=False))
     return sources
 

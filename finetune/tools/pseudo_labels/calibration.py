@@ -193,6 +193,8 @@ class Calibration:
     certainty: float
     regression: Regression
     together: Choice
+    languages: list[str]
+    """Of the labelled clips that name one."""
     by_language: dict[str, Choice] = field(default_factory=dict)
     """Of those that have enough labelled clips."""
     too_few: dict[str, int] = field(default_factory=dict)
@@ -220,8 +222,9 @@ def calibrate(labelled: Labelled, precision: float, certainty: float) -> Calibra
             f"errors. Some {10 * max(least, FEWEST_TO_FIT)} clips are a good start."
         )
     confidence_N = confidence_of_others(labelled)
-    found = Calibration(precision, certainty, fit(labelled), choose(labelled, confidence_N, precision, certainty))
     languages = sorted(set(labelled.languages_N.tolist()) - {""})
+    together = choose(labelled, confidence_N, precision, certainty)
+    found = Calibration(precision, certainty, fit(labelled), together, languages)
     for language in languages if len(languages) > 1 else []:
         rows_N = labelled.languages_N == language
         clips = int(rows_N.sum())
@@ -240,6 +243,11 @@ def _out_of_reach(found: Calibration, choices: list[Choice]) -> str:
     """Say which precision can be promised, and what it would take for more."""
     named = dict(zip(found.by_language or [""], choices, strict=True))
     texts = []
+    if all((best := choice.best()) is None or best.bound <= 0 for choice in choices):
+        return (
+            "--calibrate: the model hears so little of these clips right that no precision can be promised. Are text "
+            "and language theirs? Else it takes a better model."
+        )
     for language, choice in named.items():
         best = choice.best()
         assert best is not None

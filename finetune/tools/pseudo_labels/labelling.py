@@ -5,16 +5,19 @@ S samples.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from finetune.data.audio_blocks import read_blocks
 from finetune.data.batch import collate
 from finetune.data.batching import BatchLimits, Entry
+from finetune.data.decode import as_float
 from finetune.data.filters import FilteredUtterance
 from finetune.data.options import StreamOptions
 from finetune.data.pauses import speech_stretches
@@ -31,8 +34,6 @@ from finetune.tools.transcription.words import enable_timestamps
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    import numpy as np
-
     from finetune.tools.jobs.clips import Clips
 
 HELD_SECONDS = 600.0
@@ -48,7 +49,8 @@ class Waiting:
     """A clip that waits for its batch, and what its result begins with."""
 
     result: Value
-    clip: DecodedUtterance
+    clip: DecodedUtterance | None
+    """None: a recording without speech."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ class MakeLabeller:
     """Loads the model in the worker's process."""
 
     model: str
-    labelled_shards: int
-    """The first so many shards of the data have texts, to calibrate on."""
+    labelled: bool
+    """Whether the clips have texts, to calibrate on."""
     tokenizer: str | None = None
     head: str | None = None
     language: str | None = None
@@ -90,17 +92,22 @@ class Labeller:
             sample_rate=self.rate,
             group_by_duration=True,  # lengths are read where rows do not state them
             keep_empty_text=True,
+            unlabelled=not settings.labelled,
             prompts=prompts,
         )
 
     def process(self, clips: Clips) -> Iterator[Value]:
         """Yield one result a clip, and several for a recording that is cut: source (its place), id, language, duration
-        in seconds; offset of a part; text and `signals`, which are missing where nothing was heard; `silence`, the
-        probability that nothing was said; of a labelled clip `reference`.
+        in seconds, a digest of its samples; offset of a part; text and `signals`, which are missing where nothing was
+        heard; `silence`, the probability that nothing was said, which a recording without speech lacks; of a labelled
+        clip `reference`.
         """
         held: list[Waiting] = []
         seconds = 0.0
         for waiting in self._read(clips):
+            if waiting.clip is None:
+                yield {**waiting.result, "text": ""}
+                continue
             held.append(waiting)
             seconds += waiting.result["duration"]
             if seconds > HELD_SECONDS:
@@ -109,48 +116,56 @@ class Labeller:
         yield from self._label(held)
 
     def _read(self, clips: Clips) -> Iterator[Waiting]:
+        labelled = self.settings.labelled
         for source, place, (shard, number), row in clips.rows():
-            labelled = shard < self.settings.labelled_shards
-            options = replace(self.options, unlabelled=not labelled)
             try:
-                entry = examine(source, place, (0, 0, shard, number), row, options, no_tokens)
+                entry = examine(source, place, (0, 0, shard, number), row, self.options, no_tokens)
                 if entry.seconds > self.settings.longest and not labelled:
                     yield from self._cut(entry)
                     continue
-                clip = decode(entry, options, 0)
-                result = self._begin(entry, len(clip.audio_S))
+                clip = decode(entry, self.options, 0)
+                result = self._begin(entry, clip.audio_S)
                 yield Waiting({**result, "reference": entry.text} if labelled else result, clip)
             except FilteredUtterance as reason:
                 clips.filtered[str(reason)] += 1
             except BadUtterance as reason:
                 clips.fail("bad", place, str(reason))
 
-    def _begin(self, entry: Entry, samples: int) -> Value:
+    def _begin(self, entry: Entry, audio_S: np.ndarray) -> Value:
         # To the microsecond: a duration that is cut shorter would cut samples off.
         return {
             "source": entry.place,
             "id": entry.id,
             "lang": entry.language,
-            "duration": round(samples / self.rate, 6),
+            "duration": round(len(audio_S) / self.rate, 6),
+            "digest": hashlib.blake2b(audio_S.tobytes(), digest_size=8).hexdigest(),
         }
 
     def _cut(self, entry: Entry) -> Iterator[Waiting]:
-        """Yield the stretches of speech of a recording, which is read block by block."""
-        first = round((entry.offset or 0.0) * self.rate)
-        behind = None if entry.duration is None else first + round(entry.duration * self.rate)
-        blocks = part_of(read_blocks(_with_path(entry), self.rate), first, behind)
+        """Yield the stretches of speech of a recording, which is read block by block unless it is a part of a file."""
+        blocks: Iterable[np.ndarray]
+        if entry.offset and entry.seconds <= HELD_SECONDS:
+            blocks = [as_float(torch.from_numpy(decode(entry, self.options, 0).audio_S)).numpy()]
+        else:
+            first = round((entry.offset or 0.0) * self.rate)
+            behind = None if entry.duration is None else first + round(entry.duration * self.rate)
+            blocks = part_of(read_blocks(located(entry.audio, entry.source.folder), self.rate), first, behind)
+        stretch = None
         for stretch in speech_stretches(blocks, self.rate, max_seconds=self.settings.longest):
-            result = self._begin(entry, len(stretch.audio_S))
+            result = self._begin(entry, stretch.audio_S)
             result["offset"] = round((entry.offset or 0.0) + stretch.start / self.rate, 6)
             yield Waiting(result, DecodedUtterance(entry.id, "", entry.language, stretch.audio_S, []))
+        if stretch is None:
+            nothing_S = np.zeros(0, dtype=np.float32)
+            yield Waiting({**self._begin(entry, nothing_S), "duration": round(entry.seconds, 6)}, None)
 
     def _label(self, held: list[Waiting]) -> Iterator[Value]:
-        held = sorted(held, key=lambda waiting: len(waiting.clip.audio_S))
+        held = sorted(held, key=lambda waiting: waiting.result["duration"])
         for first in range(0, len(held), self.settings.batch_size):
             yield from self._label_batch(held[first : first + self.settings.batch_size])
 
     def _label_batch(self, held: list[Waiting]) -> Iterator[Value]:
-        batch = collate([waiting.clip for waiting in held], 0, FINISHED)
+        batch = collate([waiting.clip for waiting in held if waiting.clip is not None], 0, FINISHED)
         batch.languages = [str(waiting.result["lang"]) for waiting in held]
         with evaluation_mode(self.model):
             encoded = Encoded(*encode_audio(self.model, batch.audio_BS, batch.audio_lengths_B, batch.languages))
@@ -179,13 +194,14 @@ def part_of(blocks: Iterable[np.ndarray], first: int, behind: int | None) -> Ite
             yield part_S
 
 
-def _with_path(entry: Entry) -> object:
-    """Return the audio of a row as `read_blocks` takes it, with a path that does not depend on the source."""
-    audio, folder = entry.audio, entry.source.folder
+def located(audio: object, folder: str | None) -> object:
+    """Return a row's audio with a path that does not depend on the source's folder."""
     held = audio.get("bytes") if isinstance(audio, dict) else None
     path = audio.get("path") if isinstance(audio, dict) else audio
-    if held is not None or folder is None or not isinstance(path, str) or "://" in path:
+    if held is not None or not isinstance(path, str):
         return audio
+    if folder is None or "://" in path:
+        return path
     return f"{folder.rstrip('/')}/{path}" if "://" in folder else os.path.join(folder, path)
 
 

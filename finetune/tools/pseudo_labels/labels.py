@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import itertools
+import json
 import logging
-from dataclasses import asdict, dataclass
+import statistics
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from finetune.data.quarantine import BadUtterance
+from finetune.data.reader import rows_from
+from finetune.data.retry import RETRIES, UnreadableShard
 from finetune.data.sources import split_to_read
+from finetune.data.survey import length_of
 from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.evaluation.dataset import open_sources
 from finetune.models.nemo_archive import archive_of
 from finetune.tools.jobs.engines import EngineSettings
-from finetune.tools.jobs.job import Job
+from finetune.tools.jobs.job import CLIPS_A_SHARD, Job, stamp
 from finetune.tools.jobs.running import run_job
-from finetune.tools.pseudo_labels.audio import open_audio_sources
+from finetune.tools.pseudo_labels.audio import RECORDINGS, open_audio_sources
 from finetune.tools.pseudo_labels.calibration import calibrate
 from finetune.tools.pseudo_labels.labelling import MakeLabeller
 from finetune.tools.pseudo_labels.outputs import Summary, summarise
 from finetune.tools.pseudo_labels.selection import read_labelled, select
 
+if TYPE_CHECKING:
+    from finetune.data.sources import OpenSource
+
 log = logging.getLogger(__name__)
+
+SHARD_SECONDS = 6000.0
+LOOKED_AT = 20
+"""Rows of each source."""
 
 
 @dataclass(frozen=True)
@@ -50,43 +66,69 @@ class LabelSettings:
 def label(model: str, settings: LabelSettings, engine: EngineSettings, folder: Path) -> Summary | None:
     """Label audio into a folder; return its summary, None where other tasks of an array are still at work.
 
-    A labelling that was cut short goes on. Another precision, certainty or normalisation does not transcribe again.
+    A labelling that was cut short goes on. Another precision, certainty or normalisation transcribes nothing again,
+    and other labelled clips only these.
 
     Raises:
-        UserError: model or data cannot be used, or the precision cannot be promised.
+        UserError: model or data cannot be used, the folder holds other things, or the precision cannot be promised.
     """
     s = settings
+    check_output(folder, "labels")
     labelled = open_sources(s.calibrate, split_to_read(s.calibrate, s.calibrate_split, "validation"), "--calibrate")
     audio = open_audio_sources(s.data, s.split, folder)
     for source in [*labelled, *audio]:
         if s.language is not None and source.source.language is None:
             source.source = source.source.model_copy(update={"language": s.language})
-    shards = sum(len(source.shards) for source in labelled)
-    make = MakeLabeller(model, shards, s.tokenizer, s.head, s.language, s.device, s.batch_size, s.longest)
-    identity = {"model": model, "model_file": _version(model), **{k: v for k, v in vars(make).items() if k != "model"}}
-    identity.pop("device")
-    job = Job("pseudo_label", folder / "labels", identity, [*labelled, *audio], make, max_failed=s.max_failed)
+    make = MakeLabeller(model, False, s.tokenizer, s.head, s.language, s.device, s.batch_size, s.longest)
+    files = stamp(str(archive_of(Path(model)) or model))
+    identity = {**{k: v for k, v in vars(make).items() if k not in ("device", "labelled")}, "model_files": files}
+    job = Job("pseudo_label", folder / "labels", identity, audio, make, clips_a_shard(audio), max_failed=s.max_failed)
+    job.begin()  # another job is refused before anything is heard
+    theirs = Job("pseudo_label", folder, identity, labelled, replace(make, labelled=True), max_failed=s.max_failed)
+    digest = hashlib.blake2b(json.dumps(theirs.identity()).encode(), digest_size=4).hexdigest()
+    theirs.directory = folder / f"calibration-{digest}"
+    calibration = None
+    if run_job(theirs, engine).is_whole:
+        heard = read_labelled(theirs, s.normalization)
+        calibration = calibrate(heard.labelled, s.precision, s.certainty)
     totals = run_job(job, engine)
-    if not totals.is_whole:
+    if calibration is None or not totals.is_whole:
         log.info(
             "%d of %d shards are done; the last --shard chooses among the labels", totals.shards_done, totals.shards
         )
         return None
-    heard = read_labelled(job, s.normalization)
-    calibration = calibrate(heard.labelled, s.precision, s.certainty)
-    selection = select(job, shards, calibration, folder, s.keep_silence, totals)
+    selection = select(job, heard, calibration, folder, s.keep_silence, totals)
     options = {k: v for k, v in asdict(s).items() if k not in ("precision", "certainty", "device")}
     summary = summarise(calibration, heard, selection, {"model": model, **options})
     write_json(folder / "summary.json", summary)
     return summary
 
 
-def _version(model: str) -> list[Any] | None:
-    """Return what tells a model's file from a later one of the same name; None where there is no such file."""
-    archive = archive_of(Path(model))
-    if archive is None or not archive.is_file():
-        return None
-    return [archive.stat().st_size, archive.stat().st_mtime_ns]
+def clips_a_shard(sources: list[OpenSource]) -> int:
+    """Return how many rows make about `SHARD_SECONDS`, by the first ones of each source: what a kill costs at most."""
+    lengths = []
+    for source in sources:
+        for shard in source.shards[:1]:
+            with contextlib.suppress(UnreadableShard):
+                for _, row in itertools.islice(rows_from(shard, 0, RETRIES if source.remote else 0), LOOKED_AT):
+                    with contextlib.suppress(BadUtterance):
+                        lengths.append(length_of(source, row))
+    mean = statistics.fmean(lengths) if lengths else 0.0
+    return CLIPS_A_SHARD if mean * CLIPS_A_SHARD <= SHARD_SECONDS else max(1, round(SHARD_SECONDS / mean))
+
+
+def check_output(folder: Path, ours: str) -> None:
+    """Raise UserError for a directory that is not empty and not of such labels.
+
+    Args:
+        ours: what only they have in it.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--output: {folder} is no directory.")
+    if (folder / ours).exists() or not folder.exists():
+        return
+    if other := [p.name for p in folder.iterdir() if not p.name.startswith(".") and p.name != RECORDINGS]:
+        raise UserError(f"--output: {folder} holds other things ({min(other)}). Name a new or an empty directory.")
 
 
 def check_settings(settings: LabelSettings) -> None:

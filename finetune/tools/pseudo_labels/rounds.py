@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +22,9 @@ from finetune.config.load import load_config
 from finetune.data.worker_lifetime import ends_with_this_process
 from finetune.durable_files import sha256_of, write_json, write_text
 from finetune.errors import UserError
-from finetune.paths import ROOT
-from finetune.tools.pseudo_labels.labels import LabelSettings, label
-from finetune.tools.search.trials import reason_of
+from finetune.tools.command_line import writing
+from finetune.tools.pseudo_labels.labels import LabelSettings, check_output, label
+from finetune.tools.search.trials import POLL_SECONDS, TRAIN, reason_of, setting_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TRAIN = (sys.executable, str(ROOT / "finetune" / "train.py"))
-POLL_SECONDS = 0.5
 RESULTS = ("manifest.jsonl", "left_out.jsonl", "summary.json")
 NOT_THE_RESULT = ("device", "batch_size", "max_failed")
 
@@ -82,6 +79,8 @@ def run_rounds(plan: Rounds, engine: EngineSettings, folder: Path) -> Summary:
             done[name] = {k: found[k] for k in ("kept_clips", "kept_hours", "share", "expected_wer")}
             write_json(folder / "rounds.json", state)
         summary = json.loads((own / "summary.json").read_text(encoding="utf-8"))
+        if not summary["kept_clips"]:
+            raise UserError(f"round {number} keeps no clip: {own / 'left_out.jsonl'} has the reasons.", exit_code=1)
         if number == plan.rounds:
             break
         run, name = own / "run", f"train {number}"
@@ -130,9 +129,9 @@ def _labels(folder: Path, weight: float | None) -> dict[str, Any]:
 def _training_words(plan: Rounds, sources: list[dict[str, Any]], run: Path) -> list[str]:
     words = [*plan.training, "--config", str(plan.config_file)]
     words += [word for name in plan.strategies for word in ("--strategy", name)]
-    words += [*plan.overrides, f"data.train={json.dumps(sources, ensure_ascii=False)}"]
-    words += [f"training.output_dir={run}", "training.resume_from_checkpoint=true"]
-    return words + (["data.keep_empty_text=true"] if plan.settings.keep_silence else [])
+    words += plan.overrides
+    ours = {"data.train": sources, "training.output_dir": str(run), "training.resume_from_checkpoint": True}
+    return words + setting_words({**ours, **({"data.keep_empty_text": True} if plan.settings.keep_silence else {})})
 
 
 def _of_training(run: Path) -> dict[str, Any]:
@@ -159,10 +158,12 @@ def _open_state(plan: Rounds, folder: Path) -> dict[str, Any]:
     }
     wanted = json.loads(json.dumps(wanted))
     file = folder / "rounds.json"
+    check_output(folder, file.name)
     if not file.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
         state = {"settings": wanted, "stages": {}}
-        write_json(file, state)
+        with writing("--output", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(file, state)
         return state
     try:
         state = json.loads(file.read_text(encoding="utf-8"))

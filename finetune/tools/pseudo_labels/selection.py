@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+import os
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from finetune.evaluation.scores import normalize_for_scores, score_pair
 from finetune.security.safe_text import json_line
 from finetune.tools.command_line import writing
 from finetune.tools.pseudo_labels.calibration import Calibration, Labelled, text_number
-from finetune.tools.pseudo_labels.labelling import SIGNALS
+from finetune.tools.pseudo_labels.labelling import SIGNALS, located
 from finetune.tools.splits import manifest_row
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from finetune.tools.jobs.job import Job, Totals
 
 Result = dict[str, Any]
+Span = tuple[str, float, float]
+"""File, start and end in seconds."""
 
 
 @dataclass
@@ -71,25 +74,39 @@ class Selection:
 
 @dataclass
 class Heard:
-    """What the model made of the labelled clips."""
+    """What the model made of the labelled clips, and where their audio is."""
 
     labelled: Labelled
     nothing: list[tuple[int, float]]
-    """Of clips without a transcript: words of the reference, and the probability of silence."""
+    """Those in which it heard nothing: words of the reference, and the probability of silence."""
+    digests: set[str]
+    spans: dict[str, list[tuple[float, float]]]
+    """Start and end in seconds, by file."""
 
     def silent_with_words(self, precision: float) -> int:
         """Return how many labelled clips with words would be kept as silence."""
         return sum(words > 0 and silence >= precision for words, silence in self.nothing)
 
+    def has(self, result: Result, span: Span | None) -> bool:
+        """Return whether a clip is, or overlaps, a labelled one."""
+        if result["digest"] in self.digests:
+            return True
+        file, start, end = span or ("", 0.0, 0.0)
+        return any(start < theirs[1] and theirs[0] < end for theirs in self.spans.get(file, ()))
+
 
 def read_labelled(job: Job, normalization: str) -> Heard:
-    """Score the transcripts of the labelled clips, which are the first of the job.
+    """Score the transcripts of the labelled clips.
 
     Raises:
-        UserError: there are none.
+        UserError: the model hears nothing in them, or the data have changed.
     """
     signals, counts, languages, texts, nothing = [], [], [], [], []
-    for result in itertools.takewhile(lambda result: "reference" in result, job.results()):
+    digests, spans = set(), defaultdict(list)
+    for source, row, result in _with_rows(job):
+        digests.add(result["digest"])
+        if (span := _span(source, row, result)) is not None:
+            spans[span[0]].append(span[1:])
         reference, language = result["reference"], result["lang"]
         scores = score_pair(reference, result["text"], normalization, language)
         if not scores.clips:
@@ -105,16 +122,17 @@ def read_labelled(job: Job, normalization: str) -> Heard:
         raise UserError("--calibrate: the model hears no word in any of its clips that have a text.")
     signals_NF = np.asarray(signals, dtype=float).reshape(-1, len(SIGNALS))
     words_N, errors_N = np.asarray(counts, dtype=np.int64).T
-    return Heard(Labelled(signals_NF, words_N, errors_N, np.asarray(languages, dtype=str), np.asarray(texts)), nothing)
+    labelled = Labelled(signals_NF, words_N, errors_N, np.asarray(languages, dtype=str), np.asarray(texts))
+    return Heard(labelled, nothing, digests, spans)
 
 
 def select(
-    job: Job, labelled_shards: int, calibration: Calibration, folder: Path, keep_silence: bool, totals: Totals
+    job: Job, heard: Heard, calibration: Calibration, folder: Path, keep_silence: bool, totals: Totals
 ) -> Selection:
     """Write manifest.jsonl and left_out.jsonl, and audio that lies in shards below `folder`/audio.
 
     Args:
-        labelled_shards: the first of the job's sources' shards, which are not written.
+        heard: of the labelled clips, which are left out where they are among the others.
         keep_silence: keep clips in which nothing is said with an empty text.
         totals: of the job; its failures are left out.
 
@@ -126,16 +144,18 @@ def select(
     asides = {name: folder / f".{name}.tmp" for name in names}
     with writing("--output", folder):
         with asides[names[0]].open("w", encoding="utf-8") as kept, asides[names[1]].open("w", encoding="utf-8") as out:
-            for source, row, result in _with_rows(job, labelled_shards):
+            for source, row, result in _with_rows(job):
                 confidence = None
                 if "signals" in result:
                     confidence = round(float(calibration.confidence([result["signals"]])[0]), 4)
                 language = result["lang"]
-                selection.heard.setdefault(language, Tally()).add(result, confidence)
-                kind, reason = verdict(result, confidence, calibration, keep_silence)
+                kind, reason = "calibration", "--calibrate has the same audio"
+                if not heard.has(result, _span(source, row, result)):
+                    kind, reason = verdict(result, confidence, calibration, keep_silence)
+                    selection.heard.setdefault(language, Tally()).add(result, confidence)
                 if kind:
                     selection.left_out[kind] += 1
-                    shown = {k: v for k, v in result.items() if k not in ("signals", "silence")}
+                    shown = {k: v for k, v in result.items() if k not in ("signals", "silence", "digest")}
                     out.write(json_line({**shown, "kind": kind, "confidence": confidence, "reason": reason}) + "\n")
                     continue
                 if result["text"]:
@@ -155,7 +175,9 @@ def select(
 def verdict(result: Result, confidence: float | None, calibration: Calibration, keep_silence: bool) -> tuple[str, str]:
     """Return kind and reason for leaving a clip out; empty ones for one that is kept."""
     if not result["text"]:
-        silence = result.get("silence", 0.0)
+        silence = result.get("silence")
+        if silence is None:
+            return "no_speech", "no sound in it stands out from the noise"
         if not keep_silence:
             return "nothing_heard", "nothing was heard; --keep-silence keeps what is surely silent"
         if silence >= calibration.precision:
@@ -164,25 +186,22 @@ def verdict(result: Result, confidence: float | None, calibration: Calibration, 
     if confidence is None:
         return "no_alignment", "the transcript has no alignment with the audio"
     language = result["lang"]
-    known = {*calibration.by_language, *calibration.too_few}
-    if known and language and language not in known:
+    if calibration.languages and language and language not in calibration.languages:
         return "language", f"--calibrate has no clip in {language}"
     point = calibration.choice(language).point
     if point is None:
-        return "precision", f"the precision cannot be promised{f' in {language}' if known and language else ''}"
+        return "precision", f"the precision cannot be promised{f' in {language}' if language else ''}"
     # As the manifest has it, so that its rows are those at or above the threshold.
     if confidence < round(point.threshold, 4):
         return "confidence", f"confidence {confidence:.4f} is below {point.threshold:.4f}"
     return "", ""
 
 
-def _with_rows(job: Job, labelled_shards: int) -> Iterator[tuple[OpenSource, Row, Result]]:
-    """Yield the results of the clips without texts with the rows that they are of; both are in the order of the
-    data."""
-    unlabelled = itertools.dropwhile(lambda result: "reference" in result, job.results())
-    groups = itertools.groupby(unlabelled, key=lambda result: result["source"])
+def _with_rows(job: Job) -> Iterator[tuple[OpenSource, Row, Result]]:
+    """Yield the results with the rows that they are of; both are in the order of the data."""
+    groups = itertools.groupby(job.results(), key=lambda result: result["source"])
     wanted = next(groups, None)
-    for source, shard in job.group[labelled_shards:]:
+    for source, shard in job.group:
         try:
             for number, row in rows_from(shard, 0, RETRIES if source.remote else 0):
                 if wanted is None:
@@ -194,7 +213,16 @@ def _with_rows(job: Job, labelled_shards: int) -> Iterator[tuple[OpenSource, Row
         except UnreadableShard:  # counted when it was labelled
             continue
     if wanted is not None:
-        raise UserError(f"--data: {wanted[0]} is not there any more; start again with another --output.", exit_code=1)
+        raise UserError(f"{wanted[0]} is not there any more; start again with another --output.", exit_code=1)
+
+
+def _span(source: OpenSource, row: Row, result: Result) -> Span | None:
+    """Return where the audio of a result lies; None for audio within a shard."""
+    path = located(row[source.columns["audio"]], source.folder)
+    if not isinstance(path, str):
+        return None
+    start = result.get("offset", (row.get("offset") if source.is_manifest else None) or 0.0)
+    return os.path.realpath(path), start, start + result["duration"]
 
 
 def _row(source: OpenSource, row: Row, result: Result, confidence: float | None, folder: Path) -> Row:
