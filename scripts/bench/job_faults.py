@@ -31,7 +31,7 @@ SECONDS_BETWEEN_LOOKS = 0.02
 
 def drive(folder: Path) -> None:
     """Run the job to its end, with two workers."""
-    from job_workers import make_job
+    from job_workers import make_job  # pyright: ignore[reportMissingImports]
 
     from finetune.tools.jobs.engines import EngineSettings
     from finetune.tools.jobs.running import run_job
