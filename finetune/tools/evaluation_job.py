@@ -21,7 +21,7 @@ from finetune.evaluation.recognise import evaluation_limits, evaluation_mode, re
 from finetune.evaluation.scores import Utterance, WerAccumulator
 from finetune.models.nemo import chosen_head
 from finetune.models.prompts import check_language, prompt_slots
-from finetune.tools.jobs.job import Job, stamp
+from finetune.tools.jobs.job import Job
 from finetune.tools.jobs.running import run_job
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def evaluate_in_shards(
     Raises:
         UserError: as `evaluate_model` and `run_job`.
     """
-    settings = {"model": name, "model_files": stamp(name), **{key: getattr(s, key) for key in IDENTITY}}
+    settings = {"model": name, **{key: getattr(s, key) for key in IDENTITY}}
     job = Job(
         "evaluate",
         directory,

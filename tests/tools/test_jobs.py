@@ -58,7 +58,7 @@ class MortalWorker(TextWorker):
 class InlineEngine:
     """Does the tasks in this process, the latest first."""
 
-    workers = 2
+    workers = 1
 
     def __init__(self, job: Job, settings: EngineSettings):
         self.job, self.started = job, 0
@@ -116,6 +116,39 @@ def test_workers_that_always_end_do_not_go_on_for_ever(tmp_path):
     write_manifest(tmp_path, ["kill"] * 1000)
     with pytest.raises(UserError, match="25 worker processes in a row ended without a result"):
         run_job(make_job(tmp_path, clips_a_shard=1000, max_failed=1.0), EngineSettings(), InlineEngine)
+
+
+class NodeOfManyWorkers(InlineEngine):
+    """Loses all its first workers at once, before a result."""
+
+    workers = 30
+
+    def submit(self, worker: int, task: Task) -> None:
+        if worker > self.workers:
+            super().submit(worker, task)
+        elif worker == self.workers:
+            self.events += [Died(lost, "lost") for lost in range(1, self.workers + 1)]
+
+    def wait(self, seconds: float) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+
+def test_a_node_of_many_workers_may_be_lost(tmp_path):
+    write_manifest(tmp_path, ["text"] * 43)
+    assert run_job(make_job(tmp_path, clips_a_shard=1), EngineSettings(), NodeOfManyWorkers).is_whole
+    assert ids(make_job(tmp_path, clips_a_shard=1)) == expected(43)
+
+
+def test_another_model_under_the_same_name_is_another_job(tmp_path):
+    write_manifest(tmp_path, TEXTS)
+    model = tmp_path / "m.nemo"
+    model.write_text("a")
+    named = {"model": str(model)}
+    run_job(make_job(tmp_path, settings=named), EngineSettings(), InlineEngine)
+    model.write_text("trained again")
+    with pytest.raises(UserError, match="another job: model_files have changed"):
+        run_job(make_job(tmp_path, settings=named), EngineSettings(), InlineEngine)
 
 
 def test_every_third_shard_and_then_the_rest(tmp_path):

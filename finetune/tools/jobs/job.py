@@ -62,7 +62,8 @@ class Job:
     """Who makes it, such as clean."""
     directory: Path
     settings: dict[str, Any]
-    """What the results depend on beside the data, as JSON-able values: model, language, thresholds."""
+    """What the results depend on beside the data, as JSON-able values: model, language, thresholds. Bytes and times of
+    the files of `model` follow by themselves."""
     sources: list[OpenSource]
     make_worker: MakeWorker
     clips_a_shard: int = CLIPS_A_SHARD
@@ -89,7 +90,8 @@ class Job:
         named = {f"data.{n}": source.source.model_dump() for n, source in enumerate(self.sources)}
         cut = {"clips_a_shard": self.clips_a_shard, "max_samples": self.max_samples}
         digest = hashlib.sha256(json.dumps([parts, stats]).encode()).hexdigest()
-        values = {"command": self.command, **self.settings, **named, **cut, DATA: digest}
+        model = {"model_files": stamp(self.settings["model"])} if "model" in self.settings else {}
+        values = {"command": self.command, **self.settings, **model, **named, **cut, DATA: digest}
         return json.loads(json.dumps(values, default=str))
 
     def begin(self) -> None:
