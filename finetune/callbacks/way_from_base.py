@@ -43,8 +43,8 @@ SHOWN = ("validation_wer", "guard_wer", "kept")
 
 
 class WayFromBase(Callback):
-    """Looks for the largest step from the base model towards the last weights that keeps the limit: from the end of the
-    way in quarters, then by bisection; nothing where the last weights keep it."""
+    """Looks for the largest step from the base model towards the last weights that keeps the limit: from the end of
+    the way in quarters, then by bisection; nothing where the last weights keep it."""
 
     def __init__(self, accelerator: Accelerator, config: RunConfig, progress: Progress, model: AsrModel):
         assert config.data.guard_limit is not None
@@ -153,8 +153,8 @@ class WayFromBase(Callback):
         factors = any(lora_start(name, base) for name in tuned)
         least = 0.0 if factors else least_of_largest(base, tuned, DENSITY)
         del base  # twice the trained weights would be held while they are evaluated
-        # The guard's WER need not rise steadily: bisection from the middle would miss what keeps the limit above a point
-        # that does not.
+        # The guard's WER need not rise steadily: bisection from the middle would miss what keeps the limit above a
+        # point that does not.
         low, high = 0.0, 1.0
         ways = [1.0, 0.75, 0.5, 0.25][factors:]  # the end of a LoRA's way is the last weights themselves
         while high - low > FINEST:
