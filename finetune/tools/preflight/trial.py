@@ -1,7 +1,6 @@
 """What `--smoke` and `--dry-run` share: a folder of their own, the worst batches, and steps with measured memory."""
 
 import contextlib
-import ctypes
 import os
 import shutil
 from collections.abc import Generator, Iterator
@@ -19,6 +18,7 @@ from finetune.data.survey import Survey, batch_of, survey_lengths
 from finetune.distributed import broadcast
 from finetune.durable_files import write_json
 from finetune.errors import UserError
+from finetune.models.host_memory import return_freed_memory
 from finetune.models.nemo import encoder_lengths
 from finetune.models.protocols import AsrModel
 from finetune.strategies.strategy import Strategy, engine_with
@@ -226,7 +226,7 @@ class MemoryMeter:
         """
         peak_resident, account = _resident_peak(), self.follow and self.follow.account
         inputs = account.parts["inputs"] if account else 0
-        _return_freed_memory()
+        return_freed_memory()  # so that resident memory is what is in use
         resident = self.process.memory_info().rss
         host = psutil.virtual_memory()
         found: dict[str, Any] = {
@@ -262,9 +262,3 @@ def _resident_peak() -> int | None:
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
     return None
-
-
-def _return_freed_memory() -> None:
-    """Return freed memory to the system, which glibc may keep, so that resident memory is what is in use."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)

@@ -13,6 +13,7 @@ from finetune.durable_files import write_text
 from finetune.errors import UserError
 from finetune.evaluation.long_audio import Chunk, Pieces
 from finetune.evaluation.recognise import recognise_chunks, text_of
+from finetune.models.host_memory import return_freed_memory
 from finetune.security.safe_text import json_line
 from finetune.tools.segmentation.matching import anchored_share
 from finetune.tools.segmentation.texts import Word, words_of_line
@@ -110,6 +111,7 @@ def hear(
                 texts[i] = text_of(model, tokens)
         rows = [Heard(s.start, s.end(), text) for s, text in zip(group, texts, strict=True)]
         progress.add([asdict(row) for row in rows])
+        return_freed_memory()
         heard += rows
         for row in rows:
             on_stretch(row)

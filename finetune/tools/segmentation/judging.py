@@ -16,6 +16,7 @@ from finetune.data.quarantine import BadUtterance
 from finetune.data.utterances import DecodedUtterance, text_encoder
 from finetune.errors import UserError
 from finetune.evaluation.alignment import Encoded, normalization_of
+from finetune.models.host_memory import return_freed_memory
 from finetune.tools.segmentation.hearing import BATCHES_AT_ONCE, Progress
 from finetune.tools.segmentation.spans import Candidate, Judged, mixture
 from finetune.tools.segmentation.texts import Word, joined
@@ -113,6 +114,7 @@ def judge(
             for i, result in zip(own, results, strict=True):
                 found[i] = result
         progress.add([{} if j is None else asdict(j) for j in found])
+        return_freed_memory()
         judged += found
         for number in range(first, len(judged)):
             on_stretch(number)
