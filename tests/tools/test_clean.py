@@ -19,7 +19,7 @@ from finetune.evaluation.dataset import open_sources
 from finetune.tools.cleaning.edits import MISSING, NOT_SAID, OTHER, Edit, edits_of, split_words
 from finetune.tools.cleaning.energy import energy_of
 from finetune.tools.cleaning.judging import Judgement, Problem, judge, possible_pairs
-from finetune.tools.cleaning.mixtures import fit_mixture
+from finetune.tools.cleaning.mixtures import fit_mixture, probability
 from finetune.tools.cleaning.outputs import sentences_of, write_outputs
 from finetune.tools.cleaning.repeats import repeated
 from finetune.tools.cleaning.second_look import audio_for_page
@@ -69,6 +69,7 @@ def test_energy_at_the_edges_and_speech_that_is_not_heard() -> None:
     quiet_S = np.zeros(rate // 2, dtype=np.float32)
     whole = energy_of(np.concatenate([quiet_S, tone_S, quiet_S]), rate, [0.5, 0.8])
     assert whole.head < -60
+    assert whole.middle == pytest.approx(0, abs=1)
     assert whole.tail < -60
     assert whole.unheard == pytest.approx(3.5 - 1.2, abs=0.1)
     cut = energy_of((np.concatenate([quiet_S, tone_S]) * 32767).astype(np.int16), rate, np.arange(0.5, 3.5, 0.3))
@@ -85,11 +86,22 @@ def test_a_mixture_parts_two_groups() -> None:
     score_N = np.concatenate([np.zeros(600), draw.exponential(0.3, 200), draw.normal(3.0, 0.4, 60)])
     mixture = fit_mixture(score_N)
     assert mixture is not None
-    posterior_N = mixture.posterior(score_N)
+    posterior_N = probability(mixture.log_odds(score_N))
     assert (posterior_N[-60:] > 0.5).mean() > 0.95
     assert (posterior_N[:-60] > 0.5).sum() <= 3
     assert 1.0 < mixture.threshold < 2.5
-    assert (np.diff(mixture.posterior(np.linspace(0.05, 9, 500))) >= -1e-12).all()
+    assert (np.diff(mixture.log_odds(np.linspace(0.05, 9, 500))) >= -1e-12).all()
+
+
+def test_scores_below_zero_show_what_good_labels_come_to() -> None:
+    draw = np.random.default_rng(1)
+    score_N = np.concatenate([draw.normal(-1.2, 0.5, 200), draw.normal(0.9, 0.5, 20), np.full(300, np.nan)])
+    mixture = fit_mixture(score_N)
+    assert mixture is not None
+    assert -0.2 < mixture.threshold < 0.4
+    assert mixture.origin == pytest.approx(-1.2, abs=0.15)
+    assert (mixture.log_odds(score_N[200:220]) > 0).mean() > 0.8
+    assert fit_mixture(score_N[:200] - 0.5) is None
 
 
 def test_a_mixture_needs_scores() -> None:
@@ -115,7 +127,8 @@ def row(n: int, **changes: Any) -> dict[str, Any]:
         "heard": text,
         "duration": 3.0,
         "level": -20.0,
-        "head": -50.0,
+        "head": -50.0 - n % 7,
+        "middle": -2.0 - n % 11,
         "tail": -50.0 + n % 9,
         "unheard": 0.0,
         "tokens": 12,
@@ -135,12 +148,13 @@ def rows_with_problems() -> list[dict[str, Any]]:
     """300 clips: in some the model mishears a word, twelve of each kind below are bad."""
     rows = [row(n) for n in range(300)]
     for n in range(0, 300, 5):
-        rows[n]["edits"] = [edit(kind, 1, 2, ("x",), 0.3 + 0.1 * (n % 4)) for kind in (MISSING, NOT_SAID, OTHER)]
+        rows[n]["edits"] = [edit(kind, 1, 2, ("x",), 0.1 * (n % 31) - 2.5) for kind in (MISSING, NOT_SAID, OTHER)]
     for n in range(12):
         rows[n] |= {"edits": [edit(NOT_SAID, 1, 2)], "loss": 18.0}
         rows[20 + n] |= {"edits": [edit(MISSING, 1, 1, ("said",))], "loss": 18.0}
-        rows[40 + n] |= {"edits": [edit(NOT_SAID, 4, 6)], "loss": 18.0}
-        rows[60 + n] |= {"edits": [edit(NOT_SAID, 5, 6)], "loss": 18.0, "tail": 0.0}
+        rows[40 + n] |= {"edits": [edit(NOT_SAID, 0, 2)], "loss": 18.0, "head": -3.0, "duration": 1.5}
+        rows[60 + n] |= {"edits": [edit(NOT_SAID, 5, 6)], "loss": 18.0, "tail": -3.0, "duration": 1.5}
+        rows[120 + n] |= {"edits": [edit(NOT_SAID, 4, 6)], "loss": 18.0}
         rows[80 + n] |= {"loss": 60.0, "heard": "something else is what the model heard here"}
     rows[100] |= {"level": -90.0}
     rows[101] |= {"text": "no no no no no no"}
@@ -154,12 +168,12 @@ def test_each_kind_is_named() -> None:
     rows = rows_with_problems()
     judgement = judge(lambda: rows)
     kinds = {p.row["id"]: p.kind for p in judgement.problems if p.confidence >= 0.5}
-    for first, kind in ((0, NOT_SAID), (20, MISSING), (40, "cut_off"), (60, "cut_off"), (80, "wrong_text")):
+    for first, kind in ((0, NOT_SAID), (20, MISSING), (40, "cut_off"), (60, "cut_off"), (80, "wrong_text"), (120, NOT_SAID)):
         assert [kinds.get(f"clip{first + n}") for n in range(12)] == [kind] * 12
     assert kinds["clip100"] == "silence"
     assert kinds["clip101"] == "repeated"
     assert kinds["clip102"] == kinds["clip103"] == "speech_without_words"
-    bad = {f"clip{n + i}" for n in (0, 20, 40, 60, 80) for i in range(12)} | {f"clip{n}" for n in range(100, 104)}
+    bad = {f"clip{n + i}" for n in (0, 20, 40, 60, 80, 120) for i in range(12)} | {f"clip{n}" for n in range(100, 104)}
     assert bad <= kinds.keys()
     assert len(kinds) - len(bad) <= 2
 
