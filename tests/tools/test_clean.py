@@ -148,7 +148,8 @@ def rows_with_problems() -> list[dict[str, Any]]:
     """300 clips: in some the model mishears a word, twelve of each kind below are bad."""
     rows = [row(n) for n in range(300)]
     for n in range(0, 300, 5):
-        rows[n]["edits"] = [edit(kind, 1, 2, ("x",), 0.1 * (n % 31) - 2.5) for kind in (MISSING, NOT_SAID, OTHER)]
+        gain = float(np.random.default_rng(n).normal(-4, 2.5))
+        rows[n]["edits"] = [edit(kind, 1, 2, ("x",), gain) for kind in (MISSING, NOT_SAID, OTHER)]
     for n in range(12):
         rows[n] |= {"edits": [edit(NOT_SAID, 1, 2)], "loss": 18.0}
         rows[20 + n] |= {"edits": [edit(MISSING, 1, 1, ("said",))], "loss": 18.0}
@@ -222,7 +223,7 @@ def test_exchanged_texts_are_looked_for_among_the_suspects() -> None:
     rows[80] |= {"text": "your call is important to us", "heard": "the person at extension nine"}
     rows[81] |= {"text": "the person at extension nine", "heard": "your call is importend to"}
     suspects = [p for p in judge(lambda: rows).problems if p.kind == "wrong_text"]
-    a, b = possible_pairs(suspects)[0]
+    a, b = possible_pairs(suspects, 10)[0]
     assert {suspects[a].row["id"], suspects[b].row["id"]} == {"clip80", "clip81"}
 
 
@@ -249,13 +250,13 @@ def test_gains_are_differences_of_losses() -> None:
     assert [r["source"] for r in rows] == ["a line 1", "a line 2", "a line 3"]
     assert [r["duration"] for r in rows] == [3.0, 2.0, 1.0]
     assert [r["tokens"] for r in rows] == [len(clip.tokens) for clip in clips]
-    assert listener.losses(batch, texts) == pytest.approx([r["loss"] for r in rows], abs=0.01)
+    assert listener.losses(batch, texts, range(3)) == pytest.approx([r["loss"] for r in rows], abs=0.01)
     found = rows[0]["edits"]
     for entry in found:
         mended = Edit(entry["kind"], entry["start"], entry["end"], tuple(entry["words"])).applied_to(texts[0].split())
-        loss = listener.losses(batch, [mended, *texts[1:]])[0]
+        loss = listener.losses(batch, [mended, *texts[1:]], range(3))[0]
         assert rows[0]["loss"] - loss == pytest.approx(entry["gain"], abs=0.01)
-    other = listener.losses(batch, [texts[1], texts[0], texts[2]])[0]
+    other = listener.losses(batch, [texts[1], texts[0], texts[2]], range(3))[0]
     assert rows[0]["other"] * len(clips[1].tokens) == pytest.approx(other, abs=0.01)
 
 

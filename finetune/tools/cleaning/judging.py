@@ -6,6 +6,7 @@ The scores are read two times: numbers of all clips into arrays, texts of the su
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import combinations, islice
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,8 @@ class Problem:
     """What would mend it."""
     partner: str | None = None
     """The place of the clip that has its text."""
+    of_text: bool = False
+    """Whether the text is suspicious as a whole, so that a partner is looked for."""
 
 
 @dataclass
@@ -191,14 +194,18 @@ def _language_ratio(rows: Iterable[Result], fits_N: np.ndarray, languages: Langu
 
 def _problem(row: Result, judgement: Judgement, evidence: Evidence, longest_unheard: float) -> Problem | None:
     problem = _plain_problem(row)
+    of_text = False
     if problem is None and judgement.judges_texts:
         problem = _text_problem(row, judgement.mixtures[TEXT], evidence)
+        of_text = problem is not None and problem.confidence >= SUSPECT
     if judgement.judges_words and (problem is None or problem.confidence < SURE):
         problem = _word_problem(row, judgement.mixtures, evidence.cut) or problem
     if row["unheard"] > longest_unheard and (problem is None or problem.confidence < SURE):
         ratio = row["unheard"] / longest_unheard
         difference = f"{row['unheard']:.1f} s of speech in which no word is heard"
         problem = Problem("speech_without_words", 1 - 0.5 / ratio, row, difference, row["unheard"])
+    if problem is not None:
+        problem.of_text = of_text
     return problem
 
 
@@ -289,9 +296,9 @@ def _text_problem(row: Result, mixture: Mixture | None, evidence: Evidence) -> P
     return Problem(kind, confidence, row, differences[kind], score)
 
 
-def possible_pairs(problems: list[Problem]) -> list[tuple[int, int]]:
-    """Return pairs of clips whose texts may be exchanged, by their numbers, the likest first: one's text is nearer to
-    what is heard in the other than the other's own is."""
+def possible_pairs(problems: list[Problem], most: int) -> list[tuple[int, int]]:
+    """Return pairs of clips whose texts may be exchanged, by their numbers: the likest first, where one's text is
+    nearer to what is heard in the other than the other's own is; then, up to `most`, others of one language."""
     own = [_letters(problem.row["text"]) for problem in problems]
     index: dict[str, list[int]] = {}
     for n, letters in enumerate(own):
@@ -308,7 +315,10 @@ def possible_pairs(problems: list[Problem]) -> list[tuple[int, int]]:
             there, back = _unlike(letters, own[other]), _unlike(heard[other], own[n])
             if other != n and there < _unlike(letters, own[n]):
                 found[min(n, other), max(n, other)] = there + back
-    return sorted(found, key=found.__getitem__)
+    languages = [problem.row["language"] for problem in problems]
+    others = ((a, b) for a, b in combinations(range(len(problems)), 2) if languages[a] == languages[b])
+    pairs = sorted(found, key=found.__getitem__)[:most]
+    return [*pairs, *islice((pair for pair in others if pair not in found), most - len(pairs))]
 
 
 def _unlike(a: str, b: str) -> float:

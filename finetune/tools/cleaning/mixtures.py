@@ -8,6 +8,7 @@ ITERATIONS = 200
 FEWEST = 10  # scores, for a mixture to be fitted
 FEWEST_BAD = 2.0  # of them that are of the bad ones, by the posterior
 LEAST_DEVIATION = 0.1
+NARROWEST = 0.5  # deviation of the bad ones against that of the good ones, so that no few scores make a group
 LEAST = 0.03  # scores below it are of good labels
 
 
@@ -82,6 +83,7 @@ def fit_mixture(score_N: np.ndarray, bad_N: np.ndarray | None = None) -> Mixture
         mean, deviation = _moments(x_N, weight_N)
         if is_normal:
             origin, scale = _moments(x_N, 1 - weight_N)
+            deviation = max(deviation, NARROWEST * scale)
         else:
             scale = float(((1 - weight_N) * x_N).sum() / (len(x_N) - bad))
         mixture = Mixture(origin, scale, mean, deviation, bad / len(x_N))
