@@ -22,7 +22,7 @@ from finetune.tools.cleaning.judging import Judgement, Problem, judge, possible_
 from finetune.tools.cleaning.mixtures import fit_mixture, probability
 from finetune.tools.cleaning.outputs import sentences_of, write_outputs
 from finetune.tools.cleaning.repeats import repeated
-from finetune.tools.cleaning.second_look import audio_for_page
+from finetune.tools.cleaning.second_look import audio_for_page, name_exchanged
 
 BASE = ROOT / "examples" / "base" / "fastconformer_tdt_3m.nemo"
 
@@ -225,6 +225,32 @@ def test_exchanged_texts_are_looked_for_among_the_suspects() -> None:
     suspects = [p for p in judge(lambda: rows).problems if p.kind == "wrong_text"]
     a, b = possible_pairs(suspects, 10)[0]
     assert {suspects[a].row["id"], suspects[b].row["id"]} == {"clip80", "clip81"}
+
+
+class AgreesWith:
+    """A listener to whom a text is as probable as the clip's true one, or far less."""
+
+    rate = 16_000
+
+    def __init__(self, true: dict[str, str]) -> None:
+        self.true = true
+
+    def losses(self, batch: Any, texts: list[str], clip_N: list[int]) -> list[float]:
+        return [3.0 if self.true[batch.ids[n]] == text else 60.0 for text, n in zip(texts, clip_N, strict=True)]
+
+
+def test_texts_that_fit_each_others_audio_are_exchanged(data: Path) -> None:
+    sources = open_sources([str(data)], "train")
+    lines = read_lines(data)
+    write_manifest(data, [{**line, "id": f"clip{n}"} for n, line in enumerate(lines)])
+    texts = {"clip0": "b", "clip1": "a", "clip2": "another text", "clip3": "d"}
+    true = {"clip0": "a", "clip1": "b", "clip2": "c", "clip3": "another text"}  # the text of 2 fits 3, not 3's 2
+    rows = [row(n, text=text, source=f"{data} line {n + 1}", loss=60.0) for n, text in enumerate(texts.values())]
+    problems = [Problem("wrong_text", 0.3, each, "", 1.0, of_text=True) for each in rows]
+    name_exchanged(problems, sources, AgreesWith(true))  # pyright: ignore[reportArgumentType]
+    assert [p.kind for p in problems] == ["exchanged", "exchanged", "wrong_text", "wrong_text"]
+    assert [p.partner for p in problems] == [f"{data} line 2", f"{data} line 1", None, None]
+    assert problems[0].confidence > 0.99
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------
