@@ -89,7 +89,7 @@ def test_a_mixture_parts_two_groups() -> None:
     posterior_N = probability(mixture.log_odds(score_N))
     assert (posterior_N[-60:] > 0.5).mean() > 0.95
     assert (posterior_N[:-60] > 0.5).sum() <= 3
-    assert 1.0 < mixture.threshold < 2.5
+    assert 1.0 < (mixture.threshold or 0) < 2.5
     assert (np.diff(mixture.log_odds(np.linspace(0.05, 9, 500))) >= -1e-12).all()
 
 
@@ -98,7 +98,7 @@ def test_scores_below_zero_show_what_good_labels_come_to() -> None:
     score_N = np.concatenate([draw.normal(-1.2, 0.5, 200), draw.normal(0.9, 0.5, 20), np.full(300, np.nan)])
     mixture = fit_mixture(score_N)
     assert mixture is not None
-    assert -0.2 < mixture.threshold < 0.4
+    assert 0 < (mixture.threshold or 0) < 0.4
     assert mixture.origin == pytest.approx(-1.2, abs=0.15)
     assert (mixture.log_odds(score_N[200:220]) > 0).mean() > 0.8
     assert fit_mixture(score_N[:200] - 0.5) is None
@@ -169,7 +169,14 @@ def test_each_kind_is_named() -> None:
     rows = rows_with_problems()
     judgement = judge(lambda: rows)
     kinds = {p.row["id"]: p.kind for p in judgement.problems if p.confidence >= 0.5}
-    for first, kind in ((0, NOT_SAID), (20, MISSING), (40, "cut_off"), (60, "cut_off"), (80, "wrong_text"), (120, NOT_SAID)):
+    for first, kind in (
+        (0, NOT_SAID),
+        (20, MISSING),
+        (40, "cut_off"),
+        (60, "cut_off"),
+        (80, "wrong_text"),
+        (120, NOT_SAID),
+    ):
         assert [kinds.get(f"clip{first + n}") for n in range(12)] == [kind] * 12
     assert kinds["clip100"] == "silence"
     assert kinds["clip101"] == "repeated"
@@ -195,6 +202,14 @@ def test_a_text_of_the_other_language_is_named() -> None:
     kinds = {p.row["id"]: p.kind for p in judge(lambda: rows).problems if p.confidence >= 0.5}
     assert [kinds.get(f"clip{n}") for n in range(104, 110)] == ["other_language"] * 6
     assert kinds["clip80"] == "wrong_text"
+
+
+def test_data_of_one_language_say_that_no_other_is_told() -> None:
+    rows = rows_with_problems()
+    judgement = judge(lambda: rows)
+    assert "another language is listed as wrong_text" in " ".join(sentences_of(judgement, []))
+    mixed = [r | {"language": "fr" if n % 2 else "en"} for n, r in enumerate(rows)]
+    assert "another language" not in " ".join(sentences_of(judge(lambda: mixed), []))
 
 
 def test_a_weak_model_says_so_and_judges_less() -> None:

@@ -60,6 +60,8 @@ class Judgement:
     """Of the model against the labels."""
     power: float = 1.0
     """Share of the clips in which the text of another clip fits worse than the given one; chance has 0.5."""
+    languages: int = 2
+    """That the rows name; with one, no text is told to be in another."""
     mixtures: dict[str, Mixture | None] = field(default_factory=dict)
     label_words: int = 0
     """Words of the labels that are wrong by the problems listed."""
@@ -158,7 +160,7 @@ def judge(results: Callable[[], Iterable[Result]]) -> Judgement:
     for row in results():
         numbers.add(row)
     clips = len(numbers.text_N)
-    judgement = Judgement(clips=clips, words=numbers.words)
+    judgement = Judgement(clips=clips, words=numbers.words, languages=len(numbers.languages.counts))
     if not clips:
         return judgement
     judgement.wer = numbers.word_errors / max(numbers.words, 1)
@@ -224,7 +226,7 @@ def _plain_problem(row: Result) -> Problem | None:
 
 def _word_problem(row: Result, mixtures: dict[str, Mixture | None], cut: CutEvidence) -> Problem | None:
     """Return the problem that the edit mends that gains most, if it is sure."""
-    given, heard = split_words(row["text"]), split_words(row["heard"])
+    given = split_words(row["text"])
     found: list[tuple[float, Result, float, float]] = []
     for kind in WORDS:
         mixture, entry = mixtures[kind], best_edit(row, kind)

@@ -35,11 +35,11 @@ class Mixture:
         return np.where(score_N > LEAST, bad_N - good_N - np.log(1 - self.share), -np.inf)
 
     @property
-    def threshold(self) -> float:
-        """The score at which a label is as likely bad as good; inf where none is."""
+    def threshold(self) -> float | None:
+        """The score at which a label is as likely bad as good, if one is."""
         grid = np.linspace(LEAST, self.mean + 3 * self.deviation, 2000)
         bad = grid[self.log_odds(grid) >= 0]
-        return float(bad[0]) if len(bad) else float("inf")
+        return float(bad[0]) if len(bad) else None
 
 
 def _log_normal(x_N: np.ndarray, mean: float, deviation: float) -> np.ndarray:
