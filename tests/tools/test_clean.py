@@ -19,10 +19,10 @@ from finetune.evaluation.dataset import open_sources
 from finetune.tools.cleaning.edits import MISSING, NOT_SAID, OTHER, Edit, edits_of, split_words
 from finetune.tools.cleaning.energy import energy_of
 from finetune.tools.cleaning.judging import Judgement, Problem, judge, possible_pairs
-from finetune.tools.cleaning.mixtures import fit_mixture
+from finetune.tools.cleaning.mixtures import fit_mixture, probability
 from finetune.tools.cleaning.outputs import sentences_of, write_outputs
 from finetune.tools.cleaning.repeats import repeated
-from finetune.tools.cleaning.second_look import audio_for_page
+from finetune.tools.cleaning.second_look import audio_for_page, name_exchanged
 
 BASE = ROOT / "examples" / "base" / "fastconformer_tdt_3m.nemo"
 
@@ -69,6 +69,7 @@ def test_energy_at_the_edges_and_speech_that_is_not_heard() -> None:
     quiet_S = np.zeros(rate // 2, dtype=np.float32)
     whole = energy_of(np.concatenate([quiet_S, tone_S, quiet_S]), rate, [0.5, 0.8])
     assert whole.head < -60
+    assert whole.middle == pytest.approx(0, abs=1)
     assert whole.tail < -60
     assert whole.unheard == pytest.approx(3.5 - 1.2, abs=0.1)
     cut = energy_of((np.concatenate([quiet_S, tone_S]) * 32767).astype(np.int16), rate, np.arange(0.5, 3.5, 0.3))
@@ -85,11 +86,22 @@ def test_a_mixture_parts_two_groups() -> None:
     score_N = np.concatenate([np.zeros(600), draw.exponential(0.3, 200), draw.normal(3.0, 0.4, 60)])
     mixture = fit_mixture(score_N)
     assert mixture is not None
-    posterior_N = mixture.posterior(score_N)
+    posterior_N = probability(mixture.log_odds(score_N))
     assert (posterior_N[-60:] > 0.5).mean() > 0.95
     assert (posterior_N[:-60] > 0.5).sum() <= 3
-    assert 1.0 < mixture.threshold < 2.5
-    assert (np.diff(mixture.posterior(np.linspace(0.05, 9, 500))) >= -1e-12).all()
+    assert 1.0 < (mixture.threshold or 0) < 2.5
+    assert (np.diff(mixture.log_odds(np.linspace(0.05, 9, 500))) >= -1e-12).all()
+
+
+def test_scores_below_zero_show_what_good_labels_come_to() -> None:
+    draw = np.random.default_rng(1)
+    score_N = np.concatenate([draw.normal(-1.2, 0.5, 200), draw.normal(0.9, 0.5, 20), np.full(300, np.nan)])
+    mixture = fit_mixture(score_N)
+    assert mixture is not None
+    assert 0 < (mixture.threshold or 0) < 0.4
+    assert mixture.origin == pytest.approx(-1.2, abs=0.15)
+    assert (mixture.log_odds(score_N[200:220]) > 0).mean() > 0.8
+    assert fit_mixture(score_N[:200] - 0.5) is None
 
 
 def test_a_mixture_needs_scores() -> None:
@@ -115,7 +127,8 @@ def row(n: int, **changes: Any) -> dict[str, Any]:
         "heard": text,
         "duration": 3.0,
         "level": -20.0,
-        "head": -50.0,
+        "head": -50.0 - n % 7,
+        "middle": -2.0 - n % 11,
         "tail": -50.0 + n % 9,
         "unheard": 0.0,
         "tokens": 12,
@@ -135,12 +148,14 @@ def rows_with_problems() -> list[dict[str, Any]]:
     """300 clips: in some the model mishears a word, twelve of each kind below are bad."""
     rows = [row(n) for n in range(300)]
     for n in range(0, 300, 5):
-        rows[n]["edits"] = [edit(kind, 1, 2, ("x",), 0.3 + 0.1 * (n % 4)) for kind in (MISSING, NOT_SAID, OTHER)]
+        gain = float(np.random.default_rng(n).normal(-4, 2.5))
+        rows[n]["edits"] = [edit(kind, 1, 2, ("x",), gain) for kind in (MISSING, NOT_SAID, OTHER)]
     for n in range(12):
         rows[n] |= {"edits": [edit(NOT_SAID, 1, 2)], "loss": 18.0}
         rows[20 + n] |= {"edits": [edit(MISSING, 1, 1, ("said",))], "loss": 18.0}
-        rows[40 + n] |= {"edits": [edit(NOT_SAID, 4, 6)], "loss": 18.0}
-        rows[60 + n] |= {"edits": [edit(NOT_SAID, 5, 6)], "loss": 18.0, "tail": 0.0}
+        rows[40 + n] |= {"edits": [edit(NOT_SAID, 0, 2)], "loss": 18.0, "head": -3.0, "duration": 1.5}
+        rows[60 + n] |= {"edits": [edit(NOT_SAID, 5, 6)], "loss": 18.0, "tail": -3.0, "duration": 1.5}
+        rows[120 + n] |= {"edits": [edit(NOT_SAID, 4, 6)], "loss": 18.0}
         rows[80 + n] |= {"loss": 60.0, "heard": "something else is what the model heard here"}
     rows[100] |= {"level": -90.0}
     rows[101] |= {"text": "no no no no no no"}
@@ -154,12 +169,19 @@ def test_each_kind_is_named() -> None:
     rows = rows_with_problems()
     judgement = judge(lambda: rows)
     kinds = {p.row["id"]: p.kind for p in judgement.problems if p.confidence >= 0.5}
-    for first, kind in ((0, NOT_SAID), (20, MISSING), (40, "cut_off"), (60, "cut_off"), (80, "wrong_text")):
+    for first, kind in (
+        (0, NOT_SAID),
+        (20, MISSING),
+        (40, "cut_off"),
+        (60, "cut_off"),
+        (80, "wrong_text"),
+        (120, NOT_SAID),
+    ):
         assert [kinds.get(f"clip{first + n}") for n in range(12)] == [kind] * 12
     assert kinds["clip100"] == "silence"
     assert kinds["clip101"] == "repeated"
     assert kinds["clip102"] == kinds["clip103"] == "speech_without_words"
-    bad = {f"clip{n + i}" for n in (0, 20, 40, 60, 80) for i in range(12)} | {f"clip{n}" for n in range(100, 104)}
+    bad = {f"clip{n + i}" for n in (0, 20, 40, 60, 80, 120) for i in range(12)} | {f"clip{n}" for n in range(100, 104)}
     assert bad <= kinds.keys()
     assert len(kinds) - len(bad) <= 2
 
@@ -180,6 +202,14 @@ def test_a_text_of_the_other_language_is_named() -> None:
     kinds = {p.row["id"]: p.kind for p in judge(lambda: rows).problems if p.confidence >= 0.5}
     assert [kinds.get(f"clip{n}") for n in range(104, 110)] == ["other_language"] * 6
     assert kinds["clip80"] == "wrong_text"
+
+
+def test_data_of_one_language_say_that_no_other_is_told() -> None:
+    rows = rows_with_problems()
+    judgement = judge(lambda: rows)
+    assert "another language is listed as wrong_text" in " ".join(sentences_of(judgement, []))
+    mixed = [r | {"language": "fr" if n % 2 else "en"} for n, r in enumerate(rows)]
+    assert "another language" not in " ".join(sentences_of(judge(lambda: mixed), []))
 
 
 def test_a_weak_model_says_so_and_judges_less() -> None:
@@ -208,8 +238,34 @@ def test_exchanged_texts_are_looked_for_among_the_suspects() -> None:
     rows[80] |= {"text": "your call is important to us", "heard": "the person at extension nine"}
     rows[81] |= {"text": "the person at extension nine", "heard": "your call is importend to"}
     suspects = [p for p in judge(lambda: rows).problems if p.kind == "wrong_text"]
-    a, b = possible_pairs(suspects)[0]
+    a, b = possible_pairs(suspects, 10)[0]
     assert {suspects[a].row["id"], suspects[b].row["id"]} == {"clip80", "clip81"}
+
+
+class AgreesWith:
+    """A listener to whom a text is as probable as the clip's true one, or far less."""
+
+    rate = 16_000
+
+    def __init__(self, true: dict[str, str]) -> None:
+        self.true = true
+
+    def losses(self, batch: Any, texts: list[str], clip_N: list[int]) -> list[float]:
+        return [3.0 if self.true[batch.ids[n]] == text else 60.0 for text, n in zip(texts, clip_N, strict=True)]
+
+
+def test_texts_that_fit_each_others_audio_are_exchanged(data: Path) -> None:
+    sources = open_sources([str(data)], "train")
+    lines = read_lines(data)
+    write_manifest(data, [{**line, "id": f"clip{n}"} for n, line in enumerate(lines)])
+    texts = {"clip0": "b", "clip1": "a", "clip2": "another text", "clip3": "d"}
+    true = {"clip0": "a", "clip1": "b", "clip2": "c", "clip3": "another text"}  # the text of 2 fits 3, not 3's 2
+    rows = [row(n, text=text, source=f"{data} line {n + 1}", loss=60.0) for n, text in enumerate(texts.values())]
+    problems = [Problem("wrong_text", 0.3, each, "", 1.0, of_text=True) for each in rows]
+    name_exchanged(problems, sources, AgreesWith(true))  # pyright: ignore[reportArgumentType]
+    assert [p.kind for p in problems] == ["exchanged", "exchanged", "wrong_text", "wrong_text"]
+    assert [p.partner for p in problems] == [f"{data} line 2", f"{data} line 1", None, None]
+    assert problems[0].confidence > 0.99
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------
@@ -235,13 +291,13 @@ def test_gains_are_differences_of_losses() -> None:
     assert [r["source"] for r in rows] == ["a line 1", "a line 2", "a line 3"]
     assert [r["duration"] for r in rows] == [3.0, 2.0, 1.0]
     assert [r["tokens"] for r in rows] == [len(clip.tokens) for clip in clips]
-    assert listener.losses(batch, texts) == pytest.approx([r["loss"] for r in rows], abs=0.01)
+    assert listener.losses(batch, texts, range(3)) == pytest.approx([r["loss"] for r in rows], abs=0.01)
     found = rows[0]["edits"]
     for entry in found:
         mended = Edit(entry["kind"], entry["start"], entry["end"], tuple(entry["words"])).applied_to(texts[0].split())
-        loss = listener.losses(batch, [mended, *texts[1:]])[0]
+        loss = listener.losses(batch, [mended, *texts[1:]], range(3))[0]
         assert rows[0]["loss"] - loss == pytest.approx(entry["gain"], abs=0.01)
-    other = listener.losses(batch, [texts[1], texts[0], texts[2]])[0]
+    other = listener.losses(batch, [texts[1], texts[0], texts[2]], range(3))[0]
     assert rows[0]["other"] * len(clips[1].tokens) == pytest.approx(other, abs=0.01)
 
 

@@ -22,6 +22,8 @@ class Energy:
     """Of the first 60 ms, against `level`."""
     tail: float
     """Of the last 60 ms, against `level`."""
+    middle: float
+    """Of 60 ms in the middle, against `level`: what an edge is like where a clip is cut."""
     unheard: float
     """Longest stretch of speech in seconds in which the model heard no token."""
 
@@ -36,10 +38,13 @@ def energy_of(audio_S: np.ndarray, sample_rate: int, token_seconds: Sequence[flo
     power_F = (padded_S.reshape(frames, width) ** 2).mean(1)
     level_F = np.maximum(10 * np.log10(np.maximum(power_F, 1e-12)), LOWEST)
     loud = float(np.percentile(level_F, 95))
-    edge = 10 * np.log10(np.maximum([power_F[:EDGE_FRAMES].mean(), power_F[-EDGE_FRAMES:].mean()], 1e-12))
+    starts = (0, max(frames - EDGE_FRAMES, 0) // 2, max(frames - EDGE_FRAMES, 0))
+    head, middle, tail = (
+        float(10 * np.log10(max(power_F[start : start + EDGE_FRAMES].mean(), 1e-12))) - loud for start in starts
+    )
     unheard_F = level_F > loud - SPEECH_RANGE
     for start in token_seconds:
         unheard_F[max(int(start / FRAME_SECONDS) - 1, 0) : int((start + BEHIND_A_TOKEN) / FRAME_SECONDS) + 1] = False
     bounds = np.flatnonzero(np.diff(np.concatenate([[0], unheard_F.astype(np.int8), [0]])))
     longest = float((bounds[1::2] - bounds[::2]).max(initial=0)) * FRAME_SECONDS
-    return Energy(loud, float(edge[0]) - loud, float(edge[1]) - loud, longest)
+    return Energy(loud, head, tail, middle, longest)

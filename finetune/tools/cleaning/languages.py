@@ -22,8 +22,8 @@ class Languages:
             table[cell] += 1
 
     def of(self, text: str, own: str) -> tuple[str, float]:
-        """Return the language that a text reads like, and by how many nats more than like its own; what the text
-        itself added to its own language is taken out."""
+        """Return the other language that a text reads most like, and by how many nats more than like its own; what the
+        text itself added to its own language is taken out."""
         cells = list(_cells(text))
         if len(self.counts) < 2 or own not in self.counts or not cells:
             return own, 0.0
@@ -32,7 +32,7 @@ class Languages:
             less = {cell: cells.count(cell) for cell in cells} if language == own else {}
             total = table.sum() - sum(less.values()) + SMOOTHING * CELLS
             log_p[language] = sum(np.log((table[c] - less.get(c, 0) + SMOOTHING) / total) for c in cells)
-        best = max(log_p, key=log_p.__getitem__)
+        best = max(log_p.keys() - {own}, key=log_p.__getitem__)
         return best, float(log_p[best] - log_p[own])
 
 

@@ -132,11 +132,11 @@ class Listener:
             rows.append(row)
         return rows
 
-    def losses(self, batch: Batch, texts: Sequence[str]) -> list[float]:
-        """Return -log P(text | audio) in nats, one text for each clip of a batch."""
+    def losses(self, batch: Batch, texts: Sequence[str], clip_N: Sequence[int]) -> list[float]:
+        """Return -log P(text | audio) of N texts in nats, each under one of the clips of a batch."""
         tokens = [self.encode(text) for text in texts]
         views = [self._encode(at_speed(batch, speed)) for speed in SPEEDS]
-        return np.mean([self._losses(tokens, range(len(tokens)), *view) for view in views], axis=0).tolist()
+        return np.mean([self._losses(tokens, clip_N, *view) for view in views], axis=0).tolist()
 
     def _encode(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         own = self.settings.language

@@ -52,6 +52,11 @@ def sentences_of(judgement: Judgement, listed: list[Problem]) -> list[str]:
             f"The labels are worse than the model: where they differ, {j.label_words:,} words of the labels are wrong "
             f"by its judgement and {j.model_words:,} of its own. Look through the problems before anything is trained."
         )
+    if j.judges_texts and j.languages < 2:
+        said.append(
+            "The rows name no two languages, so a text in another language is listed as wrong_text. Name them "
+            "in the rows' column lang."
+        )
     return said
 
 

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import numpy as np
 import soundfile
 
-from finetune.data.batch import Batch, collate
+from finetune.data.batch import collate
 from finetune.data.batching import BatchLimits
 from finetune.data.filters import FilteredUtterance
 from finetune.data.options import StreamOptions
@@ -26,6 +26,7 @@ from finetune.tools.cleaning.listening import Listener
 from finetune.tools.splits import all_rows
 
 PAIRS_TRIED = 2000
+LEFT_OVER = 0.25  # at most, of what both texts lack to what is heard, when they are exchanged
 PLAYED = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a")  # by browsers
 
 
@@ -54,25 +55,32 @@ def read_clips(
 
 
 def name_exchanged(problems: list[Problem], sources: list[OpenSource], listener: Listener) -> None:
-    """Make pairs of problems `exchanged` where each text fits the other's audio, in place: the exchange takes away
-    more of what both lack than remains. A clip is in one pair at most, the likeliest."""
-    texts = [p for p in problems if p.kind in ("wrong_text", "other_language", "cut_off") and p.row["text"]]
-    tried = possible_pairs(texts)[:PAIRS_TRIED]
-    wanted = {texts[n].row["source"] for pair in tried for n in pair}
-    if not wanted:
-        return
-    clips = dict(read_clips(sources, wanted, listener.rate))
-    gains = []
+    """Make pairs of problems `exchanged` where each text fits the other's audio, in place: little remains of what both
+    lack. A clip is in one pair at most, the likeliest."""
+    texts = [p for p in problems if p.of_text and p.row["text"]]
+    tried = possible_pairs(texts, PAIRS_TRIED)
+    partners: dict[int, list[int]] = {}
     for a, b in tried:
-        rows = texts[a].row, texts[b].row
-        if any(row["source"] not in clips for row in rows):
-            continue
-        batch = _batch([clips[row["source"]] for row in rows])
-        losses = listener.losses(batch, [rows[1]["text"], rows[0]["text"]])
-        pairs = list(zip(rows, losses, strict=True))
-        gain = min(row["loss"] - loss for row, loss in pairs)
-        if all(row["loss"] - loss > max(loss - row["heard_loss"], 0.0) for row, loss in pairs):
-            gains.append((gain, a, b))
+        partners.setdefault(a, []).append(b)
+        partners.setdefault(b, []).append(a)
+    numbers = {texts[n].row["source"]: n for n in partners}
+    left: dict[tuple[int, int], float] = {}
+    """What the first clip still lacks with the text of the second, where that is less than half of what it lacks."""
+    lacks = [p.row["loss"] - p.row["heard_loss"] for p in texts]
+    for place, clip in read_clips(sources, set(numbers), listener.rate):
+        n = numbers[place]
+        row, others = texts[n].row, partners[n]
+        losses = listener.losses(
+            collate([clip], 0, FINISHED), [texts[m].row["text"] for m in others], [0] * len(others)
+        )
+        for m, loss in zip(others, losses, strict=True):
+            if (rest := max(loss - row["heard_loss"], 0.0)) < 0.5 * lacks[n]:
+                left[n, m] = rest
+    gains = [
+        (min(lacks[a] - left[a, b], lacks[b] - left[b, a]), a, b)
+        for a, b in tried
+        if (a, b) in left and (b, a) in left and left[a, b] + left[b, a] < LEFT_OVER * (lacks[a] + lacks[b])
+    ]
     taken: set[int] = set()
     for gain, a, b in sorted(gains, reverse=True):
         if {a, b} & taken:
@@ -84,10 +92,6 @@ def name_exchanged(problems: list[Problem], sources: list[OpenSource], listener:
             problem.kind, problem.edit, problem.partner = "exchanged", None, other.row["source"]
             problem.difference = f"it has the text of {other.row['id']}, and the other way round"
             problem.score = gain
-
-
-def _batch(clips: list[DecodedUtterance]) -> Batch:
-    return collate(clips, 0, FINISHED)
 
 
 def correct(problems: list[Problem], sources: list[OpenSource]) -> dict[str, str]:
