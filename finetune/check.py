@@ -43,7 +43,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--split", help="split of a folder or hub data set (default: train)")
     parser.add_argument("--model", help="model whose tokenizer and frames are used")
     parser.add_argument("--tokenizer", help="tokenizer directory, for a NeMo model YAML")
-    parser.add_argument("--workers", type=positive, metavar="N", help="processes that read and decode (default: one a core)")
+    parser.add_argument(
+        "--workers", type=positive, metavar="N", help="processes that read and decode (default: one a core)"
+    )
     add_cluster(parser)
     parser.add_argument("--output-dir", type=Path, default=Path("check"), help="folder of the report (default: check)")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier result without asking")

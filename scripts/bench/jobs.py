@@ -71,8 +71,8 @@ def make_data(folder: Path, clips: int) -> Path:
     import soundfile
     import torch
 
-    from finetune.data.sources import open_source, parse_sources
     from finetune.data.decode import as_float, decode_audio
+    from finetune.data.sources import open_source, parse_sources
 
     source = open_source(parse_sources(str(ROOT / "examples/voice_prompts"), "--data", "train")[0], "--data")
     rows = (row for shard in source.shards for _, row in shard.read(0))
@@ -101,7 +101,9 @@ def run_one(folder: Path, manifest: Path, worker: str, engine: str, workers: int
     data = [str(manifest)]
     make: MakeWorker
     if worker == "recogniser":
-        make = MakeRecogniser(str(ROOT / "examples/base/fastconformer_tdt_3m.nemo"), EvaluationSettings(data=data), None)
+        make = MakeRecogniser(
+            str(ROOT / "examples/base/fastconformer_tdt_3m.nemo"), EvaluationSettings(data=data), None
+        )
     else:
         make = partial(Light, PACE if worker == "paced" else 0.0)
     job = Job("bench", folder, {"worker": worker}, open_sources(data, "train"), make, clips_a_shard)

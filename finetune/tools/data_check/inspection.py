@@ -423,8 +423,8 @@ def read_all(work: Work, read: Callable[[int], Iterator[Path]]) -> list[Path]:
                 files.append(part)
                 bar.update()
     except KeyboardInterrupt:
-        read = len([*work.parts.glob("*.json")])
-        raise KeyboardInterrupt(f"{read} of {len(shards)} shards are read; the same line goes on there") from None
+        there = len([*work.parts.glob("*.json")])
+        raise KeyboardInterrupt(f"{there} of {len(shards)} shards are read; the same line goes on there") from None
     except BrokenProcessPool as error:
         raise UserError(
             f"a process was killed, most likely for want of memory, at {shards[len(files)][1].place(0)} or in a "
