@@ -84,7 +84,9 @@ class RayEngine:
         self.asked[self.actors[worker].answer.remote(task)] = worker, False
 
     def wait(self, seconds: float) -> list[Event]:
-        there, _ = self.ray.wait(list(self.asked), num_returns=len(self.asked), timeout=seconds)
+        asked = list(self.asked)
+        self.ray.wait(asked, timeout=seconds)  # for one; to wait for all would leave who is ready idle
+        there, _ = self.ray.wait(asked, num_returns=len(asked), timeout=0)
         return [self._event(reference, *self.asked.pop(reference)) for reference in there]
 
     def _event(self, reference: Any, worker: int, is_made: bool) -> Event:
