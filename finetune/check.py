@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 
 from finetune.durable_files import write_json
@@ -22,6 +23,7 @@ from finetune.errors import UserError
 from finetune.logs import print_error, set_up_logging
 from finetune.security.safe_text import one_line
 from finetune.tools.command_line import add_json, command, positive, run_command, writing
+from finetune.tools.jobs.arguments import add_cluster, check_address
 
 RESULT = "check.json"
 WITH_DATA = ("split", "model", "tokenizer")
@@ -41,7 +43,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--split", help="split of a folder or hub data set (default: train)")
     parser.add_argument("--model", help="model whose tokenizer and frames are used")
     parser.add_argument("--tokenizer", help="tokenizer directory, for a NeMo model YAML")
-    parser.add_argument("--workers", type=positive, default=os.cpu_count(), help="processes that read and decode")
+    parser.add_argument(
+        "--workers", type=positive, metavar="N", help="processes that read and decode (default: one a core)"
+    )
+    add_cluster(parser)
     parser.add_argument("--output-dir", type=Path, default=Path("check"), help="folder of the report (default: check)")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier result without asking")
     add_json(parser)
@@ -85,6 +90,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("give either --data or --config")
     if arguments.config and (alone := [name for name in WITH_DATA if getattr(arguments, name)]):
         parser.error(f"--{alone[0]} goes with --data; with --config, the run file says it")
+    if arguments.workers and arguments.engine == "ray":
+        parser.error("--workers is of --engine local: Ray reads on all CPUs of its cluster")
     set_up_logging(arguments.verbose)
 
     from finetune.data.sources import split_to_read
@@ -93,16 +100,23 @@ def main(argv: list[str] | None = None) -> int:
 
     a, folder = arguments, arguments.output_dir
     try:
+        check_address(a)
         if not may_write(folder, a.overwrite):
             return 2
         if a.config:
-            work = inspection.work_on_run_file(a.config, a.overrides, folder)
+            make_work = partial(inspection.work_on_run_file, a.config, a.overrides, folder)
         else:
             split = split_to_read(a.data, a.split, "train")
-            work = inspection.work_on_data(a.data, split, a.model, a.tokenizer, a.overrides, folder)
+            make_work = partial(inspection.work_on_data, a.data, split, a.model, a.tokenizer, a.overrides, folder)
+        if a.engine == "ray":
+            from finetune.tools.data_check.on_ray import read_on_ray
+
+            read = partial(read_on_ray, make_work, a.address)
+        else:
+            read = partial(inspection.read_here, a.workers or os.cpu_count() or 1)
         with writing("--output-dir", folder):
             (folder / RESULT).unlink(missing_ok=True)
-            found = inspection.inspect(work, folder, a.workers)
+            found = inspection.inspect(make_work(), folder, read)
             said = found.pop("said")
             write_json(folder / RESULT, found)
             write_report(found, folder / "report.html")

@@ -512,3 +512,19 @@ def test_options_that_would_be_ignored_and_a_result_that_cannot_be_written(
     assert f"error: --json: {tmp_path}/none/c.json cannot be written" in capsys.readouterr().err
     assert main([*arguments, str(spoiled / "check")]) == 1
     assert f"error: --output-dir: {spoiled}/check cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_cluster_finds_what_this_machine_finds(spoiled: Path, tmp_path: Path) -> None:
+    for name, more in (("here", ["--workers", "1"]), ("cluster", ["--engine", "ray"])):
+        main(["--data", str(spoiled), "--output-dir", str(tmp_path / name), *more])
+    for file in ("problems.jsonl", "suspicious.jsonl"):
+        assert (tmp_path / "here" / file).read_text() == (tmp_path / "cluster" / file).read_text()
+
+
+def test_options_of_a_cluster_go_with_it(spoiled: Path, capsys: Any) -> None:
+    assert main(["--data", str(spoiled), "--address", "auto"]) == 2
+    assert "--address is of a Ray cluster: add --engine ray" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--data", str(spoiled), "--engine", "ray", "--workers", "2"])
+    assert "--workers is of --engine local" in capsys.readouterr().err

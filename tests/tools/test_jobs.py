@@ -114,30 +114,31 @@ def test_too_many_failures_end_the_job_with_one_message(tmp_path):
 
 def test_workers_that_always_end_do_not_go_on_for_ever(tmp_path):
     write_manifest(tmp_path, ["kill"] * 1000)
-    with pytest.raises(UserError, match="25 worker processes in a row ended without a result"):
+    with pytest.raises(UserError, match="26 worker processes in a row ended without a result"):
         run_job(make_job(tmp_path, clips_a_shard=1000, max_failed=1.0), EngineSettings(), InlineEngine)
 
 
-class NodeOfManyWorkers(InlineEngine):
-    """Loses all its first workers at once, before a result."""
+class NodeEngine(InlineEngine):
+    """Loses its workers at once: the first of them before they are made, and all over the first task of each."""
 
-    workers = 30
+    workers = 40
 
-    def submit(self, worker: int, task: Task) -> None:
-        if worker > self.workers:
-            super().submit(worker, task)
-        elif worker == self.workers:
-            self.events += [Died(lost, "lost") for lost in range(1, self.workers + 1)]
+    def start(self) -> int:
+        worker = super().start()
+        if worker <= self.workers:
+            self.events[-1] = Died(worker, "lost")
+        return worker
 
     def wait(self, seconds: float) -> list[Event]:
         events, self.events = self.events, []
         return events
 
 
-def test_a_node_of_many_workers_may_be_lost(tmp_path):
-    write_manifest(tmp_path, ["text"] * 43)
-    assert run_job(make_job(tmp_path, clips_a_shard=1), EngineSettings(), NodeOfManyWorkers).is_whole
-    assert ids(make_job(tmp_path, clips_a_shard=1)) == expected(43)
+def test_a_node_with_many_workers_is_lost_at_once(tmp_path):
+    write_manifest(tmp_path, [f"once {i}" for i in range(60)])
+    job = make_job(tmp_path, clips_a_shard=1)
+    assert not run_job(job, EngineSettings(), NodeEngine).failed
+    assert ids(job) == expected(60)
 
 
 def test_another_model_under_the_same_name_is_another_job(tmp_path):

@@ -5,6 +5,7 @@ Each shard leaves a part (`parts/NNNNNN.json` and `.npy`), so that an interrupte
 S samples, C channels.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -12,7 +13,7 @@ import math
 import os
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -357,13 +358,17 @@ def estimate_padding(sample: list[list[float]], limits: BatchLimits, buffer_size
     return found
 
 
-def inspect(work: Work, folder: Path, workers: int) -> dict[str, Any]:
-    """Return all figures, after reading the shards that were missing, and write problems.jsonl."""
+def inspect(work: Work, folder: Path, read: Callable[[int], Iterator[Path]]) -> dict[str, Any]:
+    """Return all figures, after reading the shards that were missing, and write problems.jsonl.
+
+    Args:
+        read: inspects so many shards and yields their parts in order: `read_here`, or a cluster.
+    """
     there = begin(work)
     if there:
         log.info("goes on: %d of %d shards have been read before", there, len(work.shards))
     _inherited[:] = [work]
-    files = read_all(work, workers)
+    files = read_all(work, read)
     (work.parts / "of.txt").unlink()  # the next inspection reads everything again: audio may have changed
     found = gather(files)
     sample, duplicates = found.pop("sample"), found.pop("duplicates")
@@ -403,21 +408,27 @@ def inspect(work: Work, folder: Path, workers: int) -> dict[str, Any]:
     return found
 
 
-def read_all(work: Work, workers: int) -> list[Path]:
+def read_here(workers: int, shards: int) -> Iterator[Path]:
+    """Inspect so many shards in forked processes; yield their parts in order."""
+    with task_processes(workers) as pool:
+        yield from pool.map(inspect_shard, range(shards))
+
+
+def read_all(work: Work, read: Callable[[int], Iterator[Path]]) -> list[Path]:
     """Inspect all shards in parallel; return their parts in order."""
     shards, files = work.shards, []
     try:
-        with task_processes(workers) as pool:
-            parts = pool.map(inspect_shard, range(len(shards)))
-            for part in tqdm(parts, total=len(shards), desc="check", unit="shard", leave=False):
+        with contextlib.closing(tqdm(total=len(shards), desc="check", unit="shard", leave=False)) as bar:
+            for part in read(len(shards)):
                 files.append(part)
+                bar.update()
     except KeyboardInterrupt:
-        read = len([*work.parts.glob("*.json")])
-        raise KeyboardInterrupt(f"{read} of {len(shards)} shards are read; the same line goes on there") from None
+        there = len([*work.parts.glob("*.json")])
+        raise KeyboardInterrupt(f"{there} of {len(shards)} shards are read; the same line goes on there") from None
     except BrokenProcessPool as error:
         raise UserError(
-            f"a process was killed, most likely for want of memory, at {shards[len(files)][1].place(0)} or in one "
-            f"of the {workers} shards behind it. What has been read is kept: start again, with fewer --workers.",
+            f"a process was killed, most likely for want of memory, at {shards[len(files)][1].place(0)} or in a "
+            "shard close behind it. What has been read is kept: start again, with fewer --workers.",
             exit_code=1,
         ) from error
     return files

@@ -17,12 +17,9 @@ def add_engine(parser: argparse.ArgumentParser, *, workers: bool = True) -> None
     """Add the options of a job: --engine, --workers (unless the command has its own), --address, --shard and
     --max-failed."""
     group = parser.add_argument_group("many clips", "docs/jobs.md has the whole of it")
-    group.add_argument("--engine", choices=("local", "ray"), default="local", help="processes here, or a Ray cluster")
     if workers:
         group.add_argument("--workers", type=positive, metavar="N", help=WORKERS)
-    group.add_argument(
-        "--address", metavar="A", help="of the Ray cluster: auto or HOST:PORT (default: one on this machine)"
-    )
+    add_cluster(group)
     group.add_argument(
         "--shard",
         type=_part,
@@ -39,18 +36,32 @@ def add_engine(parser: argparse.ArgumentParser, *, workers: bool = True) -> None
     )
 
 
+def add_cluster(group: argparse._ActionsContainer) -> None:
+    """Add --engine and --address."""
+    group.add_argument("--engine", choices=("local", "ray"), default="local", help="processes here, or a Ray cluster")
+    group.add_argument(
+        "--address", metavar="A", help="of the Ray cluster: auto or HOST:PORT (default: one on this machine)"
+    )
+
+
+def check_address(arguments: argparse.Namespace) -> None:
+    """Raise UserError for --address without --engine ray."""
+    from finetune.errors import UserError
+
+    if arguments.address is not None and arguments.engine != "ray":
+        raise UserError("--address is of a Ray cluster: add --engine ray.")
+
+
 def engine_of(arguments: argparse.Namespace) -> "EngineSettings":
     """Return how the job of these arguments is run.
 
     Raises:
         UserError: --address without --engine ray.
     """
-    from finetune.errors import UserError
     from finetune.tools.jobs.engines import EngineSettings
 
     a = arguments
-    if a.address is not None and a.engine != "ray":
-        raise UserError("--address is of a Ray cluster: add --engine ray.")
+    check_address(a)
     return EngineSettings(a.engine, a.workers, a.address, getattr(a, "device", None), a.shard)
 
 

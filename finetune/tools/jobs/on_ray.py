@@ -49,15 +49,10 @@ class RayEngine:
     """One actor a worker, spread over the nodes; one that is lost is started anew, where there is room."""
 
     def __init__(self, job: Job, settings: EngineSettings):
-        if importlib.util.find_spec("ray") is None:
-            raise UserError("--engine ray needs a package: pip install -c constraints.txt -e '.[ray]'.")
-        import ray
-        import ray.exceptions
-
-        self.ray = ray
+        self.ray = ray = import_ray()
         self.joined = not ray.is_initialized()
         if self.joined:
-            _join(settings.address)
+            join(settings.address)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         cpus = [int(node.get("CPU", 0)) for node in nodes if node.get("CPU", 0) >= 1]
         gpus = 0 if settings.device == "cpu" else sum(int(node.get("GPU", 0)) for node in nodes)
@@ -71,7 +66,7 @@ class RayEngine:
             num_cpus=threads,
             num_gpus=min(1.0, gpus / self.workers) if gpus else 0,
             scheduling_strategy="SPREAD",
-            runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(_own_paths())}},
+            runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(own_paths())}},
         )
         self.work = ray.put(job.make_worker), ray.put(job.group)
         self.actors: dict[int, Any] = {}
@@ -89,7 +84,9 @@ class RayEngine:
         self.asked[self.actors[worker].answer.remote(task)] = worker, False
 
     def wait(self, seconds: float) -> list[Event]:
-        there, _ = self.ray.wait(list(self.asked), num_returns=len(self.asked), timeout=seconds)
+        asked = list(self.asked)
+        self.ray.wait(asked, timeout=seconds)  # for one; to wait for all would leave who is ready idle
+        there, _ = self.ray.wait(asked, num_returns=len(asked), timeout=0)
         return [self._event(reference, *self.asked.pop(reference)) for reference in there]
 
     def _event(self, reference: Any, worker: int, is_made: bool) -> Event:
@@ -116,7 +113,21 @@ class RayEngine:
             self.ray.shutdown()
 
 
-def _own_paths() -> list[str]:
+def import_ray() -> Any:
+    """Return the package.
+
+    Raises:
+        UserError: it is not there.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("--engine ray needs a package: pip install -c constraints.txt -e '.[ray]'.")
+    import ray
+    import ray.exceptions
+
+    return ray
+
+
+def own_paths() -> list[str]:
     """Return where this process finds modules beside Python's own places and the packages installed there."""
     paths = dict.fromkeys(os.path.abspath(path) for path in sys.path)
     return [path for path in paths if not path.startswith((sys.prefix, sys.base_prefix))]
@@ -134,7 +145,7 @@ def _own_handlers() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _join(address: str | None) -> None:
+def join(address: str | None) -> None:
     """Connect to a cluster, or start one on this machine.
 
     Raises:

@@ -19,7 +19,6 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
 DEATHS_OF_A_TASK = 2  # before it is cut in halves, or the clip is noted that it holds
-# By worker, since all of a node end with it:
 DEATHS_IN_A_ROW = 25  # of a shard of a million clips, whose first one kills, 24 without a result in between
 STARTS_IN_A_ROW = 3  # that end before a worker is made
 
@@ -79,6 +78,7 @@ class _Run:
         self.open: Counter[int] = Counter(dict.fromkeys(missing, 1))
         """Tasks of each shard that are not done."""
         self.deaths = self.bad_starts = 0
+        self.at_once = engine.workers - 1  # a node that is lost takes all of its workers with it
 
     def go(self) -> None:
         while self.waiting or self.busy:
@@ -123,7 +123,7 @@ class _Run:
             self.idle = [worker for worker in self.idle if worker != event.worker]
             self.loading.discard(event.worker)
             self.bad_starts += 1
-            if self.bad_starts >= STARTS_IN_A_ROW * self.engine.workers:
+            if self.bad_starts >= STARTS_IN_A_ROW + self.at_once:
                 raise UserError(
                     f"{self.bad_starts} worker processes in a row were {event.how} before they had their model. With "
                     "fewer --workers, each has more memory.",
@@ -135,7 +135,7 @@ class _Run:
         self.deaths, task.deaths = self.deaths + 1, task.deaths + 1
         place = self.place_of(task)
         log.warning("a worker process was %s, at %s or behind; it is tried again", event.how, place)
-        if self.deaths >= DEATHS_IN_A_ROW * self.engine.workers:
+        if self.deaths >= DEATHS_IN_A_ROW + self.at_once:
             raise UserError(
                 f"{self.deaths} worker processes in a row ended without a result, the last one {event.how} at "
                 f"{place} or behind. What is done is kept: the same line goes on there.",
