@@ -58,7 +58,7 @@ class MortalWorker(TextWorker):
 class InlineEngine:
     """Does the tasks in this process, the latest first."""
 
-    workers = 1
+    workers = 2
 
     def __init__(self, job: Job, settings: EngineSettings):
         self.job, self.started = job, 0
