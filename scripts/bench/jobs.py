@@ -1,12 +1,11 @@
 """What a second worker brings to a job, what Ray costs, and whether kills lose clips: on clips of 5 s.
 
-    python scripts/bench/jobs.py speed [--worker paced] [--clips 768] [--rounds 3] [--json FILE]
+    python scripts/bench/jobs.py speed [--clips 4608] [--rounds 3] [--json FILE]
     python scripts/bench/jobs.py faults [--clips 100000] [--json FILE]
 
 speed: each round does the same job with the local engine and one worker, two workers, and with Ray and two workers, in
 turns. The rate is that of the last two thirds of the shards, without the start of processes, cluster and models.
-Workers recognise, with one thread each; a paced one decodes the audio and then sleeps 25 ms a clip, which is 200 times
-real time: what it shows is the engines' own, on a machine that others use as well.
+Workers recognise, with one thread each.
 
 faults: a light worker decodes each clip and returns its level. At each twentieth of the shards a worker is killed, at
 10, 20 and 30 % the process that runs the job, which is started again.
@@ -24,9 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,14 +39,10 @@ WAYS = {"local 1": ("local", 1), "local 2": ("local", 2), "ray 2": ("ray", 2)}
 RATIOS = (("two workers / one", "local 2", "local 1"), ("Ray / local", "ray 2", "local 2"))
 RATE, SECONDS = 16_000, 5
 RECORDINGS = 150
-PACE = 0.025  # seconds a clip
 
 
-@dataclass
 class Light:
-    """Decode the clips; return the level of each, after so many seconds of sleep a clip."""
-
-    pace: float
+    """Decode the clips; return the level of each."""
 
     def process(self, clips: "Clips") -> "Iterator[Result]":
         from finetune.data.batching import BatchLimits
@@ -59,7 +52,6 @@ class Light:
 
         options = StreamOptions(BatchLimits(clips=16), RATE, shuffle=False, keep_empty_text=True)
         for batch, entries in clips.batches(options, no_tokens):
-            time.sleep(self.pace * len(entries))
             levels_B = as_float(batch.audio_BS).square().mean(1).sqrt().tolist()
             for entry, level in zip(entries, levels_B, strict=True):
                 yield {"id": entry.id, "source": entry.place, "level": level, "duration": entry.seconds}
@@ -105,7 +97,7 @@ def run_one(folder: Path, manifest: Path, worker: str, engine: str, workers: int
             str(ROOT / "examples/base/fastconformer_tdt_3m.nemo"), EvaluationSettings(data=data), None
         )
     else:
-        make = partial(Light, PACE if worker == "paced" else 0.0)
+        make = Light
     job = Job("bench", folder, {"worker": worker}, open_sources(data, "train"), make, clips_a_shard)
     totals = run_job(job, EngineSettings("ray" if engine == "ray" else "local", workers))
     assert totals.is_whole
@@ -127,13 +119,13 @@ def speed(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for _ in range(a.rounds):
         for name, (engine, workers) in WAYS.items():
             shutil.rmtree(folder / "job", ignore_errors=True)
-            process = start(folder / "job", manifest, a.worker, engine, workers, a.clips_a_shard)
+            process = start(folder / "job", manifest, "recogniser", engine, workers, a.clips_a_shard)
             out, err = process.communicate()
             if process.returncode:
                 sys.exit(err)
             found[name].append(float(out.split()[-1]))
             print(f"{name}: {found[name][-1]:.2f} clips/s", flush=True)
-    result: dict[str, Any] = {"worker": a.worker, "clips": a.clips, "clips_a_second": found, "ratios": {}}
+    result: dict[str, Any] = {"clips": a.clips, "clips_a_second": found, "ratios": {}}
     for what, above, below in RATIOS:
         ratios = [x / y for x, y in zip(found[above], found[below], strict=True)]
         result["ratios"][what] = {"median": statistics.median(ratios), "rounds": ratios}
@@ -200,13 +192,12 @@ def main() -> int:
     for name, kind in (("folder", Path), ("manifest", Path), ("worker", str), ("engine", str), ("workers", int)):
         one.add_argument(name, type=kind)
     one.add_argument("clips_a_shard", type=int)
-    for name, clips, a_shard in (("speed", 768, 32), ("faults", 100_000, 1000)):
+    for name, clips, a_shard in (("speed", 4608, 64), ("faults", 100_000, 1000)):
         own = commands.add_parser(name)
         own.add_argument("--clips", type=int, default=clips)
         own.add_argument("--clips-a-shard", type=int, default=a_shard)
         own.add_argument("--json", type=Path, help="its result is added there")
         if name == "speed":
-            own.add_argument("--worker", choices=("recogniser", "paced"), default="recogniser")
             own.add_argument("--rounds", type=int, default=3)
     a = parser.parse_args()
     if a.what == "one":
@@ -220,7 +211,7 @@ def main() -> int:
         versions = {name: importlib.metadata.version(name) for name in ("torch", "nemo_toolkit", "ray")}
         head = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "cores": os.cpu_count(), **versions}
         result = {"command": f"scripts/bench/jobs.py {a.what} --clips {a.clips}", "load_before": load, **result}
-        write_json(a.json, {**there, **head, f"{a.what} {getattr(a, 'worker', '')}".strip(): result})
+        write_json(a.json, {**there, **head, a.what: result})
     return 0
 
 
