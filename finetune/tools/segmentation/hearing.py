@@ -103,7 +103,7 @@ def hear(
     behind = itertools.islice(stretches, len(heard), None)
     while group := list(itertools.islice(behind, batch_size * BATCHES_AT_ONCE)):
         texts = [""] * len(group)
-        order = sorted(range(len(group)), key=lambda i: len(group[i].audio_S))
+        order = sorted(range(len(group)), key=lambda i: -len(group[i].audio_S))  # later batches fit what it took
         for first in range(0, len(order), batch_size):
             own = order[first : first + batch_size]
             chunks = [Chunk(0, group[i].audio_S, 0) for i in own]

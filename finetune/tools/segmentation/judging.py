@@ -106,7 +106,7 @@ def judge(
         first = len(judged)
         found: list[Judged | None] = [None] * len(group)
         order = [i for i in range(len(group)) if spans[first + i].cored or spans[first + i].after]
-        order.sort(key=lambda i: len(group[i].audio_S))
+        order.sort(key=lambda i: -len(group[i].audio_S))
         for start in range(0, len(order), batch_size):
             own = order[start : start + batch_size]
             batch = _batch_of([group[i] for i in own])
@@ -165,11 +165,14 @@ def _align(
     tokens = [writing.tokens(text) for _, text in texts]
     found: list[AlignedClip | None] = [None] * len(texts)
     able = [n for n, ids in enumerate(tokens) if ids is not None]
-    cells = {n: int(encoded.enc_lengths_B[texts[n][0]]) * (len(tokens[n] or ()) + 1) for n in able}
-    able.sort(key=lambda n: (int(encoded.enc_lengths_B[texts[n][0]]), cells[n]))
+    frames = {n: int(encoded.enc_lengths_B[texts[n][0]]) for n in able}
+    able.sort(key=lambda n: (-frames[n], -len(tokens[n] or ())))
     while able:
-        size = 1
-        while size < min(len(able), TEXTS_AT_ONCE) and (size + 1) * cells[able[size]] <= CELLS_AT_ONCE:
+        size, widest = 1, len(tokens[able[0]] or ()) + 1
+        while size < min(len(able), TEXTS_AT_ONCE):
+            widest = max(widest, len(tokens[able[size]] or ()) + 1)
+            if (size + 1) * frames[able[0]] * widest > CELLS_AT_ONCE:
+                break
             size += 1
         own, able = able[:size], able[size:]
         rows = [texts[n][0] for n in own]
