@@ -35,7 +35,7 @@ from finetune.tools.jobs.arguments import add_engine, engine_of, worker_device
 if TYPE_CHECKING:
     from finetune.tools.jobs.job import Job
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("finetune.align")  # under python -m, __name__ is __main__
 
 FORMATS = ("json", "textgrid", "srt")
 

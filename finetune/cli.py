@@ -24,6 +24,7 @@ COMMANDS = {
     "doctor": ("finetune.doctor", "say what this machine can run, and why not"),
     "evaluate": ("finetune.evaluate", "WER and CER by language, with intervals; compare two models"),
     "transcribe": ("finetune.transcribe", "transcribe audio of any length: JSON lines, SRT, VTT"),
+    "serve": ("finetune.serve", "serve models over HTTP, as OpenAI's API for transcriptions"),
     "segment": ("finetune.segment", "cut a long recording with its text into clips to train on"),
     "align": ("finetune.align", "start and end of each word of a text: JSON lines, TextGrid, SRT"),
     "pseudo-label": ("finetune.pseudo_label", "label audio without texts, as right as promised"),

@@ -37,7 +37,7 @@ from finetune.tools.command_line import (
 if TYPE_CHECKING:
     from finetune.models.protocols import AsrModel
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("finetune.transcribe")  # under python -m, __name__ is __main__
 
 FORMATS = ("json", "srt", "vtt", "txt")
 EXAMPLE = "python -m finetune.transcribe --model runs/quickstart talk.mp3 --format srt --output subtitles"

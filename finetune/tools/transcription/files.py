@@ -88,14 +88,15 @@ def transcribe_files(
         except BadUtterance as reason:
             transcript.error = str(reason)
         while waiting and not waiting[0].pending:
-            yield _row_of(model, waiting.popleft(), timestamps)
+            yield row_of(model, waiting.popleft(), timestamps)
     if batch:
         recognise()
     for transcript in waiting:
-        yield _row_of(model, transcript, timestamps)
+        yield row_of(model, transcript, timestamps)
 
 
-def _row_of(model: AsrModel, transcript: Transcript, timestamps: bool) -> dict[str, Any]:
+def row_of(model: AsrModel, transcript: Transcript, timestamps: bool) -> dict[str, Any]:
+    """Return the row of a file, as `transcribe_files` yields it."""
     tokens, duration = transcript.stitcher.tokens, transcript.samples / model.preprocessor._sample_rate
     row: dict[str, Any] = {"file": transcript.file}
     if transcript.error is not None:

@@ -1,0 +1,1 @@
+"""Serve models over HTTP, as OpenAI's API for transcriptions."""
