@@ -8,6 +8,7 @@ import torch
 from finetune.errors import UserError
 from finetune.models import nemo_archive
 from finetune.models.adapters import check_base, is_adapter, merge_adapter, read_adapter
+from finetune.models.host_lstm import use_native_lstm
 from finetune.models.host_memory import keep_freed_memory
 from finetune.models.huggingface.layout import piece_count
 from finetune.models.huggingface.reading import fetch, is_hugging_face, load_hugging_face, nemo_config
@@ -153,6 +154,7 @@ def move_to_device(model: AsrModel, device: str) -> AsrModel:
     """
     if device.startswith("cpu"):
         keep_freed_memory()
+        use_native_lstm(model)
     try:
         return model.to(device)
     except (RuntimeError, AssertionError) as error:

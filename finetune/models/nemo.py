@@ -14,6 +14,7 @@ from omegaconf import OmegaConf, open_dict
 
 from finetune.errors import UserError
 from finetune.losses import feasible_clips, feasible_ctc_clips
+from finetune.models.host_lstm import use_native_lstm
 from finetune.models.protocols import AsrModel, CtcHead
 from finetune.models.subsampling import mask_once
 
@@ -211,6 +212,7 @@ def prepare_for_training(
     """
     prepare_for_decoding(model)
     mask_once(model)
+    use_native_lstm(model)
     if not spec_augment:
         model.spec_augmentation = None
     for module in model.modules():
