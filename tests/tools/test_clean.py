@@ -226,10 +226,20 @@ def test_a_weak_model_says_so_and_judges_less() -> None:
     assert "too weak to judge single words: its WER is" in " ".join(sentences_of(judgement, []))
 
 
+def test_texts_that_nothing_can_be_compared_with_are_no_fault_of_the_model() -> None:
+    rows = [r | {"other": None} for r in rows_with_problems()]
+    judgement = judge(lambda: rows)
+    assert not judgement.judges_texts
+    said = " ".join(sentences_of(judgement, []))
+    assert "No clip has a text that could be compared" in said
+    assert "%" not in said
+    assert "weak" not in said
+
+
 def test_labels_worse_than_the_model_are_called_so() -> None:
-    worse = Judgement(clips=10, words=100, wer=0.2, label_words=15, model_words=5)
+    worse = Judgement(clips=10, words=100, wer=0.2, compared=10, power=1.0, label_words=15, model_words=5)
     assert "labels are worse than the model" in " ".join(sentences_of(worse, []))
-    better = Judgement(clips=10, words=100, wer=0.2, label_words=5, model_words=15)
+    better = Judgement(clips=10, words=100, wer=0.2, compared=10, power=1.0, label_words=5, model_words=15)
     assert "worse" not in " ".join(sentences_of(better, [])[1:])
 
 

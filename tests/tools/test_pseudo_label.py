@@ -126,6 +126,18 @@ def test_what_cannot_be_promised_is_said_with_the_best_that_can():
     assert found.together.point is not None
 
 
+def test_clips_that_calibrate_nothing_are_refused(tmp_path):
+    alike = simulated(100, seed=5, wer=0.01)
+    alike.texts_N[:] = 7
+    with pytest.raises(UserError, match="all of its clips have the same text"):
+        calibrate(alike, precision=0.8, certainty=0.9)
+    manifest = write_manifest(tmp_path / "c.jsonl", [{"audio_filepath": "c.flac", "text": ""}])
+    source = open_source(parse_sources(str(manifest), "x", "test")[0], "x")
+    heard = {"text": "a", "reference": "", "lang": "", "duration": 1.0, "digest": "c", "signals": [0.0] * len(SIGNALS)}
+    with pytest.raises(UserError, match="no clip in which the model hears words has a text"):
+        read_labelled(done_job(tmp_path / "out", [source], [[heard]]), "basic")
+
+
 def test_languages_have_thresholds_of_their_own_where_clips_are_enough():
     labelled = joined(
         simulated(400, 1, wer=0.15), simulated(400, 2, wer=0.45, language="fr"), simulated(8, 3, language="de")
