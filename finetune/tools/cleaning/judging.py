@@ -339,11 +339,13 @@ def _grams(letters: str) -> set[str]:
 
 
 def count_words(judgement: Judgement) -> None:
-    """Count whose words are wrong where model and labels differ."""
-    judgement.label_words = 0
+    """Count whose words are wrong where model and labels differ: of each problem as many as its confidence expects."""
+    expected = 0.0
     for problem in judgement.problems:
         edit, given = problem.edit, split_words(problem.row["text"])
-        judgement.label_words += len(given) if edit is None else max(edit.end - edit.start, len(edit.words))
+        words = len(given) if edit is None else max(edit.end - edit.start, len(edit.words))
+        expected += problem.confidence * words
+    judgement.label_words = round(expected)
     judgement.model_words = max(round(judgement.wer * judgement.words) - judgement.label_words, 0)
 
 
