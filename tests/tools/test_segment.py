@@ -338,6 +338,8 @@ def test_good_speech_comes_out_and_wrong_text_does_not(
     assert "max_seconds (20.0, now 9.0)" in capsys.readouterr().err
     assert run(path, text_file, again, "--min-confidence", "1") == 1
     assert "no clip" in capsys.readouterr().out
+    unsure = [r for r in read_lines(again / "left_out.jsonl") if r["reason"] == "confidence below --min-confidence"]
+    assert sum(r["duration"] for r in unsure) > 0.9 * sum(r["duration"] for r in rows) - len(rows)
     assert not (again / "shards").exists()
 
 
