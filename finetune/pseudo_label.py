@@ -6,8 +6,8 @@
 AUDIO: recordings (files or folders of them), which are cut at pauses, or whatever training takes, without texts.
 VALIDATION: clips with true texts that the model was not trained on, of the same kind of audio. On them the model's
 confidence is calibrated: --precision 0.95 promises that 95 % of the words of what is kept are right (1 - WER).
-A run that was stopped goes on with the same line. Exit codes: 0 done, 1 failed, 2 bad arguments or a precision that
-cannot be promised, which it then says; 75 stopped by SIGTERM, 130 by Ctrl-C. docs/pseudo_labels.md
+A run that was stopped goes on with the same line. Exit codes: 0 done, 1 failed or no clip kept, 2 bad arguments or a
+precision that cannot be promised, which it then says; 75 stopped by SIGTERM, 130 by Ctrl-C. docs/pseudo_labels.md
 """
 
 from __future__ import annotations
@@ -120,8 +120,6 @@ def main(argv: list[str] | None = None) -> int:
     """Label; return the exit code."""
     arguments = parse_arguments(argv)
     set_up_logging(arguments.verbose)
-    from finetune.tools.pseudo_labels.outputs import table
-
     try:
         summary = pseudo_label(arguments)
     except UserError as error:
@@ -129,8 +127,18 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     if summary is None:
         return 0
+    return print_summary(summary, arguments.output)
+
+
+def print_summary(summary: Summary, folder: Path) -> int:
+    """Print what came of a labelling; return the exit code, 1 where nothing is kept."""
+    from finetune.tools.pseudo_labels.outputs import table
+
     print(table(summary))
-    manifest = arguments.output / "manifest.jsonl"
+    if not summary["kept_clips"] and not summary["silent_clips"]:
+        print(f"no clip is kept: {folder / 'left_out.jsonl'} has the reasons")
+        return 1
+    manifest = folder / "manifest.jsonl"
     silent = " data.keep_empty_text=true" if summary["silent_clips"] else ""
     print(f"{manifest}\nto train on it: data.train='[{{path: LABELLED}}, {{path: {manifest}}}]'{silent}")
     return 0

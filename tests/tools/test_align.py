@@ -85,7 +85,7 @@ def test_the_summary_counts_what_is_left_out_and_tells_a_shift(tmp_path):
     totals.filtered["empty_text"] = 3
     totals.failed = [{"kind": "bad", "id": "x\x1b", "source": "m line 4", "reason": "no piece for ж"}]
     said = "\n".join(summary.lines(0.35, totals))
-    assert "20 clips aligned: 40 words" in said
+    assert "20 clips aligned: 40 words in 20.0 s" in said
     assert "50.0% of the words" in said
     assert "--shift 0.85" in said
     assert "3  left out: empty text" in said

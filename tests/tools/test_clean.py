@@ -18,7 +18,7 @@ from finetune.data.leave_out import LeaveOut
 from finetune.evaluation.dataset import open_sources
 from finetune.tools.cleaning.edits import MISSING, NOT_SAID, OTHER, Edit, edits_of, split_words
 from finetune.tools.cleaning.energy import energy_of
-from finetune.tools.cleaning.judging import Judgement, Problem, judge, possible_pairs
+from finetune.tools.cleaning.judging import Judgement, Problem, count_words, judge, possible_pairs
 from finetune.tools.cleaning.mixtures import fit_mixture, probability
 from finetune.tools.cleaning.outputs import sentences_of, write_outputs
 from finetune.tools.cleaning.repeats import repeated
@@ -226,11 +226,32 @@ def test_a_weak_model_says_so_and_judges_less() -> None:
     assert "too weak to judge single words: its WER is" in " ".join(sentences_of(judgement, []))
 
 
+def test_texts_that_nothing_can_be_compared_with_are_no_fault_of_the_model() -> None:
+    rows = [r | {"other": None} for r in rows_with_problems()]
+    judgement = judge(lambda: rows)
+    assert not judgement.judges_texts
+    said = " ".join(sentences_of(judgement, []))
+    assert "No clip has a text that could be compared" in said
+    assert "%" not in said
+    assert "weak" not in said
+
+
 def test_labels_worse_than_the_model_are_called_so() -> None:
-    worse = Judgement(clips=10, words=100, wer=0.2, label_words=15, model_words=5)
+    worse = Judgement(clips=10, words=100, wer=0.2, compared=10, power=1.0, label_words=15, model_words=5)
     assert "labels are worse than the model" in " ".join(sentences_of(worse, []))
-    better = Judgement(clips=10, words=100, wer=0.2, label_words=5, model_words=15)
+    better = Judgement(clips=10, words=100, wer=0.2, compared=10, power=1.0, label_words=5, model_words=15)
     assert "worse" not in " ".join(sentences_of(better, [])[1:])
+
+
+def test_words_of_unsure_problems_count_by_their_confidence() -> None:
+    given = {"text": "one two three four"}
+    problems = [
+        Problem("wrong_text", 0.5, given, "", 0.0),
+        Problem(OTHER, 1.0, given, "", 0.0, Edit(OTHER, 0, 1, ("a",))),
+    ]
+    judgement = Judgement(problems, clips=2, words=8, wer=1.0)
+    count_words(judgement)
+    assert (judgement.label_words, judgement.model_words) == (3, 5)
 
 
 def test_exchanged_texts_are_looked_for_among_the_suspects() -> None:
@@ -444,6 +465,21 @@ def opened() -> Iterator[Callable[..., Any]]:
         yield open_page
         browser.close()
     assert not complaints
+
+
+def test_the_last_decision_is_undone_and_all_are_there_when_the_page_is_opened_again(
+    page: Path, opened: Callable[..., Any]
+) -> None:
+    shown = opened(page)
+    shown.keyboard.press("d")
+    shown.keyboard.press("k")
+    shown.keyboard.press("u")  # the next clip has the focus
+    assert shown.locator("#counter").inner_text() == "1 of 3 decided"
+    assert shown.evaluate("document.activeElement.id") == "p2"
+    shown.keyboard.press("t")
+    shown.reload()
+    assert shown.locator("#counter").inner_text() == "2 of 3 decided"
+    assert [shown.locator(f"#p{n} .said").inner_text() for n in (1, 2, 3)] == ["dropped", "text taken", ""]
 
 
 def test_audio_that_a_browser_cannot_find_is_copied(data: Path, tmp_path: Path) -> None:

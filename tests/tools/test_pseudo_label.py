@@ -16,7 +16,7 @@ from stream_cases import flac, write_parquet
 from finetune.data.order import Piece
 from finetune.data.sources import OpenSource, open_source, parse_sources
 from finetune.errors import UserError
-from finetune.pseudo_label import main
+from finetune.pseudo_label import main, print_summary
 from finetune.tools.jobs.clips import Clips
 from finetune.tools.jobs.engines import EngineSettings
 from finetune.tools.jobs.job import Job
@@ -126,6 +126,18 @@ def test_what_cannot_be_promised_is_said_with_the_best_that_can():
     assert found.together.point is not None
 
 
+def test_clips_that_calibrate_nothing_are_refused(tmp_path):
+    alike = simulated(100, seed=5, wer=0.01)
+    alike.texts_N[:] = 7
+    with pytest.raises(UserError, match="all of its clips have the same text"):
+        calibrate(alike, precision=0.8, certainty=0.9)
+    manifest = write_manifest(tmp_path / "c.jsonl", [{"audio_filepath": "c.flac", "text": ""}])
+    source = open_source(parse_sources(str(manifest), "x", "test")[0], "x")
+    heard = {"text": "a", "reference": "", "lang": "", "duration": 1.0, "digest": "c", "signals": [0.0] * len(SIGNALS)}
+    with pytest.raises(UserError, match="no clip in which the model hears words has a text"):
+        read_labelled(done_job(tmp_path / "out", [source], [[heard]]), "basic")
+
+
 def test_languages_have_thresholds_of_their_own_where_clips_are_enough():
     labelled = joined(
         simulated(400, 1, wer=0.15), simulated(400, 2, wer=0.45, language="fr"), simulated(8, 3, language="de")
@@ -189,7 +201,9 @@ def done_job(folder: Path, sources: list[OpenSource], results: list[list[dict[st
 
 
 @pytest.mark.parametrize("keep_silence", [False, True])
-def test_sure_clips_go_into_a_manifest_that_training_reads_and_others_have_a_reason(jobs, tmp_path, keep_silence):
+def test_sure_clips_go_into_a_manifest_that_training_reads_and_others_have_a_reason(
+    jobs, tmp_path, capsys, keep_silence
+):
     folder, (theirs, job) = tmp_path / "out", jobs
     heard = read_labelled(theirs, "basic")
     assert len(heard.labelled) == 120
@@ -214,6 +228,12 @@ def test_sure_clips_go_into_a_manifest_that_training_reads_and_others_have_a_rea
     }  # fmt: skip
     summary = summarise(calibration, heard, selection, {})
     assert summary["clips"] == 7, "parts count, and clips of the calibration do not"
+    assert print_summary(summary, folder) == 0
+    assert ("data.keep_empty_text=true" in capsys.readouterr().out) == keep_silence
+    assert print_summary({**summary, "kept_clips": 0, "silent_clips": 0}, folder) == 1
+    said = capsys.readouterr().out
+    assert "no clip is kept" in said
+    assert "to train on it" not in said
     assert summary["kept_clips"] == 2
     assert summary["silent_clips"] == len(silent)
     assert summary["expected_wer"] == pytest.approx(1 - point.precision)

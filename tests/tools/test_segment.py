@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from stream_cases import make_stream, read_epoch
 
 from finetune.data.decode import as_float
+from finetune.data.pauses import Stretch
 from finetune.errors import UserError
 from finetune.segment import main
 from finetune.tools.segmentation.clips import fits
-from finetune.tools.segmentation.hearing import Progress
+from finetune.tools.segmentation.hearing import Progress, batches_of
 from finetune.tools.segmentation.matching import CELLS, anchored_share, match
 from finetune.tools.segmentation.output import cut
 from finetune.tools.segmentation.spans import Candidate, Judged, Span, choose
@@ -213,6 +214,15 @@ def test_rows_that_a_kill_cut_off_are_done_again(tmp_path: Path) -> None:
     assert Progress(path).rows == rows
 
 
+def test_long_stretches_are_decoded_in_smaller_batches() -> None:
+    seconds = [1, 20, 3, 16, 8, 2, 7, 8, 5, 1, 8, 4]
+    group = [Stretch(0, np.zeros(s * RATE, dtype=np.float32)) for s in seconds]
+    found = list(batches_of(group, [i for i in range(len(group)) if i != 5], 4, RATE))
+    assert sorted(i for own in found for i in own) == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
+    assert [[seconds[i] for i in own] for own in found] == [[20], [16, 8], [8, 8, 7, 5], [4, 3, 1, 1]]
+    assert [len(own) for own in batches_of(group, [1, 3], 1, RATE)] == [1, 1]
+
+
 # ---- the command ---------------------------------------------------------------------------------------------------
 
 
@@ -328,6 +338,8 @@ def test_good_speech_comes_out_and_wrong_text_does_not(
     assert "max_seconds (20.0, now 9.0)" in capsys.readouterr().err
     assert run(path, text_file, again, "--min-confidence", "1") == 1
     assert "no clip" in capsys.readouterr().out
+    unsure = [r for r in read_lines(again / "left_out.jsonl") if r["reason"] == "confidence below --min-confidence"]
+    assert sum(r["duration"] for r in unsure) > 0.9 * sum(r["duration"] for r in rows) - len(rows)
     assert not (again / "shards").exists()
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.durable_files import put_in_place, sync_directory, write_text
 from finetune.security.safe_text import json_line, one_line
 from finetune.tools.alignment.formats import file_name, subtitles, text_grid
+from finetune.tools.report.formats import duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -55,7 +56,7 @@ class Summary:
             shift: as the aligner had it.
             totals: of the job: what was left out.
         """
-        said = [f"{self.clips:,} clips aligned: {self.words:,} words in {self.seconds / 3600:.2f} h"]
+        said = [f"{self.clips:,} clips aligned: {self.words:,} words in {duration(self.seconds)}"]
         if self.words:
             said.append(
                 f"loss: {statistics.median(self.token_losses):.2f} nats a token in the median clip; "

@@ -58,8 +58,10 @@ class Judgement:
     words: int = 0
     wer: float = 0.0
     """Of the model against the labels."""
-    power: float = 1.0
-    """Share of the clips in which the text of another clip fits worse than the given one; chance has 0.5."""
+    compared: int = 0
+    """Clips whose text was compared with another one's."""
+    power: float = 0.0
+    """Share of these in which the other text fits worse than the given one; chance has 0.5."""
     languages: int = 2
     """That the rows name; with one, no text is told to be in another."""
     mixtures: dict[str, Mixture | None] = field(default_factory=dict)
@@ -168,6 +170,7 @@ def judge(results: Callable[[], Iterable[Result]]) -> Judgement:
     compared_N = ~np.isnan(wrong_N)
     wrong_N = wrong_N[compared_N]
     worse_N = wrong_N > np.array(numbers.given_N)[compared_N]
+    judgement.compared = len(wrong_N)
     judgement.power = float(worse_N.mean()) if len(wrong_N) else 0.0
     whole = judgement.mixtures[TEXT] = fit_mixture(text_N, wrong_N)
     fits_N = np.full(clips, True) if whole is None else whole.log_odds(text_N) < 0
@@ -336,11 +339,13 @@ def _grams(letters: str) -> set[str]:
 
 
 def count_words(judgement: Judgement) -> None:
-    """Count whose words are wrong where model and labels differ."""
-    judgement.label_words = 0
+    """Count whose words are wrong where model and labels differ: of each problem as many as its confidence expects."""
+    expected = 0.0
     for problem in judgement.problems:
         edit, given = problem.edit, split_words(problem.row["text"])
-        judgement.label_words += len(given) if edit is None else max(edit.end - edit.start, len(edit.words))
+        words = len(given) if edit is None else max(edit.end - edit.start, len(edit.words))
+        expected += problem.confidence * words
+    judgement.label_words = round(expected)
     judgement.model_words = max(round(judgement.wer * judgement.words) - judgement.label_words, 0)
 
 

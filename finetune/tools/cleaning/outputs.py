@@ -31,9 +31,15 @@ MEDIA = "'self' file: data:"
 def sentences_of(judgement: Judgement, listed: list[Problem]) -> list[str]:
     """Say what came out, whether the labels are worse than the model, and what the model is too weak to judge."""
     j = judgement
+    listing = f"{len(listed):,} of {j.clips:,} clips have a suspicious label."
+    if not j.compared:
+        return [
+            f"{listing} No clip has a text that could be compared with another clip's, so nothing is listed but "
+            "silence, repeats, and speech without words."
+        ]
     said = [
-        f"{len(listed):,} of {j.clips:,} clips have a suspicious label. The model's WER against the labels is "
-        f"{j.wer:.3f}; in {100 * j.power:.0f} % of the clips the text of another one fits worse than the label."
+        f"{listing} The model's WER against the labels is {j.wer:.3f}; in {100 * j.power:.0f} % of the clips the text "
+        "of another one fits worse than the label."
     ]
     if not j.judges_texts:
         said.append(

@@ -212,7 +212,7 @@ def calibrate(labelled: Labelled, precision: float, certainty: float) -> Calibra
     """Fit the confidence, and choose the thresholds.
 
     Raises:
-        UserError: too few clips, or a precision that they cannot promise; it says which one they can.
+        UserError: too few clips or texts, or a precision that they cannot promise; it says which one they can.
     """
     least = max(clips_for(precision), FEWEST_KEPT)
     if len(labelled) < max(least, FEWEST_TO_FIT):
@@ -220,6 +220,11 @@ def calibrate(labelled: Labelled, precision: float, certainty: float) -> Calibra
             f"--calibrate: {len(labelled)} clips in which the model hears words are too few for --precision "
             f"{precision:g}: it takes {least} that are kept and have no error, and as many more as the model makes "
             f"errors. Some {10 * max(least, FEWEST_TO_FIT)} clips are a good start."
+        )
+    if len(np.unique(labelled.texts_N)) < 2:
+        raise UserError(
+            "--calibrate: all of its clips have the same text. The confidence of a clip is learned from clips with "
+            "other texts: name clips of several."
         )
     confidence_N = confidence_of_others(labelled)
     languages = sorted(set(labelled.languages_N.tolist()) - {""})

@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from finetune import signals
 from finetune.config.load import load_config
-from finetune.data.worker_lifetime import ends_with_this_process
 from finetune.durable_files import sha256_of, write_json, write_text
 from finetune.errors import UserError
 from finetune.tools.command_line import writing
 from finetune.tools.pseudo_labels.labels import LabelSettings, check_output, label
-from finetune.tools.search.trials import POLL_SECONDS, TRAIN, reason_of, setting_words
+from finetune.tools.search.trials import POLL_SECONDS, TRAIN, reason_of, setting_words, start_training
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -183,17 +182,8 @@ def train(words: list[str], log_file: Path) -> None:
         UserError: it fails, or a signal came (exit code 75).
         KeyboardInterrupt: Ctrl-C.
     """
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     with log_file.open("ab") as output, signals.listening(), signals.saving_first():
-        process = subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,  # a terminal's Ctrl-C comes here, and from here as a signal to save first
-            preexec_fn=ends_with_this_process(),
-        )
+        process = start_training(words, output)
         asked = None
         try:
             while process.poll() is None:

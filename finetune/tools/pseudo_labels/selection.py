@@ -99,7 +99,7 @@ def read_labelled(job: Job, normalization: str) -> Heard:
     """Score the transcripts of the labelled clips.
 
     Raises:
-        UserError: the model hears nothing in them, or the data have changed.
+        UserError: they have no texts, the model hears nothing in them, or the data have changed.
     """
     signals, counts, languages, texts, nothing = [], [], [], [], []
     digests, spans = set(), defaultdict(list)
@@ -120,6 +120,8 @@ def read_labelled(job: Job, normalization: str) -> Heard:
         texts.append(text_number(normalize_for_scores(reference, normalization, language)))
     if not counts:
         raise UserError("--calibrate: the model hears no word in any of its clips that have a text.")
+    if not any(words for words, _ in counts):
+        raise UserError("--calibrate: no clip in which the model hears words has a text. Name labelled clips.")
     signals_NF = np.asarray(signals, dtype=float).reshape(-1, len(SIGNALS))
     words_N, errors_N = np.asarray(counts, dtype=np.int64).T
     labelled = Labelled(signals_NF, words_N, errors_N, np.asarray(languages, dtype=str), np.asarray(texts))

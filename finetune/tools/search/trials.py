@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from finetune.config.guard_limit import GuardLimit
 from finetune.data.worker_lifetime import ends_with_this_process
@@ -102,6 +103,19 @@ def setting_words(settings: Settings) -> list[str]:
     return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()]
 
 
+def start_training(words: list[str], output: BinaryIO) -> subprocess.Popen[bytes]:
+    """Start a training that ends with this process. A terminal's Ctrl-C comes to this process alone."""
+    return subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
+        start_new_session=True,
+        preexec_fn=ends_with_this_process(),
+    )
+
+
 def run_training(words: list[str], log: Path, watch: Callable[[], bool]) -> tuple[int | None, float]:
     """Start a training; return its exit code, None where `watch` stopped it, and its seconds. It ends with this
     process, whatever ends that.
@@ -112,17 +126,8 @@ def run_training(words: list[str], log: Path, watch: Callable[[], bool]) -> tupl
         watch: asked all the while; true stops the training at once, without a checkpoint.
     """
     began = time.monotonic()
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,  # a terminal's Ctrl-C is for the search, which ends the training itself
-            preexec_fn=ends_with_this_process(),
-        )
+        process = start_training(words, output)
         code = None
         try:
             while code is None and not watch():

@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 NATS_PER_DIFFERENCE = 12.0
 NATS_PER_WORD = 8.0
 """A text that differs from what the model heard is right where it is less probable by no more than this."""
-NO_WORDS, NO_TEXT, DIFFERS, UNWRITABLE, SHORT = (
+NO_WORDS, NO_TEXT, DIFFERS, UNSURE, UNWRITABLE, SHORT = (
     "sound without words",
     "speech that has no text",
     "text that was not said",
+    "confidence below --min-confidence",
     "characters that the tokenizer lacks",
     "shorter than --min-seconds",
 )
-REASONS = (DIFFERS, NO_TEXT, SHORT, UNWRITABLE, NO_WORDS)
+REASONS = (DIFFERS, UNSURE, NO_TEXT, SHORT, UNWRITABLE, NO_WORDS)
 NOT_READ = "text that was not read"
 SHOWN_CHARACTERS = 300
 
@@ -141,9 +142,9 @@ def _reason(
         if any(word.surface in unwritable for word in text[span.first : span.end]):
             return UNWRITABLE
         return DIFFERS if span.cored else NO_TEXT if span.heard else NO_WORDS
-    if not fits(span, own, candidate, text) or candidate.confidence < limits.min_confidence:
+    if not fits(span, own, candidate, text):
         return DIFFERS
-    return ""
+    return UNSURE if candidate.confidence < limits.min_confidence else ""
 
 
 def _mark(used: list[str], first: int, end: int, reason: str) -> None:

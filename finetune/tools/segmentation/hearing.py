@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 BATCHES_AT_ONCE = 4
 """Batches whose stretches are sorted by length together."""
+SECONDS_EACH = 8.0
+"""Of a batch, for each stretch that it may hold: fewer long ones are decoded together, so that the memory of a batch
+does not hang on how long the longest stretches of a recording are."""
 LOOK_WORDS = 200
 """Heard words that are looked for in the text together, to see whether it is that of the recording."""
 LEAST_SHARE = 0.04
@@ -80,6 +83,17 @@ def stretches_of(audio: str, rate: int, pauses: Pauses) -> Iterator[Stretch]:
     yield from speech_stretches(blocks, rate, max_seconds=pauses.max_seconds, min_pause=pauses.min_pause)
 
 
+def batches_of(group: list[Stretch], numbers: list[int], batch_size: int, rate: int) -> Iterator[list[int]]:
+    """Yield the numbers of stretches to decode together, the longest first: at most `batch_size`, and of at most so
+    many times `SECONDS_EACH` with their padding, but at least one."""
+    left = sorted(numbers, key=lambda i: -len(group[i].audio_S))
+    while left:
+        size = int(batch_size * SECONDS_EACH * rate / max(len(group[left[0]].audio_S), 1))
+        size = min(max(size, 1), batch_size)
+        yield left[:size]
+        left = left[size:]
+
+
 def hear(
     model: AsrModel,
     stretches: Iterator[Stretch],
@@ -103,15 +117,13 @@ def hear(
     behind = itertools.islice(stretches, len(heard), None)
     while group := list(itertools.islice(behind, batch_size * BATCHES_AT_ONCE)):
         texts = [""] * len(group)
-        order = sorted(range(len(group)), key=lambda i: -len(group[i].audio_S))  # later batches fit what it took
-        for first in range(0, len(order), batch_size):
-            own = order[first : first + batch_size]
+        for own in batches_of(group, list(range(len(group))), batch_size, model.preprocessor._sample_rate):
             chunks = [Chunk(0, group[i].audio_S, 0) for i in own]
             for i, tokens in zip(own, recognise_chunks(model, chunks, pieces, language), strict=True):
                 texts[i] = text_of(model, tokens)
+            return_freed_memory()
         rows = [Heard(s.start, s.end(), text) for s, text in zip(group, texts, strict=True)]
         progress.add([asdict(row) for row in rows])
-        return_freed_memory()
         heard += rows
         for row in rows:
             on_stretch(row)

@@ -17,7 +17,7 @@ from finetune.data.utterances import DecodedUtterance, text_encoder
 from finetune.errors import UserError
 from finetune.evaluation.alignment import Encoded, normalization_of
 from finetune.models.host_memory import return_freed_memory
-from finetune.tools.segmentation.hearing import BATCHES_AT_ONCE, Progress
+from finetune.tools.segmentation.hearing import BATCHES_AT_ONCE, Progress, batches_of
 from finetune.tools.segmentation.spans import Candidate, Judged, mixture
 from finetune.tools.segmentation.texts import Word, joined
 
@@ -105,16 +105,14 @@ def judge(
     while group := list(itertools.islice(behind, batch_size * BATCHES_AT_ONCE)):
         first = len(judged)
         found: list[Judged | None] = [None] * len(group)
-        order = [i for i in range(len(group)) if spans[first + i].cored or spans[first + i].after]
-        order.sort(key=lambda i: -len(group[i].audio_S))
-        for start in range(0, len(order), batch_size):
-            own = order[start : start + batch_size]
+        wanted = [i for i in range(len(group)) if spans[first + i].cored or spans[first + i].after]
+        for own in batches_of(group, wanted, batch_size, aligner.rate):
             batch = _batch_of([group[i] for i in own])
             results = _judge_batch(aligner, batch, [spans[first + i] for i in own], text, writing)
             for i, result in zip(own, results, strict=True):
                 found[i] = result
+            return_freed_memory()
         progress.add([{} if j is None else asdict(j) for j in found])
-        return_freed_memory()
         judged += found
         for number in range(first, len(judged)):
             on_stretch(number)
