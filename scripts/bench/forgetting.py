@@ -18,6 +18,8 @@ The ways:
     without_old  a limit of +50 %, which leaves about a third of what plain loses, and no clip of the old language
     limit        a limit of +5 %, and nothing else
 A limit alone turns on a pull towards the base (training.l2_sp) and points on the way from it.
+Each of what keeps a guard by itself, without a limit and in the steps of plain (if named in --ways):
+    rehearsal_alone, rehearsal_distilled, l2_sp, layer_decay, frozen_batchnorm, lora
 The guard's half that no run chooses by is judged in all of them. Runs that are finished in the output directory are
 not made again; other settings than theirs are refused. Several processes may share it, each with own seeds, once the
 base models are there (`--seeds 0`).
@@ -61,6 +63,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "rehearsal": {"data.guard_limit": LIMIT, "model.distillation": 1.0},
     "without_old": {"data.guard_limit": WIDE_LIMIT},
     "limit": {"data.guard_limit": LIMIT},
+}
+ALONE: dict[str, dict[str, Any]] = {
+    "rehearsal_alone": {},
+    "rehearsal_distilled": {"model.distillation": 1.0},
+    "l2_sp": {"training.l2_sp": 5.0},
+    "layer_decay": {"training.layer_decay": 0.5},
+    "frozen_batchnorm": {"model.freeze_batchnorm": True},
+    "lora": {"model.lora_rank": 16},
 }
 REHEARSED = 0.35
 MORE_STEPS = 1.4
@@ -110,7 +120,8 @@ def make_base(folder: Path, language: str) -> Path:
 def settings_of(folder: Path, base: Path, new: str, way: str, seed: int, steps: int) -> dict[str, Any]:
     """Return the settings of a run by key: the quickstart's recipe on the new data, and those of the way."""
     old = OTHER[new]
-    guard = "judged" if way == "plain" else "guard"
+    of_way = (WAYS | ALONE)[way]
+    guard = "guard" if "data.guard_limit" in of_way else "judged"
     settings: dict[str, Any] = {
         "model.name": str(base),
         "model.tokenizer": {"extend_from": str(folder / f"{new}-train.jsonl")},
@@ -126,11 +137,12 @@ def settings_of(folder: Path, base: Path, new: str, way: str, seed: int, steps: 
         "training.report_to": "none",
         "training.save_steps": 0,
     }
-    if way == "rehearsal":
+    if way.startswith("rehearsal"):
         settings |= {"data.rehearsal": str(folder / f"{old}-old-train.jsonl"), "data.rehearsal_share": REHEARSED}
+    if way == "rehearsal":
         settings["training.max_steps"] = round(MORE_STEPS * steps)
         settings["training.eval_steps"] = max(settings["training.max_steps"] // 4, 1)
-    return settings | WAYS[way]
+    return settings | of_way
 
 
 def train(folder: Path, output: Path, settings: dict[str, Any]) -> float:
@@ -181,7 +193,9 @@ def compare(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     seed, and the guard's change, each as the list over the seeds."""
     by_case = {(r["new"], r["way"], r["seed"]): r for r in runs}
     rows = []
-    for new, way in sorted({(n, w) for n, w, _ in by_case}, key=lambda case: (case[0], list(WAYS).index(case[1]))):
+    for new, way in sorted(
+        {(n, w) for n, w, _ in by_case}, key=lambda case: (case[0], list(WAYS | ALONE).index(case[1]))
+    ):
         found = []
         for seed in sorted(s for n, w, s in by_case if (n, w) == (new, way)):
             mine, plain = by_case[new, way, seed], by_case.get((new, "plain", seed))
@@ -226,7 +240,7 @@ def main() -> int:
     parser.add_argument("--base", type=Path, help="another base model, for both languages")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/forgetting"))
     parser.add_argument("--new", nargs="+", choices=OTHER, default=list(OTHER))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS | ALONE, default=list(WAYS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--steps", type=int, default=400, help="of a run without rehearsal")
     parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="further settings of all but plain")
