@@ -1,7 +1,8 @@
-"""Write a trained model for use elsewhere, as a .nemo or as a directory that Hugging Face's transformers loads.
+"""Write a trained model for use elsewhere: a .nemo, or a directory for transformers, onnx-asr or sherpa-onnx.
 
     python -m finetune.export --model M --to nemo --output DIR
     python -m finetune.export --model M --to hf --output DIR [--data D]
+    python -m finetune.export --model M --to onnx|sherpa [--precision fp32|fp16|int8] --output DIR
 
 --to hf takes a .nemo file, a run's or an adapter's directory, or a hub name.
 
@@ -18,7 +19,7 @@ from pathlib import Path
 from finetune.errors import UserError
 from finetune.logs import print_error, set_up_logging
 from finetune.tools.command_line import add_model, command, run_command
-from finetune.tools.export import CLIPS, DTYPES, TOLERANCE
+from finetune.tools.export import CLIPS, DTYPES, PRECISIONS, RUNTIMES, TOLERANCE
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -26,7 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
         "export", __doc__ or "", "python -m finetune.export --model runs/quickstart --to hf --output exported"
     )
     add_model(parser, required=True)
-    parser.add_argument("--to", choices=("nemo", "hf"), default="nemo", help="format (default: nemo)")
+    parser.add_argument("--to", choices=("nemo", "hf", *RUNTIMES), default="nemo", help="format (default: nemo)")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="directory for the result")
     only = parser.add_argument_group("only with --to hf")
     only.add_argument(
@@ -42,10 +43,13 @@ def make_parser() -> argparse.ArgumentParser:
         default=TOLERANCE,
         help=f"largest difference of encoder and joint outputs, relative to the largest (default: {TOLERANCE:g})",
     )
-    only.add_argument(
+    parser.add_argument(
         "--head",
         choices=("transducer", "ctc"),
-        help="of a hybrid model: its transducer (TDT or RNN-T, the default), or its CTC head",
+        help="of a hybrid model, not with --to nemo: its transducer (TDT or RNN-T, the default), or its CTC head",
+    )
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, help="only with --to onnx and sherpa: of the weights (default: fp32)"
     )
     only.add_argument("--dtype", choices=DTYPES, default="float32", help="of the written weights (default: float32)")
     return parser
@@ -54,8 +58,12 @@ def make_parser() -> argparse.ArgumentParser:
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser()
     arguments = parser.parse_args(argv)
-    if arguments.to == "nemo" and (arguments.data or arguments.head or arguments.dtype != "float32"):
-        parser.error("--data, --head and --dtype are for --to hf")
+    if arguments.to != "hf" and (arguments.data or arguments.dtype != "float32"):
+        parser.error("--data and --dtype are for --to hf")
+    if arguments.to == "nemo" and arguments.head:
+        parser.error("--head is for --to hf, onnx and sherpa; a .nemo keeps both heads")
+    if arguments.to not in RUNTIMES and arguments.precision:
+        parser.error("--precision is for --to onnx and sherpa")
     if arguments.split and not arguments.data:
         parser.error("--split is of --data")
     if not arguments.tolerance > 0:
@@ -83,6 +91,19 @@ def main(argv: list[str] | None = None) -> int:
                 head=arguments.head,
             )
             print(report)
+        elif arguments.to in RUNTIMES:
+            from finetune.tools.export.onnx import export_onnx
+
+            print(
+                export_onnx(
+                    arguments.model,
+                    arguments.output,
+                    to=arguments.to,
+                    precision=arguments.precision or "fp32",
+                    head=arguments.head,
+                    tokenizer=arguments.tokenizer,
+                )
+            )
         else:
             from finetune.tools.export.nemo import export_nemo
 
