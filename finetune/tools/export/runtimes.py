@@ -43,7 +43,7 @@ class Exported(ABC):
     def __init__(self, directory: Path, precision: str, threads: int) -> None:
         self.directory, self.precision, self.threads = directory, precision, threads
         self.runtime = RUNTIMES[self.to]
-        _import(self.runtime)
+        check_installed(self.runtime)
         self.version = importlib.metadata.version(self.runtime)
         self.kind, self.sample_rate = "", 16000
         self.bytes_on_disk = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
@@ -169,7 +169,8 @@ class SherpaOnnx(Exported):
         return found
 
 
-def _import(package: str) -> None:
+def check_installed(package: str) -> None:
+    """Raise UserError, with what to install, if a runtime cannot be imported."""
     try:
         __import__({"onnx-asr": "onnx_asr", "sherpa-onnx": "sherpa_onnx"}[package])
         __import__("onnxruntime")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from finetune.errors import UserError
 from finetune.evaluation.long_audio import LONGEST_AT_ONCE
@@ -107,7 +108,7 @@ class Gate:
         head: transducer or ctc, of a hybrid model.
         tokenizer: tokenizer directory, for a NeMo model YAML.
         clips: what is decoded.
-        threads: of each side; None: all that this process may use.
+        threads: of each side; None: as many as torch takes, which OMP_NUM_THREADS sets.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Gate:
         batch: int = 1,
         threads: int | None = None,
     ):
-        self.clips, self.threads = clips, threads or len(os.sched_getaffinity(0))
+        self.clips, self.threads = clips, threads or torch.get_num_threads()
         self.request = Request("nemo", model, clips.folder, self.threads, batch, head, tokenizer)
         log.info("decoding %d clips (%.0f s) with NeMo", len(clips), clips.seconds)
         self.original = run_side(self.request)

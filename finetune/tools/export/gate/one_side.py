@@ -24,19 +24,20 @@ def nemo(request: dict[str, Any], rate: int) -> tuple[Recognise, str]:
 
     import torch
 
-    from finetune.evaluation.recognise import evaluation_mode, recognise_batch
+    from finetune.evaluation.recognise import recognise_batch
     from finetune.models.loading import load_model, move_to_device
     from finetune.models.nemo import set_head
 
     torch.set_num_threads(request["threads"])
     model = move_to_device(load_model(request["model"], request["tokenizer"]), "cpu")
     set_head(model, request["head"])
-    evaluation_mode(model).__enter__()  # as long as this process
+    model.eval()
 
     def recognise(clips: list[np.ndarray]) -> list[str]:
         lengths_B = torch.tensor([len(audio_S) for audio_S in clips])
         audio_BS = torch.nn.utils.rnn.pad_sequence([torch.from_numpy(a) for a in clips], batch_first=True)
-        return [hypothesis.text for hypothesis in recognise_batch(model, audio_BS, lengths_B)]
+        with torch.no_grad():
+            return [hypothesis.text for hypothesis in recognise_batch(model, audio_BS, lengths_B)]
 
     return recognise, f"NeMo {version('nemo_toolkit')}"
 
