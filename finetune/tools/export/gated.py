@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,13 @@ from finetune.errors import UserError
 from finetune.evaluation.dataset import open_sources
 from finetune.models.nemo_archive import archive_of
 from finetune.tools.export import RUNTIMES
+from finetune.tools.export.beside import write_beside
 from finetune.tools.export.gate import MAX_LOSS, REPORT
 from finetune.tools.export.gate.gate import Gate, Outcome, choose_clips, gather_clips
-from finetune.tools.export.gate.report import HEADS, hashes_of, machine, table, write_report
+from finetune.tools.export.gate.report import HEADS, changes, hashes_of, machine, table, write_report
 from finetune.tools.export.layouts import whole_or_nothing, write_layout
 from finetune.tools.export.onnx import graphs_of
-from finetune.tools.export.runtimes import check_installed
+from finetune.tools.export.runtimes import SAMPLE_RATE, check_installed, layout_of
 
 if TYPE_CHECKING:
     from finetune.tools.export.graphs import Graphs
@@ -92,10 +93,54 @@ def export_gated(wanted: Wanted, output: Path) -> str:
     return describe(output, report)
 
 
+def check_again(wanted: Wanted, directory: Path, output: Path | None = None) -> str:
+    """Hold an export that is there already to its original.
+
+    Args:
+        wanted: what it is compared with; what it is for, and its precision, the directory itself says.
+        directory: of the export.
+        output: gets the report; None: it is not written.
+
+    Returns:
+        What was measured, in lines to print.
+
+    Raises:
+        UserError: it is no export, there are no clips, or (exit code 1) it does not pass.
+    """
+    layout = layout_of(directory) if directory.is_dir() else None
+    if layout is None:
+        raise UserError(f"--check: {directory} is no directory of `python -m finetune.export --to onnx` or sherpa.")
+    w = replace(wanted, to=layout[0], precision=layout[1])
+    check_installed(w.runtime)
+    data, key = choose_clips(w.model, w.data)
+    with tempfile.TemporaryDirectory(prefix="finetune-check-") as name:
+        clips = gather_clips(data, w.split, SAMPLE_RATE, Path(name), key, w.max_samples)
+        gate = Gate(w.model, w.head, w.tokenizer, clips)
+        outcome = gate.check(directory, w.runtime, exact=w.precision == "fp32", max_loss=w.max_loss)
+    outcome.parts += changed_files(directory)
+    report = report_of(w, gate, outcome, [], hashes_of(directory))
+    if output is not None:
+        with whole_or_nothing(output) as aside:
+            write_report(aside, report)
+    if not report["passed"]:
+        raise UserError(f"{report['reason']}.", exit_code=1)
+    return describe(directory, report)
+
+
+def changed_files(directory: Path) -> list[dict[str, Any]]:
+    """Compare the files of an export with the hashes in its report; a row of the parts, or none without a report."""
+    if not (directory / REPORT).is_file():
+        return []
+    wrong = changes(directory)
+    note = f"files were changed after the export: {', '.join(wrong)}" if wrong else ""
+    return [{"part": "files", "state": "differs" if wrong else "equal", "difference": None, "note": note}]
+
+
 def write_and_check(wanted: Wanted, graphs: Graphs, gate: Gate, aside: Path) -> tuple[Outcome, list[dict[str, Any]]]:
     """Write the layout and let its runtime decode it."""
     w = wanted
     write_layout(graphs, aside, w.to, w.precision)
+    write_beside(graphs, aside, w.to, w.precision)
     outcome = gate.check(aside, w.runtime, exact=w.precision == "fp32", max_loss=w.max_loss)
     return outcome, []
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 EXTRA = "pip install -c constraints.txt -e '.[export]'"
+SAMPLE_RATE = 16000
+"""Hz, of the audio that the exports take."""
 
 
 class Exported(ABC):
@@ -45,7 +47,7 @@ class Exported(ABC):
         self.runtime = RUNTIMES[self.to]
         check_installed(self.runtime)
         self.version = importlib.metadata.version(self.runtime)
-        self.kind, self.sample_rate = "", 16000
+        self.kind, self.sample_rate = "", SAMPLE_RATE
         self.bytes_on_disk = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
         self._session: Any = None
         started = time.perf_counter()

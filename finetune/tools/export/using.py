@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from finetune.data.audio_blocks import read_blocks
 from finetune.data.decode import as_float
@@ -17,7 +18,9 @@ from finetune.errors import UserError
 from finetune.evaluation.dataset import clips_in, describe, open_sources, stream_in_order, utterances_to
 from finetune.evaluation.long_audio import Cutting, chunks_of
 from finetune.evaluation.recognise import SHORTEST_SECONDS, count_stream, evaluation_limits
-from finetune.tools.export.runtimes import load_exported
+from finetune.tools.export.gate import REPORT
+from finetune.tools.export.gate.report import changes, read_report
+from finetune.tools.export.runtimes import is_exported, load_exported
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -31,10 +34,40 @@ GRID_SECONDS = 0.08
 """Cuts are at multiples of it."""
 
 
-def refuse_options(arguments: argparse.Namespace, parser: argparse.ArgumentParser, reasons: Mapping[str, str]) -> None:
+def is_export(name: str) -> bool:
+    """Return whether a model's name is that of a directory that onnx-asr or sherpa-onnx runs.
+
+    Raises:
+        UserError: the directory holds the report of an export that was not kept, or models of several precisions.
+    """
+    directory = Path(name)
+    if is_exported(directory):
+        return True
+    if (directory / REPORT).is_file():
+        report = read_report(directory, "--model")
+        raise UserError(f"--model: {name} holds only the report of an export that was not kept: {report['reason']}.")
+    return False
+
+
+def open_unchanged(directory: Path, threads: int) -> Exported:
+    """Load an export whose files are those that were written and checked; one of others, without a report, as it is.
+
+    Raises:
+        UserError: files were changed since, or the runtime cannot load it.
+    """
+    if (directory / REPORT).is_file() and (wrong := changes(directory)):
+        raise UserError(
+            f"--model: {directory} is not the export that was checked: {', '.join(wrong)}. Export the model again, or "
+            f"check what is there with `python -m finetune.export --model M --check {directory}`."
+        )
+    return load_exported(directory, threads)
+
+
+def refuse_options(arguments: argparse.Namespace, defaults: argparse.Namespace, reasons: Mapping[str, str]) -> None:
     """Refuse options that an exported model cannot follow.
 
     Args:
+        defaults: the same command line without options.
         reasons: for each option's name, why.
 
     Raises:
@@ -42,7 +75,7 @@ def refuse_options(arguments: argparse.Namespace, parser: argparse.ArgumentParse
     """
     for name, reason in reasons.items():
         value = getattr(arguments, name)
-        if value != parser.get_default(name) and not (name == "device" and value == "cpu"):
+        if value != getattr(defaults, name) and value not in (0, "cpu"):
             option = f"--{name.replace('_', '-')}"
             raise UserError(f"{option}: {arguments.model} is an export: {reason}. Leave it out, or give the .nemo.")
 
@@ -107,7 +140,7 @@ def evaluate_exported(
         UserError: the export or the data cannot be used, or `file` cannot be written.
     """
     sources = open_sources(s.data, s.split)
-    exported = load_exported(Path(name))
+    exported = open_unchanged(Path(name), torch.get_num_threads())
     cutting, limit = cut_at_silence(exported.sample_rate, s.chunk), s.chunk * exported.sample_rate
 
     def recognise(batch: Batch) -> list[str]:

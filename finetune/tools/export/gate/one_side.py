@@ -75,8 +75,10 @@ KINDS_OF_SIDES = {"nemo": nemo, "transformers": transformers, "exported": export
 
 
 def memory_bytes(key: str) -> int | None:
-    """Return a value of this process's own memory: VmRSS now, VmHWM at its peak. (getrusage's peak would be that of the
-    process that started this one, where that is larger.) None where there is no /proc."""
+    """Return a value of this process's own memory: VmRSS now, VmHWM at its peak; None where there is no /proc.
+
+    The peak of getrusage would be that of the process which started this one, where that is larger.
+    """
     try:
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:

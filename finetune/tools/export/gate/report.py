@@ -76,6 +76,22 @@ def hashes_of(directory: Path) -> dict[str, dict[str, Any]]:
     }
 
 
+def changes(directory: Path) -> list[str]:
+    """Return the files of an export that are not those of its report.
+
+    Raises:
+        UserError: the report cannot be read.
+    """
+    wrong = []
+    for name, entry in read_report(directory, "--model")["files"].items():
+        path = directory / name
+        if not path.is_file():
+            wrong.append(f"{name} is gone")
+        elif path.stat().st_size != entry["bytes"] or sha256_of(path) != entry["sha256"]:
+            wrong.append(f"{name} is another")
+    return wrong
+
+
 def side_row(name: str, side: dict[str, Any], disk_bytes: int | None, verdict: Verdict | None) -> dict[str, Any]:
     """Return what the report says of one side.
 
@@ -194,6 +210,6 @@ def read_report(directory: Path, key: str) -> dict[str, Any]:
         raise UserError(f"{key}: {directory} holds no {REPORT}: it is no export of this project.") from error
     except ValueError as error:
         raise UserError(f"{key}: {path} cannot be read: {error}.") from error
-    if not isinstance(report, dict) or not isinstance(report.get("sides"), list):
+    if not isinstance(report, dict) or not isinstance(report.get("files"), dict) or "passed" not in report:
         raise UserError(f"{key}: {path} is no report of an export.")
     return report
