@@ -48,8 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--max-loss",
         type=float,
         metavar="POINTS",
-        help="of WER, that the upper end of the 95 %% interval may reach; not of fp32, which has to give equal texts "
-        f"(default: {MAX_LOSS:g})",
+        help=f"of WER, that the upper end of the 95 %% interval may reach (default: {MAX_LOSS:g}; fp32: equal texts)",
     )
     only.add_argument("--max-samples", type=int, default=-1, metavar="N", help="compare on the first N clips only")
     only = parser.add_argument_group("only with --to hf")
@@ -78,6 +77,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--data and --head are not for --to nemo, which keeps both heads and compares weights")
     if not for_runtime and (arguments.precision or arguments.max_loss is not None or arguments.max_samples >= 0):
         parser.error("--precision, --max-loss and --max-samples are for --to onnx and sherpa")
+    if arguments.max_loss is not None and arguments.to == "onnx" and arguments.precision in (None, "fp32"):
+        parser.error("--max-loss is not for fp32 in onnx-asr, which has to give equal texts")
     if arguments.max_loss is not None and not 0 <= arguments.max_loss <= 100:
         parser.error("--max-loss is in points of WER, from 0 to 100")
     if arguments.max_samples == 0:
@@ -104,7 +105,7 @@ def for_runtimes(arguments: argparse.Namespace) -> str:
         a.data,
         split_to_read(a.data or [], a.split, "validation"),
         a.max_samples,
-        MAX_LOSS if a.max_loss is None else a.max_loss,
+        a.max_loss,
     )
     return check_again(wanted, a.check, a.output) if a.check is not None else export_gated(wanted, a.output)
 

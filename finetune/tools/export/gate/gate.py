@@ -88,16 +88,15 @@ class Outcome:
     @property
     def reason(self) -> str:
         """What was found, in one sentence."""
-        told = [part["note"] for part in self.parts if part["state"] == "differs"]
-        equal = [part["part"] for part in self.parts if part["state"] == "equal"]
         if self.verdict.passed or not self.parts:
             return self.verdict.reason
-        found = (
-            f"{', '.join(told)}; equal: {', '.join(equal) or 'nothing'}"
-            if told
-            else "no part that can be seen differs"
-        )
-        return f"{self.verdict.reason}: {found}"
+        told = [part["note"] for part in self.parts if part["state"] == "differs"]
+        equal = [part["part"] for part in self.parts if part["state"] == "equal"]
+        hidden = [part["part"] for part in self.parts if part["state"] == "not shown"]
+        if not told:
+            left = " and ".join([*hidden, "search"])
+            told = [f"nothing that was written differs, so it is the runtime's own {left}"]
+        return f"{self.verdict.reason}: {'; '.join(told)}" + (f" (equal: {', '.join(equal)})" if equal else "")
 
 
 class Gate:
@@ -175,7 +174,7 @@ class Gate:
         try:
             side = run_side(replace(self.request, kind="exported", model=str(directory)))
         except SideFailed as error:
-            verdict = Verdict(False, f"{runtime} does not decode it: {error}", len(self.clips))
+            verdict = Verdict(False, f"{runtime} does not decode it ({error})", len(self.clips))
             rows.append({"name": runtime, "failed": str(error)})
             return Outcome(verdict, rows, self.compare_parts(directory, verdict))
         verdict = self.judge(side, exact=exact, max_loss=max_loss)
@@ -190,7 +189,7 @@ class Gate:
         others = [i for i, name in enumerate(self.clips.ids) if name not in differing]
         request = {**vars(self.request), "directory": str(directory), "chosen": sorted([*first, *others][:CLIPS])}
         try:
-            return run_alone("finetune.tools.export.gate.one_parts", request, self.threads, "parts")["parts"]
+            return run_alone("finetune.tools.export.gate.one_parts", request, self.threads)["parts"]
         except SideFailed as error:
             log.warning("the parts of the export cannot be compared: %s", error)
             return []

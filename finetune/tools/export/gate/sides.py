@@ -17,8 +17,8 @@ from finetune.logs import without_secrets
 from finetune.paths import ROOT
 from finetune.security.safe_text import one_line
 
-LAST_LINES = 3
-"""Lines of a failed side's output that its message has."""
+LAST_LINES, LONGEST_LINE = 2, 300
+"""Lines of a failed side's output that its message has, and their characters."""
 
 
 @dataclass
@@ -51,16 +51,15 @@ def run_side(request: Request) -> dict[str, Any]:
     Raises:
         SideFailed: it ended without a result.
     """
-    return run_alone("finetune.tools.export.gate.one_side", asdict(request), request.threads, request.kind)
+    return run_alone("finetune.tools.export.gate.one_side", asdict(request), request.threads)
 
 
-def run_alone(module: str, request: dict[str, Any], threads: int, name: str) -> dict[str, Any]:
+def run_alone(module: str, request: dict[str, Any], threads: int) -> dict[str, Any]:
     """Run `python -m MODULE REQUEST.json` in a process that ends with this one; return what it wrote to `output`.
 
     Args:
         request: its JSON, without `output`.
         threads: that its libraries may use.
-        name: for the message.
 
     Raises:
         SideFailed: it ended without a result.
@@ -81,7 +80,7 @@ def run_alone(module: str, request: dict[str, Any], threads: int, name: str) -> 
             preexec_fn=ends_with_this_process(),
         )
         if done.returncode or not output.is_file():
-            raise SideFailed(f"{name}: {_why(done.returncode, done.stdout)}")
+            raise SideFailed(_why(done.returncode, done.stdout))
         return json.loads(output.read_text(encoding="utf-8"))
 
 
@@ -93,7 +92,9 @@ def _path() -> str:
 def _why(code: int, said: str) -> str:
     text = without_secrets(said)
     _, found, message = text.rpartition("error: ")
-    lines = [one_line(line)[:300] for line in (message if found else text).splitlines() if line.strip()]
+    lines = [
+        one_line(line).strip()[:LONGEST_LINE] for line in (message if found else text).splitlines() if line.strip()
+    ]
     if found:
         return lines[0] if lines else f"exit code {code}"
     ended = f"its process was killed by signal {-code}" if code < 0 else f"its process ended with exit code {code}"
