@@ -1,8 +1,5 @@
 """The gate of exports: what it lets through, and that it names what is broken."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,7 +51,9 @@ def test_marks_of_the_unknown_piece_and_blanks_are_no_difference():
 def test_fp32_may_not_differ_on_one_clip():
     from finetune.tools.export.gate.verdict import judge
 
-    verdict = judge(utterances(texts_with_errors(500, 0)), utterances(texts_with_errors(500, 1)), exact=True, max_loss=9)
+    verdict = judge(
+        utterances(texts_with_errors(500, 0)), utterances(texts_with_errors(500, 1)), exact=True, max_loss=9
+    )
     assert not verdict.passed
     assert verdict.reason.startswith("texts differ on 1 of 500 clips")
     assert [row["id"] for row in verdict.differing] == ["clip-0"]
@@ -213,9 +212,11 @@ def test_clips_of_the_gate(case, clips, tmp_path):
     (run / "model.nemo").write_bytes(b"")
     assert choose_clips(str(run), None) == choose_clips(str(run / "model.nemo"), None)
     assert choose_clips(str(run), None) == (str(clips / "manifest.jsonl"), "data.validation")
-    with pytest.raises(UserError, match="brings no validation clips. Name them with --data"):
+    with pytest.raises(UserError, match=r"brings no validation clips\. Name them with --data"):
         choose_clips(str(BASE), None)
-    rows = [{**row, "audio_filepath": str(clips / row["audio_filepath"])} for row in read_lines(clips / "manifest.jsonl")]
+    rows = [
+        {**row, "audio_filepath": str(clips / row["audio_filepath"])} for row in read_lines(clips / "manifest.jsonl")
+    ]
     nothing = write_manifest(tmp_path / "gone.jsonl", [{**rows[0], "audio_filepath": "gone.flac"}])
     with pytest.raises(UserError, match="holds no clip that can be used"):
         gather_clips([str(nothing)], "validation", 16000, tmp_path / "none")
