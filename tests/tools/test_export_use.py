@@ -109,7 +109,7 @@ def test_evaluate_counts_as_for_the_model(case, clips, tmp_path, capsys):
     for name in (BASE, case.folder / "onnx"):
         file = tmp_path / f"{name.name}.json"
         data = ["--data", str(clips / "manifest.jsonl"), "--json", str(file), "--workers", "0", "--device", "cpu"]
-        assert main(["--model", str(name), *data, "--batch-size", "1"]) == 0
+        assert main(["--model", str(name), *data, "--batch-size", "1", "--max-samples", "8"]) == 0
         results.append(json.loads(file.read_text()))
     one, other = results
     assert other["runtime"].startswith("onnx-asr ")
@@ -117,7 +117,22 @@ def test_evaluate_counts_as_for_the_model(case, clips, tmp_path, capsys):
     for key in ("wer", "cer", "wer_interval", "clips", "words", "by_language", "audio_seconds", "head"):
         assert one[key] == other[key], key
     compared = ["--model", str(BASE), "--against", str(case.folder / "onnx"), "--data", str(clips / "manifest.jsonl")]
-    assert main([*compared, "--batch-size", "1", "--workers", "0", "--json", str(tmp_path / "both.json")]) == 0
+    assert (
+        main(
+            [
+                *compared,
+                "--batch-size",
+                "1",
+                "--max-samples",
+                "8",
+                "--workers",
+                "0",
+                "--json",
+                str(tmp_path / "both.json"),
+            ]
+        )
+        == 0
+    )
     assert json.loads((tmp_path / "both.json").read_text())["difference"] == 0
     capsys.readouterr()
     assert main(["--model", str(case.folder / "onnx"), *data, "--dtype", "bfloat16"]) == 2

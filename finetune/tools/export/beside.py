@@ -68,8 +68,7 @@ def readme(graphs: Graphs, to: str, precision: str) -> str:
     lines = [
         f"# A speech recogniser for {RUNTIMES[to]}",
         "",
-        f"A FastConformer with a {heads[graphs.kind]} head, {precision}. export.html and export.json say how its "
-        "texts, speed and memory compare with the original's.",
+        f"A FastConformer with a {heads[graphs.kind]} head, {precision}.",
         "",
         "```bash",
         "pip install " + ('"onnx-asr[cpu]"' if to == "onnx" else "sherpa-onnx numpy"),
