@@ -6,6 +6,8 @@
     python -m finetune.evaluate --model A --against B --data D
     python -m finetune.evaluate --compare A.jsonl B.jsonl              files that --utterances wrote
 
+M, A and B may also be directories that `finetune.export` wrote for onnx-asr or sherpa-onnx.
+
 What intervals and p-values mean: docs/evaluation.md.
 """
 
@@ -41,6 +43,16 @@ if TYPE_CHECKING:
     from finetune.evaluation.scores import Utterance
 
 
+OF_EXPORTS = {
+    "dtype": "its precision is what it was exported with",
+    "head": "it has one head",
+    "language": "it takes no prompt",
+    "look_ahead": "it recognises whole clips",
+    "output": "it is evaluated in one process",
+    "tokenizer": "it has its own",
+    "device": "it runs on the CPU",
+}
+"""Options that an exported model cannot follow, and why."""
 OF_JOBS = ("engine", "address", "shard", "max_failed")
 
 
@@ -145,6 +157,7 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any] | None:
     from finetune.data.sources import split_to_read
     from finetune.evaluation.comparison import compare_utterances
     from finetune.evaluation.dataset import EvaluationSettings, evaluate_model
+    from finetune.tools.export.using import evaluate_exported, is_export, refuse_options
 
     settings = EvaluationSettings(
         data=arguments.data,
@@ -168,6 +181,10 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any] | None:
     def evaluate_one(
         model: str, file: Path | None, keep: "list[Utterance] | None", part: str
     ) -> dict[str, Any] | None:
+        if is_export(model):
+            defaults = parse_arguments(["--model", model, "--data", *arguments.data])
+            refuse_options(argparse.Namespace(**{**vars(arguments), "model": model}), defaults, OF_EXPORTS)
+            return evaluate_exported(model, settings, file, keep)
         if arguments.output is None:
             return evaluate_model(model, settings, file, keep)
         return in_shards(arguments, settings, arguments.output / part, model, file, keep)

@@ -1,7 +1,9 @@
-"""Write a trained model for use elsewhere, as a .nemo or as a directory that Hugging Face's transformers loads.
+"""Write a trained model for use elsewhere: a .nemo, or a directory for transformers, onnx-asr or sherpa-onnx.
 
     python -m finetune.export --model M --to nemo --output DIR
     python -m finetune.export --model M --to hf --output DIR [--data D]
+    python -m finetune.export --model M --to onnx|sherpa [--precision fp32|fp16|int8] --output DIR [--data D]
+    python -m finetune.export --model M --check DIR [--data D]
 
 --to hf takes a .nemo file, a run's or an adapter's directory, or a hub name.
 
@@ -9,6 +11,10 @@ The result is checked before it is kept. A .nemo is restored and has to give the
 Face directory is loaded by transformers and compared with NeMo on clips, single and batched: encoder and joint
 outputs, and texts. The clips are the first of --data, else of the run's data.validation. The export itself needs no
 NeMo; the comparison uses it if it is installed.
+
+What onnx-asr or sherpa-onnx shall run is decoded by it, beside NeMo, on all clips: fp32 has to give the same texts,
+fp16 and int8 a WER whose loss is within --max-loss. What does not pass is not kept; DIR then holds the report.
+--check holds a directory that was exported before to the same, and changes nothing.
 """
 
 import argparse
@@ -18,7 +24,8 @@ from pathlib import Path
 from finetune.errors import UserError
 from finetune.logs import print_error, set_up_logging
 from finetune.tools.command_line import add_model, command, run_command
-from finetune.tools.export import CLIPS, DTYPES, TOLERANCE
+from finetune.tools.export import CLIPS, DTYPES, PRECISIONS, RUNTIMES, TOLERANCE
+from finetune.tools.export.gate import MAX_LOSS
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -26,26 +33,30 @@ def make_parser() -> argparse.ArgumentParser:
         "export", __doc__ or "", "python -m finetune.export --model runs/quickstart --to hf --output exported"
     )
     add_model(parser, required=True)
-    parser.add_argument("--to", choices=("nemo", "hf"), default="nemo", help="format (default: nemo)")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="directory for the result")
-    only = parser.add_argument_group("only with --to hf")
+    add = parser.add_argument
+    add("--to", choices=("nemo", "hf", *RUNTIMES), help="format (default: nemo)")
+    add("--output", type=Path, metavar="DIR", help="directory for the result; with --check for the report")
+    add("--check", type=Path, metavar="DIR", help="an export for onnx-asr or sherpa-onnx, to be checked again")
+    compared = f"data to compare on, with --to hf its first {CLIPS} clips (default: the run's data.validation)"
+    add("--data", nargs="+", metavar="D", help=f"{compared}; not with --to nemo")
+    add("--split", help="split of --data (default: validation)")
+    heads = "of a hybrid model, not with --to nemo: its transducer (TDT or RNN-T, the default), or its CTC head"
+    add("--head", choices=("transducer", "ctc"), help=heads)
+    only = parser.add_argument_group("only with --to onnx and sherpa")
+    only.add_argument("--precision", choices=PRECISIONS, help="of the weights (default: fp32)")
     only.add_argument(
-        "--data",
-        nargs="+",
-        metavar="D",
-        help=f"data whose first {CLIPS} clips are compared (default: the run's data.validation)",
+        "--max-loss",
+        type=float,
+        metavar="POINTS",
+        help=f"of WER, that the upper end of the 95 %% interval may reach (default: {MAX_LOSS:g}; fp32: equal texts)",
     )
-    only.add_argument("--split", help="split of --data (default: validation)")
+    only.add_argument("--max-samples", type=int, default=-1, metavar="N", help="compare on the first N clips only")
+    only = parser.add_argument_group("only with --to hf")
     only.add_argument(
         "--tolerance",
         type=float,
         default=TOLERANCE,
         help=f"largest difference of encoder and joint outputs, relative to the largest (default: {TOLERANCE:g})",
-    )
-    only.add_argument(
-        "--head",
-        choices=("transducer", "ctc"),
-        help="of a hybrid model: its transducer (TDT or RNN-T, the default), or its CTC head",
     )
     only.add_argument("--dtype", choices=DTYPES, default="float32", help="of the written weights (default: float32)")
     return parser
@@ -54,13 +65,49 @@ def make_parser() -> argparse.ArgumentParser:
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser()
     arguments = parser.parse_args(argv)
-    if arguments.to == "nemo" and (arguments.data or arguments.head or arguments.dtype != "float32"):
-        parser.error("--data, --head and --dtype are for --to hf")
+    if arguments.check is not None and (arguments.to or arguments.precision):
+        parser.error("--check takes an export as it is: leave out --to and --precision")
+    arguments.to = arguments.to or "nemo"
+    if arguments.output is None and arguments.check is None:
+        parser.error("--output names the directory for the result")
+    for_runtime = arguments.to in RUNTIMES or arguments.check is not None
+    if arguments.to != "hf" and (arguments.dtype != "float32" or arguments.tolerance != TOLERANCE):
+        parser.error("--dtype and --tolerance are for --to hf")
+    if arguments.to == "nemo" and not for_runtime and (arguments.data or arguments.head):
+        parser.error("--data and --head are not for --to nemo, which keeps both heads and compares weights")
+    if not for_runtime and (arguments.precision or arguments.max_loss is not None or arguments.max_samples >= 0):
+        parser.error("--precision, --max-loss and --max-samples are for --to onnx and sherpa")
+    if arguments.max_loss is not None and arguments.to == "onnx" and arguments.precision in (None, "fp32"):
+        parser.error("--max-loss is not for fp32 in onnx-asr, which has to give equal texts")
+    if arguments.max_loss is not None and not 0 <= arguments.max_loss <= 100:
+        parser.error("--max-loss is in points of WER, from 0 to 100")
+    if arguments.max_samples == 0:
+        parser.error("--max-samples has to be 1 or more")
     if arguments.split and not arguments.data:
         parser.error("--split is of --data")
     if not arguments.tolerance > 0:
         parser.error("--tolerance has to be above 0")
     return arguments
+
+
+def for_runtimes(arguments: argparse.Namespace) -> str:
+    """Export for onnx-asr or sherpa-onnx, or check such an export; return the lines to print."""
+    from finetune.data.sources import split_to_read
+    from finetune.tools.export.gated import Wanted, check_again, export_gated
+
+    a = arguments
+    wanted = Wanted(
+        a.model,
+        a.to,
+        a.precision or "fp32",
+        a.head,
+        a.tokenizer,
+        a.data,
+        split_to_read(a.data or [], a.split, "validation"),
+        a.max_samples,
+        a.max_loss,
+    )
+    return check_again(wanted, a.check, a.output) if a.check is not None else export_gated(wanted, a.output)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,6 +130,8 @@ def main(argv: list[str] | None = None) -> int:
                 head=arguments.head,
             )
             print(report)
+        elif arguments.to in RUNTIMES or arguments.check is not None:
+            print(for_runtimes(arguments))
         else:
             from finetune.tools.export.nemo import export_nemo
 

@@ -30,6 +30,13 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="a Hugging Face export of the model, for --format hf or both (default: it is made)",
     )
+    parser.add_argument(
+        "--export",
+        type=Path,
+        nargs="+",
+        metavar="DIR",
+        help="exports for onnx-asr or sherpa-onnx, uploaded in folders of their own and measured in the card",
+    )
     seen = parser.add_mutually_exclusive_group()
     seen.add_argument("--private", action="store_true", help="make a new repository private (the default)")
     seen.add_argument(

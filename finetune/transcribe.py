@@ -5,6 +5,9 @@
     python -m finetune.transcribe --model M FILES... --streaming [--look-ahead N]
     find talks -name '*.wav' | python -m finetune.transcribe --model M -
 
+M may also be a directory that `finetune.export` wrote for onnx-asr or sherpa-onnx: its runtime gives the texts, on the
+CPU, and long files are cut at quiet places without an overlap.
+
 Files: whatever soundfile reads (WAV, FLAC, MP3, Ogg), any sample rate, any number of channels. `-` reads paths from
 standard input, one a line. Audio is read block by block and decoded in chunks that overlap, so that hours take no more
 memory than minutes. With --streaming each file is held whole, and its text comes as it grows, then its JSON line.
@@ -16,7 +19,7 @@ import argparse
 import logging
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finetune.errors import UserError
 from finetune.evaluation.long_audio import CHUNK_SECONDS, OVERLAP_SECONDS
@@ -35,6 +38,8 @@ from finetune.tools.command_line import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from finetune.models.protocols import AsrModel
 
 log = logging.getLogger("finetune.transcribe")  # under python -m, __name__ is __main__
@@ -93,6 +98,20 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
+OF_EXPORTS = {
+    "timestamps": "its texts come without times",
+    "format": "subtitles need times",
+    "overlap": "chunks that overlap are joined by times",
+    "streaming": "it recognises whole recordings",
+    "attention": "its graph is fixed",
+    "head": "it has one head",
+    "language": "it takes no prompt",
+    "tokenizer": "it has its own",
+    "device": "it runs on the CPU",
+}
+"""Options that an exported model cannot follow, and why."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Transcribe; return 0 if every file could be read, else 1."""
     arguments = parse_arguments(argv)
@@ -101,7 +120,10 @@ def main(argv: list[str] | None = None) -> int:
     for name in arguments.files:
         files += [line.strip() for line in sys.stdin if line.strip()] if name == "-" else [name]
     try:
-        failed = transcribe(arguments, files)
+        from finetune.tools.export.using import is_export
+
+        exported = is_export(arguments.model)
+        failed = (transcribe_exported if exported else transcribe)(arguments, files)
     except UserError as error:
         print_error(error)
         return error.exit_code
@@ -112,16 +134,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def transcribe(arguments: argparse.Namespace, files: list[str]) -> int:
     """Transcribe files and print or write the results; return the number of files that could not be read."""
-    from tqdm import tqdm
-
     from finetune.evaluation.long_audio import Cutting
     from finetune.evaluation.recognise import evaluation_mode, frame_seconds
     from finetune.models.loading import load_model, move_to_device
     from finetune.models.nemo import set_head, warn_about_search
     from finetune.models.prompts import check_language
-    from finetune.security.safe_text import json_line, one_line
     from finetune.strategies.attention import use_local_attention
-    from finetune.tools.transcription.files import output_files, transcribe_files, write_formats
+    from finetune.tools.transcription.files import output_files, transcribe_files
     from finetune.tools.transcription.words import enable_timestamps
 
     paths = output_files(files, arguments.output, arguments.format) if arguments.output else {}
@@ -141,17 +160,44 @@ def transcribe(arguments: argparse.Namespace, files: list[str]) -> int:
     rows = transcribe_files(
         model, files, cutting, batch_size=arguments.batch_size, timestamps=timed, language=arguments.language
     )
-    failed = 0
     with evaluation_mode(model):
-        for row in tqdm(rows, total=len(files), unit="file", disable=len(files) == 1, delay=2, leave=False):
-            if "error" in row:
-                failed += 1
-                print_error(f"{one_line(row['file'])}: {one_line(row['error'] + near_path(row['file']))}")
-            shown = row if arguments.timestamps else {k: v for k, v in row.items() if k not in ("words", "segments")}
-            if not arguments.output:
-                print(json_line(shown), flush=True)
-            elif "error" not in row:
-                write_formats(row, shown, paths[row["file"]])
+        return give_out(rows, len(files), arguments, paths)
+
+
+def transcribe_exported(arguments: argparse.Namespace, files: list[str]) -> int:
+    """Transcribe files with an exported model and print or write the results; return the number of files that could
+    not be read."""
+    import torch
+
+    from finetune.tools.export.using import open_unchanged, refuse_options, transcribe_files
+    from finetune.tools.transcription.files import output_files
+
+    refuse_options(arguments, parse_arguments(["--model", arguments.model, *files]), OF_EXPORTS)
+    paths = output_files(files, arguments.output, arguments.format) if arguments.output else {}
+    exported = open_unchanged(Path(arguments.model), torch.get_num_threads())
+    rows = transcribe_files(exported, files, arguments.chunk, arguments.batch_size)
+    return give_out(rows, len(files), arguments, paths)
+
+
+def give_out(
+    rows: Iterable[dict[str, Any]], files: int, arguments: argparse.Namespace, paths: dict[str, dict[str, Path]]
+) -> int:
+    """Print or write the results of so many files; return the number of those that could not be read."""
+    from tqdm import tqdm
+
+    from finetune.security.safe_text import json_line, one_line
+    from finetune.tools.transcription.files import write_formats
+
+    failed = 0
+    for row in tqdm(rows, total=files, unit="file", disable=files == 1, delay=2, leave=False):
+        if "error" in row:
+            failed += 1
+            print_error(f"{one_line(row['file'])}: {one_line(row['error'] + near_path(row['file']))}")
+        shown = row if arguments.timestamps else {k: v for k, v in row.items() if k not in ("words", "segments")}
+        if not arguments.output:
+            print(json_line(shown), flush=True)
+        elif "error" not in row:
+            write_formats(row, shown, paths[row["file"]])
     return failed
 
 

@@ -68,6 +68,14 @@ def stream_in_order(
     return UtteranceStream(sources, options, no_tokens, workers=workers)
 
 
+def clips_in(sources: list[OpenSource], most: int = -1) -> int | None:
+    """Return how many clips sources have, or `most`; None where one does not say."""
+    if not all(source.clips for source in sources):
+        return None
+    total = sum(source.clips or 0 for source in sources)
+    return total if most < 0 else min(total, most)
+
+
 @dataclass
 class EvaluationSettings:
     """What `evaluate_model` evaluates on, and how."""
@@ -115,17 +123,13 @@ def count_errors(
         check_language(model, s.language)
     prompts = prompt_slots(model) if s.language is None else None
     stream = stream_in_order(sources, rate, limits, max_samples=s.max_samples, workers=s.workers, prompts=prompts)
-    total = None
-    if all(source.clips for source in sources):
-        total = sum(source.clips or 0 for source in sources)
-        total = total if s.max_samples < 0 else min(total, s.max_samples)
     return score_stream(
         model,
         stream,
         normalization=s.normalization,
         description="evaluate",
         longest=s.chunk,
-        total=total,
+        total=clips_in(sources, s.max_samples),
         on_utterance=on_utterance,
         language=s.language,
         recognise=recognise,

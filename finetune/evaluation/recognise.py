@@ -251,13 +251,54 @@ def score_stream(
     Raises:
         UserError: a shard cannot be read.
     """
-    wer, rate = WerAccumulator(normalization, keep_pairs), model.preprocessor._sample_rate
+
+    def recognise_own(batch: Batch) -> list[str]:
+        languages = batch.languages if language is None else [language] * len(batch.ids)
+        return recognise_texts(model, batch.audio_BS, batch.audio_lengths_B, longest, languages)
+
+    with evaluation_mode(model):
+        return count_stream(
+            stream,
+            model.preprocessor._sample_rate,
+            recognise or recognise_own,
+            normalization=normalization,
+            description=description,
+            total=total,
+            keep_pairs=keep_pairs,
+            keep_worst=keep_worst,
+            show_progress=show_progress,
+            on_utterance=on_utterance,
+            on_batch=on_batch,
+        )
+
+
+def count_stream(
+    stream: UtteranceStream,
+    rate: int,
+    recognise: Callable[[Batch], list[str]],
+    *,
+    normalization: str,
+    description: str,
+    total: int | None = None,
+    keep_pairs: int = 0,
+    keep_worst: int = 0,
+    show_progress: bool = True,
+    on_utterance: Callable[[Utterance, Counts], None] | None = None,
+    on_batch: Callable[[Batch, list[str], WerAccumulator], None] | None = None,
+) -> WerAccumulator:
+    """Count the errors of whatever recognises the batches of a stream; the other arguments are those of
+    `score_stream`.
+
+    Args:
+        rate: of the stream's audio, in Hz.
+
+    Raises:
+        UserError: a shard cannot be read.
+    """
+    wer = WerAccumulator(normalization, keep_pairs)
     if keep_worst:
         wer.mistakes = Mistakes(keep_worst, rate)
-    with (
-        evaluation_mode(model),
-        tqdm(total=total, desc=description, unit="clip", disable=not show_progress, leave=False, delay=2) as bar,
-    ):
+    with tqdm(total=total, desc=description, unit="clip", disable=not show_progress, leave=False, delay=2) as bar:
         for batch in stream.batches():
             wer.quarantined += batch.quarantined
             wer.filtered.update(batch.filtered)
@@ -266,11 +307,7 @@ def score_stream(
             if not batch.ids:
                 continue
             started = time.perf_counter()
-            if recognise is not None:
-                texts = recognise(batch)
-            else:
-                languages = batch.languages if language is None else [language] * len(batch.ids)
-                texts = recognise_texts(model, batch.audio_BS, batch.audio_lengths_B, longest, languages)
+            texts = recognise(batch)
             # The texts are on the host, so the device is done.
             wer.decoding_seconds += time.perf_counter() - started
             wer.audio_seconds += int(batch.audio_lengths_B.sum()) / rate

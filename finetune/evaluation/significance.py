@@ -233,6 +233,17 @@ def clips_needed(difference: float, spread: float, clips: int) -> int:
     return max(least, int(np.ceil(clips * (quantiles * spread / difference) ** 2)))
 
 
+def clips_to_bound(difference: float, upper: float, clips: int, limit: float) -> int:
+    """Utterances like these that it takes for the upper end of the interval to come down to a limit, if the difference
+    stays as it is: an interval's width goes with the root of their number.
+
+    Args:
+        difference: of two error rates on the same utterances, below `limit`.
+        upper: the upper end of its interval with `clips` utterances, in the same unit.
+    """
+    return int(np.ceil(clips * ((upper - difference) / (limit - difference)) ** 2))
+
+
 def p_value_text(result: dict[str, Any]) -> str:
     """The p-value of a comparison, or of one of its languages, with two digits: `p = 0.012`, or `p < 1e-12`."""
     p_value = result.get("p_value_holm", result["p_value"])

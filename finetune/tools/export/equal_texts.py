@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from finetune.models.nemo import ctc_head
 from finetune.models.prompts import slots_of, with_prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from finetune.models.huggingface.layout import Kind
@@ -65,6 +65,44 @@ class Recognised:
     """Most tokens in a row that were emitted for a clip without moving on to the next frame."""
 
 
+class Clip(NamedTuple):
+    """A clip of a data set."""
+
+    id: str
+    audio_S: torch.Tensor
+    """float32."""
+    text: str
+    language: str
+    source: str
+    """Where it comes from, for messages."""
+
+
+def each_clip(data: Any, split: str, rate: int, key: str = "--data", most: int = -1) -> Iterator[Clip]:
+    """Read the usable clips of a data set in their order.
+
+    Args:
+        data: as data.validation of a run file.
+        split: of a folder or hub data set.
+        rate: sample rate in Hz.
+        key: name of the setting, for messages.
+        most: how many; -1: all.
+
+    Raises:
+        UserError: it cannot be opened or read.
+    """
+    sources = open_sources(data, split, key)
+    limits = BatchLimits(clips=1)  # so that a long clip pads no other
+    stream = stream_in_order(sources, rate, limits, max_samples=most, workers=0)
+    source = sources[0].source.path + (" and others" if len(sources) > 1 else "")
+    source = f"{source} ({sources[0].source.split or split})"
+    for batch in stream.batches():
+        if batch.error:
+            raise UserError(f"{key}: {batch.error}", exit_code=1)
+        if batch.ids:
+            audio_S = as_float(batch.audio_BS[0, : int(batch.audio_lengths_B[0])]).clone()
+            yield Clip(batch.ids[0], audio_S, batch.texts[0], batch.languages[0], source)
+
+
 def read_samples(
     data: Any, split: str, rate: int, clips: int, key: str = "--data", longest: float | None = None
 ) -> Samples:
@@ -81,24 +119,16 @@ def read_samples(
     Raises:
         UserError: it cannot be opened, or has no usable clip.
     """
-    sources = open_sources(data, split, key)
-    limits = BatchLimits(clips=1)  # so that a long clip pads no other
-    stream = stream_in_order(sources, rate, limits, max_samples=clips if longest is None else -1, workers=0)
-    where = sources[0].source.path + (" and others" if len(sources) > 1 else "")
-    samples = Samples([], [], [], [], f"{where} ({sources[0].source.split or split})")
-    for batch in stream.batches():
-        if batch.error:
-            raise UserError(f"{key}: {batch.error}", exit_code=1)
-        if not batch.ids:
-            continue
-        length = int(batch.audio_lengths_B[0])
-        if longest is not None and length > longest * rate:
+    samples = Samples([], [], [], [], "")
+    for clip in each_clip(data, split, rate, key, most=clips if longest is None else -1):
+        samples.source = clip.source
+        if longest is not None and len(clip.audio_S) > longest * rate:
             samples.passed_over += 1
             continue
-        samples.ids += batch.ids
-        samples.audio.append(as_float(batch.audio_BS[0, :length]).clone())
-        samples.texts += batch.texts
-        samples.languages += batch.languages
+        samples.ids.append(clip.id)
+        samples.audio.append(clip.audio_S)
+        samples.texts.append(clip.text)
+        samples.languages.append(clip.language)
         if len(samples.ids) == clips:
             break
     if not samples.ids:

@@ -19,7 +19,6 @@ from finetune.models.loading import check_hub_name, load_model
 from finetune.models.nemo import import_nemo, set_head
 from finetune.models.nemo_archive import NemoFile, archive_of, read_nemo, save_nemo
 from finetune.paths import check_access
-from finetune.security.documents import read_settings
 from finetune.tools.export import CLIPS, TOLERANCE
 from finetune.tools.export.equal_texts import (
     Agreement,
@@ -33,6 +32,7 @@ from finetune.tools.export.equal_texts import (
     through_nemo,
     through_transformers,
 )
+from finetune.tools.export.validation import own_validation
 
 log = logging.getLogger(__name__)
 
@@ -94,16 +94,11 @@ def samples_for(model_name: str, data: list[str] | None, split: str, rate: int) 
     if data:
         return read_samples(list(data), split, rate, CLIPS, longest=LONGEST_CLIP)
     reason = "no --data was given"
-    path = Path(model_name)
-    run_file = (path.resolve().parent if is_adapter(path) else path) / "config.yaml"
-    if run_file.is_file():
-        section = read_settings(run_file, "--model").get("data")
-        own = section.get("validation") if isinstance(section, dict) else None
-        if own:
-            try:
-                return read_samples(own, "validation", rate, CLIPS, "data.validation", LONGEST_CLIP)
-            except UserError as error:
-                reason = f"the run's own data.validation cannot be read here ({error})"
+    if own := own_validation(model_name):
+        try:
+            return read_samples(own, "validation", rate, CLIPS, "data.validation", LONGEST_CLIP)
+        except UserError as error:
+            reason = f"the run's own data.validation cannot be read here ({error})"
     log.warning("no speech was compared: %s. Give validation clips with --data", reason)
     return synthetic_samples(rate)
 

@@ -79,6 +79,7 @@ def make_card(
         "filtered": [(reason.replace("_", " "), n) for reason, n in (summary.get("filtered") or {}).items()],
         "settings": settings_of(facts) if facts.run.config else [],
         "limits": limits_of(facts, languages),
+        "exports": facts.exports,
         "licence": licence,
     }
     text = environment().get_template("card.md").render(values)
@@ -97,7 +98,9 @@ def environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters.update(base_link=base_link, data_link=data_link, percent=percent, count=count)
+    made.filters.update(
+        base_link=base_link, data_link=data_link, percent=percent, count=count, megabytes=megabytes, figure=figure
+    )
     made.globals.update(normalizers=NORMALIZERS, licence_text=licence_text, change_of=change_of)
     return made
 
@@ -208,6 +211,16 @@ def percent(value: float | None, interval: list[float] | None = None) -> Markup:
         return Markup("not measured")
     within = f" ({100 * interval[0]:.2f} to {100 * interval[1]:.2f})" if interval else ""
     return Markup(f"{100 * value:.2f}{within}")
+
+
+def megabytes(value: float | None) -> Markup:
+    """Return bytes in MB."""
+    return Markup("not measured" if value is None else f"{value / 1e6:,.1f}")
+
+
+def figure(value: float | None) -> Markup:
+    """Return a figure with one decimal."""
+    return Markup("not measured" if value is None else f"{value:.1f}")
 
 
 def count(value: int | None) -> str:

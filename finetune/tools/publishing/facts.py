@@ -15,6 +15,7 @@ from finetune.tools.publishing.base import (
     run_folders,
     run_of_named_adapter,
 )
+from finetune.tools.publishing.exports import Export
 from finetune.tools.publishing.private import last_part, publishable
 from finetune.tools.report.read import SPLITS, Rates, Run, is_run, number, read_mapping, read_run, stage_folders
 
@@ -53,6 +54,8 @@ class Facts:
     """Error rates on the split that the run is judged on, all languages together first; and on the guard set."""
     guard: list[Rates] = field(default_factory=list)
     languages: list[str] = field(default_factory=list)
+    exports: list[Export] = field(default_factory=list)
+    """For other runtimes."""
     secrets: set[str] = field(default_factory=set)
     """Values that must not be in anything that is uploaded."""
     unsure: list[str] = field(default_factory=list)

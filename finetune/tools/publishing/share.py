@@ -14,6 +14,7 @@ from finetune.errors import UserError
 from finetune.security.documents import read_settings
 from finetune.tools.publishing.base import is_hub_data_form, with_answers
 from finetune.tools.publishing.card import make_card
+from finetune.tools.publishing.exports import exports_of
 from finetune.tools.publishing.facts import LANGUAGE, Data, Facts, facts_of
 from finetune.tools.publishing.hub_upload import licence_from_hub, need_token, push
 from finetune.tools.publishing.private import ORIGINS, read_nemo_config
@@ -120,6 +121,10 @@ def gather(arguments: argparse.Namespace, folder: Path) -> Share:
         if arguments.format == "both":
             raise UserError(f"--format: {model} is a Hugging Face directory without a .nemo. Leave --format out.")
         found.formats, hf_dir = {"hf"}, hf_dir or model
+    facts.exports = exports_of(model, arguments.export)
+    for export in facts.exports:
+        if export.uploaded:
+            upload.add_export(export)
     facts.base = with_answers(facts.base, arguments.base_model, arguments.base_licence)
     if arguments.base_model:
         facts.unsure = [text for text in facts.unsure if "--base-model" not in text]

@@ -13,12 +13,13 @@ from omegaconf.errors import OmegaConfBaseException
 from finetune.errors import UserError
 from finetune.security.documents import first_line
 from finetune.security.secrets import TOKENS, without_texts
+from finetune.tools.publishing.exports import NEVER, Export
 from finetune.tools.publishing.facts import Facts
 from finetune.tools.publishing.private import clean_file, private_parts, publishable, write_cleaned_nemo
 from finetune.tools.report.read import json_lines
 
 NOT_UPLOADED = {"README.md", ".gitattributes", ".gitignore", "training_args.bin"}
-NO_TEXTS = {".bin", ".ckpt", ".model", ".nemo", ".npz", ".onnx", ".pt", ".safetensors"}
+NO_TEXTS = {".bin", ".ckpt", ".model", ".nemo", ".npz", ".onnx", ".data", ".pt", ".safetensors"}
 LONGEST_TEXT = 50_000_000  # bytes
 RECORDS = "training"
 """Folder of the run's records in the repository."""
@@ -83,6 +84,12 @@ class Upload:
                 self.notes.append(f"{name}: without local names and paths ({', '.join(cleaned[1])})")
         if left_out:
             self.notes.append(f"not uploaded of {folder.name}: {', '.join(left_out)}")
+
+    def add_export(self, export: Export) -> None:
+        """Add the files of an export for another runtime, in a folder of their own, without its report."""
+        for path in sorted(path for path in export.directory.rglob("*") if path.is_file()):
+            if path.name not in NEVER:
+                self.files[f"{export.name}/{path.relative_to(export.directory).as_posix()}"] = path
 
     def add_records(self, facts: Facts) -> None:
         """Add the run's configuration, summary, environment and evaluations, without texts of clips."""

@@ -1,0 +1,259 @@
+"""Where an export and its original differ: each part gets NeMo's own inputs, in a process of its own.
+
+    python -m finetune.tools.export.gate.one_parts REQUEST.json
+
+F mel bins, T frames, U tokens, H outputs of the encoder, N cells of the lattice, V outputs of the head.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from finetune.errors import UserError
+from finetune.evaluation.recognise import decode_encoded, encode_audio, evaluation_mode
+from finetune.logs import set_up_logging
+from finetune.models.features import log_mel
+from finetune.models.loading import load_model
+from finetune.models.nemo import chosen_head, ctc_head, ctc_log_probs, set_head
+from finetune.tools.export import TOLERANCE
+from finetune.tools.export.gate.clips import load_clips
+from finetune.tools.export.gate.graph_parts import Graphs, token_table
+from finetune.tools.export.gate.verdict import plain
+from finetune.tools.export.runtimes import load_exported
+
+if TYPE_CHECKING:
+    from finetune.models.protocols import AsrModel
+
+LISTED = 3
+"""Tokens or settings that a note names."""
+
+
+@dataclass
+class Difference:
+    """The largest difference over clips, in parts of NeMo's largest value, and what it does to the texts."""
+
+    difference: float = 0.0
+    largest: float = 0.0
+    shapes: str = ""
+    """The first shapes that are not NeMo's."""
+    changed: int = 0
+    """Clips with another text, or cells with another token."""
+    of: int = 0
+
+    def add(self, ours: np.ndarray, theirs: np.ndarray) -> bool:
+        """Compare one clip's values, ours being NeMo's; return whether their shapes are equal."""
+        if ours.shape != theirs.shape:
+            self.shapes = self.shapes or f"{list(theirs.shape)} in place of {list(ours.shape)}"
+            return False
+        self.difference = max(self.difference, float(np.abs(ours - theirs).max(initial=0)))
+        self.largest = max(self.largest, float(np.abs(ours).max(initial=0)))
+        return bool(np.isfinite(theirs).all())
+
+    @property
+    def relative(self) -> float:
+        return self.difference / self.largest if self.largest else self.difference
+
+    def row(self, part: str, changes: str) -> dict[str, Any]:
+        """Return the part's row of the report.
+
+        Args:
+            changes: what `changed` counts, such as "texts".
+        """
+        if self.shapes:
+            return _row(part, "differs", None, f"{part} differ in shape ({self.shapes})")
+        if self.relative <= TOLERANCE:
+            return _row(part, "equal", self.relative, "")
+        found = f"{self.changed} of {self.of} {changes} change by it alone"
+        if self.changed:
+            return _row(part, "differs", self.relative, f"{part} differ by {self.relative:.2g}: {found}")
+        return _row(part, "close", self.relative, found)
+
+
+def _row(part: str, state: str, difference: float | None, note: str) -> dict[str, Any]:
+    shown = None if difference is None else f"{difference:.1e}"
+    return {"part": part, "state": state, "difference": shown, "note": note}
+
+
+@dataclass
+class Clip:
+    """What NeMo computes of one clip."""
+
+    audio_S: np.ndarray
+    mel_FT: np.ndarray
+    enc_TH: np.ndarray
+    text: str
+    tokens_U: list[int] = field(default_factory=list)
+    u_T: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=int))
+    """Tokens that are emitted before each frame."""
+
+
+def through_nemo(model: AsrModel, audio_S: np.ndarray) -> Clip:
+    """Compute NeMo's features, encoder outputs and text of a clip."""
+    audio_1S, lengths_1 = torch.from_numpy(audio_S)[None], torch.tensor([len(audio_S)])
+    mel_1FT, mel_lengths_1 = log_mel(model.preprocessor, audio_1S, lengths_1)
+    enc_1HT, enc_lengths_1 = encode_audio(model, audio_1S, lengths_1)
+    [hypothesis] = decode_encoded(model, enc_1HT, enc_lengths_1)
+    frames = int(enc_lengths_1[0])
+    clip = Clip(
+        audio_S,
+        mel_1FT[0, :, : int(mel_lengths_1[0])].numpy(),
+        enc_1HT[0, :, :frames].T.numpy(),
+        hypothesis.text,
+        [int(token) for token in hypothesis.y_sequence],
+    )
+    stamps = hypothesis.timestamp["timestep"] if isinstance(hypothesis.timestamp, dict) else hypothesis.timestamp
+    clip.u_T = np.searchsorted(np.asarray(stamps), np.arange(frames), side="left")
+    return clip
+
+
+def text_of_encoded(model: AsrModel, enc_TH: np.ndarray) -> str:
+    """Return what NeMo's decoder makes of encoder outputs."""
+    enc_1HT = torch.from_numpy(np.ascontiguousarray(enc_TH.T))[None]
+    return decode_encoded(model, enc_1HT, torch.tensor([len(enc_TH)]))[0].text
+
+
+def compare_features(model: AsrModel, clips: list[Clip], exported: Any) -> dict[str, Any]:
+    """Compare the runtime's own features with NeMo's, where it shows them."""
+    found = Difference(of=len(clips))
+    for clip in clips:
+        mel_FT = exported.features(clip.audio_S)
+        if mel_FT is None:
+            return _row("features", "not shown", None, f"{exported.runtime} shows no features")
+        if not found.add(clip.mel_FT, mel_FT):
+            continue
+        mel_1FT = torch.from_numpy(np.ascontiguousarray(mel_FT))[None]
+        enc_1HT, enc_lengths_1 = model.encoder(audio_signal=mel_1FT, length=torch.tensor([mel_FT.shape[1]]))
+        found.changed += plain(decode_encoded(model, enc_1HT, enc_lengths_1)[0].text) != plain(clip.text)
+    return found.row("features", "texts")
+
+
+def compare_encoder(model: AsrModel, clips: list[Clip], graphs: Graphs) -> dict[str, Any]:
+    """Compare the encoder's file with NeMo's encoder, on NeMo's features; of a CTC model with its head."""
+    found = Difference(of=len(clips))
+    for clip in clips:
+        enc_TH = graphs.encode(clip.mel_FT)
+        if not graphs.is_ctc:
+            if found.add(clip.enc_TH, enc_TH):
+                found.changed += plain(text_of_encoded(model, enc_TH)) != plain(clip.text)
+            continue
+        head = ctc_head(model)
+        assert head is not None
+        enc_1HT = torch.from_numpy(np.ascontiguousarray(clip.enc_TH.T))[None]
+        ours_TV = ctc_log_probs(head, enc_1HT)[0].numpy()
+        if found.add(np.exp(ours_TV), np.exp(enc_TH[: len(ours_TV)])):
+            found.changed += bool((ours_TV.argmax(1) != enc_TH[: len(ours_TV)].argmax(1)).any())
+    return found.row("encoder outputs", "texts")
+
+
+def compare_joint(model: AsrModel, clips: list[Clip], graphs: Graphs) -> dict[str, Any]:
+    """Compare decoder and joint with NeMo's, on NeMo's encoder outputs, at the cells that NeMo's text goes through."""
+    found, blank = Difference(), model.tokenizer.vocab_size
+    for clip in clips:
+        pred_1HU, _, _ = model.decoder(
+            targets=torch.tensor([clip.tokens_U], dtype=torch.long), target_length=torch.tensor([len(clip.tokens_U)])
+        )
+        enc_1TH = model.joint.project_encoder(torch.from_numpy(clip.enc_TH)[None])
+        pred_1UH = model.joint.project_prednet(pred_1HU.transpose(1, 2))
+        ours_TV = model.joint.joint_net(enc_1TH[0] + pred_1UH[0, clip.u_T]).numpy()
+        theirs_TV = graphs.logits(clip.enc_TH, clip.tokens_U, clip.u_T, blank)
+        if ours_TV.shape != theirs_TV.shape:
+            found.add(ours_TV, theirs_TV)
+            continue
+        # Logits or log-probabilities: the same but for a constant in each cell.
+        ours_TV, theirs_TV = (x - x[:, : blank + 1].max(1, keepdims=True) for x in (ours_TV, theirs_TV))
+        found.of += len(ours_TV)
+        if found.add(ours_TV, theirs_TV):
+            best = [x[:, : blank + 1].argmax(1) for x in (ours_TV, theirs_TV)]
+            longest = [x[:, blank + 1 :].argmax(1) if x.shape[1] > blank + 1 else 0 for x in (ours_TV, theirs_TV)]
+            found.changed += int(((best[0] != best[1]) | (longest[0] != longest[1])).sum())
+    return found.row("decoder and joint", "cells")
+
+
+def compare_tokens(model: AsrModel, directory: Path) -> dict[str, Any]:
+    """Compare the token table with the tokenizer."""
+    tokens = model.tokenizer.vocab_size
+    ours = {i: model.tokenizer.ids_to_tokens([i])[0] for i in range(tokens)}
+    theirs = token_table(directory)
+    wrong = [i for i in range(tokens) if theirs.get(i) != ours[i]]
+    beyond = sorted(theirs.keys() - ours.keys() - {tokens})
+    if not wrong and not beyond and tokens in theirs:
+        return _row("token table", "equal", None, "")
+    shown = ", ".join(f"{i} is {theirs.get(i)!r} in place of {ours[i]!r}" for i in wrong[:LISTED])
+    more = [f"{len(wrong)} of {tokens} tokens ({shown})"] if wrong else []
+    more += [f"{len(beyond)} tokens too many"] if beyond else []
+    more += [] if tokens in theirs else [f"no blank at {tokens}"]
+    return _row("token table", "differs", None, f"token table differs: {'; '.join(more)}")
+
+
+def compare_settings(model: AsrModel, directory: Path, graphs: Graphs) -> dict[str, Any]:
+    """Compare what the files say of features and layout with the model's configuration."""
+    said: dict[str, Any] = dict(graphs.metadata())
+    config = directory / "config.json"
+    if config.is_file():
+        said |= json.loads(config.read_text(encoding="utf-8"))
+    preprocessor = model.cfg.preprocessor
+    ours: dict[str, Any] = {
+        "normalize_type": preprocessor.get("normalize") or "",
+        "feat_dim": preprocessor.features,
+        "features_size": preprocessor.features,
+        "sample_rate": model.preprocessor._sample_rate,
+        "subsampling_factor": model.encoder.subsampling_factor,
+        "vocab_size": model.tokenizer.vocab_size,
+    }
+    if not graphs.is_ctc:
+        ours |= {"pred_rnn_layers": model.decoder.pred_rnn_layers, "pred_hidden": model.decoder.pred_hidden}
+    wrong = {key: said[key] for key in ours if key in said and str(said[key]) != str(ours[key])}
+    if not wrong:
+        return _row("settings", "equal", None, "")
+    shown = ", ".join(f"{key} is {value!r} in place of {ours[key]!r}" for key, value in list(wrong.items())[:LISTED])
+    return _row("settings", "differs", None, f"settings differ: {shown}")
+
+
+def compare_all(request: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each part."""
+    torch.set_num_threads(request["threads"])
+    directory, samples = Path(request["directory"]), load_clips(Path(request["clips"]))
+    model = load_model(request["model"], request["tokenizer"])
+    set_head(model, request["head"])
+    parts: list[dict[str, Any]] = []
+
+    def add(part: str, compare: Any, *arguments: Any) -> None:
+        try:
+            parts.append(compare(*arguments))
+        except Exception as error:  # whatever a damaged file brings about names its part
+            parts.append(_row(part, "differs", None, f"{part} cannot be run: {str(error).splitlines()[0]}"))
+
+    with evaluation_mode(model):
+        clips = [through_nemo(model, samples.audio(i)) for i in request["chosen"]]
+        add("token table", compare_tokens, model, directory)
+        graphs = Graphs(directory, request["threads"])
+        add("settings", compare_settings, model, directory, graphs)
+        add("features", lambda: compare_features(model, clips, load_exported(directory, threads=request["threads"])))
+        add("encoder outputs", compare_encoder, model, clips, graphs)
+        if chosen_head(model) == "transducer":
+            add("decoder and joint", compare_joint, model, clips, graphs)
+    return parts
+
+
+def main(argv: list[str]) -> int:
+    """Compare what a request names; an error's message goes to standard error."""
+    set_up_logging()
+    request = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
+    try:
+        parts = compare_all(request)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    Path(request["output"]).write_text(json.dumps({"parts": parts}, ensure_ascii=False), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,210 @@
+"""Write a model for onnx-asr or sherpa-onnx, kept only if that runtime gives its texts."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.errors import UserError
+from finetune.evaluation.dataset import open_sources
+from finetune.models.nemo_archive import archive_of
+from finetune.tools.export import RUNTIMES
+from finetune.tools.export.beside import write_beside
+from finetune.tools.export.gate import MAX_LOSS, REPORT
+from finetune.tools.export.gate.gate import Gate, Outcome, choose_clips, gather_clips
+from finetune.tools.export.gate.report import HEADS, changes, hashes_of, machine, table, write_report
+from finetune.tools.export.layouts import whole_or_nothing, write_layout
+from finetune.tools.export.onnx import graphs_of
+from finetune.tools.export.runtimes import SAMPLE_RATE, check_installed, layout_of
+
+if TYPE_CHECKING:
+    from finetune.tools.export.graphs import Graphs
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Wanted:
+    """What is to be exported, and what it is held to."""
+
+    model: str
+    to: str
+    """onnx or sherpa."""
+    precision: str = "fp32"
+    head: str | None = None
+    """transducer or ctc, of a hybrid model."""
+    tokenizer: str | None = None
+    data: list[str] | None = None
+    """Validation clips; None: the run's own data.validation."""
+    split: str = "validation"
+    max_samples: int = -1
+    max_loss: float | None = None
+    """Points of WER; None: MAX_LOSS, and equal texts for fp32."""
+
+    @property
+    def runtime(self) -> str:
+        return RUNTIMES[self.to]
+
+    @property
+    def limit(self) -> dict[str, Any]:
+        """What `Gate.check` holds an export to. sherpa-onnx's features are not NeMo's, so that equal networks give it
+        other texts: there a loss can be accepted for fp32 as well."""
+        exact = self.precision == "fp32" and (self.to != "sherpa" or self.max_loss is None)
+        return {"exact": exact, "max_loss": MAX_LOSS if self.max_loss is None else self.max_loss}
+
+
+def export_gated(wanted: Wanted, output: Path) -> str:
+    """Write an export whole, or leave the report of why it was not kept.
+
+    Args:
+        output: the directory; if it exists, it has to be empty.
+
+    Returns:
+        What was written and measured, in lines to print.
+
+    Raises:
+        UserError: the model cannot be expressed, there are no clips, or (exit code 1) the export did not pass:
+            `output` then holds export.json and export.html alone.
+    """
+    w = wanted
+    check_installed(w.runtime)
+    data, key = choose_clips(w.model, w.data)
+    open_sources(data, w.split, key)  # a wrong name is said before minutes of work
+    with (
+        whole_or_nothing(output) as aside,
+        tempfile.TemporaryDirectory(prefix=f".{output.name}.work-", dir=aside.parent) as name,
+    ):
+        work = Path(name)
+        (work / "graphs").mkdir()
+        graphs = graphs_of(w.model, work / "graphs", w.to, w.head, w.tokenizer)
+        clips = gather_clips(data, w.split, graphs.sample_rate, work / "clips", key, w.max_samples)
+        head = "ctc" if graphs.kind == "ctc" else "transducer"
+        gate = Gate(w.model, head, w.tokenizer, clips)
+        if (nemo := archive_of(Path(w.model), "--model")) is not None:
+            gate.measure_transformers(nemo, work / "hf")
+            shutil.rmtree(work / "hf", ignore_errors=True)
+        outcome, tries = write_and_check(w, graphs, gate, aside)
+        report = report_of(w, gate, outcome, tries, hashes_of(aside))
+        if not report["passed"]:
+            for path in aside.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        write_report(aside, report)
+    if not report["passed"]:
+        raise UserError(f"{report['reason']}. The model was not kept; {output / REPORT} says more.", exit_code=1)
+    return describe(output, report)
+
+
+def check_again(wanted: Wanted, directory: Path, output: Path | None = None) -> str:
+    """Hold an export that is there already to its original.
+
+    Args:
+        wanted: what it is compared with; what it is for, and its precision, the directory itself says.
+        directory: of the export.
+        output: gets the report; None: it is not written.
+
+    Returns:
+        What was measured, in lines to print.
+
+    Raises:
+        UserError: it is no export, there are no clips, or (exit code 1) it does not pass.
+    """
+    layout = layout_of(directory) if directory.is_dir() else None
+    if layout is None:
+        raise UserError(f"--check: {directory} is no directory of `python -m finetune.export --to onnx` or sherpa.")
+    w = replace(wanted, to=layout[0], precision=layout[1])
+    check_installed(w.runtime)
+    data, key = choose_clips(w.model, w.data)
+    with tempfile.TemporaryDirectory(prefix="finetune-check-") as name:
+        clips = gather_clips(data, w.split, SAMPLE_RATE, Path(name), key, w.max_samples)
+        gate = Gate(w.model, w.head, w.tokenizer, clips)
+        outcome = gate.check(directory, w.runtime, **w.limit)
+    outcome.parts += changed_files(directory)
+    report = report_of(w, gate, outcome, [], hashes_of(directory))
+    if output is not None:
+        with whole_or_nothing(output) as aside:
+            write_report(aside, report)
+    if not report["passed"]:
+        raise UserError(f"{report['reason']}.", exit_code=1)
+    return describe(directory, report)
+
+
+def changed_files(directory: Path) -> list[dict[str, Any]]:
+    """Compare the files of an export with the hashes in its report; a row of the parts, or none without a report."""
+    if not (directory / REPORT).is_file():
+        return []
+    wrong = changes(directory)
+    note = f"files were changed after the export: {', '.join(wrong)}" if wrong else ""
+    return [{"part": "files", "state": "differs" if wrong else "equal", "difference": None, "note": note}]
+
+
+def write_and_check(wanted: Wanted, graphs: Graphs, gate: Gate, aside: Path) -> tuple[Outcome, list[dict[str, Any]]]:
+    """Write the layout and let its runtime decode it."""
+    w = wanted
+    write_layout(graphs, aside, w.to, w.precision)
+    write_beside(graphs, aside, w.to, w.precision)
+    outcome = gate.check(aside, w.runtime, **w.limit)
+    return outcome, []
+
+
+def report_of(
+    wanted: Wanted,
+    gate: Gate,
+    outcome: Outcome,
+    tries: list[dict[str, Any]],
+    files: dict[str, dict[str, Any]],
+) -> dict[str, Any]:
+    """Return export.json."""
+    w, clips, verdict = wanted, gate.clips, outcome.verdict
+    notes = []
+    if w.precision != "fp32" and (bound := verdict.share_bound) is not None:
+        notes.append(
+            f"No text differs. That bounds the share of such clips that get another text at {100 * bound:.1f} % (95 % "
+            "confidence)."
+        )
+    return {
+        "passed": verdict.passed,
+        "reason": outcome.reason,
+        "notes": notes,
+        "to": w.to,
+        "runtime": w.runtime,
+        "precision": w.precision,
+        "model": w.model,
+        "head": gate.request.head,
+        "data": clips.source,
+        "clips": len(clips),
+        "audio_seconds": clips.seconds,
+        "passed_over": clips.passed_over,
+        "max_loss": None if w.limit["exact"] else w.limit["max_loss"],
+        "clips_needed": verdict.clips_needed,
+        "threads": gate.threads,
+        "batch": gate.request.batch,
+        "comparison": verdict.comparison,
+        "differing": verdict.differing,
+        "sides": outcome.sides,
+        "parts": outcome.parts,
+        "tries": tries,
+        "files": files,
+        "machine": machine(),
+        "command": shlex.join(["python", "-m", "finetune.export", *sys.argv[1:]]),
+    }
+
+
+def describe(output: Path, report: dict[str, Any]) -> str:
+    """Return the lines to print of an export that was kept."""
+    size = sum(entry["bytes"] for entry in report["files"].values())
+    rows = [list(HEADS), *table(report)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADS))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(
+        [
+            f"{output} (for {report['runtime']}, {report['precision']}, {size / 1e6:.1f} MB): {report['reason']}",
+            *report["notes"],
+            *lines,
+        ]
+    )

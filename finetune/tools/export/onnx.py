@@ -1,0 +1,63 @@
+"""Write a model for onnx-asr or sherpa-onnx."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from finetune.models.loading import load_model
+from finetune.models.nemo import set_head
+from finetune.tools.export.graphs import Graphs, write_graphs
+from finetune.tools.export.layouts import check_expressible, whole_or_nothing, write_layout
+
+
+def graphs_of(model_name: str, folder: Path, to: str, head: str | None = None, tokenizer: str | None = None) -> Graphs:
+    """Load a model and write its float32 graphs into `folder`; the model is dropped.
+
+    Args:
+        to: onnx or sherpa.
+        head: "ctc" or "transducer", which a hybrid model has both of; None: the one it decodes with.
+
+    Raises:
+        UserError: it cannot be loaded, or the runtime cannot decode it as NeMo does (with every reason).
+    """
+    model = load_model(model_name, tokenizer)
+    if head is not None:
+        set_head(model, head, model_name)
+    check_expressible(model, to, model_name)
+    return write_graphs(model, folder)
+
+
+def export_onnx(
+    model_name: str,
+    output: Path,
+    *,
+    to: str,
+    precision: str = "fp32",
+    head: str | None = None,
+    tokenizer: str | None = None,
+) -> str:
+    """Write a model in the layout of a runtime, whole or not at all.
+
+    Args:
+        model_name: whatever `finetune.models.loading.load_model` takes.
+        output: the directory; if it exists, it has to be empty.
+        to: onnx (for onnx-asr) or sherpa (for sherpa-onnx).
+        precision: fp32, fp16 or int8.
+        head: of a hybrid model.
+        tokenizer: directory with tokenizer.model, for a NeMo model YAML.
+
+    Returns:
+        What was written, in lines to print.
+
+    Raises:
+        UserError: the model cannot be expressed (with every reason), or `output` cannot be written.
+    """
+    with (
+        whole_or_nothing(output) as aside,
+        tempfile.TemporaryDirectory(prefix=f".{output.name}.graphs-", dir=aside.parent) as folder,
+    ):
+        graphs = graphs_of(model_name, Path(folder), to, head, tokenizer)
+        write_layout(graphs, aside, to, precision)
+    size = sum(file.stat().st_size for file in output.iterdir())
+    return f"{output} ({graphs.kind}, {precision}, {size / 1e6:.1f} MB)"

@@ -1,0 +1,220 @@
+"""Exported directories in the runtimes that they are made for: onnx-asr and sherpa-onnx, on the CPU.
+
+F mel bins, T mel or encoder frames, H width of the encoder or outputs of a CTC head, S samples.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import time
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from finetune.errors import UserError
+from finetune.tools.export import PRECISIONS, RUNTIMES
+from finetune.tools.export.layouts import suffix_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+EXTRA = "pip install -c constraints.txt -e '.[export]'"
+SAMPLE_RATE = 16000
+"""Hz, of the audio that the exports take."""
+
+
+class Exported(ABC):
+    """An exported directory, loaded by its runtime.
+
+    Attributes:
+        directory: where it is.
+        to: onnx or sherpa.
+        runtime, version: the package that decodes, such as onnx-asr, and its version.
+        precision: fp32, fp16 or int8, as the files' names say.
+        kind: tdt, rnnt or ctc.
+        sample_rate: of the audio that `texts` takes, in Hz.
+        bytes_on_disk: of all files in the directory.
+        load_seconds: that the runtime took to load the model, without importing its package.
+    """
+
+    to: str
+
+    def __init__(self, directory: Path, precision: str, threads: int) -> None:
+        self.directory, self.precision, self.threads = directory, precision, threads
+        self.runtime = RUNTIMES[self.to]
+        check_installed(self.runtime)
+        self.version = importlib.metadata.version(self.runtime)
+        self.kind, self.sample_rate = "", SAMPLE_RATE
+        self.bytes_on_disk = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+        self._session: Any = None
+        started = time.perf_counter()
+        self._load()
+        self.load_seconds = time.perf_counter() - started
+
+    @abstractmethod
+    def _load(self) -> None: ...
+
+    @abstractmethod
+    def texts(self, audios: Sequence[np.ndarray], batch_size: int = 1) -> list[str]:
+        """Return the runtime's own text of each recording, (S,) float32 in [-1, 1] at `sample_rate`; `batch_size` of
+        them are decoded together. Less than 0.1 s has no text."""
+
+    def features(self, audio_S: np.ndarray) -> np.ndarray | None:
+        """Return the (F, T) features that the runtime computes; None where it does not give them out."""
+        return None
+
+    def encode(self, mel_FT: np.ndarray) -> np.ndarray:
+        """Return the (T, H) outputs of the written encoder for the features of one clip, computed by onnxruntime; of a
+        CTC model its log-probabilities. To be compared with NeMo's on the same features."""
+        import onnxruntime
+
+        if self._session is None:
+            options = onnxruntime.SessionOptions()
+            options.intra_op_num_threads = self.threads
+            file = self.directory / self._encoder_file()
+            self._session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+        inputs = {
+            "audio_signal": mel_FT[None].astype(np.float32),
+            "length": np.array([mel_FT.shape[1]], dtype=np.int64),
+        }
+        outputs_1xx = np.asarray(self._session.run(None, inputs)[0])
+        return outputs_1xx[0] if self.kind == "ctc" else outputs_1xx[0].T
+
+    @abstractmethod
+    def _encoder_file(self) -> str: ...
+
+
+class OnnxAsr(Exported):
+    """A directory in the layout of onnx-asr."""
+
+    to = "onnx"
+
+    def _load(self) -> None:
+        import onnx_asr
+        import onnxruntime
+
+        config = json.loads((self.directory / "config.json").read_text(encoding="utf-8"))
+        self.kind = str(config["model_type"]).rpartition("-")[2]
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = self.threads
+        self._model: Any = onnx_asr.load_model(
+            config["model_type"],
+            self.directory,
+            quantization=None if self.precision == "fp32" else self.precision,
+            sess_options=options,
+            providers=["CPUExecutionProvider"],
+        )
+
+    def _encoder_file(self) -> str:
+        return f"{'model' if self.kind == 'ctc' else 'encoder-model'}{suffix_of(self.precision)}.onnx"
+
+    def texts(self, audios: Sequence[np.ndarray], batch_size: int = 1) -> list[str]:
+        found: list[str] = []
+        for first in range(0, len(audios), batch_size):
+            found += self._model.recognize(list(audios[first : first + batch_size]), sample_rate=self.sample_rate)
+        return found
+
+    def features(self, audio_S: np.ndarray) -> np.ndarray | None:
+        mel_1FT, lengths_1 = self._model.asr._preprocessor(audio_S[None], np.array([len(audio_S)], dtype=np.int64))
+        return mel_1FT[0, :, : lengths_1[0]]
+
+
+class SherpaOnnx(Exported):
+    """A directory in the layout of sherpa-onnx's offline recognisers of NeMo models."""
+
+    to = "sherpa"
+
+    def _load(self) -> None:
+        import onnx
+        import sherpa_onnx
+
+        ctc = (self.directory / f"model{suffix_of(self.precision)}.onnx").is_file()
+        self.kind = "ctc" if ctc else "tdt"
+        header = onnx.load(str(self.directory / self._encoder_file()), load_external_data=False)
+        metadata = {entry.key: entry.value for entry in header.metadata_props}
+        if not ctc and "tdt" not in metadata.get("url", ""):
+            self.kind = "rnnt"
+        common: dict[str, Any] = {
+            "tokens": str(self.directory / "tokens.txt"),
+            "num_threads": self.threads,
+            "sample_rate": self.sample_rate,
+            "feature_dim": int(metadata.get("feat_dim", 80)),
+        }
+        if ctc:
+            model = str(self.directory / self._encoder_file())
+            self._recognizer: Any = sherpa_onnx.OfflineRecognizer.from_nemo_ctc(model=model, **common)
+            return
+        parts = {
+            part: str(self.directory / f"{part}{suffix_of(self.precision)}.onnx")
+            for part in ("encoder", "decoder", "joiner")
+        }
+        self._recognizer = sherpa_onnx.OfflineRecognizer.from_transducer(
+            **parts, model_type="nemo_transducer", **common
+        )
+
+    def _encoder_file(self) -> str:
+        return f"{'model' if self.kind == 'ctc' else 'encoder'}{suffix_of(self.precision)}.onnx"
+
+    def texts(self, audios: Sequence[np.ndarray], batch_size: int = 1) -> list[str]:
+        found: list[str] = []
+        for first in range(0, len(audios), batch_size):
+            streams = []
+            for audio_S in audios[first : first + batch_size]:
+                stream = self._recognizer.create_stream()
+                stream.accept_waveform(self.sample_rate, audio_S)
+                streams.append(stream)
+            self._recognizer.decode_streams(streams)
+            found += [stream.result.text for stream in streams]
+        return found
+
+
+def check_installed(package: str) -> None:
+    """Raise UserError, with what to install, if a runtime cannot be imported."""
+    try:
+        __import__({"onnx-asr": "onnx_asr", "sherpa-onnx": "sherpa_onnx"}[package])
+        __import__("onnxruntime")
+    except ImportError as error:
+        raise UserError(f"{package} cannot be imported: {error}. Install the extra `export`: {EXTRA}") from error
+
+
+def layout_of(directory: Path) -> tuple[str, str] | None:
+    """Return (onnx or sherpa, precision) of an exported directory; None for another, such as a Hugging Face one.
+
+    Raises:
+        UserError: it holds models of several precisions.
+    """
+    if (directory / "tokens.txt").is_file():
+        to, stems = "sherpa", ("encoder", "model")
+    elif (directory / "vocab.txt").is_file() and (directory / "config.json").is_file():
+        to, stems = "onnx", ("encoder-model", "model")
+    else:
+        return None
+    found = [p for p in PRECISIONS if any((directory / f"{stem}{suffix_of(p)}.onnx").is_file() for stem in stems)]
+    if len(found) > 1:
+        raise UserError(f"{directory} holds a model in {' and '.join(found)}: leave the files of one in it.")
+    return (to, found[0]) if found else None
+
+
+def is_exported(directory: Path) -> bool:
+    """Return whether a directory is one that `load_exported` loads."""
+    return directory.is_dir() and layout_of(directory) is not None
+
+
+def load_exported(directory: Path, threads: int = 1) -> Exported:
+    """Load an exported directory in the runtime that it is made for.
+
+    Args:
+        directory: written by `python -m finetune.export --to onnx|sherpa`, or by others in the same layout.
+        threads: of the runtime.
+
+    Raises:
+        UserError: it is no such directory, or the runtime is not installed.
+    """
+    layout = layout_of(directory) if directory.is_dir() else None
+    if layout is None:
+        raise UserError(f"{directory} is no directory of `python -m finetune.export --to onnx` or `--to sherpa`.")
+    to, precision = layout
+    return (OnnxAsr if to == "onnx" else SherpaOnnx)(directory, precision, threads)
