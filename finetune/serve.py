@@ -15,6 +15,7 @@ import ipaddress
 import logging
 import os
 import sys
+from pathlib import Path
 
 from finetune.errors import UserError
 from finetune.logs import print_error, set_up_logging
@@ -32,7 +33,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command("serve", __doc__ or "", EXAMPLE)
     add = parser.add_argument
     names = "with NAME clients ask for it (default: the last part of M); several models share the device"
-    add("--model", action="append", required=True, metavar="[NAME=]M", help=f"{MODEL}; {names}")
+    add(
+        "--model",
+        action="append",
+        required=True,
+        metavar="[NAME=]M",
+        help=f"{MODEL}, or an exported directory; {names}",
+    )
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen at (default: 127.0.0.1, this machine alone)")
     add("--port", type=int, default=8000, metavar="N", help="to listen at; 0: any that is free (default: 8000)")
     add(
@@ -100,18 +107,21 @@ def serve(arguments: argparse.Namespace) -> int:
     """
     import socket
 
+    import torch
+
     try:
         import uvicorn
 
         from finetune.tools.serving.api import ServingLimits, make_app
         from finetune.tools.serving.batcher import Batcher
+        from finetune.tools.serving.models import Served, ServedExport, ServedModel
     except ModuleNotFoundError as error:
         if error.name not in ("uvicorn", "starlette", "python_multipart"):
             raise
         raise UserError(f"serve needs the package {error.name}, which is not installed: {EXTRA}") from error
     from finetune.models.loading import load_model, move_to_device
     from finetune.models.nemo import set_head, warn_about_search
-    from finetune.tools.transcription.words import enable_timestamps
+    from finetune.tools.export.using import is_export, open_unchanged
 
     listener = socket.socket(socket.AF_INET6 if ":" in arguments.host else socket.AF_INET)
     with listener:
@@ -127,13 +137,15 @@ def serve(arguments: argparse.Namespace) -> int:
         key = os.environ.get(KEY)
         if not key and not is_loopback(arguments.host):
             log.warning("whoever reaches %s can use this server: set %s to ask for a key", arguments.host, KEY)
-        models = {}
+        models: dict[str, Served] = {}
         for name, place in arguments.models.items():
+            if is_export(place):
+                models[name] = ServedExport(open_unchanged(Path(place), torch.get_num_threads()))
+                continue
             model = move_to_device(load_model(place, None), device_of(arguments))
             set_head(model, arguments.head, place)
             warn_about_search(model)
-            enable_timestamps(model)
-            models[name] = model
+            models[name] = ServedModel(model)
         limits = ServingLimits(arguments.max_requests, arguments.max_megabytes, arguments.max_minutes)
         with Batcher(models, arguments.batch_size) as batcher:
             config = uvicorn.Config(

@@ -23,6 +23,7 @@ from finetune.evaluation.long_audio import Chunk
 from finetune.serve import is_loopback, main, name_and_model, parse_arguments
 from finetune.tools.serving.api import ServingLimits, make_app
 from finetune.tools.serving.batcher import Batcher, Cancelled, TooLong
+from finetune.tools.serving.models import ServedExport, ServedModel
 
 BASE = ROOT / "examples" / "base" / "fastconformer_tdt_3m.nemo"
 PATIENCE = 120  # seconds
@@ -32,22 +33,20 @@ PATIENCE = 120  # seconds
 def batcher() -> Iterator[Batcher]:
     """The small base model, under two names."""
     from finetune.models.loading import load_model
-    from finetune.tools.transcription.words import enable_timestamps
 
-    model = load_model(str(BASE), None)
-    enable_timestamps(model)
+    model = ServedModel(load_model(str(BASE), None))
     with Batcher({"tuned": model, "base": model}, 4) as made:
         yield made
 
 
 @pytest.fixture
 def served(batcher: Batcher) -> Iterator[Callable[..., str]]:
-    """`served(requests=32, api_key=None)` starts a server; returns its address."""
+    """`served(api_key=None, other=None, requests=32)` starts a server; returns its address."""
     stops: list[Callable[[], None]] = []
 
-    def start(api_key: str | None = None, **limits: Any) -> str:
+    def start(api_key: str | None = None, other: Batcher | None = None, **limits: Any) -> str:
         listener = socket.create_server(("127.0.0.1", 0))
-        app = make_app(batcher, ServingLimits(**limits), api_key)
+        app = make_app(other or batcher, ServingLimits(**limits), api_key)
         # The batcher outlives the servers of the single tests.
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -153,6 +152,24 @@ def test_a_long_recording_is_cut_as_transcribe_cuts_it(
     gone.set()
     with pytest.raises(Cancelled):
         batcher.transcribe("base", str(tmp_path / "long.flac"), None, 3600.0, gone)
+
+
+def test_an_exported_model(served: Callable[..., str], files: list[Path], batcher: Batcher, tmp_path: Path) -> None:
+    from finetune.tools.export.layouts import write_layout
+    from finetune.tools.export.onnx import graphs_of
+    from finetune.tools.export.runtimes import load_exported
+
+    (tmp_path / "graphs").mkdir()
+    (tmp_path / "export").mkdir()
+    write_layout(graphs_of(str(BASE), tmp_path / "graphs", "onnx"), tmp_path / "export", "onnx", "fp32")
+    with Batcher({"exported": ServedExport(load_exported(tmp_path / "export"))}, 4) as other:
+        create = client(served(other=other)).audio.transcriptions.create
+        for file in files[:3]:
+            text = transcript(batcher, file)["text"]
+            assert create(model="exported", file=file).text == text
+            assert create(model="exported", file=file, response_format="verbose_json").text == text
+        with pytest.raises(openai.BadRequestError, match="texts come without times"):
+            create(model="exported", file=files[0], response_format="srt")
 
 
 def test_one_chunk_that_cannot_be_decoded_fails_alone(files: list[Path], batcher: Batcher) -> None:

@@ -27,7 +27,6 @@ from starlette.routing import Route
 
 from finetune.data.quarantine import BadUtterance
 from finetune.errors import UserError
-from finetune.models.prompts import check_language, prompt_slots
 from finetune.security.safe_text import one_line
 from finetune.tools.report.page import environment
 from finetune.tools.serving.batcher import Batcher, Cancelled, TooLong
@@ -39,6 +38,8 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from finetune.tools.serving.models import Served
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +167,8 @@ def make_app(batcher: Batcher, limits: ServingLimits, api_key: str | None = None
                 granularities = [str(g) for g in form.getlist("timestamp_granularities[]")]
                 asked = read_fields(fields, granularities)
                 name = model_name(asked.model)
-                language = prompt_language(batcher, name, asked.language)
+                check_times(batcher.models[name], asked)
+                language = prompt_language(batcher.models[name], asked.language)
                 with tempfile.TemporaryDirectory(prefix="parakeet-") as folder:
                     # libsndfile takes the format of raw audio from the name, so it gets none from the client.
                     file = os.path.join(folder, "audio")
@@ -292,20 +294,25 @@ def read_fields(fields: dict[str, str], granularities: list[str]) -> Asked:
     )
 
 
-def prompt_language(batcher: Batcher, name: str, language: str | None) -> str | None:
+def check_times(served: Served, asked: Asked) -> None:
+    """Raise ApiError where times are asked for of a model that has none; verbose_json alone comes without segments."""
+    if not served.has_times and (asked.format in ("srt", "vtt") or asked.words):
+        message = (
+            f"{asked.model} is an exported model, whose texts come without times: ask for json, text or verbose_json."
+        )
+        raise ApiError(400, message, param="response_format")
+
+
+def prompt_language(served: Served, language: str | None) -> str | None:
     """Return the language for a prompt model; None for others, which find it by themselves.
 
     Raises:
         ApiError: a prompt model lacks it.
     """
-    model = batcher.models[name]
-    if language is None or not prompt_slots(model):
-        return None
     try:
-        check_language(model, language, "language")
+        return served.language(language)
     except UserError as error:
         raise ApiError(400, str(error), param="language") from error
-    return language
 
 
 def written(row: dict[str, Any], asked: Asked) -> Response:
@@ -322,7 +329,7 @@ def written(row: dict[str, Any], asked: Asked) -> Response:
         answer["language"] = asked.language
     if asked.words:
         answer["words"] = [{key: w[key] for key in ("word", "start", "end")} for w in row["words"]]
-    if asked.segments:
+    if asked.segments and "segments" in row:
         answer["segments"] = [
             {"id": i, "start": s["start"], "end": s["end"], "text": s["text"]} for i, s in enumerate(row["segments"])
         ]

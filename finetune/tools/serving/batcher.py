@@ -13,15 +13,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from finetune.evaluation.long_audio import CHUNK_SECONDS, Chunk, Cutting, Pieces, Stitcher, Token, chunks_of
-from finetune.evaluation.recognise import evaluation_mode, frame_seconds, recognise_chunks
-from finetune.tools.transcription.files import Transcript, row_of
+from finetune.data.audio_blocks import read_blocks
+from finetune.evaluation.long_audio import Chunk, chunks_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from typing import Any
 
-    from finetune.models.protocols import AsrModel
+    import numpy as np
+
+    from finetune.tools.serving.models import Served
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,8 @@ class Waiting:
     model: str
     language: str | None
     chunk: Chunk
-    tokens: Future[list[Token]] = field(default_factory=Future)
+    found: Future[Any] = field(default_factory=Future)
+    """What the model's `recognise` returns for it."""
 
 
 class Batcher:
@@ -55,9 +57,8 @@ class Batcher:
     manager.
     """
 
-    def __init__(self, models: Mapping[str, AsrModel], batch_size: int):
+    def __init__(self, models: Mapping[str, Served], batch_size: int):
         self.models, self.batch_size = dict(models), batch_size
-        self._pieces = {name: Pieces(model.tokenizer) for name, model in self.models.items()}
         self._waiting: deque[Waiting] = deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -77,8 +78,8 @@ class Batcher:
             self._changed.notify()
         self._thread.join()
 
-    def submit(self, model: str, language: str | None, chunk: Chunk) -> Future[list[Token]]:
-        """Queue a chunk; the future has its tokens.
+    def submit(self, model: str, language: str | None, chunk: Chunk) -> Future[Any]:
+        """Queue a chunk; the future has what the model's `recognise` returns for it.
 
         Raises:
             Cancelled: the batcher is closed.
@@ -89,12 +90,12 @@ class Batcher:
                 raise Cancelled
             self._waiting.append(waiting)
             self._changed.notify()
-        return waiting.tokens
+        return waiting.found
 
     def transcribe(
         self, model: str, file: str, language: str | None, longest_seconds: float, cancelled: threading.Event
     ) -> dict[str, Any]:
-        """Transcribe a file of any length, with words and segments as `finetune.tools.transcription.files` gives them.
+        """Transcribe a file of any length; return the model's `row` of it.
 
         Raises:
             BadUtterance: it cannot be decoded.
@@ -102,30 +103,36 @@ class Batcher:
             Cancelled: `cancelled` was set meanwhile, or the batcher was closed.
         """
         served = self.models[model]
-        rate = served.preprocessor._sample_rate
-        cutting = Cutting.of_seconds(rate, frame_seconds(served), CHUNK_SECONDS)
-        transcript = Transcript(file, Stitcher(cutting))
-        ahead: deque[tuple[Chunk, Future[list[Token]]]] = deque()
+        samples = 0
 
-        def add_oldest() -> None:
-            chunk, tokens = ahead.popleft()
-            transcript.stitcher.add(chunk, tokens.result())
+        def blocks() -> Iterator[np.ndarray]:
+            nonlocal samples
+            for block_S in read_blocks(file, served.rate):
+                samples += len(block_S)
+                yield block_S
+
+        ahead: deque[tuple[Chunk, Future[Any]]] = deque()
+        joined = served.begin()
+
+        def await_oldest() -> None:
+            chunk, found = ahead.popleft()
+            served.add(joined, chunk, found.result())
 
         try:
-            for chunk in chunks_of(transcript.blocks(rate), cutting):
+            for chunk in chunks_of(blocks(), served.cutting):
                 if cancelled.is_set():
                     raise Cancelled
-                if transcript.samples > longest_seconds * rate:
+                if samples > longest_seconds * served.rate:
                     raise TooLong
                 ahead.append((chunk, self.submit(model, language, chunk)))
                 if len(ahead) == CHUNKS_AHEAD:
-                    add_oldest()
+                    await_oldest()
             while ahead:
-                add_oldest()
+                await_oldest()
         finally:
-            for _, tokens in ahead:
-                tokens.cancel()
-        return row_of(served, transcript, timestamps=True)
+            for _, found in ahead:
+                found.cancel()
+        return served.row(joined, samples)
 
     def _next_batch(self) -> list[Waiting]:
         """Wait for chunks; return those of the next batch, none at the end."""
@@ -142,34 +149,34 @@ class Batcher:
                     alike = (waiting.model, waiting.language) == kind
                     (batch if alike and len(batch) < self.batch_size else others).append(waiting)
                 self._waiting = others
-                batch = [w for w in batch if w.tokens.set_running_or_notify_cancel()]
+                batch = [w for w in batch if w.found.set_running_or_notify_cancel()]
                 if batch:
                     return batch
 
     def _decode(self) -> None:
         with ExitStack() as modes:
             for model in self.models.values():
-                modes.enter_context(evaluation_mode(model))
+                modes.enter_context(model.decoding())
             while batch := self._next_batch():
                 self._decode_batch(batch)
         with self._changed:
             for waiting in self._waiting:
-                if waiting.tokens.set_running_or_notify_cancel():
-                    waiting.tokens.set_exception(Cancelled())
+                if waiting.found.set_running_or_notify_cancel():
+                    waiting.found.set_exception(Cancelled())
             self._waiting.clear()
 
     def _decode_batch(self, batch: list[Waiting]) -> None:
         """Decode chunks together; where that fails, one by one, so that one request does not fail the others."""
         name, language = batch[0].model, batch[0].language
         try:
-            found = recognise_chunks(self.models[name], [w.chunk for w in batch], self._pieces[name], language)
+            found = self.models[name].recognise([w.chunk for w in batch], language)
         except Exception as error:
             if len(batch) > 1:
                 log.warning("%d chunks could not be decoded together, now one by one: %s", len(batch), error)
                 for waiting in batch:
                     self._decode_batch([waiting])
             else:
-                batch[0].tokens.set_exception(error)
+                batch[0].found.set_exception(error)
             return
-        for waiting, tokens in zip(batch, found, strict=True):
-            waiting.tokens.set_result(tokens)
+        for waiting, result in zip(batch, found, strict=True):
+            waiting.found.set_result(result)
