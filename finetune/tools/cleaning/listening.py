@@ -22,6 +22,7 @@ import torch
 from finetune.data.batch import Batch
 from finetune.data.batching import BatchLimits
 from finetune.data.decode import as_float
+from finetune.data.normalization import normalization_for
 from finetune.data.options import StreamOptions
 from finetune.data.utterances import text_encoder
 from finetune.evaluation.recognise import decode_encoded, encode_audio, evaluation_mode, frame_seconds
@@ -33,7 +34,6 @@ from finetune.tools.cleaning.edits import Edit, edits_of, split_words
 from finetune.tools.cleaning.energy import energy_of
 
 if TYPE_CHECKING:
-    from finetune.models.protocols import AsrModel
     from finetune.tools.jobs.clips import Clips
 
 SPEEDS = (1.0, 0.87, 1.15)
@@ -77,7 +77,7 @@ class Listener:
         self.options = StreamOptions(
             limits,
             self.rate,
-            text_normalization=normalization_of(self.model),
+            text_normalization=normalization_for(pieces_of(self.model)),
             keep_empty_text=True,
             prompts=prompt_slots(self.model) if s.language is None else {},
         )
@@ -196,8 +196,3 @@ def at_speed(batch: Batch, speed: float) -> Batch:
     return replace(
         batch, audio_BS=torch.nn.utils.rnn.pad_sequence(changed, batch_first=True), audio_lengths_B=lengths_B
     )
-
-
-def normalization_of(model: AsrModel) -> str:
-    """Return how texts are written for a model: `basic` where no piece of its vocabulary has a capital."""
-    return "none" if any(c.isupper() for piece in pieces_of(model) for c in piece) else "basic"
