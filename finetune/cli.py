@@ -31,6 +31,7 @@ COMMANDS = {
     "export": ("finetune.export", "write a model as .nemo or in transformers' format"),
     "average": ("finetune.average", "merge the weights of several models, or look between two"),
     "tokenizer": ("finetune.tokenizer", "train a SentencePiece tokenizer, or extend one"),
+    "language-model": ("finetune.language_model", "make an n-gram language model of texts, for --lm"),
     "search": ("finetune.search", "search learning rates and other settings by short runs"),
     "report": ("finetune.report", "write a run's page, or compare several runs"),
     "push-to-hub": ("finetune.push_to_hub", "upload a model and its card to the Hugging Face Hub"),
@@ -49,7 +50,7 @@ example:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the top level; what follows COMMAND is left to the command."""
-    commands = "\n".join(f"  {name:<12} {summary}" for name, (_, summary) in COMMANDS.items())
+    commands = "\n".join(f"  {name:<14} {summary}" for name, (_, summary) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog=PROG,
         usage=f"{PROG} COMMAND ...",

@@ -3,6 +3,8 @@
     python -m finetune.evaluate --model M --data D [--split test] [--json FILE] [--utterances FILE]
     python -m finetune.evaluate --model M --data D --look-ahead all    a streaming model, chunk by chunk
     python -m finetune.evaluate --model M --data D --output DIR [--engine ray]    in shards, which a killed one goes on
+    python -m finetune.evaluate --model M --data D --boost FILE       phrases that matter, with and without
+    python -m finetune.evaluate --model M --data D --boost FILE --tune-boost    on validation data: how much of it
     python -m finetune.evaluate --model A --against B --data D
     python -m finetune.evaluate --compare A.jsonl B.jsonl              files that --utterances wrote
 
@@ -21,9 +23,17 @@ from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.evaluation.long_audio import LONGEST_AT_ONCE
 from finetune.evaluation.significance import RESAMPLES, block_names
-from finetune.evaluation.tables import print_comparison, print_rates, print_streaming
+from finetune.evaluation.tables import (
+    print_boost_or_train,
+    print_boosting,
+    print_comparison,
+    print_rates,
+    print_streaming,
+    print_tried_weights,
+)
 from finetune.logs import print_error, set_up_logging
 from finetune.tools.command_line import (
+    add_boosting,
     add_data,
     add_decoding,
     add_dtype,
@@ -32,6 +42,8 @@ from finetune.tools.command_line import (
     add_language,
     add_look_ahead,
     add_model,
+    boosting_of,
+    check_boosting,
     command,
     device_of,
     run_command,
@@ -41,6 +53,7 @@ from finetune.tools.jobs.arguments import WORKERS, add_engine, engine_of, worker
 if TYPE_CHECKING:
     from finetune.evaluation.dataset import EvaluationSettings
     from finetune.evaluation.scores import Utterance
+    from finetune.models.boosting import Boosting
 
 
 OF_EXPORTS = {
@@ -71,6 +84,9 @@ def make_parser() -> argparse.ArgumentParser:
     add_head(parser)
     add_language(parser, "each clip's own")
     add_look_ahead(parser, "also recognise chunk by chunk, with each of these look-aheads (or all)")
+    add_boosting(parser)
+    tune = "choose --boost-weight and --lm-weight on this data (default split: validation), and print them"
+    parser.add_argument("--tune-boost", action="store_true", help=tune)
     parser.add_argument(
         "--chunk",
         type=float,
@@ -127,6 +143,19 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--workers has to be 0 or more, with --output 1 or more")
     if arguments.output is None and (alone := [name for name in OF_JOBS if is_set(parser, arguments, name)]):
         parser.error(f"--{alone[0].replace('_', '-')} goes with --output DIR, where the shards are kept")
+    check_boosting(parser, arguments)
+    boosts = arguments.boost is not None or arguments.lm is not None
+    if boosts and (arguments.output is not None or arguments.look_ahead is not None):
+        parser.error("--boost and --lm decode whole clips in one process: leave out --output and --look-ahead")
+    if boosts and arguments.compare:
+        parser.error("--compare reads what was decoded before: leave out --boost and --lm")
+    if arguments.tune_boost and (not boosts or arguments.against or arguments.utterances):
+        parser.error("--tune-boost goes with --boost or --lm, and without --against and --utterances")
+    if arguments.tune_boost and None not in (
+        arguments.boost_weight if arguments.boost else 0.0,
+        arguments.lm_weight if arguments.lm else 0.0,
+    ):
+        parser.error("--tune-boost chooses --boost-weight and --lm-weight: leave one of them out")
     if arguments.output is not None and arguments.look_ahead is not None:
         parser.error("--output keeps texts of whole clips: leave out --look-ahead")
     if not 1 <= arguments.chunk < float("inf"):
@@ -161,7 +190,7 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any] | None:
 
     settings = EvaluationSettings(
         data=arguments.data,
-        split=split_to_read(arguments.data, arguments.split, "test"),
+        split=split_to_read(arguments.data, arguments.split, "validation" if arguments.tune_boost else "test"),
         batch_size=arguments.batch_size,
         chunk=arguments.chunk,
         normalization=arguments.normalization or "basic",
@@ -176,6 +205,9 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any] | None:
         block_pattern=arguments.bootstrap_by_id,
         look_ahead=arguments.look_ahead,
     )
+    boosting = boosting_of(arguments)
+    if boosting is not None:
+        return evaluate_with_boosting(arguments, settings, boosting)
     file, second_file, *_ = [*arguments.utterances, None, None]
 
     def evaluate_one(
@@ -202,6 +234,32 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any] | None:
         a, b, settings.normalization, block_pattern=settings.block_pattern, resamples=settings.resamples
     )
     return {"a": arguments.model, "b": arguments.against, **comparison, "models": results}
+
+
+def evaluate_with_boosting(
+    arguments: argparse.Namespace, settings: "EvaluationSettings", boosting: "Boosting"
+) -> dict[str, Any]:
+    """Evaluate --model with and without phrases, compare it with --against if given, or choose the weights."""
+    from finetune.evaluation.boosting import choose_weights, compare_with_tuned, evaluate_boosted
+    from finetune.evaluation.comparison import compare_utterances
+
+    if arguments.tune_boost:
+        weights = {name: getattr(arguments, name) for name in ("boost_weight", "lm_weight")}
+        return choose_weights(arguments.model, settings, boosting, **weights)
+    file, second_file, *_ = [*arguments.utterances, None, None]
+    if not arguments.against:
+        return evaluate_boosted(arguments.model, settings, boosting, file)
+    boosted, tuned = [], []
+    results = [
+        evaluate_boosted(arguments.model, settings, boosting, file, boosted),
+        evaluate_boosted(arguments.against, settings, boosting, second_file, tuned, plain=True),
+    ]
+    comparison = compare_utterances(
+        boosted, tuned, settings.normalization, block_pattern=settings.block_pattern, resamples=settings.resamples
+    )
+    names = {"a": f"{arguments.model} {boosting}", "b": arguments.against}
+    phrases = compare_with_tuned(boosted, tuned, boosting, settings) if boosting.phrases else {}
+    return {**names, **comparison, **phrases, "models": results}
 
 
 def in_shards(
@@ -265,13 +323,19 @@ def main(argv: list[str] | None = None) -> int:
     if result is None:
         print(f"this part is done; --output {arguments.output} without --shard puts all parts together")
         return 0
-    if not arguments.compare:
+    if arguments.tune_boost:
+        print_tried_weights(result)
+    elif not arguments.compare:
         for rates in result.get("models", [result]):
             print_rates(rates)
             if "streaming" in rates:
                 print_streaming(rates)
+            if "boosting" in rates:
+                print_boosting(rates["boosting"])
     if arguments.compare or arguments.against:
         print_comparison(result)
+        if "missed" in result:
+            print_boost_or_train(result)
     if arguments.json:
         write_json(arguments.json, result)
     return 0

@@ -2,6 +2,7 @@
 
     python -m finetune.transcribe --model M FILES... [--timestamps]
     python -m finetune.transcribe --model M FILES... --format srt,vtt --output subtitles
+    python -m finetune.transcribe --model M FILES... --boost phrases.txt
     python -m finetune.transcribe --model M FILES... --streaming [--look-ahead N]
     find talks -name '*.wav' | python -m finetune.transcribe --model M -
 
@@ -26,11 +27,14 @@ from finetune.evaluation.long_audio import CHUNK_SECONDS, OVERLAP_SECONDS
 from finetune.logs import print_error, set_up_logging
 from finetune.paths import near_path
 from finetune.tools.command_line import (
+    add_boosting,
     add_decoding,
     add_head,
     add_language,
     add_look_ahead,
     add_model,
+    boosting_of,
+    check_boosting,
     command,
     device_of,
     positive,
@@ -70,12 +74,14 @@ def make_parser() -> argparse.ArgumentParser:
     add_decoding(parser, 8, "chunks of one file or several")
     add_head(parser)
     add_language(parser, "auto")
+    add_boosting(parser)
     return parser
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser()
     arguments = parser.parse_args(argv)
+    check_boosting(parser, arguments)
     if arguments.look_ahead is not None and not arguments.streaming:
         parser.error("--look-ahead belongs to --streaming")
     whole = ("timestamps", "format", "output", "chunk", "overlap", "attention", "context", "batch_size")
@@ -136,6 +142,7 @@ def transcribe(arguments: argparse.Namespace, files: list[str]) -> int:
     """Transcribe files and print or write the results; return the number of files that could not be read."""
     from finetune.evaluation.long_audio import Cutting
     from finetune.evaluation.recognise import evaluation_mode, frame_seconds
+    from finetune.models.boosting import boost
     from finetune.models.loading import load_model, move_to_device
     from finetune.models.nemo import set_head, warn_about_search
     from finetune.models.prompts import check_language
@@ -145,16 +152,19 @@ def transcribe(arguments: argparse.Namespace, files: list[str]) -> int:
 
     paths = output_files(files, arguments.output, arguments.format) if arguments.output else {}
     timed = arguments.timestamps or arguments.format != ("json",)
+    boosting = boosting_of(arguments)
     model = move_to_device(load_model(arguments.model, arguments.tokenizer), device_of(arguments))
     set_head(model, arguments.head, arguments.model)
     warn_about_search(model)
     check_language(model, arguments.language)
+    if timed:
+        enable_timestamps(model)
+    if boosting is not None:
+        boost(model, boosting)
     if arguments.streaming:
         return transcribe_streaming(model, files, arguments.look_ahead, arguments.language)
     if arguments.attention == "local":
         use_local_attention(model, arguments.context)
-    if timed:
-        enable_timestamps(model)
     seconds = frame_seconds(model)
     cutting = Cutting.of_seconds(model.preprocessor._sample_rate, seconds, arguments.chunk, arguments.overlap)
     rows = transcribe_files(

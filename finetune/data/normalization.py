@@ -2,6 +2,7 @@
 
 import re
 import unicodedata
+from collections.abc import Iterable
 from typing import Literal, get_args
 
 TextNormalization = Literal["none", "lower", "basic"]
@@ -39,3 +40,9 @@ def normalize_text(text: str, mode: str) -> str:
         text = text.translate(_KEPT)
         text = _LOOSE_APOSTROPHE.sub(" ", text) if "'" in text else text
     return " ".join(text.split())
+
+
+def normalization_for(pieces: Iterable[str]) -> TextNormalization:
+    """Return how texts are normalised for a vocabulary: `basic` for one without capitals, and so without punctuation
+    to speak of, else `none`."""
+    return "none" if any(c.isupper() for piece in pieces for c in piece) else "basic"

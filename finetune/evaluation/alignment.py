@@ -14,7 +14,7 @@ import torch
 
 from finetune.data.decode import as_float
 from finetune.data.filters import FilteredUtterance
-from finetune.data.normalization import normalize_text
+from finetune.data.normalization import normalization_for, normalize_text
 from finetune.data.quarantine import BadUtterance
 from finetune.data.utterances import text_encoder
 from finetune.evaluation.long_audio import Pieces
@@ -280,4 +280,4 @@ class Aligner:
 
 def normalization_of(model: AsrModel) -> str:
     """Return `basic` for a model whose vocabulary has no capitals, and so no punctuation to speak of, else `none`."""
-    return "none" if any(c.isupper() for piece in pieces_of(model) for c in piece) else "basic"
+    return normalization_for(pieces_of(model))

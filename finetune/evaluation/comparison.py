@@ -74,11 +74,11 @@ def compare_utterances(
     Raises:
         UserError: no utterance with words is in both.
     """
-    waiting = _by_occurrence(first)
+    waiting = by_occurrence(first)
     skipped = dict.fromkeys(("only_in_b", "other_reference", "left_out"), 0)
     counts, languages = [], []
     compared: list[tuple[int, Utterance, Utterance]] = []
-    for key, b in _by_occurrence(second).items():
+    for key, b in by_occurrence(second).items():
         a = waiting.pop(key, None)
         if a is None:
             skipped["only_in_b"] += 1
@@ -121,7 +121,7 @@ def compare_utterances(
     }
 
 
-def _by_occurrence(utterances: list[Utterance]) -> dict[tuple[str, int], Utterance]:
+def by_occurrence(utterances: list[Utterance]) -> dict[tuple[str, int], Utterance]:
     """By id, and by its occurrence where an id comes twice."""
     seen: Counter[str] = Counter()
     found = {}

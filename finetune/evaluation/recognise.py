@@ -22,6 +22,7 @@ from finetune.evaluation.long_audio import LONGEST_AT_ONCE, Chunk, Cutting, Piec
 from finetune.evaluation.mistakes import Mistakes
 from finetune.evaluation.scores import Counts, Utterance, WerAccumulator
 from finetune.models.features import log_mel
+from finetune.models.fusion import fused_labels
 from finetune.models.nemo import chosen_head, ctc_head, ctc_log_probs, weight_dtype
 from finetune.models.prompts import encode, slots_of
 
@@ -84,25 +85,39 @@ def decode_encoded(model: AsrModel, enc_BHT: torch.Tensor, enc_lengths_B: torch.
     """Decode what `encode_audio` returned, to NeMo's Hypothesis objects; call inside `evaluation_mode`."""
     with torch.autocast(enc_BHT.device.type, enabled=False):
         if chosen_head(model) == "ctc":
-            head = ctc_head(model)
+            head, fusion = ctc_head(model), getattr(model, "ctc_fusion", None)
             assert head is not None
-            return best_paths(model, ctc_log_probs(head, enc_BHT), enc_lengths_B)
+            log_probs_BTV = ctc_log_probs(head, enc_BHT)
+            labels_BT = None if fusion is None else fused_labels(fusion, log_probs_BTV)
+            return best_paths(model, log_probs_BTV, enc_lengths_B, labels_BT)
         return model.decoding.rnnt_decoder_predictions_tensor(
             encoder_output=enc_BHT, encoded_lengths=enc_lengths_B, return_hypotheses=True
         )
 
 
-def best_paths(model: AsrModel, log_probs_BTV: torch.Tensor, enc_lengths_B: torch.Tensor) -> list[Any]:
+def best_paths(
+    model: AsrModel,
+    log_probs_BTV: torch.Tensor,
+    enc_lengths_B: torch.Tensor,
+    labels_BT: torch.Tensor | None = None,
+) -> list[Any]:
     """Return the best path of each utterance as NeMo's Hypothesis (Graves et al., ICML 2006, section 3.2): the most
     probable label of each frame, equal neighbours as one token, without blanks.
 
     A token begins at its first frame and lasts for all that it takes. Its confidence is that of its surest frame, on
     the scale of `finetune.tools.transcription.words.enable_timestamps`.
+
+    Args:
+        labels_BT: of each frame, where they are other than the most probable ones.
     """
     from nemo.collections.asr.parts.utils.rnnt_utils import Hypothesis
 
     outputs = log_probs_BTV.size(-1)
-    best_BT, labels_BT = (x.cpu() for x in log_probs_BTV.float().max(-1))
+    if labels_BT is None:
+        best_BT, labels_BT = log_probs_BTV.float().max(-1)
+    else:
+        best_BT = log_probs_BTV.float().gather(2, labels_BT[:, :, None])[:, :, 0]
+    best_BT, labels_BT = best_BT.cpu(), labels_BT.cpu()
     found = []
     for best_T, labels_T, frames in zip(best_BT, labels_BT, enc_lengths_B.tolist(), strict=True):
         runs_N, run_T, lengths_N = labels_T[:frames].unique_consecutive(return_inverse=True, return_counts=True)

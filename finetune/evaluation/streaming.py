@@ -45,8 +45,14 @@ class Heard:
 
 
 def check_streams(model: AsrModel) -> None:
-    """Raise UserError where the model's decoding cannot go on where it stopped. CTC always can: it is greedy here."""
+    """Raise UserError where the model's decoding cannot go on where it stopped. CTC can: it is greedy here, but for
+    phrases and language models."""
     strategy = str(model.cfg.decoding.get("strategy"))
+    if chosen_head(model) == "ctc" and getattr(model, "ctc_fusion", None) is not None:
+        raise UserError(
+            "--boost and --lm: a CTC head that streams takes none. Decode with --head transducer, if the model has "
+            "one, or whole files without --streaming."
+        )
     if chosen_head(model) != "ctc" and strategy not in ("greedy", "greedy_batch"):
         raise UserError(
             f"model: its decoding.strategy is {strategy}, which cannot stream. In NeMo, change_decoding_strategy to "

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from finetune.evaluation.significance import FEW, p_value_text
+from finetune.evaluation.significance import FEW, describe_difference, p_value_text
 from finetune.security.safe_text import one_line
 
 
@@ -69,6 +69,100 @@ def print_streaming(result: dict[str, Any]) -> None:
         _print_row(r["look_ahead"], (r["att_context_size"], *rates, *shown), widths)
     if result["online_normalization"]:
         print("features are normalised over each chunk when streaming, over whole recordings offline")
+
+
+def print_boosting(result: dict[str, Any]) -> None:
+    """Print a decoding with phrases or a language model beside the one without.
+
+    Args:
+        result: `boosting` of `finetune.evaluation.boosting.evaluate_boosted`.
+    """
+    phrases = "phrases" in result
+    if phrases:
+        said = f"said {result['with']['said']} times"
+        print(
+            f"\n{result['phrases']} phrases of {one_line(result['file'])}, {said}; weight {result['boost_weight']:g}"
+        )
+    if "lm" in result:
+        print(f"{'' if phrases else chr(10)}language model {one_line(result['lm'])}; weight {result['lm_weight']:g}")
+    widths = (*((8, 16, 11, 16, 10, 16) if phrases else ()), 7, 16, 6)
+    of_phrases = ("recall %", "95 %", "precision %", "95 %", "rest WER %", "95 %") if phrases else ()
+    _print_row("decoding", (*of_phrases, "WER %", "95 %", "RTFx"), widths)
+    for name in ("without", "with"):
+        r, cells = result[name], []
+        for key in ("recall", "precision", "rest_wer") if phrases else ():
+            cells += [_percent(r[key]), _interval(r[f"{key}_interval"])]
+        cells += [_percent(r["wer"]), _interval(r.get("wer_interval")), f"{r['rtfx']:.1f}"]
+        _print_row(name, tuple(cells), widths)
+    print_phrase_verdicts(result, "with it", "all words")
+    if phrases:
+        for title, key in (("still missed", "most_missed"), ("written where not said", "most_false")):
+            if found := result["with"][key]:
+                print(f"{title}: {', '.join(f'{one_line(phrase)} {n}' for phrase, n in found)}")
+
+
+def print_phrase_verdicts(result: dict[str, Any], side: str, words: str | None = None) -> None:
+    """Print what comparisons of phrases and other words say.
+
+    Args:
+        result: missed and rest, of `finetune.evaluation.phrases.compare_phrases`, and wer.
+        side: the second decoding's name.
+        words: title of the comparison of all words; None: it is not printed.
+    """
+    if result.get("missed"):
+        print(f"phrases: {describe_difference(result['missed'], f'{side} fewer missed', f'{side} more missed')}")
+    if result.get("rest"):
+        print(f"the other words: {describe_difference(result['rest'], f'{side} better', f'{side} worse')}")
+    if words is not None:
+        print(f"{words}: {describe_difference(result['wer'], f'{side} better', f'{side} worse')}")
+
+
+def print_boost_or_train(result: dict[str, Any]) -> None:
+    """Print what boosting brought a base model, beside what fine-tuning brought.
+
+    Args:
+        result: of `evaluate --against --boost`: models and missed, of the base model with phrases and the tuned one
+            without.
+    """
+    base, tuned = (one["boosting"] for one in result["models"])
+    print("\nboost before you train:")
+    widths = (9, 12, 11, 8)
+    _print_row("", ("recall %", "precision %", "rest WER %", "WER %"), widths)
+    rows = [("base", base["without"]), ("boosted", base["with"])]
+    rows += [("tuned", tuned["without"]), ("both", tuned["with"])]
+    for name, r in rows:
+        _print_row(name, tuple(_percent(r[key]) for key in ("recall", "precision", "rest_wer", "wer")), widths)
+    print("tuned against boosted:")
+    print_phrase_verdicts(result, "tuned")
+
+
+def print_tried_weights(result: dict[str, Any]) -> None:
+    """Print what each weight gave, and the options to type.
+
+    Args:
+        result: of `finetune.evaluation.boosting.choose_weights`.
+    """
+    print(f"on {one_line(' '.join(result['data']))}, {result['split']}:")
+    widths = (9, 9, 11, 11, 16, 8, 8)
+    names = ("--boost", "recall %", "precision %", "rest WER %", "95 %", "p", "WER %")
+    _print_row("--lm", names, widths)
+    for r in result["tried"]:
+        lm = f"{r['lm_weight']:g}" if "lm_weight" in r else "-"
+        if "boost_weight" not in r:
+            _print_row(lm, ("-", "-", "-", "-", "-", "-", _percent(r["wer"])), widths)
+            continue
+        p_value = (
+            p_value_text(r["rest"]).removeprefix("p ").removeprefix("= ").replace("< ", "<") if r["rest"] else "-"
+        )
+        rates = (_percent(r["recall"]), _percent(r["precision"]), _percent(r["rest_wer"]))
+        cells = (f"{r['boost_weight']:g}", *rates, _interval(r["rest_wer_interval"]), p_value, _percent(r["wer"]))
+        _print_row(lm, cells, widths)
+    said = [r["said"] for r in result["tried"] if "said" in r]
+    if said and said[0] < FEW:
+        print(f"(the phrases are said {said[0]} times: a weight is not well chosen on fewer than {FEW})")
+    options = [f"--boost {result['file']} --boost-weight {result['boost_weight']:g}"] if "file" in result else []
+    options += [f"--lm {result['lm']} --lm-weight {result['lm_weight']:g}"] if "lm" in result else []
+    print(f"\nchosen: {one_line(' '.join(options))}")
 
 
 def print_comparison(result: dict[str, Any]) -> None:

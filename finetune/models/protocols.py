@@ -228,6 +228,8 @@ class AsrModel(Module):
     transcribe: Callable[..., list[Any]]
 
     # Set by this project; missing where the run does not use them.
+    ctc_fusion: Any
+    """What the CTC head decodes with, a `finetune.models.fusion.Fusion`."""
     freeze_batchnorm: bool
     frozen_modules: list[Module]
     """Modules that stay in evaluation mode."""

@@ -2,11 +2,16 @@
 
 import argparse
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from finetune.errors import UserError
+
+if TYPE_CHECKING:
+    from finetune.models.boosting import Boosting
 
 MODEL = "a .nemo file, a run's directory, an adapter's or a Hugging Face directory, a hub name, or a NeMo model YAML"
 DATA = "a NeMo manifest, a folder or glob of parquet or tar shards, an audio folder, or a hub data set name"
@@ -100,6 +105,55 @@ def add_language(parser: argparse.ArgumentParser, default: str) -> None:
 def add_look_ahead(parser: argparse.ArgumentParser, purpose: str) -> None:
     frames = "in encoder frames, such as 13 or 13,6,1; of a unified model chunk+right context, such as 7+7"
     parser.add_argument("--look-ahead", metavar="N", help=f"{purpose}: {frames} (docs/streaming.md)")
+
+
+BOOST_WEIGHT, LM_WEIGHT = 0.5, 0.2
+
+
+def add_boosting(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--boost", type=Path, metavar="FILE", help="phrases to listen for, one a line (docs/boosting.md)")
+    add("--boost-weight", type=weight, metavar="W", help=f"how much; 0: not at all (default: {BOOST_WEIGHT:g})")
+    add(
+        "--lm", type=Path, metavar="DIR", help="a language model of finetune.language_model, or an ARPA file of tokens"
+    )
+    add("--lm-weight", type=weight, metavar="W", help=f"how much of it; 0: nothing (default: {LM_WEIGHT:g})")
+
+
+def weight(text: str) -> float:
+    """Parse a number from 0 on, for argparse."""
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError("has to be 0 or more")
+    return value
+
+
+def check_boosting(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """End with a usage error where a weight has nothing to weigh."""
+    for name in ("boost", "lm"):
+        if getattr(arguments, f"{name}_weight") is not None and getattr(arguments, name) is None:
+            parser.error(f"--{name}-weight goes with --{name}")
+
+
+def boosting_of(arguments: argparse.Namespace) -> "Boosting | None":
+    """Return what `add_boosting` asks for; None: nothing.
+
+    Raises:
+        UserError: the file of phrases cannot be used.
+    """
+    a = arguments
+    if a.boost is None and a.lm is None:
+        return None
+    from finetune.data.phrases import read_phrases
+    from finetune.models.boosting import Boosting
+
+    return Boosting(
+        file=a.boost,
+        phrases=read_phrases(a.boost) if a.boost is not None else [],
+        weight=BOOST_WEIGHT if a.boost_weight is None else a.boost_weight,
+        lm=a.lm,
+        lm_weight=LM_WEIGHT if a.lm_weight is None else a.lm_weight,
+    )
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

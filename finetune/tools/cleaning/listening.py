@@ -22,6 +22,7 @@ import torch
 from finetune.data.batch import Batch
 from finetune.data.batching import BatchLimits
 from finetune.data.decode import as_float
+from finetune.data.normalization import normalization_for
 from finetune.data.options import StreamOptions
 from finetune.data.utterances import text_encoder
 from finetune.evaluation.alignment import normalization_of
@@ -77,7 +78,7 @@ class Listener:
         self.options = StreamOptions(
             limits,
             self.rate,
-            text_normalization=normalization_of(self.model),
+            text_normalization=normalization_for(pieces_of(self.model)),
             keep_empty_text=True,
             prompts=prompt_slots(self.model) if s.language is None else {},
         )

@@ -1,0 +1,1 @@
+"""An n-gram language model of token sequences, made from texts."""
