@@ -18,15 +18,23 @@ from finetune.tools.export import RUNTIMES
 from finetune.tools.export.beside import write_beside
 from finetune.tools.export.gate import MAX_LOSS, REPORT
 from finetune.tools.export.gate.gate import Gate, Outcome, choose_clips, gather_clips
-from finetune.tools.export.gate.report import HEADS, changes, hashes_of, machine, table, write_report
-from finetune.tools.export.layouts import whole_or_nothing, write_layout
+from finetune.tools.export.gate.mixed import Block, advice, search_precision
+from finetune.tools.export.gate.one_ranking import nodes_of
+from finetune.tools.export.gate.report import HEADS, bytes_of, changes, hashes_of, machine, table, write_report
+from finetune.tools.export.gate.sides import run_alone
+from finetune.tools.export.layouts import PARTS, whole_or_nothing, write_layout
 from finetune.tools.export.onnx import graphs_of
 from finetune.tools.export.runtimes import SAMPLE_RATE, check_installed, layout_of
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from finetune.tools.export.graphs import Graphs
 
 log = logging.getLogger(__name__)
+
+RANKING_CLIPS = 4
+"""Clips on which the harm of int8 to each layer is measured."""
 
 
 @dataclass
@@ -89,14 +97,15 @@ def export_gated(wanted: Wanted, output: Path) -> str:
         if (nemo := archive_of(Path(w.model), "--model")) is not None:
             gate.measure_transformers(nemo, work / "hf")
             shutil.rmtree(work / "hf", ignore_errors=True)
-        outcome, tries = write_and_check(w, graphs, gate, aside)
+        outcome, tries = write_and_check(w, graphs, gate, aside, work)
         report = report_of(w, gate, outcome, tries, hashes_of(aside))
         if not report["passed"]:
             for path in aside.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         write_report(aside, report)
     if not report["passed"]:
-        raise UserError(f"{report['reason']}. The model was not kept; {output / REPORT} says more.", exit_code=1)
+        told = ". ".join([report["reason"], *(note.rstrip(".") for note in report["notes"])])
+        raise UserError(f"{told}. The model was not kept; {output / REPORT} says more.", exit_code=1)
     return describe(output, report)
 
 
@@ -143,13 +152,52 @@ def changed_files(directory: Path) -> list[dict[str, Any]]:
     return [{"part": "files", "state": "differs" if wrong else "equal", "difference": None, "note": note}]
 
 
-def write_and_check(wanted: Wanted, graphs: Graphs, gate: Gate, aside: Path) -> tuple[Outcome, list[dict[str, Any]]]:
-    """Write the layout and let its runtime decode it."""
+def write_and_check(
+    wanted: Wanted, graphs: Graphs, gate: Gate, aside: Path, work: Path
+) -> tuple[Outcome, list[dict[str, Any]]]:
+    """Write the layout and let its runtime decode it; where int8 does not pass, the layers that it hurts most stay in
+    float32.
+
+    Args:
+        work: for files that are made on the way.
+
+    Returns:
+        What the gate says of the export that lies in `aside`, and each way of int8 that was tried.
+    """
     w = wanted
-    write_layout(graphs, aside, w.to, w.precision)
-    write_beside(graphs, aside, w.to, w.precision)
-    outcome = gate.check(aside, w.runtime, **w.limit)
-    return outcome, []
+    outcome: Outcome | None = None
+
+    def write(keep_float: Collection[str]) -> int:
+        write_layout(graphs, aside, w.to, w.precision, keep_float)
+        write_beside(graphs, aside, w.to, w.precision)
+        return bytes_of(aside)
+
+    def check() -> Outcome:
+        nonlocal outcome
+        outcome = gate.check(aside, w.runtime, **w.limit)
+        return outcome
+
+    def rank() -> list[Block]:
+        log.info("measuring which layers int8 hurts most")
+        encoder = graphs.files.get("encoder") or graphs.files["model"]
+        chosen = list(range(min(RANKING_CLIPS, len(gate.clips))))
+        request = {**vars(gate.request), "graph": str(encoder), "work": str(work), "chosen": chosen}
+        rows = run_alone("finetune.tools.export.gate.one_ranking", request, gate.threads)["blocks"]
+        blocks = [Block(**row) for row in rows]
+        assert outcome is not None
+        joint = next((part for part in outcome.parts if part["part"] == "decoder and joint"), None)
+        if joint is not None and joint["difference"] is not None:
+            parts = [path for part, path in graphs.files.items() if part in PARTS[w.to] and part != "encoder"]
+            nodes = [node for path in parts for found in nodes_of(path).values() for node in found]
+            blocks.append(Block("decoder and joint", nodes, float(joint["difference"])))
+        return sorted(blocks, key=lambda block: -block.harm)
+
+    if w.precision == "int8":
+        return search_precision(
+            write, check, rank, sum(bytes_of(graphs.files[p]) for p in PARTS[w.to] if p in graphs.files)
+        )
+    write(())
+    return check(), []
 
 
 def report_of(
@@ -167,6 +215,8 @@ def report_of(
             f"No text differs. That bounds the share of such clips that get another text at {100 * bound:.1f} % (95 % "
             "confidence)."
         )
+    if not verdict.passed and len(tries) > 1:
+        notes.append(f"{advice(tries)}.")
     return {
         "passed": verdict.passed,
         "reason": outcome.reason,
