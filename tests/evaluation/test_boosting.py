@@ -100,7 +100,7 @@ def base() -> Any:
 def test_a_vocabulary_without_capitals_gets_normalised_phrases(base):
     found = tokenise(base, [Phrase("The, Pound-KEY!"), Phrase("日本"), Phrase("..."), Phrase("x" * 200)])
     assert found.tokens == [base.tokenizer.text_to_ids("the pound key")]
-    assert "no piece for 日本" in found.left_out["日本"]
+    assert found.left_out["日本"] == "the tokenizer has no piece for '日本'"
     assert "nothing is left" in found.left_out["..."]
     assert "at most 64" in found.left_out["x" * 200]
     with pytest.raises(UserError, match="none of the phrases, such as '日本'"):
@@ -124,7 +124,7 @@ def test_a_heavier_phrase_keeps_its_weight_where_a_lighter_one_begins_alike():
         state, found = tree.get_init_states(1), []
         for token in (1, 2, 3):
             added, following = tree.advance(state)
-            found.append(float(added[0, token]))
+            found.append(added[0, token].item())
             state = following[0, token : token + 1]
         return found
 
@@ -161,7 +161,7 @@ def batch(clips: Path) -> tuple[torch.Tensor, torch.Tensor]:
 def speaker(request: pytest.FixtureRequest, archive_of: Callable[..., Path]) -> Any:
     """A model of each kind that writes something for each clip, with the head that decodes."""
     name, head = request.param
-    model = load_model(str(BASE if name == "base" else archive_of(name, speaking=True)))
+    model = load_model(str(BASE if name == "base" else archive_of(name, "plain", speaking=True)))
     set_head(model, head)
     return model
 
@@ -272,7 +272,7 @@ def test_timestamps_and_long_files_with_phrases(head, names, archive_of, batch, 
     audio_BS, lengths_B = batch
     long_S = torch.cat([audio_S[:n] for audio_S, n in zip(audio_BS, lengths_B.tolist(), strict=True)] * 2)
     soundfile.write(tmp_path / "long.wav", long_S.numpy(), RATE)
-    common = ["--model", archive_of("hybrid-rnnt", speaking=True), "--head", head, tmp_path / "long.wav"]
+    common = ["--model", archive_of("hybrid-rnnt", "plain", speaking=True), "--head", head, tmp_path / "long.wav"]
     common += ["--chunk", "8", "--timestamps"]
     assert transcribe(*common) == 0
     plain = json.loads(capsys.readouterr().out)
@@ -280,7 +280,7 @@ def test_timestamps_and_long_files_with_phrases(head, names, archive_of, batch, 
     told = capsys.readouterr()
     row = json.loads(told.out)
     assert "日本" in told.err
-    assert row["text"].count("pound") > plain["text"].count("pound") + 3
+    assert row["text"].lower().count("pound") > plain["text"].lower().count("pound") + 3
     assert [w["word"] for w in row["words"]] == row["text"].split()
     assert all(0 <= w["confidence"] <= 1 for w in row["words"])
     starts = [w["start"] for w in row["words"]]
@@ -292,14 +292,15 @@ def test_streaming_with_phrases(archive_of, names, batch, tmp_path, capsys):
     audio_BS, lengths_B = batch
     soundfile.write(tmp_path / "a.wav", audio_BS[-1].numpy(), RATE)
     common = [tmp_path / "a.wav", "--streaming"]
-    streaming = archive_of("streaming-hybrid", speaking=True)
+    streaming = archive_of("streaming-hybrid", "plain", speaking=True)
     found = []
     for weight in ("0", "20"):
         assert transcribe("--model", streaming, *common, "--boost", names, "--boost-weight", weight) == 0
         found.append(json.loads(capsys.readouterr().out.splitlines()[-1])["text"])
     assert transcribe("--model", streaming, *common) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["text"] == found[0]
-    assert sum(found[1].count(phrase) for phrase in PHRASES) > sum(found[0].count(phrase) for phrase in PHRASES)
+    plain, boosted = (sum(text.lower().count(phrase) for phrase in PHRASES) for text in found)
+    assert boosted > plain + 2
     assert transcribe("--model", streaming, *common, "--boost", names, "--head", "ctc") == 2
     assert "a CTC head that streams takes none" in capsys.readouterr().err
 
@@ -309,7 +310,7 @@ def test_streaming_with_phrases(archive_of, names, batch, tmp_path, capsys):
 
 def test_phrases_are_found_from_left_to_right_the_longest_first():
     finder = PhraseFinder(["New York", "new york city", "York hotel", "the", "!"], "basic")
-    words = "the new york city hotel new york hotel york new the".split()
+    words = ["the", "new", "york", "city", "hotel", "new", "york", "hotel", "york", "new", "the"]
     assert finder.occurrences(words, "en") == [
         (0, 1, "the"),
         (1, 4, "new york city"),
@@ -346,7 +347,7 @@ def test_recall_precision_and_the_errors_of_the_rest():
     assert counts.rest_words_N == [2, 2, 3, 0, 0, 1]
     assert counts.rest_errors_N == [0, 2, 1, 0, 2, 0]
     found = counts.result()
-    assert (found["recall"], found["precision"], found["rest_wer"]) == (2 / 4, 2 / 3, 5 / 8)
+    assert (found["recall"], found["precision"], found["rest_wer"]) == pytest.approx((2 / 4, 2 / 3, 5 / 8))
     assert found["recall_interval"][0] <= found["recall"] <= found["recall_interval"][1]
     assert found["most_missed"] == [("kriegspiel", 1), ("pound key", 1)]
     assert found["most_false"] == [("pound key", 1)]
@@ -426,7 +427,7 @@ def test_evaluate_chooses_a_weight_and_prints_the_line_to_type(clips, spoken, tm
 
 
 def test_boosting_is_compared_with_fine_tuning(clips, spoken, archive_of, tmp_path, capsys):
-    other = archive_of("rnnt", speaking=True)
+    other = archive_of("rnnt", "plain", speaking=True)
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     arguments = ["--model", BASE, "--against", other, "--data", clips / "manifest.jsonl", "--boost", spoken]
     assert evaluate(*arguments, "--json", tmp_path / "result.json", "--utterances", *files) == 0
