@@ -63,6 +63,8 @@ OF_EXPORTS = {
     "look_ahead": "it recognises whole clips",
     "output": "it is evaluated in one process",
     "tokenizer": "it has its own",
+    "boost": "its runtime decodes without phrases",
+    "lm": "its runtime decodes without a language model",
     "device": "it runs on the CPU",
 }
 """Options that an exported model cannot follow, and why."""
@@ -242,7 +244,12 @@ def evaluate_with_boosting(
     """Evaluate --model with and without phrases, compare it with --against if given, or choose the weights."""
     from finetune.evaluation.boosting import choose_weights, compare_with_tuned, evaluate_boosted
     from finetune.evaluation.comparison import compare_utterances
+    from finetune.tools.export.using import is_export, refuse_options
 
+    defaults = make_parser().parse_args(["--model", arguments.model])
+    for model in filter(None, (arguments.model, arguments.against)):
+        if is_export(model):
+            refuse_options(argparse.Namespace(**{**vars(arguments), "model": model}), defaults, OF_EXPORTS)
     if arguments.tune_boost:
         weights = {name: getattr(arguments, name) for name in ("boost_weight", "lm_weight")}
         return choose_weights(arguments.model, settings, boosting, **weights)

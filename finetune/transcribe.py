@@ -113,6 +113,8 @@ OF_EXPORTS = {
     "head": "it has one head",
     "language": "it takes no prompt",
     "tokenizer": "it has its own",
+    "boost": "its runtime decodes without phrases",
+    "lm": "its runtime decodes without a language model",
     "device": "it runs on the CPU",
 }
 """Options that an exported model cannot follow, and why."""

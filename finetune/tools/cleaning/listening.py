@@ -25,11 +25,10 @@ from finetune.data.decode import as_float
 from finetune.data.normalization import normalization_for
 from finetune.data.options import StreamOptions
 from finetune.data.utterances import text_encoder
-from finetune.evaluation.alignment import normalization_of
 from finetune.evaluation.recognise import decode_encoded, encode_audio, evaluation_mode, frame_seconds
 from finetune.models.loading import load_model, move_to_device
 from finetune.models.loss_module import LossModule
-from finetune.models.nemo import set_head
+from finetune.models.nemo import pieces_of, set_head
 from finetune.models.prompts import check_language, prompt_slots
 from finetune.tools.cleaning.edits import Edit, edits_of, split_words
 from finetune.tools.cleaning.energy import energy_of
