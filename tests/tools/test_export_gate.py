@@ -1,5 +1,6 @@
 """The gate of exports: what it lets through, and that it names what is broken."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -220,3 +221,209 @@ def test_clips_of_the_gate(case, clips, tmp_path):
     nothing = write_manifest(tmp_path / "gone.jsonl", [{**rows[0], "audio_filepath": "gone.flac"}])
     with pytest.raises(UserError, match="holds no clip that can be used"):
         gather_clips([str(nothing)], "validation", 16000, tmp_path / "none")
+
+
+# ---- layers in float32 ---------------------------------------------------------------------------------------------
+
+
+def search(
+    harmful: set[str], clips: int = 100, float_bytes: int = 120
+) -> tuple[Any, list[dict[str, Any]], list[list[str]]]:
+    """Search with 12 blocks, of which an export passes once the harmful ones are in float32."""
+    from finetune.tools.export.gate.gate import Outcome
+    from finetune.tools.export.gate.mixed import Block, search_precision
+    from finetune.tools.export.gate.verdict import Verdict
+
+    written: list[list[str]] = []
+
+    def write(keep: Any) -> int:
+        written.append(list(keep))
+        return 30 + 10 * len(written[-1])
+
+    def check() -> Outcome:
+        passed = harmful <= {node.partition("/")[0] for node in written[-1]}
+        differing = [] if passed else [{"id": "clip-0"}]
+        return Outcome(Verdict(passed, "equal" if passed else "differ", clips, differing), [])
+
+    ranked = [Block(f"b{i}", [f"b{i}/x"], 1 / (i + 1)) for i in range(12)]
+    return *search_precision(write, check, lambda: ranked, float_bytes), written
+
+
+def test_blocks_stay_in_float_step_by_step_until_it_passes():
+    outcome, tries, written = search({"b0", "b2"})
+    assert outcome.verdict.passed
+    assert written == [[], ["b0/x"], ["b0/x", "b1/x"], ["b0/x", "b1/x", "b2/x", "b3/x"]]
+    assert [row["kept"] for row in tries] == ["none", "b0", "b0, b1", "b0, b1, b2, b3"]
+    assert [row["bytes"] for row in tries] == [30, 40, 50, 70]
+    assert [row["reason"] for row in tries] == ["differ", "differ", "differ", "equal"]
+
+
+def test_plain_int8_that_passes_is_left_alone():
+    outcome, tries, _ = search(set())
+    assert outcome.verdict.passed
+    assert len(tries) == 1
+
+
+def test_the_search_ends_where_int8_has_lost_its_purpose():
+    from finetune.tools.export.gate.mixed import advice
+
+    outcome, tries, written = search({"b11"})
+    assert not outcome.verdict.passed
+    assert [len(nodes) for nodes in written] == [0, 1, 2, 4, 8], "110 of 120 bytes are beyond three quarters"
+    assert advice(tries).startswith("5 ways of int8 were tried, the last with b0, b1,")
+    assert [len(nodes) for nodes in search({"none of them"}, float_bytes=1000)[2]] == [0, 1, 2, 4, 8, 12]
+    assert len(search({"b0"}, clips=19)[1]) == 1, "too few clips for any precision: no other is tried"
+
+
+def test_the_layer_that_is_hurt_most_is_found(case, tmp_path):
+    """One column of a layer's weights is made much larger than all activations of others: 8 bits cannot hold it."""
+    import numpy as np
+    import onnx
+    from onnx import numpy_helper
+
+    from finetune.tools.export.gate.one_ranking import nodes_of, rank
+
+    source = tmp_path / "encoder.onnx"
+    model = onnx.load(str(case.graphs.files["encoder"]))
+    layers = [name for name in nodes_of(case.graphs.files["encoder"]) if name.startswith("layer")]
+    assert len(layers) >= 4
+    wrong = next(n for n in model.graph.node if n.name.endswith("/layers.1/feed_forward2/linear2/MatMul"))
+    weight = next(t for t in model.graph.initializer if t.name == wrong.input[1])
+    values = numpy_helper.to_array(weight).copy()
+    values[:, :] += 50 * np.abs(values).max() * (np.arange(values.shape[0]) % 2 * 2 - 1)[:, None]
+    weight.CopyFrom(numpy_helper.from_array(values, weight.name))
+    onnx.save(model, str(source))
+    request = {**case.request, "graph": str(source), "work": str(tmp_path), "chosen": [0, 1]}
+    found = rank(request)
+    assert found[0]["name"] == "layer 1"
+    assert {row["name"] for row in found} == set(nodes_of(source))
+    assert all(row["harm"] > 0 for row in found)
+    assert found == sorted(found, key=lambda row: -row["harm"])
+
+
+# ---- the report and the command ------------------------------------------------------------------------------------
+
+
+def test_the_report_is_a_page_that_needs_nothing_else(case, tmp_path):
+    from finetune.tools.export.gate.gate import Outcome
+    from finetune.tools.export.gate.report import (
+        hashes_of,
+        machine,
+        read_report,
+        side_row,
+        with_original,
+        write_report,
+    )
+    from finetune.tools.export.gate.verdict import judge
+
+    evil = "<script>alert(1)</script>"
+    original, exported = utterances(["a b", evil]), utterances(["a b", "c"])
+    verdict = judge(original, exported, exact=True, max_loss=0.0)
+    rows = [side_row("NeMo", case.original, 10, None), side_row("onnx-asr", case.original, 5, verdict)]
+    with_original(rows, verdict)
+    rows.append({"name": "sherpa-onnx", "failed": "exit code 255"})
+    report = {
+        "passed": False, "reason": Outcome(verdict, rows, []).reason, "notes": ["A note."], "runtime": "onnx-asr",
+        "precision": "fp32", "model": evil, "data": "d", "clips": 2, "audio_seconds": 3.0, "passed_over": 0,
+        "threads": 1, "batch": 1, "sides": rows, "parts": [], "differing": verdict.differing, "machine": machine(),
+        "tries": [{"kept": "layer 3", "bytes": 5_000_000, "reason": "texts differ"}],
+        "files": hashes_of(case.folder / "onnx"), "command": "python -m finetune.export",
+    }  # fmt: skip
+    write_report(tmp_path, report)
+    page = (tmp_path / "export.html").read_text(encoding="utf-8")
+    assert evil not in page
+    assert "&lt;script&gt;alert(1)" in page
+    assert "src=" not in page.replace('src="data:', "")
+    for told in ("texts differ on 1 of 2 clips", "A note.", "layer 3", "encoder-model.onnx", "1 of 2"):
+        assert told in page, told
+    again = read_report(tmp_path, "--model")
+    assert again["sides"][1]["equal"] == 1
+    assert "texts" not in again["sides"][0]
+
+
+def export(*arguments: object) -> int:
+    from finetune.export import main
+
+    return main([str(a) for a in arguments])
+
+
+@pytest.mark.slow
+def test_the_command_keeps_what_passes_and_only_the_report_of_what_does_not(clips, tmp_path, capsys):
+    data = ["--data", str(clips / "manifest.jsonl")]
+    out = tmp_path / "kept"
+    assert export("--model", BASE, "--to", "onnx", "--output", out, *data) == 0
+    said = capsys.readouterr().out
+    assert "texts equal on all 24 clips" in said
+    names = {path.name for path in out.iterdir()}
+    assert names >= {"encoder-model.onnx", "vocab.txt", "config.json", "example.py", "README.md", "export.json"}
+    report = json.loads((out / "export.json").read_text(encoding="utf-8"))
+    assert report["passed"]
+    assert [side["name"] for side in report["sides"]] == ["NeMo", "transformers", "onnx-asr"]
+    assert [side["equal"] for side in report["sides"][1:]] == [24, 24]
+    assert {part["state"] for part in report["parts"]} == {"equal"}
+    assert report["sides"][2]["peak_bytes"] < report["sides"][0]["peak_bytes"]
+    # Again, whole and broken: nothing in it changes.
+    assert export("--model", BASE, "--check", out, *data) == 0
+    capsys.readouterr()
+    broken = damaged(out, tmp_path, "tokens")
+    assert export("--model", BASE, "--check", broken, "--output", tmp_path / "report", *data) == 1
+    said = capsys.readouterr().err
+    assert "token table differs: 128 of 128 tokens" in said
+    assert "files were changed after the export: vocab.txt is another" in said
+    assert {path.name for path in (tmp_path / "report").iterdir()} == {"export.json", "export.html"}
+    # A precision that is not within the limit: DIR holds the report alone.
+    tight = ["--precision", "int8", "--max-loss", "0", "--max-samples", "24"]
+    code = export("--model", BASE, "--to", "onnx", "--output", tmp_path / "int8", *tight, *data)
+    left = {path.name for path in (tmp_path / "int8").iterdir()}
+    report = json.loads((tmp_path / "int8" / "export.json").read_text(encoding="utf-8"))
+    assert (code == 0) == report["passed"]
+    assert report["passed"] or left == {"export.json", "export.html"}
+    assert len(report["tries"]) >= 1
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")], "nothing half-written stays"
+
+
+def test_what_is_asked_for_wrongly_is_refused_before_anything_is_loaded(clips, tmp_path, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a").write_text("")
+    data = ["--data", str(clips / "manifest.jsonl")]
+    assert export("--model", BASE, "--to", "onnx", "--output", tmp_path / "full", *data) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert export("--model", BASE, "--to", "onnx", "--output", tmp_path / "out") == 2
+    assert "brings no validation clips" in capsys.readouterr().err
+    assert export("--model", BASE, "--to", "onnx", "--output", tmp_path / "out", "--data", "gone.jsonl") == 2
+    assert "gone.jsonl" in capsys.readouterr().err
+    assert export("--model", BASE, "--check", tmp_path / "full", *data) == 2
+    assert "is no directory of" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    for words, said in (
+        (["--to", "nemo", "--data", "d"], "are not for --to nemo"),
+        (["--to", "hf", "--max-loss", "1"], "are for --to onnx and sherpa"),
+        (["--to", "onnx", "--max-loss", "1"], "has to give equal texts"),
+        (["--to", "onnx", "--check", "d"], "leave out --to"),
+        (["--to", "onnx", "--precision", "int8", "--max-loss", "-1"], "from 0 to 100"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            export("--model", BASE, "--output", tmp_path / "out", *words)
+        assert stop.value.code == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_disk_that_fills_leaves_nothing(case, clips, tmp_path, monkeypatch, capsys):
+    import finetune.tools.export.gated as gated
+
+    def traced(*_: Any) -> Any:
+        return case.graphs
+
+    def full(graphs: Any, directory: Path, *_: Any) -> None:
+        (directory / "encoder-model.onnx").write_bytes(b"half")
+        raise OSError(28, "No space left on device", str(directory))
+
+    monkeypatch.setattr(gated, "graphs_of", traced)
+    monkeypatch.setattr(gated, "Gate", lambda *_: SimpleNamespace(measure_transformers=lambda *_: None))
+    monkeypatch.setattr(gated, "write_layout", full)
+    data = ["--data", str(clips / "manifest.jsonl")]
+    assert export("--model", BASE, "--to", "onnx", "--output", tmp_path / "out", *data) == 1
+    said = capsys.readouterr().err
+    assert "No space left on device" in said
+    assert "Nothing was kept" in said
+    assert list(tmp_path.iterdir()) == []
