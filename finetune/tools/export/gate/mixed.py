@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+FIRST_SHARE = 16
+NAMED = 4
+"""Blocks that a try names."""
 MOST_SHARE = 0.75
 """Of an fp32 export's bytes: beyond it int8 has lost its purpose."""
 
@@ -35,8 +38,8 @@ def search_precision(
     rank: Callable[[], list[Block]],
     float_bytes: int,
 ) -> tuple[Outcome, list[dict[str, Any]]]:
-    """Write and check an int8 export, then with 1, 2, 4, 8, ... blocks in float32, those that hurt most first, until
-    it passes or is too large.
+    """Write and check an int8 export, then with a sixteenth of the blocks in float32, those that hurt most, an eighth,
+    a quarter and so on, until it passes or is too large.
 
     Args:
         write: writes the export with these nodes in float32 and returns its bytes.
@@ -55,7 +58,9 @@ def search_precision(
     while True:
         size = write([node for block in kept for node in block.nodes])
         outcome = check()
-        names = ", ".join(block.name for block in kept) or "none"
+        names = ", ".join(block.name for block in kept[:NAMED]) or "none"
+        if len(kept) > NAMED:
+            names = f"{len(kept)} of {len(blocks or ())} ({names}, ...)"
         tries.append({"kept": names, "bytes": size, "reason": outcome.verdict.reason})
         log.info("int8, in float32: %s: %.1f MB, %s", names, size / 1e6, outcome.verdict.reason)
         if outcome.verdict.passed or outcome.verdict.clips < FEW or not outcome.verdict.differing:
@@ -63,7 +68,7 @@ def search_precision(
         blocks = rank() if blocks is None else blocks
         if len(kept) == len(blocks) or size > MOST_SHARE * float_bytes:
             return outcome, tries
-        kept = blocks[: max(1, 2 * len(kept))]
+        kept = blocks[: 2 * len(kept) or max(1, len(blocks) // FIRST_SHARE)]
 
 
 def advice(tries: list[dict[str, Any]]) -> str:
