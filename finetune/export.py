@@ -2,6 +2,7 @@
 
     python -m finetune.export --model M --to nemo --output DIR
     python -m finetune.export --model M --to hf --output DIR [--data D]
+    python -m finetune.export --model M --to hotwords --boost FILE --output DIR
 
 --to hf takes a .nemo file, a run's or an adapter's directory, or a hub name.
 
@@ -9,6 +10,8 @@ The result is checked before it is kept. A .nemo is restored and has to give the
 Face directory is loaded by transformers and compared with NeMo on clips, single and batched: encoder and joint
 outputs, and texts. The clips are the first of --data, else of the run's data.validation. The export itself needs no
 NeMo; the comparison uses it if it is installed.
+
+--to hotwords writes phrases as sherpa-onnx takes them beside an export of the model (docs/boosting.md).
 """
 
 import argparse
@@ -17,6 +20,7 @@ from pathlib import Path
 
 from finetune.errors import UserError
 from finetune.logs import print_error, set_up_logging
+from finetune.security.safe_text import one_line
 from finetune.tools.command_line import add_model, command, run_command
 from finetune.tools.export import CLIPS, DTYPES, TOLERANCE
 
@@ -26,8 +30,9 @@ def make_parser() -> argparse.ArgumentParser:
         "export", __doc__ or "", "python -m finetune.export --model runs/quickstart --to hf --output exported"
     )
     add_model(parser, required=True)
-    parser.add_argument("--to", choices=("nemo", "hf"), default="nemo", help="format (default: nemo)")
+    parser.add_argument("--to", choices=("nemo", "hf", "hotwords"), default="nemo", help="format (default: nemo)")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="directory for the result")
+    parser.add_argument("--boost", type=Path, metavar="FILE", help="phrases, one a line, for --to hotwords")
     only = parser.add_argument_group("only with --to hf")
     only.add_argument(
         "--data",
@@ -54,7 +59,9 @@ def make_parser() -> argparse.ArgumentParser:
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser()
     arguments = parser.parse_args(argv)
-    if arguments.to == "nemo" and (arguments.data or arguments.head or arguments.dtype != "float32"):
+    if (arguments.to == "hotwords") != (arguments.boost is not None):
+        parser.error("--to hotwords and --boost FILE go together")
+    if arguments.to != "hf" and (arguments.data or arguments.head or arguments.dtype != "float32"):
         parser.error("--data, --head and --dtype are for --to hf")
     if arguments.split and not arguments.data:
         parser.error("--split is of --data")
@@ -83,6 +90,15 @@ def main(argv: list[str] | None = None) -> int:
                 head=arguments.head,
             )
             print(report)
+        elif arguments.to == "hotwords":
+            from finetune.data.phrases import read_phrases
+            from finetune.tools.export.hotwords import how_to_use, write_hotwords
+
+            for phrase, reason in write_hotwords(
+                arguments.model, read_phrases(arguments.boost), arguments.output
+            ).items():
+                print(f"left out: {one_line(phrase)}: {reason}", file=sys.stderr)
+            print(how_to_use(arguments.output))
         else:
             from finetune.tools.export.nemo import export_nemo
 

@@ -59,11 +59,21 @@ class Tokenised:
     """Phrases that the model cannot write, with the reason."""
 
 
-def tokenise(model: AsrModel, phrases: Iterable[Phrase]) -> Tokenised:
-    """Return phrases as tokens.
+def forms_of(text: str, mode: str) -> list[str]:
+    """Return a phrase as a vocabulary writes it: one without capitals as `basic` has it, one with them as it is
+    written, and with a capital at its beginning, as at that of a sentence.
 
-    A vocabulary without capitals gets them as `data.text_normalization: basic` has them. With capitals they are taken
-    as they are written, and also with a capital at their beginning, as at that of a sentence.
+    Args:
+        mode: of `finetune.data.normalization.normalization_for`.
+    """
+    text = normalize_text(text, mode)
+    if mode != "none":
+        return [text] if text else []
+    return [text, *({text[:1].upper() + text[1:]} - {text})]
+
+
+def tokenise(model: AsrModel, phrases: Iterable[Phrase]) -> Tokenised:
+    """Return phrases as tokens, in the forms of `forms_of`.
 
     Raises:
         UserError: no phrase is left.
@@ -72,15 +82,14 @@ def tokenise(model: AsrModel, phrases: Iterable[Phrase]) -> Tokenised:
     found: dict[tuple[int, ...], float] = {}
     left_out: dict[str, str] = {}
     for phrase in phrases:
-        text = normalize_text(phrase.text, mode)
-        if not text:
+        forms = forms_of(phrase.text, mode)
+        if not forms:
             left_out[phrase.text] = "nothing is left of it without punctuation, which the vocabulary lacks"
-            continue
-        for form in {text, text[:1].upper() + text[1:]} if mode == "none" else {text}:
+        for form in forms:
             try:
                 tokens = tuple(encode(form))
             except BadUtterance as reason:
-                if form == text:
+                if form == forms[0]:
                     left_out[phrase.text] = str(reason).partition(" (")[0]
                 continue
             if len(tokens) > LONGEST_TOKENS:
