@@ -1,7 +1,7 @@
 """Scores of phrases and of a language model beside a head's own while it decodes (shallow fusion), by NeMo's models.
 
-A frame or step keeps what the head decides between blank and token: fusion chooses among the tokens. So a phrase that
-is not heard at all adds nothing to a text, and weights of 0 change nothing.
+Greedily, a frame or step keeps what the head decides between blank and token: fusion chooses among the tokens. So a
+phrase that is not heard at all adds nothing to a text. Weights of 0 change nothing.
 
 The scores are those of NeMo's GPU-PB (Andrusenko et al., "TurboBias", 2025) and NGPU-LM (Bataev et al., 2025).
 
@@ -22,7 +22,7 @@ from finetune.data.normalization import normalization_for, normalize_text
 from finetune.data.quarantine import BadUtterance
 from finetune.data.utterances import text_encoder
 from finetune.errors import UserError
-from finetune.models.nemo import chosen_head, pieces_of
+from finetune.models.nemo import chosen_head, pieces_of, tdt_durations
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -182,16 +182,21 @@ def language_model_tensors(model: Any) -> dict[str, torch.Tensor]:
 # ---- decoding -------------------------------------------------------------------------------------------------------
 
 
-def fuse(model: AsrModel, fusion: Fusion) -> None:
-    """Decode with a fusion from here on, greedily and in batches, with the head that is chosen; in place.
+def fuse(model: AsrModel, fusion: Fusion, beam: int = 1) -> None:
+    """Decode with a fusion from here on, in batches, with the head that is chosen; in place.
 
     It ends where the decoding strategy of the model is changed. CUDA graphs are off then, since they would keep the
     weights of their first batch.
+
+    Args:
+        beam: hypotheses that a transducer keeps, in NeMo's `malsd_batch`; 1: greedy. A beam has no confidences.
 
     Raises:
         UserError: NeMo's decoding of this model takes none.
     """
     if chosen_head(model) == "ctc":
+        if beam > 1:
+            raise UserError("--beam: a CTC head decodes greedily here. Leave the option out.")
         model.ctc_fusion = fusion
         return
     if not model.decoder.blank_as_pad:
@@ -199,6 +204,9 @@ def fuse(model: AsrModel, fusion: Fusion) -> None:
             "--boost and --lm: the model's prediction network knows no blank (blank_as_pad: false), and NeMo's fusion "
             "needs it. Leave them out."
         )
+    if beam > 1:
+        _fuse_in_beam(model, fusion, beam)
+        return
     decoding = model.cfg.decoding
     if decoding.strategy != "greedy_batch" or not (decoding.get("greedy") or {}).get("loop_labels", True):
         with open_dict(decoding):
@@ -209,6 +217,39 @@ def fuse(model: AsrModel, fusion: Fusion) -> None:
     search.disable_cuda_graphs()
     search.decoding_computer.fusion_models = fusion.models
     search.decoding_computer.fusion_models_alpha = fusion.weights
+
+
+def _fuse_in_beam(model: AsrModel, fusion: Fusion, beam: int) -> None:
+    from nemo.collections.asr.modules.rnnt import RNNTDecoder
+    from nemo.collections.asr.parts.submodules.rnnt_beam_decoding import BeamBatchedRNNTInfer
+    from nemo.collections.asr.parts.submodules.tdt_beam_decoding import BeamBatchedTDTInfer
+
+    if not isinstance(model.decoder, RNNTDecoder):
+        raise UserError(
+            f"--beam: NeMo's batched beam search takes no {type(model.decoder).__name__}. Leave the option out."
+        )
+    decoding, greedy = model.cfg.decoding, model.cfg.decoding.get("greedy") or {}
+    with open_dict(decoding):
+        decoding.strategy = "malsd_batch"
+        decoding.beam = {"beam_size": beam, "return_best_hypothesis": True, "allow_cuda_graphs": False}
+        decoding.preserve_alignments = False
+        decoding.confidence_cfg = {"preserve_frame_confidence": False}
+    model.change_decoding_strategy(decoding, verbose=False)
+    options = {
+        "decoder_model": model.decoder,
+        "joint_model": model.joint,
+        "blank_index": model.tokenizer.vocab_size,
+        "beam_size": beam,
+        "max_symbols_per_step": greedy.get("max_symbols") or greedy.get("max_symbols_per_step") or 10,
+        "fusion_models": fusion.models,
+        "fusion_models_alpha": fusion.weights,
+        "blank_lm_score_mode": "lm_weighted_full",
+        "pruning_mode": "late",
+        "allow_cuda_graphs": False,
+    }
+    durations = list(tdt_durations(model))
+    search = BeamBatchedTDTInfer(durations=durations, **options) if durations else BeamBatchedRNNTInfer(**options)
+    model.decoding.decoding = search
 
 
 def fused_labels(fusion: Fusion, log_probs_BTV: torch.Tensor) -> torch.Tensor:

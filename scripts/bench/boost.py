@@ -49,6 +49,7 @@ from finetune.tools.language_model.making import make_language_model
 DATA, BASE = "examples/voice_prompts", "examples/base/fastconformer_tdt_3m.nemo"
 LETTERS, TIMES = 4, 1
 GAIN = 1 / 3
+BEAM = 4
 SCORES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.5)
 """Of sherpa-onnx's hotwords."""
 
@@ -156,23 +157,34 @@ def main() -> int:
             "rule": f"words of {LETTERS} letters or more that come at most {TIMES} time in the training texts",
             "phrases": phrases,
             "language_model": made,
-            "tuned": measure(tuned, boost, "validation", "test"),
-            "turned": measure(tuned, boost, "test", "validation"),
-            "lm": measure(tuned, Boosting(lm=lm), "validation", "test"),
-            "phrases_and_lm": measure(tuned, replace(boost, lm=lm), "validation", "test"),
-            "base": measure(base, boost, "validation", "test"),
         }
-        most = greedier(result["tuned"]["tried"])
-        result["most_phrases_found"] = on_split(tuned, replace(boost, weight=most), "test")
-        result["boost_or_train"] = boost_or_train(base, tuned, replace(boost, weight=result["base"]["boost_weight"]))
-    for name in ("tuned", "turned", "phrases_and_lm", "base", "most_phrases_found"):
-        result[name]["verdict"] = verdict(result[name])
-        print(f"{name}: weight {result[name]['boost_weight']:g}: {result[name]['verdict']}")
+        for name, beam in (("greedy", 1), ("beam", BEAM)):
+            result[name] = measured(tuned, base, replace(boost, beam=beam), lm)
+    for name in ("greedy", "beam"):
+        for part, found in result[name].items():
+            if "recall" in found.get("with", {}):
+                found["verdict"] = verdict(found)
+                print(f"{name}, {part}: weight {found['boost_weight']:g}: {found['verdict']}")
     if arguments.sherpa:
         result["sherpa"] = in_sherpa(arguments.sherpa, tuned, phrases)
     if arguments.json:
         write_json(arguments.json, result)
     return 0
+
+
+def measured(tuned: str, base: str, boost: Boosting, lm: Path) -> dict[str, dict[str, Any]]:
+    """Return all that is measured of one search."""
+    found = {
+        "test": measure(tuned, boost, "validation", "test"),
+        "turned": measure(tuned, boost, "test", "validation"),
+        "lm": measure(tuned, replace(boost, file=None, phrases=[], lm=lm), "validation", "test"),
+        "phrases_and_lm": measure(tuned, replace(boost, lm=lm), "validation", "test"),
+        "base": measure(base, boost, "validation", "test"),
+    }
+    most = greedier(found["test"]["tried"])
+    found["most_phrases_found"] = on_split(tuned, replace(boost, weight=most), "test")
+    found["boost_or_train"] = boost_or_train(base, tuned, replace(boost, weight=found["base"]["boost_weight"]))
+    return found
 
 
 def boost_or_train(base: str, tuned: str, boosting: Boosting) -> dict[str, Any]:
