@@ -253,23 +253,20 @@ def _fuse_in_beam(model: AsrModel, fusion: Fusion, beam: int) -> None:
 
 
 def fused_labels(fusion: Fusion, log_probs_BTV: torch.Tensor) -> torch.Tensor:
-    """Return the label of each frame (B, T) of a CTC head with a fusion.
+    """Return the label of each frame (B, T) of a CTC head with a fusion, as NeMo's `GreedyBatchedCTCInfer` has it.
 
-    A frame stays blank, or the same token as the frame before, where the head alone says so; NeMo compares with the
-    token that fusion put there instead, so that a token that lasts comes once more.
+    A frame stays blank, or the token of the frame before, where the head alone says so. Only where one of a batch
+    begins a token do scores have to be looked up.
     """
     blank = log_probs_BTV.size(-1) - 1
-    raw_BT = log_probs_BTV.argmax(-1)
-    rows_B = torch.arange(len(raw_BT), device=raw_BT.device)
+    labels_BT = log_probs_BTV.argmax(-1)
+    rows_B = torch.arange(len(labels_BT), device=labels_BT.device)
     for scorer in fusion.models:
-        scorer.to(raw_BT.device)
-    states = [scorer.get_init_states(batch_size=len(raw_BT), bos=True) for scorer in fusion.models]
-    labels_BT = torch.empty_like(raw_BT)
-    before_B = last_B = torch.full_like(rows_B, blank)
-    for t in range(raw_BT.size(1)):
-        raw_B = raw_BT[:, t]
-        new_B = (raw_B != blank) & (raw_B != before_B) & (raw_B != last_B)
-        label_B = torch.where(raw_B == blank, raw_B, last_B)
+        scorer.to(labels_BT.device)
+    states = [scorer.get_init_states(batch_size=len(labels_BT), bos=True) for scorer in fusion.models]
+    last_B = torch.full_like(rows_B, blank)
+    for t in range(labels_BT.size(1)):
+        new_B = (labels_BT[:, t] != blank) & (labels_BT[:, t] != last_B)
         if new_B.any():
             scores_BV = log_probs_BTV[:, t].scatter(1, last_B[:, None], -torch.inf)[:, :blank]
             following = []
@@ -278,11 +275,10 @@ def fused_labels(fusion: Fusion, log_probs_BTV: torch.Tensor) -> torch.Tensor:
                 scores_BV = scores_BV + weight * added_BV
                 following.append(next_BV)
             best_B = scores_BV.argmax(-1)
-            label_B = torch.where(new_B, best_B, label_B)
+            labels_BT[:, t] = torch.where(new_B, best_B, labels_BT[:, t])
             states = [
                 torch.where(new_B, next_BV[rows_B, best_B], state_B)
                 for next_BV, state_B in zip(following, states, strict=True)
             ]
-        labels_BT[:, t] = last_B = label_B
-        before_B = raw_B
+        last_B = labels_BT[:, t]
     return labels_BT

@@ -226,44 +226,22 @@ def test_beams_that_there_are_none_of(archive_of):
         boost(load_model(str(archive_of("stateless-tdt", "plain", speaking=True))), boosting)
 
 
-class Bigrams:
-    """Adds a score to a token behind another one; a stand-in for NeMo's models with the same two methods."""
+def test_labels_of_a_ctc_head_with_a_fusion_are_nemos():
+    from nemo.collections.asr.parts.submodules.ctc_greedy_decoding import GreedyBatchedCTCInfer
 
-    def __init__(self, scores_VV: torch.Tensor):
-        self.scores_VV = scores_VV  # the last row: at the beginning
-
-    def to(self, device: Any) -> None: ...
-
-    def get_init_states(self, batch_size: int, bos: bool) -> torch.Tensor:
-        return torch.full([batch_size], len(self.scores_VV) - 1)
-
-    def advance(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.scores_VV[states], torch.arange(self.scores_VV.size(1)).expand(len(states), -1)
-
-
-def test_labels_of_a_ctc_head_with_a_fusion_are_those_found_frame_by_frame():
     generator = torch.Generator().manual_seed(0)
-    blank = 5
-    log_probs_BTV = torch.randn(40, 12, blank + 1, generator=generator).mul(2).log_softmax(-1)
-    scores_VV = torch.randn(blank + 1, blank, generator=generator).mul(2)
-    found_BT = fused_labels(Fusion([Bigrams(scores_VV)], [0.7]), log_probs_BTV)
-    changed = 0
-    for log_probs_TV, found_T in zip(log_probs_BTV, found_BT.tolist(), strict=True):
-        state, expected, raw_before = blank, [], blank
-        for log_probs_V in log_probs_TV:
-            raw, last = int(log_probs_V.argmax()), expected[-1] if expected else blank
-            if raw == blank:
-                label = blank
-            elif raw in (raw_before, last):
-                label = last
-            else:
-                added = log_probs_V[:blank] + 0.7 * scores_VV[state]
-                label = state = max((v for v in range(blank) if v != last), key=lambda v: added[v].item())
-            changed += label != raw
-            expected.append(label)
-            raw_before = raw
-        assert found_T == expected
-    assert changed > 40
+    blank = 8
+    trees = [boosting_tree([[1, 2, 3], [4, 5]], [1.0, 2.0], blank), boosting_tree([[2, 6], [7]], [1.0, 1.0], blank)]
+    log_probs_BTV = torch.randn(60, 14, blank + 1, generator=generator).mul(2).log_softmax(-1)
+    log_probs_BTV[:, 1::3] = log_probs_BTV[:, ::3][:, :5]  # tokens that last
+    theirs = GreedyBatchedCTCInfer(blank_id=blank, preserve_alignments=True)
+    theirs.fusion_models, theirs.fusion_models_alpha = trees, [0.7, 0.4]
+    lengths_B = torch.full((60,), 14)
+    [hypotheses] = theirs(decoder_output=log_probs_BTV, decoder_lengths=lengths_B)
+    with torch.no_grad():
+        found_BT = fused_labels(Fusion(trees, [0.7, 0.4]), log_probs_BTV)
+    assert torch.equal(found_BT, torch.stack([h.alignments[1] for h in hypotheses]))
+    assert (found_BT != log_probs_BTV.argmax(-1)).sum() > 40
 
 
 def test_a_prediction_network_that_knows_no_blank_is_refused(base):
