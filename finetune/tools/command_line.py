@@ -107,7 +107,7 @@ def add_look_ahead(parser: argparse.ArgumentParser, purpose: str) -> None:
     parser.add_argument("--look-ahead", metavar="N", help=f"{purpose}: {frames} (docs/streaming.md)")
 
 
-BOOST_WEIGHT, LM_WEIGHT = 0.5, 0.2
+BOOST_WEIGHT, LM_WEIGHT = 0.4, 0.2
 
 
 def add_boosting(parser: argparse.ArgumentParser) -> None:

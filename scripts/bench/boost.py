@@ -119,13 +119,23 @@ def in_sherpa(directory: Path, model: str, phrases: list[str]) -> dict[str, Any]
         print({key: value for key, value in row.items() if not isinstance(value, list)})
     compared = compare_phrases(decoded["beam"][0], decoded["hotwords"][0])
     ways = {name: rates for name, (_, rates) in decoded.items()}
-    return {"version": metadata.version("sherpa-onnx"), "tried": tried, "score": chosen, **ways, **compared}
+    return {"version": metadata.version("sherpa-onnx"), "tried": slim(tried), "score": chosen, **ways, **compared}
 
 
 def greedier(tried: list[dict[str, Any]]) -> float:
     """Return the weight that finds most phrases of those without a significant loss: what is not done, and why."""
     harmless = [row for row in tried if not row["rest"]["significant"] or row["rest"]["difference"] <= 0]
     return max(harmless, key=lambda row: (row["recall"], -row["boost_weight"]))["boost_weight"]
+
+
+def slim(tried: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return of each weight what is worth keeping."""
+    kept = ("boost_weight", "lm_weight", "score", "recall", "precision", "rest_wer", "wer")
+    rows = [{key: row[key] for key in kept if key in row} for row in tried]
+    for row, own in zip(rows, tried, strict=True):
+        if "rest" in own:
+            row["rest_p_value"] = own["rest"]["p_value"]
+    return rows
 
 
 def verdict(found: dict[str, Any]) -> dict[str, Any]:
@@ -152,7 +162,7 @@ def main() -> int:
         made = make_language_model([DATA], "train", tuned, lm, order=4)
         made["seconds"] = time.perf_counter() - started
         result: dict[str, Any] = {
-            "machine": machine(),
+            "machine": {**machine(), "nemo": metadata.version("nemo_toolkit")},
             "command": "python scripts/bench/boost.py " + " ".join(sys.argv[1:]),
             "rule": f"words of {LETTERS} letters or more that come at most {TIMES} time in the training texts",
             "phrases": phrases,
@@ -165,6 +175,8 @@ def main() -> int:
             if "recall" in found.get("with", {}):
                 found["verdict"] = verdict(found)
                 print(f"{name}, {part}: weight {found['boost_weight']:g}: {found['verdict']}")
+            if "tried" in found:
+                found["tried"] = slim(found["tried"])
     if arguments.sherpa:
         result["sherpa"] = in_sherpa(arguments.sherpa, tuned, phrases)
     if arguments.json:

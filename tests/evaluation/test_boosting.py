@@ -386,7 +386,18 @@ def spoken(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_evaluate_reports_phrases_with_and_without(clips, spoken, tmp_path, capsys):
-    common = ["--data", clips / "manifest.jsonl", "--model", BASE, "--json", tmp_path / "result.json"]
+    # Some clips are longer than a chunk.
+    common = [
+        "--data",
+        clips / "manifest.jsonl",
+        "--model",
+        BASE,
+        "--json",
+        tmp_path / "result.json",
+        "--chunk",
+        "1.2",
+    ]
+    common += ["--bootstrap-by-id", "^(....)"]
     assert evaluate(*common, "--utterances", tmp_path / "plain.jsonl") == 0
     plain = json.loads((tmp_path / "result.json").read_text())
     options = ["--boost", spoken, "--boost-weight", "1", "--utterances", tmp_path / "with.jsonl"]
@@ -395,6 +406,7 @@ def test_evaluate_reports_phrases_with_and_without(clips, spoken, tmp_path, caps
     told = json.loads((tmp_path / "result.json").read_text())
     boosting = told["boosting"]
     assert boosting["without"]["wer"] == plain["wer"]
+    assert 1 < boosting["missed"]["blocks"] == boosting["rest"]["blocks"] == told["blocks"] < 24
     assert boosting["with"]["wer"] == told["wer"]
     assert boosting["with"]["recall"] > boosting["without"]["recall"]
     assert boosting["missed"]["difference"] == pytest.approx(
