@@ -65,6 +65,7 @@ OF_EXPORTS = {
     "tokenizer": "it has its own",
     "boost": "its runtime decodes without phrases",
     "lm": "its runtime decodes without a language model",
+    "beam": "its runtime decodes greedily here",
     "device": "it runs on the CPU",
 }
 """Options that an exported model cannot follow, and why."""

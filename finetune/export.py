@@ -4,6 +4,7 @@
     python -m finetune.export --model M --to hf --output DIR [--data D]
     python -m finetune.export --model M --to onnx|sherpa [--precision fp32|fp16|int8] --output DIR [--data D]
     python -m finetune.export --model M --check DIR [--data D]
+    python -m finetune.export --model M --to hotwords --boost FILE --output DIR
 
 --to hf takes a .nemo file, a run's or an adapter's directory, or a hub name.
 
@@ -15,6 +16,7 @@ NeMo; the comparison uses it if it is installed.
 What onnx-asr or sherpa-onnx shall run is decoded by it, beside NeMo, on all clips: fp32 has to give the same texts,
 fp16 and int8 a WER whose loss is within --max-loss. What does not pass is not kept; DIR then holds the report.
 --check holds a directory that was exported before to the same, and changes nothing.
+--to hotwords writes phrases as sherpa-onnx takes them beside an export of the model (docs/boosting.md).
 """
 
 import argparse
@@ -23,6 +25,7 @@ from pathlib import Path
 
 from finetune.errors import UserError
 from finetune.logs import print_error, set_up_logging
+from finetune.security.safe_text import one_line
 from finetune.tools.command_line import add_model, command, run_command
 from finetune.tools.export import CLIPS, DTYPES, PRECISIONS, RUNTIMES, TOLERANCE
 from finetune.tools.export.gate import MAX_LOSS
@@ -34,9 +37,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_model(parser, required=True)
     add = parser.add_argument
-    add("--to", choices=("nemo", "hf", *RUNTIMES), help="format (default: nemo)")
+    add("--to", choices=("nemo", "hf", *RUNTIMES, "hotwords"), help="format (default: nemo)")
     add("--output", type=Path, metavar="DIR", help="directory for the result; with --check for the report")
     add("--check", type=Path, metavar="DIR", help="an export for onnx-asr or sherpa-onnx, to be checked again")
+    add("--boost", type=Path, metavar="FILE", help="phrases, one a line, for --to hotwords")
     compared = f"data to compare on, with --to hf its first {CLIPS} clips (default: the run's data.validation)"
     add("--data", nargs="+", metavar="D", help=f"{compared}; not with --to nemo")
     add("--split", help="split of --data (default: validation)")
@@ -73,8 +77,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     for_runtime = arguments.to in RUNTIMES or arguments.check is not None
     if arguments.to != "hf" and (arguments.dtype != "float32" or arguments.tolerance != TOLERANCE):
         parser.error("--dtype and --tolerance are for --to hf")
-    if arguments.to == "nemo" and not for_runtime and (arguments.data or arguments.head):
-        parser.error("--data and --head are not for --to nemo, which keeps both heads and compares weights")
+    if (arguments.to == "hotwords") != (arguments.boost is not None):
+        parser.error("--to hotwords and --boost FILE go together")
+    if arguments.to in ("nemo", "hotwords") and not for_runtime and (arguments.data or arguments.head):
+        parser.error(f"--data and --head are not for --to {arguments.to}")
     if not for_runtime and (arguments.precision or arguments.max_loss is not None or arguments.max_samples >= 0):
         parser.error("--precision, --max-loss and --max-samples are for --to onnx and sherpa")
     if arguments.max_loss is not None and arguments.to == "onnx" and arguments.precision in (None, "fp32"):
@@ -132,6 +138,15 @@ def main(argv: list[str] | None = None) -> int:
             print(report)
         elif arguments.to in RUNTIMES or arguments.check is not None:
             print(for_runtimes(arguments))
+        elif arguments.to == "hotwords":
+            from finetune.data.phrases import read_phrases
+            from finetune.tools.export.hotwords import how_to_use, write_hotwords
+
+            for phrase, reason in write_hotwords(
+                arguments.model, read_phrases(arguments.boost), arguments.output
+            ).items():
+                print(f"left out: {one_line(phrase)}: {reason}", file=sys.stderr)
+            print(how_to_use(arguments.output))
         else:
             from finetune.tools.export.nemo import export_nemo
 

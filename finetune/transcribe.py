@@ -84,7 +84,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     check_boosting(parser, arguments)
     if arguments.look_ahead is not None and not arguments.streaming:
         parser.error("--look-ahead belongs to --streaming")
-    whole = ("timestamps", "format", "output", "chunk", "overlap", "attention", "context", "batch_size")
+    whole = ("timestamps", "format", "output", "chunk", "overlap", "attention", "context", "batch_size", "beam")
     if arguments.streaming and any(getattr(arguments, key) != parser.get_default(key) for key in whole):
         parser.error(f"--streaming prints text as it grows: leave out {', '.join(f'--{key}' for key in whole)}")
     if arguments.chunk is None and arguments.attention == "full":
@@ -115,6 +115,7 @@ OF_EXPORTS = {
     "tokenizer": "it has its own",
     "boost": "its runtime decodes without phrases",
     "lm": "its runtime decodes without a language model",
+    "beam": "its runtime decodes greedily here",
     "device": "it runs on the CPU",
 }
 """Options that an exported model cannot follow, and why."""

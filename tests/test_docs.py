@@ -312,7 +312,7 @@ def test_commands_options_and_settings_of_the_evaluations_page(capsys):
     known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
     assert set(re.findall(r"(?<![\w-])--[a-z-]+\b", text)) <= known | {"--words", "--shared", "--check"}
     lines = [line for line in commands("docs/evaluation.md") if "finetune.evaluate" in line]
-    assert len(lines) == 4
+    assert len(lines) == 5
     for line in lines:
         evaluate.parse_arguments(shlex.split(line)[3:])
     named = set(re.findall(r"(?<![\w./])((?:model|data|training)\.[a-z]\w+)\b(?!\()", text))

@@ -173,7 +173,7 @@ def fused_as_json(boosting: Boosting) -> dict[str, Any]:
         found |= {"file": str(boosting.file), "phrases": len(boosting.phrases), "boost_weight": boosting.weight}
     if boosting.lm is not None:
         found |= {"lm": str(boosting.lm), "lm_weight": boosting.lm_weight}
-    return found
+    return found | {"beam": boosting.beam}
 
 
 def _is_scored(u: Utterance, normalization: str) -> bool:

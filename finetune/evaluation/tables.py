@@ -85,6 +85,8 @@ def print_boosting(result: dict[str, Any]) -> None:
         )
     if "lm" in result:
         print(f"{'' if phrases else chr(10)}language model {one_line(result['lm'])}; weight {result['lm_weight']:g}")
+    if result["beam"] > 1:
+        print(f"beam of {result['beam']}, in both")
     widths = (*((8, 16, 11, 16, 10, 16) if phrases else ()), 7, 16, 6)
     of_phrases = ("recall %", "95 %", "precision %", "95 %", "rest WER %", "95 %") if phrases else ()
     _print_row("decoding", (*of_phrases, "WER %", "95 %", "RTFx"), widths)
@@ -162,6 +164,7 @@ def print_tried_weights(result: dict[str, Any]) -> None:
         print(f"(the phrases are said {said[0]} times: a weight is not well chosen on fewer than {FEW})")
     options = [f"--boost {result['file']} --boost-weight {result['boost_weight']:g}"] if "file" in result else []
     options += [f"--lm {result['lm']} --lm-weight {result['lm_weight']:g}"] if "lm" in result else []
+    options += [f"--beam {result['beam']}"] if result["beam"] > 1 else []
     print(f"\nchosen: {one_line(' '.join(options))}")
 
 

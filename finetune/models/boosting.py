@@ -32,6 +32,8 @@ class Boosting:
     weight: float = 0.0
     lm: Path | None = None
     lm_weight: float = 0.0
+    beam: int = 1
+    """Hypotheses that are kept; 1: greedy."""
 
     def weights(self, boost: float | None = None, lm: float | None = None) -> list[float]:
         """Return the weights in the order of the fusion's models; None: the one that is asked for."""
@@ -40,7 +42,8 @@ class Boosting:
 
     def __str__(self) -> str:
         parts = [f"--boost {self.file} --boost-weight {self.weight:g}"] if self.phrases else []
-        return " ".join(parts + ([f"--lm {self.lm} --lm-weight {self.lm_weight:g}"] if self.lm else []))
+        parts += [f"--lm {self.lm} --lm-weight {self.lm_weight:g}"] if self.lm else []
+        return " ".join(parts + ([f"--beam {self.beam}"] if self.beam > 1 else []))
 
 
 def boost(model: AsrModel, boosting: Boosting) -> Fusion:
@@ -64,5 +67,5 @@ def boost(model: AsrModel, boosting: Boosting) -> Fusion:
     if boosting.lm is not None:
         models.append(read_language_model(boosting.lm, model))
     fusion = Fusion(models, boosting.weights())
-    fuse(model, fusion)
+    fuse(model, fusion, boosting.beam)
     return fusion

@@ -1,7 +1,7 @@
 """Scores of phrases and of a language model beside a head's own while it decodes (shallow fusion), by NeMo's models.
 
-A frame or step keeps what the head decides between blank and token: fusion chooses among the tokens. So a phrase that
-is not heard at all adds nothing to a text, and weights of 0 change nothing.
+Greedily, a frame or step keeps what the head decides between blank and token: fusion chooses among the tokens. So a
+phrase that is not heard at all adds nothing to a text. Weights of 0 change nothing.
 
 The scores are those of NeMo's GPU-PB (Andrusenko et al., "TurboBias", 2025) and NGPU-LM (Bataev et al., 2025).
 
@@ -22,7 +22,7 @@ from finetune.data.normalization import normalization_for, normalize_text
 from finetune.data.quarantine import BadUtterance
 from finetune.data.utterances import text_encoder
 from finetune.errors import UserError
-from finetune.models.nemo import chosen_head, pieces_of
+from finetune.models.nemo import chosen_head, pieces_of, tdt_durations
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -59,11 +59,21 @@ class Tokenised:
     """Phrases that the model cannot write, with the reason."""
 
 
-def tokenise(model: AsrModel, phrases: Iterable[Phrase]) -> Tokenised:
-    """Return phrases as tokens.
+def forms_of(text: str, mode: str) -> list[str]:
+    """Return a phrase as a vocabulary writes it: one without capitals as `basic` has it, one with them as it is
+    written, and with a capital at its beginning, as at that of a sentence.
 
-    A vocabulary without capitals gets them as `data.text_normalization: basic` has them. With capitals they are taken
-    as they are written, and also with a capital at their beginning, as at that of a sentence.
+    Args:
+        mode: of `finetune.data.normalization.normalization_for`.
+    """
+    text = normalize_text(text, mode)
+    if mode != "none":
+        return [text] if text else []
+    return [text, *({text[:1].upper() + text[1:]} - {text})]
+
+
+def tokenise(model: AsrModel, phrases: Iterable[Phrase]) -> Tokenised:
+    """Return phrases as tokens, in the forms of `forms_of`.
 
     Raises:
         UserError: no phrase is left.
@@ -72,15 +82,14 @@ def tokenise(model: AsrModel, phrases: Iterable[Phrase]) -> Tokenised:
     found: dict[tuple[int, ...], float] = {}
     left_out: dict[str, str] = {}
     for phrase in phrases:
-        text = normalize_text(phrase.text, mode)
-        if not text:
+        forms = forms_of(phrase.text, mode)
+        if not forms:
             left_out[phrase.text] = "nothing is left of it without punctuation, which the vocabulary lacks"
-            continue
-        for form in {text, text[:1].upper() + text[1:]} if mode == "none" else {text}:
+        for form in forms:
             try:
                 tokens = tuple(encode(form))
             except BadUtterance as reason:
-                if form == text:
+                if form == forms[0]:
                     left_out[phrase.text] = str(reason).partition(" (")[0]
                 continue
             if len(tokens) > LONGEST_TOKENS:
@@ -173,16 +182,21 @@ def language_model_tensors(model: Any) -> dict[str, torch.Tensor]:
 # ---- decoding -------------------------------------------------------------------------------------------------------
 
 
-def fuse(model: AsrModel, fusion: Fusion) -> None:
-    """Decode with a fusion from here on, greedily and in batches, with the head that is chosen; in place.
+def fuse(model: AsrModel, fusion: Fusion, beam: int = 1) -> None:
+    """Decode with a fusion from here on, in batches, with the head that is chosen; in place.
 
     It ends where the decoding strategy of the model is changed. CUDA graphs are off then, since they would keep the
     weights of their first batch.
+
+    Args:
+        beam: hypotheses that a transducer keeps, in NeMo's `malsd_batch`; 1: greedy. A beam has no confidences.
 
     Raises:
         UserError: NeMo's decoding of this model takes none.
     """
     if chosen_head(model) == "ctc":
+        if beam > 1:
+            raise UserError("--beam: a CTC head decodes greedily here. Leave the option out.")
         model.ctc_fusion = fusion
         return
     if not model.decoder.blank_as_pad:
@@ -190,6 +204,9 @@ def fuse(model: AsrModel, fusion: Fusion) -> None:
             "--boost and --lm: the model's prediction network knows no blank (blank_as_pad: false), and NeMo's fusion "
             "needs it. Leave them out."
         )
+    if beam > 1:
+        _fuse_in_beam(model, fusion, beam)
+        return
     decoding = model.cfg.decoding
     if decoding.strategy != "greedy_batch" or not (decoding.get("greedy") or {}).get("loop_labels", True):
         with open_dict(decoding):
@@ -202,24 +219,54 @@ def fuse(model: AsrModel, fusion: Fusion) -> None:
     search.decoding_computer.fusion_models_alpha = fusion.weights
 
 
-def fused_labels(fusion: Fusion, log_probs_BTV: torch.Tensor) -> torch.Tensor:
-    """Return the label of each frame (B, T) of a CTC head with a fusion.
+def _fuse_in_beam(model: AsrModel, fusion: Fusion, beam: int) -> None:
+    from nemo.collections.asr.modules.rnnt import RNNTDecoder
+    from nemo.collections.asr.parts.submodules.rnnt_beam_decoding import BeamBatchedRNNTInfer
+    from nemo.collections.asr.parts.submodules.tdt_beam_decoding import BeamBatchedTDTInfer
 
-    A frame stays blank, or the same token as the frame before, where the head alone says so; NeMo compares with the
-    token that fusion put there instead, so that a token that lasts comes once more.
+    if not isinstance(model.decoder, RNNTDecoder):
+        raise UserError(
+            f"--beam: NeMo's batched beam search takes no {type(model.decoder).__name__}. Leave the option out."
+        )
+    decoding, greedy = model.cfg.decoding, model.cfg.decoding.get("greedy") or {}
+    with open_dict(decoding):
+        decoding.strategy = "malsd_batch"
+        decoding.beam = {"beam_size": beam, "return_best_hypothesis": True, "allow_cuda_graphs": False}
+        decoding.preserve_alignments = False
+        decoding.confidence_cfg = {"preserve_frame_confidence": False}
+    model.change_decoding_strategy(decoding, verbose=False)
+    options = {
+        "decoder_model": model.decoder,
+        "joint_model": model.joint,
+        "blank_index": model.tokenizer.vocab_size,
+        "beam_size": beam,
+        "max_symbols_per_step": greedy.get("max_symbols") or greedy.get("max_symbols_per_step") or 10,
+        "fusion_models": fusion.models,
+        "fusion_models_alpha": fusion.weights,
+        "blank_lm_score_mode": "lm_weighted_full",
+        "pruning_mode": "late",
+        "allow_cuda_graphs": False,
+    }
+    durations = list(tdt_durations(model))
+    search = BeamBatchedTDTInfer(durations=durations, **options) if durations else BeamBatchedRNNTInfer(**options)
+    model.decoding.decoding = search
+
+
+def fused_labels(fusion: Fusion, log_probs_BTV: torch.Tensor) -> torch.Tensor:
+    """Return the label of each frame (B, T) of a CTC head with a fusion, as NeMo's `GreedyBatchedCTCInfer` has it.
+
+    A frame stays blank, or the token of the frame before, where the head alone says so. Only where one of a batch
+    begins a token do scores have to be looked up.
     """
     blank = log_probs_BTV.size(-1) - 1
-    raw_BT = log_probs_BTV.argmax(-1)
-    rows_B = torch.arange(len(raw_BT), device=raw_BT.device)
+    labels_BT = log_probs_BTV.argmax(-1)
+    rows_B = torch.arange(len(labels_BT), device=labels_BT.device)
     for scorer in fusion.models:
-        scorer.to(raw_BT.device)
-    states = [scorer.get_init_states(batch_size=len(raw_BT), bos=True) for scorer in fusion.models]
-    labels_BT = torch.empty_like(raw_BT)
-    before_B = last_B = torch.full_like(rows_B, blank)
-    for t in range(raw_BT.size(1)):
-        raw_B = raw_BT[:, t]
-        new_B = (raw_B != blank) & (raw_B != before_B) & (raw_B != last_B)
-        label_B = torch.where(raw_B == blank, raw_B, last_B)
+        scorer.to(labels_BT.device)
+    states = [scorer.get_init_states(batch_size=len(labels_BT), bos=True) for scorer in fusion.models]
+    last_B = torch.full_like(rows_B, blank)
+    for t in range(labels_BT.size(1)):
+        new_B = (labels_BT[:, t] != blank) & (labels_BT[:, t] != last_B)
         if new_B.any():
             scores_BV = log_probs_BTV[:, t].scatter(1, last_B[:, None], -torch.inf)[:, :blank]
             following = []
@@ -228,11 +275,10 @@ def fused_labels(fusion: Fusion, log_probs_BTV: torch.Tensor) -> torch.Tensor:
                 scores_BV = scores_BV + weight * added_BV
                 following.append(next_BV)
             best_B = scores_BV.argmax(-1)
-            label_B = torch.where(new_B, best_B, label_B)
+            labels_BT[:, t] = torch.where(new_B, best_B, labels_BT[:, t])
             states = [
                 torch.where(new_B, next_BV[rows_B, best_B], state_B)
                 for next_BV, state_B in zip(following, states, strict=True)
             ]
-        labels_BT[:, t] = last_B = label_B
-        before_B = raw_B
+        last_B = labels_BT[:, t]
     return labels_BT

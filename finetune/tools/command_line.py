@@ -107,7 +107,7 @@ def add_look_ahead(parser: argparse.ArgumentParser, purpose: str) -> None:
     parser.add_argument("--look-ahead", metavar="N", help=f"{purpose}: {frames} (docs/streaming.md)")
 
 
-BOOST_WEIGHT, LM_WEIGHT = 0.5, 0.2
+BOOST_WEIGHT, LM_WEIGHT = 0.4, 0.2
 
 
 def add_boosting(parser: argparse.ArgumentParser) -> None:
@@ -118,6 +118,8 @@ def add_boosting(parser: argparse.ArgumentParser) -> None:
         "--lm", type=Path, metavar="DIR", help="a language model of finetune.language_model, or an ARPA file of tokens"
     )
     add("--lm-weight", type=weight, metavar="W", help=f"how much of it; 0: nothing (default: {LM_WEIGHT:g})")
+    beam = "texts that a transducer weighs up at a time with --boost or --lm (default: 1, greedy); 4 finds far more"
+    add("--beam", type=positive, default=1, metavar="N", help=beam)
 
 
 def weight(text: str) -> float:
@@ -133,6 +135,8 @@ def check_boosting(parser: argparse.ArgumentParser, arguments: argparse.Namespac
     for name in ("boost", "lm"):
         if getattr(arguments, f"{name}_weight") is not None and getattr(arguments, name) is None:
             parser.error(f"--{name}-weight goes with --{name}")
+    if arguments.beam > 1 and arguments.boost is None and arguments.lm is None:
+        parser.error("--beam goes with --boost or --lm")
 
 
 def boosting_of(arguments: argparse.Namespace) -> "Boosting | None":
@@ -153,6 +157,7 @@ def boosting_of(arguments: argparse.Namespace) -> "Boosting | None":
         weight=BOOST_WEIGHT if a.boost_weight is None else a.boost_weight,
         lm=a.lm,
         lm_weight=LM_WEIGHT if a.lm_weight is None else a.lm_weight,
+        beam=a.beam,
     )
 
 

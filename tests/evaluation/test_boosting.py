@@ -138,13 +138,15 @@ def test_a_heavier_phrase_keeps_its_weight_where_a_lighter_one_begins_alike():
 
 PHRASES = ["pound key", "conference", "eighty"]
 HEADS = [
-    ("base", None),
-    ("rnnt", None),
-    ("stateless-tdt", None),
-    ("hybrid-tdt", "transducer"),
-    ("hybrid-rnnt", "ctc"),
-    ("ctc", None),
-    ("prompt", None),
+    ("base", None, 1),
+    ("base", None, 4),
+    ("rnnt", None, 1),
+    ("rnnt", None, 3),
+    ("stateless-tdt", None, 1),
+    ("hybrid-tdt", "transducer", 1),
+    ("hybrid-rnnt", "ctc", 1),
+    ("ctc", None, 1),
+    ("prompt", None, 1),
 ]
 
 
@@ -157,13 +159,13 @@ def batch(clips: Path) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.nn.utils.rnn.pad_sequence(audio, batch_first=True), torch.tensor([len(one) for one in audio])
 
 
-@pytest.fixture(params=HEADS, ids=lambda named: "-".join(filter(None, named)))
-def speaker(request: pytest.FixtureRequest, archive_of: Callable[..., Path]) -> Any:
-    """A model of each kind that writes something for each clip, with the head that decodes."""
-    name, head = request.param
+@pytest.fixture(params=HEADS, ids=lambda named: "-".join(str(part) for part in named if part))
+def speaker(request: pytest.FixtureRequest, archive_of: Callable[..., Path]) -> tuple[Any, int]:
+    """A model of each kind that writes something for each clip, with the head that decodes, and the beam."""
+    name, head, beam = request.param
     model = load_model(str(BASE if name == "base" else archive_of(name, "plain", speaking=True)))
     set_head(model, head)
-    return model
+    return model, beam
 
 
 def texts(model: Any, audio_BS: torch.Tensor, lengths_B: torch.Tensor) -> list[str]:
@@ -172,11 +174,14 @@ def texts(model: Any, audio_BS: torch.Tensor, lengths_B: torch.Tensor) -> list[s
 
 
 def test_boosting_writes_the_phrases_and_weight_0_nothing(speaker, batch):
-    plain = texts(speaker, *batch)
+    model, beam = speaker
+    if beam > 1:
+        search_with(model, beam)
+    plain = texts(model, *batch)
     assert sum(map(bool, plain)) > 4
-    boosting = Boosting(phrases=[Phrase(text) for text in PHRASES], weight=20.0)
-    fusion = boost(speaker, boosting)
-    boosted = texts(speaker, *batch)
+    boosting = Boosting(phrases=[Phrase(text) for text in PHRASES], weight=4.0 if beam > 1 else 20.0, beam=beam)
+    fusion = boost(model, boosting)
+    boosted = texts(model, *batch)
 
     def said(found: list[str]) -> int:
         return sum(text.lower().count(phrase) for text in found for phrase in PHRASES)
@@ -184,69 +189,59 @@ def test_boosting_writes_the_phrases_and_weight_0_nothing(speaker, batch):
     assert said(boosted) > said(plain) + 5
     # Clip by clip as together.
     audio_BS, lengths_B = batch
-    alone = [
-        texts(speaker, audio_BS[i : i + 1, :n], lengths_B[i : i + 1])[0] for i, n in enumerate(lengths_B.tolist())
-    ]
+    alone = [texts(model, audio_BS[i : i + 1, :n], lengths_B[i : i + 1])[0] for i, n in enumerate(lengths_B.tolist())]
     assert alone == boosted
     fusion.weights[0] = 0.0
-    assert texts(speaker, *batch) == plain
+    assert texts(model, *batch) == plain
 
 
-def test_a_transducers_fusion_is_that_of_nemos_own_decoding(base, batch):
-    """With the same phrases in NeMo's configuration."""
+def search_with(model: Any, beam: int, **fused: Any) -> None:
+    """Let NeMo decode by its own configuration."""
     from omegaconf import OmegaConf
 
-    theirs = load_model(str(BASE))
-    decoding = OmegaConf.merge(theirs.cfg.decoding, {"strategy": "greedy_batch"})
-    OmegaConf.set_struct(decoding, False)
-    decoding.greedy = {"max_symbols": decoding.greedy.get("max_symbols", 10), "boosting_tree_alpha": 0.8}
-    decoding.greedy.boosting_tree = {"key_phrases_list": PHRASES, "context_score": 1.0, "depth_scaling": 2.0}
-    theirs.change_decoding_strategy(decoding, verbose=False)
-    ours = load_model(str(BASE))
-    boost(ours, Boosting(phrases=[Phrase(text) for text in PHRASES], weight=0.8))
+    decoding = OmegaConf.create(OmegaConf.to_container(model.cfg.decoding))
+    decoding.strategy = "malsd_batch" if beam > 1 else "greedy_batch"
+    section = "beam" if beam > 1 else "greedy"
+    decoding[section] = {**({"beam_size": beam} if beam > 1 else {}), "max_symbols": 10, **fused}
+    model.change_decoding_strategy(decoding, verbose=False)
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+def test_a_transducers_fusion_is_that_of_nemos_own_decoding(beam, base, batch):
+    """With the same phrases in NeMo's configuration."""
+    theirs, ours = load_model(str(BASE)), load_model(str(BASE))
+    tree = {"key_phrases_list": PHRASES, "context_score": 1.0, "depth_scaling": 2.0}
+    search_with(theirs, beam, boosting_tree=tree, boosting_tree_alpha=0.8)
+    boost(ours, Boosting(phrases=[Phrase(text) for text in PHRASES], weight=0.8, beam=beam))
     expected = texts(theirs, *batch)
     assert texts(ours, *batch) == expected
     assert expected != texts(base, *batch)
 
 
-class Bigrams:
-    """Adds a score to a token behind another one; a stand-in for NeMo's models with the same two methods."""
-
-    def __init__(self, scores_VV: torch.Tensor):
-        self.scores_VV = scores_VV  # the last row: at the beginning
-
-    def to(self, device: Any) -> None: ...
-
-    def get_init_states(self, batch_size: int, bos: bool) -> torch.Tensor:
-        return torch.full([batch_size], len(self.scores_VV) - 1)
-
-    def advance(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.scores_VV[states], torch.arange(self.scores_VV.size(1)).expand(len(states), -1)
+def test_beams_that_there_are_none_of(archive_of):
+    boosting = Boosting(phrases=[Phrase(text) for text in PHRASES], weight=1.0, beam=4)
+    with pytest.raises(UserError, match="--beam: a CTC head decodes greedily here"):
+        boost(load_model(str(archive_of("ctc", "plain", speaking=True))), boosting)
+    with pytest.raises(UserError, match="--beam: NeMo's batched beam search takes no StatelessTransducerDecoder"):
+        boost(load_model(str(archive_of("stateless-tdt", "plain", speaking=True))), boosting)
 
 
-def test_labels_of_a_ctc_head_with_a_fusion_are_those_found_frame_by_frame():
+def test_labels_of_a_ctc_head_with_a_fusion_are_nemos():
+    from nemo.collections.asr.parts.submodules.ctc_greedy_decoding import GreedyBatchedCTCInfer
+
     generator = torch.Generator().manual_seed(0)
-    blank = 5
-    log_probs_BTV = torch.randn(40, 12, blank + 1, generator=generator).mul(2).log_softmax(-1)
-    scores_VV = torch.randn(blank + 1, blank, generator=generator).mul(2)
-    found_BT = fused_labels(Fusion([Bigrams(scores_VV)], [0.7]), log_probs_BTV)
-    changed = 0
-    for log_probs_TV, found_T in zip(log_probs_BTV, found_BT.tolist(), strict=True):
-        state, expected, raw_before = blank, [], blank
-        for log_probs_V in log_probs_TV:
-            raw, last = int(log_probs_V.argmax()), expected[-1] if expected else blank
-            if raw == blank:
-                label = blank
-            elif raw in (raw_before, last):
-                label = last
-            else:
-                added = log_probs_V[:blank] + 0.7 * scores_VV[state]
-                label = state = max((v for v in range(blank) if v != last), key=lambda v: added[v].item())
-            changed += label != raw
-            expected.append(label)
-            raw_before = raw
-        assert found_T == expected
-    assert changed > 40
+    blank = 8
+    trees = [boosting_tree([[1, 2, 3], [4, 5]], [1.0, 2.0], blank), boosting_tree([[2, 6], [7]], [1.0, 1.0], blank)]
+    log_probs_BTV = torch.randn(60, 14, blank + 1, generator=generator).mul(2).log_softmax(-1)
+    log_probs_BTV[:, 1::3] = log_probs_BTV[:, ::3][:, :5]  # tokens that last
+    theirs = GreedyBatchedCTCInfer(blank_id=blank, preserve_alignments=True)
+    theirs.fusion_models, theirs.fusion_models_alpha = trees, [0.7, 0.4]
+    lengths_B = torch.full((60,), 14)
+    [hypotheses] = theirs(decoder_output=log_probs_BTV, decoder_lengths=lengths_B)
+    with torch.no_grad():
+        found_BT = fused_labels(Fusion(trees, [0.7, 0.4]), log_probs_BTV)
+    assert torch.equal(found_BT, torch.stack([h.alignments[1] for h in hypotheses]))
+    assert (found_BT != log_probs_BTV.argmax(-1)).sum() > 40
 
 
 def test_a_prediction_network_that_knows_no_blank_is_refused(base):
@@ -267,8 +262,8 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("head", ["transducer", "ctc"])
-def test_timestamps_and_long_files_with_phrases(head, names, archive_of, batch, tmp_path, capsys):
+@pytest.mark.parametrize(("head", "beam"), [("transducer", 1), ("transducer", 3), ("ctc", 1)])
+def test_timestamps_and_long_files_with_phrases(head, beam, names, archive_of, batch, tmp_path, capsys):
     audio_BS, lengths_B = batch
     long_S = torch.cat([audio_S[:n] for audio_S, n in zip(audio_BS, lengths_B.tolist(), strict=True)] * 2)
     soundfile.write(tmp_path / "long.wav", long_S.numpy(), RATE)
@@ -276,13 +271,13 @@ def test_timestamps_and_long_files_with_phrases(head, names, archive_of, batch, 
     common += ["--chunk", "8", "--timestamps"]
     assert transcribe(*common) == 0
     plain = json.loads(capsys.readouterr().out)
-    assert transcribe(*common, "--boost", names, "--boost-weight", "20") == 0
+    assert transcribe(*common, "--boost", names, "--boost-weight", 20 if beam == 1 else 4, "--beam", beam) == 0
     told = capsys.readouterr()
     row = json.loads(told.out)
     assert "日本" in told.err
     assert row["text"].lower().count("pound") > plain["text"].lower().count("pound") + 3
     assert [w["word"] for w in row["words"]] == row["text"].split()
-    assert all(0 <= w["confidence"] <= 1 for w in row["words"])
+    assert all(0 <= w["confidence"] <= 1 if beam == 1 else "confidence" not in w for w in row["words"])
     starts = [w["start"] for w in row["words"]]
     assert starts == sorted(starts)
     assert starts[-1] > 0.8 * row["duration"]
@@ -391,7 +386,18 @@ def spoken(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_evaluate_reports_phrases_with_and_without(clips, spoken, tmp_path, capsys):
-    common = ["--data", clips / "manifest.jsonl", "--model", BASE, "--json", tmp_path / "result.json"]
+    # Some clips are longer than a chunk.
+    common = [
+        "--data",
+        clips / "manifest.jsonl",
+        "--model",
+        BASE,
+        "--json",
+        tmp_path / "result.json",
+        "--chunk",
+        "1.2",
+    ]
+    common += ["--bootstrap-by-id", "^(....)"]
     assert evaluate(*common, "--utterances", tmp_path / "plain.jsonl") == 0
     plain = json.loads((tmp_path / "result.json").read_text())
     options = ["--boost", spoken, "--boost-weight", "1", "--utterances", tmp_path / "with.jsonl"]
@@ -400,6 +406,7 @@ def test_evaluate_reports_phrases_with_and_without(clips, spoken, tmp_path, caps
     told = json.loads((tmp_path / "result.json").read_text())
     boosting = told["boosting"]
     assert boosting["without"]["wer"] == plain["wer"]
+    assert 1 < boosting["missed"]["blocks"] == boosting["rest"]["blocks"] == told["blocks"] < 24
     assert boosting["with"]["wer"] == told["wer"]
     assert boosting["with"]["recall"] > boosting["without"]["recall"]
     assert boosting["missed"]["difference"] == pytest.approx(
@@ -445,6 +452,7 @@ def test_boosting_is_compared_with_fine_tuning(clips, spoken, archive_of, tmp_pa
     [
         (["--boost-weight", "1"], "--boost-weight goes with --boost"),
         (["--lm-weight", "1"], "--lm-weight goes with --lm"),
+        (["--beam", "4"], "--beam goes with --boost or --lm"),
         (["--boost", "F", "--boost-weight", "-1"], "has to be 0 or more"),
         (["--boost", "F", "--look-ahead", "all"], "leave out --output and --look-ahead"),
         (["--boost", "F", "--output", "DIR"], "leave out --output and --look-ahead"),
