@@ -61,7 +61,7 @@ def write_graphs(model: AsrModel, folder: Path) -> Graphs:
     """Trace the networks of the model's chosen head (`finetune.models.nemo.set_head`) into `folder`.
 
     The model is changed: keep no other use of it. What has no ONNX form is refused before, by
-    `finetune.tools.export.layouts.check_expressible`.
+    `finetune.tools.export.refusals.check_expressible`.
     """
     model.eval().requires_grad_(False)
     head = chosen_head(model)

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 
 from finetune.errors import UserError
 from finetune.tools.export.precision import convert
+from finetune.tools.export.refusals import BLANK
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from finetune.models.protocols import AsrModel
     from finetune.tools.export.graphs import Graphs
 
-BLANK = "<blk>"
 NO_LIMIT = 10**6  # tokens on one frame
 MODEL_TYPES = {"tdt": "nemo-conformer-tdt", "rnnt": "nemo-conformer-rnnt", "ctc": "nemo-conformer-ctc"}
 """onnx-asr's names of the kinds."""
@@ -27,15 +26,6 @@ PARTS = {
     "sherpa": {"encoder": "encoder", "decoder": "decoder", "joiner": "joiner", "model": "model"},
 }
 """File names of the parts in each layout, without precision and ending."""
-
-
-def check_expressible(model: AsrModel, to: str, name: str) -> None:
-    """Raise UserError with every reason why a runtime cannot decode the model as NeMo does.
-
-    Args:
-        to: onnx or sherpa.
-        name: of the model, for the message.
-    """
 
 
 def suffix_of(precision: str) -> str:
