@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from finetune.tools.export.graphs import Graphs
 
 NO_LIMIT = 10**6  # tokens on one frame
+FULL = 2**20  # bytes: a disk with less is full
 MODEL_TYPES = {"tdt": "nemo-conformer-tdt", "rnnt": "nemo-conformer-rnnt", "ctc": "nemo-conformer-ctc"}
 """onnx-asr's names of the kinds."""
 PARTS = {
@@ -104,7 +105,14 @@ def whole_or_nothing(output: Path) -> Iterator[Path]:
         aside.mkdir(parents=True)
         yield aside
         os.replace(aside, output)
-    except OSError as error:
-        raise UserError(f"--output: {output} cannot be written: {error}. Nothing was kept.", exit_code=1) from error
+    except UserError:
+        raise
+    except Exception as error:
+        # torch and onnxruntime report a full disk as errors of their own.
+        full = shutil.disk_usage(output.parent).free < FULL if output.parent.is_dir() else False
+        if not (full or isinstance(error, OSError)):
+            raise
+        why = f"the disk is full ({error})" if full else str(error)
+        raise UserError(f"--output: {output} cannot be written: {why}. Nothing was kept.", exit_code=1) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)

@@ -26,7 +26,7 @@ def graphs_of(model_name: str, folder: Path, to: str, head: str | None = None, t
     if head is not None:
         set_head(model, head, model_name)
     check_expressible(model, to, model_name)
-    return write_graphs(model, folder)
+    return write_graphs(model, folder, to)
 
 
 def export_onnx(

@@ -49,14 +49,14 @@ def convert(
     save(model, path)
 
 
-def save(model: Any, path: Path) -> None:
-    """Write a graph with its weights in it, or where protobuf cannot hold them in one file `path`.data beside it.
+def save(model: Any, path: Path, whole: int = WHOLE) -> None:
+    """Write a graph with its weights in it, or in `path`.data beside it where they are more than `whole` bytes.
 
     The graph in memory may lose its weights.
     """
     import onnx
 
-    if sum(len(tensor.raw_data) for tensor in model.graph.initializer) < WHOLE:
+    if sum(len(tensor.raw_data) for tensor in model.graph.initializer) <= whole:
         onnx.save(model, str(path))
     else:
         onnx.save(model, str(path), save_as_external_data=True, location=f"{path.name}.data", size_threshold=1024)

@@ -56,7 +56,7 @@ def _against_encoder(model: AsrModel) -> list[str]:
     seen = list(encoder.att_context_size)
     if (encoder.att_context_style != "regular" and not is_unified(model)) or any(side != -1 for side in seen):
         reasons.append(
-            f"encoder.att_context_size: {seen}: it is a streaming model, and what is written here sees whole recordings"
+            f"encoder.att_context_size: {seen}: it is a streaming model, and a graph here sees whole recordings"
         )
     if getattr(encoder, "reduction_position", None) is not None:
         reasons.append("encoder.reduction: frames are dropped between the layers")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import re
 import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-UNKNOWN_PIECE, UNKNOWN_MARK = "<unk>", "⁇"
-"""The runtimes write the first, SentencePiece the second, with a space on both sides."""
 EXTRA = "pip install -c constraints.txt -e '.[export]'"
 
 
@@ -175,12 +172,6 @@ class SherpaOnnx(Exported):
 
     def features(self, audio_S: np.ndarray) -> np.ndarray:
         return sherpa_features(audio_S, self._bins, self.kind)
-
-
-def comparable(text: str) -> str:
-    """Return a text without what the runtimes and NeMo write differently: white space before a mark, where onnx-asr
-    leaves out more of it than NeMo and sherpa-onnx none, and the unknown piece's name."""
-    return " ".join(re.sub(r"\s+(?=[^\w\s])", "", text.replace(UNKNOWN_PIECE, UNKNOWN_MARK)).split())
 
 
 def _import(package: str) -> None:
