@@ -166,24 +166,27 @@ class _CtcModel(torch.nn.Module):
         log_probs_BTV = (self.head(enc_BHT).transpose(1, 2) / self.temperature).log_softmax(-1)
         if not self.factor:
             return log_probs_BTV
-        return _without_a_repeated_frame(log_probs_BTV, enc_lengths_B, lengths_B // self.factor)
+        return _without_one_frame(log_probs_BTV, enc_lengths_B, lengths_B // self.factor)
 
 
-def _without_a_repeated_frame(
-    log_probs_BTV: torch.Tensor, lengths_B: torch.Tensor, read_B: torch.Tensor
-) -> torch.Tensor:
+def _without_one_frame(log_probs_BTV: torch.Tensor, lengths_B: torch.Tensor, read_B: torch.Tensor) -> torch.Tensor:
     """Move the frames of a clip so that its text is in the first `read_B` of them.
 
-    sherpa-onnx rounds the number of frames down and NeMo up, so that the last word would lose its end. The last frame
-    that has the label of the frame before it, mostly of the silence behind, can go instead: it adds no token.
+    sherpa-onnx rounds the number of frames down and NeMo up, so that the last word would lose its end. In its place
+    goes the last frame that adds nothing to the best path, mostly one of the silence behind: the label of the frame
+    before it once more, or a blank between two labels that differ.
     """
-    labels_BT = log_probs_BTV.argmax(-1)
-    frame_T = torch.arange(log_probs_BTV.size(1))
-    repeats_BT = torch.nn.functional.pad(labels_BT[:, 1:] == labels_BT[:, :-1], (1, 0))
-    repeats_BT = repeats_BT & (frame_T < lengths_B.unsqueeze(1)) & (read_B < lengths_B).unsqueeze(1)
-    last_B1 = (repeats_BT * frame_T).amax(1, keepdim=True)
-    last_B1 = torch.where(last_B1 > 0, last_B1, frame_T.size(0))
-    source_BT = (frame_T + (frame_T >= last_B1)).clamp(max=frame_T.size(0) - 1)
+    frames, blank = log_probs_BTV.size(1), log_probs_BTV.size(2) - 1
+    frame_T = torch.arange(frames)
+    inside_BT = frame_T < lengths_B.unsqueeze(1)
+    labels_BT = log_probs_BTV.argmax(-1).masked_fill(~inside_BT, -1)
+    before_BT = torch.nn.functional.pad(labels_BT, (1, 0), value=-1)[:, :-1]
+    after_BT = torch.nn.functional.pad(labels_BT, (0, 1), value=-1)[:, 1:]
+    idle_BT = (labels_BT == before_BT) | ((labels_BT == blank) & (before_BT != after_BT))
+    idle_BT = idle_BT & inside_BT & (read_B < lengths_B).unsqueeze(1)
+    gone_B1 = torch.where(idle_BT, frame_T, -1).amax(1, keepdim=True)
+    gone_B1 = torch.where(gone_B1 >= 0, gone_B1, frames)
+    source_BT = (frame_T + (frame_T >= gone_B1)).clamp(max=frames - 1)
     return log_probs_BTV.gather(1, source_BT.unsqueeze(2).expand_as(log_probs_BTV))
 
 
