@@ -36,7 +36,8 @@ class Graphs:
     """The float32 graphs of a model, and what a runtime has to be told of it.
 
     Attributes:
-        files: by part: `encoder`, `decoder` and `joiner`, also `decoder_joint`; or `model` of a CTC head.
+        files: by part: `encoder` and `decoder_joint` (onnx-asr), or `encoder`, `decoder` and `joiner` (sherpa-onnx),
+            or `model` of a CTC head.
         kind: tdt, rnnt or ctc.
         pieces: tokens in the order of their ids, without the blank, which is the last.
         features: mel bins.
@@ -57,11 +58,14 @@ class Graphs:
     width: int = 0
 
 
-def write_graphs(model: AsrModel, folder: Path) -> Graphs:
+def write_graphs(model: AsrModel, folder: Path, to: str) -> Graphs:
     """Trace the networks of the model's chosen head (`finetune.models.nemo.set_head`) into `folder`.
 
+    Args:
+        to: onnx or sherpa, which call different parts.
+
     The model is changed: keep no other use of it. What has no ONNX form is refused before, by
-    `finetune.tools.export.layouts.check_expressible`.
+    `finetune.tools.export.refusals.check_expressible`.
     """
     model.eval().requires_grad_(False)
     head = chosen_head(model)
@@ -72,10 +76,10 @@ def write_graphs(model: AsrModel, folder: Path) -> Graphs:
         encoder = _Encoder(model)
         if head == "ctc":
             files["model"] = folder / "model.onnx"
-            _trace_encoder(_CtcModel(encoder, model), files["model"], int(section.features), ctc=True)
+            _trace_encoder(_CtcModel(encoder, model, to), files["model"], int(section.features), ctc=True)
             layers = width = 0
         else:
-            layers, width = _trace_transducer(model, files, folder)
+            layers, width = _trace_transducer(model, files, folder, to)
             files["encoder"] = folder / "encoder.onnx"
             _trace_encoder(encoder, files["encoder"], int(section.features), ctc=False)
     return Graphs(
@@ -150,15 +154,40 @@ class _Pointwise(torch.nn.Module):
 class _CtcModel(torch.nn.Module):
     """(B, F, T) features and (B,) lengths -> (B, T, V) log-probabilities."""
 
-    def __init__(self, encoder: _Encoder, model: AsrModel) -> None:
+    def __init__(self, encoder: _Encoder, model: AsrModel, to: str) -> None:
         super().__init__()
         self.encoder = encoder
         head: Any = ctc_head(model)
         self.head, self.temperature = _Pointwise(head.decoder_layers[0]), head.temperature
+        self.factor = model.encoder.subsampling_factor if to == "sherpa" else 0
 
     def forward(self, mel_BFT: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-        enc_BHT, _ = self.encoder(mel_BFT, lengths_B)
-        return (self.head(enc_BHT).transpose(1, 2) / self.temperature).log_softmax(-1)
+        enc_BHT, enc_lengths_B = self.encoder(mel_BFT, lengths_B)
+        log_probs_BTV = (self.head(enc_BHT).transpose(1, 2) / self.temperature).log_softmax(-1)
+        if not self.factor:
+            return log_probs_BTV
+        return _without_one_frame(log_probs_BTV, enc_lengths_B, lengths_B // self.factor)
+
+
+def _without_one_frame(log_probs_BTV: torch.Tensor, lengths_B: torch.Tensor, read_B: torch.Tensor) -> torch.Tensor:
+    """Move the frames of a clip so that its text is in the first `read_B` of them.
+
+    sherpa-onnx rounds the number of frames down and NeMo up, so that the last word would lose its end. In its place
+    goes the last frame that adds nothing to the best path, mostly one of the silence behind: the label of the frame
+    before it once more, or a blank between two labels that differ.
+    """
+    frames, blank = log_probs_BTV.size(1), log_probs_BTV.size(2) - 1
+    frame_T = torch.arange(frames)
+    inside_BT = frame_T < lengths_B.unsqueeze(1)
+    labels_BT = log_probs_BTV.argmax(-1).masked_fill(~inside_BT, -1)
+    before_BT = torch.nn.functional.pad(labels_BT, (1, 0), value=-1)[:, :-1]
+    after_BT = torch.nn.functional.pad(labels_BT, (0, 1), value=-1)[:, 1:]
+    idle_BT = (labels_BT == before_BT) | ((labels_BT == blank) & (before_BT != after_BT))
+    idle_BT = idle_BT & inside_BT & (read_B < lengths_B).unsqueeze(1)
+    gone_B1 = torch.where(idle_BT, frame_T, -1).amax(1, keepdim=True)
+    gone_B1 = torch.where(gone_B1 >= 0, gone_B1, frames)
+    source_BT = (frame_T + (frame_T >= gone_B1)).clamp(max=frames - 1)
+    return log_probs_BTV.gather(1, source_BT.unsqueeze(2).expand_as(log_probs_BTV))
 
 
 class _PredictionNetwork(torch.nn.Module):
@@ -220,12 +249,12 @@ def _trace_encoder(module: torch.nn.Module, path: Path, features: int, ctc: bool
     _trace(module, (mel_BFT, lengths_B), path, ["audio_signal", "length"], outputs, axes)
 
 
-def _trace_transducer(model: AsrModel, files: dict[str, Path], folder: Path) -> tuple[int, int]:
-    """Trace prediction network and joint, apart (sherpa-onnx) and as one step (onnx-asr); return the network's layers
+def _trace_transducer(model: AsrModel, files: dict[str, Path], folder: Path, to: str) -> tuple[int, int]:
+    """Trace prediction network and joint, apart (sherpa-onnx) or as one step (onnx-asr); return the network's layers
     and width."""
     prediction, joint = _PredictionNetwork(model), _Joint(model)
     layers, width = prediction.lstm.num_layers, prediction.lstm.hidden_size
-    for name in ("decoder", "joiner", "decoder_joint"):
+    for name in ("decoder_joint",) if to == "onnx" else ("decoder", "joiner"):
         files[name] = folder / f"{name}.onnx"
     batch = 2
     enc_BHT = torch.randn(batch, joint.enc.in_features, 3)
@@ -236,6 +265,16 @@ def _trace_transducer(model: AsrModel, files: dict[str, Path], folder: Path) -> 
     of_batch = {"targets": {0: "batch", 1: "tokens"}, "target_length": {0: "batch"}, "prednet_lengths": {0: "batch"}}
     of_batch |= {name: {1: "batch"} for name in in_states + out_states}
     of_joint = {"encoder_outputs": {0: "batch", 2: "frames"}, "outputs": {0: "batch", 1: "frames", 2: "tokens"}}
+    if to == "onnx":
+        _trace(
+            _PredictionAndJoint(prediction, joint),
+            (enc_BHT, targets_BU, target_length_B, *states),
+            files["decoder_joint"],
+            ["encoder_outputs", "targets", "target_length", *in_states],
+            ["outputs", "prednet_lengths", *out_states],
+            of_batch | of_joint,
+        )
+        return layers, width
     _trace(
         prediction,
         (targets_BU, target_length_B, *states),
@@ -252,14 +291,6 @@ def _trace_transducer(model: AsrModel, files: dict[str, Path], folder: Path) -> 
         ["encoder_outputs", "decoder_outputs"],
         ["outputs"],
         of_joint | {"decoder_outputs": {0: "batch", 2: "tokens"}},
-    )
-    _trace(
-        _PredictionAndJoint(prediction, joint),
-        (enc_BHT, targets_BU, target_length_B, *states),
-        files["decoder_joint"],
-        ["encoder_outputs", "targets", "target_length", *in_states],
-        ["outputs", "prednet_lengths", *out_states],
-        of_batch | of_joint,
     )
     return layers, width
 

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 from finetune.errors import UserError
 from finetune.tools.export.precision import convert
+from finetune.tools.export.refusals import BLANK
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from finetune.models.protocols import AsrModel
     from finetune.tools.export.graphs import Graphs
 
-BLANK = "<blk>"
 NO_LIMIT = 10**6  # tokens on one frame
+FULL = 2**20  # bytes: a disk with less is full
 MODEL_TYPES = {"tdt": "nemo-conformer-tdt", "rnnt": "nemo-conformer-rnnt", "ctc": "nemo-conformer-ctc"}
 """onnx-asr's names of the kinds."""
 PARTS = {
@@ -27,15 +27,6 @@ PARTS = {
     "sherpa": {"encoder": "encoder", "decoder": "decoder", "joiner": "joiner", "model": "model"},
 }
 """File names of the parts in each layout, without precision and ending."""
-
-
-def check_expressible(model: AsrModel, to: str, name: str) -> None:
-    """Raise UserError with every reason why a runtime cannot decode the model as NeMo does.
-
-    Args:
-        to: onnx or sherpa.
-        name: of the model, for the message.
-    """
 
 
 def suffix_of(precision: str) -> str:
@@ -114,7 +105,14 @@ def whole_or_nothing(output: Path) -> Iterator[Path]:
         aside.mkdir(parents=True)
         yield aside
         os.replace(aside, output)
-    except OSError as error:
-        raise UserError(f"--output: {output} cannot be written: {error}. Nothing was kept.", exit_code=1) from error
+    except UserError:
+        raise
+    except Exception as error:
+        # torch and onnxruntime report a full disk as errors of their own.
+        full = shutil.disk_usage(output.parent).free < FULL if output.parent.is_dir() else False
+        if not (full or isinstance(error, OSError)):
+            raise
+        why = f"the disk is full ({error})" if full else str(error)
+        raise UserError(f"--output: {output} cannot be written: {why}. Nothing was kept.", exit_code=1) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)

@@ -8,7 +8,8 @@ from pathlib import Path
 from finetune.models.loading import load_model
 from finetune.models.nemo import set_head
 from finetune.tools.export.graphs import Graphs, write_graphs
-from finetune.tools.export.layouts import check_expressible, whole_or_nothing, write_layout
+from finetune.tools.export.layouts import whole_or_nothing, write_layout
+from finetune.tools.export.refusals import check_expressible
 
 
 def graphs_of(model_name: str, folder: Path, to: str, head: str | None = None, tokenizer: str | None = None) -> Graphs:
@@ -25,7 +26,7 @@ def graphs_of(model_name: str, folder: Path, to: str, head: str | None = None, t
     if head is not None:
         set_head(model, head, model_name)
     check_expressible(model, to, model_name)
-    return write_graphs(model, folder)
+    return write_graphs(model, folder, to)
 
 
 def export_onnx(

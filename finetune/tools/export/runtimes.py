@@ -16,6 +16,7 @@ import numpy as np
 from finetune.errors import UserError
 from finetune.tools.export import PRECISIONS, RUNTIMES
 from finetune.tools.export.layouts import suffix_of
+from finetune.tools.export.sherpa_features import sherpa_features
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,9 +63,9 @@ class Exported(ABC):
         """Return the runtime's own text of each recording, (S,) float32 in [-1, 1] at `sample_rate`; `batch_size` of
         them are decoded together. Less than 0.1 s has no text."""
 
-    def features(self, audio_S: np.ndarray) -> np.ndarray | None:
-        """Return the (F, T) features that the runtime computes; None where it does not give them out."""
-        return None
+    @abstractmethod
+    def features(self, audio_S: np.ndarray) -> np.ndarray:
+        """Return the (F, T) features that the runtime computes for a recording, so that NeMo can decode the same."""
 
     def encode(self, mel_FT: np.ndarray) -> np.ndarray:
         """Return the (T, H) outputs of the written encoder for the features of one clip, computed by onnxruntime; of a
@@ -117,7 +118,7 @@ class OnnxAsr(Exported):
             found += self._model.recognize(list(audios[first : first + batch_size]), sample_rate=self.sample_rate)
         return found
 
-    def features(self, audio_S: np.ndarray) -> np.ndarray | None:
+    def features(self, audio_S: np.ndarray) -> np.ndarray:
         mel_1FT, lengths_1 = self._model.asr._preprocessor(audio_S[None], np.array([len(audio_S)], dtype=np.int64))
         return mel_1FT[0, :, : lengths_1[0]]
 
@@ -137,11 +138,12 @@ class SherpaOnnx(Exported):
         metadata = {entry.key: entry.value for entry in header.metadata_props}
         if not ctc and "tdt" not in metadata.get("url", ""):
             self.kind = "rnnt"
+        self._bins = int(metadata.get("feat_dim", 80))
         common: dict[str, Any] = {
             "tokens": str(self.directory / "tokens.txt"),
             "num_threads": self.threads,
             "sample_rate": self.sample_rate,
-            "feature_dim": int(metadata.get("feat_dim", 80)),
+            "feature_dim": self._bins,
         }
         if ctc:
             model = str(self.directory / self._encoder_file())
@@ -169,6 +171,9 @@ class SherpaOnnx(Exported):
             self._recognizer.decode_streams(streams)
             found += [stream.result.text for stream in streams]
         return found
+
+    def features(self, audio_S: np.ndarray) -> np.ndarray:
+        return sherpa_features(audio_S, self._bins, self.kind)
 
 
 def check_installed(package: str) -> None:
