@@ -28,15 +28,15 @@ def case(tmp_path_factory) -> SimpleNamespace:
     from finetune.tools.export.onnx import graphs_of
 
     folder = tmp_path_factory.mktemp("exports")
-    (folder / "graphs").mkdir()
-    graphs = graphs_of(str(BASE), folder / "graphs", "onnx")
     for to in ("onnx", "sherpa"):
-        (folder / to).mkdir()
+        for name in (to, f"{to}-graphs"):
+            (folder / name).mkdir()
+        graphs = graphs_of(str(BASE), folder / f"{to}-graphs", to)
         write_layout(graphs, folder / to, to, "fp32")
         write_beside(graphs, folder / to, to, "fp32")
         report = {"passed": True, "reason": "texts equal", "files": hashes_of(folder / to)}
         (folder / to / "export.json").write_text(json.dumps(report))
-    return SimpleNamespace(folder=folder, graphs=graphs)
+    return SimpleNamespace(folder=folder)
 
 
 def transcribed(capsys: Any, *arguments: object) -> tuple[int, list[dict[str, Any]], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from pathlib import Path
 
@@ -26,7 +27,10 @@ def graphs_of(model_name: str, folder: Path, to: str, head: str | None = None, t
     if head is not None:
         set_head(model, head, model_name)
     check_expressible(model, to, model_name)
-    return write_graphs(model, folder, to)
+    graphs = write_graphs(model, folder, to)
+    del model
+    gc.collect()  # a trace leaves circles that hold all weights, and int8 needs the memory
+    return graphs
 
 
 def export_onnx(

@@ -40,9 +40,7 @@ def convert(
     with tempfile.TemporaryDirectory(prefix=".precision-", dir=path.parent) as folder:
         if precision == "int8":
             source = quantize(source, Path(folder) / path.name, keep_float)
-        model = onnx.load(str(source))
-    if precision == "fp16":
-        model = _in_float16(model)
+        model = _in_float16(source) if precision == "fp16" else onnx.load(str(source))
     for key, value in metadata.items():
         entry = model.metadata_props.add()
         entry.key, entry.value = key, value
@@ -119,13 +117,18 @@ def _temporary_files_in(folder: Path) -> Iterator[None]:
         tempfile.tempdir = before
 
 
-def _in_float16(model: Any) -> Any:
-    """Return the graph with weights and activations in float16, inputs and outputs in float32.
+def _in_float16(source: Path) -> Any:
+    """Return a graph with weights and activations in float16, inputs and outputs in float32.
 
     What does not come from the signal (lengths, positions) stays in float32, which counts frames above 2048.
     """
+    import onnx
+    from onnx.external_data_helper import load_external_data_for_model
     from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST, convert_float_to_float16
 
+    # Types are inferred before the weights are there: protobuf cannot pass on more than 2 GiB.
+    model = onnx.shape_inference.infer_shapes(onnx.load(str(source), load_external_data=False))
+    load_external_data_for_model(model, str(source.parent))
     names = {value.name for value in model.graph.input} - {"length", "target_length"}
     blocked = []
     for node in model.graph.node:
@@ -135,7 +138,11 @@ def _in_float16(model: Any) -> Any:
             names.update(node.output)
     with _quiet():
         return convert_float_to_float16(
-            model, keep_io_types=True, op_block_list=DEFAULT_OP_BLOCK_LIST, node_block_list=blocked
+            model,
+            keep_io_types=True,
+            disable_shape_infer=True,
+            op_block_list=DEFAULT_OP_BLOCK_LIST,
+            node_block_list=blocked,
         )
 
 

@@ -42,6 +42,7 @@ class Exported(ABC):
     """
 
     to: str
+    has_nemo_features = True
 
     def __init__(self, directory: Path, precision: str, threads: int) -> None:
         self.directory, self.precision, self.threads = directory, precision, threads
@@ -127,6 +128,7 @@ class SherpaOnnx(Exported):
     """A directory in the layout of sherpa-onnx's offline recognisers of NeMo models."""
 
     to = "sherpa"
+    has_nemo_features = False
 
     def _load(self) -> None:
         import onnx

@@ -92,10 +92,7 @@ class Outcome:
             return self.verdict.reason
         told = [part["note"] for part in self.parts if part["state"] == "differs"]
         equal = [part["part"] for part in self.parts if part["state"] == "equal"]
-        hidden = [part["part"] for part in self.parts if part["state"] == "not shown"]
-        if not told:
-            left = " and ".join([*hidden, "search"])
-            told = [f"nothing that was written differs, so it is the runtime's own {left}"]
+        told = told or ["nothing that was written differs, so it is the runtime's own search"]
         return f"{self.verdict.reason}: {'; '.join(told)}" + (f" (equal: {', '.join(equal)})" if equal else "")
 
 
