@@ -142,8 +142,8 @@ def _build(path: Path, tokenizer: str | None) -> AsrModel:
     if not isinstance(directory, str) or not directory or not (Path(directory) / FILE).is_file():
         why = f"there is no tokenizer.model in {directory!r}" if directory else "names none"
         raise UserError(
-            f"model.tokenizer: {path} needs a SentencePiece tokenizer, and {why}. Set model.tokenizer to the directory "
-            "of a tokenizer.model (python -m finetune.tokenizer makes one)."
+            f"model.tokenizer: {path} needs a SentencePiece tokenizer, and {why}. Set model.tokenizer to the "
+            "directory of a tokenizer.model (python -m finetune.tokenizer makes one)."
         )
     return _checked(build(layout, str(path)), path)
 
