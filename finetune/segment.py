@@ -1,6 +1,7 @@
 """Cut a recording of any length, with its text, into clips to train on.
 
     python -m finetune.segment --model M --audio LONG --text FILE --output DIR
+    python -m finetune.segment --model M --audio FOLDER --text FOLDER --output DIR [--engine ray]    many of them
 
 The text is plain, SRT or VTT. Clips begin and end in pauses; speech that has no text, text that was not read, and
 places where the two differ are left out and counted. DIR/manifest.jsonl names parts of LONG by offset and duration;
@@ -13,12 +14,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import UserError
 from finetune.logs import print_error, set_up_logging
+from finetune.security.safe_text import one_line
 from finetune.tools.command_line import (
     add_decoding,
     add_head,
@@ -29,22 +31,23 @@ from finetune.tools.command_line import (
     run_command,
     writing,
 )
+from finetune.tools.jobs.arguments import add_engine, engine_of, worker_device
 
 if TYPE_CHECKING:
-    from finetune.models.protocols import AsrModel
-    from finetune.tools.segmentation.texts import Word
+    from finetune.tools.segmentation.recording import SegmentSettings
 
 EXAMPLE = "python -m finetune.segment --model runs/quickstart --audio book.flac --text book.txt --output data/book"
+MAX_FAILED = 0.5  # of recordings, of which there may be few
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = command("segment", __doc__ or "", EXAMPLE)
     add_model(parser, required=True)
     add = parser.add_argument
-    add("--audio", required=True, type=Path, metavar="LONG", help="a recording, in any format that soundfile reads")
-    add(
-        "--text", required=True, type=Path, metavar="FILE", help="its text: .srt, .vtt, or anything else as plain text"
-    )
+    long = "a recording, in any format that soundfile reads, or a folder of recordings"
+    add("--audio", required=True, type=Path, metavar="LONG", help=long)
+    text = "its text: .srt, .vtt, or anything else as plain text; of a folder, one with a text of each one's name"
+    add("--text", required=True, type=Path, metavar="FILE", help=text)
     add(
         "--output",
         required=True,
@@ -66,6 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_decoding(parser, 8, "stretches of speech")
     add_head(parser)
     add_language(parser, "auto")
+    add_engine(parser, what="recordings", max_failed=MAX_FAILED)
     return parser
 
 
@@ -96,126 +100,58 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print_error(error)
         return error.exit_code
-    return 0 if summary["clips"] else 1
+    return 0 if summary is None or summary["clips"] else 1
 
 
-def segment(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Check what was given, do the job and return its summary."""
-    from finetune.data.decode import audio_seconds
-    from finetune.data.quarantine import BadUtterance
-    from finetune.paths import near_path
-    from finetune.tools.jobs.job import alone_in
-    from finetune.tools.segmentation.output import open_job
-    from finetune.tools.segmentation.texts import read_words
-
-    a, audio = arguments, str(arguments.audio.resolve())
-    try:
-        if not (duration := audio_seconds(audio)):
-            raise BadUtterance("the audio is empty")
-    except BadUtterance as reason:
-        raise UserError(f"--audio: {str(reason).rstrip('.')}.{near_path(str(a.audio))}") from reason
-    text = read_words(a.text, duration)
-    open_job(a.output, settings_of(a))
-    with writing("--output", a.output), alone_in(a.output):
-        return write_clips(a, audio, text, duration)
+def segment(a: argparse.Namespace) -> dict[str, Any] | None:
+    """Cut one recording, or those of a folder; print what came of it and return the summary, None where other tasks of
+    an array are still at work."""
+    if a.audio.is_dir() != a.text.is_dir() and a.audio.exists() and a.text.exists():
+        raise UserError(
+            "--audio and --text are a file each, or a folder each, whose files go together by their names."
+        )
+    return segment_folder(a) if a.audio.is_dir() else segment_file(a)
 
 
-def write_clips(arguments: argparse.Namespace, audio: str, text: list[Word], duration: float) -> dict[str, Any]:
-    """Write the files of the job, print what came of it, and return the summary."""
-    from finetune.data.quarantine import BadUtterance
-    from finetune.durable_files import write_json
-    from finetune.models.loading import load_model, move_to_device
-    from finetune.models.nemo import set_head, warn_about_search
-    from finetune.models.prompts import check_language
-    from finetune.tools.segmentation.clips import Limits, make_clips
-    from finetune.tools.segmentation.output import rows_of, summary_of, table, write_lines, write_shards
+def segment_file(a: argparse.Namespace) -> dict[str, Any]:
+    from finetune.tools.segmentation.output import table
+    from finetune.tools.segmentation.recording import load_segmenter, open_recording, opened, segment_recording
 
-    a, started = arguments, time.monotonic()
-    model = move_to_device(load_model(a.model, a.tokenizer), device_of(a))
-    set_head(model, a.head, a.model)
-    warn_about_search(model)
-    check_language(model, a.language)
-    rate = model.preprocessor._sample_rate
-    try:
-        heard, spans, judged, unwritable = hear_and_judge(a, model, audio, text, duration)
-    except BadUtterance as reason:
-        raise UserError(f"--audio: {str(reason).rstrip('.')}.", exit_code=1) from reason
-    limits = Limits(a.min_seconds, a.max_seconds, a.longest_pause, a.min_confidence)
-    result = make_clips(heard, spans, judged, text, unwritable, rate, limits)
-    rows = rows_of(result.clips, text, Path(audio), rate, a.language)
-    write_shards(a.output, a.shards, audio, rate, result.clips, rows)
-    write_lines(a.output / "left_out.jsonl", result.left_out)
-    write_lines(a.output / "manifest.jsonl", rows)
-    summary = {**summary_of(result, text, duration, rate), "seconds": time.monotonic() - started}
-    write_json(a.output / "summary.json", summary)
+    if (a.engine, a.workers, a.address, a.shard) != ("local", None, None, (0, 1)):
+        raise UserError("--engine, --workers, --address and --shard share out recordings: name folders of these.")
+    settings, recording = settings_of(a), open_recording(a.audio, a.text)
+    with writing("--output", a.output), opened(a.output, recording, settings):
+        model = load_segmenter(settings, device_of(a))
+        summary = segment_recording(model, a.output, recording, settings, show=True)
     print(table(summary))
-    print(f"{a.output / 'manifest.jsonl'}" if rows else "no clip: left_out.jsonl tells why")
+    print(f"{a.output / 'manifest.jsonl'}" if summary["clips"] else "no clip: left_out.jsonl tells why")
     return summary
 
 
-def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what the work of an earlier start depends on; the other options may change, and take seconds."""
-    from finetune.durable_files import sha256_of
-    from finetune.tools.jobs.job import stamp
+def segment_folder(a: argparse.Namespace) -> dict[str, Any] | None:
+    from finetune.tools.segmentation.output import table
+    from finetune.tools.segmentation.recordings import pairs_in, segment_recordings
 
-    a = arguments
-    keys = ("tokenizer", "max_seconds", "min_pause", "head", "language")
-    return {
-        "command": "segment",
-        "model": str(a.model),
-        "model_files": stamp(a.model),
-        "audio": str(a.audio.resolve()),
-        "audio_bytes": a.audio.stat().st_size,
-        "text_sha256": sha256_of(a.text),
-        **{key: getattr(a, key) for key in keys},
-    }
+    engine, pairs = engine_of(a), pairs_in(a.audio, a.text)
+    with writing("--output", a.output):
+        summary, totals = segment_recordings(
+            pairs, a.output, settings_of(a), engine, device=worker_device(a), max_failed=a.max_failed
+        )
+    if summary is None:
+        print(f"{totals.shards_done} of {totals.shards} recordings are done; the last --shard writes the manifest")
+        return None
+    print(f"{totals.clips - len(totals.failed)} of {totals.clips} recordings")
+    print(table(summary))
+    for record in totals.failed:
+        print(one_line(f"failed: {record['id']}: {record['reason']}"))
+    print(f"{a.output / 'manifest.jsonl'}" if summary["clips"] else "no clip: left_out.jsonl tells why")
+    return summary
 
 
-def hear_and_judge(
-    arguments: argparse.Namespace, model: AsrModel, audio: str, text: list[Word], duration: float
-) -> Any:
-    """Return the stretches, their spans of the text, what the model says about them, and words it cannot write."""
-    from tqdm import tqdm
+def settings_of(a: argparse.Namespace) -> SegmentSettings:
+    from finetune.tools.segmentation.recording import SegmentSettings
 
-    from finetune.evaluation.alignment import Aligner
-    from finetune.evaluation.recognise import evaluation_mode
-    from finetune.tools.segmentation.hearing import Pauses, Progress, SameRecording, hear, stretches_of
-    from finetune.tools.segmentation.judging import Writing, judge
-    from finetune.tools.segmentation.spans import spans_of
-
-    a, rate = arguments, model.preprocessor._sample_rate
-    pauses = Pauses(a.max_seconds, a.min_pause)
-    writing = Writing(model, text, a.text.name)
-    same = SameRecording(text, a.text.name, rate, a.patience)
-    minutes = round(duration / 60, 1)
-
-    def bar(name: str) -> tqdm:
-        return tqdm(total=minutes, desc=name, unit="min", disable=None, delay=2, leave=False)
-
-    with evaluation_mode(model):
-        with bar("listening") as shown:
-            heard = hear(
-                model,
-                stretches_of(audio, rate, pauses),
-                Progress(a.output / "heard.jsonl"),
-                batch_size=a.batch_size,
-                language=a.language,
-                check=same,
-                on_stretch=lambda row: shown.update(round(row.end / rate / 60 - shown.n, 1)),
-            )
-        spans = spans_of(heard, text, rate)
-        with bar("aligning") as shown:
-            judged = judge(
-                Aligner(model, language=a.language, normalization=writing.mode),
-                stretches_of(audio, rate, pauses),
-                spans,
-                text,
-                writing,
-                Progress(a.output / "judged.jsonl"),
-                batch_size=a.batch_size,
-                on_stretch=lambda i: shown.update(round(heard[i].end / rate / 60 - shown.n, 1)),
-            )
-    return heard, spans, judged, writing.unwritable
+    return SegmentSettings(**{field.name: getattr(a, field.name) for field in fields(SegmentSettings)})
 
 
 if __name__ == "__main__":

@@ -370,3 +370,62 @@ def test_what_cannot_be_is_said_at_once(
     refused("hears no words", audio=silence, output="e")
     text.write_text("Добрый день. Это русский текст без единой латинской буквы.")
     refused("cannot write 9 of the 9 words", output="f")
+
+
+@pytest.mark.slow
+def test_recordings_of_a_folder_are_cut_as_each_alone(
+    recording: tuple[Path, list[tuple[float, float, str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, places = recording
+    sound_S, _ = soundfile.read(path, dtype="float32")
+    audio, texts = tmp_path / "audio", tmp_path / "texts"
+    parts = {"a": places[:12], "talks/a": places[12:24], "talks/b": places[24:36]}
+    for name, part in parts.items():
+        for folder, suffix in ((audio, ".flac"), (texts, ".txt")):
+            (folder / name).with_suffix(suffix).parent.mkdir(parents=True, exist_ok=True)
+        cut_S = sound_S[int(RATE * (part[0][0] - 0.5)) : int(RATE * (part[-1][1] + 0.5))]
+        soundfile.write(audio / f"{name}.flac", cut_S, RATE)
+        (texts / f"{name}.txt").write_text("\n".join(text for _, _, text in part))
+
+    def cut(*more: str) -> int:
+        return run(audio, texts, tmp_path / "out", *more)
+
+    (texts / "talks/b.txt").rename(texts / "talks/c.txt")
+    assert cut() == 2
+    assert "no text for 1 of 3 recordings, such as" in capsys.readouterr().err
+    (texts / "talks/c.txt").write_text("the weather of the northern islands is said to be mild in spring " * 9)
+    (texts / "talks/c.txt").rename(texts / "talks/b.txt")
+    assert cut("--shards", "parquet") == 0
+    out = capsys.readouterr().out
+    assert "2 of 3 recordings" in out
+    assert "failed: talks/b: --text: the first" in out
+    failed = read_lines(tmp_path / "out" / "failed.jsonl")
+    assert [(row["id"], row["kind"]) for row in failed] == [("talks/b", "bad")]
+    for name in ("a", "talks/a"):
+        assert run(audio / f"{name}.flac", texts / f"{name}.txt", tmp_path / name.replace("/", "-")) == 0
+    alone = [*read_lines(tmp_path / "a" / "manifest.jsonl"), *read_lines(tmp_path / "talks-a" / "manifest.jsonl")]
+    rows = read_lines(tmp_path / "out" / "manifest.jsonl")
+    assert [{**row, "id": ""} for row in rows] == [{**row, "id": ""} for row in alone]
+    assert len({row["id"] for row in rows}) == len(rows) > 4
+    assert set(clips_of(str(tmp_path / "out" / "recordings/**/*.parquet"))) == {row["id"] for row in rows}
+
+    # A text that was mended and a new threshold are taken up, with the work that there is.
+    heard = tmp_path / "out" / "recordings" / "a" / "heard.jsonl"
+    before = heard.read_text()
+    (texts / "talks/b.txt").write_text("\n".join(text for _, _, text in parts["talks/b"]))
+    assert cut("--min-seconds", "0.6", "--workers", "2") == 0
+    assert "3 of 3 recordings" in capsys.readouterr().out
+    assert heard.read_text() == before
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert list(summary["recordings"]) == ["a", "talks/a", "talks/b"]
+    rows = read_lines(tmp_path / "out" / "manifest.jsonl")
+    assert summary["clips"] == len(rows) == sum(own["clips"] for own in summary["recordings"].values())
+    assert min(row["duration"] for row in rows) >= 0.6
+    left_out = read_lines(tmp_path / "out" / "left_out.jsonl")
+    assert {row["recording"] for row in left_out} <= set(parts)
+    assert cut("--max-seconds", "9") == 2
+    assert "max_seconds (20.0, now 9.0)" in capsys.readouterr().err
+    assert run(audio / "a.flac", texts / "a.txt", tmp_path / "b", "--workers", "2") == 2
+    assert "name folders of these" in capsys.readouterr().err
+    assert run(audio, texts / "a.txt", tmp_path / "b") == 2
+    assert "a folder each" in capsys.readouterr().err

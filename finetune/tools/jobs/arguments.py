@@ -13,10 +13,12 @@ WORKERS = "processes that hold a model each (default: one a GPU; without GPUs on
 MAX_FAILED = 0.05  # as data.max_bad_fraction
 
 
-def add_engine(parser: argparse.ArgumentParser, *, workers: bool = True) -> None:
+def add_engine(
+    parser: argparse.ArgumentParser, *, workers: bool = True, what: str = "clips", max_failed: float = MAX_FAILED
+) -> None:
     """Add the options of a job: --engine, --workers (unless the command has its own), --address, --shard and
     --max-failed."""
-    group = parser.add_argument_group("many clips", "docs/jobs.md has the whole of it")
+    group = parser.add_argument_group(f"many {what}", "docs/jobs.md has the whole of it")
     if workers:
         group.add_argument("--workers", type=positive, metavar="N", help=WORKERS)
     add_cluster(group)
@@ -30,9 +32,9 @@ def add_engine(parser: argparse.ArgumentParser, *, workers: bool = True) -> None
     group.add_argument(
         "--max-failed",
         type=float,
-        default=MAX_FAILED,
+        default=max_failed,
         metavar="SHARE",
-        help=f"give up where a larger share of the clips fails (default: {MAX_FAILED:g})",
+        help=f"give up where a larger share of the {what} fails (default: {max_failed:g})",
     )
 
 

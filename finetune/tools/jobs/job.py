@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.quarantine import Record
+from finetune.data.reader import Group
 from finetune.data.sources import OpenSource
 from finetune.durable_files import put_in_place, write_json, write_text
 from finetune.errors import UserError
@@ -27,7 +28,8 @@ from finetune.tools.jobs.arguments import MAX_FAILED
 from finetune.tools.jobs.clips import cut_into_shards
 from finetune.tools.jobs.work import MakeWorker, Outcome, Result
 
-CLIPS_A_SHARD = 1000
+FEWEST_CLIPS, MOST_CLIPS, SHARDS = 100, 1000, 20
+"""A shard has a 20th of the clips, within these bounds: small data too are shared out, and progress is seen."""
 DATA = "the files of the data"
 CONTENT = (DATA, "model_files")
 """Keys whose values say nothing to people."""
@@ -66,13 +68,16 @@ class Job:
     the files of `model` follow by themselves."""
     sources: list[OpenSource]
     make_worker: MakeWorker
-    clips_a_shard: int = CLIPS_A_SHARD
+    clips_a_shard: int | None = None
+    """None: by the number of clips."""
     max_samples: int = -1
     max_failed: float = MAX_FAILED
     """Share of the clips that may fail before the job is given up."""
 
     def __post_init__(self) -> None:
         self.group = [(source, shard) for source in self.sources for shard in source.shards]
+        if self.clips_a_shard is None:
+            self.clips_a_shard = _clips_a_shard(self.group, self.max_samples)
         self.shards = cut_into_shards(self.group, self.clips_a_shard, self.max_samples)
 
     @property
@@ -196,6 +201,12 @@ def stamp(name: str) -> list[list[Any]]:
     path = Path(name)
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()]
+
+
+def _clips_a_shard(group: Group, max_samples: int) -> int:
+    known = sum(shard.rows or 0 for _, shard in group)
+    clips = known if max_samples < 0 else min(known, max_samples)
+    return min(max(-(-clips // SHARDS), FEWEST_CLIPS), MOST_CLIPS)
 
 
 def _hash(identity: dict[str, Any]) -> str:

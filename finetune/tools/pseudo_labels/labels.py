@@ -22,7 +22,7 @@ from finetune.errors import UserError
 from finetune.evaluation.dataset import open_sources
 from finetune.models.nemo_archive import archive_of
 from finetune.tools.jobs.engines import EngineSettings
-from finetune.tools.jobs.job import CLIPS_A_SHARD, Job, stamp
+from finetune.tools.jobs.job import MOST_CLIPS, Job, stamp
 from finetune.tools.jobs.running import run_job
 from finetune.tools.pseudo_labels.audio import RECORDINGS, open_audio_sources
 from finetune.tools.pseudo_labels.calibration import calibrate
@@ -104,8 +104,9 @@ def label(model: str, settings: LabelSettings, engine: EngineSettings, folder: P
     return summary
 
 
-def clips_a_shard(sources: list[OpenSource]) -> int:
-    """Return how many rows make about `SHARD_SECONDS`, by the first ones of each source: what a kill costs at most."""
+def clips_a_shard(sources: list[OpenSource]) -> int | None:
+    """Return how many rows make about `SHARD_SECONDS`, by the first ones of each source: what a kill costs at most;
+    None where a shard of any job has less."""
     lengths = []
     for source in sources:
         for shard in source.shards[:1]:
@@ -114,7 +115,7 @@ def clips_a_shard(sources: list[OpenSource]) -> int:
                     with contextlib.suppress(BadUtterance):
                         lengths.append(length_of(source, row))
     mean = statistics.fmean(lengths) if lengths else 0.0
-    return CLIPS_A_SHARD if mean * CLIPS_A_SHARD <= SHARD_SECONDS else max(1, round(SHARD_SECONDS / mean))
+    return None if mean * MOST_CLIPS <= SHARD_SECONDS else max(1, round(SHARD_SECONDS / mean))
 
 
 def check_output(folder: Path, ours: str) -> None:

@@ -43,15 +43,10 @@ def open_job(folder: Path, settings: dict[str, Any]) -> None:
     path = folder / "job.json"
     try:
         if path.exists():
-            before = json.loads(path.read_text(encoding="utf-8"))
-            differing = [key for key in settings if before.get(key) != settings[key]]
-            if differing:
-                named = ", ".join(
-                    key if key in CONTENT else f"{key} ({before.get(key)!r}, now {settings[key]!r})"
-                    for key in differing
-                )
+            if differing := differing_from(folder, settings):
                 raise UserError(
-                    f"--output: {folder} holds another job: it differs in {named}. Choose another directory."
+                    f"--output: {folder} holds another job: it differs in {', '.join(differing)}. Choose another "
+                    "directory."
                 )
             return
         if folder.exists() and any(not p.name.startswith(".") for p in folder.iterdir()):
@@ -62,11 +57,25 @@ def open_job(folder: Path, settings: dict[str, Any]) -> None:
         raise UserError(f"--output: {folder} cannot be used: {error}", exit_code=1) from error
 
 
+def differing_from(folder: Path, settings: dict[str, Any]) -> list[str]:
+    """Return, in words, in which settings the job of a folder differs from these; both ways.
+
+    Raises:
+        OSError, ValueError: its job.json cannot be read.
+    """
+    before = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    return [
+        key if key in CONTENT else f"{key} ({before.get(key)!r}, now {settings.get(key)!r})"
+        for key in {**settings, **before}
+        if before.get(key) != settings.get(key)
+    ]
+
+
 def rows_of(
-    clips: list[Clip], text: list[Word], audio: Path, rate: int, language: str | None = None
+    clips: list[Clip], name: str, text: list[Word], audio: Path, rate: int, language: str | None = None
 ) -> list[dict[str, Any]]:
     """Return the lines of the manifest, each with a part of the recording; ids are made of the recording's name."""
-    name = re.sub(r"\W+", "-", audio.stem)
+    name = re.sub(r"\W+", "-", name)
     spoken = {} if language in (None, AUTO) else {"lang": language}
     return [
         {
@@ -168,6 +177,32 @@ def summary_of(result: Result, text: list[Word], duration: float, rate: int) -> 
         "clip_words": words,
         "left_out_minutes": {reason: result.seconds[reason] / 60 for reason in REASONS},
         "left_out_words": {reason: result.words[reason] for reason in (*REASONS, NOT_READ)},
+    }
+
+
+def sum_of(summaries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the summary of several recordings together."""
+
+    def total(key: str) -> float:
+        return sum(summary[key] for summary in summaries)
+
+    def by_reason(key: str) -> dict[str, float]:
+        reasons = summaries[0][key] if summaries else {}
+        return {reason: sum(summary[key][reason] for summary in summaries) for reason in reasons}
+
+    clips, words = total("clips"), total("clip_words")
+    confident = sum((s["confidence"] or 0) * s["clip_words"] for s in summaries)
+    return {
+        "recording_minutes": total("recording_minutes"),
+        "clips": clips,
+        "clip_minutes": total("clip_minutes"),
+        "mean_clip_seconds": 60 * total("clip_minutes") / clips if clips else None,
+        "confidence": confident / words if words else None,
+        "text_words": total("text_words"),
+        "clip_words": words,
+        "left_out_minutes": by_reason("left_out_minutes"),
+        "left_out_words": by_reason("left_out_words"),
+        "seconds": total("seconds"),
     }
 
 

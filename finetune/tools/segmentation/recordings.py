@@ -1,0 +1,175 @@
+"""Many recordings, each with its text: a job with a directory for each of them, and their clips together.
+
+DIR/recordings/NAME/   what `segment_recording` leaves
+DIR/manifest.jsonl, left_out.jsonl, failed.jsonl, summary.json   of all of them
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune.data.augment import AUDIO_SUFFIXES
+from finetune.data.sources import Source, open_source
+from finetune.durable_files import put_in_place, write_json, write_text
+from finetune.errors import UserError
+from finetune.security.safe_text import json_line
+from finetune.tools.jobs.job import Job
+from finetune.tools.jobs.running import run_job
+from finetune.tools.segmentation.output import open_job, sum_of
+from finetune.tools.segmentation.recording import (
+    SegmentSettings,
+    load_segmenter,
+    open_recording,
+    opened,
+    segment_recording,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from finetune.tools.jobs.clips import Clips
+    from finetune.tools.jobs.engines import EngineSettings
+    from finetune.tools.jobs.job import Totals
+    from finetune.tools.jobs.work import Result
+
+log = logging.getLogger("finetune.segment")
+
+TEXT_SUFFIXES = (".txt", ".srt", ".vtt")
+SHOWN = 3
+Pair = tuple[Path, Path]
+
+
+def pairs_in(audio: Path, text: Path) -> dict[str, Pair]:
+    """Return recordings and their texts by name: the path below the folder, without its suffix.
+
+    Raises:
+        UserError: no recording, a recording without a text, or two files of one name.
+    """
+    recordings, texts = _by_name(audio, AUDIO_SUFFIXES, "--audio"), _by_name(text, TEXT_SUFFIXES, "--text")
+    if not recordings:
+        raise UserError(f"--audio: {audio} holds no recording ({', '.join(AUDIO_SUFFIXES)}).")
+    if bare := sorted(recordings.keys() - texts.keys()):
+        shown = ", ".join(str(recordings[name]) for name in bare[:SHOWN])
+        raise UserError(
+            f"--text: {text} has no text for {len(bare):,} of {len(recordings):,} recordings, such as {shown}. The "
+            "text of talks/a.flac is talks/a.txt, .srt or .vtt."
+        )
+    if unused := len(texts.keys() - recordings.keys()):
+        log.warning("--text: %d of %d texts have no recording in %s", unused, len(texts), audio)
+    return {name: (recordings[name], texts[name]) for name in sorted(recordings)}
+
+
+def _by_name(folder: Path, suffixes: tuple[str, ...], option: str) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.suffix.lower() in suffixes and not path.name.startswith(".") and path.is_file():
+            name = path.relative_to(folder).with_suffix("").as_posix()
+            if name in found:
+                raise UserError(f"{option}: {found[name]} and {path} have one name. Keep one of them in {folder}.")
+            found[name] = path
+    return found
+
+
+@dataclass(frozen=True)
+class MakeSegmenter:
+    """Loads the model in the worker's process. Without a device it is the GPU, where the worker has one."""
+
+    settings: SegmentSettings
+    folder: Path
+    device: str | None
+
+    def __call__(self) -> Segmenter:
+        return Segmenter(self)
+
+
+class Segmenter:
+    """Cuts the recordings that it gets; one that cannot be cut is noted with its reason."""
+
+    def __init__(self, made_of: MakeSegmenter):
+        self.settings, self.folder = made_of.settings, made_of.folder
+        device = made_of.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = load_segmenter(self.settings, device)
+
+    def process(self, clips: Clips) -> Iterator[Result]:
+        for _, place, _, row in clips.rows():
+            folder = self.folder / "recordings" / row["id"]
+            try:
+                recording = open_recording(Path(row["audio_filepath"]), Path(row["text"]), row["id"])
+                with opened(folder, recording, self.settings, renew=True):
+                    summary = segment_recording(self.model, folder, recording, self.settings)
+            except UserError as error:
+                clips.fail("bad", place, str(error))
+            else:
+                yield {"id": row["id"], "source": place, "duration": recording.seconds, "summary": summary}
+
+
+def segment_recordings(
+    pairs: dict[str, Pair],
+    folder: Path,
+    s: SegmentSettings,
+    engine: EngineSettings,
+    *,
+    device: str | None,
+    max_failed: float,
+) -> tuple[dict[str, Any] | None, Totals]:
+    """Cut all recordings into the directory; return the sum of their summaries and what the job counted.
+
+    A start that finds earlier work goes on with it; other thresholds, other texts and more recordings are taken up.
+
+    Returns:
+        None for the sum where other processes (`engine.part`) are still at work.
+
+    Raises:
+        UserError: the directory holds another job, a model cannot be loaded, or too many recordings fail.
+    """
+    open_job(folder, {"command": "segment", "of": "recordings", **s.fixed()})
+    listed = folder / "recordings.jsonl"
+    lines = [
+        {"id": name, "audio_filepath": str(a.resolve()), "text": str(t.resolve())} for name, (a, t) in pairs.items()
+    ]
+    content = "".join(json_line(line) + "\n" for line in lines)
+    if not listed.exists() or listed.read_text(encoding="utf-8") != content:  # its time is part of the job's identity
+        write_text(listed, content)
+    job = Job(
+        command="segment",
+        directory=folder / "work",
+        settings=vars(s),
+        sources=[open_source(Source(path=str(listed)), "--audio")],
+        make_worker=MakeSegmenter(s, folder.resolve(), device),
+        clips_a_shard=1,
+        max_failed=max_failed,
+    )
+    totals = run_job(job, engine)
+    if not totals.is_whole:
+        return None, totals
+    results = list(job.results())
+    names = [result["id"] for result in results]
+    _together(folder, "manifest.jsonl", names, lambda name, row: row)
+    _together(folder, "left_out.jsonl", names, lambda name, row: {"recording": name, **row})
+    job.write_failed(totals)
+    put_in_place(job.directory / "failed.jsonl", folder / "failed.jsonl")
+    total = sum_of([result["summary"] for result in results])
+    by_name = {result["id"]: result["summary"] for result in results}
+    write_json(folder / "summary.json", {**total, "failed": len(totals.failed), "recordings": by_name})
+    if engine.part == (0, 1):
+        shutil.rmtree(job.directory)
+    return total, totals
+
+
+def _together(
+    folder: Path, file: str, names: Iterable[str], change: Callable[[str, dict[str, Any]], dict[str, Any]]
+) -> None:
+    """Write the rows of all recordings into one file, whole or not at all."""
+    aside = folder / f".{file}.tmp"
+    with aside.open("w", encoding="utf-8") as written:
+        for name in names:
+            with (folder / "recordings" / name / file).open(encoding="utf-8") as lines:
+                written.writelines(json_line(change(name, json.loads(line))) + "\n" for line in lines)
+    put_in_place(aside, folder / file)
