@@ -62,6 +62,7 @@ def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProce
     return done
 
 
+@pytest.mark.slow
 def test_what_libraries_report_is_shown_with_verbose_only():
     quiet = run_python("-c", REPORTS)
     assert (quiet.stdout, quiet.stderr) == ("", "")
@@ -163,6 +164,7 @@ def shell_commands() -> list[str]:
     return [command for command in WALK_THROUGH["all_commands"](PAGE) if not command.startswith("python ")]
 
 
+@pytest.mark.slow
 def test_split_shows_no_line_that_is_not_about_the_task(small_walk):
     commands = [command for command in shell_commands() if " split " in command]
     assert len(commands) == 2

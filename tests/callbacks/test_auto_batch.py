@@ -52,6 +52,7 @@ def test_bounds_by_length() -> None:
     assert [bound_at([[1.0, 8], [3.0, 2]], s) for s in (0.2, 1.5, 9.0)] == [8, 2, 2]
 
 
+@pytest.mark.slow
 def test_batches_stay_within_the_memory_that_they_were_planned_for(run_train, tiny_run, tmp_path: Path) -> None:
     """The account of each step's tensors against the limit, with the bounds used to the full."""
     limit = 12 * MIB
@@ -132,6 +133,7 @@ def test_a_step_is_made_again_in_smaller_batches(run_train, tiny_run, tmp_path: 
     assert [n for _, n in found["batch_bounds"]] == sorted((n for _, n in found["batch_bounds"]), reverse=True)
 
 
+@pytest.mark.slow
 def test_a_cache_in_pieces_halves_no_bound(run_train, tiny_run, tmp_path: Path) -> None:
     """Where emptying the allocator's cache helps, a step is made again as it was."""
     failures: list[int] = []

@@ -431,6 +431,7 @@ def test_a_slow_rank_is_named_and_the_profile_shows_what_waiting_costs(tiny_run,
 # ---- --profile ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_profile_accounts_for_the_steps_and_changes_nothing(run_train, tiny_run, tmp_path, capsys):
     settings = {"max_steps": 8, "eval_on_start": False, "save_steps": 0, "eval_steps": 4}
     data = {"test": None}

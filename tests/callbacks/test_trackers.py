@@ -53,6 +53,7 @@ def test_wandb_has_samples_and_audio(run_train, tiny_run, tmp_path, monkeypatch)
     assert soundfile.info(audio[0]).samplerate == 16000
 
 
+@pytest.mark.slow
 def test_a_tracker_that_fails_ends_no_run(run_train, tiny_run, tmp_path, capsys, monkeypatch):
     from accelerate.tracking import TensorBoardTracker
     from torch.utils.tensorboard import SummaryWriter

@@ -185,6 +185,7 @@ def test_resuming(run_train, tmp_path, guarded, capfd):
     assert "is read anew from model.name" in said
 
 
+@pytest.mark.slow
 def test_an_extended_run_knows_the_point_that_it_has_taken(run_train, tmp_path, guarded):
     """It was judged after the last checkpoint, which does not know of it."""
     make, observe = guarded
@@ -204,6 +205,7 @@ def test_an_extended_run_knows_the_point_that_it_has_taken(run_train, tmp_path, 
     assert len(points(run)) == 5, "of the last step alone"
 
 
+@pytest.mark.slow
 def test_a_base_that_cannot_be_made_anew(run_train, tmp_path, guarded, capfd):
     """model.tokenizer changes what model.name holds: the run goes on, and says that it looks at no points."""
     make, observe = guarded

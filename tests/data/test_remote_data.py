@@ -43,6 +43,7 @@ def check_from_hub(endpoint: str, tmp_path: Path, *arguments: str) -> tuple[subp
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False), out
 
 
+@pytest.mark.slow
 def test_a_data_set_of_a_hub_that_fails_now_and_then(corpus: Path, tmp_path: Path) -> None:
     with serve(corpus / "shards", "team/speech", {r"resolve/.*/train-00002": 3}) as (endpoint, hub):
         done, out = check_from_hub(endpoint, tmp_path, "--data", "team/speech")

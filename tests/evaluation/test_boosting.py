@@ -262,7 +262,9 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("head", "beam"), [("transducer", 1), ("transducer", 3), ("ctc", 1)])
+@pytest.mark.parametrize(
+    ("head", "beam"), [("transducer", 1), pytest.param("transducer", 3, marks=pytest.mark.slow), ("ctc", 1)]
+)
 def test_timestamps_and_long_files_with_phrases(head, beam, names, archive_of, batch, tmp_path, capsys):
     audio_BS, lengths_B = batch
     long_S = torch.cat([audio_S[:n] for audio_S, n in zip(audio_BS, lengths_B.tolist(), strict=True)] * 2)
@@ -283,6 +285,7 @@ def test_timestamps_and_long_files_with_phrases(head, beam, names, archive_of, b
     assert starts[-1] > 0.8 * row["duration"]
 
 
+@pytest.mark.slow
 def test_streaming_with_phrases(archive_of, names, batch, tmp_path, capsys):
     audio_BS, lengths_B = batch
     soundfile.write(tmp_path / "a.wav", audio_BS[-1].numpy(), RATE)

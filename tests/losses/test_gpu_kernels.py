@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 
 
-@pytest.mark.parametrize("what", ["run", "compile"])
+@pytest.mark.parametrize("what", [pytest.param("run", marks=pytest.mark.slow), "compile"])
 def test_kernels(what):
     pytest.importorskip("triton", reason="the GPU's kernels are Triton's, which cannot be imported here")
     done = subprocess.run(

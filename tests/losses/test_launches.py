@@ -46,7 +46,7 @@ def test_the_counter_sees_kernels_copies_and_waits():
     [
         ({"B": 16, "T": 250, "U": 100}, None, 600),
         ({"B": 16, "T": 250, "U": 100}, LEARNT, 350),
-        ({"B": 16, "T": 2000, "U": 500}, None, 5000),
+        pytest.param({"B": 16, "T": 2000, "U": 500}, None, 5000, marks=pytest.mark.slow),
     ],
     ids=["flat", "learnt", "long"],
 )

@@ -353,6 +353,7 @@ def test_feasible_clips_checks_its_lengths():
         feasible_clips(torch.tensor([-1]), torch.tensor([1]), (1, 2))
 
 
+@pytest.mark.slow
 def test_works_where_numba_may_write_no_cache(tmp_path):
     """numba refuses cache=True when it finds no folder to write to; the loss must then compile without one."""
     script = """

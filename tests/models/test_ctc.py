@@ -307,6 +307,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.slow
 def test_strategies_on_a_ctc_model(built, run_train, tiny_run, tmp_path, monkeypatch):
     """All begin at the same loss; what changes no mathematics also goes on alike, and what is frozen stays."""
     monkeypatch.setattr("finetune.strategies.activation_offload.THRESHOLD", 1024)
@@ -338,6 +339,7 @@ def test_the_adapter_of_a_hybrid_has_its_ctc_head(built, run_train, tiny_run, tm
     assert torch.equal(merged["ctc_decoder.decoder_layers.0.weight"], trained["ctc_decoder.decoder_layers.0.weight"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [ctc_layout, hybrid_layout])
 def test_the_plan_follows_the_heads(built, layout, tmp_path):
     from finetune import plan
@@ -406,6 +408,7 @@ def test_the_head_alone_leaves_the_transducer_and_decodes(tiny_model, run_train,
     assert wer["transducer"] == json.loads((tmp_path / "result.json").read_text())["wer"]
 
 
+@pytest.mark.slow
 def test_a_head_for_a_changed_vocabulary(tiny_model, run_train, tiny_run, tmp_path):
     """Later or at once (NVIDIA-NeMo/NeMo issue 14140); either resumes."""
     (tmp_path / "texts.txt").write_text("çığ şöğüş\n" * 20)

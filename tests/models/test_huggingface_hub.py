@@ -79,6 +79,7 @@ def fetched(ask: Any, folder: Path | None) -> tuple[dict[str, str], list[str]]:
     return json.loads(done.stdout.splitlines()[-1]), asked
 
 
+@pytest.mark.slow
 def test_a_repository_in_hugging_face_format(ask, directory):
     answer, asked = fetched(ask, directory)
     found = Path(answer["path"])

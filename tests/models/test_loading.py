@@ -92,6 +92,7 @@ assert "nemo.collections.asr.models" not in sys.modules
     assert "offline mode" not in said[0]
 
 
+@pytest.mark.slow
 def test_a_hub_that_never_answers_is_left_after_one_timeout(tmp_path: Path) -> None:
     code = """
 import os, socket, threading, time

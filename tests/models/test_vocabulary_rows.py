@@ -422,6 +422,7 @@ print("@" + json.dumps([model.tokenizer.vocab_size, model.tokenizer.ids_to_text(
     assert told[3]
 
 
+@pytest.mark.slow
 def test_other_sources_of_pieces(run_train: Any, failed: Any, grown_run: Any, tmp_path: Path, clips: Path) -> None:
     """A text file, a tokenizer's directory, and a vocabulary that takes the place of the model's."""
     texts = tmp_path / "tr.txt"

@@ -74,6 +74,7 @@ def start(*command: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_the_loss_parts_need_torch_triton_and_numba_alone(tmp_path: Path) -> None:
     loss = tmp_path / "loss.json"
     scripts = ROOT / "scripts"
@@ -268,6 +269,7 @@ def rehearse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     reset_process()
 
 
+@pytest.mark.slow
 def test_the_loss_rehearsed(rehearse) -> None:
     """NeMo's TDT loss has no kernel for a CPU: its sides fail, and the others are measured."""
     cases = ("gpu_v8192", "gpu_v8192_learnt", "gpu_24gb")

@@ -110,6 +110,7 @@ def test_training_goes_on_with_an_adapter(lora_run, tiny_model):
         assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.slow
 def test_commands_take_an_adapter(lora_run, clips, tmp_path, capsys):
     from finetune import evaluate, export, transcribe
     from finetune.models.loading import load_model
@@ -147,6 +148,7 @@ def test_commands_take_an_adapter(lora_run, clips, tmp_path, capsys):
     assert read_tokenizer(folder, "--extend") == tokenizer_of(load_model(folder), "k")
 
 
+@pytest.mark.slow
 def test_an_adapter_goes_to_hugging_face(lora_run, tmp_path, clips):
     """Merged into its base model, by a file that is gone afterwards."""
     import tempfile
@@ -229,6 +231,7 @@ def test_no_adapter_without_its_base_model(lora_run, run_train, tiny_run, tmp_pa
     assert not (again / "adapter").exists()
 
 
+@pytest.mark.slow
 def test_a_continued_run_leaves_the_adapter_of_its_model(lora_run, run_train, tiny_run, capfd):
     from finetune.models.loading import load_model
 

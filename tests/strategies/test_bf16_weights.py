@@ -27,6 +27,7 @@ def test_what_is_cast(tiny):
             assert tensor.dtype == (torch.float32 if wide else torch.bfloat16), name
 
 
+@pytest.mark.slow
 def test_bf16_weights_learn_like_float32_ones(train, plain_losses):
     for strategy, state_dtype in (("bf16_full", "uint8"), ("bf16_stochastic_rounding", "bfloat16")):
         run = train(strategy, "--strategy", strategy)

@@ -121,7 +121,8 @@ def check_rough(folder: Path, name: str, rel: float, compared: str) -> None:
         torch.testing.assert_close(ours[key], theirs[key], rtol=1e-3, atol=1e-6, msg=lambda m, k=key: f"{k}: {m}")
 
 
-@pytest.mark.parametrize("name", ["zero2", pytest.param("zero3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
 def test_zero(trainings, clips, bare_zero3, tmp_path, name):
     save = [f"training.save_steps={SAVED}", f"training.eval_steps={SAVED}", *evaluated(clips / "manifest.jsonl")]
     strategy = (2, "--strategy", "zero2") if name == "zero2" else (2, "--deepspeed", bare_zero3)

@@ -24,7 +24,7 @@ STEPS = 20
     "arguments",
     [
         ("--strategy", "gradient_checkpointing_every_2"),
-        ("--strategy", "activation_offload"),
+        pytest.param(("--strategy", "activation_offload"), marks=pytest.mark.slow),
         ("--strategy", "activation_offload", "--strategy", "gradient_checkpointing"),
         ("model.scaled_dot_product_attention=true",),
     ],
@@ -278,6 +278,7 @@ def test_one_graph_for_all_layers_and_lengths(tiny, graphs):
     )
 
 
+@pytest.mark.slow
 def test_compiled_layers_train_like_plain_ones(train, plain_losses, graphs, tiny_model, monkeypatch):
     """Backend "eager" runs the captured graph as it is; to make kernels of it takes minutes on a small CPU."""
     from finetune.models.loading import load_model

@@ -79,7 +79,9 @@ def test_each_implementation_is_the_one_that_it_names():
     assert not build_optimizer("adamw_8bit", parameter_groups(Net(), {}, 1e-3, 0.01), {}).is_paged
 
 
-@pytest.mark.parametrize("name", ["adamw_foreach", "adamw_loop", "adamw_compiled"])
+@pytest.mark.parametrize(
+    "name", ["adamw_foreach", "adamw_loop", pytest.param("adamw_compiled", marks=pytest.mark.slow)]
+)
 def test_the_same_mathematics(name):
     expected, _ = train("adamw", 40)
     losses, told = train(name, 40)

@@ -179,6 +179,7 @@ def test_a_sweep_takes_the_best_that_keeps_the_limit(tiny_model, tuned, clips, t
             torch.testing.assert_close(tensor, torch.lerp(base[name], end[name], way), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rated")
 def test_a_base_whose_vocabulary_was_grown(tiny_model, clips, tmp_path, capsys):
     from finetune.models.loading import load_model
@@ -278,6 +279,7 @@ def test_states_of_other_shapes_and_without_their_run(kept, tmp_path, capsys):
     assert f"the rest comes from {run_folder}/model.nemo, which is not there" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_statistics_estimated_anew(tiny_model, tuned, clips, tmp_path):
     """They are the means over the batches of each batch's own, measured here at the module's input."""
     from finetune.evaluation.batchnorm import estimate_batchnorm

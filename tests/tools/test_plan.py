@@ -129,6 +129,7 @@ def test_nothing_fits(planned, capsys):
     assert "no recommendation: none fits, not even with one clip" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_data_as_the_check_found_them(planned, clips, tmp_path):
     from finetune import check
 
@@ -277,6 +278,7 @@ print(numpy.allclose(again.peaks_L2PN, memory.peaks_L2PN, rtol=1e-3))
 """
 
 
+@pytest.mark.slow
 def test_steps_are_followed_where_autograd_forbids_to_fork_and_where_there_is_a_gpu(plan_folder, tmp_path):
     code = [sys.executable, "-c", FOLLOW_TWICE, str(plan_folder / "RUN.yaml")]
     env = {**os.environ, "PARAKEET_FINETUNE_CACHE": str(tmp_path)}

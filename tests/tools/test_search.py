@@ -140,6 +140,7 @@ def test_a_run_file_that_the_training_refuses_ends_the_search(search, tmp_path, 
     assert "the run file's own settings are refused: data.train: there is nothing" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_was_refused_is_tried_again(search, told, tmp_path):
     space = ("--space", str(rates(tmp_path)))
     for _ in range(3):  # also the guesses beside the run file's own values
@@ -179,6 +180,7 @@ def test_best_yaml_is_the_best_trial_where_a_strategy_sets_the_same(search, told
     assert written.as_dict() == tried.as_dict()
 
 
+@pytest.mark.slow
 def test_what_goes_with_the_length_of_a_run_is_scaled(search, told, tmp_path):
     space = tmp_path / "space.yaml"
     lines = {"both": {"half": {"training.warmup_steps": 20, "training.l2_sp": 5.0, "training.learning_rate": 1e-2}}}
@@ -384,7 +386,8 @@ def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str]) -> No
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+    "number",
+    [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGKILL, signal.SIGINT)] + [signal.SIGTERM],
 )
 def test_a_search_goes_on_after_a_signal(number, search, told, run_file, tmp_path):
     path = run_file(data__validation="validation.jsonl", training__learning_rate=OWN_RATE)

@@ -191,6 +191,7 @@ def test_a_damaged_model_is_chosen_anew_within_the_limit(chosen, limited, failed
     assert told["guard_limit"]["choice_wer"] == best["guard_wer"] <= told["guard_limit"]["highest_wer"]
 
 
+@pytest.mark.slow
 def test_only_the_base_model_keeps_a_narrow_limit(limited, run_train, tmp_path, tiny_model, capfd):
     from finetune.models.loading import load_model
 
@@ -215,6 +216,7 @@ def test_only_the_base_model_keeps_a_narrow_limit(limited, run_train, tmp_path, 
     assert "is damaged or gone" in said
 
 
+@pytest.mark.slow
 def test_the_bound_at_a_confidence_has_to_keep_the_limit(limited, run_train, tmp_path):
     from finetune.tools.report.guard_plot import points_of
     from finetune.tools.report.read import read_run

@@ -118,6 +118,7 @@ def test_a_loss_on_the_guarded_domain_is_said(run_train, tiny_run, tmp_path, hea
     assert "against the base model: significantly worse by" in page
 
 
+@pytest.mark.slow
 def test_the_judged_split_has_intervals_and_a_p_value(run_train, tiny_run, tmp_path, capfd):
     """The run's summary equals a comparison of the utterances that the two models are found to say."""
     from finetune.evaluate import main

@@ -105,6 +105,7 @@ def test_ctrl_c_at_a_terminal_says_one_sentence(tiny_run, tmp_path, monkeypatch,
     assert (tmp_path / "run" / "checkpoints" / f"step-{int(saved):08d}").is_dir()
 
 
+@pytest.mark.slow
 def test_bare_accelerate_launch_with_combined_strategies(tiny_run, tmp_path):
     strategies = ["--strategy", "adamw_8bit", "--strategy", "gradient_checkpointing"]
     start([str(BIN / "accelerate"), "launch", TRAIN, *tiny_run(data=ONLY_TRAIN), *strategies])

@@ -103,6 +103,7 @@ def test_killed_twice_and_equal_to_unbroken(unbroken, run_train, tiny_run, tmp_p
     compare(unbroken, resumed)
 
 
+@pytest.mark.slow
 def test_every_checkpoint_of_a_run_continues_to_the_same_end(unbroken, run_train, tiny_run, tmp_path):
     """All positions, the ends of epochs among them (24 clips in batches of 4: steps 6 and 12)."""
     for step in (2, 6, 12, 14):
