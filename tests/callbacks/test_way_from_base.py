@@ -240,7 +240,7 @@ def test_two_processes_go_the_way_of_one(trainings, tiny_model, clips, tmp_path,
         two=(2, "--strategy", engine, *common, settings),
     )
     one, two = (points(tmp_path / name) for name in ("one", "two"))
-    assert [p["way"] for p in one] == [p["way"] for p in two] == [0.0625, 0.125, 0.25, 0.5, 1]
+    assert [p["way"] for p in one] == [p["way"] for p in two] == [0.0625, 0.125, 0.25, 0.5, 0.75, 1]
     for a, b in zip(one, two, strict=True):
         assert [b[key] for key in ("validation_wer", "guard_wer")] == pytest.approx(
             [a["validation_wer"], a["guard_wer"]], abs=0.05
