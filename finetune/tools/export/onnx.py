@@ -5,20 +5,36 @@ from __future__ import annotations
 import gc
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from finetune.errors import UserError
 from finetune.models.loading import load_model
+from finetune.models.look_ahead import choose_contexts
 from finetune.models.nemo import set_head
 from finetune.tools.export.graphs import Graphs, write_graphs
+from finetune.tools.export.online_graphs import write_online_graphs
 from finetune.tools.export.layouts import whole_or_nothing, write_layout
 from finetune.tools.export.refusals import check_expressible
 
+if TYPE_CHECKING:
+    from finetune.models.look_ahead import Context
+    from finetune.models.protocols import AsrModel
 
-def graphs_of(model_name: str, folder: Path, to: str, head: str | None = None, tokenizer: str | None = None) -> Graphs:
+
+def graphs_of(
+    model_name: str,
+    folder: Path,
+    to: str,
+    head: str | None = None,
+    tokenizer: str | None = None,
+    look_ahead: str | None = None,
+) -> Graphs:
     """Load a model and write its float32 graphs into `folder`; the model is dropped.
 
     Args:
         to: onnx or sherpa.
         head: "ctc" or "transducer", which a hybrid model has both of; None: the one it decodes with.
+        look_ahead: in encoder frames, for sherpa-onnx's online recogniser; None: for whole recordings.
 
     Raises:
         UserError: it cannot be loaded, or the runtime cannot decode it as NeMo does (with every reason).
@@ -26,11 +42,24 @@ def graphs_of(model_name: str, folder: Path, to: str, head: str | None = None, t
     model = load_model(model_name, tokenizer)
     if head is not None:
         set_head(model, head, model_name)
-    check_expressible(model, to, model_name)
-    graphs = write_graphs(model, folder, to)
+    context = None if look_ahead is None else one_context(model, look_ahead)
+    check_expressible(model, to, model_name, online=context is not None)
+    graphs = write_graphs(model, folder, to) if context is None else write_online_graphs(model, folder, context)
     del model
     gc.collect()  # a trace leaves circles that hold all weights, and int8 needs the memory
     return graphs
+
+
+def one_context(model: AsrModel, look_ahead: str) -> Context:
+    """Return the context of a look-ahead.
+
+    Raises:
+        UserError: it names several, or the model was not trained with it.
+    """
+    if look_ahead == "all" or "," in look_ahead:
+        known = ", ".join(choose_contexts(model, "all"))
+        raise UserError(f"--look-ahead: an export has one look-ahead. Write one directory for each of: {known}.")
+    return choose_contexts(model, look_ahead)[look_ahead]
 
 
 def export_onnx(
@@ -41,6 +70,7 @@ def export_onnx(
     precision: str = "fp32",
     head: str | None = None,
     tokenizer: str | None = None,
+    look_ahead: str | None = None,
 ) -> str:
     """Write a model in the layout of a runtime, whole or not at all.
 
@@ -51,6 +81,7 @@ def export_onnx(
         precision: fp32, fp16 or int8.
         head: of a hybrid model.
         tokenizer: directory with tokenizer.model, for a NeMo model YAML.
+        look_ahead: as of `graphs_of`.
 
     Returns:
         What was written, in lines to print.
@@ -62,7 +93,7 @@ def export_onnx(
         whole_or_nothing(output) as aside,
         tempfile.TemporaryDirectory(prefix=f".{output.name}.graphs-", dir=aside.parent) as folder,
     ):
-        graphs = graphs_of(model_name, Path(folder), to, head, tokenizer)
+        graphs = graphs_of(model_name, Path(folder), to, head, tokenizer, look_ahead)
         write_layout(graphs, aside, to, precision)
     size = sum(file.stat().st_size for file in output.iterdir())
     return f"{output} ({graphs.kind}, {precision}, {size / 1e6:.1f} MB)"

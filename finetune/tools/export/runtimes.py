@@ -16,13 +16,15 @@ import numpy as np
 from finetune.errors import UserError
 from finetune.tools.export import PRECISIONS, RUNTIMES
 from finetune.tools.export.layouts import suffix_of
+from finetune.tools.export.online import cut_of_metadata
 from finetune.tools.export.sherpa_features import sherpa_features
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
 EXTRA = "pip install -c constraints.txt -e '.[export]'"
+TRANSDUCER = ("encoder", "decoder", "joiner")
 SAMPLE_RATE = 16000
 """Hz, of the audio that the exports take."""
 
@@ -131,13 +133,11 @@ class SherpaOnnx(Exported):
     has_nemo_features = False
 
     def _load(self) -> None:
-        import onnx
         import sherpa_onnx
 
         ctc = (self.directory / f"model{suffix_of(self.precision)}.onnx").is_file()
         self.kind = "ctc" if ctc else "tdt"
-        header = onnx.load(str(self.directory / self._encoder_file()), load_external_data=False)
-        metadata = {entry.key: entry.value for entry in header.metadata_props}
+        metadata = metadata_of(self.directory / self._encoder_file())
         if not ctc and "tdt" not in metadata.get("url", ""):
             self.kind = "rnnt"
         self._bins = int(metadata.get("feat_dim", 80))
@@ -153,7 +153,7 @@ class SherpaOnnx(Exported):
             return
         parts = {
             part: str(self.directory / f"{part}{suffix_of(self.precision)}.onnx")
-            for part in ("encoder", "decoder", "joiner")
+            for part in TRANSDUCER
         }
         self._recognizer = sherpa_onnx.OfflineRecognizer.from_transducer(
             **parts, model_type="nemo_transducer", **common
@@ -176,6 +176,68 @@ class SherpaOnnx(Exported):
 
     def features(self, audio_S: np.ndarray) -> np.ndarray:
         return sherpa_features(audio_S, self._bins, self.kind)
+
+
+class SherpaOnnxOnline(Exported):
+    """A directory in the layout of sherpa-onnx's online recogniser of NeMo transducers, for one look-ahead."""
+
+    to = "sherpa"
+    has_nemo_features = False
+
+    def _load(self) -> None:
+        import sherpa_onnx
+
+        metadata = metadata_of(self.directory / self._encoder_file())
+        self.cut, self._bins = cut_of_metadata(metadata), int(metadata.get("feat_dim", 80))
+        self.kind = "rnnt"
+        self._recognizer: Any = sherpa_onnx.OnlineRecognizer.from_transducer(
+            **{p: str(self.directory / f"{p}{suffix_of(self.precision)}.onnx") for p in TRANSDUCER},
+            tokens=str(self.directory / "tokens.txt"),
+            num_threads=self.threads,
+            sample_rate=self.sample_rate,
+            feature_dim=self._bins,
+        )
+
+    def _encoder_file(self) -> str:
+        return f"encoder{suffix_of(self.precision)}.onnx"
+
+    def texts(self, audios: Sequence[np.ndarray], batch_size: int = 1) -> list[str]:
+        found: list[str] = []
+        for first in range(0, len(audios), batch_size):
+            streams = [self._stream_of([audio_S]) for audio_S in audios[first : first + batch_size]]
+            while ready := [stream for stream in streams if self._recognizer.is_ready(stream)]:
+                self._recognizer.decode_streams(ready)
+            found += [self._recognizer.get_result(stream) for stream in streams]
+        return found
+
+    def text_of_blocks(self, blocks: Iterable[np.ndarray]) -> str:
+        """Return the text of a recording of any length that comes in blocks, (S,) each; it is recognised as it comes."""
+        return self._recognizer.get_result(self._stream_of(blocks, as_it_comes=True))
+
+    def _stream_of(self, blocks: Iterable[np.ndarray], *, as_it_comes: bool = False) -> Any:
+        stream, samples = self._recognizer.create_stream(), 0
+        stream.accept_waveform(self.sample_rate, np.zeros(self.cut.lead, dtype=np.float32))
+        for block_S in blocks:
+            stream.accept_waveform(self.sample_rate, block_S)
+            samples += len(block_S)
+            while as_it_comes and self._recognizer.is_ready(stream):
+                self._recognizer.decode_stream(stream)
+        stream.accept_waveform(self.sample_rate, np.zeros(self.cut.tail(samples), dtype=np.float32))
+        stream.input_finished()
+        while as_it_comes and self._recognizer.is_ready(stream):
+            self._recognizer.decode_stream(stream)
+        return stream
+
+    def features(self, audio_S: np.ndarray) -> np.ndarray:
+        raise NotImplementedError
+
+
+def metadata_of(file: Path) -> dict[str, str]:
+    """Return what an ONNX file says of itself."""
+    import onnx
+
+    header = onnx.load(str(file), load_external_data=False)
+    return {entry.key: entry.value for entry in header.metadata_props}
 
 
 def check_installed(package: str) -> None:

@@ -1,0 +1,83 @@
+"""How a recording is cut for sherpa-onnx's online recogniser, so that each window is a chunk of NeMo's cache-aware
+inference.
+
+NeMo's first chunk is shorter than the others: a mel frame, and one more encoder frame's worth for each frame of
+look-ahead. sherpa-onnx has windows of one size. So `skipped` frames of silence go before the recording, which the
+graph leaves out of the first window, and every later window ends where NeMo's chunk does.
+
+S samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from finetune.tools.export.sherpa_features import SHIFT, WINDOW
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+CENTRE = SHIFT // 2
+"""Samples by which sherpa-onnx's frames lie behind NeMo's."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The windows of one look-ahead.
+
+    Attributes:
+        look_ahead: in encoder frames.
+        window: mel frames of a window, from one to the next as well.
+        skipped: of the first window, that are before the recording.
+        carried: mel frames before a window that the subsampling needs.
+        dropped: encoder frames that come of them, and that are not kept.
+        channel: layers, encoder frames and width of the attention's cache.
+        time: rows, width and frames of the convolutions' cache. A row is a layer's; those above the layers hold the
+            carried mel frames.
+    """
+
+    look_ahead: int
+    window: int
+    skipped: int
+    carried: int
+    dropped: int
+    channel: tuple[int, int, int]
+    time: tuple[int, int, int]
+
+    @property
+    def lead(self) -> int:
+        """Samples of silence to put before a recording."""
+        return self.skipped * SHIFT + CENTRE
+
+    def with_tail(self, audio_S: np.ndarray) -> np.ndarray:
+        """Return a recording with as much silence behind it as the last chunk takes: at least 12.5 ms, so that
+        sherpa-onnx, which mirrors a recording at its end, hears nothing there."""
+        return np.pad(audio_S, (0, self.tail(len(audio_S))))
+
+    def tail(self, samples: int) -> int:
+        """Samples of silence to put behind a recording of `samples`."""
+        window, skipped = self.window * SHIFT, self.skipped * SHIFT
+        return window - 1 - (samples + WINDOW // 2 + skipped - 1) % window + WINDOW // 2
+
+    def metadata(self) -> dict[str, int]:
+        """Return what the encoder's file says of it: the keys that sherpa-onnx reads, and some of this project."""
+        values = {"window_size": self.window, "chunk_shift": self.window}
+        for name, shape in (("channel", self.channel), ("time", self.time)):
+            values |= {f"cache_last_{name}_dim{i}": size for i, size in enumerate(shape, 1)}
+        own = {key: value for key, value in asdict(self).items() if isinstance(value, int) and key != "window"}
+        return values | own
+
+
+def cut_of_metadata(said: Mapping[str, Any]) -> Cut | None:
+    """Return the cut that an encoder's file says it is made for; None of a file for whole recordings.
+
+    What the files of others do not say is as if nothing had to go before a recording.
+    """
+    if "window_size" not in said:
+        return None
+    shapes = [tuple(int(said[f"cache_last_{name}_dim{i}"]) for i in (1, 2, 3)) for name in ("channel", "time")]
+    own = (int(said.get(key, 0)) for key in ("skipped", "carried", "dropped"))
+    return Cut(int(said.get("look_ahead", -1)), int(said["chunk_shift"]), *own, *shapes)
