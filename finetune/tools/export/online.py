@@ -5,7 +5,7 @@ NeMo's first chunk is shorter than the others: a mel frame, and one more encoder
 look-ahead. sherpa-onnx has windows of one size. So `skipped` frames of silence go before the recording, which the
 graph leaves out of the first window, and every later window ends where NeMo's chunk does.
 
-S samples.
+S samples, F mel bins, T mel or encoder frames, H width of the encoder.
 """
 
 from __future__ import annotations
@@ -81,3 +81,22 @@ def cut_of_metadata(said: Mapping[str, Any]) -> Cut | None:
     shapes = [tuple(int(said[f"cache_last_{name}_dim{i}"]) for i in (1, 2, 3)) for name in ("channel", "time")]
     own = (int(said.get(key, 0)) for key in ("skipped", "carried", "dropped"))
     return Cut(int(said.get("look_ahead", -1)), int(said["chunk_shift"]), *own, *shapes)
+
+
+def encode_windows(session: Any, mel_FT: np.ndarray, cut: Cut) -> np.ndarray:
+    """Return the (1, H, T) outputs of an encoder that hears chunks, window by window as sherpa-onnx runs it.
+
+    Args:
+        session: of onnxruntime.
+        mel_FT: (F, T) features of a recording with its tail, without the frames before it.
+    """
+    names, found = [i.name for i in session.get_inputs()], []
+    shapes = (1, *cut.channel), (1, *cut.time)
+    states = [*(np.zeros(shape, dtype=np.float32) for shape in shapes), np.zeros(1, dtype=np.int64)]
+    mel_FT = np.pad(mel_FT, ((0, 0), (cut.skipped, 0)))
+    for end in range(cut.window, mel_FT.shape[1] + 1, cut.window):
+        window_1FT = np.ascontiguousarray(mel_FT[None, :, end - cut.window : end], dtype=np.float32)
+        values = [window_1FT, np.array([cut.window]), *states]
+        out_1HT, _, *states = session.run(None, dict(zip(names, values, strict=True)))
+        found.append(out_1HT)
+    return np.concatenate(found, axis=2)

@@ -11,6 +11,7 @@ the attention's cache, K frames of the convolutions' cache.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from finetune.errors import UserError
 from finetune.tools.export.graphs import Encoder, Graphs, described, quiet, trace, trace_transducer, untyped
 from finetune.tools.export.online import Cut
+from finetune.tools.export.sherpa_features import ABOVE, FLOOR, GUARD
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,6 +79,7 @@ class OnlineEncoder(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         cut, encoder, layers = self.cut, self.encoder, self.cut.channel[0]
         first_B11 = (heard_B == 0).view(-1, 1, 1)
+        mel_BFT = _with_nemos_guard(mel_BFT)
         # Nothing is before a recording: not silence either, which has features of its own.
         mel_BFT = torch.where(first_B11 & (torch.arange(cut.window) < cut.skipped), torch.zeros(()), mel_BFT)
         carried_BN = time_BRHK[:, layers:].flatten(1)[:, : self.features * cut.carried]
@@ -98,6 +101,13 @@ class OnlineEncoder(torch.nn.Module):
         kept_BN = torch.nn.functional.pad(kept_BN, (0, rows * width * frames - self.features * cut.carried))
         time_BRHK = torch.cat([time_LBHK.transpose(0, 1), kept_BN.view(-1, rows, width, frames)], dim=1)
         return enc_BHT, frames_B, channel_LBCH.transpose(0, 1), time_BRHK, heard_B
+
+
+def _with_nemos_guard(mel_BFT: torch.Tensor) -> torch.Tensor:
+    """What `finetune.tools.export.sherpa_features.with_nemos_guard` does."""
+    guard, floor = math.log(GUARD), math.log(FLOOR * ABOVE)
+    guarded_BFT = mel_BFT + (guard - mel_BFT).exp().add(1).log()
+    return torch.where(mel_BFT > floor, guarded_BFT, torch.full((), guard))
 
 
 def write_online_graphs(model: AsrModel, folder: Path, context: Context) -> Graphs:

@@ -17,7 +17,7 @@ from finetune.errors import UserError
 from finetune.tools.export import PRECISIONS, RUNTIMES
 from finetune.tools.export.layouts import suffix_of
 from finetune.tools.export.online import cut_of_metadata
-from finetune.tools.export.sherpa_features import sherpa_features
+from finetune.tools.export.sherpa_features import online_features, sherpa_features, with_nemos_guard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -229,7 +229,12 @@ class SherpaOnnxOnline(Exported):
         return stream
 
     def features(self, audio_S: np.ndarray) -> np.ndarray:
-        raise NotImplementedError
+        return with_nemos_guard(self.raw_features(audio_S))
+
+    def raw_features(self, audio_S: np.ndarray) -> np.ndarray:
+        """Return the (F, T) features that the encoder's file gets of a recording with its tail."""
+        whole_S = np.concatenate([np.zeros(self.cut.lead, dtype=np.float32), self.cut.with_tail(audio_S)])
+        return online_features(whole_S, self._bins)[:, self.cut.skipped :]
 
 
 def metadata_of(file: Path) -> dict[str, str]:
