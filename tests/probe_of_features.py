@@ -18,7 +18,7 @@ FLOAT, INT32, INT64 = TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64
 
 
 def read(audio_S: np.ndarray, kind: str, folder: Path) -> np.ndarray:
-    """Return the (F, T) features that sherpa-onnx computes for a tdt model, for one that is decoded online, or, in some
+    """Return the (F, T) features that sherpa-onnx computes for a tdt model, for an online one, or, in some
     of the bins, for a ctc model; nan in the others."""
     if kind == "online":
         return _of_online(audio_S, folder)

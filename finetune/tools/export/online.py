@@ -15,10 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from finetune.errors import UserError
 from finetune.tools.export.sherpa_features import SHIFT, WINDOW
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from finetune.models.look_ahead import Context
+    from finetune.models.protocols import AsrModel
 
 CENTRE = SHIFT // 2
 """Samples by which sherpa-onnx's frames lie behind NeMo's."""
@@ -69,6 +73,31 @@ class Cut:
             values |= {f"cache_last_{name}_dim{i}": size for i, size in enumerate(shape, 1)}
         own = {key: value for key, value in asdict(self).items() if isinstance(value, int) and key != "window"}
         return values | own
+
+
+def cut_of(model: AsrModel, context: Context) -> Cut:
+    """Return how recordings are cut for a model with one of its contexts, and set the model's streaming to it.
+
+    Raises:
+        UserError: the subsampling's chunks are not those that a window can be.
+    """
+    encoder: Any = model.encoder
+    encoder.setup_streaming_params(att_context_size=list(context))
+    s, width = encoder.streaming_cfg, encoder.d_model
+    sizes = (s.chunk_size, s.shift_size, s.pre_encode_cache_size)
+    if not all(isinstance(size, list) for size in sizes) or s.chunk_size != s.shift_size or context[0] < 1:
+        raise UserError(
+            f"--look-ahead: chunks of {s.chunk_size} mel frames every {s.shift_size} frames, context {list(context)}: "
+            "only subsampling by convolutions, and a left context of a fixed size, can be carried from one window to "
+            "the next.",
+            exit_code=1,
+        )
+    first, later = s.chunk_size
+    carried, frames = s.pre_encode_cache_size[1], encoder.conv_context_size[0]
+    rows = -(-int(model.cfg.preprocessor.features) * carried // (width * frames))
+    layers = len(encoder.layers)
+    channel, time = (layers, s.last_channel_cache_size, width), (layers + rows, width, frames)
+    return Cut(context[1], later, later - first, carried, s.drop_extra_pre_encoded, channel, time)
 
 
 def cut_of_metadata(said: Mapping[str, Any]) -> Cut | None:

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.errors import UserError
 from finetune.tools.export.graphs import Encoder, Graphs, described, quiet, trace, trace_transducer, untyped
-from finetune.tools.export.online import Cut
+from finetune.tools.export.online import Cut, cut_of
 from finetune.tools.export.sherpa_features import ABOVE, FLOOR, GUARD
 
 if TYPE_CHECKING:
@@ -28,31 +27,6 @@ if TYPE_CHECKING:
     from finetune.models.protocols import AsrModel
 
 STATES = ("cache_last_channel", "cache_last_time", "cache_last_channel_len")
-
-
-def cut_of(model: AsrModel, context: Context) -> Cut:
-    """Return how recordings are cut for a model with one of its contexts, and set the model's streaming to it.
-
-    Raises:
-        UserError: the subsampling's chunks are not those that a window can be.
-    """
-    encoder: Any = model.encoder
-    encoder.setup_streaming_params(att_context_size=list(context))
-    s, width = encoder.streaming_cfg, encoder.d_model
-    sizes = (s.chunk_size, s.shift_size, s.pre_encode_cache_size)
-    if not all(isinstance(size, list) for size in sizes) or s.chunk_size != s.shift_size or context[0] < 1:
-        raise UserError(
-            f"--look-ahead: chunks of {s.chunk_size} mel frames every {s.shift_size} frames, context {list(context)}: "
-            "only subsampling by convolutions, and a left context of a fixed size, can be carried from one window to "
-            "the next.",
-            exit_code=1,
-        )
-    first, later = s.chunk_size
-    carried, frames = s.pre_encode_cache_size[1], encoder.conv_context_size[0]
-    rows = -(-int(model.cfg.preprocessor.features) * carried // (width * frames))
-    layers = len(encoder.layers)
-    channel, time = (layers, s.last_channel_cache_size, width), (layers + rows, width, frames)
-    return Cut(context[1], later, later - first, carried, s.drop_extra_pre_encoded, channel, time)
 
 
 class OnlineEncoder(torch.nn.Module):
@@ -84,7 +58,9 @@ class OnlineEncoder(torch.nn.Module):
         mel_BFT = torch.where(first_B11 & (torch.arange(cut.window) < cut.skipped), torch.zeros(()), mel_BFT)
         carried_BN = time_BRHK[:, layers:].flatten(1)[:, : self.features * cut.carried]
         whole_BFT = torch.cat([carried_BN.view(-1, self.features, cut.carried), mel_BFT], dim=2)
-        begin_BTH, _ = encoder.pre_encode(x=mel_BFT[:, :, cut.skipped :].transpose(1, 2), lengths=lengths_B - cut.skipped)
+        begin_BTH, _ = encoder.pre_encode(
+            x=mel_BFT[:, :, cut.skipped :].transpose(1, 2), lengths=lengths_B - cut.skipped
+        )
         later_BTH, _ = encoder.pre_encode(x=whole_BFT.transpose(1, 2), lengths=lengths_B + cut.carried)
         enc_BHT, frames_B, channel_LBCH, time_LBHK, heard_B = encoder.streaming_post_process(
             encoder.forward_internal(

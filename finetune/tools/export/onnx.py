@@ -5,20 +5,14 @@ from __future__ import annotations
 import gc
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from finetune.errors import UserError
 from finetune.models.loading import load_model
-from finetune.models.look_ahead import choose_contexts
+from finetune.models.look_ahead import one_context
 from finetune.models.nemo import set_head
 from finetune.tools.export.graphs import Graphs, write_graphs
-from finetune.tools.export.online_graphs import write_online_graphs
 from finetune.tools.export.layouts import whole_or_nothing, write_layout
+from finetune.tools.export.online_graphs import write_online_graphs
 from finetune.tools.export.refusals import check_expressible
-
-if TYPE_CHECKING:
-    from finetune.models.look_ahead import Context
-    from finetune.models.protocols import AsrModel
 
 
 def graphs_of(
@@ -48,18 +42,6 @@ def graphs_of(
     del model
     gc.collect()  # a trace leaves circles that hold all weights, and int8 needs the memory
     return graphs
-
-
-def one_context(model: AsrModel, look_ahead: str) -> Context:
-    """Return the context of a look-ahead.
-
-    Raises:
-        UserError: it names several, or the model was not trained with it.
-    """
-    if look_ahead == "all" or "," in look_ahead:
-        known = ", ".join(choose_contexts(model, "all"))
-        raise UserError(f"--look-ahead: an export has one look-ahead. Write one directory for each of: {known}.")
-    return choose_contexts(model, look_ahead)[look_ahead]
 
 
 def export_onnx(

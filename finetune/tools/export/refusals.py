@@ -52,7 +52,9 @@ def _against_streaming(model: AsrModel) -> list[str]:
     """sherpa-onnx has one online recogniser of NeMo models with NeMo's features, that of RNN-T with caches."""
     reasons = []
     if chosen_head(model) == "ctc":
-        reasons.append("a CTC head with --look-ahead: the online recogniser of CTC models has other features than NeMo")
+        reasons.append(
+            "a CTC head with --look-ahead: the online recogniser of CTC models has other features than NeMo"
+        )
     elif tdt_durations(model):
         reasons.append("a TDT head with --look-ahead: the online recogniser reads each frame and knows no durations")
     if is_unified(model):

@@ -17,11 +17,13 @@ from finetune.errors import UserError
 from finetune.tools.export import PRECISIONS, RUNTIMES
 from finetune.tools.export.layouts import suffix_of
 from finetune.tools.export.online import cut_of_metadata
-from finetune.tools.export.sherpa_features import online_features, sherpa_features, with_nemos_guard
+from finetune.tools.export.sherpa_features import SHIFT, online_features, sherpa_features, with_nemos_guard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
+
+    from finetune.tools.export.online import Cut
 
 EXTRA = "pip install -c constraints.txt -e '.[export]'"
 TRANSDUCER = ("encoder", "decoder", "joiner")
@@ -151,10 +153,7 @@ class SherpaOnnx(Exported):
             model = str(self.directory / self._encoder_file())
             self._recognizer: Any = sherpa_onnx.OfflineRecognizer.from_nemo_ctc(model=model, **common)
             return
-        parts = {
-            part: str(self.directory / f"{part}{suffix_of(self.precision)}.onnx")
-            for part in TRANSDUCER
-        }
+        parts = {part: str(self.directory / f"{part}{suffix_of(self.precision)}.onnx") for part in TRANSDUCER}
         self._recognizer = sherpa_onnx.OfflineRecognizer.from_transducer(
             **parts, model_type="nemo_transducer", **common
         )
@@ -188,10 +187,16 @@ class SherpaOnnxOnline(Exported):
         import sherpa_onnx
 
         metadata = metadata_of(self.directory / self._encoder_file())
-        self.cut, self._bins = cut_of_metadata(metadata), int(metadata.get("feat_dim", 80))
-        self.kind = "rnnt"
+        cut = cut_of_metadata(metadata)
+        assert cut is not None
+        self.kind, self.cut, self._bins = "rnnt", cut, int(metadata.get("feat_dim", 80))
+        # In the files of others a window ends behind the next one's start.
+        self._beyond = (int(metadata["window_size"]) - cut.window) * SHIFT
+        parts = {part: str(self.directory / f"{part}{suffix_of(self.precision)}.onnx") for part in TRANSDUCER}
         self._recognizer: Any = sherpa_onnx.OnlineRecognizer.from_transducer(
-            **{p: str(self.directory / f"{p}{suffix_of(self.precision)}.onnx") for p in TRANSDUCER},
+            encoder=parts["encoder"],
+            decoder=parts["decoder"],
+            joiner=parts["joiner"],
             tokens=str(self.directory / "tokens.txt"),
             num_threads=self.threads,
             sample_rate=self.sample_rate,
@@ -211,7 +216,7 @@ class SherpaOnnxOnline(Exported):
         return found
 
     def text_of_blocks(self, blocks: Iterable[np.ndarray]) -> str:
-        """Return the text of a recording of any length that comes in blocks, (S,) each; it is recognised as it comes."""
+        """Return the text of a recording of any length in blocks of samples, which is recognised as it comes."""
         return self._recognizer.get_result(self._stream_of(blocks, as_it_comes=True))
 
     def _stream_of(self, blocks: Iterable[np.ndarray], *, as_it_comes: bool = False) -> Any:
@@ -222,7 +227,7 @@ class SherpaOnnxOnline(Exported):
             samples += len(block_S)
             while as_it_comes and self._recognizer.is_ready(stream):
                 self._recognizer.decode_stream(stream)
-        stream.accept_waveform(self.sample_rate, np.zeros(self.cut.tail(samples), dtype=np.float32))
+        stream.accept_waveform(self.sample_rate, np.zeros(self.cut.tail(samples) + self._beyond, dtype=np.float32))
         stream.input_finished()
         while as_it_comes and self._recognizer.is_ready(stream):
             self._recognizer.decode_stream(stream)
@@ -243,6 +248,12 @@ def metadata_of(file: Path) -> dict[str, str]:
 
     header = onnx.load(str(file), load_external_data=False)
     return {entry.key: entry.value for entry in header.metadata_props}
+
+
+def cut_of_directory(directory: Path, precision: str) -> Cut | None:
+    """Return how a directory's online recogniser cuts recordings; None of one for whole recordings."""
+    encoder = directory / f"encoder{suffix_of(precision)}.onnx"
+    return cut_of_metadata(metadata_of(encoder)) if encoder.is_file() else None
 
 
 def check_installed(package: str) -> None:
@@ -291,4 +302,7 @@ def load_exported(directory: Path, threads: int = 1) -> Exported:
     if layout is None:
         raise UserError(f"{directory} is no directory of `python -m finetune.export --to onnx` or `--to sherpa`.")
     to, precision = layout
-    return (OnnxAsr if to == "onnx" else SherpaOnnx)(directory, precision, threads)
+    if to == "onnx":
+        return OnnxAsr(directory, precision, threads)
+    kind = SherpaOnnx if cut_of_directory(directory, precision) is None else SherpaOnnxOnline
+    return kind(directory, precision, threads)

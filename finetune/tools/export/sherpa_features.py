@@ -6,9 +6,9 @@ half a frame shift behind NeMo's, the window is Povey's (Hann's to the power of 
 decoding of an export can be compared with NeMo's exactly. tests/tools/test_export_onnx.py reads the features of the
 installed sherpa-onnx out and compares.
 
-The online recogniser's are nearer: its window is Hann's, it normalises nothing, and with half a frame shift of silence
-before the recording its frames are NeMo's. What is left is a window that lies half a sample beside NeMo's, and energies
-below a floor, which it raises to it.
+The online recogniser's are nearer: its window is Hann's, it normalises nothing, and with half a frame shift of
+silence before the recording its frames are NeMo's. What is left is a window that lies half a sample beside NeMo's, and
+energies below a floor, which it raises to it.
 
 S samples, F mel bins, T frames, W samples of a window, K frequencies.
 """
