@@ -104,14 +104,15 @@ def readme(graphs: Graphs, to: str, precision: str) -> str:
         "```",
     ]
     if graphs.online is not None:
+        skipped = graphs.online.skipped * SHIFT * 1000 // RATE
         milliseconds = graphs.online.window * SHIFT * 1000 // RATE
         lines[2] += (
             f" It streams with a look-ahead of {graphs.online.look_ahead} frames: a chunk is {milliseconds} ms."
         )
         lines += [
             "",
-            f"Send {graphs.online.lead} samples of silence before the first sound, as the programs here do: the model "
-            f"leaves the first {graphs.online.skipped * SHIFT * 1000 // RATE} ms out. The last chunk has to be full, so "
+            f"Send {graphs.online.lead} samples of silence before the first sound, as the programs do: the model "
+            f"leaves the first {skipped} ms out. The last chunk has to be full, so "
             "silence follows the last sound as well.",
         ]
     if to == "sherpa":

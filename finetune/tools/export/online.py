@@ -107,9 +107,12 @@ def cut_of_metadata(said: Mapping[str, Any]) -> Cut | None:
     """
     if "window_size" not in said:
         return None
-    shapes = [tuple(int(said[f"cache_last_{name}_dim{i}"]) for i in (1, 2, 3)) for name in ("channel", "time")]
-    own = (int(said.get(key, 0)) for key in ("skipped", "carried", "dropped"))
-    return Cut(int(said.get("look_ahead", -1)), int(said["chunk_shift"]), *own, *shapes)
+    channel, time = (
+        (int(said[f"{name}_dim1"]), int(said[f"{name}_dim2"]), int(said[f"{name}_dim3"]))
+        for name in ("cache_last_channel", "cache_last_time")
+    )
+    skipped, carried, dropped = (int(said.get(key, 0)) for key in ("skipped", "carried", "dropped"))
+    return Cut(int(said.get("look_ahead", -1)), int(said["chunk_shift"]), skipped, carried, dropped, channel, time)
 
 
 def encode_windows(session: Any, mel_FT: np.ndarray, cut: Cut) -> np.ndarray:
