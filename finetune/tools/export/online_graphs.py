@@ -18,7 +18,7 @@ import torch
 
 from finetune.tools.export.graphs import Encoder, Graphs, described, quiet, trace, trace_transducer, untyped
 from finetune.tools.export.online import Cut, cut_of
-from finetune.tools.export.sherpa_features import ABOVE, FLOOR, GUARD
+from finetune.tools.export.sherpa_features import ABOVE, BELOW, FLOOR, GUARD
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,9 +81,8 @@ class OnlineEncoder(torch.nn.Module):
 
 def _with_nemos_guard(mel_BFT: torch.Tensor) -> torch.Tensor:
     """What `finetune.tools.export.sherpa_features.with_nemos_guard` does."""
-    guard, floor = math.log(GUARD), math.log(FLOOR * ABOVE)
-    guarded_BFT = mel_BFT + (guard - mel_BFT).exp().add(1).log()
-    return torch.where(mel_BFT > floor, guarded_BFT, torch.full((), guard))
+    heard_BFT = torch.where(mel_BFT > math.log(FLOOR * ABOVE), mel_BFT, torch.full((), math.log(BELOW)))
+    return heard_BFT + (math.log(GUARD) - heard_BFT).exp().add(1).log()
 
 
 def write_online_graphs(model: AsrModel, folder: Path, context: Context) -> Graphs:

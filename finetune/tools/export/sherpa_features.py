@@ -28,6 +28,8 @@ FLOOR = 2.0**-23
 """Least energy of the online recogniser's features."""
 ABOVE = 1.001
 """Times the floor, from which on an energy is heard."""
+BELOW = FLOOR / 6
+"""What an energy at the floor is taken for: the median of those below it in telephone prompts."""
 
 
 def sherpa_features(audio_S: np.ndarray, bins: int, kind: str) -> np.ndarray:
@@ -48,10 +50,10 @@ def online_features(audio_S: np.ndarray, bins: int) -> np.ndarray:
 
 
 def with_nemos_guard(mel_FT: np.ndarray) -> np.ndarray:
-    """Return the online recogniser's features with the guard that NeMo adds to an energy. What is at the floor, such
-    as digital silence, is taken for nothing at all; an export's graph does the same."""
+    """Return the online recogniser's features with the guard that NeMo adds to an energy; an export's graph does the
+    same."""
     energy_FT = np.exp(mel_FT.astype(np.float64))
-    return np.log(np.where(energy_FT > FLOOR * ABOVE, energy_FT, 0) + GUARD).astype(np.float32)
+    return np.log(np.where(energy_FT > FLOOR * ABOVE, energy_FT, BELOW) + GUARD).astype(np.float32)
 
 
 def _energies(audio_S: np.ndarray, bins: int, kind: str) -> np.ndarray:
