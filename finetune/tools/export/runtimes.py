@@ -5,6 +5,7 @@ F mel bins, T mel or encoder frames, H width of the encoder or outputs of a CTC 
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import time
@@ -244,6 +245,12 @@ class SherpaOnnxOnline(Exported):
 
 def metadata_of(file: Path) -> dict[str, str]:
     """Return what an ONNX file says of itself."""
+    return _metadata_of(file, file.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1)
+def _metadata_of(file: Path, _changed: int) -> dict[str, str]:
+    """Read a file once, which may have gigabytes."""
     import onnx
 
     header = onnx.load(str(file), load_external_data=False)

@@ -29,7 +29,7 @@ FLOOR = 2.0**-23
 ABOVE = 1.001
 """Times the floor, from which on an energy is heard."""
 BELOW = FLOOR / 6
-"""What an energy at the floor is taken for: the median of those below it in telephone prompts."""
+"""What an energy at the floor is taken for: the median of those below it in the sample data."""
 
 
 def sherpa_features(audio_S: np.ndarray, bins: int, kind: str) -> np.ndarray:
