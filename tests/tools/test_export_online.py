@@ -196,9 +196,7 @@ def test_transcribe_and_evaluate_take_it(
 
 
 def test_the_gate_compares_with_cache_aware_inference(case: SimpleNamespace, clips: Path, tmp_path: Path) -> None:
-    """NeMo's side streams; what differs is found part by part, also the metadata by which sherpa-onnx cuts."""
-    import onnx
-
+    """NeMo's side streams, and what differs is looked for part by part."""
     from finetune.tools.export.gate.gate import gather_clips
     from finetune.tools.export.gate.one_parts import compare_all
     from finetune.tools.export.gate.one_side import measure
@@ -217,6 +215,18 @@ def test_the_gate_compares_with_cache_aware_inference(case: SimpleNamespace, cli
     for part in ("token table", "settings", "encoder outputs", "decoder and joint"):
         assert states[part] == "equal", states
     assert "features" in states
+
+
+@pytest.mark.slow
+def test_a_cut_that_is_not_the_models_is_named(case: SimpleNamespace, clips: Path, tmp_path: Path) -> None:
+    import onnx
+
+    from finetune.tools.export.gate.gate import gather_clips
+    from finetune.tools.export.gate.one_parts import compare_all
+
+    gathered = gather_clips([str(clips / "manifest.jsonl")], "validation", 16000, tmp_path / "clips", max_samples=1)
+    request = {"clips": gathered.folder, "threads": 1, "head": None, "tokenizer": None, "look_ahead": "1"}
+    request |= {"model": str(case.model), "chosen": [0]}
     broken = tmp_path / "broken"
     broken.mkdir()
     for path in case.directory.iterdir():
@@ -229,6 +239,7 @@ def test_the_gate_compares_with_cache_aware_inference(case: SimpleNamespace, cli
     assert "window_size is '24' in place of 16" in parts["settings"]["note"]
 
 
+@pytest.mark.slow
 def test_int8_ranks_its_layers_window_by_window(case: SimpleNamespace, clips: Path, tmp_path: Path) -> None:
     from finetune.tools.export.gate.gate import gather_clips
     from finetune.tools.export.gate.one_ranking import nodes_of, rank
