@@ -158,7 +158,7 @@ def test_look_aheads_that_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_heads_and_features_that_are_refused(archive_of: Callable[..., Path]) -> None:
+def test_heads_and_features_that_are_refused(archive_of: Callable[..., Path], tiny_model: Path) -> None:
     from finetune.models.nemo import set_head
     from finetune.tools.export.refusals import check_expressible
 
@@ -170,6 +170,8 @@ def test_heads_and_features_that_are_refused(archive_of: Callable[..., Path]) ->
         check_expressible(model, "sherpa", "it", online=True)
     for reason in ("CTC head with --look-ahead", "preprocessor.normalize: 'per_feature'"):
         assert reason in str(refused.value)
+    with pytest.raises(UserError, match="a TDT head with --look-ahead"):
+        check_expressible(load_model(str(tiny_model)), "sherpa", "it", online=True)
 
 
 # ---- in use --------------------------------------------------------------------------------------------------------
