@@ -92,6 +92,11 @@ def test_a_tail_fills_the_last_of_nemos_chunks(look_ahead: int) -> None:
 # ---- the recogniser ------------------------------------------------------------------------------------------------
 
 
+def letters(text: str) -> str:
+    """A text without blanks and without the mark of the unknown piece, which the online recogniser leaves out."""
+    return "".join(text.replace("\u2047", " ").split())
+
+
 def check_against_nemo(exported: Any, model: Any, look_ahead: str, audios: list[np.ndarray]) -> None:
     """NeMo's encoder outputs and texts on sherpa-onnx's features; streams alone, in a batch, and in pieces."""
     assert isinstance(exported, SherpaOnnxOnline)
@@ -102,12 +107,12 @@ def check_against_nemo(exported: Any, model: Any, look_ahead: str, audios: list[
         for audio_S in audios:
             enc_TH = encode_features(model, exported.features(audio_S), context)
             np.testing.assert_allclose(graphs.encode(exported.raw_features(audio_S)), enc_TH, atol=2e-5)
-            texts.append(text_of_encoded(model, enc_TH))
+            texts.append(letters(text_of_encoded(model, enc_TH)))
     assert len(set(texts)) > len(texts) / 2
-    assert [text.strip() for text in exported.texts(audios)] == texts
-    assert [text.strip() for text in exported.texts(audios, batch_size=4)] == texts
+    assert list(map(letters, exported.texts(audios))) == texts
+    assert list(map(letters, exported.texts(audios, batch_size=4))) == texts
     pieces = [np.array_split(audio_S, 11) for audio_S in audios]
-    assert [exported.text_of_blocks(blocks).strip() for blocks in pieces] == texts
+    assert [letters(exported.text_of_blocks(blocks)) for blocks in pieces] == texts
 
 
 def test_it_is_nemos_cache_aware_inference(case: SimpleNamespace, audios: list[np.ndarray]) -> None:
