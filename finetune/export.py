@@ -3,6 +3,7 @@
     python -m finetune.export --model M --to nemo --output DIR
     python -m finetune.export --model M --to hf --output DIR [--data D]
     python -m finetune.export --model M --to onnx|sherpa [--precision fp32|fp16|int8] --output DIR [--data D]
+    python -m finetune.export --model M --to sherpa --look-ahead N [--precision fp32|int8] --output DIR [--data D]
     python -m finetune.export --model M --check DIR [--data D]
     python -m finetune.export --model M --to hotwords --boost FILE --output DIR
 
@@ -15,6 +16,8 @@ NeMo; the comparison uses it if it is installed.
 
 What onnx-asr or sherpa-onnx shall run is decoded by it, beside NeMo, on all clips: fp32 has to give the same texts,
 fp16 and int8 a WER whose loss is within --max-loss. What does not pass is not kept; DIR then holds the report.
+With --look-ahead a streaming model is written for sherpa-onnx's online recogniser, for one look-ahead a directory, and
+compared with NeMo's cache-aware inference.
 --check holds a directory that was exported before to the same, and changes nothing.
 --to hotwords writes phrases as sherpa-onnx takes them beside an export of the model (docs/boosting.md).
 """
@@ -54,6 +57,11 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="POINTS",
         help=f"of WER, that the upper end of the 95 %% interval may reach (default: {MAX_LOSS:g}; fp32: equal texts)",
     )
+    only.add_argument(
+        "--look-ahead",
+        metavar="N",
+        help="with --to sherpa, of a streaming model: in encoder frames, such as 13 (docs/streaming.md)",
+    )
     only.add_argument("--max-samples", type=int, default=-1, metavar="N", help="compare on the first N clips only")
     only = parser.add_argument_group("only with --to hf")
     only.add_argument(
@@ -83,6 +91,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--data and --head are not for --to {arguments.to}")
     if not for_runtime and (arguments.precision or arguments.max_loss is not None or arguments.max_samples >= 0):
         parser.error("--precision, --max-loss and --max-samples are for --to onnx and sherpa")
+    if arguments.look_ahead is not None and (arguments.to != "sherpa" or arguments.check is not None):
+        parser.error("--look-ahead is for --to sherpa: other formats hear whole recordings, and --check reads it")
+    if arguments.look_ahead is not None and arguments.precision == "fp16":
+        parser.error("--look-ahead goes with --precision fp32 or int8")
     if arguments.max_loss is not None and arguments.to == "onnx" and arguments.precision in (None, "fp32"):
         parser.error("--max-loss is not for fp32 in onnx-asr, which has to give equal texts")
     if arguments.max_loss is not None and not 0 <= arguments.max_loss <= 100:
@@ -112,6 +124,7 @@ def for_runtimes(arguments: argparse.Namespace) -> str:
         split_to_read(a.data or [], a.split, "validation"),
         a.max_samples,
         a.max_loss,
+        a.look_ahead,
     )
     return check_again(wanted, a.check, a.output) if a.check is not None else export_gated(wanted, a.output)
 

@@ -18,8 +18,10 @@ FLOAT, INT32, INT64 = TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64
 
 
 def read(audio_S: np.ndarray, kind: str, folder: Path) -> np.ndarray:
-    """Return the (F, T) features that sherpa-onnx computes for a tdt model or, in some of the bins, for a ctc model;
-    nan in the others."""
+    """Return the (F, T) features that sherpa-onnx computes for a tdt model, for an online one, or, in some
+    of the bins, for a ctc model; nan in the others."""
+    if kind == "online":
+        return _of_online(audio_S, folder)
     return _of_transducer(audio_S, folder) if kind == "tdt" else _of_ctc(audio_S, folder)
 
 
@@ -62,6 +64,25 @@ def _write(path: Path, nodes: list[Any], inputs: list[Any], outputs: list[Any], 
     onnx.save(model, str(path))
 
 
+def _write_decoder(folder: Path) -> None:
+    """A prediction network whose output is its input."""
+    value = helper.make_tensor_value_info
+    states = [value(f"state_{i}", FLOAT, [1, "b", 1]) for i in range(4)]
+    _write(
+        folder / "decoder.onnx",
+        [
+            helper.make_node("Cast", ["targets"], ["cast"], to=FLOAT),
+            helper.make_node("Unsqueeze", ["cast", "axis"], ["outputs"]),
+            helper.make_node("Identity", ["target_length"], ["prednet_lengths"]),
+            helper.make_node("Identity", ["state_0"], ["state_2"]),
+            helper.make_node("Identity", ["state_1"], ["state_3"]),
+        ],
+        [value("targets", INT32, ["b", "u"]), value("target_length", INT32, ["b"]), *states[:2]],
+        [value("outputs", FLOAT, ["b", 1, "u"]), value("prednet_lengths", INT32, ["b"]), *states[2:]],
+        _constants(axis=np.array([1])),
+    )
+
+
 def _of_transducer(audio_S: np.ndarray, folder: Path) -> np.ndarray:
     """A TDT model with an encoder frame for each digit, each of them a token of duration 1."""
     value = helper.make_tensor_value_info
@@ -85,20 +106,7 @@ def _of_transducer(audio_S: np.ndarray, folder: Path) -> np.ndarray:
         pred_rnn_layers=1,
         pred_hidden=1,
     )
-    states = [value(f"state_{i}", FLOAT, [1, "b", 1]) for i in range(4)]
-    _write(
-        folder / "decoder.onnx",
-        [
-            helper.make_node("Cast", ["targets"], ["cast"], to=FLOAT),
-            helper.make_node("Unsqueeze", ["cast", "axis"], ["outputs"]),
-            helper.make_node("Identity", ["target_length"], ["prednet_lengths"]),
-            helper.make_node("Identity", ["state_0"], ["state_2"]),
-            helper.make_node("Identity", ["state_1"], ["state_3"]),
-        ],
-        [value("targets", INT32, ["b", "u"]), value("target_length", INT32, ["b"]), *states[:2]],
-        [value("outputs", FLOAT, ["b", 1, "u"]), value("prednet_lengths", INT32, ["b"]), *states[2:]],
-        _constants(axis=np.array([1])),
-    )
+    _write_decoder(folder)
     _write(
         folder / "joiner.onnx",
         [
@@ -124,6 +132,79 @@ def _of_transducer(audio_S: np.ndarray, folder: Path) -> np.ndarray:
         **parts, tokens=str(folder / "tokens.txt"), model_type="nemo_transducer", feature_dim=BINS
     )
     return _value(_tokens(recognizer, audio_S).reshape(-1, BINS, 2)).T
+
+
+def _of_online(audio_S: np.ndarray, folder: Path) -> np.ndarray:
+    """An RNN-T model that hears windows of one mel frame, with an encoder frame for each digit. Digits at odd places
+    have tokens of their own, so that the blank can follow a token as soon as it is written."""
+    value, window, tokens = helper.make_tensor_value_info, 1, 2 * BASE
+    caches = [value(f"cache_{i}", FLOAT, ["b", 1, 1, 1]) for i in range(2)]
+    _write(
+        folder / "encoder.onnx",
+        [
+            helper.make_node("Transpose", ["audio_signal"], ["mel"], perm=[0, 2, 1]),
+            *_digits("mel", "digits"),
+            helper.make_node("Reshape", ["digits", "flat"], ["flat_digits"]),
+            helper.make_node("Add", ["flat_digits", "offsets"], ["outputs"]),
+            helper.make_node("Mul", ["length", "digits_a_frame"], ["encoded_lengths"]),
+            *(helper.make_node("Identity", [f"cache_{i}"], [f"next_{i}"]) for i in range(3)),
+        ],
+        [
+            value("audio_signal", FLOAT, ["b", BINS, "t"]),
+            value("length", INT64, ["b"]),
+            *caches,
+            value("cache_2", INT64, ["b"]),
+        ],
+        [
+            value("outputs", FLOAT, ["b", 1, "n"]),
+            value("encoded_lengths", INT64, ["b"]),
+            *(value(f"next_{i}", FLOAT, ["b", 1, 1, 1]) for i in range(2)),
+            value("next_2", INT64, ["b"]),
+        ],
+        _constants(
+            flat=np.array([1, 1, -1]),
+            digits_a_frame=np.array(2 * BINS),
+            offsets=np.tile(np.array([0, BASE], dtype=np.float32), BINS * window).reshape(1, 1, -1),
+        ),
+        vocab_size=tokens,
+        window_size=window,
+        chunk_shift=window,
+        normalize_type="",
+        subsampling_factor=1,
+        pred_rnn_layers=1,
+        pred_hidden=1,
+        **{f"cache_last_{name}_dim{i}": 1 for name in ("channel", "time") for i in (1, 2, 3)},
+    )
+    _write_decoder(folder)
+    _write(
+        folder / "joiner.onnx",
+        [
+            helper.make_node("Unsqueeze", ["encoder_outputs", "last_axis"], ["digit"]),
+            helper.make_node("Sub", ["digit", "numbers"], ["apart"]),
+            helper.make_node("Mul", ["apart", "apart"], ["square"]),
+            helper.make_node("Neg", ["square"], ["near"]),
+            helper.make_node("Sub", ["encoder_outputs", "decoder_outputs"], ["new"]),
+            helper.make_node("Mul", ["new", "new"], ["new_square"]),
+            helper.make_node("Sub", ["half", "new_square"], ["blank"]),
+            helper.make_node("Unsqueeze", ["blank", "last_axis"], ["blank_1"]),
+            helper.make_node("Concat", ["near", "blank_1"], ["outputs"], axis=3),
+        ],
+        [value("encoder_outputs", FLOAT, ["b", 1, 1]), value("decoder_outputs", FLOAT, ["b", 1, 1])],
+        [value("outputs", FLOAT, ["b", 1, 1, tokens + 1])],
+        _constants(numbers=np.arange(tokens, dtype=np.float32).reshape(1, 1, 1, -1), half=np.float32(0.5)),
+    )
+    (folder / "tokens.txt").write_text("".join(f"t{i} {i}\n" for i in range(tokens)) + f"<blk> {tokens}\n")
+    parts = {part: str(folder / f"{part}.onnx") for part in ("encoder", "decoder", "joiner")}
+    recognizer = sherpa_onnx.OnlineRecognizer.from_transducer(
+        **parts, tokens=str(folder / "tokens.txt"), feature_dim=BINS, num_threads=1
+    )
+    stream = recognizer.create_stream()
+    stream.accept_waveform(16000, audio_S)
+    stream.input_finished()
+    while recognizer.is_ready(stream):
+        recognizer.decode_stream(stream)
+    digits = np.array([int(token[1:]) for token in recognizer.tokens(stream)], dtype=np.float64) % BASE
+    return _value(digits.reshape(-1, BINS, 2)).T
 
 
 def _of_ctc(audio_S: np.ndarray, folder: Path) -> np.ndarray:

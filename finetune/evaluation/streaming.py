@@ -179,29 +179,50 @@ def _cached(
     context: Context,
     slots_B: torch.Tensor | None,
 ) -> Iterator[list[Any]]:
-    """Yield hypotheses after each chunk of a cache-aware model.
+    """Yield hypotheses after each chunk of a cache-aware model."""
+    with _without_normalization(model) as online:
+        mel_BFT, lengths_B = chunk_features(model, audio_BS, audio_lengths_B)
+    hypotheses = None
+    for enc_BHT, enc_lengths_B in encoded_chunks(model, mel_BFT, lengths_B, context, online):
+        hypotheses = _decode(model, with_prompt(model, enc_BHT, slots_B), enc_lengths_B, hypotheses)
+        yield hypotheses
+
+
+def chunk_features(
+    model: AsrModel, audio_BS: torch.Tensor, audio_lengths_B: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the (B, F, T) features and (B,) lengths that NeMo's streaming cuts into chunks."""
+    mel_BFT, lengths_B = model.preprocessor(input_signal=audio_BS, length=audio_lengths_B)
+    # The spectrogram has a frame more than the preprocessor counts, and NeMo's streaming hears it.
+    return mel_BFT, lengths_B + (0 if model.preprocessor.featurizer.exact_pad else 1)
+
+
+def encoded_chunks(
+    model: AsrModel, mel_BFT: torch.Tensor, lengths_B: torch.Tensor, context: Context, online: str | None = None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield a cache-aware model's (B, H, T) encoder outputs and (B,) lengths of each chunk; call inside `attending`.
 
     A chunk comes with the last mel frames before it, for the subsampling. As NeMo does, the last chunk of a recording
     is left out where it is too short for an encoder frame (less than 80 ms).
+
+    Args:
+        mel_BFT, lengths_B: of `chunk_features`.
+        online: a normalisation of each chunk by itself.
     """
     from nemo.collections.asr.parts.preprocessing.features import normalize_batch
 
-    encoder, featurizer = model.encoder, model.preprocessor.featurizer
+    encoder = model.encoder
     encoder.setup_streaming_params(att_context_size=list(context))
     settings = encoder.streaming_cfg
     sizes, shifts = _first_and_later(settings.chunk_size), _first_and_later(settings.shift_size)
     kept, least = _first_and_later(settings.pre_encode_cache_size), encoder.pre_encode.get_sampling_frames()
-    with _without_normalization(model) as online:
-        mel_BFT, lengths_B = model.preprocessor(input_signal=audio_BS, length=audio_lengths_B)
-    # The spectrogram has a frame more than the preprocessor counts, and NeMo's streaming hears it.
-    lengths_B = lengths_B + (0 if featurizer.exact_pad else 1)
     over_B = torch.where(lengths_B > shifts[0], (lengths_B - shifts[0]) % shifts[1], 0)
     lengths_B = lengths_B - torch.where(over_B < _first_and_later(least)[1], over_B, 0)
     end = int(lengths_B.max())
     mel_BFT = mel_BFT[:, :, :end]
     dtype = weight_dtype(model)
     caches = encoder.get_initial_cache_state(batch_size=len(mel_BFT), dtype=dtype, device=mel_BFT.device)
-    hypotheses, position = None, 0
+    position = 0
     while position < end:
         later = int(position > 0)
         before = min(kept[later], position)
@@ -219,8 +240,7 @@ def _cached(
             cache_last_channel_len=caches[2],
             drop_extra_pre_encoded=settings.drop_extra_pre_encoded if later else 0,
         )
-        hypotheses = _decode(model, with_prompt(model, enc_BHT, slots_B), enc_lengths_B, hypotheses)
-        yield hypotheses
+        yield enc_BHT, enc_lengths_B
         position += shifts[later]
 
 

@@ -134,6 +134,18 @@ def choose_contexts(model: AsrModel, wanted: str) -> dict[str, Context]:
     return {name: known[name] for name in names}
 
 
+def one_context(model: AsrModel, wanted: str) -> Context:
+    """Return the context of a single look-ahead.
+
+    Raises:
+        UserError: as `choose_contexts`, or it names several.
+    """
+    known = streaming_contexts(model)
+    if wanted not in known and (wanted == "all" or "," in wanted):
+        raise UserError(f"--look-ahead: {wanted} names several. Give one of {', '.join(known)} at a time.")
+    return choose_contexts(model, wanted)[wanted.strip()]
+
+
 def latency_of(context: Context, frame_seconds: float) -> Latency:
     """Return what a streaming context costs.
 

@@ -407,6 +407,8 @@ def test_what_is_asked_for_wrongly_is_refused_before_anything_is_loaded(clips, t
         (["--to", "hf", "--max-loss", "1"], "are for --to onnx and sherpa"),
         (["--to", "onnx", "--max-loss", "1"], "has to give equal texts"),
         (["--to", "onnx", "--check", "d"], "leave out --to"),
+        (["--to", "onnx", "--look-ahead", "6"], "is for --to sherpa"),
+        (["--to", "sherpa", "--look-ahead", "6", "--precision", "fp16"], "fp32 or int8"),
         (["--to", "onnx", "--precision", "int8", "--max-loss", "-1"], "from 0 to 100"),
     ):
         with pytest.raises(SystemExit) as stop:
@@ -426,7 +428,7 @@ def test_a_disk_that_fills_leaves_nothing(case, clips, tmp_path, monkeypatch, ca
         raise OSError(28, "No space left on device", str(directory))
 
     monkeypatch.setattr(gated, "graphs_of", traced)
-    monkeypatch.setattr(gated, "Gate", lambda *_: SimpleNamespace(measure_transformers=lambda *_: None))
+    monkeypatch.setattr(gated, "Gate", lambda *_, **__: SimpleNamespace(measure_transformers=lambda *_: None))
     monkeypatch.setattr(gated, "write_layout", full)
     data = ["--data", str(clips / "manifest.jsonl")]
     assert export("--model", BASE, "--to", "onnx", "--output", tmp_path / "out", *data) == 1

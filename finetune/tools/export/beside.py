@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING
 
 from finetune.tools.export import RUNTIMES
 from finetune.tools.export.layouts import MODEL_TYPES, PARTS, suffix_of
+from finetune.tools.export.sherpa_features import RATE, SHIFT
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from finetune.tools.export.graphs import Graphs
 
 EXAMPLE, README = "example.py", "README.md"
+END_SECONDS = 0.1
+"""Of silence that the server puts behind a recording, above a chunk."""
 
 
 def write_beside(graphs: Graphs, directory: Path, to: str, precision: str) -> None:
@@ -38,6 +42,8 @@ def example(graphs: Graphs, to: str, precision: str) -> str:
             "model_type": MODEL_TYPES[graphs.kind],
             "quantization": json.dumps(precision) if precision != "fp32" else "None",
         }
+    elif graphs.online is not None:
+        return _filled("example_online.txt", _of_online(graphs, precision))
     else:
         named = _files(graphs, to, precision)
         values = {
@@ -47,15 +53,37 @@ def example(graphs: Graphs, to: str, precision: str) -> str:
         }
         if graphs.kind != "ctc":
             values["files"] += '    model_type="nemo_transducer",\n'
-    text = _template(f"example_{to}.txt")
+    return _filled(f"example_{to}.txt", values)
+
+
+def _filled(template: str, values: Mapping[str, str]) -> str:
+    text = _template(template)
     for name, value in values.items():
         text = text.replace(f"@{name}@", value)
     return text
 
 
+def _of_online(graphs: Graphs, precision: str) -> dict[str, str]:
+    """What the programs for an online recogniser have in place of their marks."""
+    assert graphs.online is not None
+    named = _files(graphs, "sherpa", precision)
+    return {
+        "files": "".join(f'    {part}=str(here / "{file}"),\n' for part, file in named.items()),
+        "features": str(graphs.features),
+        "lead": str(graphs.online.lead),
+        "window": str(graphs.online.window * SHIFT),
+        "skipped": str(graphs.online.skipped * SHIFT),
+    }
+
+
 def server_command(graphs: Graphs, precision: str) -> str:
     """Return the line that starts sherpa-onnx's websocket server on the model, in the model's directory."""
     named = _files(graphs, "sherpa", precision)
+    if graphs.online is not None:
+        tail = graphs.online.window * SHIFT / RATE + END_SECONDS
+        words = [*(f"--{part}={file}" for part, file in named.items()), "--tokens=tokens.txt"]
+        words += [f"--feat-dim={graphs.features}", f"--end-tail-padding={tail:g}", "--port=6006"]
+        return " \\\n    ".join(["sherpa-onnx-online-websocket-server", *words])
     words = [f"--{'nemo-ctc-model' if part == 'model' else part}={file}" for part, file in named.items()]
     kind = "nemo_ctc" if graphs.kind == "ctc" else "nemo_transducer"
     rest = ["--tokens=tokens.txt", f"--model-type={kind}", f"--feat-dim={graphs.features}", "--port=6006"]
@@ -75,6 +103,18 @@ def readme(graphs: Graphs, to: str, precision: str) -> str:
         f"python {EXAMPLE} FILE.wav",
         "```",
     ]
+    if graphs.online is not None:
+        skipped = graphs.online.skipped * SHIFT * 1000 // RATE
+        milliseconds = graphs.online.window * SHIFT * 1000 // RATE
+        lines[2] += (
+            f" It streams with a look-ahead of {graphs.online.look_ahead} frames: a chunk is {milliseconds} ms."
+        )
+        lines += [
+            "",
+            f"Send {graphs.online.lead} samples of silence before the first sound, as the programs do: the model "
+            f"leaves the first {skipped} ms out. The last chunk has to be full, so "
+            "silence follows the last sound as well.",
+        ]
     if to == "sherpa":
         lines += [
             "",
@@ -90,7 +130,9 @@ def readme(graphs: Graphs, to: str, precision: str) -> str:
             "A client (`pip install websockets`), which prints the JSON with the text:",
             "",
             "```python",
-            _template("client_sherpa.txt").strip(),
+            _template("client_sherpa.txt").strip()
+            if graphs.online is None
+            else _filled("client_online.txt", _of_online(graphs, precision)).strip(),
             "```",
         ]
     return "\n".join([*lines, ""])

@@ -24,7 +24,7 @@ from finetune.tools.export.gate.report import HEADS, bytes_of, changes, hashes_o
 from finetune.tools.export.gate.sides import run_alone
 from finetune.tools.export.layouts import PARTS, whole_or_nothing, write_layout
 from finetune.tools.export.onnx import graphs_of
-from finetune.tools.export.runtimes import SAMPLE_RATE, check_installed, layout_of
+from finetune.tools.export.runtimes import SAMPLE_RATE, check_installed, cut_of_directory, layout_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -54,6 +54,8 @@ class Wanted:
     max_samples: int = -1
     max_loss: float | None = None
     """Points of WER; None: MAX_LOSS, and equal texts for fp32."""
+    look_ahead: str | None = None
+    """Of a streaming model, in encoder frames, for sherpa-onnx's online recogniser."""
 
     @property
     def runtime(self) -> str:
@@ -90,11 +92,12 @@ def export_gated(wanted: Wanted, output: Path) -> str:
     ):
         work = Path(name)
         (work / "graphs").mkdir()
-        graphs = graphs_of(w.model, work / "graphs", w.to, w.head, w.tokenizer)
+        graphs = graphs_of(w.model, work / "graphs", w.to, w.head, w.tokenizer, w.look_ahead)
         clips = gather_clips(data, w.split, graphs.sample_rate, work / "clips", key, w.max_samples)
         head = "ctc" if graphs.kind == "ctc" else "transducer"
-        gate = Gate(w.model, head, w.tokenizer, clips)
-        if (nemo := archive_of(Path(w.model), "--model")) is not None:
+        gate = Gate(w.model, head, w.tokenizer, clips, look_ahead=w.look_ahead)
+        # transformers has no caches of what was heard
+        if w.look_ahead is None and (nemo := archive_of(Path(w.model), "--model")) is not None:
             gate.measure_transformers(nemo, work / "hf")
             shutil.rmtree(work / "hf", ignore_errors=True)
         outcome, tries = write_and_check(w, graphs, gate, aside, work)
@@ -126,12 +129,17 @@ def check_again(wanted: Wanted, directory: Path, output: Path | None = None) -> 
     layout = layout_of(directory) if directory.is_dir() else None
     if layout is None:
         raise UserError(f"--check: {directory} is no directory of `python -m finetune.export --to onnx` or sherpa.")
-    w = replace(wanted, to=layout[0], precision=layout[1])
+    cut = cut_of_directory(directory, layout[1]) if layout[0] == "sherpa" else None
+    if cut is not None and cut.look_ahead < 0:
+        raise UserError(
+            f"--check: {directory} does not say which look-ahead it is made for; it is of another program."
+        )
+    w = replace(wanted, to=layout[0], precision=layout[1], look_ahead=None if cut is None else str(cut.look_ahead))
     check_installed(w.runtime)
     data, key = choose_clips(w.model, w.data)
     with tempfile.TemporaryDirectory(prefix="finetune-check-") as name:
         clips = gather_clips(data, w.split, SAMPLE_RATE, Path(name), key, w.max_samples)
-        gate = Gate(w.model, w.head, w.tokenizer, clips)
+        gate = Gate(w.model, w.head, w.tokenizer, clips, look_ahead=w.look_ahead)
         outcome = gate.check(directory, w.runtime, **w.limit)
     outcome.parts += changed_files(directory)
     report = report_of(w, gate, outcome, [], hashes_of(directory))
@@ -181,7 +189,8 @@ def write_and_check(
         log.info("measuring which layers int8 hurts most")
         encoder = graphs.files.get("encoder") or graphs.files["model"]
         chosen = list(range(min(RANKING_CLIPS, len(gate.clips))))
-        request = {**vars(gate.request), "graph": str(encoder), "work": str(work), "chosen": chosen}
+        online = None if graphs.online is None else graphs.online.metadata()
+        request = {**vars(gate.request), "graph": str(encoder), "work": str(work), "chosen": chosen, "online": online}
         rows = run_alone("finetune.tools.export.gate.one_ranking", request, gate.threads)["blocks"]
         blocks = [Block(**row) for row in rows]
         assert outcome is not None
@@ -224,6 +233,7 @@ def report_of(
         "to": w.to,
         "runtime": w.runtime,
         "precision": w.precision,
+        "look_ahead": w.look_ahead,
         "model": w.model,
         "head": gate.request.head,
         "data": clips.source,

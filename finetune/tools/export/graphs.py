@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from finetune.models.protocols import AsrModel
+    from finetune.tools.export.online import Cut
 
 OPSET = 17
 """LayerNormalization as one node, and nothing newer than what the runtimes' own models use."""
@@ -44,6 +45,7 @@ class Graphs:
         normalize: as NeMo's preprocessor has it, such as `per_feature`.
         max_symbols: most tokens on one frame in NeMo's greedy decoding; None: no limit.
         layers, width: of the prediction network; 0 for a CTC head.
+        online: how recordings are cut for an encoder that hears chunks; None: it hears whole recordings.
     """
 
     files: dict[str, Path]
@@ -56,6 +58,7 @@ class Graphs:
     max_symbols: int | None
     layers: int = 0
     width: int = 0
+    online: Cut | None = None
 
 
 def write_graphs(model: AsrModel, folder: Path, to: str) -> Graphs:
@@ -68,20 +71,29 @@ def write_graphs(model: AsrModel, folder: Path, to: str) -> Graphs:
     `finetune.tools.export.refusals.check_expressible`.
     """
     model.eval().requires_grad_(False)
-    head = chosen_head(model)
-    section = model.cfg.preprocessor
-    greedy = model.cfg.decoding.get("greedy") or {} if head == "transducer" else {}
+    head, features = chosen_head(model), int(model.cfg.preprocessor.features)
     files: dict[str, Path] = {}
-    with torch.no_grad(), _quiet(), _untyped():
-        encoder = _Encoder(model)
+    with torch.no_grad(), quiet(), untyped():
+        encoder = Encoder(model)
         if head == "ctc":
             files["model"] = folder / "model.onnx"
-            _trace_encoder(_CtcModel(encoder, model, to), files["model"], int(section.features), ctc=True)
+            _trace_encoder(_CtcModel(encoder, model, to), files["model"], features, ctc=True)
             layers = width = 0
         else:
-            layers, width = _trace_transducer(model, files, folder, to)
+            layers, width = trace_transducer(model, files, folder, to)
             files["encoder"] = folder / "encoder.onnx"
-            _trace_encoder(encoder, files["encoder"], int(section.features), ctc=False)
+            _trace_encoder(encoder, files["encoder"], features, ctc=False)
+    return described(model, files, layers, width)
+
+
+def described(model: AsrModel, files: dict[str, Path], layers: int, width: int, online: Cut | None = None) -> Graphs:
+    """Return graphs that are written, with what the model's configuration says of them.
+
+    Args:
+        layers, width: of the prediction network.
+    """
+    head, section = chosen_head(model), model.cfg.preprocessor
+    greedy = model.cfg.decoding.get("greedy") or {} if head == "transducer" else {}
     return Graphs(
         files,
         "ctc" if head == "ctc" else "tdt" if tdt_durations(model) else "rnnt",
@@ -93,10 +105,11 @@ def write_graphs(model: AsrModel, folder: Path, to: str) -> Graphs:
         greedy.get("max_symbols", greedy.get("max_symbols_per_step")),
         layers,
         width,
+        online,
     )
 
 
-class _Encoder(torch.nn.Module):
+class Encoder(torch.nn.Module):
     """(B, F, T) features and (B,) lengths -> (B, H, T) encoder outputs and (B,) lengths."""
 
     def __init__(self, model: AsrModel) -> None:
@@ -131,7 +144,7 @@ class _Positions(torch.nn.Module):
     def forward(self, x: torch.Tensor, cache_len: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         if self.xscale:
             x = x * self.xscale
-        frames = x.size(1)
+        frames = x.size(1) + cache_len
         distance_T = torch.arange(frames - 1, -frames, -1, dtype=torch.float32, device=x.device)
         angle_TH = distance_T.unsqueeze(1) * self.rate_H
         return x, torch.stack((angle_TH.sin(), angle_TH.cos()), dim=2).flatten(1).unsqueeze(0)
@@ -154,7 +167,7 @@ class _Pointwise(torch.nn.Module):
 class _CtcModel(torch.nn.Module):
     """(B, F, T) features and (B,) lengths -> (B, T, V) log-probabilities."""
 
-    def __init__(self, encoder: _Encoder, model: AsrModel, to: str) -> None:
+    def __init__(self, encoder: Encoder, model: AsrModel, to: str) -> None:
         super().__init__()
         self.encoder = encoder
         head: Any = ctc_head(model)
@@ -246,10 +259,10 @@ def _trace_encoder(module: torch.nn.Module, path: Path, features: int, ctc: bool
     else:
         outputs = ["outputs", "encoded_lengths"]
         axes |= {"outputs": {0: "batch", 2: "frames"}, "encoded_lengths": {0: "batch"}}
-    _trace(module, (mel_BFT, lengths_B), path, ["audio_signal", "length"], outputs, axes)
+    trace(module, (mel_BFT, lengths_B), path, ["audio_signal", "length"], outputs, axes)
 
 
-def _trace_transducer(model: AsrModel, files: dict[str, Path], folder: Path, to: str) -> tuple[int, int]:
+def trace_transducer(model: AsrModel, files: dict[str, Path], folder: Path, to: str) -> tuple[int, int]:
     """Trace prediction network and joint, apart (sherpa-onnx) or as one step (onnx-asr); return the network's layers
     and width."""
     prediction, joint = _PredictionNetwork(model), _Joint(model)
@@ -266,7 +279,7 @@ def _trace_transducer(model: AsrModel, files: dict[str, Path], folder: Path, to:
     of_batch |= {name: {1: "batch"} for name in in_states + out_states}
     of_joint = {"encoder_outputs": {0: "batch", 2: "frames"}, "outputs": {0: "batch", 1: "frames", 2: "tokens"}}
     if to == "onnx":
-        _trace(
+        trace(
             _PredictionAndJoint(prediction, joint),
             (enc_BHT, targets_BU, target_length_B, *states),
             files["decoder_joint"],
@@ -275,7 +288,7 @@ def _trace_transducer(model: AsrModel, files: dict[str, Path], folder: Path, to:
             of_batch | of_joint,
         )
         return layers, width
-    _trace(
+    trace(
         prediction,
         (targets_BU, target_length_B, *states),
         files["decoder"],
@@ -284,7 +297,7 @@ def _trace_transducer(model: AsrModel, files: dict[str, Path], folder: Path, to:
         of_batch | {"outputs": {0: "batch", 2: "tokens"}},
     )
     pred_BHU = torch.randn(batch, joint.pred.in_features, 4)
-    _trace(
+    trace(
         joint,
         (enc_BHT, pred_BHU),
         files["joiner"],
@@ -295,7 +308,7 @@ def _trace_transducer(model: AsrModel, files: dict[str, Path], folder: Path, to:
     return layers, width
 
 
-def _trace(
+def trace(
     module: torch.nn.Module,
     inputs: tuple[torch.Tensor, ...],
     path: Path,
@@ -316,7 +329,7 @@ def _trace(
 
 
 @contextlib.contextmanager
-def _untyped() -> Iterator[None]:
+def untyped() -> Iterator[None]:
     """NeMo's checks of neural types are no part of a graph."""
     from nemo.core.classes.common import typecheck
 
@@ -328,7 +341,7 @@ def _untyped() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """A trace warns of each size that it reads, and its exporter of its own age."""
     with warnings.catch_warnings():
         for category in (torch.jit.TracerWarning, UserWarning, DeprecationWarning, FutureWarning):

@@ -80,6 +80,8 @@ def _sherpa_metadata(graphs: Graphs) -> dict[str, str]:
     }
     if graphs.kind != "ctc":
         values |= {"pred_rnn_layers": graphs.layers, "pred_hidden": graphs.width}
+    if graphs.online is not None:
+        values |= graphs.online.metadata()
     return {key: str(value) for key, value in values.items()}
 
 

@@ -7,18 +7,28 @@ import tempfile
 from pathlib import Path
 
 from finetune.models.loading import load_model
+from finetune.models.look_ahead import one_context
 from finetune.models.nemo import set_head
 from finetune.tools.export.graphs import Graphs, write_graphs
 from finetune.tools.export.layouts import whole_or_nothing, write_layout
+from finetune.tools.export.online_graphs import write_online_graphs
 from finetune.tools.export.refusals import check_expressible
 
 
-def graphs_of(model_name: str, folder: Path, to: str, head: str | None = None, tokenizer: str | None = None) -> Graphs:
+def graphs_of(
+    model_name: str,
+    folder: Path,
+    to: str,
+    head: str | None = None,
+    tokenizer: str | None = None,
+    look_ahead: str | None = None,
+) -> Graphs:
     """Load a model and write its float32 graphs into `folder`; the model is dropped.
 
     Args:
         to: onnx or sherpa.
         head: "ctc" or "transducer", which a hybrid model has both of; None: the one it decodes with.
+        look_ahead: in encoder frames, for sherpa-onnx's online recogniser; None: for whole recordings.
 
     Raises:
         UserError: it cannot be loaded, or the runtime cannot decode it as NeMo does (with every reason).
@@ -26,8 +36,9 @@ def graphs_of(model_name: str, folder: Path, to: str, head: str | None = None, t
     model = load_model(model_name, tokenizer)
     if head is not None:
         set_head(model, head, model_name)
-    check_expressible(model, to, model_name)
-    graphs = write_graphs(model, folder, to)
+    context = None if look_ahead is None else one_context(model, look_ahead)
+    check_expressible(model, to, model_name, online=context is not None)
+    graphs = write_graphs(model, folder, to) if context is None else write_online_graphs(model, folder, context)
     del model
     gc.collect()  # a trace leaves circles that hold all weights, and int8 needs the memory
     return graphs
@@ -41,6 +52,7 @@ def export_onnx(
     precision: str = "fp32",
     head: str | None = None,
     tokenizer: str | None = None,
+    look_ahead: str | None = None,
 ) -> str:
     """Write a model in the layout of a runtime, whole or not at all.
 
@@ -51,6 +63,7 @@ def export_onnx(
         precision: fp32, fp16 or int8.
         head: of a hybrid model.
         tokenizer: directory with tokenizer.model, for a NeMo model YAML.
+        look_ahead: as of `graphs_of`.
 
     Returns:
         What was written, in lines to print.
@@ -62,7 +75,7 @@ def export_onnx(
         whole_or_nothing(output) as aside,
         tempfile.TemporaryDirectory(prefix=f".{output.name}.graphs-", dir=aside.parent) as folder,
     ):
-        graphs = graphs_of(model_name, Path(folder), to, head, tokenizer)
+        graphs = graphs_of(model_name, Path(folder), to, head, tokenizer, look_ahead)
         write_layout(graphs, aside, to, precision)
     size = sum(file.stat().st_size for file in output.iterdir())
     return f"{output} ({graphs.kind}, {precision}, {size / 1e6:.1f} MB)"

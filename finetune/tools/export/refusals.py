@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from finetune.errors import UserError
 from finetune.models.huggingface.layout import FIXED_PREPROCESSOR, feature_settings, preprocessor_settings
-from finetune.models.look_ahead import is_unified
+from finetune.models.look_ahead import CACHE_AWARE, is_unified, streaming_contexts
 from finetune.models.nemo import chosen_head, pieces_of, tdt_durations
 from finetune.tools.export import RUNTIMES
 
@@ -23,16 +23,23 @@ MOST_FEATURES = 180
 SAMPLE_RATE = 16000
 
 
-def check_expressible(model: AsrModel, to: str, name: str) -> None:
+def check_expressible(model: AsrModel, to: str, name: str, *, online: bool = False) -> None:
     """Raise UserError with every reason why a runtime cannot decode the model's chosen head as NeMo does.
 
     Args:
         to: onnx or sherpa.
         name: of the model, for the message.
+        online: chunk by chunk, with a look-ahead, in place of whole recordings.
     """
-    reasons = [*_against_encoder(model), *_against_features(model, to), *_against_pieces(model, to)]
+    reasons = [
+        *_against_encoder(model, to, online=online),
+        *_against_features(model, to, online=online),
+        *_against_pieces(model, to),
+    ]
     if chosen_head(model) == "transducer":
         reasons += _against_transducer(model)
+    if online:
+        reasons += _against_streaming(model)
     if reasons:
         raise UserError(
             f"--to {to}: {RUNTIMES[to]} cannot decode {name} as NeMo does:\n  "
@@ -41,7 +48,24 @@ def check_expressible(model: AsrModel, to: str, name: str) -> None:
         )
 
 
-def _against_encoder(model: AsrModel) -> list[str]:
+def _against_streaming(model: AsrModel) -> list[str]:
+    """sherpa-onnx has one online recogniser of NeMo models with NeMo's features, that of RNN-T with caches."""
+    reasons = []
+    if chosen_head(model) == "ctc":
+        reasons.append(
+            "a CTC head with --look-ahead: the online recogniser of CTC models has other features than NeMo"
+        )
+    elif tdt_durations(model):
+        reasons.append("a TDT head with --look-ahead: the online recogniser reads each frame and knows no durations")
+    if is_unified(model):
+        reasons.append(
+            "a unified model with --look-ahead: it has no caches, and encodes a window anew for each chunk. Without "
+            "--look-ahead it is written for whole recordings"
+        )
+    return reasons
+
+
+def _against_encoder(model: AsrModel, to: str, *, online: bool) -> list[str]:
     reasons = []
     if hasattr(model, "prompt_kernel"):
         reasons.append("it takes a language prompt with each recording, which the runtime has no input for")
@@ -54,7 +78,15 @@ def _against_encoder(model: AsrModel) -> list[str]:
             "recording, is written as a graph"
         )
     seen = list(encoder.att_context_size)
-    if (encoder.att_context_style != "regular" and not is_unified(model)) or any(side != -1 for side in seen):
+    if online:
+        pass  # its contexts are those that it streams with
+    elif to == "sherpa" and encoder.att_context_style == CACHE_AWARE:
+        known = ", ".join(streaming_contexts(model))
+        reasons.append(
+            f"encoder.att_context_size: it is a streaming model, and is written for one look-ahead: --look-ahead with "
+            f"one of {known} (frames)"
+        )
+    elif (encoder.att_context_style != "regular" and not is_unified(model)) or any(side != -1 for side in seen):
         reasons.append(
             f"encoder.att_context_size: {seen}: it is a streaming model, and a graph here sees whole recordings"
         )
@@ -63,13 +95,14 @@ def _against_encoder(model: AsrModel) -> list[str]:
     return reasons
 
 
-def _against_features(model: AsrModel, to: str) -> list[str]:
-    """The runtimes compute the features themselves, with settings that a model cannot change."""
+def _against_features(model: AsrModel, to: str, *, online: bool) -> list[str]:
+    """The runtimes compute the features themselves, with settings that a model cannot change. Online, nobody knows the
+    whole recording that they would be normalised over."""
     config: Any = OmegaConf.to_container(model.cfg, resolve=True)
     settings, found = {"normalize": "per_feature", **preprocessor_settings(config)}, feature_settings(config)
     fixed = {
         **FIXED_PREPROCESSOR,
-        "normalize": ("per_feature",),
+        "normalize": ("NA", None, "") if online else ("per_feature",),
         "highfreq": (None, settings["sample_rate"] / 2),
     }
     wanted = {"sampling_rate": SAMPLE_RATE, "win_length": 400, "hop_length": 160, "n_fft": 512, "preemphasis": 0.97}

@@ -5,6 +5,7 @@ F mel bins, T mel or encoder frames, H width of the encoder or outputs of a CTC 
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import time
@@ -16,13 +17,17 @@ import numpy as np
 from finetune.errors import UserError
 from finetune.tools.export import PRECISIONS, RUNTIMES
 from finetune.tools.export.layouts import suffix_of
-from finetune.tools.export.sherpa_features import sherpa_features
+from finetune.tools.export.online import cut_of_metadata
+from finetune.tools.export.sherpa_features import SHIFT, online_features, sherpa_features, with_nemos_guard
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
+    from finetune.tools.export.online import Cut
+
 EXTRA = "pip install -c constraints.txt -e '.[export]'"
+TRANSDUCER = ("encoder", "decoder", "joiner")
 SAMPLE_RATE = 16000
 """Hz, of the audio that the exports take."""
 
@@ -131,13 +136,11 @@ class SherpaOnnx(Exported):
     has_nemo_features = False
 
     def _load(self) -> None:
-        import onnx
         import sherpa_onnx
 
         ctc = (self.directory / f"model{suffix_of(self.precision)}.onnx").is_file()
         self.kind = "ctc" if ctc else "tdt"
-        header = onnx.load(str(self.directory / self._encoder_file()), load_external_data=False)
-        metadata = {entry.key: entry.value for entry in header.metadata_props}
+        metadata = metadata_of(self.directory / self._encoder_file())
         if not ctc and "tdt" not in metadata.get("url", ""):
             self.kind = "rnnt"
         self._bins = int(metadata.get("feat_dim", 80))
@@ -151,10 +154,7 @@ class SherpaOnnx(Exported):
             model = str(self.directory / self._encoder_file())
             self._recognizer: Any = sherpa_onnx.OfflineRecognizer.from_nemo_ctc(model=model, **common)
             return
-        parts = {
-            part: str(self.directory / f"{part}{suffix_of(self.precision)}.onnx")
-            for part in ("encoder", "decoder", "joiner")
-        }
+        parts = {part: str(self.directory / f"{part}{suffix_of(self.precision)}.onnx") for part in TRANSDUCER}
         self._recognizer = sherpa_onnx.OfflineRecognizer.from_transducer(
             **parts, model_type="nemo_transducer", **common
         )
@@ -176,6 +176,91 @@ class SherpaOnnx(Exported):
 
     def features(self, audio_S: np.ndarray) -> np.ndarray:
         return sherpa_features(audio_S, self._bins, self.kind)
+
+
+class SherpaOnnxOnline(Exported):
+    """A directory in the layout of sherpa-onnx's online recogniser of NeMo transducers, for one look-ahead."""
+
+    to = "sherpa"
+    has_nemo_features = False
+
+    def _load(self) -> None:
+        import sherpa_onnx
+
+        metadata = metadata_of(self.directory / self._encoder_file())
+        cut = cut_of_metadata(metadata)
+        assert cut is not None
+        self.kind, self.cut, self._bins = "rnnt", cut, int(metadata.get("feat_dim", 80))
+        # In the files of others a window ends behind the next one's start.
+        self._beyond = (int(metadata["window_size"]) - cut.window) * SHIFT
+        parts = {part: str(self.directory / f"{part}{suffix_of(self.precision)}.onnx") for part in TRANSDUCER}
+        self._recognizer: Any = sherpa_onnx.OnlineRecognizer.from_transducer(
+            encoder=parts["encoder"],
+            decoder=parts["decoder"],
+            joiner=parts["joiner"],
+            tokens=str(self.directory / "tokens.txt"),
+            num_threads=self.threads,
+            sample_rate=self.sample_rate,
+            feature_dim=self._bins,
+        )
+
+    def _encoder_file(self) -> str:
+        return f"encoder{suffix_of(self.precision)}.onnx"
+
+    def texts(self, audios: Sequence[np.ndarray], batch_size: int = 1) -> list[str]:
+        found: list[str] = []
+        for first in range(0, len(audios), batch_size):
+            streams = [self._stream_of([audio_S]) for audio_S in audios[first : first + batch_size]]
+            while ready := [stream for stream in streams if self._recognizer.is_ready(stream)]:
+                self._recognizer.decode_streams(ready)
+            found += [self._recognizer.get_result(stream) for stream in streams]
+        return found
+
+    def text_of_blocks(self, blocks: Iterable[np.ndarray]) -> str:
+        """Return the text of a recording of any length in blocks of samples, which is recognised as it comes."""
+        return self._recognizer.get_result(self._stream_of(blocks, as_it_comes=True))
+
+    def _stream_of(self, blocks: Iterable[np.ndarray], *, as_it_comes: bool = False) -> Any:
+        stream, samples = self._recognizer.create_stream(), 0
+        stream.accept_waveform(self.sample_rate, np.zeros(self.cut.lead, dtype=np.float32))
+        for block_S in blocks:
+            stream.accept_waveform(self.sample_rate, block_S)
+            samples += len(block_S)
+            while as_it_comes and self._recognizer.is_ready(stream):
+                self._recognizer.decode_stream(stream)
+        stream.accept_waveform(self.sample_rate, np.zeros(self.cut.tail(samples) + self._beyond, dtype=np.float32))
+        stream.input_finished()
+        while as_it_comes and self._recognizer.is_ready(stream):
+            self._recognizer.decode_stream(stream)
+        return stream
+
+    def features(self, audio_S: np.ndarray) -> np.ndarray:
+        return with_nemos_guard(self.raw_features(audio_S))
+
+    def raw_features(self, audio_S: np.ndarray) -> np.ndarray:
+        """Return the (F, T) features that the encoder's file gets of a recording with its tail."""
+        whole_S = np.concatenate([np.zeros(self.cut.lead, dtype=np.float32), self.cut.with_tail(audio_S)])
+        return online_features(whole_S, self._bins)[:, self.cut.skipped :]
+
+
+def metadata_of(file: Path) -> dict[str, str]:
+    """Return what an ONNX file says of itself."""
+    return _metadata_of(file, file.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1)
+def _metadata_of(file: Path, _changed: int) -> dict[str, str]:
+    """Read a file once, which may have gigabytes."""
+    import onnx
+
+    header = onnx.load(str(file), load_external_data=False)
+    return {entry.key: entry.value for entry in header.metadata_props}
+
+
+def cut_of_directory(directory: Path, precision: str) -> Cut | None:
+    """Return how a directory's online recogniser cuts recordings; None of one for whole recordings."""
+    encoder = directory / f"encoder{suffix_of(precision)}.onnx"
+    return cut_of_metadata(metadata_of(encoder)) if encoder.is_file() else None
 
 
 def check_installed(package: str) -> None:
@@ -224,4 +309,7 @@ def load_exported(directory: Path, threads: int = 1) -> Exported:
     if layout is None:
         raise UserError(f"{directory} is no directory of `python -m finetune.export --to onnx` or `--to sherpa`.")
     to, precision = layout
-    return (OnnxAsr if to == "onnx" else SherpaOnnx)(directory, precision, threads)
+    if to == "onnx":
+        return OnnxAsr(directory, precision, threads)
+    kind = SherpaOnnx if cut_of_directory(directory, precision) is None else SherpaOnnxOnline
+    return kind(directory, precision, threads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from finetune.evaluation.long_audio import Cutting, chunks_of
 from finetune.evaluation.recognise import SHORTEST_SECONDS, count_stream, evaluation_limits
 from finetune.tools.export.gate import REPORT
 from finetune.tools.export.gate.report import changes, read_report
-from finetune.tools.export.runtimes import is_exported, load_exported
+from finetune.tools.export.runtimes import SherpaOnnxOnline, is_exported, load_exported
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -98,10 +99,10 @@ def texts_of_chunks(exported: Exported, chunks: Iterable[np.ndarray], batch_size
 
 
 def transcribe_files(exported: Exported, files: list[str], chunk: float, batch_size: int) -> Iterator[dict[str, Any]]:
-    """Transcribe files of any length.
+    """Transcribe files of any length; an online recogniser hears each from its beginning to its end.
 
     Args:
-        chunk: seconds that are recognised at once.
+        chunk: seconds that another recognises at once.
         batch_size: chunks decoded together.
 
     Yields:
@@ -119,10 +120,13 @@ def transcribe_files(exported: Exported, files: list[str], chunk: float, batch_s
                 samples += len(block_S)
                 yield block_S
 
-        waiting = (piece.audio_S for piece in chunks_of(blocks(), cutting))
         try:
-            while batch := list(itertools.islice(waiting, batch_size)):
-                texts += texts_of_chunks(exported, batch, batch_size)
+            if isinstance(exported, SherpaOnnxOnline):
+                texts.append(exported.text_of_blocks(blocks()).strip())
+            else:
+                waiting = (piece.audio_S for piece in chunks_of(blocks(), cutting))
+                while batch := list(itertools.islice(waiting, batch_size)):
+                    texts += texts_of_chunks(exported, batch, batch_size)
         except BadUtterance as reason:
             row["error"] = str(reason)
         if "error" not in row or any(texts):
@@ -142,6 +146,8 @@ def evaluate_exported(
     sources = open_sources(s.data, s.split)
     exported = open_unchanged(Path(name), torch.get_num_threads())
     cutting, limit = cut_at_silence(exported.sample_rate, s.chunk), s.chunk * exported.sample_rate
+    if isinstance(exported, SherpaOnnxOnline):
+        limit = math.inf  # it goes on where it stopped
 
     def recognise(batch: Batch) -> list[str]:
         lengths = batch.audio_lengths_B.tolist()

@@ -105,6 +105,7 @@ class Gate:
         tokenizer: tokenizer directory, for a NeMo model YAML.
         clips: what is decoded.
         threads: of each side; None: as many as torch takes, which OMP_NUM_THREADS sets.
+        look_ahead: of a streaming model, which is then decoded chunk by chunk.
     """
 
     def __init__(
@@ -116,9 +117,10 @@ class Gate:
         *,
         batch: int = 1,
         threads: int | None = None,
+        look_ahead: str | None = None,
     ):
         self.clips, self.threads = clips, threads or torch.get_num_threads()
-        self.request = Request("nemo", model, clips.folder, self.threads, batch, head, tokenizer)
+        self.request = Request("nemo", model, clips.folder, self.threads, batch, head, tokenizer, look_ahead)
         log.info("decoding %d clips (%.0f s) with NeMo", len(clips), clips.seconds)
         self.original = run_side(self.request)
         self.transformers: dict[str, Any] | None = None

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from finetune.errors import UserError
+from finetune.tools.export.online import cut_of_metadata, encode_windows
 
 TYPES = {"tensor(float16)": np.float16, "tensor(int32)": np.int32, "tensor(int64)": np.int64}
 
@@ -60,6 +61,8 @@ class Graphs:
         Args:
             mel_FT: (F, T) float32.
         """
+        if (cut := cut_of_metadata(self.metadata())) is not None:
+            return encode_windows(self.parts["encoder"], mel_FT, cut)[0].T
         frames = mel_FT.shape[1]
         found = self._run("encoder", [mel_FT[None], np.array([frames])])
         out = found[0].astype(np.float32)[0]

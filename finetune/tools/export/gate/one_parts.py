@@ -18,18 +18,23 @@ import torch
 
 from finetune.errors import UserError
 from finetune.evaluation.recognise import decode_encoded, encode_audio, evaluation_mode
+from finetune.evaluation.streaming import chunk_features, encoded_chunks
 from finetune.logs import set_up_logging
 from finetune.models.features import log_mel
 from finetune.models.loading import load_model
+from finetune.models.look_ahead import attending, one_context
 from finetune.models.nemo import chosen_head, ctc_head, ctc_log_probs, set_head
 from finetune.tools.export import TOLERANCE
 from finetune.tools.export.gate.clips import load_clips
 from finetune.tools.export.gate.graph_parts import Graphs, token_table
 from finetune.tools.export.gate.verdict import plain
+from finetune.tools.export.online import cut_of
 from finetune.tools.export.runtimes import load_exported
 
 if TYPE_CHECKING:
+    from finetune.models.look_ahead import Context
     from finetune.models.protocols import AsrModel
+    from finetune.tools.export.runtimes import SherpaOnnxOnline
 
 LISTED = 3
 """Tokens or settings that a note names."""
@@ -94,11 +99,33 @@ class Clip:
     """Tokens that are emitted before each frame."""
 
 
-def through_nemo(model: AsrModel, audio_S: np.ndarray) -> Clip:
-    """Compute NeMo's features, encoder outputs and text of a clip."""
-    audio_1S, lengths_1 = torch.from_numpy(audio_S)[None], torch.tensor([len(audio_S)])
-    mel_1FT, mel_lengths_1 = log_mel(model.preprocessor, audio_1S, lengths_1)
-    enc_1HT, enc_lengths_1 = encode_audio(model, audio_1S, lengths_1)
+def encode_features(model: AsrModel, mel_FT: np.ndarray, context: Context | None) -> np.ndarray:
+    """Return the (T, H) outputs of NeMo's encoder for features: as a whole, or chunk by chunk where there is a context
+    to stream with."""
+    mel_1FT = torch.from_numpy(np.ascontiguousarray(mel_FT))[None]
+    lengths_1 = torch.tensor([mel_FT.shape[1]])
+    if context is None:
+        enc_1HT, enc_lengths_1 = model.encoder(audio_signal=mel_1FT, length=lengths_1)
+        return enc_1HT[0, :, : int(enc_lengths_1[0])].T.numpy()
+    chunks = [enc_1HT[0, :, : int(n_1)].T for enc_1HT, n_1 in encoded_chunks(model, mel_1FT, lengths_1, context)]
+    return torch.cat(chunks).numpy()
+
+
+def through_nemo(model: AsrModel, audio_S: np.ndarray, context: Context | None = None) -> Clip:
+    """Compute NeMo's features, encoder outputs and text of a clip.
+
+    Args:
+        context: to stream with, chunk by chunk, the clip's tail of silence included; None: as a whole.
+    """
+    if context is None:
+        audio_1S, lengths_1 = torch.from_numpy(audio_S)[None], torch.tensor([len(audio_S)])
+        mel_1FT, mel_lengths_1 = log_mel(model.preprocessor, audio_1S, lengths_1)
+        enc_1HT, enc_lengths_1 = encode_audio(model, audio_1S, lengths_1)
+    else:
+        audio_1S = torch.from_numpy(cut_of(model, context).with_tail(audio_S))[None]
+        mel_1FT, mel_lengths_1 = chunk_features(model, audio_1S, torch.tensor([audio_1S.size(1)]))
+        enc_TH = encode_features(model, mel_1FT[0, :, : int(mel_lengths_1[0])].numpy(), context)
+        enc_1HT, enc_lengths_1 = torch.from_numpy(enc_TH).T[None], torch.tensor([len(enc_TH)])
     [hypothesis] = decode_encoded(model, enc_1HT, enc_lengths_1)
     frames = int(enc_lengths_1[0])
     clip = Clip(
@@ -119,7 +146,9 @@ def text_of_encoded(model: AsrModel, enc_TH: np.ndarray) -> str:
     return decode_encoded(model, enc_1HT, torch.tensor([len(enc_TH)]))[0].text
 
 
-def compare_features(model: AsrModel, clips: list[Clip], exported: Any) -> dict[str, Any]:
+def compare_features(
+    model: AsrModel, clips: list[Clip], exported: Any, context: Context | None = None
+) -> dict[str, Any]:
     """Compare the runtime's own features with NeMo's; where they are others by design, by what NeMo itself writes on
     them."""
     found = Difference(of=len(clips))
@@ -127,9 +156,8 @@ def compare_features(model: AsrModel, clips: list[Clip], exported: Any) -> dict[
         mel_FT = exported.features(clip.audio_S)
         if exported.has_nemo_features and not found.add(clip.mel_FT, mel_FT):
             continue
-        mel_1FT = torch.from_numpy(np.ascontiguousarray(mel_FT))[None]
-        enc_1HT, enc_lengths_1 = model.encoder(audio_signal=mel_1FT, length=torch.tensor([mel_FT.shape[1]]))
-        found.changed += plain(decode_encoded(model, enc_1HT, enc_lengths_1)[0].text) != plain(clip.text)
+        enc_TH = encode_features(model, mel_FT, context)
+        found.changed += plain(text_of_encoded(model, enc_TH)) != plain(clip.text)
     if exported.has_nemo_features:
         return found.row("features", "texts")
     own = f"{exported.runtime} computes features of its own, on which NeMo itself writes"
@@ -152,6 +180,20 @@ def compare_encoder(model: AsrModel, clips: list[Clip], graphs: Graphs) -> dict[
         ours_TV = ctc_log_probs(head, enc_1HT)[0].numpy()
         if found.add(np.exp(ours_TV), np.exp(enc_TH[: len(ours_TV)])):
             found.changed += bool((ours_TV.argmax(1) != enc_TH[: len(ours_TV)].argmax(1)).any())
+    return found.row("encoder outputs", "texts")
+
+
+def compare_online_encoder(
+    model: AsrModel, clips: list[Clip], graphs: Graphs, exported: SherpaOnnxOnline, context: Context
+) -> dict[str, Any]:
+    """Compare the file of an encoder that hears chunks with NeMo's encoder, on sherpa-onnx's features, to which
+    the file gives NeMo's guard."""
+    found = Difference(of=len(clips))
+    for clip in clips:
+        ours_TH = encode_features(model, exported.features(clip.audio_S), context)
+        theirs_TH = graphs.encode(exported.raw_features(clip.audio_S))
+        if found.add(ours_TH, theirs_TH):
+            found.changed += plain(text_of_encoded(model, theirs_TH)) != plain(text_of_encoded(model, ours_TH))
     return found.row("encoder outputs", "texts")
 
 
@@ -195,7 +237,9 @@ def compare_tokens(model: AsrModel, directory: Path) -> dict[str, Any]:
     return _row("token table", "differs", None, f"token table differs: {'; '.join(more)}")
 
 
-def compare_settings(model: AsrModel, directory: Path, graphs: Graphs) -> dict[str, Any]:
+def compare_settings(
+    model: AsrModel, directory: Path, graphs: Graphs, context: Context | None = None
+) -> dict[str, Any]:
     """Compare what the files say of features and layout with the model's configuration."""
     said: dict[str, Any] = dict(graphs.metadata())
     config = directory / "config.json"
@@ -203,7 +247,7 @@ def compare_settings(model: AsrModel, directory: Path, graphs: Graphs) -> dict[s
         said |= json.loads(config.read_text(encoding="utf-8"))
     preprocessor = model.cfg.preprocessor
     ours: dict[str, Any] = {
-        "normalize_type": preprocessor.get("normalize") or "",
+        "normalize_type": (preprocessor.get("normalize") or "").replace("NA", ""),
         "feat_dim": preprocessor.features,
         "features_size": preprocessor.features,
         "sample_rate": model.preprocessor._sample_rate,
@@ -212,6 +256,8 @@ def compare_settings(model: AsrModel, directory: Path, graphs: Graphs) -> dict[s
     }
     if not graphs.is_ctc:
         ours |= {"pred_rnn_layers": model.decoder.pred_rnn_layers, "pred_hidden": model.decoder.pred_hidden}
+    if context is not None:
+        ours |= cut_of(model, context).metadata()
     wrong = {key: said[key] for key in ours if key in said and str(said[key]) != str(ours[key])}
     if not wrong:
         return _row("settings", "equal", None, "")
@@ -233,13 +279,21 @@ def compare_all(request: dict[str, Any]) -> list[dict[str, Any]]:
         except Exception as error:  # whatever a damaged file brings about names its part
             parts.append(_row(part, "differs", None, f"{part} cannot be run: {str(error).splitlines()[0]}"))
 
-    with evaluation_mode(model):
-        clips = [through_nemo(model, samples.audio(i)) for i in request["chosen"]]
+    context = None if request.get("look_ahead") is None else one_context(model, request["look_ahead"])
+    with evaluation_mode(model), attending(model.encoder, context):
+        clips = [through_nemo(model, samples.audio(i), context) for i in request["chosen"]]
         add("token table", compare_tokens, model, directory)
         graphs = Graphs(directory, request["threads"])
-        add("settings", compare_settings, model, directory, graphs)
-        add("features", lambda: compare_features(model, clips, load_exported(directory, threads=request["threads"])))
-        add("encoder outputs", compare_encoder, model, clips, graphs)
+        add("settings", compare_settings, model, directory, graphs, context)
+
+        def load() -> Any:
+            return load_exported(directory, threads=request["threads"])
+
+        add("features", lambda: compare_features(model, clips, load(), context))
+        if context is None:
+            add("encoder outputs", compare_encoder, model, clips, graphs)
+        else:
+            add("encoder outputs", lambda: compare_online_encoder(model, clips, graphs, load(), context))
         if chosen_head(model) == "transducer":
             add("decoder and joint", compare_joint, model, clips, graphs)
     return parts

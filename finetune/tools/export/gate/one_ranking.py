@@ -23,6 +23,7 @@ from finetune.logs import set_up_logging
 from finetune.models.features import log_mel
 from finetune.models.loading import load_model
 from finetune.tools.export.gate.clips import load_clips
+from finetune.tools.export.online import Cut, cut_of_metadata, encode_windows
 from finetune.tools.export.precision import quantize
 
 QUANTISED = ("MatMul", "Gemm")
@@ -45,25 +46,27 @@ def nodes_of(path: Path) -> dict[str, list[str]]:
     return found
 
 
-def features_of(request: dict[str, Any]) -> list[np.ndarray]:
+def features_of(request: dict[str, Any], cut: Cut | None) -> list[np.ndarray]:
     """Return NeMo's (F, T) features of the chosen clips."""
     clips, model = load_clips(Path(request["clips"])), load_model(request["model"], request["tokenizer"])
     found = []
     with evaluation_mode(model):
         for i in request["chosen"]:
-            audio_S = torch.from_numpy(clips.audio(i))
+            audio_S = torch.from_numpy(clips.audio(i) if cut is None else cut.with_tail(clips.audio(i)))
             mel_1FT, lengths_1 = log_mel(model.preprocessor, audio_S[None], torch.tensor([len(audio_S)]))
             found.append(mel_1FT[0, :, : int(lengths_1[0])].numpy())
     return found
 
 
-def outputs_of(path: Path, mels: list[np.ndarray], threads: int) -> list[np.ndarray]:
-    """Run an encoder's graph on features."""
+def outputs_of(path: Path, mels: list[np.ndarray], threads: int, cut: Cut | None = None) -> list[np.ndarray]:
+    """Run an encoder's graph on features, chunk by chunk where it is made so."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    if cut is not None:
+        return [encode_windows(session, mel_FT, cut) for mel_FT in mels]
     names = [i.name for i in session.get_inputs()]
     inputs = [dict(zip(names, (m[None], np.array([m.shape[1]])), strict=True)) for m in mels]
     return [np.asarray(session.run(None, values)[0]) for values in inputs]
@@ -72,8 +75,10 @@ def outputs_of(path: Path, mels: list[np.ndarray], threads: int) -> list[np.ndar
 def rank(request: dict[str, Any]) -> list[dict[str, Any]]:
     """Return each layer with its nodes and the difference that it makes in 8 bits alone, the largest first."""
     source, threads = Path(request["graph"]), request["threads"]
-    mels, groups = features_of(request), nodes_of(source)
-    exact = outputs_of(source, mels, threads)
+    groups = nodes_of(source)
+    cut = None if request.get("online") is None else cut_of_metadata(request["online"])
+    mels = features_of(request, cut)
+    exact = outputs_of(source, mels, threads, cut)
     largest = max(float(np.abs(out).max()) for out in exact)
     every = {node for nodes in groups.values() for node in nodes}
     found = []
@@ -81,7 +86,7 @@ def rank(request: dict[str, Any]) -> list[dict[str, Any]]:
         for name, nodes in groups.items():
             path = Path(folder) / "one.onnx"
             quantize(source, path, every - set(nodes))
-            rounded = outputs_of(path, mels, threads)
+            rounded = outputs_of(path, mels, threads, cut)
             harm = max(float(np.abs(a - b).max()) for a, b in zip(exact, rounded, strict=True)) / largest
             found.append({"name": name, "nodes": nodes, "harm": harm})
     return sorted(found, key=lambda row: -row["harm"])

@@ -32,6 +32,9 @@ def nemo(request: dict[str, Any], rate: int) -> tuple[Recognise, str]:
     model = move_to_device(load_model(request["model"], request["tokenizer"]), "cpu")
     set_head(model, request["head"])
     model.eval()
+    runtime = f"NeMo {version('nemo_toolkit')}"
+    if request.get("look_ahead") is not None:
+        return _chunk_by_chunk(model, request["look_ahead"]), runtime
 
     def recognise(clips: list[np.ndarray]) -> list[str]:
         lengths_B = torch.tensor([len(audio_S) for audio_S in clips])
@@ -39,7 +42,28 @@ def nemo(request: dict[str, Any], rate: int) -> tuple[Recognise, str]:
         with torch.no_grad():
             return [hypothesis.text for hypothesis in recognise_batch(model, audio_BS, lengths_B)]
 
-    return recognise, f"NeMo {version('nemo_toolkit')}"
+    return recognise, runtime
+
+
+def _chunk_by_chunk(model: Any, look_ahead: str) -> Recognise:
+    """NeMo's cache-aware inference, of recordings with the tail of silence that the export gets."""
+    import torch
+
+    from finetune.evaluation.streaming import stream_texts
+    from finetune.models.look_ahead import one_context
+    from finetune.tools.export.online import cut_of
+
+    context = one_context(model, look_ahead)
+    cut = cut_of(model, context)
+
+    def recognise(clips: list[np.ndarray]) -> list[str]:
+        audio = [torch.from_numpy(cut.with_tail(audio_S)) for audio_S in clips]
+        lengths_B = torch.tensor([len(audio_S) for audio_S in audio])
+        audio_BS = torch.nn.utils.rnn.pad_sequence(audio, batch_first=True)
+        with torch.no_grad():
+            return stream_texts(model, audio_BS, lengths_B, context)
+
+    return recognise
 
 
 def transformers(request: dict[str, Any], rate: int) -> tuple[Recognise, str]:

@@ -184,6 +184,7 @@ def write_report(directory: Path, report: dict[str, Any]) -> None:
         how=[
             ("Clips", f"{report['clips']} of {report['data']}, {report['audio_seconds']:.0f} s"),
             ("Passed over, too long", report["passed_over"] or None),
+            ("Look-ahead, in frames", report.get("look_ahead")),
             ("Threads", report["threads"]),
             ("Clips decoded together", report["batch"]),
             ("Machine", f"{about['processor']}, {about['cpus']} CPU(s)"),

@@ -36,6 +36,8 @@ class Request:
     """transducer or ctc, of a hybrid NeMo model."""
     tokenizer: str | None = None
     """Tokenizer directory, for a NeMo model YAML."""
+    look_ahead: str | None = None
+    """Chunk by chunk with a tail of silence, as NeMo's cache-aware inference; None: whole recordings."""
 
 
 class SideFailed(UserError):
