@@ -67,12 +67,13 @@ def gather(folder: Path, arguments: argparse.Namespace) -> None:
 
 
 def graphs(folder: Path, arguments: argparse.Namespace) -> None:
-    """Trace the model."""
+    """Trace the model for a runtime."""
     from finetune.tools.export.onnx import graphs_of
 
-    (folder / "graphs").mkdir(exist_ok=True)
-    found = graphs_of(arguments.model, folder / "graphs", "onnx")
-    (folder / "graphs.json").write_text(json.dumps(asdict(found), default=str), encoding="utf-8")
+    own = folder / f"graphs-{arguments.export}"
+    own.mkdir(exist_ok=True)
+    found = graphs_of(arguments.model, own, arguments.export)
+    own.with_suffix(".json").write_text(json.dumps(asdict(found), default=str), encoding="utf-8")
 
 
 def layout(folder: Path, arguments: argparse.Namespace) -> None:
@@ -80,9 +81,9 @@ def layout(folder: Path, arguments: argparse.Namespace) -> None:
     from finetune.tools.export.graphs import Graphs
     from finetune.tools.export.layouts import write_layout
 
-    values = json.loads((folder / "graphs.json").read_text(encoding="utf-8"))
-    values["files"] = {part: Path(path) for part, path in values["files"].items()}
     to, precision = arguments.export.split("-")
+    values = json.loads((folder / f"graphs-{to}.json").read_text(encoding="utf-8"))
+    values["files"] = {part: Path(path) for part, path in values["files"].items()}
     directory = folder / arguments.export
     directory.mkdir(exist_ok=True)
     write_layout(Graphs(**values), directory, to, precision)
@@ -108,6 +109,13 @@ def run_step(step: str, folder: Path, arguments: argparse.Namespace, **more: Any
     }
     print(f"{row['step']}: {row['seconds']:.1f} s, {peak / 1e9:.2f} GB", flush=True)
     return row
+
+
+def traces(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Trace the model for each runtime."""
+    return [
+        run_step("graphs", folder, arguments, export=to) for to in dict.fromkeys(to for to, _ in arguments.exports)
+    ]
 
 
 # ---- measuring -----------------------------------------------------------------------------------------------------
@@ -181,7 +189,7 @@ def of_model(arguments: argparse.Namespace) -> dict[str, Any]:
     from finetune.models.nemo_archive import archive_of
 
     folder = arguments.folder
-    steps = [run_step("gather", folder, arguments), run_step("graphs", folder, arguments)]
+    steps = [run_step("gather", folder, arguments), *traces(folder, arguments)]
     steps += [run_step("layout", folder, arguments, export=f"{to}-{p}") for to, p in arguments.exports]
     archive = archive_of(Path(arguments.model), "--model")
     assert archive is not None
@@ -285,7 +293,7 @@ def of_layout(arguments: argparse.Namespace) -> dict[str, Any]:
     steps = [run_step("build", folder, arguments), run_step("gather", folder, arguments)]
     arguments.model, name = str(folder / "model.nemo"), arguments.layout
     arguments.layout = None
-    steps.append(run_step("graphs", folder, arguments))
+    steps += traces(folder, arguments)
     steps += [run_step("layout", folder, arguments, export=f"{to}-{p}") for to, p in arguments.exports]
     sides = sides_of(folder, SPLITS[0], arguments.model, arguments)
     runs, _ = measure_turns(sides, arguments.turns, keep_texts=False)

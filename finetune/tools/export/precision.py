@@ -57,7 +57,9 @@ def save(model: Any, path: Path, whole: int = WHOLE) -> None:
     if sum(len(tensor.raw_data) for tensor in model.graph.initializer) <= whole:
         onnx.save(model, str(path))
     else:
-        onnx.save(model, str(path), save_as_external_data=True, location=f"{path.name}.data", size_threshold=1024)
+        beside = path.with_name(f"{path.name}.data")
+        onnx.save(model, str(path), save_as_external_data=True, location=beside.name, size_threshold=1024)
+        beside.chmod(path.stat().st_mode)  # onnx lets nobody but its owner read it
 
 
 def size_of(source: Path) -> int:
