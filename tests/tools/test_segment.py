@@ -379,10 +379,10 @@ def test_recordings_of_a_folder_are_cut_as_each_alone(
     path, places = recording
     sound_S, _ = soundfile.read(path, dtype="float32")
     audio, texts = tmp_path / "audio", tmp_path / "texts"
-    parts = {"a": places[:12], "talks/a": places[12:24], "talks/b": places[24:36]}
+    parts = {"a": places[:12], "talks/a": places[12:24], "talks/a/b": places[24:36]}
     for name, part in parts.items():
         for folder, suffix in ((audio, ".flac"), (texts, ".txt")):
-            (folder / name).with_suffix(suffix).parent.mkdir(parents=True, exist_ok=True)
+            Path(f"{folder / name}{suffix}").parent.mkdir(parents=True, exist_ok=True)
         cut_S = sound_S[int(RATE * (part[0][0] - 0.5)) : int(RATE * (part[-1][1] + 0.5))]
         soundfile.write(audio / f"{name}.flac", cut_S, RATE)
         (texts / f"{name}.txt").write_text("\n".join(text for _, _, text in part))
@@ -390,17 +390,19 @@ def test_recordings_of_a_folder_are_cut_as_each_alone(
     def cut(*more: str) -> int:
         return run(audio, texts, tmp_path / "out", *more)
 
-    (texts / "talks/b.txt").rename(texts / "talks/c.txt")
+    (texts / "talks/a/b.txt").rename(texts / "talks/a/c.txt")
     assert cut() == 2
     assert "no text for 1 of 3 recordings, such as" in capsys.readouterr().err
-    (texts / "talks/c.txt").write_text("the weather of the northern islands is said to be mild in spring " * 9)
-    (texts / "talks/c.txt").rename(texts / "talks/b.txt")
+    (texts / "talks/a/c.txt").write_text("the weather of the northern islands is said to be mild in spring " * 9)
+    (texts / "talks/a/c.txt").rename(texts / "talks/a/b.txt")
+    assert cut("--max-failed", "0.3") == 1
+    assert "1 of 3 clips failed" in capsys.readouterr().err
     assert cut("--shards", "parquet") == 0
     out = capsys.readouterr().out
     assert "2 of 3 recordings" in out
-    assert "failed: talks/b: --text: the first" in out
+    assert "failed: talks/a/b: --text: the first" in out
     failed = read_lines(tmp_path / "out" / "failed.jsonl")
-    assert [(row["id"], row["kind"]) for row in failed] == [("talks/b", "bad")]
+    assert [(row["id"], row["kind"]) for row in failed] == [("talks/a/b", "bad")]
     for name in ("a", "talks/a"):
         assert run(audio / f"{name}.flac", texts / f"{name}.txt", tmp_path / name.replace("/", "-")) == 0
     alone = [*read_lines(tmp_path / "a" / "manifest.jsonl"), *read_lines(tmp_path / "talks-a" / "manifest.jsonl")]
@@ -410,14 +412,14 @@ def test_recordings_of_a_folder_are_cut_as_each_alone(
     assert set(clips_of(str(tmp_path / "out" / "recordings/**/*.parquet"))) == {row["id"] for row in rows}
 
     # A text that was mended and a new threshold are taken up, with the work that there is.
-    heard = tmp_path / "out" / "recordings" / "a" / "heard.jsonl"
+    heard = tmp_path / "out" / "recordings" / "a.flac" / "heard.jsonl"
     before = heard.read_text()
-    (texts / "talks/b.txt").write_text("\n".join(text for _, _, text in parts["talks/b"]))
+    (texts / "talks/a/b.txt").write_text("\n".join(text for _, _, text in parts["talks/a/b"]))
     assert cut("--min-seconds", "0.6", "--workers", "2") == 0
     assert "3 of 3 recordings" in capsys.readouterr().out
     assert heard.read_text() == before
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert list(summary["recordings"]) == ["a", "talks/a", "talks/b"]
+    assert list(summary["recordings"]) == ["a", "talks/a", "talks/a/b"]
     rows = read_lines(tmp_path / "out" / "manifest.jsonl")
     assert summary["clips"] == len(rows) == sum(own["clips"] for own in summary["recordings"].values())
     assert min(row["duration"] for row in rows) >= 0.6

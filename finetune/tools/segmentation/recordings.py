@@ -1,14 +1,17 @@
 """Many recordings, each with its text: a job with a directory for each of them, and their clips together.
 
-DIR/recordings/NAME/   what `segment_recording` leaves
+DIR/recordings/FILE/   what `segment_recording` leaves of the recording FILE
 DIR/manifest.jsonl, left_out.jsonl, failed.jsonl, summary.json   of all of them
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import os
 import shutil
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +20,10 @@ import torch
 
 from finetune.data.augment import AUDIO_SUFFIXES
 from finetune.data.sources import Source, open_source
-from finetune.durable_files import put_in_place, write_json, write_text
+from finetune.durable_files import put_in_place, write_json
 from finetune.errors import UserError
 from finetune.security.safe_text import json_line
-from finetune.tools.jobs.job import Job
+from finetune.tools.jobs.job import Job, stamp
 from finetune.tools.jobs.running import run_job
 from finetune.tools.segmentation.output import open_job, sum_of
 from finetune.tools.segmentation.recording import (
@@ -32,7 +35,7 @@ from finetune.tools.segmentation.recording import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from finetune.tools.jobs.clips import Clips
     from finetune.tools.jobs.engines import EngineSettings
@@ -43,7 +46,8 @@ log = logging.getLogger("finetune.segment")
 
 TEXT_SUFFIXES = (".txt", ".srt", ".vtt")
 SHOWN = 3
-Pair = tuple[Path, Path]
+Pair = tuple[Path, Path, Path]
+"""The folder of a recording, the recording in it, and its text."""
 
 
 def pairs_in(audio: Path, text: Path) -> dict[str, Pair]:
@@ -63,7 +67,7 @@ def pairs_in(audio: Path, text: Path) -> dict[str, Pair]:
         )
     if unused := len(texts.keys() - recordings.keys()):
         log.warning("--text: %d of %d texts have no recording in %s", unused, len(texts), audio)
-    return {name: (recordings[name], texts[name]) for name in sorted(recordings)}
+    return {name: (audio, recordings[name], texts[name]) for name in sorted(recordings)}
 
 
 def _by_name(folder: Path, suffixes: tuple[str, ...], option: str) -> dict[str, Path]:
@@ -99,7 +103,7 @@ class Segmenter:
 
     def process(self, clips: Clips) -> Iterator[Result]:
         for _, place, _, row in clips.rows():
-            folder = self.folder / "recordings" / row["id"]
+            folder = self.folder / "recordings" / row["folder"]
             try:
                 recording = open_recording(Path(row["audio_filepath"]), Path(row["text"]), row["id"])
                 with opened(folder, recording, self.settings, renew=True):
@@ -107,7 +111,8 @@ class Segmenter:
             except UserError as error:
                 clips.fail("bad", place, str(error))
             else:
-                yield {"id": row["id"], "source": place, "duration": recording.seconds, "summary": summary}
+                own = {"id": row["id"], "folder": row["folder"], "source": place}
+                yield {**own, "duration": recording.seconds, "summary": summary}
 
 
 def segment_recordings(
@@ -130,18 +135,12 @@ def segment_recordings(
         UserError: the directory holds another job, a model cannot be loaded, or too many recordings fail.
     """
     open_job(folder, {"command": "segment", "of": "recordings", **s.fixed()})
-    listed = folder / "recordings.jsonl"
-    lines = [
-        {"id": name, "audio_filepath": str(a.resolve()), "text": str(t.resolve())} for name, (a, t) in pairs.items()
-    ]
-    content = "".join(json_line(line) + "\n" for line in lines)
-    if not listed.exists() or listed.read_text(encoding="utf-8") != content:  # its time is part of the job's identity
-        write_text(listed, content)
+    work = _listed(pairs, folder, s)
     job = Job(
         command="segment",
-        directory=folder / "work",
+        directory=work.with_suffix(""),
         settings=vars(s),
-        sources=[open_source(Source(path=str(listed)), "--audio")],
+        sources=[open_source(Source(path=str(work)), "--audio")],
         make_worker=MakeSegmenter(s, folder.resolve(), device),
         clips_a_shard=1,
         max_failed=max_failed,
@@ -150,9 +149,9 @@ def segment_recordings(
     if not totals.is_whole:
         return None, totals
     results = list(job.results())
-    names = [result["id"] for result in results]
-    _together(folder, "manifest.jsonl", names, lambda name, row: row)
-    _together(folder, "left_out.jsonl", names, lambda name, row: {"recording": name, **row})
+    folders = {result["id"]: folder / "recordings" / result["folder"] for result in results}
+    _together(folder / "manifest.jsonl", folders, lambda name, row: row)
+    _together(folder / "left_out.jsonl", folders, lambda name, row: {"recording": name, **row})
     job.write_failed(totals)
     put_in_place(job.directory / "failed.jsonl", folder / "failed.jsonl")
     total = sum_of([result["summary"] for result in results])
@@ -160,16 +159,38 @@ def segment_recordings(
     write_json(folder / "summary.json", {**total, "failed": len(totals.failed), "recordings": by_name})
     if engine.part == (0, 1):
         shutil.rmtree(job.directory)
+        work.unlink()
     return total, totals
 
 
-def _together(
-    folder: Path, file: str, names: Iterable[str], change: Callable[[str, dict[str, Any]], dict[str, Any]]
-) -> None:
+def _listed(pairs: dict[str, Pair], folder: Path, s: SegmentSettings) -> Path:
+    """Write the recordings as a manifest whose name says what it holds and how they are cut: with another text or
+    threshold all of them are gone through again, which takes seconds where a recording was heard already."""
+    lines = [
+        {
+            "id": name,
+            "folder": audio.relative_to(root).as_posix(),
+            "audio_filepath": str(audio.resolve()),
+            "text": str(text.resolve()),
+            "stamps": [stamp(str(audio)), stamp(str(text))],
+        }
+        for name, (root, audio, text) in pairs.items()
+    ]
+    content = "".join(json_line(line) + "\n" for line in lines)
+    digest = hashlib.blake2b((content + repr(s)).encode(), digest_size=4).hexdigest()
+    path = folder / f".work-{digest}.jsonl"
+    aside = path.with_suffix(f".{socket.gethostname()}.{os.getpid()}.tmp")
+    aside.write_text(content, encoding="utf-8")
+    os.utime(aside, (0, 0))  # a part of the job's identity, and several tasks of an array may write it
+    put_in_place(aside, path)
+    return path
+
+
+def _together(file: Path, folders: dict[str, Path], change: Callable[[str, dict[str, Any]], dict[str, Any]]) -> None:
     """Write the rows of all recordings into one file, whole or not at all."""
-    aside = folder / f".{file}.tmp"
+    aside = file.with_name(f".{file.name}.tmp")
     with aside.open("w", encoding="utf-8") as written:
-        for name in names:
-            with (folder / "recordings" / name / file).open(encoding="utf-8") as lines:
+        for name, folder in folders.items():
+            with (folder / file.name).open(encoding="utf-8") as lines:
                 written.writelines(json_line(change(name, json.loads(line))) + "\n" for line in lines)
-    put_in_place(aside, folder / file)
+    put_in_place(aside, file)
