@@ -337,3 +337,12 @@ def test_an_evaluation_in_shards_finds_what_one_process_finds(tiny_model, clips,
     capsys.readouterr()
     assert main([*in_shards, "--language", "de"]) == 2
     assert "holds another job: language was None, is de" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("clips", "most", "shards"), [(43, -1, 1), (250, -1, 3), (250, 120, 2), (5000, -1, 20)])
+def test_small_data_are_shared_out_too(tmp_path, clips, most, shards):
+    write_manifest(tmp_path, [f"text {i}" for i in range(clips)])
+    source = open_source(Source(path=str(tmp_path / "manifest.jsonl")), "--data")
+    job = Job("evaluate", tmp_path / "job", {}, [source], MakeTextWorker(tmp_path), max_samples=most)
+    assert len(job.shards) == shards
+    assert job.clips == (clips if most < 0 else most)
