@@ -1,10 +1,12 @@
 """Turn the small base model into a cache-aware streaming model, train it, and measure WER by look-ahead.
 
     python scripts/models/streaming_study.py --output-dir runs/streaming --steps 1500 --json FILE
+    python scripts/models/streaming_study.py --head rnnt --output-dir runs/streaming_rnnt --steps 1500
 
 Convolutions and subsampling become causal, attention goes by chunks with four look-aheads, and features are no longer
 normalised over the recording, as in NVIDIA's streaming models. The base's weights are taken over, the subsampling's
-last layer shifted by the bin that causal padding adds. A run in the output directory goes on where it was stopped.
+last layer shifted by the bin that causal padding adds. With --head rnnt, as sherpa-onnx's online recogniser takes it,
+the joint keeps the rows of the tokens alone. A run in the output directory goes on where it was stopped.
 """
 
 import argparse
@@ -30,8 +32,8 @@ DATA = ROOT / "examples" / "voice_prompts"
 LOOK_AHEADS = [[56, 13], [56, 6], [56, 1], [56, 0]]
 
 
-def to_cache_aware(path: Path) -> None:
-    """Write the base as a cache-aware model, not trained yet."""
+def to_cache_aware(path: Path, head: str = "tdt") -> None:
+    """Write the base as a cache-aware model with a tdt or rnnt head, not trained yet."""
     from omegaconf import OmegaConf
 
     from finetune.models.loading import load_model
@@ -50,6 +52,12 @@ def to_cache_aware(path: Path) -> None:
         "att_context_size": LOOK_AHEADS,
     }
     config["tokenizer"] = {"dir": str(ROOT / "examples" / "base" / "tokenizer"), "type": "bpe"}
+    if head == "rnnt":
+        config["joint"]["num_extra_outputs"] = 0
+        config["decoding"] = {"strategy": "greedy_batch", "model_type": "rnnt", "greedy": {"max_symbols": 10}}
+        config["loss"] = {"loss_name": "default"}
+        for key in ("tdt_durations", "num_tdt_durations"):
+            config["model_defaults"].pop(key)
     model = build(config, "the cache-aware model")
     mean, deviation = feature_level()
     weights = base.state_dict()
@@ -57,6 +65,8 @@ def to_cache_aware(path: Path) -> None:
     own = model.state_dict()[name].view(len(weights[name]), 64, -1).zero_()
     own[:, :, 1:] = weights[name].view(len(own), 64, -1)
     weights[name] = own.flatten(1)
+    for name in [name for name in weights if name.startswith("joint.joint_net.")]:
+        weights[name] = weights[name][: len(model.state_dict()[name])]
     # The normalisation goes into the first convolution, with one level for all bins.
     first = "encoder.pre_encode.conv.0"
     weights[f"{first}.bias"] -= mean / deviation * weights[f"{first}.weight"].sum(dim=(1, 2, 3))
@@ -98,6 +108,7 @@ def train(model: Path, output: Path, steps: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, default=Path("runs/streaming"))
+    parser.add_argument("--head", choices=("tdt", "rnnt"), default="tdt")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--max-samples", type=int, default=-1, help="clips of the test set (default: all)")
     parser.add_argument("--json", type=Path)
@@ -106,7 +117,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     untrained = folder / "untrained.nemo"
     if not untrained.is_file():
-        to_cache_aware(untrained)
+        to_cache_aware(untrained, arguments.head)
     if not (folder / "run" / "summary.json").is_file():
         train(untrained, folder / "run", arguments.steps)
     options = ["--data", str(DATA), "--look-ahead", "all", "--max-samples", str(arguments.max_samples)]
@@ -127,7 +138,7 @@ def main() -> int:
             "processor": processor_name(),
             "cpus": os.cpu_count(),
             "versions": {name: metadata.version(name) for name in ("torch", "nemo_toolkit", "accelerate")},
-            "command": f"python scripts/models/streaming_study.py --steps {arguments.steps}",
+            "command": f"python scripts/models/streaming_study.py --head {arguments.head} --steps {arguments.steps}",
             "steps": summary["steps"],
             "train_seconds": summary["train_seconds"],
             "rows": rows,

@@ -5,12 +5,8 @@ S samples, F mel bins, T frames, H width of the encoder.
 
 import itertools
 import json
-import re
-import shlex
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +17,7 @@ import pytest
 import soundfile
 import torch
 from conftest import read_lines
+from export_cases import heard_by_the_server, write_export, write_release
 
 from finetune.errors import UserError
 from finetune.evaluation.recognise import evaluation_mode
@@ -28,13 +25,11 @@ from finetune.evaluation.streaming import stream_texts
 from finetune.models.loading import load_model
 from finetune.models.look_ahead import attending, one_context
 from finetune.models.nemo_archive import save_nemo
-from finetune.tools.export.beside import write_beside
 from finetune.tools.export.gate.graph_parts import Graphs
 from finetune.tools.export.gate.one_parts import encode_features, text_of_encoded
-from finetune.tools.export.gate.report import hashes_of
 from finetune.tools.export.layouts import write_layout
 from finetune.tools.export.online import Cut, cut_of
-from finetune.tools.export.onnx import export_onnx, graphs_of
+from finetune.tools.export.onnx import graphs_of
 from finetune.tools.export.runtimes import SherpaOnnxOnline, load_exported
 from finetune.tools.export.sherpa_features import SHIFT
 
@@ -61,13 +56,7 @@ def case(archive_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
     """An export with a look-ahead of one frame, with what is written beside it and a report with its files."""
     folder = tmp_path_factory.mktemp("online")
     model, directory = archive(archive_of, folder), folder / "export"
-    for name in ("graphs", "export"):
-        (folder / name).mkdir()
-    graphs = graphs_of(str(model), folder / "graphs", "sherpa", look_ahead="1")
-    write_layout(graphs, directory, "sherpa", "fp32")
-    write_beside(graphs, directory, "sherpa", "fp32")
-    report = {"passed": True, "reason": "texts equal", "files": hashes_of(directory)}
-    (directory / "export.json").write_text(json.dumps(report))
+    graphs = write_release(model, directory, "sherpa", look_ahead="1")
     return SimpleNamespace(model=model, directory=directory, graphs=graphs, loaded=load_exported(directory))
 
 
@@ -126,9 +115,9 @@ def test_it_is_nemos_cache_aware_inference(case: SimpleNamespace, audios: list[n
 def test_each_look_ahead(
     family: str, look_ahead: str, archive_of: Callable[..., Path], audios: list[np.ndarray], tmp_path: Path
 ) -> None:
-    name = str(archive_of(family, speaking=True) if family != "streaming" else archive(archive_of, tmp_path))
-    export_onnx(name, tmp_path / "out", to="sherpa", look_ahead=look_ahead)
-    check_against_nemo(load_exported(tmp_path / "out"), load_model(name), look_ahead, audios)
+    model = archive_of(family, speaking=True) if family != "streaming" else archive(archive_of, tmp_path)
+    write_export(model, tmp_path / "out", "sherpa", look_ahead=look_ahead)
+    check_against_nemo(load_exported(tmp_path / "out"), load_model(str(model)), look_ahead, audios)
 
 
 def test_features_are_nearly_nemos(case: SimpleNamespace, audios: list[np.ndarray]) -> None:
@@ -158,7 +147,7 @@ def test_look_aheads_that_are_refused(
     family: str, look_ahead: str, named: str, archive_of: Callable[..., Path], tmp_path: Path
 ) -> None:
     with pytest.raises(UserError) as refused:
-        export_onnx(str(archive_of(family)), tmp_path / "out", to="sherpa", look_ahead=look_ahead)
+        graphs_of(str(archive_of(family)), tmp_path, "sherpa", look_ahead=look_ahead)
     assert named in str(refused.value)
     assert list(tmp_path.iterdir()) == []
 
@@ -285,37 +274,8 @@ def test_the_example_prints_a_growing_text(case: SimpleNamespace, audios: list[n
 def test_the_server_of_the_readme_answers_its_client(
     case: SimpleNamespace, audios: list[np.ndarray], tmp_path: Path
 ) -> None:
-    text = (case.directory / "README.md").read_text(encoding="utf-8")
-    [command] = re.findall(r"^(sherpa-onnx-online-websocket-server .*?)^```", text, re.MULTILINE | re.DOTALL)
-    [client] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    words = shlex.split(command.replace("6006", port).replace("\\\n", " "))
-    words[0] = str(Path(sys.executable).parent / words[0])
-    (tmp_path / "client.py").write_text(client.replace("6006", port), encoding="utf-8")
     wav = wav_of(audios[0], tmp_path)
-    log = tmp_path / "server.log"
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            [*words, f"--log-file={tmp_path / 'log.txt'}"], cwd=case.directory, stdout=output, stderr=output
-        )
-    try:
-        while not listens(int(port)):
-            assert server.poll() is None, log.read_text(errors="replace")
-            time.sleep(0.05)
-        done = subprocess.run(
-            [sys.executable, tmp_path / "client.py", wav], capture_output=True, text=True, check=False
-        )
-    finally:
-        server.terminate()
-        server.wait()
-    assert done.returncode == 0, done.stderr
-    heard = [json.loads(line)["text"].strip() for line in done.stdout.splitlines()]
+    lines = heard_by_the_server(case.directory, wav, tmp_path).splitlines()
+    heard = [json.loads(line)["text"].strip() for line in lines]
     # The server's tail of silence is longer, and a model with random weights says something of it.
     assert heard[-1].startswith(case.loaded.texts([soundfile.read(wav, dtype="float32")[0]])[0].strip())
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0

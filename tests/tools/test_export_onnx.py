@@ -17,14 +17,16 @@ import pytest
 import soundfile
 import torch
 from conftest import read_lines
+from export_cases import write_export
 from onnx import numpy_helper
 
 from finetune.errors import UserError
 from finetune.evaluation.recognise import decode_encoded, evaluation_mode, recognise_batch
 from finetune.models.loading import load_model
 from finetune.models.nemo import set_head
+from finetune.tools.export.gate.graph_parts import Graphs
 from finetune.tools.export.layouts import whole_or_nothing, write_layout
-from finetune.tools.export.onnx import export_onnx, graphs_of
+from finetune.tools.export.onnx import graphs_of
 from finetune.tools.export.precision import quantize, rounded, save, sensitivities, size_of
 from finetune.tools.export.refusals import check_expressible
 from finetune.tools.export.runtimes import Exported, is_exported, load_exported
@@ -84,7 +86,7 @@ def test_texts_are_nemos(
     own = texts_of_nemo(model, audios)
     assert len(set(own)) > len(own) / 2  # random weights say something of each clip
     for to in ("onnx", "sherpa"):
-        export_onnx(str(archive), tmp_path / to, to=to, head=head)
+        write_export(archive, tmp_path / to, to, head=head)
         exported = load_exported(tmp_path / to)
         assert exported.kind == ("ctc" if head == "ctc" else family.split("-")[-1].replace("english", "tdt")) or (
             family == "unified" and exported.kind == "rnnt"
@@ -100,7 +102,7 @@ def test_texts_are_nemos(
                 audio_signal=torch.from_numpy(mel_FT)[None], length=torch.tensor([mel_FT.shape[1]])
             )
         if exported.kind != "ctc":
-            np.testing.assert_allclose(exported.encode(mel_FT), enc_1HT[0].T, atol=2e-5)
+            np.testing.assert_allclose(Graphs(tmp_path / to, 1).encode(mel_FT), enc_1HT[0].T, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,7 @@ def test_families_that_are_refused(
     family: str, to: str, named: list[str], archive_of: Callable[..., Path], tmp_path: Path
 ) -> None:
     with pytest.raises(UserError) as refused:
-        export_onnx(str(archive_of(family)), tmp_path / "out", to=to)
+        graphs_of(str(archive_of(family)), tmp_path, to)
     assert all(reason in str(refused.value) for reason in named)
     assert list(tmp_path.iterdir()) == []
 
@@ -138,7 +140,7 @@ def test_settings_that_are_refused(tiny_model: Path) -> None:
 
 def test_head_that_is_missing(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no CTC head"):
-        export_onnx(str(tiny_model), tmp_path / "out", to="onnx", head="ctc")
+        graphs_of(str(tiny_model), tmp_path, "onnx", head="ctc")
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +157,7 @@ def test_precisions(precision: str, graphs: Any, tiny_model: Path, audios: list[
         write_layout(graphs, tmp_path / one, "onnx", one)
         exported = load_exported(tmp_path / one)
         assert exported.precision == one
-        found[one] = exported.encode(exported.features(audios[0]))
+        found[one] = Graphs(tmp_path / one, 1).encode(exported.features(audios[0]))
         assert len(exported.texts(audios[:2])) == 2
     difference = float(np.abs(found[precision] - found["fp32"]).max() / np.abs(found["fp32"]).max())
     assert 0 < difference < {"fp16": 0.01, "int8": 0.2}[precision]

@@ -1,12 +1,8 @@
 """Exported directories in use: by transcribe and evaluate, by the program beside them, by sherpa-onnx's server."""
 
 import json
-import re
-import shlex
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +11,7 @@ import numpy as np
 import pytest
 import soundfile
 from conftest import ROOT
+from export_cases import heard_by_the_server, write_release
 
 BASE = ROOT / "examples" / "base" / "fastconformer_tdt_3m.nemo"
 
@@ -22,20 +19,9 @@ BASE = ROOT / "examples" / "base" / "fastconformer_tdt_3m.nemo"
 @pytest.fixture(scope="module")
 def case(tmp_path_factory) -> SimpleNamespace:
     """The small base model for both runtimes, with what is written beside it and a report with its files."""
-    from finetune.tools.export.beside import write_beside
-    from finetune.tools.export.gate.report import hashes_of
-    from finetune.tools.export.layouts import write_layout
-    from finetune.tools.export.onnx import graphs_of
-
     folder = tmp_path_factory.mktemp("exports")
     for to in ("onnx", "sherpa"):
-        for name in (to, f"{to}-graphs"):
-            (folder / name).mkdir()
-        graphs = graphs_of(str(BASE), folder / f"{to}-graphs", to)
-        write_layout(graphs, folder / to, to, "fp32")
-        write_beside(graphs, folder / to, to, "fp32")
-        report = {"passed": True, "reason": "texts equal", "files": hashes_of(folder / to)}
-        (folder / to / "export.json").write_text(json.dumps(report))
+        write_release(BASE, folder / to, to)
     return SimpleNamespace(folder=folder)
 
 
@@ -225,36 +211,7 @@ def test_the_example_runs_with_the_runtime_alone(case, clips, tmp_path, to):
 def test_the_server_of_the_readme_answers_its_client(case, clips, tmp_path):
     from finetune.tools.export.runtimes import load_exported
 
-    text = (case.folder / "sherpa" / "README.md").read_text(encoding="utf-8")
-    [command] = re.findall(r"^(sherpa-onnx-offline-websocket-server .*?)^```", text, re.MULTILINE | re.DOTALL)
-    [client] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    words = shlex.split(command.replace("6006", port).replace("\\\n", " "))
-    words[0] = str(Path(sys.executable).parent / words[0])
-    (tmp_path / "client.py").write_text(client.replace("6006", port), encoding="utf-8")
     wav = wav_of(clips, tmp_path)
-    log = tmp_path / "server.log"
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            [*words, f"--log-file={tmp_path / 'log.txt'}"], cwd=case.folder / "sherpa", stdout=output, stderr=output
-        )
-    try:
-        while not _listens(int(port)):
-            assert server.poll() is None, log.read_text(errors="replace")
-            time.sleep(0.05)
-        done = subprocess.run(
-            [sys.executable, tmp_path / "client.py", wav], capture_output=True, text=True, check=False
-        )
-    finally:
-        server.terminate()
-        server.wait()
-    assert done.returncode == 0, done.stderr
+    heard = json.loads(heard_by_the_server(case.folder / "sherpa", wav, tmp_path))
     audio = soundfile.read(wav, dtype="float32")[0]
-    assert json.loads(done.stdout)["text"].strip() == load_exported(case.folder / "sherpa").texts([audio])[0].strip()
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+    assert heard["text"].strip() == load_exported(case.folder / "sherpa").texts([audio])[0].strip()

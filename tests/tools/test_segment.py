@@ -372,6 +372,15 @@ def test_what_cannot_be_is_said_at_once(
     refused("cannot write 9 of the 9 words", output="f")
 
 
+def test_recordings_whose_clips_would_have_the_same_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("talks/a", "talks-a"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        soundfile.write(tmp_path / f"{name}.wav", np.zeros(RATE), RATE)
+        (tmp_path / f"{name}.txt").write_text("one word")
+    assert run(tmp_path, tmp_path, tmp_path / "out") == 2
+    assert "talks-a.wav would have the same ids, talks-a-000000" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_recordings_of_a_folder_are_cut_as_each_alone(
     recording: tuple[Path, list[tuple[float, float, str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -417,6 +426,7 @@ def test_recordings_of_a_folder_are_cut_as_each_alone(
     (texts / "talks/a/b.txt").write_text("\n".join(text for _, _, text in parts["talks/a/b"]))
     assert cut("--min-seconds", "0.6", "--workers", "2") == 0
     assert "3 of 3 recordings" in capsys.readouterr().out
+    assert not list((tmp_path / "out").glob(".work-*"))
     assert heard.read_text() == before
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert list(summary["recordings"]) == ["a", "talks/a", "talks/a/b"]

@@ -56,7 +56,6 @@ class Exported(ABC):
         self.version = importlib.metadata.version(self.runtime)
         self.kind, self.sample_rate = "", SAMPLE_RATE
         self.bytes_on_disk = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
-        self._session: Any = None
         started = time.perf_counter()
         self._load()
         self.load_seconds = time.perf_counter() - started
@@ -72,26 +71,6 @@ class Exported(ABC):
     @abstractmethod
     def features(self, audio_S: np.ndarray) -> np.ndarray:
         """Return the (F, T) features that the runtime computes for a recording, so that NeMo can decode the same."""
-
-    def encode(self, mel_FT: np.ndarray) -> np.ndarray:
-        """Return the (T, H) outputs of the written encoder for the features of one clip, computed by onnxruntime; of a
-        CTC model its log-probabilities. To be compared with NeMo's on the same features."""
-        import onnxruntime
-
-        if self._session is None:
-            options = onnxruntime.SessionOptions()
-            options.intra_op_num_threads = self.threads
-            file = self.directory / self._encoder_file()
-            self._session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-        inputs = {
-            "audio_signal": mel_FT[None].astype(np.float32),
-            "length": np.array([mel_FT.shape[1]], dtype=np.int64),
-        }
-        outputs_1xx = np.asarray(self._session.run(None, inputs)[0])
-        return outputs_1xx[0] if self.kind == "ctc" else outputs_1xx[0].T
-
-    @abstractmethod
-    def _encoder_file(self) -> str: ...
 
 
 class OnnxAsr(Exported):
@@ -114,9 +93,6 @@ class OnnxAsr(Exported):
             sess_options=options,
             providers=["CPUExecutionProvider"],
         )
-
-    def _encoder_file(self) -> str:
-        return f"{'model' if self.kind == 'ctc' else 'encoder-model'}{suffix_of(self.precision)}.onnx"
 
     def texts(self, audios: Sequence[np.ndarray], batch_size: int = 1) -> list[str]:
         found: list[str] = []

@@ -71,11 +71,16 @@ def differing_from(folder: Path, settings: dict[str, Any]) -> list[str]:
     ]
 
 
+def name_in_ids(recording: str) -> str:
+    """Return what the ids of a recording's clips begin with, which are names of files in shards too."""
+    return re.sub(r"\W+", "-", recording)
+
+
 def rows_of(
     clips: list[Clip], name: str, text: list[Word], audio: Path, rate: int, language: str | None = None
 ) -> list[dict[str, Any]]:
     """Return the lines of the manifest, each with a part of the recording; ids are made of the recording's name."""
-    name = re.sub(r"\W+", "-", name)
+    name = name_in_ids(name)
     spoken = {} if language in (None, AUTO) else {"lang": language}
     return [
         {

@@ -25,7 +25,7 @@ from finetune.errors import UserError
 from finetune.security.safe_text import json_line
 from finetune.tools.jobs.job import Job, stamp
 from finetune.tools.jobs.running import run_job
-from finetune.tools.segmentation.output import open_job, sum_of
+from finetune.tools.segmentation.output import name_in_ids, open_job, sum_of
 from finetune.tools.segmentation.recording import (
     SegmentSettings,
     load_segmenter,
@@ -54,7 +54,8 @@ def pairs_in(audio: Path, text: Path) -> dict[str, Pair]:
     """Return recordings and their texts by name: the path below the folder, without its suffix.
 
     Raises:
-        UserError: no recording, a recording without a text, or two files of one name.
+        UserError: no recording, a recording without a text, two files of one name, or two recordings whose clips
+            would have the same ids.
     """
     recordings, texts = _by_name(audio, AUDIO_SUFFIXES, "--audio"), _by_name(text, TEXT_SUFFIXES, "--text")
     if not recordings:
@@ -65,6 +66,13 @@ def pairs_in(audio: Path, text: Path) -> dict[str, Pair]:
             f"--text: {text} has no text for {len(bare):,} of {len(recordings):,} recordings, such as {shown}. The "
             "text of talks/a.flac is talks/a.txt, .srt or .vtt."
         )
+    by_id: dict[str, str] = {}
+    for name in recordings:
+        if (other := by_id.setdefault(name_in_ids(name), name)) != name:
+            raise UserError(
+                f"--audio: the clips of {recordings[other]} and {recordings[name]} would have the same ids, "
+                f"{name_in_ids(name)}-000000 and so on. Rename one of the recordings, and its text."
+            )
     if unused := len(texts.keys() - recordings.keys()):
         log.warning("--text: %d of %d texts have no recording in %s", unused, len(texts), audio)
     return {name: (audio, recordings[name], texts[name]) for name in sorted(recordings)}
@@ -158,8 +166,8 @@ def segment_recordings(
     by_name = {result["id"]: result["summary"] for result in results}
     write_json(folder / "summary.json", {**total, "failed": len(totals.failed), "recordings": by_name})
     if engine.part == (0, 1):
-        shutil.rmtree(job.directory)
-        work.unlink()
+        for old in folder.glob(".work-*"):  # this start's, and those of starts with other texts that were given up
+            old.unlink() if old.is_file() else shutil.rmtree(old)
     return total, totals
 
 
