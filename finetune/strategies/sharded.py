@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import load_file, save_file
 
+from finetune.models.host_lstm import use_native_lstm
 from finetune.models.protocols import AsrModel
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def make_replica(model: AsrModel) -> AsrModel:
     for module in replica.modules():
         module.__dict__.pop("forward", None)
         module.__dict__.pop("_compiled_call_impl", None)
+    use_native_lstm(replica)  # it is a `forward` of the module, too
     return replica.requires_grad_(False)
 
 

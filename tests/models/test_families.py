@@ -1,16 +1,25 @@
 """Every family of Parakeet models through the commands, as scripts/models/check_models.py runs them."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT
+from omegaconf import OmegaConf
+
+from finetune.models.loading import load_model
+from finetune.models.nemo import import_nemo
+from finetune.models.protocols import AsrModel
+from finetune.security.documents import leaves
 
 sys.path.insert(0, str(ROOT / "scripts" / "models"))
 
 import check_models
 from families import FAMILIES
 
+SLOW = pytest.mark.slow
 # The others train in tests of their own.
 ELSEWHERE = {"rnnt", "hybrid-tdt", "hybrid-rnnt", "ctc", "streaming", "streaming-hybrid", "prompt"}
 
@@ -22,7 +31,27 @@ def test_it_trains_and_recognises(name: str, tmp_path: Path) -> None:
     check.transcribe()
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [n if n in ("tdt", "hybrid-tdt", "ctc", "prompt") else pytest.param(n, marks=SLOW) for n in FAMILIES]
+)
+def test_it_is_loaded_as_nemo_loads_it(name: str, archive_of: Callable[..., Path]) -> None:
+    """With every weight, the buffers that no file brings, and the whole configuration."""
+    path = archive_of(name)
+    ours, theirs = load_model(str(path)), import_nemo().ASRModel.restore_from(str(path), map_location="cpu")
+    for tensors in ("named_parameters", "named_buffers"):
+        mine, other = (dict(getattr(model, tensors)()) for model in (ours, theirs))
+        assert mine.keys() == other.keys()
+        assert [n for n in mine if not torch.equal(mine[n], other[n])] == []
+    differing = set(settings_of(ours).items()) ^ set(settings_of(theirs).items())
+    assert {key for key, _ in differing if not key.startswith("tokenizer.")} == set()
+
+
+def settings_of(model: AsrModel) -> dict[str, str]:
+    config = OmegaConf.to_container(model.cfg)
+    return {key: repr(value) for key, value in leaves(config)}
+
+
+@SLOW
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_command(name: str, tmp_path: Path) -> None:
     results = check_models.check_family(name, tmp_path / "family", check_models.sample(tmp_path))

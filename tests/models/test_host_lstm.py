@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from finetune.models.host_lstm import use_native_lstm
+from finetune.strategies.sharded import make_replica
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -23,3 +24,13 @@ def test_the_prediction_network_computes_in_half_precision(tiny, dtype):
     model.decoder.to(dtype)
     whole_BHU, *_ = model.decoder(targets=tokens_BU, target_length=lengths_B)
     assert (whole_BHU.float() - exact_BHU).abs().max() < 0.05 * exact_BHU.abs().max()
+
+
+def test_a_replica_computes_in_half_precision(tiny):
+    model = tiny()
+    use_native_lstm(model)
+    tokens_BU, lengths_B = torch.tensor([[3, 1, 4]]), torch.tensor([3])
+    exact_BHU, *_ = model.decoder(targets=tokens_BU, target_length=lengths_B)
+    with torch.autocast("cpu", torch.bfloat16):
+        half_BHU, *_ = make_replica(model).decoder(targets=tokens_BU, target_length=lengths_B)
+    assert (half_BHU - exact_BHU).abs().max() < 0.02 * exact_BHU.abs().max()

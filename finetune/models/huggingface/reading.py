@@ -37,6 +37,7 @@ from finetune.models.nemo import build
 from finetune.models.nemo_archive import NOT_BUILT, check_model_config, check_size
 from finetune.models.protocols import AsrModel
 from finetune.models.sentencepiece_model import FILE, parse, write_tokenizer
+from finetune.models.skip_init import SkipInit
 from finetune.paths import ROOT
 from finetune.security.documents import first_line, read_json_object, read_settings, resolved
 
@@ -73,7 +74,8 @@ def load_hugging_face(directory: Path) -> AsrModel:
     content, source = sentencepiece_of(directory, piece_count(config))
     log.info("model %s: Hugging Face format; tokenizer from %s", directory, source)
     config["tokenizer"] = {"dir": str(_tokenizer_directory(content)), "type": "bpe"}
-    model = build(config, str(directory))
+    with SkipInit():
+        model = build(config, str(directory))
     with open_dict(model.cfg):
         model.cfg.tokenizer.dir = str(directory)
         model.cfg.validation_ds = {"use_start_end_token": False}  # NeMo's own transcribe() reads this key

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from finetune.config.schema import ModelConfig
 from finetune.models.frozen_base import FrozenBase
+from finetune.models.host_lstm import use_native_lstm
 from finetune.models.look_ahead import training_contexts
 from finetune.models.loss_module import LossModule
 from finetune.models.nemo import cast_parameters, ctc_loss_weight, prepare_for_training
@@ -201,6 +202,7 @@ class Follower:
             model = self.skeleton.deepen(depth)
             if m.scaled_dot_product_attention:
                 use_scaled_dot_product_attention(model)
+            use_native_lstm(model)
             cast_parameters(model, getattr(torch, m.dtype))
             model.eval().requires_grad_(False)
             self.bases[key] = FrozenBase(model._apply(self.mode.from_tensor), m.name)
