@@ -1,6 +1,7 @@
 """What a model gets wrong: the words that it confuses, and its worst utterances with their audio. S samples."""
 
 import base64
+import functools
 import io
 from collections import Counter
 from dataclasses import dataclass, field
@@ -83,7 +84,7 @@ class Mistakes:
         for clip in self.clips:
             heard_S = clip.pop("heard_S", None)
             if heard_S is not None:
-                clip["audio"] = data_url(heard_S, self.sample_rate)
+                clip["audio"] = _url_of(heard_S.tobytes(), self.sample_rate)
 
     def merge(self, other: "Mistakes") -> None:
         self.words.update(other.words)
@@ -114,6 +115,12 @@ def _as_int16(audio_S: torch.Tensor) -> np.ndarray:
     if audio_S.dtype == torch.int16:
         return audio_S.cpu().numpy().copy()
     return (audio_S.float().clamp(-1, 1) * 32767).to(torch.int16).cpu().numpy()
+
+
+@functools.lru_cache(maxsize=64)
+def _url_of(samples: bytes, sample_rate: int) -> str | None:
+    """Encode int16 samples; the worst clips of one evaluation are often those of the one before."""
+    return data_url(np.frombuffer(samples, np.int16), sample_rate)
 
 
 def data_url(samples_S: np.ndarray, sample_rate: int) -> str | None:

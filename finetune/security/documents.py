@@ -23,18 +23,33 @@ MOST_VALUES = 2_000_000
 MOST_CHARACTERS = 32 * 2**20
 MOST_DIGITS = 30
 REFERENCE = re.compile(r"(?<!\\)\$\{([^${}]+)\}")
-INTEGER = "tag:yaml.org,2002:int"
+INTEGER, TEXT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:str"
 CORE_TAGS = {
     f"tag:yaml.org,2002:{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null", "merge", "value")
 }
 
 
 @functools.cache
-def _loader() -> type[yaml.SafeLoader]:
-    """Return OmegaConf's loader, which reads 1e-4 as a number and refuses a key that stands twice."""
+def _loader() -> type[yaml.CSafeLoader]:
+    """Return libyaml's loader with OmegaConf's rules of what is a number: 1e-4 is one, a date none."""
     from omegaconf._utils import get_yaml_loader
 
-    return get_yaml_loader()
+    rules = get_yaml_loader()
+
+    class Loader(yaml.CSafeLoader):
+        yaml_implicit_resolvers = rules.yaml_implicit_resolvers
+        yaml_constructors = rules.yaml_constructors
+
+    return Loader
+
+
+def _check_depth(text: str) -> None:
+    """Raise ValueError where a text is nested too deeply: what makes nodes of it calls itself for each level."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_loader()):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise ValueError(f"it is nested more than {DEEPEST} levels deep")
 
 
 def _count(node: yaml.Node, known: dict[int, int], inside: set[int]) -> int:
@@ -60,6 +75,9 @@ def _count(node: yaml.Node, known: dict[int, int], inside: set[int]) -> int:
         raise refused(f"a number of more than {MOST_DIGITS} digits")
     parts = [] if isinstance(node, yaml.ScalarNode) else node.value
     if isinstance(node, yaml.MappingNode):
+        keys = [key.value for key, _ in parts if key.tag == TEXT]
+        if len(set(keys)) < len(keys):
+            raise refused(f"found duplicate key {next(key for key in keys if keys.count(key) > 1)}")
         parts = [part for pair in parts for part in pair]
     inside.add(id(node))
     known[id(node)] = 1 + sum(_count(part, known, inside) for part in parts)
@@ -74,6 +92,7 @@ def parse_yaml(text: str) -> Any:
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"it is longer than {MOST_CHARACTERS:,} characters")
     try:
+        _check_depth(text)
         loader = _loader()(text)
         node = loader.get_single_node()
         if node is None:
@@ -82,8 +101,6 @@ def parse_yaml(text: str) -> Any:
         return loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
-    except RecursionError as error:
-        raise ValueError(f"it is nested more than {DEEPEST} levels deep") from error
     except (TypeError, OverflowError, AttributeError, LookupError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 

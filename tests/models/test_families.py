@@ -1,5 +1,6 @@
 """Every family of Parakeet models through the commands, as scripts/models/check_models.py runs them."""
 
+import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -7,10 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
+from hostile_files import members_of
+from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
 from omegaconf import OmegaConf
 
 from finetune.models.loading import load_model
 from finetune.models.nemo import import_nemo
+from finetune.models.nemo_archive import CONFIG, WEIGHTS, save_nemo
 from finetune.models.protocols import AsrModel
 from finetune.security.documents import leaves
 
@@ -32,7 +36,7 @@ def test_it_trains_and_recognises(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in ("tdt", "hybrid-tdt", "ctc", "prompt") else pytest.param(n, marks=SLOW) for n in FAMILIES]
+    "name", [n if n in ("tdt", "hybrid-tdt", "ctc", "streaming") else pytest.param(n, marks=SLOW) for n in FAMILIES]
 )
 def test_it_is_loaded_as_nemo_loads_it(name: str, archive_of: Callable[..., Path]) -> None:
     """With every weight, the buffers that no file brings, and the whole configuration."""
@@ -44,6 +48,22 @@ def test_it_is_loaded_as_nemo_loads_it(name: str, archive_of: Callable[..., Path
         assert [n for n in mine if not torch.equal(mine[n], other[n])] == []
     differing = set(settings_of(ours).items()) ^ set(settings_of(theirs).items())
     assert {key for key, _ in differing if not key.startswith("tokenizer.")} == set()
+
+
+@pytest.mark.parametrize("name", ["hybrid-tdt", pytest.param("prompt", marks=SLOW)])
+def test_it_is_saved_as_nemo_saves_it(name: str, archive_of: Callable[..., Path], tmp_path: Path) -> None:
+    model = load_model(str(archive_of(name)))
+    model.cfg.labels[:6] = ["1e5", "no", "1_0", "", "'", "\u2028"]  # tokens are texts, whatever they look like
+    save_nemo(model, tmp_path / "ours.nemo")
+    SaveRestoreConnector().save_to(model, str(tmp_path / "theirs.nemo"))
+    ours, theirs = members_of(tmp_path / "ours.nemo"), members_of(tmp_path / "theirs.nemo")
+    assert [Path(file).name for file in sorted(ours)] == [Path(file).name for file in sorted(theirs)]
+    mine, other = (next(text for file, text in files.items() if file.endswith(CONFIG)) for files in (ours, theirs))
+    assert OmegaConf.create(mine.decode()) == OmegaConf.create(other.decode())
+    mine, other = (next(text for file, text in files.items() if file.endswith(WEIGHTS)) for files in (ours, theirs))
+    mine, other = (torch.load(io.BytesIO(content), weights_only=True) for content in (mine, other))
+    assert list(mine) == list(other)
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
 
 
 def settings_of(model: AsrModel) -> dict[str, str]:
