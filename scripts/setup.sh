@@ -58,9 +58,11 @@ if [ -z "$there" ] || { [ -n "${PYTHON:-}" ] && [ "$there" != "$wanted" ]; }; th
 fi
 log=.venv/install.log
 pip=(.venv/bin/python -m pip --quiet --disable-pip-version-check)
-if ! "${pip[@]}" install -c constraints.txt -e ".[dev]" >"$log" 2>&1; then
+if ! "${pip[@]}" install --no-compile -c constraints.txt -e ".[dev]" >"$log" 2>&1; then
     tail -n 15 "$log" >&2
     fail "the installation failed; the lines above say why, all of them are in $log."
 fi
+# On all cores, where pip compiles on one. What has the syntax of another Python stays as it is.
+.venv/bin/python -m compileall -q -j 0 -x '/tests/' .venv/lib >>"$log" 2>&1 || true
 stamp >.venv/.installed
 echo "set-up: done"
