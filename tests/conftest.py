@@ -62,6 +62,11 @@ def tiny_layout(dropout: float = 0.1) -> dict[str, Any]:
     return layout
 
 
+def slow(*values: Any) -> Any:
+    """A case of `parametrize` that runs with the slow tests alone."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def own_port(launcher: str) -> list[str]:
     """The option with which ranks of accelerate or deepspeed meet at a free port: all would take 29500, and tests that
     run side by side would stop each other."""

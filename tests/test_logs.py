@@ -113,6 +113,7 @@ def test_a_training_shows_its_own_lines_alone(tiny_run):
     assert not OF_LIBRARIES.search(re.sub(r"engine deepspeed", "", quiet.stderr)), quiet.stderr
 
 
+@pytest.mark.slow
 def test_doctor_shows_nothing_of_libraries(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "finetune.doctor", "--json", str(Path(tmp_path, "doctor.json"))],

@@ -97,6 +97,7 @@ def test_batches_stay_within_the_memory_that_they_were_planned_for(run_train, ti
     )
 
 
+@pytest.mark.slow
 def test_nothing_fits(failed, tiny_run) -> None:
     run = tiny_run(training={"auto_batch": True, "memory_limit_gib": 0.001})
     said = failed(2, *run)
@@ -190,6 +191,7 @@ def test_memory_that_runs_out_later_is_named_kept_and_counted(run_train, tiny_ru
     assert summary_of(tmp_path / "run")["out_of_memory"] == found["out_of_memory"]
 
 
+@pytest.mark.slow
 def test_one_clip_that_does_not_fit_ends_the_run(failed, tiny_run, run_train, capsys) -> None:
     run = tiny_run(data={"max_duration": 3.0}, training=BOUNDS)
     assert run_train(*run, observe=lambda trainer: limited(trainer, 0.1)) == 1
@@ -198,6 +200,7 @@ def test_one_clip_that_does_not_fit_ends_the_run(failed, tiny_run, run_train, ca
     assert "What would help" in said
 
 
+@pytest.mark.slow
 def test_weights_that_were_stepped_in_backward_are_not_stepped_again(run_train, tiny_run, tmp_path, capsys) -> None:
     """The bound is halved for the next start instead."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import problem, read_lines
+from conftest import problem, read_lines, slow
 from engine_cases import evaluated, reference
 from launching import summary
 from safetensors.torch import load_file
@@ -120,7 +120,7 @@ def test_evaluating_the_average_leaves_the_training_as_it_is(run_train, tiny_run
 
 @pytest.mark.parametrize(
     "strategies",
-    [("lora",), pytest.param(("adamw_8bit", "gradient_checkpointing"), marks=pytest.mark.slow)],
+    [slow(("lora",)), slow(("adamw_8bit", "gradient_checkpointing"))],
     ids=lambda names: "+".join(names),
 )
 def test_a_run_with_averages_resumes_exactly(run_train, tiny_run, tmp_path, strategies):
@@ -234,7 +234,7 @@ def mean_by_hand(run: Path, steps: list[int]) -> dict[str, torch.Tensor]:
     ("settings", "wers", "steps", "weights", "best_step"),
     [
         ({}, [0.5, 0.4, 0.6, 0.7, 0.3], [6, 8], "average", 8),
-        ({"average_by": "best"}, [0.5, 0.4, 0.6, 0.7, 0.3], [2, 4], "average", 8),
+        slow({"average_by": "best"}, [0.5, 0.4, 0.6, 0.7, 0.3], [2, 4], "average", 8),
         ({"average_by": "best"}, [0.5, 0.4, 0.6, 0.3, 0.3], [4, 8], "raw", 8),  # as good is not better
         ({"ema_decay": 0.5}, [0.5, 0.6, 0.4, 0.35, 0.6, 0.5, 0.7, 0.8, 0.36], [6, 8], "ema", 4),
     ],
@@ -287,6 +287,7 @@ def test_the_better_one_is_kept(
     assert {r.get("weights", "raw") for r in final} == {weights}
 
 
+@pytest.mark.slow
 def test_what_was_kept_of_another_run_goes(run_train, tiny_run, tmp_path, judged):
     training = {**MEAN, "max_steps": 4}
     assert run_train(*tiny_run(training=training, **QUIET)) == 0

@@ -355,6 +355,7 @@ def test_a_slow_rank_is_named(watch, messages):
 # ---- a real run -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_slow_source_is_noticed_in_a_real_run(run_train, tiny_run, tmp_path, monkeypatch, capsys):
     from finetune.data import utterances
 

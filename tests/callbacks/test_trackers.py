@@ -39,6 +39,7 @@ def test_tensorboard_has_numbers_texts_and_audio(run_train, tiny_run, tmp_path):
     assert "| id | language | reference | hypothesis |" in table[0].tensor_proto.string_val[0].decode()
 
 
+@pytest.mark.slow
 def test_wandb_has_samples_and_audio(run_train, tiny_run, tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import read_lines
+from conftest import read_lines, slow
 from engine_cases import evaluated, reference
 from launching import summary
 from safetensors.torch import load_file
@@ -77,8 +77,8 @@ def rows_of(run: Path) -> list[tuple[str, str]]:
     [
         ("+0.065", [1, 0.75, 0.5, 0.625, 0.6875], [0.5, 0.625]),
         ("+20 %", [1, 0.75, 0.5, 0.625, 0.5625], [0.5, 0.5625]),  # 0.06 of a base of 0.3
-        ("+0.001", [1, 0.75, 0.5, 0.25, 0.125, 0.0625], []),
-        ("+0.2", [], []),  # the last weights keep it
+        slow("+0.001", [1, 0.75, 0.5, 0.25, 0.125, 0.0625], []),
+        slow("+0.2", [], []),  # the last weights keep it
     ],
 )
 def test_the_largest_step_that_keeps_the_limit_is_found(run_train, tmp_path, guarded, limit, ways, kept):
@@ -159,6 +159,7 @@ def resumed(guarded: Any, run: Path, change: Any) -> tuple[list[str], Any]:
     return make("+0.065", f"training.resume_from_checkpoint={checkpoint}"), observe
 
 
+@pytest.mark.slow
 def test_resuming(run_train, tmp_path, guarded, capfd):
     """The base model is read back; where it is gone it is made anew, and a finished run is not judged twice."""
     make, observe = guarded

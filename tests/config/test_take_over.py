@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import DETERMINISTIC, ONLY_TRAIN, read_lines
+from conftest import DETERMINISTIC, ONLY_TRAIN, read_lines, slow
 
 TRAINING = {"max_steps": 2, "save_steps": 2, "eval_on_start": False}
 CONTINUE = ("training.resume_from_checkpoint=true", "training.max_steps=4", "training.lr_scheduler_type=constant")
@@ -21,7 +21,7 @@ def continued(run_train, arguments, folder, strategy: str) -> list[dict]:
     return read_lines(copy / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("first", ["adamw", "lora"])
+@pytest.mark.parametrize("first", ["adamw", slow("lora")])
 def test_weights_carry_over(run_train, tiny_run, tmp_path, capfd, first):
     """The loss of the first step behind the checkpoint depends on weights, position in the data and nothing else."""
     arguments = tiny_run(model=DETERMINISTIC, data=ONLY_TRAIN, training=TRAINING)

@@ -305,6 +305,7 @@ def test_a_dry_run_reads_audio_for_30_seconds_at_most(
     assert bounds == [300.0, 300.0, 30.0]
 
 
+@pytest.mark.slow
 def test_a_check_compares_the_audio_and_lists_what_to_leave_out(
     tiny_run: Any, copied: Any, refused: Any, tmp_path: Path, capsys: Any
 ) -> None:

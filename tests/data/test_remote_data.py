@@ -12,7 +12,7 @@ from typing import Any
 
 import fsspec
 import pytest
-from conftest import ROOT, read_lines, write_manifest
+from conftest import ROOT, read_lines, slow, write_manifest
 from hub_server import serve
 from moto.server import ThreadedMotoServer
 from stream_cases import ROWS, all_ids, check_resume, ids, make_stream, read_epoch, same_batches
@@ -84,7 +84,7 @@ def bucket(corpus: Path) -> Iterator[str]:
     server.stop()
 
 
-@pytest.mark.parametrize("path", ["manifest.jsonl", "train-*.parquet"])
+@pytest.mark.parametrize("path", ["manifest.jsonl", slow("train-*.parquet")])
 def test_s3(bucket: str, path: str) -> None:
     batches = read_epoch(make_stream(f"{bucket}/{path}", shuffle=False))
     assert [q for b in batches for q in b.quarantined] == []
@@ -92,7 +92,7 @@ def test_s3(bucket: str, path: str) -> None:
     assert sorted(ids(read_epoch(make_stream(f"{bucket}/{path}", group_by_duration=True)))) == all_ids()
 
 
-@pytest.mark.parametrize("path", ["manifest.jsonl", "train-*.parquet"])
+@pytest.mark.parametrize("path", [slow("manifest.jsonl"), "train-*.parquet"])
 def test_s3_in_worker_processes(bucket: str, path: str) -> None:
     """This process has a connection already; workers must not use it."""
     assert len(read_epoch(make_stream(f"{bucket}/{path}"))) > 1

@@ -70,6 +70,7 @@ def test_voice_prompts_sizes(rows: dict[str, list[dict[str, Any]]]) -> None:
     assert sum(path.stat().st_size for path in (ROOT / "examples" / "voice_prompts").rglob("*")) <= 15e6
 
 
+@pytest.mark.slow
 def test_voice_prompts_clips_decode(rows: dict[str, list[dict[str, Any]]]) -> None:
     for row in (row for items in rows.values() for row in items):
         samples, rate = sd.decode_audio(row["audio"]["bytes"])

@@ -32,6 +32,7 @@ time.sleep(3600)
 """
 
 
+@pytest.mark.slow
 @linux
 def test_workers_that_wait_for_a_reader_end_with_their_killed_parent(corpus: Path, tmp_path: Path) -> None:
     rows = [

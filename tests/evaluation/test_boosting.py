@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from conftest import ROOT, read_lines
+from conftest import ROOT, read_lines, slow
 
 from finetune.data.phrases import LONGEST_PHRASE, Phrase, read_phrases
 from finetune.errors import UserError
@@ -262,9 +262,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("head", "beam"), [("transducer", 1), pytest.param("transducer", 3, marks=pytest.mark.slow), ("ctc", 1)]
-)
+@pytest.mark.parametrize(("head", "beam"), [("transducer", 1), slow("transducer", 3), ("ctc", 1)])
 def test_timestamps_and_long_files_with_phrases(head, beam, names, archive_of, batch, tmp_path, capsys):
     audio_BS, lengths_B = batch
     long_S = torch.cat([audio_S[:n] for audio_S, n in zip(audio_BS, lengths_B.tolist(), strict=True)] * 2)
@@ -436,6 +434,7 @@ def test_evaluate_chooses_a_weight_and_prints_the_line_to_type(clips, spoken, tm
     assert "none of the phrases" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_boosting_is_compared_with_fine_tuning(clips, spoken, archive_of, tmp_path, capsys):
     other = archive_of("rnnt", "plain", speaking=True)
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import soundfile
 import torch
-from conftest import ROOT, read_lines
+from conftest import ROOT, read_lines, slow
 
 from finetune.evaluation.recognise import evaluation_mode
 from finetune.evaluation.streaming import normalizes_chunks, stream, stream_texts, texts_of
@@ -145,7 +145,7 @@ def nemo_buffered_texts(model: Any, recordings: list[torch.Tensor], context: lis
     ("family", "head", "contexts"),
     [
         ("streaming", "rnnt", families.LOOK_AHEADS["large"]),
-        ("streaming-hybrid", "rnnt", [[70, 6]]),
+        slow("streaming-hybrid", "rnnt", [[70, 6]]),
         ("streaming-hybrid", "ctc", [[70, 13], [70, 1]]),
     ],
 )
@@ -164,7 +164,7 @@ def test_cache_aware_texts_are_nemos_letter_by_letter(talkative, recordings, fam
     assert len(set(map(tuple, found))) == len(contexts), "each look-ahead hears something else"
 
 
-@pytest.mark.parametrize("context", [(70, 7, 7), (70, 2, 3)])
+@pytest.mark.parametrize("context", [(70, 7, 7), slow((70, 2, 3))])
 def test_unified_texts_are_nemos_letter_by_letter(talkative, recordings, context):
     model, theirs = load_model(str(talkative("unified"))), load_model(str(talkative("unified"))).eval()
     with evaluation_mode(model):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from conftest import ROOT
+from conftest import ROOT, slow
 
 from finetune.data.batch import Batch, collate
 from finetune.data.filters import FilteredUtterance
@@ -166,7 +166,7 @@ def test_what_cannot_be_aligned_is_told(base, laid):
     assert empty.gaps() == [(0.0, empty.duration_seconds)]
 
 
-@pytest.mark.parametrize("head", ["transducer", "ctc"])
+@pytest.mark.parametrize("head", ["transducer", slow("ctc")])
 def test_each_head_of_a_hybrid_model_aligns(archive_of, head, laid):
     from finetune.evaluation.alignment import Aligner
     from finetune.losses import ctc_losses

@@ -5,10 +5,10 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, slow
 
 
-@pytest.mark.parametrize("what", [pytest.param("run", marks=pytest.mark.slow), "compile"])
+@pytest.mark.parametrize("what", [slow("run"), "compile"])
 def test_kernels(what):
     pytest.importorskip("triton", reason="the GPU's kernels are Triton's, which cannot be imported here")
     done = subprocess.run(

@@ -6,7 +6,7 @@ from collections import defaultdict
 import pytest
 import torch
 import triton
-from conftest import ROOT
+from conftest import ROOT, slow
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
@@ -46,7 +46,7 @@ def test_the_counter_sees_kernels_copies_and_waits():
     [
         ({"B": 16, "T": 250, "U": 100}, None, 600),
         ({"B": 16, "T": 250, "U": 100}, LEARNT, 350),
-        pytest.param({"B": 16, "T": 2000, "U": 500}, None, 5000, marks=pytest.mark.slow),
+        slow({"B": 16, "T": 2000, "U": 500}, None, 5000),
     ],
     ids=["flat", "learnt", "long"],
 )

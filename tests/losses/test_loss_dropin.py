@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_layout
+from conftest import slow, tiny_layout
 
 from finetune.losses import use_in_nemo, use_in_transformers
 
@@ -189,7 +189,7 @@ def test_transformers_trains_with_the_same_loss_and_gradients(parakeet):
         assert torch.equal(fused.eval()(**inputs).logits, plain.eval()(**inputs).logits)
 
 
-@pytest.mark.parametrize(("threshold", "tolerance"), [(0.0, 2e-3), (1e-4, 1e-2)])
+@pytest.mark.parametrize(("threshold", "tolerance"), [slow(0.0, 2e-3), (1e-4, 1e-2)])
 def test_a_training_curve_equals_the_unfused_one(parakeet, threshold, tolerance):
     curves = []
     fused = use_in_transformers(copy.deepcopy(parakeet.model), occupancy_threshold=threshold)

@@ -257,6 +257,7 @@ def run(published, run_train_for_module, tmp_path_factory, clips) -> Iterator[Pa
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_plain_nemo_restores_a_trained_ctc_model_with_its_settings(run, published):
     before, after = read_config(Path(published)), read_config(run / "model.nemo")
     for section in ("preprocessor", "encoder", "decoder", "decoding", "spec_augment", "ctc_reduction", "target"):
@@ -331,6 +332,7 @@ def test_strategies_on_a_ctc_model(built, run_train, tiny_run, tmp_path, monkeyp
         torch.testing.assert_close(merged[name], tensor, msg=name)
 
 
+@pytest.mark.slow
 def test_the_adapter_of_a_hybrid_has_its_ctc_head(built, run_train, tiny_run, tmp_path):
     model = {**DETERMINISTIC, "name": built(hybrid_layout), "lora_rank": 4}
     assert run_train(*tiny_run(model=model, data=ONLY_TRAIN)) == 0

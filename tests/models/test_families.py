@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, slow
 from hostile_files import members_of
 from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
 from omegaconf import OmegaConf
@@ -35,9 +35,7 @@ def test_it_trains_and_recognises(name: str, tmp_path: Path) -> None:
     check.transcribe()
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in ("tdt", "hybrid-tdt", "ctc", "streaming") else pytest.param(n, marks=SLOW) for n in FAMILIES]
-)
+@pytest.mark.parametrize("name", [n if n in ("tdt", "hybrid-tdt", "ctc", "streaming") else slow(n) for n in FAMILIES])
 def test_it_is_loaded_as_nemo_loads_it(name: str, archive_of: Callable[..., Path]) -> None:
     """With every weight, the buffers that no file brings, and the whole configuration."""
     path = archive_of(name)
@@ -50,7 +48,7 @@ def test_it_is_loaded_as_nemo_loads_it(name: str, archive_of: Callable[..., Path
     assert {key for key, _ in differing if not key.startswith("tokenizer.")} == set()
 
 
-@pytest.mark.parametrize("name", ["hybrid-tdt", pytest.param("prompt", marks=SLOW)])
+@pytest.mark.parametrize("name", ["hybrid-tdt", slow("prompt")])
 def test_it_is_saved_as_nemo_saves_it(name: str, archive_of: Callable[..., Path], tmp_path: Path) -> None:
     model = load_model(str(archive_of(name)))
     model.cfg.labels[:6] = ["1e5", "no", "1_0", "", "'", "\u2028"]  # tokens are texts, whatever they look like

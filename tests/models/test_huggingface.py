@@ -149,6 +149,7 @@ def test_batches_decode_as_single_clips_and_only_with_the_saved_settings(pair, a
     assert decode(audio) != single
 
 
+@pytest.mark.slow
 def test_token_times_are_nemos_within_a_frame(pair, nemo, files, audio):
     from finetune.tools.transcription.words import enable_timestamps
 
@@ -319,6 +320,7 @@ def test_half_precision_weights(dtype, speech, nemo, tmp_path, capsys):
             assert torch.equal(model.state_dict()[key], wanted), key
 
 
+@pytest.mark.slow
 def test_a_training_from_the_directory_is_the_training_from_the_nemo(exported, tiny_run, run_train, tmp_path):
     losses = {}
     for name, path in (("hf", exported), ("nemo", BASE)):

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import sentencepiece
-from conftest import TOKENIZER, VOICE_PROMPTS
+from conftest import TOKENIZER, VOICE_PROMPTS, slow
 from tokenizers import normalizers
 from turkish import TURKISH
 
@@ -74,10 +74,7 @@ def processor(proto: Any) -> Any:
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
 @pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param(kind, marks=pytest.mark.slow) if kind in ("no_dummy_prefix", "identity", "lower_case") else kind
-        for kind in KINDS
-    ],
+    [slow(kind) if kind in ("no_dummy_prefix", "identity", "lower_case") else kind for kind in KINDS],
 )
 def test_there_and_back(model_type, kind, trained, texts, tmp_path):
     from transformers import AutoTokenizer

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import DETERMINISTIC, ONLY_TRAIN, read_lines
+from conftest import DETERMINISTIC, ONLY_TRAIN, read_lines, slow
 from loss_equality import assert_equal_gradients, batch_of, gradients, prepared
 
 from finetune.models.loading import load_model
@@ -59,7 +59,7 @@ def test_an_utterance_without_a_ctc_alignment_still_trains_the_transducer(archiv
     assert model.joint.enc.weight.grad.abs().max() > 0
 
 
-@pytest.mark.parametrize(("weight", "moves"), [(None, True), (0.0, False)])
+@pytest.mark.parametrize(("weight", "moves"), [slow(None, True), (0.0, False)])
 def test_both_heads_are_trained_unless_the_weight_is_zero(archive_of, run_train, tiny_run, tmp_path, weight, moves):
     path = str(archive_of("hybrid-tdt"))
     model = {**DETERMINISTIC, "name": path, "ctc_loss_weight": weight}

@@ -46,6 +46,7 @@ def test_a_mistyped_path_is_no_hub_name(runs: Path, name: str, hint: str) -> Non
     assert (str(exporting.value), exporting.value.exit_code) == (f"--model: {message}", 2)
 
 
+@pytest.mark.slow
 def test_a_hub_out_of_reach_is_asked_once(tmp_path: Path) -> None:
     """Neither NeMo is imported nor a retry waited for, whether the hub is offline by setting or does not answer."""
     code = """

@@ -118,6 +118,7 @@ def test_utterances_are_recognised_with_their_languages(prompt_model):
     assert mixed == [h.y_sequence.tolist() for h in nemos]
 
 
+@pytest.mark.slow
 def test_training_goes_by_the_rows_languages_and_resumes_bit_by_bit(
     prompt_model, run_train, tiny_run, tmp_path, capfd
 ):
@@ -282,6 +283,7 @@ def test_the_prompt_kernel_takes_part_in_all_that_goes_over_parts(prompt_model):
     assert {p.dtype for p in published.prompt_kernel.parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 def test_an_adapter_holds_the_prompt_kernel(prompt_model, run_train, tiny_run, tmp_path):
     arguments = tiny_run(
         "training.max_steps=1",

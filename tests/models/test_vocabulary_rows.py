@@ -384,6 +384,7 @@ def test_a_run_grows_once_resumes_and_leaves_a_whole_model(
     assert "its vocabulary cannot change on the way" in failed(2, *again)
 
 
+@pytest.mark.slow
 def test_an_overwritten_run_keeps_no_old_tokenizer(run_train: Any, grown_run: Any, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert run_train(*grown_run("run")) == 0
@@ -485,6 +486,7 @@ def georgian_prompts(tmp_path: Path) -> Path:
     return write_manifest(tmp_path / "georgian.jsonl", found)
 
 
+@pytest.mark.slow
 def test_a_run_listens_to_letters_of_a_new_script(
     run_train: Any, tiny_run: Any, georgian_prompts: Path, capsys: Any, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, own_port, read_lines
+from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, own_port, read_lines, slow
 from launching import BIN, TRAIN, curve, start, summary
 
 from finetune.rank_monitor.client import MONITOR
@@ -127,6 +127,7 @@ def test_a_killed_rank_ends_the_others_with_one_message(ranks, lost):
     assert [said.count("error: ") for said in three.end()] == [1, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_lost_and_killed_but_not_where_all_are_stopped(ranks):
     three = ranks(3, timeout=5)
     for process in three.processes:
@@ -182,7 +183,7 @@ def test_ranks_that_end_well_end_nobody(ranks, code):
     assert all(w.returncode == 0 for w in three.monitors)
 
 
-@pytest.mark.parametrize("asked", [0, 1])
+@pytest.mark.parametrize("asked", [0, slow(1)])
 def test_a_rank_that_was_asked_to_stop_takes_those_along_that_wait_for_it(ranks, asked):
     two = ranks(2)
     two.leave(asked, 75, "")
@@ -192,7 +193,7 @@ def test_a_rank_that_was_asked_to_stop_takes_those_along_that_wait_for_it(ranks,
     assert [said.count("stopped: ") for said in two.end()] == [1, 0]
 
 
-@pytest.mark.parametrize("closing", [0, 1])
+@pytest.mark.parametrize("closing", [0, slow(1)])
 def test_a_rank_that_still_closes_what_it_has_open_is_left_to_it(ranks, closing):
     """As where rank 0 uploads its last figures; the third one waits in an exchange and is taken along."""
     three = ranks(3)

@@ -284,6 +284,7 @@ def test_the_loss_rehearsed(rehearse) -> None:
     assert largest["fused"]["largest_batch"] == largest["transformers"]["largest_batch"] == 4
 
 
+@pytest.mark.slow
 def test_throughput_rehearsed(rehearse, tmp_path: Path) -> None:
     code, found = rehearse("throughput", "--sides", "ours", "transformers", "--folder", str(tmp_path / "work"))
     ours, theirs = found["sides"]["ours"], found["sides"]["transformers"]
@@ -320,6 +321,7 @@ def test_a_side_that_runs_out_of_memory_gets_smaller_batches(tmp_path: Path, mon
     assert len(asked) == 3
 
 
+@pytest.mark.slow
 def test_evaluation_rehearsed(rehearse, tmp_path: Path) -> None:
     code, found = rehearse("evaluation", "--folder", str(tmp_path / "work"))
     assert (code, found["texts"]["clips"], found["bfloat16"]["clips"]) == (0, 6, 8)

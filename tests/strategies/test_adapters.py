@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DETERMINISTIC, ROOT
+from conftest import DETERMINISTIC, ROOT, slow
 from launching import summary
 from memory_cases import batch, losses
 from safetensors.torch import load_file
@@ -46,7 +46,7 @@ def texts(model: Any) -> list[str]:
         return [h.text for h in recognise_batch(model, audio_BS, torch.tensor([24000, 16000, 20000]))]
 
 
-@pytest.mark.parametrize("train_decoder", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("train_decoder", [True, slow(False)])
 def test_an_adapter_gives_the_model_that_was_trained(lora_run, tiny_model, train_decoder):
     """By this project merged, bit for bit; by PEFT beside the base model; and it takes part."""
     from peft import PeftModel
@@ -168,6 +168,7 @@ def test_an_adapter_goes_to_hugging_face(lora_run, tmp_path, clips):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.slow
 def test_what_is_refused(lora_run, tiny_model, tmp_path, failed, tiny_run):
     from finetune.errors import UserError
     from finetune.models.loading import load_model
@@ -212,6 +213,7 @@ def test_what_is_refused(lora_run, tiny_model, tmp_path, failed, tiny_run):
         load_model(str(folder))
 
 
+@pytest.mark.slow
 def test_no_adapter_without_its_base_model(lora_run, run_train, tiny_run, tmp_path, capfd):
     """Of a checkpoint of full training the adapters go on from weights that are no file; and a new run removes an old
     adapter."""

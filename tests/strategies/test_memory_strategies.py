@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import read_lines
+from conftest import read_lines, slow
 from memory_cases import assert_same, batch, forward_and_backward, losses, saved_storages
 
 from finetune.errors import UserError
@@ -24,8 +24,8 @@ STEPS = 20
     "arguments",
     [
         ("--strategy", "gradient_checkpointing_every_2"),
-        pytest.param(("--strategy", "activation_offload"), marks=pytest.mark.slow),
-        ("--strategy", "activation_offload", "--strategy", "gradient_checkpointing"),
+        slow(("--strategy", "activation_offload")),
+        slow(("--strategy", "activation_offload", "--strategy", "gradient_checkpointing")),
         ("model.scaled_dot_product_attention=true",),
     ],
     ids=lambda a: "+".join(v for v in a if v != "--strategy"),
@@ -244,6 +244,7 @@ def graphs() -> Any:
     dynamo.reset()
 
 
+@pytest.mark.slow
 def test_one_graph_for_all_layers_and_lengths(tiny, graphs):
     from finetune.strategies.checkpointing import enable_gradient_checkpointing
     from finetune.strategies.compilation import compile_layers

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DETERMINISTIC, ONLY_TRAIN, read_lines
+from conftest import DETERMINISTIC, ONLY_TRAIN, read_lines, slow
 from safetensors.torch import load_file
 
 from finetune.config.optimizers import BITSANDBYTES
@@ -79,9 +79,7 @@ def test_each_implementation_is_the_one_that_it_names():
     assert not build_optimizer("adamw_8bit", parameter_groups(Net(), {}, 1e-3, 0.01), {}).is_paged
 
 
-@pytest.mark.parametrize(
-    "name", ["adamw_foreach", "adamw_loop", pytest.param("adamw_compiled", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["adamw_foreach", "adamw_loop", slow("adamw_compiled")])
 def test_the_same_mathematics(name):
     expected, _ = train("adamw", 40)
     losses, told = train(name, 40)
@@ -180,7 +178,7 @@ def test_block_size_of_torchao(without_compiler):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("adamw_compiled", marks=pytest.mark.slow), "adamw_4bit_ao", "paged_adamw_8bit", "lion_8bit"]
+    "name", [slow("adamw_compiled"), slow("adamw_4bit_ao"), "paged_adamw_8bit", slow("lion_8bit")]
 )
 def test_a_run_resumes_exactly(request, run_train, tiny_run, tmp_path, name):
     """The optimizer's file of a checkpoint restores states, tensors of learning rates and quantised ones included."""

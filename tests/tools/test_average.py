@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_layout
+from conftest import slow, tiny_layout
 
 from finetune.models.interpolation import (
     lora_start,
@@ -154,8 +154,8 @@ def rated(monkeypatch, tiny_model, tuned) -> None:
     [
         (["--limit", "+11 %", "--sweep"], [i / 10 for i in range(11)], 0.4),
         (["--limit", "+0.06", "--sweep", "1,0.5,0.75"], [0, 0.5, 0.75, 1], 0.5),
-        (["--limit", "0 %", "--sweep", "0.5"], [0, 0.5], 0),
-        (["--sweep", "0,0.75,1"], [0, 0.75, 1], 0.75),
+        slow(["--limit", "0 %", "--sweep", "0.5"], [0, 0.5], 0),
+        slow(["--sweep", "0,0.75,1"], [0, 0.75, 1], 0.75),
     ],
 )
 def test_a_sweep_takes_the_best_that_keeps_the_limit(tiny_model, tuned, clips, tmp_path, capsys, options, points, way):
@@ -237,9 +237,9 @@ def kept(tiny_model, tuned, tmp_path) -> list[Path]:
     ("options", "way"),
     [
         (["--weights", "3", "1"], 1.25),
-        (["--method", "task", "--weights", "0.25"], 0.75),
-        (["--method", "ties", "--density", "1"], 1.5),
-        (["--limit", "+0.06", "--sweep", "0,0.4,0.6"], 0.4),
+        slow(["--method", "task", "--weights", "0.25"], 0.75),
+        slow(["--method", "ties", "--density", "1"], 1.5),
+        slow(["--limit", "+0.06", "--sweep", "0,0.4,0.6"], 0.4),
     ],
 )
 def test_states_that_a_run_keeps(tiny_model, tuned, clips, kept, tmp_path, options, way):

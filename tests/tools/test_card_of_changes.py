@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from conftest import slow
 from sharing_cases import REPO, card_in, copied, members
 
 pytest_plugins = ["sharing_fixtures"]
@@ -32,8 +33,8 @@ def changed_vocabulary(source: Path, target: Path, changes: list[dict]) -> Path:
     [
         "clientx_voices",
         "data/clientx/calls.jsonl",
-        [{"path": "clientx calls.jsonl", "weight": 2}, "clientx/other"],
-        {"path": "clientx_voices", "split": "train"},
+        slow([{"path": "clientx calls.jsonl", "weight": 2}, "clientx/other"]),
+        slow({"path": "clientx_voices", "split": "train"}),
     ],
 )
 def test_what_a_vocabulary_was_made_from_is_not_told(finished_run, hub, push, tmp_path, origin):

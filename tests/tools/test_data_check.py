@@ -206,6 +206,7 @@ def test_a_list_that_cannot_be_used(tiny_run: Any, tmp_path: Path, content: str 
         open_sources(config)
 
 
+@pytest.mark.slow
 def test_a_check_goes_on_where_it_was_and_begins_anew_for_other_data(
     spoiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -438,6 +439,7 @@ def test_a_question_mark_before_a_small_letter_is_wrong_where_sentences_begin_wi
     assert texts.suspicious() == [(lost, 3, "perch?no")]
 
 
+@pytest.mark.slow
 def test_the_advice_of_a_problem_is_taken_by_the_same_command(
     tiny_model: Path, clips: Path, tmp_path: Path, capsys: Any
 ) -> None:

@@ -138,6 +138,7 @@ def parts_of(case: SimpleNamespace, directory: Path) -> dict[str, dict[str, Any]
     return {row["part"]: row for row in rows}
 
 
+@pytest.mark.slow
 def test_a_side_is_measured(case):
     from finetune.tools.export.gate.one_side import measure
 
@@ -282,6 +283,7 @@ def test_the_search_ends_where_int8_has_lost_its_purpose():
     assert len(search({"b0"}, clips=19)[1]) == 1, "too few clips for any precision: no other is tried"
 
 
+@pytest.mark.slow
 def test_the_layer_that_is_hurt_most_is_found(case, tmp_path):
     """One column of a layer's weights is made much larger than all activations of others: 8 bits cannot hold it."""
     import numpy as np

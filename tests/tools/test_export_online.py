@@ -257,6 +257,7 @@ def wav_of(audio_S: np.ndarray, folder: Path) -> Path:
     return folder / "clip.wav"
 
 
+@pytest.mark.slow
 def test_the_example_prints_a_growing_text(case: SimpleNamespace, audios: list[np.ndarray], tmp_path: Path) -> None:
     wav = wav_of(np.concatenate(audios[:2]), tmp_path)
     program = case.directory / "example.py"

@@ -16,7 +16,7 @@ import probe_of_features
 import pytest
 import soundfile
 import torch
-from conftest import read_lines
+from conftest import read_lines, slow
 from export_cases import write_export
 from onnx import numpy_helper
 
@@ -66,14 +66,14 @@ def texts_of_nemo(model: Any, audios: list[np.ndarray], exported: Exported | Non
     [
         ("tdt", None),
         ("ctc", None),
-        pytest.param("rnnt", None, marks=pytest.mark.slow),
-        pytest.param("tdt-english", None, marks=pytest.mark.slow),
-        pytest.param("conformer-rnnt", None, marks=pytest.mark.slow),
-        pytest.param("hybrid-tdt", "transducer", marks=pytest.mark.slow),
-        pytest.param("hybrid-tdt", "ctc", marks=pytest.mark.slow),
-        pytest.param("hybrid-rnnt", "transducer", marks=pytest.mark.slow),
-        pytest.param("hybrid-rnnt", "ctc", marks=pytest.mark.slow),
-        pytest.param("unified", None, marks=pytest.mark.slow),
+        slow("rnnt", None),
+        slow("tdt-english", None),
+        slow("conformer-rnnt", None),
+        slow("hybrid-tdt", "transducer"),
+        slow("hybrid-tdt", "ctc"),
+        slow("hybrid-rnnt", "transducer"),
+        slow("hybrid-rnnt", "ctc"),
+        slow("unified", None),
     ],
 )
 def test_texts_are_nemos(
@@ -108,7 +108,7 @@ def test_texts_are_nemos(
 @pytest.mark.parametrize(
     ("family", "to", "named"),
     [
-        pytest.param("prompt", "onnx", ["language prompt", "streaming"], marks=pytest.mark.slow),  # its tokenizer
+        slow("prompt", "onnx", ["language prompt", "streaming"]),  # its tokenizer
         ("streaming", "sherpa", ["streaming", "--look-ahead with one of 13, 6, 1, 0"]),
         ("streaming", "onnx", ["streaming", "normalize: 'NA'"]),
         ("long-rnnt", "onnx", ["rel_pos_local_attn"]),

@@ -240,6 +240,7 @@ def test_a_source_that_does_not_tell_its_rows_is_cut_after_counting(corpus):
     assert sum(piece.rows() for pieces in cut_into_shards(group, 5, max_samples=12) for piece in pieces) == 12
 
 
+@pytest.mark.slow
 def test_a_killed_worker_process_is_replaced(tmp_path):
     write_manifest(tmp_path, ["text", "kill", "raise", "text"])
     job = make_job(tmp_path, clips_a_shard=1)

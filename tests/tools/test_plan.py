@@ -93,6 +93,7 @@ def test_the_plan_has_every_strategy_and_says_what_to_type(planned, plan_folder,
     assert picture.stat().st_size > 20_000
 
 
+@pytest.mark.slow
 def test_several_gpus_share_what_the_engine_shares(planned):
     some = "adamw,adamw_8bit,ddp,zero1,zero2,zero3,fsdp2,cpu_offload_ao"
     rows = rows_of(planned("--gpu", "a100-80gb", "--gpus", "4", "--strategies", some))
@@ -164,6 +165,7 @@ def test_lengths_tokens_and_hours_come_from_the_data(planned, clips, capsys):
     assert first[-1] == "hours"
 
 
+@pytest.mark.slow
 def test_a_processor_has_no_times_and_nothing_is_said_of_cost(planned, monkeypatch, capfd):
     import torch
 
@@ -211,6 +213,7 @@ def test_wrong_arguments(plan_folder, capsys, arguments, message):
 # ---- cache ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_second_plan_follows_nothing(planned, plan_folder):
     """Not even NeMo is imported, which takes ten seconds."""
     code = "import sys; from finetune.plan import main; print('exit', main(sys.argv[1:]), 'nemo' in sys.modules)"

@@ -295,6 +295,7 @@ def test_as_a_user_calls_it_no_file_and_no_output_holds_the_token(finished_run, 
     assert not list(tmp_path.glob("tmp*")), "the copy without paths is gone"
 
 
+@pytest.mark.slow
 def test_the_other_format_is_made_where_none_is_given(push, hub):
     base = ROOT / "examples" / "base" / "fastconformer_tdt_3m.nemo"
     code, said, error = push("--model", base, "--repo", REPO, "--format", "hf")

@@ -299,6 +299,7 @@ def test_a_page_of_a_long_run_stays_small(tmp_path):
     assert (tmp_path / "report.html").stat().st_size - library.stat().st_size < 1_000_000
 
 
+@pytest.mark.slow
 def test_the_page_of_20_000_clips_is_below_10_mb_and_needs_no_other_file(done, tmp_path):
     """Every clip a step, all of them in quarantine for a reason of its own, and every worst clip with its audio."""
     rng = random.Random(0)
@@ -493,6 +494,7 @@ def test_the_worst_clips_play(done, opened):
     assert played
 
 
+@pytest.mark.slow
 def test_on_a_phone_by_keyboard_and_without_javascript(done, opened):
     report(done)
     phone = opened(done / "report.html", viewport={"width": 360, "height": 740})

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT
+from conftest import ROOT, slow
 
 from finetune.config.load import load_config
 from finetune.search import main
@@ -105,6 +105,7 @@ def test_a_better_learning_rate_is_found_and_written(search, told, tmp_path, cap
     assert ("mattered most" in text) == (len(good) >= 10)
 
 
+@pytest.mark.slow
 def test_too_few_trials_make_no_claim_and_the_defaults_may_be_as_good(search, told, tmp_path):
     space = tmp_path / "space.yaml"
     space.write_text("training.weight_decay: [0.01, 0.02]\n")  # without an effect
@@ -159,6 +160,7 @@ def test_a_run_by_epochs_needs_the_steps_of_a_trial(search, tmp_path, capsys):
     assert search("--trials", "1", "--space", str(rates(tmp_path)), steps=None, training__max_steps=40) == 0
 
 
+@pytest.mark.slow
 def test_best_yaml_is_the_best_trial_where_a_strategy_sets_the_same(search, told, tmp_path):
     space = tmp_path / "space.yaml"
     choices = {"trained": {"model.freeze_encoder": False, "model.unfreeze_encoder_layers": 0}}
@@ -207,6 +209,7 @@ def test_a_factor_does_not_depend_on_the_order_of_the_space(run_file):
         assert settings_of(space, values, config) == {rate.name: 1e-2, joint.name: 5e-3}
 
 
+@pytest.mark.slow
 def test_the_guard_s_limit_decides(search, told, tmp_path):
     keys = {"data__guard": "guard.jsonl", "data__guard_limit": "+5 %"}
     # 0.2 + 5 x rate stays within 0.21 up to a rate of 2e-3, while the WER is best at 1e-2.
@@ -252,6 +255,7 @@ def test_another_version_of_the_run_file_is_refused_by_the_keys_that_differ(sear
     assert search("--trials", "2", "training.logging_steps=7") == 0, "what changes no result may change"
 
 
+@pytest.mark.slow
 def test_two_folders_share_a_study(search, tmp_path):
     url = f"sqlite:///{tmp_path / 'shared.db'}"
     assert search("--trials", "2", "--storage", url, output="one") == 0
@@ -387,7 +391,7 @@ def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str]) -> No
 
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGKILL, signal.SIGINT)] + [signal.SIGTERM],
+    [slow(number) for number in (signal.SIGKILL, signal.SIGINT)] + [signal.SIGTERM],
 )
 def test_a_search_goes_on_after_a_signal(number, search, told, run_file, tmp_path):
     path = run_file(data__validation="validation.jsonl", training__learning_rate=OWN_RATE)

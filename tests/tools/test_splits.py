@@ -315,6 +315,7 @@ def test_a_folder_of_audio_with_a_table_of_texts(corpus: Path, tmp_path: Path, c
     )
 
 
+@pytest.mark.slow
 def test_as_a_module_of_the_data(tmp_path: Path) -> None:
     data = write_manifest(tmp_path / "all.jsonl", rows_of(400))
     command = [sys.executable, "-m", "finetune.data.split", "--data", str(data), "--output", str(tmp_path / "out")]

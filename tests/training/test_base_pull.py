@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DETERMINISTIC, ONLY_TRAIN, problem, read_lines
+from conftest import DETERMINISTIC, ONLY_TRAIN, problem, read_lines, slow
 from launching import summary
 from safetensors.torch import load_file
 
@@ -80,6 +80,7 @@ def test_a_skipped_step_pulls_nothing(trained: Any, monkeypatch: pytest.MonkeyPa
     assert all(torch.equal(before[name], after[name]) for name in start_of(run, 4))
 
 
+@pytest.mark.slow
 def test_a_stronger_pull_stays_nearer_to_the_start_until_nothing_moves(trained: Any) -> None:
     runs = [trained(str(strength), l2_sp=strength) for strength in (1e-6, 100.0, 999.0)]
     start = start_of(runs[0], 6)
@@ -87,7 +88,7 @@ def test_a_stronger_pull_stays_nearer_to_the_start_until_nothing_moves(trained: 
     assert strong < 0.05 * free < some < 0.9 * free
 
 
-@pytest.mark.parametrize("strategies", [(), ("lora",), ("adamw_8bit", "gradient_checkpointing")])
+@pytest.mark.parametrize("strategies", [(), slow(("lora",)), slow(("adamw_8bit", "gradient_checkpointing"))])
 def test_a_run_resumes_exactly_with_the_start_of_the_run(trained: Any, tmp_path: Path, strategies: Any) -> None:
     named = [word for name in strategies for word in ("--strategy", name)]
     settings = {"l2_sp": 100.0, "ema_decay": 0.0} | ({"optimizer": "adamw_8bit"} if strategies[1:] else {})
@@ -155,9 +156,9 @@ def test_two_processes_pull_like_one(trainings: Any, tmp_path: Path, engine: str
     ("more", "strength"),
     [
         ([], 2 / (8 * 1e-3)),
-        (["training.l2_sp=0"], None),
-        (["training.l2_sp=7"], 7),
-        (["training.layer_decay=0.9"], None),
+        slow(["training.l2_sp=0"], None),
+        slow(["training.l2_sp=7"], 7),
+        slow(["training.layer_decay=0.9"], None),
     ],
 )
 def test_a_limit_alone_turns_the_pull_on(run_train, tiny_run, clips, tmp_path, capfd, more, strength):

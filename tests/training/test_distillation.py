@@ -85,6 +85,7 @@ def test_a_resume_distils_from_the_same_base(distilled, failed, tiny_model, tiny
         assert (a["loss"], a["distillation"]) == (b["loss"], b["distillation"])
 
 
+@pytest.mark.slow
 def test_a_base_that_is_another_or_gone_is_refused(distilled, run_train, failed, make_tiny_model, tiny_run, tmp_path):
     from finetune.models.loading import load_model
     from finetune.models.nemo_archive import save_nemo
@@ -108,6 +109,7 @@ def test_a_base_that_is_another_or_gone_is_refused(distilled, run_train, failed,
     assert str(base) in failed(2, *tiny_run(**sections))
 
 
+@pytest.mark.slow
 def test_an_adapter_is_a_part_of_the_base(distilled, failed, tiny_run, tmp_path):
     first, run = tmp_path / "first", tmp_path / "run"
     distilled("first", 0.0, model={"lora_rank": 2}, max_steps=3)
@@ -160,9 +162,8 @@ def test_a_dry_run_with_it(run_train, tiny_run, tmp_path):
     assert json.loads((tmp_path / "run" / "dry_run.json").read_text())["verdict"]
 
 
-@pytest.mark.parametrize(
-    "engine", ["fsdp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero2", "zero3"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp", "zero2", "zero3"])
 def test_two_ranks_distil_like_one(trainings, tmp_path, bare_zero3, engine):
     own = ("model.distillation=2", "training.max_steps=3", "training.learning_rate=3e-3")
     option = ("--deepspeed", bare_zero3) if engine == "zero3" else ("--strategy", engine)

@@ -58,6 +58,7 @@ def test_losses_are_those_of_features_in_the_model(start: Start) -> None:
     assert (sum(sizes), max(sizes)) == (24, 2)
 
 
+@pytest.mark.slow
 def test_dither_of_workers_is_the_same_after_a_resume(start: Start, tiny_model: Path, tmp_path: Path) -> None:
     noisy = load_model(str(tiny_model))
     noisy.cfg.preprocessor.dither = 0.01

@@ -150,6 +150,7 @@ def test_the_picture_has_a_point_for_each_model(chosen):
     assert again == taken
 
 
+@pytest.mark.slow
 def test_a_killed_run_chooses_as_an_unbroken_one(chosen, limited, run_train, tmp_path):
     class Died(Exception):
         pass

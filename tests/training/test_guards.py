@@ -168,6 +168,7 @@ def test_the_guard_is_measured_at_the_last_step_where_an_earlier_one_is_chosen(
     assert plot.traces[0]["x"] == [0, 2, 4]
 
 
+@pytest.mark.slow
 def test_a_continued_run_is_still_compared_with_the_base_model(run_train, tiny_run, tmp_path, heard):
     settings = {"max_steps": 12, "eval_steps": 3, "guard_steps": 6, "save_steps": 3, "learning_rate": 0.05}
     arguments = [*tiny_run(training=settings), f"data.guard={heard}", "data.validation=null"]

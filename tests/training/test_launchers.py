@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 import yaml
-from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, read_lines
+from conftest import DETERMINISTIC, ONLY_TRAIN, ROOT, read_lines, slow
 from launching import BIN, TRAIN, curve, start, summary
 
 
@@ -54,17 +54,13 @@ ACCELERATE += ["--mixed_precision", "no", "--dynamo_backend", "no"]
 @pytest.mark.parametrize(
     ("launcher", "code"),
     [
-        pytest.param([*ACCELERATE, "--quiet", TRAIN], 1, marks=pytest.mark.slow),
-        pytest.param([*ACCELERATE, TRAIN], 0, marks=pytest.mark.slow),
-        pytest.param(
-            [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", TRAIN],
-            -signal.SIGKILL,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param([str(BIN / "deepspeed"), "--num_gpus=1", TRAIN], 75, marks=pytest.mark.slow),
+        slow([*ACCELERATE, "--quiet", TRAIN], 1),
+        slow([*ACCELERATE, TRAIN], 0),
+        slow([str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", TRAIN], -signal.SIGKILL),
+        slow([str(BIN / "deepspeed"), "--num_gpus=1", TRAIN], 75),
         ([sys.executable, TRAIN], 75),
-        pytest.param([sys.executable, "-m", "finetune.cli", "train"], 75, marks=pytest.mark.slow),
-        pytest.param(RUN_TRAINING, 75, marks=pytest.mark.slow),
+        slow([sys.executable, "-m", "finetune.cli", "train"], 75),
+        slow(RUN_TRAINING, 75),
     ],
     ids=["accelerate --quiet", "accelerate", "torchrun", "deepspeed", "python", "console command", "run_training.sh"],
 )

@@ -83,6 +83,7 @@ def test_what_others_keep_in_the_output_directory_stays(
     assert (tmp_path / "run" / "model.nemo").is_file()
 
 
+@pytest.mark.slow
 def test_epochs_resumed_with_larger_batches_go_on_down_the_same_curve(
     failed: Callable[..., str], tiny_run: Callable[..., list[str]], tmp_path: Path
 ) -> None:

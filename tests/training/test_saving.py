@@ -147,6 +147,7 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_taken(run_train, tiny_r
     assert all(torch.equal(end[k], again[k]) for k in end)
 
 
+@pytest.mark.slow
 def test_a_damaged_best_model_is_said_and_chosen_anew(run_train, tiny_run, tmp_path, capfd):
     training = {**TRAINING, "eval_steps": 2, "learning_rate": 1e-9}  # the first evaluation stays the best
     arguments = tiny_run(model=STEADY, data={"test": None}, training=training)
@@ -238,6 +239,7 @@ def test_a_full_disk_on_one_of_two_ranks(tiny_run, tmp_path):
     assert done.stderr.count("Traceback") == 1, "the launcher's own"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_tells_of_its_own_step_alone(run_train, tiny_run, tmp_path):
     """What is written in the thread is not what the run counts meanwhile."""
     import time

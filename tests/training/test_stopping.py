@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, read_lines
+from conftest import ROOT, read_lines, slow
 from run_callbacks import around_steps, before_evaluations
 from safetensors.torch import load_file
 
@@ -85,7 +85,7 @@ def assert_equal(run: Path, unbroken: dict[str, Any]) -> None:
     assert all(torch.equal(found["weights"][k], unbroken["weights"][k]) for k in unbroken["weights"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT), slow(signal.SIGUSR1)])
 def test_a_signal_saves_and_the_run_goes_on_from_there(run_train, tiny_run, tmp_path, unbroken, capfd, number):
     arguments = tiny_run(model=MODEL, data=DATA, training=TRAINING)
     assert run_train(*arguments, observe=signal_in_step(5, number)) == 75
@@ -97,7 +97,7 @@ def test_a_signal_saves_and_the_run_goes_on_from_there(run_train, tiny_run, tmp_
     assert_equal(tmp_path / "run", unbroken)
 
 
-@pytest.mark.parametrize(("step", "split"), [(4, "validation"), (8, "validation")])
+@pytest.mark.parametrize(("step", "split"), [(4, "validation"), slow(8, "validation")])
 def test_a_signal_cuts_an_evaluation_short_which_is_made_again(
     run_train, tiny_run, tmp_path, unbroken, capfd, step, split
 ):
@@ -137,6 +137,7 @@ def test_a_second_interrupt_does_not_wait(run_train, tiny_run, tmp_path, capfd):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_whole_process_group_and_the_exit_code_file(tiny_run, tmp_path):
     """As Slurm and terminals send it: the workers that read data get it, too."""
     code = tmp_path / "code"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import read_lines
+from conftest import read_lines, slow
 
 # What makes two runs the same function of the weights: no dropout, no SpecAugment, BatchNorm on its stored statistics.
 DETERMINISTIC = {"spec_augment": False, "dropout": 0.0, "freeze_batchnorm": True}
@@ -23,7 +23,7 @@ def summary(run: Path) -> dict[str, Any]:
     return json.loads((run / "summary.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("reduction", ["mean_batch", "mean_volume"])
+@pytest.mark.parametrize("reduction", ["mean_batch", slow("mean_volume")])
 def test_accumulated_batches_train_like_one_big_batch(run_train, tiny_run, tmp_path, reduction):
     curves = []
     for batch, accumulation in ((8, 1), (2, 4)):
@@ -237,6 +237,7 @@ def test_bf16_trains_close_to_fp32(run_train, tiny_run, tmp_path):
     assert losses(tmp_path / "bf16") == pytest.approx(losses(tmp_path / "fp32"), rel=0.03)
 
 
+@pytest.mark.slow
 def test_omega_draws_plain_rnnt_steps(run_train, tiny_run, tmp_path, tiny_model):
     """omega 1 trains with the RNN-T loss alone, so the duration head gets no gradient; omega 0 moves it."""
     from finetune.models.loading import load_model
