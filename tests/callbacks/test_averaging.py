@@ -148,6 +148,7 @@ def test_a_run_with_averages_resumes_exactly(run_train, tiny_run, tmp_path, stra
     assert summary(whole)["average_checkpoints"]["steps"] == [4, 6, 8]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_an_average(run_train, tiny_run, tmp_path, capfd):
     """One that is switched on later begins with the present weights; one of other tensors is not taken."""
     training = {**EMA, "ema_decay": 0.0, "max_steps": 4, "average_checkpoints": 2, "eval_steps": 2}

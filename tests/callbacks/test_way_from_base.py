@@ -125,6 +125,7 @@ def test_the_largest_step_that_keeps_the_limit_is_found(run_train, tmp_path, gua
             torch.testing.assert_close(written[name], base[name] + way * gone, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_a_lora_update_goes_the_way(run_train, tmp_path, guarded, monkeypatch):
     """The update of the encoder at a point is `way` times the last one; the last weights are in the model again."""
     from finetune.models.adapters import merged_state_dict

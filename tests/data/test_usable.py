@@ -131,6 +131,7 @@ def test_parquet_is_judged_without_its_audio(corpus: Path) -> None:
     assert found.all_seconds == pytest.approx(sum(durations))
 
 
+@pytest.mark.slow
 def test_a_run_on_less_than_half_is_refused(
     failed: Any, run_train: Any, tiny_run: Any, clips: Path, tmp_path: Path, capsys: Any
 ) -> None:

@@ -141,12 +141,12 @@ HEADS = [
     ("base", None, 1),
     ("base", None, 4),
     ("rnnt", None, 1),
-    ("rnnt", None, 3),
-    ("stateless-tdt", None, 1),
+    slow(("rnnt", None, 3)),
+    slow(("stateless-tdt", None, 1)),
     ("hybrid-tdt", "transducer", 1),
     ("hybrid-rnnt", "ctc", 1),
     ("ctc", None, 1),
-    ("prompt", None, 1),
+    slow(("prompt", None, 1)),
 ]
 
 
@@ -386,6 +386,7 @@ def spoken(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_evaluate_reports_phrases_with_and_without(clips, spoken, tmp_path, capsys):
     # Some clips are longer than a chunk.
     common = [

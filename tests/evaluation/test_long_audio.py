@@ -356,6 +356,7 @@ def test_confidence_is_the_probability_of_the_token(base: Any, prompts: list[Any
     assert tokens[0].confidence == pytest.approx(probability, abs=2 / len(logits_V))
 
 
+@pytest.mark.slow
 def test_files_are_decoded_together_and_come_in_their_order(base: Any, long_file: Any, clips: Path) -> None:
     short = sorted(clips.glob("*.flac"))[:5]
     files = [*short[:3], Path("no/such/file.wav"), long_file[0], *short[3:]]

@@ -186,6 +186,7 @@ def test_less_than_a_mel_frame_may_be_left_of_a_recording(talkative, recordings,
     assert nothing == silent == ""
 
 
+@pytest.mark.slow
 def test_features_that_are_normalised_are_so_chunk_by_chunk_as_nemo_does_it(talkative, recordings):
     path = str(talkative("streaming", "per_feature"))
     model, theirs = load_model(path), load_model(path).eval()

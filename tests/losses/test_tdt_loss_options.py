@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import slow
 from loss_cases import (
     TDT,
     all_alignments_loss,
@@ -221,7 +220,8 @@ def test_autocast_is_finite_and_near(dtype):
         assert (a / 2**20 - e).norm() / e.norm() < 3e-2
 
 
-@pytest.mark.parametrize(("dtype", "learnt"), [(torch.bfloat16, True), slow(torch.float16, False)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "learnt"), [(torch.bfloat16, True), (torch.float16, False)])
 def test_five_minutes_in_one_clip_are_finite(dtype, learnt):
     """4,000 frames and 400 tokens: alignments of probability e^-4,000 and less from 1.6 million cells, far outside of
     float32's range."""

@@ -366,6 +366,7 @@ def test_the_plan_follows_the_heads(built, layout, tmp_path):
 # ---- a head that is added -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_head_added_to_a_tdt_model_makes_nemos_hybrid(tiny_model, run_train, tiny_run, tmp_path, capsys):
     model = {**DETERMINISTIC, "name": str(tiny_model), "add_ctc": True}
     assert run_train(*tiny_run(model=model, data=ONLY_TRAIN)) == 0

@@ -126,6 +126,7 @@ def test_what_is_written(exported):
     assert len(modes) == 1, "safetensors alone would be readable for the owner only"
 
 
+@pytest.mark.slow
 def test_batches_decode_as_single_clips_and_only_with_the_saved_settings(pair, audio, monkeypatch):
     model, processor = pair
     settings = model.generation_config

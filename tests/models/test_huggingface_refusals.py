@@ -236,6 +236,7 @@ def test_a_model_that_is_not_the_same_is_not_kept(tmp_path, monkeypatch, clips, 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_model_that_stays_on_a_frame_is_refused_with_the_cause(tiny_model, clips, tmp_path, capsys):
     """Where tokens of duration 0 come without end, NeMo goes on after ten of them and transformers does not."""
     from finetune.models.loading import load_model

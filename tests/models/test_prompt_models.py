@@ -205,6 +205,7 @@ def test_rows_in_an_unknown_language_end_the_run_at_its_beginning(
     assert not (tmp_path / "run" / "metrics.jsonl").exists() or not read_lines(tmp_path / "run" / "metrics.jsonl")
 
 
+@pytest.mark.slow
 def test_rows_without_a_language_need_a_model_with_auto(
     prompt_model, without_auto, run_train, tiny_run, bare_clips, tmp_path, capfd
 ):

@@ -176,6 +176,7 @@ def test_run_training_passes_a_signal_on_where_there_is_no_ps(scripts_alone, tmp
     assert process.wait(timeout=900) == 75
 
 
+@pytest.mark.slow
 def test_ssh_leaves_nothing_behind_of_a_host_that_hangs(scripts_alone, tmp_path):
     """The second host fails at once, and the first one's training does not end within GRACE."""
     (tmp_path / "ssh").write_text('#!/usr/bin/env bash\nshift\nexec bash -c "$*"\n')

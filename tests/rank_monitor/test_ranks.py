@@ -220,6 +220,7 @@ def test_ranks_that_all_refuse_the_same_report_it_themselves(ranks):
     assert two.end() == ["", ""]
 
 
+@pytest.mark.slow
 def test_the_cause_of_a_rank_that_fails_alone_reaches_the_others(ranks):
     two = ranks(2)
     two.leave(1, 1, "ValueError: a file of this node")

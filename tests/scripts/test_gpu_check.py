@@ -87,6 +87,7 @@ def test_the_loss_parts_need_torch_triton_and_numba_alone(tmp_path: Path) -> Non
     assert all(0 <= check["off"] <= check["tolerance"] for check in found["checks"])
 
 
+@pytest.mark.slow
 def test_a_part_that_takes_too_long_is_ended_and_the_table_is_there(tmp_path: Path) -> None:
     done = start("bash", "scripts/gpu_check.sh", "--rehearsal", str(tmp_path), PARTS="loss", PART_SECONDS="1")
     assert done.returncode == 1

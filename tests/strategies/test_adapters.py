@@ -249,6 +249,7 @@ def test_a_continued_run_leaves_the_adapter_of_its_model(lora_run, run_train, ti
     assert not all(torch.equal(a[name], before[name]) for name in a)
 
 
+@pytest.mark.slow
 def test_the_best_of_the_averages_has_its_adapter(run_train, tiny_run, tmp_path):
     """Whatever weights were chosen, adapter and model.nemo are of one state."""
     from finetune.models.loading import load_model

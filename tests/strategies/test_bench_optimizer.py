@@ -84,6 +84,7 @@ def test_the_layout_is_the_published_models():
     assert all(p.is_meta for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_all_sides_do_the_same_step():
     """Loop, foreach, fused and flat on the same weights, gradients and states."""
     work = bench_optimizer.make_work(0, "cpu")

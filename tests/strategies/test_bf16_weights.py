@@ -40,6 +40,7 @@ def test_bf16_weights_learn_like_float32_ones(train, plain_losses):
         assert weights["nemo.joint.enc.weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_a_run_continues_exactly(run_train, tiny_run, tmp_path):
     training = {"max_steps": 6, "save_steps": 3, "save_total_limit": 0, "eval_on_start": False}
     arguments = [*tiny_run(model=DETERMINISTIC, data=ONLY_TRAIN, training=training), "--strategy", "bf16_full"]

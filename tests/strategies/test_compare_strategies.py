@@ -86,6 +86,7 @@ def test_runs_of_the_yardstick_are_one_row(script):
     assert script.together([failed, other])[0] == failed
 
 
+@pytest.mark.slow
 def test_one_row_in_this_process(script, tiny_run, tmp_path):
     """Its clips are written, and a training under the probe leaves times, memory and parts."""
     config = Path(tiny_run(data={"test": None})[1])

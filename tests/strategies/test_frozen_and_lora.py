@@ -222,6 +222,7 @@ def test_a_merged_model_computes_the_same_and_comes_back(tiny, tiny_model, tmp_p
     assert all(torch.equal(merged_state_dict(model)[n], t) for n, t in restored.state_dict().items())
 
 
+@pytest.mark.slow
 def test_lora_run_ends_with_the_best_model(run_train, tiny_run, tmp_path, tiny_model):
     """No evaluation beats the base model, so the run goes back to it, merged, and measures it."""
     from finetune.models.loading import load_model

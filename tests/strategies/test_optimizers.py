@@ -249,6 +249,7 @@ def test_without_a_decay_the_groups_are_as_ever():
     assert names == ["encoder", "encoder_no_decay", "decoder_embedding", "joint", "joint_no_decay"]
 
 
+@pytest.mark.slow
 def test_a_run_with_lower_rates_below_moves_the_lower_layers_less_and_resumes(run_train, tiny_run, tmp_path, capsys):
     """0.01 a layer: the subsampling hardly moves in a few steps of Adam, which is blind to the gradient's size."""
     training = {"max_steps": 4, "save_steps": 2, "save_total_limit": 0, "eval_on_start": False, "layer_decay": 0.01}

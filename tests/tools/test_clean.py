@@ -467,6 +467,7 @@ def opened() -> Iterator[Callable[..., Any]]:
     assert not complaints
 
 
+@pytest.mark.slow
 def test_the_last_decision_is_undone_and_all_are_there_when_the_page_is_opened_again(
     page: Path, opened: Callable[..., Any]
 ) -> None:

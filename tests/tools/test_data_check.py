@@ -117,6 +117,7 @@ def test_equal_paths_in_two_folders_are_no_duplicates(tmp_path: Path) -> None:
     assert read_lines(tmp_path / "check" / "problems.jsonl") == []
 
 
+@pytest.mark.slow
 def test_a_check_that_was_finished_reads_everything_again(spoiled: Path, tmp_path: Path) -> None:
     arguments = ["--data", str(spoiled), "--output-dir", str(tmp_path / "check"), "--workers", "1"]
     main(arguments)

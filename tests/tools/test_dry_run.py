@@ -82,6 +82,7 @@ def test_all_that_is_wrong_with_the_data_is_said_at_once(tried, tiny_run, clips,
     assert "NO-GO" in said
 
 
+@pytest.mark.slow
 def test_a_worst_batch_that_does_not_fit(tried, tiny_run, tmp_path, monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

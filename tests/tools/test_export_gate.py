@@ -177,6 +177,7 @@ def test_a_broken_export_is_named(case, tmp_path, to, what, part, said):
         assert parts["features"]["note"].startswith("features differ in shape ([128, ")
 
 
+@pytest.mark.slow
 def test_a_reason_names_what_differs_and_what_is_equal(case, tmp_path):
     from finetune.tools.export.gate.gate import Outcome
     from finetune.tools.export.gate.verdict import Verdict

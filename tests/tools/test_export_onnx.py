@@ -168,6 +168,7 @@ def test_precisions(precision: str, graphs: Any, tiny_model: Path, audios: list[
     assert small < {"fp16": 0.55, "int8": 0.45}[precision] * whole
 
 
+@pytest.mark.slow
 def test_sensitive_products_stay_in_float(graphs: Any, audios: list[np.ndarray], tmp_path: Path) -> None:
     """An outlier among weights makes their product the most sensitive; left out, the encoder is nearer to float32."""
     model = onnx.load(str(graphs.files["encoder"]))

@@ -42,6 +42,7 @@ def test_transcribe_gives_the_texts_of_the_model(case, clips, capsys):
     assert len({row["text"] for row in rows}) > 4
 
 
+@pytest.mark.slow
 def test_long_files_are_cut_at_silence(case, clips, tmp_path, capsys):
     """Two clips with a second of silence between them have the texts of both, each recognised by itself."""
     first, second = (soundfile.read(f, dtype="float32")[0] for f in sorted(clips.glob("*.flac"))[:2])

@@ -191,6 +191,7 @@ def test_tensors_that_lead_outside_are_refused(lm, base, tmp_path):
         read_language_model(tmp_path, base)
 
 
+@pytest.mark.slow
 def test_evaluate_with_a_language_model(lm, clips, tmp_path, capsys):
     from finetune.evaluate import main
 

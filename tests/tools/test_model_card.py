@@ -6,6 +6,7 @@ import socket
 import tarfile
 from pathlib import Path
 
+import pytest
 import torch
 import yaml
 from conftest import ROOT, read_lines
@@ -245,6 +246,7 @@ def test_the_card_is_read_by_the_hubs_own_loader_and_says_what_the_run_measured(
         assert private not in text
 
 
+@pytest.mark.slow
 def test_names_of_files_can_be_kept_back(finished_run, push, hub, tmp_path):
     arguments = ("--model", finished_run, "--repo", REPO, "--base-licence", "mit", "--yes")
     assert push(*arguments, "--data-name", "telephone calls")[0] == 0
@@ -367,6 +369,7 @@ def test_evaluation_sets_that_share_clips_with_the_training_are_no_secret(finish
 # ---- licences -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_licence_comes_from_the_card_beside_the_base_or_from_the_hub(finished_run, hub, push, tmp_path):
     folder = tmp_path / "base"
     folder.mkdir()

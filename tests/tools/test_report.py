@@ -128,6 +128,7 @@ def test_the_page_tells_what_the_files_tell(done):
     assert rates["encoder"] < rates["joint"] == rates["decoder"]
 
 
+@pytest.mark.slow
 def test_the_guard_curve_reaches_the_chosen_model(done):
     """The closing evaluation is a point of the curve where the model in training was not measured at its step."""
     from finetune.tools.report.plots import wer_plot
@@ -183,6 +184,7 @@ def test_confusions_add_up_to_the_errors_of_the_evaluation(done):
             assert sum(said != heard for said, heard in clip["pairs"]) == clip["word_errors"]
 
 
+@pytest.mark.slow
 def test_a_run_that_died_has_its_page(died, capsys):
     """Written at the last evaluation before its death; written anew it tells of the steps since, too."""
     page = died / "report.html"
@@ -468,6 +470,7 @@ def test_every_plot_is_drawn_in_light_and_dark(done, opened):
     assert page.locator("img").count() == 0
 
 
+@pytest.mark.slow
 def test_the_worst_clips_play(done, opened):
     report(done)
     clips = json.loads((done / "errors-test.json").read_text())["clips"]
@@ -524,6 +527,7 @@ def test_on_a_phone_by_keyboard_and_without_javascript(done, opened):
     assert plain.locator("audio:not([aria-label]), .plot:not([aria-label])").count() == 0
 
 
+@pytest.mark.slow
 def test_a_comparison_is_drawn(done, died, opened, tmp_path):
     page = tmp_path / "compare.html"
     assert report(done, died, "--output", page) == 0

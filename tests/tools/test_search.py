@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT, slow
+from conftest import ROOT
 
 from finetune.config.load import load_config
 from finetune.search import main
@@ -129,6 +129,7 @@ def test_bad_trials_count_say_why_and_are_never_the_best(search, told, tmp_path,
     assert found["trials"][1]["state"] == "bad"
 
 
+@pytest.mark.slow
 def test_where_all_trials_are_bad_the_commonest_reason_is_the_message(search, tmp_path, capsys):
     assert search("--trials", "3", "--space", str(rates(tmp_path)), wishes={"out_of_memory": 0}) == 1
     said = capsys.readouterr().err
@@ -239,6 +240,7 @@ def test_a_limit_that_is_met_exactly_is_kept(tmp_path):
     assert (best.step, best.excess) == (1, 0.0)
 
 
+@pytest.mark.slow
 def test_where_none_within_the_limit_beats_the_base_model_that_is_said(search, told, tmp_path):
     keys = {"data__guard": "guard.jsonl", "data__guard_limit": "+5 %"}
     assert search("--trials", "2", "--space", str(rates(tmp_path)), wishes={"guard": 5.0, "base": 0.25}, **keys) == 0
@@ -267,6 +269,7 @@ def test_two_folders_share_a_study(search, tmp_path):
     assert "Whether that is chance is not tested" in found[1]["advice"][0]
 
 
+@pytest.mark.slow
 def test_the_last_trial_of_a_machine_that_is_gone_is_tried_again(search, told, tmp_path, monkeypatch, capsys):
     import optuna
     from sqlalchemy import text
@@ -389,9 +392,10 @@ def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str]) -> No
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
-    [slow(number) for number in (signal.SIGKILL, signal.SIGINT)] + [signal.SIGTERM],
+    [signal.SIGKILL, signal.SIGINT, signal.SIGTERM],
 )
 def test_a_search_goes_on_after_a_signal(number, search, told, run_file, tmp_path):
     path = run_file(data__validation="validation.jsonl", training__learning_rate=OWN_RATE)

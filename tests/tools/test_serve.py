@@ -133,6 +133,7 @@ def test_requests_at_once_have_the_texts_that_they_have_alone(
     assert texts == [alone[n] for n, _ in asked]
 
 
+@pytest.mark.slow
 def test_a_long_recording_is_cut_as_transcribe_cuts_it(
     files: list[Path], tmp_path: Path, batcher: Batcher, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,6 +45,7 @@ def test_a_healthy_run(smoked):
     assert "uncertain" not in said
 
 
+@pytest.mark.slow
 def test_a_leak(smoked, monkeypatch):
     from finetune.training.trainer import Trainer
 

@@ -103,6 +103,7 @@ def test_a_run_resumes_exactly_with_the_start_of_the_run(trained: Any, tmp_path:
     assert any(not torch.equal(tensor, weights[name]) for name, tensor in start.items())
 
 
+@pytest.mark.slow
 def test_a_start_that_is_not_there_any_more(trained: Any, failed: Any, tiny_run: Any, tmp_path: Path) -> None:
     def resume(run: Path, exit_code: int, **model: Any) -> str:
         checkpoint = run / "checkpoints" / "step-00000006"

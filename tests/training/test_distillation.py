@@ -68,6 +68,7 @@ def test_the_base_hears_only_the_clips_that_are_distilled(tiny_model):
         assert all_of_them[1].any()
 
 
+@pytest.mark.slow
 def test_a_resume_distils_from_the_same_base(distilled, failed, tiny_model, tiny_run, tmp_path, capsys):
     """With a vocabulary that the run grows, dropout, SpecAugment and BatchNorm in training."""
     base = tmp_path / "base.nemo"

@@ -34,6 +34,7 @@ def start(run_train: Callable[..., int], tiny_run: Callable[..., list[str]], tmp
     return run
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_features_in_the_model(start: Start) -> None:
     """In a worker or in this process, which then cuts each batch as it does where memory runs out."""
     in_model = start("model", "model")

@@ -122,6 +122,7 @@ def _half_of_choice(run: Path) -> Any:
     return UtteranceCounts.load(run / "base-guard_choice.npz")
 
 
+@pytest.mark.slow
 def test_the_picture_has_a_point_for_each_model(chosen):
     from finetune.tools.report.guard_plot import guard_plot, points_of
     from finetune.tools.report.read import read_run
@@ -178,6 +179,7 @@ def test_a_killed_run_chooses_as_an_unbroken_one(chosen, limited, run_train, tmp
     assert rows_of(tmp_path / "run", "guard_choice") == rows_of(chosen, "guard_choice")
 
 
+@pytest.mark.slow
 def test_a_damaged_model_is_chosen_anew_within_the_limit(chosen, limited, failed, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(chosen, run)

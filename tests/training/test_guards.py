@@ -42,6 +42,7 @@ def test_gradients_are_clipped_to_the_norm(run_train, tiny_run, tmp_path, tiny_m
     assert moved == pytest.approx(limit or norm, rel=0.02)
 
 
+@pytest.mark.slow
 def test_8bit_adamw_continues_as_if_unbroken(run_train, tiny_run, tmp_path):
     import shutil
 
@@ -150,6 +151,7 @@ def test_the_judged_split_has_intervals_and_a_p_value(run_train, tiny_run, tmp_p
     assert LAST_WAS_BEST in said.rpartition("WER on test:")[2]
 
 
+@pytest.mark.slow
 def test_the_guard_is_measured_at_the_last_step_where_an_earlier_one_is_chosen(
     run_train, tiny_run, tmp_path, heard, capsys
 ):
@@ -195,6 +197,7 @@ def test_a_continued_run_is_still_compared_with_the_base_model(run_train, tiny_r
     assert [r["step"] for r in rows if r["split"] == "guard" and r["language"] is None] == [0, 6, 12], "guard_steps=6"
 
 
+@pytest.mark.slow
 def test_a_base_model_that_was_not_measured_or_whose_counts_are_spoiled(run_train, tiny_run, tmp_path, capfd):
     def spoil(trainer: Any) -> None:
         def step() -> Any:

@@ -51,16 +51,17 @@ ACCELERATE = [str(BIN / "accelerate"), "launch", "--num_processes", "1", "--num_
 ACCELERATE += ["--mixed_precision", "no", "--dynamo_backend", "no"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "code"),
     [
-        slow([*ACCELERATE, "--quiet", TRAIN], 1),
-        slow([*ACCELERATE, TRAIN], 0),
+        ([*ACCELERATE, "--quiet", TRAIN], 1),
+        ([*ACCELERATE, TRAIN], 0),
         slow([str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", TRAIN], -signal.SIGKILL),
         slow([str(BIN / "deepspeed"), "--num_gpus=1", TRAIN], 75),
         ([sys.executable, TRAIN], 75),
-        slow([sys.executable, "-m", "finetune.cli", "train"], 75),
-        slow(RUN_TRAINING, 75),
+        ([sys.executable, "-m", "finetune.cli", "train"], 75),
+        (RUN_TRAINING, 75),
     ],
     ids=["accelerate --quiet", "accelerate", "torchrun", "deepspeed", "python", "console command", "run_training.sh"],
 )

@@ -211,6 +211,7 @@ def scales(trainer: Any, found: list[Any]) -> None:
     trainer.train_on = noted
 
 
+@pytest.mark.slow
 def test_the_loss_scale_is_found_and_goes_on_after_a_resume(run_train, tiny_run, tmp_path, scaled, capfd):
     scaled(2.0**127)  # far too large: it is halved until the gradients fit
     training = {**NO_EVALUATION, "max_steps": 24, "save_steps": 16, "save_total_limit": 0, "max_skipped_steps": 1}

@@ -134,6 +134,7 @@ def test_a_half_written_checkpoint_does_not_count(run_train, tiny_run, tmp_path,
     assert "resumed from step-00000002" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_another_number_of_workers_goes_on_with_the_clips_that_are_left(run_train, tiny_run, tmp_path, capfd):
     training = {"max_steps": -1, "num_train_epochs": 1, "save_steps": 1, "save_total_limit": 0, "log_clips": True}
     training |= {"eval_on_start": False, "dataloader_num_workers": 1}

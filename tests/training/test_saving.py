@@ -57,6 +57,7 @@ def weights_of(run: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(run / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_a_thread_is_that_of_its_step(run_train, tiny_run, tmp_path):
     """Later steps change the weights while they are written: both ways leave the same files."""
     for name, beside in (("beside", True), ("at_once", False)):
@@ -180,6 +181,7 @@ def test_a_replacement_of_the_best_model_that_was_cut_off_is_no_damage(run_train
     assert check_best(run) == (None, True)
 
 
+@pytest.mark.slow
 def test_by_the_clock_and_beside_the_best(run_train, tiny_run, tmp_path):
     training = {"max_steps": 6, "save_steps": 0, "save_minutes": 1e-9, "save_total_limit": 1}
     training |= {"eval_steps": 2, "learning_rate": 1e-9}  # the first evaluation stays the best

@@ -167,6 +167,7 @@ def test_a_signal_to_the_whole_process_group_and_the_exit_code_file(tiny_run, tm
     assert max(steps) == read_lines(metrics)[-1]["step"]
 
 
+@pytest.mark.slow
 def test_epochs_that_are_cut_off_while_the_run_closes(run_train, tiny_run, tmp_path, capfd):
     """The last evaluation of a run by epochs is made while it closes; its lines are there once."""
     training = {"max_steps": -1, "num_train_epochs": 1, "save_steps": 1, "resume_from_checkpoint": True}
@@ -180,6 +181,7 @@ def test_epochs_that_are_cut_off_while_the_run_closes(run_train, tiny_run, tmp_p
     assert rows[-1][1] == "test"
 
 
+@pytest.mark.slow
 def test_a_signal_while_the_last_checkpoint_is_written(run_train, tiny_run, tmp_path, capfd):
     def observe(trainer: Any) -> None:
         save = trainer.save
