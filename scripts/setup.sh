@@ -47,7 +47,7 @@ if [ $((free_mb + ${there_mb:-0})) -lt "$needed_mb" ]; then
         "make room or clone to another disk."
 fi
 
-echo "set-up: installing into .venv (about 3 minutes and 7 GB, once)"
+echo "set-up: installing into .venv (about 4 minutes and 7 GB, once)"
 # Made anew where it is half made (no pip), its interpreter is gone, or PYTHON names another version.
 version() { "$1" -c 'import sys, pip; print(sys.version_info[:2])' 2>/dev/null; }
 there=$(version .venv/bin/python || true)

@@ -84,7 +84,7 @@ class Mistakes:
         for clip in self.clips:
             heard_S = clip.pop("heard_S", None)
             if heard_S is not None:
-                clip["audio"] = _url_of(heard_S.tobytes(), self.sample_rate)
+                clip["audio"] = data_url(heard_S.tobytes(), self.sample_rate)
 
     def merge(self, other: "Mistakes") -> None:
         self.words.update(other.words)
@@ -117,14 +117,11 @@ def _as_int16(audio_S: torch.Tensor) -> np.ndarray:
     return (audio_S.float().clamp(-1, 1) * 32767).to(torch.int16).cpu().numpy()
 
 
+# The worst clips of one evaluation are often those of the one before.
 @functools.lru_cache(maxsize=64)
-def _url_of(samples: bytes, sample_rate: int) -> str | None:
-    """Encode int16 samples; the worst clips of one evaluation are often those of the one before."""
-    return data_url(np.frombuffer(samples, np.int16), sample_rate)
-
-
-def data_url(samples_S: np.ndarray, sample_rate: int) -> str | None:
+def data_url(samples: bytes, sample_rate: int) -> str | None:
     """Encode int16 samples as the data: URL of a small audio file; None if no format takes them."""
+    samples_S = np.frombuffer(samples, np.int16)
     for kind, options in AUDIO_FORMATS:
         file = io.BytesIO()
         try:

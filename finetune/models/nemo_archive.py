@@ -320,7 +320,7 @@ def _connector() -> type:
         def save_to(self, model: AsrModel, save_path: str) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 self._handle_artifacts(model, nemo_file_folder=folder)
-                (Path(folder) / CONFIG).write_text(_written(model), encoding="utf-8")
+                (Path(folder) / CONFIG).write_text(_config_text(model), encoding="utf-8")
                 self._save_state_dict_to_disk(merged_state_dict(model), str(Path(folder) / WEIGHTS))
                 self._make_nemo_file_from_folder(filename=save_path, source_dir=folder)
 
@@ -458,7 +458,7 @@ def write_nemo(model: AsrModel, path: Path) -> Path:
     return aside
 
 
-def _written(model: AsrModel) -> str:
+def _config_text(model: AsrModel) -> str:
     """Return the text of a model's configuration, with the names that its files have in an archive.
 
     As OmegaConf writes it, by libyaml: NeMo has Python write, read and write it, seconds for 8,192 tokens.

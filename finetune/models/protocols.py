@@ -8,7 +8,6 @@ here reads as torch's `Tensor | Module`: declare it instead of casting.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 if TYPE_CHECKING:
@@ -222,7 +221,6 @@ class AsrModel(Module):
     change_vocabulary: Callable[[str, str], None]
     change_decoding_strategy: Callable[..., None]
     extract_rnnt_loss_cfg: Callable[[Any], tuple[str, dict[str, Any]]]
-    save_to: Callable[[str | Path], None]
     artifacts: dict[str, Any]
     """NeMo's ArtifactItem by key of the configuration: the files of the archive."""
     transcribe: Callable[..., list[Any]]

@@ -7,6 +7,7 @@ process.
 import functools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def _count(node: yaml.Node, known: dict[int, int], inside: set[int]) -> int:
     if isinstance(node, yaml.MappingNode):
         keys = [key.value for key, _ in parts if key.tag == TEXT]
         if len(set(keys)) < len(keys):
-            raise refused(f"found duplicate key {next(key for key in keys if keys.count(key) > 1)}")
+            raise refused(f"found duplicate key {Counter(keys).most_common(1)[0][0]}")
         parts = [part for pair in parts for part in pair]
     inside.add(id(node))
     known[id(node)] = 1 + sum(_count(part, known, inside) for part in parts)

@@ -61,6 +61,14 @@ def test_it_is_saved_as_nemo_saves_it(name: str, archive_of: Callable[..., Path]
     assert all(torch.equal(mine[name], other[name]) for name in mine)
 
 
+def test_loading_draws_no_random_numbers(archive_of: Callable[..., Path]) -> None:
+    path = str(archive_of("hybrid-tdt"))
+    import_nemo()
+    state = torch.get_rng_state()
+    load_model(path)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def settings_of(model: AsrModel) -> dict[str, str]:
     config = OmegaConf.to_container(model.cfg)
     return {key: repr(value) for key, value in leaves(config)}

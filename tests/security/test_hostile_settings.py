@@ -62,8 +62,9 @@ BAD_YAML = {
     "number": ("a: " + "9" * 5000, "more than 30 digits"),
     "hexadecimal": ("a: 0x" + "f" * 100_000, "more than 30 digits"),
     "twice": ("training: {output_dir: a, output_dir: b}", "duplicate key output_dir"),
+    "twice among many": ("".join(f"k{i}: 1\n" for i in range(50_000)) + "z: 1\nz: 2\n", "duplicate key z"),
     "key": ("? [a]\n: b", "unhashable key"),
-    "zero": ("a: \0", "(special|control) characters are not allowed"),
+    "zero": ("a: \0", "control characters are not allowed"),
 }
 
 
