@@ -119,7 +119,7 @@ def serve(arguments: argparse.Namespace) -> int:
         if error.name not in ("uvicorn", "starlette", "python_multipart"):
             raise
         raise UserError(f"serve needs the package {error.name}, which is not installed: {EXTRA}") from error
-    from finetune.models.loading import load_model, move_to_device
+    from finetune.models.loading import load_option, move_to_device
     from finetune.models.nemo import set_head, warn_about_search
     from finetune.tools.export.using import is_export, open_unchanged
 
@@ -142,7 +142,7 @@ def serve(arguments: argparse.Namespace) -> int:
             if is_export(place):
                 models[name] = ServedExport(open_unchanged(Path(place), torch.get_num_threads()))
                 continue
-            model = move_to_device(load_model(place, None), device_of(arguments))
+            model = move_to_device(load_option(place, None), device_of(arguments))
             set_head(model, arguments.head, place)
             warn_about_search(model)
             models[name] = ServedModel(model)

@@ -146,7 +146,7 @@ def transcribe(arguments: argparse.Namespace, files: list[str]) -> int:
     from finetune.evaluation.long_audio import Cutting
     from finetune.evaluation.recognise import evaluation_mode, frame_seconds
     from finetune.models.boosting import boost
-    from finetune.models.loading import load_model, move_to_device
+    from finetune.models.loading import load_option, move_to_device
     from finetune.models.nemo import set_head, warn_about_search
     from finetune.models.prompts import check_language
     from finetune.strategies.attention import use_local_attention
@@ -156,7 +156,7 @@ def transcribe(arguments: argparse.Namespace, files: list[str]) -> int:
     paths = output_files(files, arguments.output, arguments.format) if arguments.output else {}
     timed = arguments.timestamps or arguments.format != ("json",)
     boosting = boosting_of(arguments)
-    model = move_to_device(load_model(arguments.model, arguments.tokenizer), device_of(arguments))
+    model = move_to_device(load_option(arguments.model, arguments.tokenizer), device_of(arguments))
     set_head(model, arguments.head, arguments.model)
     warn_about_search(model)
     check_language(model, arguments.language)

@@ -19,7 +19,7 @@ from finetune.evaluation.long_audio import LONGEST_AT_ONCE
 from finetune.evaluation.recognise import evaluation_limits, frame_seconds, score_stream
 from finetune.evaluation.significance import RESAMPLES, block_names
 from finetune.evaluation.streaming import check_streams, normalizes_chunks, stream_texts
-from finetune.models.loading import load_model, move_to_device
+from finetune.models.loading import load_option, move_to_device
 from finetune.models.look_ahead import Context, choose_contexts, latency_of
 from finetune.models.nemo import cast_parameters, chosen_head, set_head, warn_about_search
 from finetune.models.prompts import check_language, prompt_slots
@@ -216,7 +216,7 @@ def load_evaluated(name: str, s: EvaluationSettings) -> AsrModel:
     Raises:
         UserError: it cannot be loaded, or lacks the head.
     """
-    model = load_model(name, s.tokenizer)
+    model = load_option(name, s.tokenizer)
     cast_parameters(model, getattr(torch, s.dtype))
     move_to_device(model, s.device)
     set_head(model, s.head, name)

@@ -55,6 +55,19 @@ def load_model(name: str, tokenizer: str | None = None) -> AsrModel:
     return _download(name)
 
 
+def load_option(name: str, tokenizer: str | None = None) -> AsrModel:
+    """Load what a command's --model and --tokenizer name, as `load_model` does; messages name these options.
+
+    Raises:
+        UserError: as from `load_model`.
+    """
+    try:
+        return load_model(name, tokenizer)
+    except UserError as error:
+        text = str(error).replace("model.name:", "--model:").replace("model.tokenizer", "--tokenizer")
+        raise UserError(text, exit_code=error.exit_code) from error
+
+
 def _merge_into_base(path: Path) -> AsrModel:
     adapter = read_adapter(path)
     base = adapter.base["name"]

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import LAYOUT, ROOT
 
 from finetune.errors import UserError
-from finetune.models.loading import load_model
+from finetune.models.loading import load_model, load_option
 from finetune.tools.export.hugging_face import nemo_file
 
 
@@ -41,9 +41,15 @@ def test_a_mistyped_path_is_no_hub_name(runs: Path, name: str, hint: str) -> Non
     with pytest.raises(UserError) as loading:
         load_model(name)
     assert (str(loading.value), loading.value.exit_code) == (f"model.name: {message}", 2)
-    with pytest.raises(UserError) as exporting:
-        nemo_file(name, runs)
-    assert (str(exporting.value), exporting.value.exit_code) == (f"--model: {message}", 2)
+    for of_a_command in (load_option, lambda name: nemo_file(name, runs)):
+        with pytest.raises(UserError) as loading:
+            of_a_command(name)
+        assert (str(loading.value), loading.value.exit_code) == (f"--model: {message}", 2)
+
+
+def test_a_command_names_its_own_option_for_the_tokenizer() -> None:
+    with pytest.raises(UserError, match=r"^--tokenizer: .* Set --tokenizer to the directory"):
+        load_option(str(LAYOUT))
 
 
 @pytest.mark.slow

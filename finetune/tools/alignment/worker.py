@@ -12,7 +12,7 @@ from finetune.data.options import StreamOptions
 from finetune.evaluation.alignment import SHIFT, AlignedClip, Aligner
 from finetune.evaluation.long_audio import LONGEST_AT_ONCE
 from finetune.evaluation.recognise import evaluation_limits
-from finetune.models.loading import load_model, move_to_device
+from finetune.models.loading import load_option, move_to_device
 from finetune.models.nemo import cast_parameters, set_head
 from finetune.models.prompts import check_language, prompt_slots
 from finetune.models.subsampling import mask_once
@@ -59,7 +59,7 @@ class AlignmentWorker:
 
     def __init__(self, settings: AlignmentSettings, device: str | None):
         s = settings
-        model = load_model(s.model, s.tokenizer)
+        model = load_option(s.model, s.tokenizer)
         cast_parameters(model, getattr(torch, s.dtype))
         move_to_device(model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
         set_head(model, s.head, s.model)

@@ -26,7 +26,7 @@ from finetune.data.normalization import normalization_for
 from finetune.data.options import StreamOptions
 from finetune.data.utterances import text_encoder
 from finetune.evaluation.recognise import decode_encoded, encode_audio, evaluation_mode, frame_seconds
-from finetune.models.loading import load_model, move_to_device
+from finetune.models.loading import load_option, move_to_device
 from finetune.models.loss_module import LossModule
 from finetune.models.nemo import pieces_of, set_head
 from finetune.models.prompts import check_language, prompt_slots
@@ -66,7 +66,7 @@ class Listener:
 
     def __post_init__(self) -> None:
         s = self.settings
-        self.model = move_to_device(load_model(s.model, s.tokenizer), s.device)
+        self.model = move_to_device(load_option(s.model, s.tokenizer), s.device)
         set_head(self.model, s.head, s.model)
         if s.language is not None:
             check_language(self.model, s.language)

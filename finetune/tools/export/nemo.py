@@ -10,7 +10,7 @@ import torch
 
 from finetune.errors import UserError
 from finetune.evaluation.recognise import evaluation_mode, recognise_batch
-from finetune.models.loading import load_model
+from finetune.models.loading import load_model, load_option
 from finetune.models.nemo_archive import save_nemo
 
 if TYPE_CHECKING:
@@ -70,5 +70,5 @@ def export_nemo(model_name: str, output: Path, tokenizer: str | None = None) -> 
         UserError: the file does not give the same texts when it is read again.
     """
     path = output_file(output, [model_name])
-    write_checked(load_model(model_name, tokenizer), path)
+    write_checked(load_option(model_name, tokenizer), path)
     return path

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING
 
-from finetune.models.loading import load_model
+from finetune.models.loading import load_option
 from finetune.models.look_ahead import one_context
 from finetune.models.nemo import set_head
 from finetune.tools.export.graphs import Graphs, write_graphs
@@ -34,7 +34,7 @@ def graphs_of(
     Raises:
         UserError: it cannot be loaded, or the runtime cannot decode it as NeMo does (with every reason).
     """
-    model = load_model(model_name, tokenizer)
+    model = load_option(model_name, tokenizer)
     if head is not None:
         set_head(model, head, model_name)
     context = None if look_ahead is None else one_context(model, look_ahead)

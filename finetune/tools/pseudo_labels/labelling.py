@@ -26,7 +26,7 @@ from finetune.data.quarantine import BadUtterance
 from finetune.data.utterances import DecodedUtterance, decode, examine, no_tokens
 from finetune.evaluation.alignment import AlignedClip, Aligner, Encoded
 from finetune.evaluation.recognise import decode_encoded, encode_audio, evaluation_mode
-from finetune.models.loading import load_model, move_to_device
+from finetune.models.loading import load_option, move_to_device
 from finetune.models.nemo import set_head
 from finetune.models.prompts import check_language, prompt_slots
 from finetune.tools.transcription.words import enable_timestamps
@@ -79,7 +79,7 @@ class Labeller:
     def __init__(self, settings: MakeLabeller):
         self.settings = settings
         device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = move_to_device(load_model(settings.model, settings.tokenizer), device)
+        self.model = move_to_device(load_option(settings.model, settings.tokenizer), device)
         set_head(self.model, settings.head, settings.model)
         enable_timestamps(self.model)
         prompts = prompt_slots(self.model)

@@ -17,7 +17,7 @@ from finetune.durable_files import sha256_of, write_json
 from finetune.errors import UserError
 from finetune.evaluation.alignment import Aligner
 from finetune.evaluation.recognise import evaluation_mode
-from finetune.models.loading import load_model, move_to_device
+from finetune.models.loading import load_option, move_to_device
 from finetune.models.nemo import set_head, warn_about_search
 from finetune.models.prompts import check_language
 from finetune.paths import near_path
@@ -96,7 +96,7 @@ def load_segmenter(s: SegmentSettings, device: str) -> AsrModel:
     Raises:
         UserError: it cannot be loaded, or lacks the head or the language.
     """
-    model = move_to_device(load_model(s.model, s.tokenizer), device)
+    model = move_to_device(load_option(s.model, s.tokenizer), device)
     set_head(model, s.head, s.model)
     warn_about_search(model)
     check_language(model, s.language)

@@ -21,7 +21,7 @@ from finetune.evaluation.recognise import decode_encoded, encode_audio, evaluati
 from finetune.evaluation.streaming import chunk_features, encoded_chunks
 from finetune.logs import set_up_logging
 from finetune.models.features import log_mel
-from finetune.models.loading import load_model
+from finetune.models.loading import load_option
 from finetune.models.look_ahead import attending, one_context
 from finetune.models.nemo import chosen_head, ctc_head, ctc_log_probs, set_head
 from finetune.tools.export import TOLERANCE
@@ -269,7 +269,7 @@ def compare_all(request: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each part."""
     torch.set_num_threads(request["threads"])
     directory, samples = Path(request["directory"]), load_clips(Path(request["clips"]))
-    model = load_model(request["model"], request["tokenizer"])
+    model = load_option(request["model"], request["tokenizer"])
     set_head(model, request["head"])
     parts: list[dict[str, Any]] = []
 

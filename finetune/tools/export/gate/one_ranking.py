@@ -21,7 +21,7 @@ from finetune.errors import UserError
 from finetune.evaluation.recognise import evaluation_mode
 from finetune.logs import set_up_logging
 from finetune.models.features import log_mel
-from finetune.models.loading import load_model
+from finetune.models.loading import load_option
 from finetune.tools.export.gate.clips import load_clips
 from finetune.tools.export.online import Cut, cut_of_metadata, encode_windows
 from finetune.tools.export.precision import quantize
@@ -48,7 +48,7 @@ def nodes_of(path: Path) -> dict[str, list[str]]:
 
 def features_of(request: dict[str, Any], cut: Cut | None) -> list[np.ndarray]:
     """Return NeMo's (F, T) features of the chosen clips."""
-    clips, model = load_clips(Path(request["clips"])), load_model(request["model"], request["tokenizer"])
+    clips, model = load_clips(Path(request["clips"])), load_option(request["model"], request["tokenizer"])
     found = []
     with evaluation_mode(model):
         for i in request["chosen"]:

@@ -25,11 +25,11 @@ def nemo(request: dict[str, Any], rate: int) -> tuple[Recognise, str]:
     import torch
 
     from finetune.evaluation.recognise import recognise_batch
-    from finetune.models.loading import load_model, move_to_device
+    from finetune.models.loading import load_option, move_to_device
     from finetune.models.nemo import set_head
 
     torch.set_num_threads(request["threads"])
-    model = move_to_device(load_model(request["model"], request["tokenizer"]), "cpu")
+    model = move_to_device(load_option(request["model"], request["tokenizer"]), "cpu")
     set_head(model, request["head"])
     model.eval()
     runtime = f"NeMo {version('nemo_toolkit')}"
