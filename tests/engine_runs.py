@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from finetune import train
 from finetune.models.loss_module import LossModule
 from finetune.models.nemo import import_nemo
+from finetune.rank_monitor import client as ranks
 from finetune.strategies.optimizers import describe_optimizer, state_tensors, unwrap_optimizer
 from finetune.training.callbacks import StepResult
 from finetune.training.evaluation import FinalResult
@@ -173,6 +174,7 @@ def in_rank(entry: dict[str, Any], rank: int, port: int, folder: Path) -> int:
     if folders and (folders[0] / "summary.json").is_file():
         found["engine"] = json.loads((folders[0] / "summary.json").read_text())["engine"]
     (folder / f"{entry['name']}-{rank}.json").write_text(json.dumps(found))
+    ranks.report_exit(code)  # as train.py does, or its monitor would end the other ranks before they say why they end
     return code
 
 

@@ -470,12 +470,12 @@ class RankMonitor:
 
     def ending(self) -> dict[str, Any] | None:
         """Return how the rank ended (fields of `Ending`); None while it runs or is about to end well."""
+        gone = self.rank.is_gone()  # asked before reading: what a rank that is gone has reported is there by now
         for line in self.to_rank.read():
             self.report = Ending(line["left"], line["cause"], reported=True)
             self.beat_at = 0.0  # the coordinator has to know now
         if not self.to_rank.open:
             self.unregister(0)
-        gone = self.rank.is_gone()
         if gone:
             self.unregister(self.rank.handle)
         if self.report is not None and (gone or self.report.code not in ENDED_WELL):
