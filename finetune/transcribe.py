@@ -185,7 +185,7 @@ def transcribe_exported(arguments: argparse.Namespace, files: list[str]) -> int:
     from finetune.tools.export.using import open_unchanged, refuse_options, transcribe_files
     from finetune.tools.transcription.files import output_files
 
-    refuse_options(arguments, parse_arguments(["--model", arguments.model, *files]), OF_EXPORTS)
+    refuse_options(arguments, parse_arguments(["--model", arguments.model, "any.wav"]), OF_EXPORTS)
     paths = output_files(files, arguments.output, arguments.format) if arguments.output else {}
     exported = open_unchanged(Path(arguments.model), torch.get_num_threads())
     rows = transcribe_files(exported, files, arguments.chunk, arguments.batch_size)

@@ -34,6 +34,7 @@ def made_export(directory: Path, **changes: Any) -> Path:
 
 def test_given_exports_are_uploaded_and_measured_in_the_card(finished_run, hub, push, tmp_path):
     given = made_export(tmp_path / "onnx_int8")
+    (given / "hotwords.txt").write_text("a private customer", encoding="utf-8")
     arguments = ("--model", finished_run, "--repo", REPO, "--base-licence", "mit", "--export", given)
     code, shown, error = push(*arguments)
     assert code == 0, error
@@ -47,6 +48,8 @@ def test_given_exports_are_uploaded_and_measured_in_the_card(finished_run, hub, 
     files = hub.repositories[REPO].branches["main"].files
     assert files["onnx_int8/encoder-model.int8.onnx"] == b"a graph"
     assert "onnx_int8/vocab.txt" in files
+    assert "onnx_int8/hotwords.txt" not in files, "the gate has not seen it"
+    assert "not uploaded of onnx_int8, as its report does not name it: hotwords.txt" in shown
     assert not [name for name in files if name.endswith(("export.json", "export.html"))]
     for name, content in files.items():
         assert SECRET_TEXT.encode() not in content, name
@@ -57,6 +60,9 @@ def test_exports_that_lie_beside_the_model_are_told_and_not_uploaded(finished_ru
     run = copied(finished_run, tmp_path / "run")
     made_export(run / "beside")
     made_export(run / "refused", passed=False)
+    made_export(run / "of_another_model", model_sha256="0" * 64)
+    (run / "foreign").mkdir()
+    (run / "foreign" / "export.json").write_text("[]")
     _, shown, _ = push("--model", run, "--repo", REPO, "--base-licence", "mit")
     card = card_in(shown)
     assert card.count("For onnx-asr 0.12.0, int8 (not in this repository)") == 1
@@ -68,6 +74,7 @@ def test_exports_that_lie_beside_the_model_are_told_and_not_uploaded(finished_ru
     ({"passed": False, "reason": "texts differ on 3 clips"}, "was not kept: texts differ on 3 clips"),
     ({"files": {"vocab.txt": {"bytes": 1, "sha256": ""}}}, "vocab.txt is another"),
     ({"sides": []}, "has no figures"),
+    ({"model_sha256": "0" * 64, "model": "runs/other"}, "is of another model, runs/other. Export"),
 ])  # fmt: skip
 def test_exports_that_did_not_pass_or_were_changed_are_refused(finished_run, push, tmp_path, changes, said):
     given = made_export(tmp_path / "bad", **changes)

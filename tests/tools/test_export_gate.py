@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import ROOT, read_lines, write_manifest
 from export_cases import damaged
@@ -269,6 +270,22 @@ def test_plain_int8_that_passes_is_left_alone():
     outcome, tries, _ = search(set())
     assert outcome.verdict.passed
     assert len(tries) == 1
+
+
+def test_no_layer_is_measured_where_plain_int8_is_too_large():
+    _, tries, written = search({"b0"}, float_bytes=39)
+    assert (len(tries), written) == (1, [[]])
+
+
+def test_values_that_are_no_numbers_are_named():
+    from finetune.tools.export.gate.one_parts import Difference
+
+    for bad in (np.nan, np.inf):
+        found = Difference()
+        assert found.add(np.ones(3), np.ones(3))
+        assert not found.add(np.ones(3), np.array([1, bad, 1]))
+        row = found.row("encoder outputs", "texts")
+        assert (row["state"], row["note"]) == ("differs", "encoder outputs are infinite or no numbers on 1 clips")
 
 
 def test_the_search_ends_where_int8_has_lost_its_purpose():

@@ -211,6 +211,9 @@ def test_weights_beyond_protobuf_lie_beside_the_graph(graphs: Any, audios: list[
     save(onnx.load(str(file)), file, whole=10_000)
     assert (tmp_path / "encoder-model.onnx.data").stat().st_mode == file.stat().st_mode
     assert abs(size_of(file) - before) < 0.1 * before
+    written = size_of(file)
+    save(onnx.load(str(file)), file, whole=10_000)
+    assert size_of(file) == written, "weights are written in place of those of before"
     assert load_exported(tmp_path).texts(audios) == texts
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.durable_files import sha256_of
 from finetune.errors import UserError
 from finetune.evaluation.dataset import open_sources
 from finetune.models.nemo_archive import archive_of
@@ -24,6 +25,7 @@ from finetune.tools.export.gate.report import HEADS, bytes_of, changes, hashes_o
 from finetune.tools.export.gate.sides import run_alone
 from finetune.tools.export.layouts import PARTS, whole_or_nothing, write_layout
 from finetune.tools.export.onnx import graphs_of
+from finetune.tools.export.precision import size_of
 from finetune.tools.export.runtimes import SAMPLE_RATE, check_installed, cut_of_directory, layout_of
 
 if TYPE_CHECKING:
@@ -203,7 +205,7 @@ def write_and_check(
 
     if w.precision == "int8":
         return search_precision(
-            write, check, rank, sum(bytes_of(graphs.files[p]) for p in PARTS[w.to] if p in graphs.files)
+            write, check, rank, sum(size_of(graphs.files[p]) for p in PARTS[w.to] if p in graphs.files)
         )
     write(())
     return check(), []
@@ -235,6 +237,7 @@ def report_of(
         "precision": w.precision,
         "look_ahead": w.look_ahead,
         "model": w.model,
+        "model_sha256": None if (nemo := archive_of(Path(w.model), "--model")) is None else sha256_of(nemo),
         "head": gate.request.head,
         "data": clips.source,
         "clips": len(clips),

@@ -101,6 +101,10 @@ def whole_or_nothing(output: Path) -> Iterator[Path]:
         )
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output: {output} is not empty. Name another directory, or remove it.")
+    if os.path.ismount(output):
+        raise UserError(
+            f"--output: {output} is a mount point, which nothing can be renamed to. Name a directory in it."
+        )
     aside = output.with_name(f".{output.name}.tmp")
     try:
         shutil.rmtree(aside, ignore_errors=True)

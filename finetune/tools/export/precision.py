@@ -54,12 +54,19 @@ def save(model: Any, path: Path, whole: int = WHOLE) -> None:
     """
     import onnx
 
+    _remove(path)
     if sum(len(tensor.raw_data) for tensor in model.graph.initializer) <= whole:
         onnx.save(model, str(path))
     else:
         beside = path.with_name(f"{path.name}.data")
         onnx.save(model, str(path), save_as_external_data=True, location=beside.name, size_threshold=1024)
         beside.chmod(path.stat().st_mode)  # onnx lets nobody but its owner read it
+
+
+def _remove(path: Path) -> None:
+    """Remove a graph and the weights beside it: onnx appends to those that are there."""
+    for file in (path, path.with_name(f"{path.name}.data")):
+        file.unlink(missing_ok=True)
 
 
 def size_of(source: Path) -> int:
@@ -82,6 +89,7 @@ def quantize(source: Path, path: Path, keep_float: Collection[str] = frozenset()
     """
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
+    _remove(path)
     with _quiet(), _temporary_files_in(path.parent):
         quantize_dynamic(
             str(source),

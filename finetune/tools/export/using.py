@@ -88,7 +88,13 @@ def cut_at_silence(rate: int, chunk: float) -> Cutting:
 
 
 def texts_of_chunks(exported: Exported, chunks: Iterable[np.ndarray], batch_size: int) -> list[str]:
-    """Recognise chunks of samples, `batch_size` at once; less than 0.1 s has no text."""
+    """Recognise chunks of samples, `batch_size` at once; less than 0.1 s has no text.
+
+    int8 hears one at a time, as its gate does, and no slower: what enters a product is quantised over the whole batch,
+    so that a text would depend on the recordings beside it.
+    """
+    if exported.precision == "int8":
+        batch_size = 1
     texts: list[str] = []
     waiting = iter(chunks)
     while batch := list(itertools.islice(waiting, batch_size)):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.durable_files import sha256_of
 from finetune.errors import UserError
+from finetune.models.nemo_archive import archive_of
 from finetune.tools.export.gate import PAGE, REPORT
 from finetune.tools.export.gate.report import changes, read_report
 from finetune.tools.publishing.private import last_part
 from finetune.tools.report.read import number
+
+log = logging.getLogger(__name__)
 
 NEVER = (REPORT, PAGE)
 """Not uploaded: they hold texts of clips, and names of this machine."""
@@ -30,6 +36,8 @@ class Export:
     sides: list[dict[str, Any]]
     """Name, runtime and figures of the original, of transformers where it was beside it, and of the export."""
     uploaded: bool
+    files: frozenset[str]
+    """Those that the gate has checked."""
 
     @property
     def name(self) -> str:
@@ -43,18 +51,37 @@ class Export:
 
 
 def exports_of(model: Path, given: list[Path] | None) -> list[Export]:
-    """Return the exports of a model: those that are given, which are uploaded, else those that lie in its folder.
+    """Return the exports of a model: those that are given, which are uploaded, else its own that lie in its folder.
 
     Raises:
-        UserError: one that is given is no export, was not kept, or its files were changed since.
+        UserError: one that is given is no export, is of another model, was not kept, or its files were changed since.
     """
+    nemo = archive_of(model, "--model")
+    own = functools.cache(lambda: None if nemo is None else sha256_of(nemo))
+
+    def is_of_another(report: dict[str, Any]) -> bool:
+        told = report.get("model_sha256")
+        return told is not None and nemo is not None and told != own()
+
     if given:
         if len({path.resolve().name for path in given}) < len(given):
             raise UserError("--export: two directories have one name, and each becomes a folder of the repository.")
+        for path in given:
+            if is_of_another(report := read_report(path, "--export")):
+                raise UserError(f"--export: {path} is of another model, {report.get('model')}. Export {model} itself.")
         return [_read(path, uploaded=True) for path in given]
     folder = model if model.is_dir() else model.parent
-    reports = sorted(folder.glob(f"*/{REPORT}"))
-    return [_read(path.parent, uploaded=False) for path in reports if read_report(path.parent, "--model")["passed"]]
+    found = []
+    for path in sorted(folder.glob(f"*/{REPORT}")):
+        try:
+            report = read_report(path.parent, "--model")
+        except UserError as error:
+            log.warning("an export is left out of the card: %s", error)
+            continue
+        # Beside a .nemo there may be those of other models; in a run's folder they are its own.
+        if report["passed"] and not is_of_another(report) and (model.is_dir() or report.get("model_sha256")):
+            found.append(_read(path.parent, uploaded=False))
+    return found
 
 
 def _read(directory: Path, uploaded: bool) -> Export:
@@ -85,6 +112,7 @@ def _read(directory: Path, uploaded: bool) -> Export:
         int(number(report.get("threads")) or 0),
         sides,
         uploaded,
+        frozenset(report["files"]),
     )
 
 

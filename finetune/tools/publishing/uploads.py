@@ -86,10 +86,17 @@ class Upload:
             self.notes.append(f"not uploaded of {folder.name}: {', '.join(left_out)}")
 
     def add_export(self, export: Export) -> None:
-        """Add the files of an export for another runtime, in a folder of their own, without its report."""
+        """Add the files of an export for another runtime that its report names, in a folder of their own; of others
+        that were put there since, such as hotwords, a note tells."""
+        left_out = []
         for path in sorted(path for path in export.directory.rglob("*") if path.is_file()):
-            if path.name not in NEVER:
-                self.files[f"{export.name}/{path.relative_to(export.directory).as_posix()}"] = path
+            name = path.relative_to(export.directory).as_posix()
+            if name in export.files:
+                self.files[f"{export.name}/{name}"] = path
+            elif path.name not in NEVER:
+                left_out.append(name)
+        if left_out:
+            self.notes.append(f"not uploaded of {export.name}, as its report does not name it: {', '.join(left_out)}")
 
     def add_records(self, facts: Facts) -> None:
         """Add the run's configuration, summary, environment and evaluations, without texts of clips."""

@@ -170,6 +170,8 @@ class Batcher:
         name, language = batch[0].model, batch[0].language
         try:
             found = self.models[name].recognise([w.chunk for w in batch], language)
+            if len(found) != len(batch):
+                raise RuntimeError(f"{len(found)} results for {len(batch)} chunks")
         except Exception as error:
             if len(batch) > 1:
                 log.warning("%d chunks could not be decoded together, now one by one: %s", len(batch), error)

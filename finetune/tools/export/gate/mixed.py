@@ -65,8 +65,10 @@ def search_precision(
         log.info("int8, in float32: %s: %.1f MB, %s", names, size / 1e6, outcome.verdict.reason)
         if outcome.verdict.passed or outcome.verdict.clips < FEW or not outcome.verdict.differing:
             return outcome, tries
+        if size > MOST_SHARE * float_bytes:
+            return outcome, tries
         blocks = rank() if blocks is None else blocks
-        if len(kept) == len(blocks) or size > MOST_SHARE * float_bytes:
+        if len(kept) == len(blocks):
             return outcome, tries
         kept = blocks[: 2 * len(kept) or max(1, len(blocks) // FIRST_SHARE)]
 

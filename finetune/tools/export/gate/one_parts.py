@@ -48,18 +48,23 @@ class Difference:
     largest: float = 0.0
     shapes: str = ""
     """The first shapes that are not NeMo's."""
+    not_finite: int = 0
+    """Clips with infinities or values that are no numbers."""
     changed: int = 0
     """Clips with another text, or cells with another token."""
     of: int = 0
 
     def add(self, ours: np.ndarray, theirs: np.ndarray) -> bool:
-        """Compare one clip's values, ours being NeMo's; return whether their shapes are equal."""
+        """Compare one clip's values, ours being NeMo's; return whether they can be compared."""
         if ours.shape != theirs.shape:
             self.shapes = self.shapes or f"{list(theirs.shape)} in place of {list(ours.shape)}"
             return False
+        if not np.isfinite(theirs).all():
+            self.not_finite += 1
+            return False
         self.difference = max(self.difference, float(np.abs(ours - theirs).max(initial=0)))
         self.largest = max(self.largest, float(np.abs(ours).max(initial=0)))
-        return bool(np.isfinite(theirs).all())
+        return True
 
     @property
     def relative(self) -> float:
@@ -73,6 +78,8 @@ class Difference:
         """
         if self.shapes:
             return _row(part, "differs", None, f"{part} differ in shape ({self.shapes})")
+        if self.not_finite:
+            return _row(part, "differs", None, f"{part} are infinite or no numbers on {self.not_finite} clips")
         if self.relative <= TOLERANCE:
             return _row(part, "equal", self.relative, "")
         found = f"{self.changed} of {self.of} {changes} change by it alone"
