@@ -140,6 +140,10 @@ def serve(arguments: argparse.Namespace) -> int:
         models: dict[str, Served] = {}
         for name, place in arguments.models.items():
             if is_export(place):
+                if arguments.head is not None or arguments.device not in (None, "cpu"):
+                    raise UserError(
+                        f"--head, --device: {place} is an export: its head is chosen, and it runs on the CPU."
+                    )
                 models[name] = ServedExport(open_unchanged(Path(place), torch.get_num_threads()))
                 continue
             model = move_to_device(load_option(place, None), device_of(arguments))

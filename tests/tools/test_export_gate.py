@@ -392,6 +392,8 @@ def test_the_command_keeps_what_passes_and_only_the_report_of_what_does_not(clip
     # Again, whole and broken: nothing in it changes.
     assert export("--model", BASE, "--check", out, *data) == 0
     capsys.readouterr()
+    assert export("--model", BASE, "--check", out, "--output", out, *data) == 2
+    assert "is not empty" in capsys.readouterr().err
     broken = damaged(out, tmp_path, "tokens")
     assert export("--model", BASE, "--check", broken, "--output", tmp_path / "report", *data) == 1
     said = capsys.readouterr().err

@@ -31,6 +31,7 @@ from finetune.tools.export.precision import quantize, rounded, save, sensitiviti
 from finetune.tools.export.refusals import check_expressible
 from finetune.tools.export.runtimes import Exported, is_exported, load_exported
 from finetune.tools.export.sherpa_features import online_features, sherpa_features
+from finetune.tools.export.using import open_unchanged
 
 
 @pytest.fixture(scope="module")
@@ -233,6 +234,21 @@ def test_nothing_is_left_of_a_failure(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not empty"), whole_or_nothing(output):
         raise AssertionError("nothing is written")
     assert [file.name for file in output.iterdir()] == ["mine"]
+
+
+def test_a_mount_point_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.path.ismount", lambda path: Path(path) == tmp_path / "volume")
+    with pytest.raises(UserError, match="is a mount point"), whole_or_nothing(tmp_path / "volume"):
+        raise AssertionError("nothing is written")
+
+
+@pytest.mark.parametrize("damage", [{"encoder-model.onnx": b"junk"}, {"config.json": b"{}"}])
+def test_damaged_exports_are_one_message(graphs: Any, tmp_path: Path, damage: dict[str, bytes]) -> None:
+    write_layout(graphs, tmp_path, "onnx", "fp32")
+    for name, content in damage.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match="cannot be loaded"):
+        open_unchanged(tmp_path, 1)
 
 
 def test_directories_that_are_no_exports(tmp_path: Path) -> None:

@@ -321,4 +321,9 @@ def test_arguments(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["--model", str(BASE), "--port", str(taken.getsockname()[1])]) == 1
     assert "Choose another --port" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text('{"model_type": "nemo-conformer-tdt"}')
+    (tmp_path / "encoder-model.onnx").touch()
+    (tmp_path / "vocab.txt").touch()
+    assert main(["--model", str(tmp_path), "--port", "0", "--head", "ctc"]) == 2
+    assert "is an export: its head is chosen" in capsys.readouterr().err
     assert main(["--model", str(tmp_path / "none.nemo"), "--port", "0"]) == 2

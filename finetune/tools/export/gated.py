@@ -23,7 +23,7 @@ from finetune.tools.export.gate.mixed import Block, advice, search_precision
 from finetune.tools.export.gate.one_ranking import nodes_of
 from finetune.tools.export.gate.report import HEADS, bytes_of, changes, hashes_of, machine, table, write_report
 from finetune.tools.export.gate.sides import run_alone
-from finetune.tools.export.layouts import PARTS, whole_or_nothing, write_layout
+from finetune.tools.export.layouts import PARTS, check_output, whole_or_nothing, write_layout
 from finetune.tools.export.onnx import graphs_of
 from finetune.tools.export.precision import size_of
 from finetune.tools.export.runtimes import SAMPLE_RATE, check_installed, cut_of_directory, layout_of
@@ -138,19 +138,22 @@ def check_again(wanted: Wanted, directory: Path, output: Path | None = None) -> 
         )
     w = replace(wanted, to=layout[0], precision=layout[1], look_ahead=None if cut is None else str(cut.look_ahead))
     check_installed(w.runtime)
+    if output is not None:
+        check_output(output)
     data, key = choose_clips(w.model, w.data)
     with tempfile.TemporaryDirectory(prefix="finetune-check-") as name:
         clips = gather_clips(data, w.split, SAMPLE_RATE, Path(name), key, w.max_samples)
         gate = Gate(w.model, w.head, w.tokenizer, clips, look_ahead=w.look_ahead)
         outcome = gate.check(directory, w.runtime, **w.limit)
-    outcome.parts += changed_files(directory)
+    changed = changed_files(directory)
+    outcome.parts += changed
     report = report_of(w, gate, outcome, [], hashes_of(directory))
     if output is not None:
         with whole_or_nothing(output) as aside:
             write_report(aside, report)
     if not report["passed"]:
         raise UserError(f"{report['reason']}.", exit_code=1)
-    return describe(directory, report)
+    return "\n".join([describe(directory, report), *(f"warning: {row['note']}" for row in changed if row["note"])])
 
 
 def changed_files(directory: Path) -> list[dict[str, Any]]:

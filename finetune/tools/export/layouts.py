@@ -85,14 +85,9 @@ def _sherpa_metadata(graphs: Graphs) -> dict[str, str]:
     return {key: str(value) for key, value in values.items()}
 
 
-@contextlib.contextmanager
-def whole_or_nothing(output: Path) -> Iterator[Path]:
-    """Yield a directory beside `output` to write into, and rename it to `output` in the end; if anything is raised, it
-    is removed and `output` is left as it was.
-
-    Raises:
-        UserError: `output` is not empty or the directory that the command runs in, or a disk is full.
-    """
+def check_output(output: Path) -> None:
+    """Raise UserError where `whole_or_nothing` could not put a directory: it is not empty, a mount point, or the one
+    that the command runs in."""
     output = output.resolve()
     if output == Path.cwd().resolve():
         raise UserError(
@@ -105,6 +100,18 @@ def whole_or_nothing(output: Path) -> Iterator[Path]:
         raise UserError(
             f"--output: {output} is a mount point, which nothing can be renamed to. Name a directory in it."
         )
+
+
+@contextlib.contextmanager
+def whole_or_nothing(output: Path) -> Iterator[Path]:
+    """Yield a directory beside `output` to write into, and rename it to `output` in the end; if anything is raised, it
+    is removed and `output` is left as it was.
+
+    Raises:
+        UserError: as from `check_output`, or a disk is full.
+    """
+    check_output(output)
+    output = output.resolve()
     aside = output.with_name(f".{output.name}.tmp")
     try:
         shutil.rmtree(aside, ignore_errors=True)

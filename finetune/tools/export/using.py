@@ -19,6 +19,7 @@ from finetune.errors import UserError
 from finetune.evaluation.dataset import clips_in, describe, open_sources, stream_in_order, utterances_to
 from finetune.evaluation.long_audio import Cutting, chunks_of
 from finetune.evaluation.recognise import SHORTEST_SECONDS, count_stream, evaluation_limits
+from finetune.security.documents import first_line
 from finetune.tools.export.gate import REPORT
 from finetune.tools.export.gate.report import changes, read_report
 from finetune.tools.export.runtimes import SherpaOnnxOnline, is_exported, load_exported
@@ -61,7 +62,16 @@ def open_unchanged(directory: Path, threads: int) -> Exported:
             f"--model: {directory} is not the export that was checked: {', '.join(wrong)}. Export the model again, or "
             f"check what is there with `python -m finetune.export --model M --check {directory}`."
         )
-    return load_exported(directory, threads)
+    try:
+        return load_exported(directory, threads)
+    except UserError:
+        raise
+    except Exception as error:  # each runtime has its own
+        said = first_line(error)
+        raise UserError(
+            f"--model: {directory} cannot be loaded: {type(error).__name__}: {said}. Export the model again.",
+            exit_code=1,
+        ) from error
 
 
 def refuse_options(arguments: argparse.Namespace, defaults: argparse.Namespace, reasons: Mapping[str, str]) -> None:
