@@ -29,7 +29,7 @@ from pathlib import Path
 from finetune.errors import UserError
 from finetune.logs import print_error, set_up_logging
 from finetune.security.safe_text import one_line
-from finetune.tools.command_line import add_model, command, run_command
+from finetune.tools.command_line import add_model, command, run_command, stopping_on_sigterm
 from finetune.tools.export import CLIPS, DTYPES, PRECISIONS, RUNTIMES, TOLERANCE
 from finetune.tools.export.gate import MAX_LOSS
 
@@ -44,6 +44,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--output", type=Path, metavar="DIR", help="directory for the result; with --check for the report")
     add("--check", type=Path, metavar="DIR", help="an export for onnx-asr or sherpa-onnx, to be checked again")
     add("--boost", type=Path, metavar="FILE", help="phrases, one a line, for --to hotwords")
+    score = "with --to hotwords: of each token of a phrase in sherpa-onnx (default: 0.5)"
+    add("--hotwords-score", type=float, metavar="S", help=score)
     compared = f"data to compare on, with --to hf its first {CLIPS} clips (default: the run's data.validation)"
     add("--data", nargs="+", metavar="D", help=f"{compared}; not with --to nemo")
     add("--split", help="split of --data (default: validation)")
@@ -87,6 +89,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--dtype and --tolerance are for --to hf")
     if (arguments.to == "hotwords") != (arguments.boost is not None):
         parser.error("--to hotwords and --boost FILE go together")
+    if arguments.hotwords_score is not None and (arguments.to != "hotwords" or not arguments.hotwords_score > 0):
+        parser.error("--hotwords-score is for --to hotwords, and above 0")
+    if arguments.to == "hf" and arguments.check is None and arguments.tokenizer:
+        parser.error("--tokenizer is for a model YAML, which --to hf does not take")
     if arguments.to in ("nemo", "hotwords") and not for_runtime and (arguments.data or arguments.head):
         parser.error(f"--data and --head are not for --to {arguments.to}")
     if not for_runtime and (arguments.precision or arguments.max_loss is not None or arguments.max_samples >= 0):
@@ -134,41 +140,52 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     set_up_logging(arguments.verbose)
     try:
-        if arguments.to == "hf":
-            from finetune.data.sources import split_to_read
-            from finetune.tools.export.hugging_face import export_hugging_face
-
-            split = split_to_read(arguments.data or [], arguments.split, "validation")
-            report = export_hugging_face(
-                arguments.model,
-                arguments.output,
-                data=arguments.data,
-                split=split,
-                tolerance=arguments.tolerance,
-                dtype=arguments.dtype,
-                head=arguments.head,
-            )
-            print(report)
-        elif arguments.to in RUNTIMES or arguments.check is not None:
-            print(for_runtimes(arguments))
-        elif arguments.to == "hotwords":
-            from finetune.data.phrases import read_phrases
-            from finetune.tools.export.hotwords import how_to_use, write_hotwords
-
-            for phrase, reason in write_hotwords(
-                arguments.model, read_phrases(arguments.boost), arguments.output
-            ).items():
-                print(f"left out: {one_line(phrase)}: {reason}", file=sys.stderr)
-            print(how_to_use(arguments.output))
-        else:
-            from finetune.tools.export.nemo import export_nemo
-
-            path = export_nemo(arguments.model, arguments.output, arguments.tokenizer)
-            print(f"{path} ({path.stat().st_size / 1e6:.1f} MB), read again and equal")
+        with stopping_on_sigterm():
+            export(arguments)
     except UserError as error:
         print_error(error)
         return error.exit_code
     return 0
+
+
+def export(arguments: argparse.Namespace) -> None:
+    """Export as the arguments say, and print what was written.
+
+    Raises:
+        UserError: it cannot be written, or is not what the model is.
+    """
+    if arguments.to == "hf":
+        from finetune.data.sources import split_to_read
+        from finetune.tools.export.hugging_face import export_hugging_face
+
+        split = split_to_read(arguments.data or [], arguments.split, "validation")
+        report = export_hugging_face(
+            arguments.model,
+            arguments.output,
+            data=arguments.data,
+            split=split,
+            tolerance=arguments.tolerance,
+            dtype=arguments.dtype,
+            head=arguments.head,
+        )
+        print(report)
+    elif arguments.to in RUNTIMES or arguments.check is not None:
+        print(for_runtimes(arguments))
+    elif arguments.to == "hotwords":
+        from finetune.data.phrases import read_phrases
+        from finetune.tools.export.hotwords import SCORE, how_to_use, write_hotwords
+
+        score = SCORE if arguments.hotwords_score is None else arguments.hotwords_score
+        tokens = arguments.tokenizer or arguments.model
+        left_out = write_hotwords(tokens, read_phrases(arguments.boost), arguments.output, score)
+        for phrase, reason in left_out.items():
+            print(f"left out: {one_line(phrase)}: {reason}", file=sys.stderr)
+        print(how_to_use(arguments.output, score))
+    else:
+        from finetune.tools.export.nemo import export_nemo
+
+        path = export_nemo(arguments.model, arguments.output, arguments.tokenizer)
+        print(f"{path} ({path.stat().st_size / 1e6:.1f} MB), read again and equal")
 
 
 if __name__ == "__main__":

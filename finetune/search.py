@@ -7,14 +7,10 @@ same command goes on after a kill. Exit codes: 0 done, 1 all trials are bad or n
 """
 
 import argparse
-import contextlib
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
-from finetune.tools.command_line import command, positive, run_command
+from finetune.tools.command_line import SIGTERM, command, positive, run_command, stopping_on_sigterm
 
 EXAMPLE = "python -m finetune.search --config finetune/configs/quickstart.yaml --output runs/search --steps 100"
 TRIALS = 20
@@ -110,7 +106,7 @@ def _search(arguments: argparse.Namespace, training: tuple[str, ...] | None) -> 
         arguments.study,
         training or TRAIN,
     )
-    with locked(search.folder), _stopping_on_sigterm():
+    with locked(search.folder), stopping_on_sigterm():
         study, stopped = open_study(search), None
         try:
             run_trials(study, search)
@@ -123,7 +119,7 @@ def _search(arguments: argparse.Namespace, training: tuple[str, ...] | None) -> 
             print(f"{search.folder / 'search.html'}" + (f"   {search.folder / 'best.yaml'}" if result.best else ""))
     if stopped is not None:
         again = "start the same command again to go on"
-        if str(stopped) == "SIGTERM":
+        if str(stopped) == SIGTERM:
             print(f"stopped by SIGTERM: {again}", file=sys.stderr)
             return EXIT_CODE
         raise KeyboardInterrupt(again)
@@ -134,20 +130,6 @@ def _search(arguments: argparse.Namespace, training: tuple[str, ...] | None) -> 
             f"all {len(result.finished)} trials are bad. The commonest reason: {result.commonest_reason}", 1
         )
     return 0 if result.keeps_limit else 1
-
-
-@contextlib.contextmanager
-def _stopping_on_sigterm() -> Iterator[None]:
-    """Within, SIGTERM ends the search as Ctrl-C does."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt("SIGTERM")
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

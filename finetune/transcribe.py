@@ -113,7 +113,7 @@ OF_EXPORTS = {
     "head": "it has one head",
     "language": "it takes no prompt",
     "tokenizer": "it has its own",
-    "boost": "its runtime decodes without phrases",
+    "boost": "its runtime decodes without phrases here; sherpa-onnx takes those of --to hotwords (docs/boosting.md)",
     "lm": "its runtime decodes without a language model",
     "beam": "its runtime decodes greedily here",
     "device": "it runs on the CPU",

@@ -82,8 +82,8 @@ def damaged(export: Path, folder: Path, what: str) -> Path:
     copy = folder / f"{export.name}-{what}"
     shutil.copytree(export, copy)
     if what in ("scale", "joint"):
-        pattern = "encoder*.onnx" if what == "scale" else "*join*.onnx"
-        _scale_weight(next(copy.glob(pattern)), 1.5)
+        patterns = ("encoder*.onnx", "model.onnx") if what == "scale" else ("*join*.onnx",)
+        _scale_weight(next(path for pattern in patterns for path in copy.glob(pattern)), 1.5)
     elif what == "tokens":
         table = next(path for path in (copy / "tokens.txt", copy / "vocab.txt") if path.is_file())
         *tokens, blank = [line.rpartition(" ")[0] for line in table.read_text(encoding="utf-8").splitlines()]

@@ -3,9 +3,11 @@
 import argparse
 import contextlib
 import math
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from finetune.errors import UserError
@@ -18,6 +20,9 @@ DATA = "a NeMo manifest, a folder or glob of parquet or tar shards, an audio fol
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it: 128 and the number of SIGINT."""
+SIGTERM = "SIGTERM"
+TERMINATED = 143
+"""Exit code after SIGTERM where `stopping_on_sigterm` catches it."""
 
 
 def run_command(main: Callable[[], int]) -> int:
@@ -27,7 +32,21 @@ def run_command(main: Callable[[], int]) -> int:
     except KeyboardInterrupt as stop:
         start = "\n" if sys.stderr.isatty() else ""  # behind the terminal's ^C
         print(f"{start}interrupted{f': {stop}' if stop.args else ''}", file=sys.stderr)
-        return INTERRUPTED
+        return TERMINATED if str(stop) == SIGTERM else INTERRUPTED
+
+
+@contextlib.contextmanager
+def stopping_on_sigterm() -> Iterator[None]:
+    """Within, SIGTERM ends a command as Ctrl-C does, so that it cleans up: KeyboardInterrupt(SIGTERM) is raised."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def command(name: str, description: str, *examples: str) -> argparse.ArgumentParser:

@@ -5,7 +5,6 @@ import io
 import json
 import logging
 import shutil
-import time
 from typing import Any
 
 import numpy as np
@@ -74,7 +73,6 @@ def test_every_reader_of_yaml_refuses_it(kind, tmp_path):
     mark = tmp_path / "mark"
     path = tmp_path / "bad.yaml"
     path.write_text(text.replace("{mark}", str(mark)))
-    began = time.process_time()
     for read in (
         lambda: load_config(path, [], []),
         lambda: read_yaml(path, "--config"),
@@ -83,7 +81,6 @@ def test_every_reader_of_yaml_refuses_it(kind, tmp_path):
     ):
         with pytest.raises(UserError, match=said):
             read()
-    assert time.process_time() - began < 10
     assert not mark.exists()
 
 

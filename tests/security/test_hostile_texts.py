@@ -7,7 +7,6 @@ import logging
 import re
 import shutil
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -276,8 +275,7 @@ def test_tokens_of_known_forms_are_taken_out(token):
     assert clean_text(f"/data/{token}/x") == "/data/<removed>/x"
 
 
-def test_a_text_of_beginnings_of_tokens_takes_no_time():
-    began = time.process_time()
-    for text in ("sk-" * 5_000, "sk-" + "a-" * 7_000, "sk-" + "a" * 15 + "-a" * 7_000):
-        clean_text(text)
-    assert time.process_time() - began < 10
+@pytest.mark.parametrize("text", ["sk-" * 50_000, "sk-" + "a-" * 70_000, "sk-" + "a" * 15 + "-a" * 70_000])
+def test_a_text_of_beginnings_of_tokens_ends(text):
+    """A pattern that goes back over what it has read would take hours."""
+    assert clean_text(text) in (text, "<removed>")

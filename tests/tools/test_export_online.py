@@ -7,6 +7,7 @@ import itertools
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,6 +212,20 @@ def test_the_gate_compares_with_cache_aware_inference(case: SimpleNamespace, cli
     for part in ("token table", "settings", "encoder outputs", "decoder and joint"):
         assert states[part] == "equal", states
     assert "features" in states
+
+
+def test_a_server_hears_a_recording_whole(case: SimpleNamespace, audios: list[np.ndarray], tmp_path: Path) -> None:
+    """As the online recogniser does: its states go on beyond the 30 s that others hear at once."""
+    from finetune.tools.serving.batcher import Batcher
+    from finetune.tools.serving.models import ServedExport
+
+    whole_S = np.tile(np.concatenate(audios), 8)[: 40 * 16000]
+    assert len(whole_S) == 40 * 16000
+    soundfile.write(tmp_path / "long.wav", whole_S, 16000, subtype="FLOAT")
+    with Batcher({"online": ServedExport(case.loaded)}, 4) as batcher:
+        row = batcher.transcribe("online", str(tmp_path / "long.wav"), None, 60.0, threading.Event())
+    assert row["duration"] == 40
+    assert row["text"] == case.loaded.texts([whole_S])[0] != ""
 
 
 @pytest.mark.slow

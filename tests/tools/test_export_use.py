@@ -1,5 +1,6 @@
 """Exported directories in use: by transcribe and evaluate, by the program beside them, by sherpa-onnx's server."""
 
+import io
 import json
 import subprocess
 import sys
@@ -74,6 +75,14 @@ def test_a_file_that_cannot_be_read_is_an_error_of_its_own(case, clips, tmp_path
     assert "no.wav" in said
     assert "error" in rows[0]
     assert rows[1]["text"]
+
+
+def test_names_of_files_may_come_from_standard_input(case, clips, capsys, monkeypatch):
+    files = sorted(clips.glob("*.flac"))[:2]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{file}\n" for file in files)))
+    code, rows, _ = transcribed(capsys, "--model", case.folder / "onnx", "-")
+    assert code == 0
+    assert [row["file"] for row in rows] == [str(file) for file in files]
 
 
 @pytest.mark.parametrize("option", [

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TOKENIZER
+from conftest import ROOT, TOKENIZER, read_lines
+from export_cases import write_export
 
 from finetune.models.loading import read_tokenizer
 from finetune.models.sentencepiece_model import processor
@@ -34,6 +35,47 @@ def test_phrases_in_lower_case_with_scores_and_the_vocabulary(tmp_path: Path, ca
     )
 
 
+@pytest.mark.slow
+def test_sherpa_onnx_finds_phrases_by_weights_and_score(clips, tmp_path):
+    """Phrases of a weight get their share of the score that is chosen; both move what sherpa-onnx writes."""
+    import sherpa_onnx
+    import soundfile
+
+    model = ROOT / "examples" / "base" / "fastconformer_tdt_3m.nemo"
+    write_export(model, tmp_path / "export", "sherpa")
+    parts = {part: str(tmp_path / "export" / f"{part}.onnx") for part in ("encoder", "decoder", "joiner")}
+    rows = read_lines(clips / "manifest.jsonl")[:12]
+    audios = [soundfile.read(clips / row["audio_filepath"], dtype="float32")[0] for row in rows]
+    words = sorted({word for row in rows for word in row["text"].split() if len(word) > 4})
+
+    def found(weight: str, score: float) -> int:
+        (tmp_path / "names.txt").write_text("".join(f"{word}{weight}\n" for word in words), encoding="utf-8")
+        options = ["--boost", tmp_path / "names.txt", "--hotwords-score", score, "--output", tmp_path / "hot"]
+        assert export("--model", model, "--to", "hotwords", *options) == 0
+        recognizer = sherpa_onnx.OfflineRecognizer.from_transducer(
+            **parts,
+            tokens=str(tmp_path / "export" / "tokens.txt"),
+            model_type="nemo_transducer",
+            feature_dim=80,
+            decoding_method="modified_beam_search",
+            modeling_unit="bpe",
+            bpe_vocab=str(tmp_path / "hot" / VOCABULARY),
+            hotwords_file=str(tmp_path / "hot" / HOTWORDS),
+            hotwords_score=score,
+        )
+        texts = []
+        for audio_S in audios:
+            stream = recognizer.create_stream()
+            stream.accept_waveform(16000, audio_S)
+            recognizer.decode_stream(stream)
+            texts.append(stream.result.text.split())
+        return sum(word in text for text in texts for word in words)
+
+    little, much, weighted = found("", 0.01), found("", 1.5), found(" :3", 0.5)
+    assert much > little
+    assert weighted == much, "three times 0.5 a token, as a score of 1.5"
+
+
 def test_capitals_as_written_and_as_a_sentence_begins(archive_of, tmp_path):
     (tmp_path / "names.txt").write_text("pound key\nWelcome\n")
     model = archive_of("tdt", "plain", speaking=True)
@@ -47,6 +89,11 @@ def test_what_is_refused(tmp_path, capsys):
     assert export(*common, "--to", "hotwords", "--boost", tmp_path / "names.txt") == 2
     assert "can write none of the phrases" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+    (tmp_path / "good.txt").write_text("welcome\n")
+    (tmp_path / "file").write_text("")
+    common[-1] = tmp_path / "file"
+    assert export(*common, "--to", "hotwords", "--boost", tmp_path / "good.txt") == 1
+    assert "cannot be written" in capsys.readouterr().err
     for options in (["--to", "hotwords"], ["--to", "nemo", "--boost", tmp_path / "names.txt"]):
         with pytest.raises(SystemExit):
             export(*common, *options)

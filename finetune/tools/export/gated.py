@@ -21,12 +21,21 @@ from finetune.tools.export.gate import MAX_LOSS, REPORT
 from finetune.tools.export.gate.gate import Gate, Outcome, choose_clips, gather_clips
 from finetune.tools.export.gate.mixed import Block, advice, search_precision
 from finetune.tools.export.gate.one_ranking import nodes_of
-from finetune.tools.export.gate.report import HEADS, bytes_of, changes, hashes_of, machine, table, write_report
+from finetune.tools.export.gate.report import (
+    HEADS,
+    bytes_of,
+    changes,
+    hashes_of,
+    machine,
+    read_report,
+    table,
+    write_report,
+)
 from finetune.tools.export.gate.sides import run_alone
 from finetune.tools.export.layouts import PARTS, check_output, whole_or_nothing, write_layout
 from finetune.tools.export.onnx import graphs_of
 from finetune.tools.export.precision import size_of
-from finetune.tools.export.runtimes import SAMPLE_RATE, check_installed, cut_of_directory, layout_of
+from finetune.tools.export.runtimes import SAMPLE_RATE, check_installed, cut_of_directory, is_ctc, layout_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -35,6 +44,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+HEAD_NAMES = {"ctc": "CTC", "transducer": "transducer"}
 RANKING_CLIPS = 4
 """Clips on which the harm of int8 to each layer is measured."""
 
@@ -137,6 +147,7 @@ def check_again(wanted: Wanted, directory: Path, output: Path | None = None) -> 
             f"--check: {directory} does not say which look-ahead it is made for; it is of another program."
         )
     w = replace(wanted, to=layout[0], precision=layout[1], look_ahead=None if cut is None else str(cut.look_ahead))
+    w = as_before(w, directory)
     check_installed(w.runtime)
     if output is not None:
         check_output(output)
@@ -154,6 +165,20 @@ def check_again(wanted: Wanted, directory: Path, output: Path | None = None) -> 
     if not report["passed"]:
         raise UserError(f"{report['reason']}.", exit_code=1)
     return "\n".join([describe(directory, report), *(f"warning: {row['note']}" for row in changed if row["note"])])
+
+
+def as_before(wanted: Wanted, directory: Path) -> Wanted:
+    """Return what an export is held to: to its own head, and to the limit of its report where the command names none.
+
+    Raises:
+        UserError: the command names the other head, or the report cannot be read.
+    """
+    report = read_report(directory, "--check") if (directory / REPORT).is_file() else {}
+    head = "ctc" if is_ctc(directory) else "transducer"
+    if wanted.head not in (None, head):
+        raise UserError(f"--head: {directory} holds a model with a {HEAD_NAMES[head]} head. Leave --head out.")
+    limit = report.get("max_loss") if wanted.max_loss is None else wanted.max_loss
+    return replace(wanted, head=head, max_loss=limit if isinstance(limit, int | float) else None)
 
 
 def changed_files(directory: Path) -> list[dict[str, Any]]:

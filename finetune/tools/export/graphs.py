@@ -179,10 +179,10 @@ class _CtcModel(torch.nn.Module):
         log_probs_BTV = (self.head(enc_BHT).transpose(1, 2) / self.temperature).log_softmax(-1)
         if not self.factor:
             return log_probs_BTV
-        return _without_one_frame(log_probs_BTV, enc_lengths_B, lengths_B // self.factor)
+        return without_one_frame(log_probs_BTV, enc_lengths_B, lengths_B // self.factor)
 
 
-def _without_one_frame(log_probs_BTV: torch.Tensor, lengths_B: torch.Tensor, read_B: torch.Tensor) -> torch.Tensor:
+def without_one_frame(log_probs_BTV: torch.Tensor, lengths_B: torch.Tensor, read_B: torch.Tensor) -> torch.Tensor:
     """Move the frames of a clip so that its text is in the first `read_B` of them.
 
     sherpa-onnx rounds the number of frames down and NeMo up, so that the last word would lose its end. In its place

@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
 HOTWORDS, VOCABULARY = "hotwords.txt", "bpe.vocab"
 SCORE = 0.5
-"""hotwords_score, which docs/boosting.md says how it was found."""
+"""hotwords_score where none is given; docs/boosting.md says how it was found."""
 
 
-def write_hotwords(model: str, phrases: list[Phrase], directory: Path) -> dict[str, str]:
+def write_hotwords(model: str, phrases: list[Phrase], directory: Path, score: float = SCORE) -> dict[str, str]:
     """Write hotwords.txt, a phrase a line as the vocabulary writes it, and bpe.vocab, by which sherpa-onnx divides
     them into tokens.
 
-    A weight other than 1 becomes a score of its own, that share of SCORE.
+    A phrase of a weight other than 1 gets a score of its own, the weight times `score`; the others get the
+    hotwords_score that sherpa-onnx is started with, which has to be the same.
 
     Args:
         model: whose tokens they are, as `finetune.models.loading.read_tokenizer` takes it.
@@ -34,7 +35,7 @@ def write_hotwords(model: str, phrases: list[Phrase], directory: Path) -> dict[s
         Phrases that are left out, with the reason.
 
     Raises:
-        UserError: there is no tokenizer, or no phrase can be written in its tokens.
+        UserError: there is no tokenizer, no phrase can be written in its tokens, or the files cannot be written.
     """
     tokenizer = read_tokenizer(model, "--model")
     mode, encoder = normalization_for(p.piece for p in tokenizer.pieces), processor(tokenizer)
@@ -48,16 +49,19 @@ def write_hotwords(model: str, phrases: list[Phrase], directory: Path) -> dict[s
             left_out[phrase.text] = "the tokenizer cannot write it"
     if not lines:
         raise UserError(f"--boost: the tokenizer of {model} can write none of the phrases.")
-    directory.mkdir(parents=True, exist_ok=True)
-    scored = (f"{text} :{weight * SCORE:g}" if weight != 1 else text for text, weight in lines.items())
-    write_text(directory / HOTWORDS, "".join(f"{line}\n" for line in scored))
-    write_text(directory / VOCABULARY, "".join(f"{p.piece}\t{p.score:.6g}\n" for p in tokenizer.pieces))
+    scored = (f"{text} :{weight * score:g}" if weight != 1 else text for text, weight in lines.items())
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_text(directory / HOTWORDS, "".join(f"{line}\n" for line in scored))
+        write_text(directory / VOCABULARY, "".join(f"{p.piece}\t{p.score:.6g}\n" for p in tokenizer.pieces))
+    except OSError as error:
+        raise UserError(f"--output: {directory} cannot be written: {error}.", exit_code=1) from error
     return left_out
 
 
-def how_to_use(directory: Path) -> str:
+def how_to_use(directory: Path, score: float = SCORE) -> str:
     """Return the arguments for sherpa-onnx."""
     return (
         'decoding_method="modified_beam_search", modeling_unit="bpe", '
-        f'bpe_vocab="{directory / VOCABULARY}", hotwords_file="{directory / HOTWORDS}", hotwords_score={SCORE:g}'
+        f'bpe_vocab="{directory / VOCABULARY}", hotwords_file="{directory / HOTWORDS}", hotwords_score={score:g}'
     )

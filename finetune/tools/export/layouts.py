@@ -22,6 +22,7 @@ NO_LIMIT = 10**6  # tokens on one frame
 FULL = 2**20  # bytes: a disk with less is full
 MODEL_TYPES = {"tdt": "nemo-conformer-tdt", "rnnt": "nemo-conformer-rnnt", "ctc": "nemo-conformer-ctc"}
 """onnx-asr's names of the kinds."""
+AUTHOR = "parakeet-finetune"
 PARTS = {
     "onnx": {"encoder": "encoder-model", "decoder_joint": "decoder_joint-model", "model": "model"},
     "sherpa": {"encoder": "encoder", "decoder": "decoder", "joiner": "joiner", "model": "model"},
@@ -72,7 +73,7 @@ def _sherpa_metadata(graphs: Graphs) -> dict[str, str]:
         "subsampling_factor": graphs.subsampling_factor,
         "model_type": "EncDecCTCModelBPE" if graphs.kind == "ctc" else "EncDecRNNTBPEModel",
         "version": 1,
-        "model_author": "parakeet-finetune",
+        "model_author": AUTHOR,
         "url": f"urn:parakeet-finetune:{graphs.kind}",
         "comment": f"{graphs.kind} head",
         "feat_dim": graphs.features,

@@ -16,7 +16,7 @@ import numpy as np
 
 from finetune.errors import UserError
 from finetune.tools.export import PRECISIONS, RUNTIMES
-from finetune.tools.export.layouts import suffix_of
+from finetune.tools.export.layouts import PARTS, suffix_of
 from finetune.tools.export.online import cut_of_metadata
 from finetune.tools.export.sherpa_features import SHIFT, online_features, sherpa_features, with_nemos_guard
 
@@ -264,6 +264,11 @@ def layout_of(directory: Path) -> tuple[str, str] | None:
     if len(found) > 1:
         raise UserError(f"{directory} holds a model in {' and '.join(found)}: leave the files of one in it.")
     return (to, found[0]) if found else None
+
+
+def is_ctc(directory: Path) -> bool:
+    """Return whether an exported directory holds a CTC model, which is one file."""
+    return any((directory / f"{PARTS['onnx']['model']}{suffix_of(p)}.onnx").is_file() for p in PRECISIONS)
 
 
 def is_exported(directory: Path) -> bool:

@@ -91,9 +91,9 @@ def refuse_options(arguments: argparse.Namespace, defaults: argparse.Namespace, 
             raise UserError(f"{option}: {arguments.model} is an export: {reason}. Leave it out, or give the .nemo.")
 
 
-def cut_at_silence(rate: int, chunk: float) -> Cutting:
+def cut_at_silence(rate: int, chunk: float | None) -> Cutting:
     """Return how recordings become chunks for a runtime that gives texts: at quiet places, without an overlap, in
-    which only tokens with times could be told apart."""
+    which only tokens with times could be told apart; None: each is one chunk."""
     return Cutting.of_seconds(rate, GRID_SECONDS, chunk, 0.0)
 
 
@@ -132,19 +132,19 @@ def transcribe_files(exported: Exported, files: list[str], chunk: float, batch_s
 
         def blocks() -> Iterator[np.ndarray]:
             nonlocal samples
-            for block_S in read_blocks(file, exported.sample_rate):  # noqa: B023  # used up within this turn
-                samples += len(block_S)
-                yield block_S
+            try:
+                for block_S in read_blocks(file, exported.sample_rate):  # noqa: B023  # used up within this turn
+                    samples += len(block_S)
+                    yield block_S
+            except BadUtterance as reason:
+                row["error"] = str(reason)  # noqa: B023
 
-        try:
-            if isinstance(exported, SherpaOnnxOnline):
-                texts.append(exported.text_of_blocks(blocks()).strip())
-            else:
-                waiting = (piece.audio_S for piece in chunks_of(blocks(), cutting))
-                while batch := list(itertools.islice(waiting, batch_size)):
-                    texts += texts_of_chunks(exported, batch, batch_size)
-        except BadUtterance as reason:
-            row["error"] = str(reason)
+        if isinstance(exported, SherpaOnnxOnline):
+            texts.append(exported.text_of_blocks(blocks()).strip())
+        else:
+            waiting = (piece.audio_S for piece in chunks_of(blocks(), cutting))
+            while batch := list(itertools.islice(waiting, batch_size)):
+                texts += texts_of_chunks(exported, batch, batch_size)
         if "error" not in row or any(texts):
             row |= {"duration": round(samples / exported.sample_rate, 3), "text": " ".join(filter(None, texts))}
         yield row

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from finetune.evaluation.long_audio import CHUNK_SECONDS, Chunk, Cutting, Pieces, Stitcher, Token
 from finetune.evaluation.recognise import evaluation_mode, frame_seconds, recognise_chunks
 from finetune.models.prompts import check_language, prompt_slots
+from finetune.tools.export.runtimes import SherpaOnnxOnline
 from finetune.tools.export.using import cut_at_silence, texts_of_chunks
 from finetune.tools.transcription.files import Transcript, row_of
 from finetune.tools.transcription.words import enable_timestamps
@@ -101,7 +102,8 @@ class ServedExport:
 
     def __init__(self, exported: Exported):
         self.exported, self.rate = exported, exported.sample_rate
-        self.cutting = cut_at_silence(self.rate, CHUNK_SECONDS)
+        # An online recogniser's states go on from the beginning of a recording to its end.
+        self.cutting = cut_at_silence(self.rate, None if isinstance(exported, SherpaOnnxOnline) else CHUNK_SECONDS)
 
     def decoding(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()

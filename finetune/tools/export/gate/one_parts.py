@@ -28,8 +28,10 @@ from finetune.tools.export import TOLERANCE
 from finetune.tools.export.gate.clips import load_clips
 from finetune.tools.export.gate.graph_parts import Graphs, token_table
 from finetune.tools.export.gate.verdict import plain
+from finetune.tools.export.graphs import without_one_frame
+from finetune.tools.export.layouts import AUTHOR
 from finetune.tools.export.online import cut_of
-from finetune.tools.export.runtimes import load_exported
+from finetune.tools.export.runtimes import layout_of, load_exported
 
 if TYPE_CHECKING:
     from finetune.models.look_ahead import Context
@@ -173,21 +175,43 @@ def compare_features(
 
 
 def compare_encoder(model: AsrModel, clips: list[Clip], graphs: Graphs) -> dict[str, Any]:
-    """Compare the encoder's file with NeMo's encoder, on NeMo's features; of a CTC model with its head."""
+    """Compare the encoder's file of a transducer with NeMo's encoder, on NeMo's features."""
     found = Difference(of=len(clips))
     for clip in clips:
         enc_TH = graphs.encode(clip.mel_FT)
-        if not graphs.is_ctc:
-            if found.add(clip.enc_TH, enc_TH):
-                found.changed += plain(text_of_encoded(model, enc_TH)) != plain(clip.text)
-            continue
-        head = ctc_head(model)
-        assert head is not None
-        enc_1HT = torch.from_numpy(np.ascontiguousarray(clip.enc_TH.T))[None]
-        ours_TV = ctc_log_probs(head, enc_1HT)[0].numpy()
-        if found.add(np.exp(ours_TV), np.exp(enc_TH[: len(ours_TV)])):
-            found.changed += bool((ours_TV.argmax(1) != enc_TH[: len(ours_TV)].argmax(1)).any())
+        if found.add(clip.enc_TH, enc_TH):
+            found.changed += plain(text_of_encoded(model, enc_TH)) != plain(clip.text)
     return found.row("encoder outputs", "texts")
+
+
+def compare_ctc(model: AsrModel, clips: list[Clip], graphs: Graphs, *, moved: bool) -> dict[str, Any]:
+    """Compare the file of a CTC model with NeMo's encoder and head, on NeMo's features.
+
+    Args:
+        moved: the file moves frames to the first ones, which are all that sherpa-onnx reads (`without_one_frame`).
+    """
+    head = ctc_head(model)
+    assert head is not None
+    found = Difference(of=len(clips))
+    for clip in clips:
+        enc_1HT = torch.from_numpy(np.ascontiguousarray(clip.enc_TH.T))[None]
+        ours_1TV = ctc_log_probs(head, enc_1HT)
+        frames = ours_1TV.size(1)
+        if moved:
+            read = clip.mel_FT.shape[1] // model.encoder.subsampling_factor
+            ours_1TV = without_one_frame(ours_1TV, torch.tensor([frames]), torch.tensor([read]))
+            frames = min(frames, read)
+        ours_TV, theirs_TV = ours_1TV[0, :frames].numpy(), graphs.encode(clip.mel_FT)[:frames]
+        if found.add(np.exp(ours_TV), np.exp(theirs_TV)):
+            found.changed += best_path(ours_TV) != best_path(theirs_TV)
+    return found.row("encoder outputs", "texts")
+
+
+def best_path(log_probs_TV: np.ndarray) -> list[int]:
+    """Return the tokens of a CTC head's best path: labels that come again and blanks, the last label, are dropped."""
+    labels_T = log_probs_TV.argmax(1)
+    first_T = np.append(True, labels_T[1:] != labels_T[:-1])
+    return [int(label) for label in labels_T[first_T] if label != log_probs_TV.shape[1] - 1]
 
 
 def compare_online_encoder(
@@ -297,7 +321,12 @@ def compare_all(request: dict[str, Any]) -> list[dict[str, Any]]:
             return load_exported(directory, threads=request["threads"])
 
         add("features", lambda: compare_features(model, clips, load(), context))
-        if context is None:
+        if graphs.is_ctc:
+            moved = (layout_of(directory) or ("", ""))[0] == "sherpa" and graphs.metadata().get(
+                "model_author"
+            ) == AUTHOR
+            add("encoder outputs", lambda: compare_ctc(model, clips, graphs, moved=moved))
+        elif context is None:
             add("encoder outputs", compare_encoder, model, clips, graphs)
         else:
             add("encoder outputs", lambda: compare_online_encoder(model, clips, graphs, load(), context))

@@ -213,4 +213,7 @@ def read_report(directory: Path, key: str) -> dict[str, Any]:
         raise UserError(f"{key}: {path} cannot be read: {error}.") from error
     if not isinstance(report, dict) or not isinstance(report.get("files"), dict) or "passed" not in report:
         raise UserError(f"{key}: {path} is no report of an export.")
+    for name, entry in report["files"].items():
+        if not isinstance(entry, dict) or not {"bytes", "sha256"} <= entry.keys():
+            raise UserError(f"{key}: {path} is damaged: it has no size and SHA-256 of {name}.")
     return report

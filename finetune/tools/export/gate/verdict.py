@@ -68,13 +68,16 @@ def judge(original: list[Utterance], exported: list[Utterance], *, exact: bool, 
     comparison = compare_utterances(original, exported, NORMALIZATION) if worded else None
     verdict = Verdict(not differing, f"texts equal on all {clips} clips", clips, differing, comparison)
     differ = f"texts differ on {len(differing)} of {clips} clips"
-    if exact:
-        if differing:
-            verdict.reason = f"{differ}; fp32 has to give equal ones"
+    if exact and differing:
+        verdict.reason = f"{differ}; fp32 has to give equal ones"
         return verdict
     if clips < FEW:
         verdict.passed, verdict.clips_needed = False, FEW
-        verdict.reason = f"{clips} clips are too few to judge a precision that rounds; {FEW} are needed at least"
+        verdict.reason = f"{clips} clips are too few to judge an export; {FEW} are needed at least"
+        return verdict
+    if not any(plain(u.hypothesis) for u in [*original, *exported]):
+        verdict.passed = False
+        verdict.reason = f"no text has a word on any of {clips} clips, NeMo's or the export's: nothing is compared"
         return verdict
     if not differing:
         return verdict
