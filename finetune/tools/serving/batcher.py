@@ -109,6 +109,8 @@ class Batcher:
             nonlocal samples
             for block_S in read_blocks(file, served.rate):
                 samples += len(block_S)
+                if samples > longest_seconds * served.rate:
+                    raise TooLong
                 yield block_S
 
         ahead: deque[tuple[Chunk, Future[Any]]] = deque()
@@ -122,8 +124,6 @@ class Batcher:
             for chunk in chunks_of(blocks(), served.cutting):
                 if cancelled.is_set():
                     raise Cancelled
-                if samples > longest_seconds * served.rate:
-                    raise TooLong
                 ahead.append((chunk, self.submit(model, language, chunk)))
                 if len(ahead) == CHUNKS_AHEAD:
                     await_oldest()
