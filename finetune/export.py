@@ -15,7 +15,8 @@ outputs, and texts. The clips are the first of --data, else of the run's data.va
 NeMo; the comparison uses it if it is installed.
 
 What onnx-asr or sherpa-onnx shall run is decoded by it, beside NeMo, on all clips: fp32 has to give the same texts,
-fp16 and int8 a WER whose loss is within --max-loss. What does not pass is not kept; DIR then holds the report.
+fp16 and int8 a WER whose loss is within --max-loss. int8 is tried in several ways (docs/export.md). What does not pass
+is not kept; DIR then holds the report.
 With --look-ahead a streaming model is written for sherpa-onnx's online recogniser, for one look-ahead a directory, and
 compared with NeMo's cache-aware inference.
 --check holds a directory that was exported before to the same, and changes nothing.
@@ -64,6 +65,12 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="with --to sherpa, of a streaming model: in encoder frames, such as 13 (docs/streaming.md)",
     )
+    only.add_argument(
+        "--calibrate",
+        nargs="+",
+        metavar="D",
+        help="with --precision int8: clips for static int8, if dynamic does not pass (default: the run's data.train)",
+    )
     only.add_argument("--max-samples", type=int, default=-1, metavar="N", help="compare on the first N clips only")
     only = parser.add_argument_group("only with --to hf")
     only.add_argument(
@@ -101,6 +108,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--look-ahead is for --to sherpa: other formats hear whole recordings, and --check reads it")
     if arguments.look_ahead is not None and arguments.precision == "fp16":
         parser.error("--look-ahead goes with --precision fp32 or int8")
+    if arguments.calibrate and arguments.precision != "int8":
+        parser.error("--calibrate is for --precision int8")
     if arguments.max_loss is not None and arguments.to == "onnx" and arguments.precision in (None, "fp32"):
         parser.error("--max-loss is not for fp32 in onnx-asr, which has to give equal texts")
     if arguments.max_loss is not None and not 0 <= arguments.max_loss <= 100:
@@ -131,6 +140,7 @@ def for_runtimes(arguments: argparse.Namespace) -> str:
         a.max_samples,
         a.max_loss,
         a.look_ahead,
+        a.calibrate,
     )
     return check_again(wanted, a.check, a.output) if a.check is not None else export_gated(wanted, a.output)
 

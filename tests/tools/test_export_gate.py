@@ -268,26 +268,46 @@ def test_clips_of_the_gate(case, clips, tmp_path):
 
 
 def search(
-    harmful: set[str], clips: int = 100, float_bytes: int = 120
+    harmful: set[str], clips: int = 100, float_bytes: int = 120, static: set[str] | None = None
 ) -> tuple[Any, list[dict[str, Any]], list[list[str]]]:
-    """Search with 12 blocks, of which an export passes once the harmful ones are in float32."""
+    """Search with 12 blocks, of which an export passes once the harmful ones are in float32; `static`: those of static
+    int8, None without clips to calibrate on."""
     from finetune.tools.export.gate.gate import Outcome
     from finetune.tools.export.gate.mixed import Block, search_precision
     from finetune.tools.export.gate.verdict import Verdict
 
     written: list[list[str]] = []
+    asked: list[bool] = []
 
-    def write(keep: Any) -> int:
+    def write(keep: Any, fixed: bool) -> int:
+        asked.append(fixed)
         written.append(list(keep))
-        return 30 + 10 * len(written[-1])
+        return 30 + 10 * len(keep)
 
     def check() -> Outcome:
-        passed = harmful <= {node.partition("/")[0] for node in written[-1]}
-        differing = [] if passed else [{"id": "clip-0"}]
-        return Outcome(Verdict(passed, "equal" if passed else "differ", clips, differing), [])
+        hurts = (static or set()) if asked[-1] else harmful
+        left = hurts - {node.partition("/")[0] for node in written[-1]}
+        verdict = Verdict(not left, "differ" if left else "equal", clips, [{"id": "clip-0"}] if left else [])
+        verdict.comparison = {"difference_interval": [-0.01, len(left) / 100]}
+        return Outcome(verdict, [], [])
 
-    ranked = [Block(f"b{i}", [f"b{i}/x"], 1 / (i + 1)) for i in range(12)]
-    return *search_precision(write, check, lambda: ranked, float_bytes), written
+    def rank(fixed: bool) -> list[Block]:
+        return [Block(f"b{i}", [f"b{i}/x"], 1 / (i + 1)) for i in range(12)]
+
+    return *search_precision(write, check, lambda: static is not None, rank, float_bytes), written
+
+
+def test_static_int8_is_tried_where_dynamic_does_not_pass():
+    outcome, tries, written = search({"b0"}, static=set())
+    assert outcome.verdict.passed
+    assert [(row["inputs"], row["kept"]) for row in tries] == [("dynamic", "none"), ("static", "none")]
+    assert len(search(set(), static=set())[1]) == 1, "dynamic passes"
+    # Blocks stay in float of that which loses less.
+    for harmful, static, taken in (({"b0", "b1"}, {"b0"}, "static"), ({"b0"}, {"b0", "b1"}, "dynamic")):
+        outcome, tries, written = search(harmful, static=static)
+        assert outcome.verdict.passed
+        assert [row["inputs"] for row in tries] == ["dynamic", "static", taken]
+        assert written == [[], [], ["b0/x"]]
 
 
 def test_blocks_stay_in_float_step_by_step_until_it_passes():
@@ -328,7 +348,7 @@ def test_the_search_ends_where_int8_has_lost_its_purpose():
     assert not outcome.verdict.passed
     assert [len(nodes) for nodes in written] == [0, 1, 2, 4, 8], "110 of 120 bytes are beyond three quarters"
     assert advice(tries).startswith(
-        "5 ways of int8 were tried, the last with 8 of 12 (b0, b1, b2, b3, ...) in float32"
+        "5 ways of int8 were tried, the last dynamic with 8 of 12 (b0, b1, b2, b3, ...) in float32"
     )
     assert [len(nodes) for nodes in search({"none of them"}, float_bytes=1000)[2]] == [0, 1, 2, 4, 8, 12]
     assert len(search({"b0"}, clips=19)[1]) == 1, "too few clips for any precision: no other is tried"
@@ -386,7 +406,7 @@ def test_the_report_is_a_page_that_needs_nothing_else(case, tmp_path):
         "passed": False, "reason": Outcome(verdict, rows, []).reason, "notes": ["A note."], "runtime": "onnx-asr",
         "precision": "fp32", "model": evil, "data": "d", "clips": 2, "audio_seconds": 3.0, "passed_over": 0,
         "threads": 1, "batch": 1, "sides": rows, "parts": [], "differing": verdict.differing, "machine": machine(),
-        "tries": [{"kept": "layer 3", "bytes": 5_000_000, "reason": "texts differ"}],
+        "tries": [{"inputs": "static", "kept": "layer 3", "bytes": 5_000_000, "reason": "texts differ"}],
         "files": hashes_of(case.folder / "onnx"), "command": "python -m finetune.export",
     }  # fmt: skip
     write_report(tmp_path, report)
@@ -394,7 +414,7 @@ def test_the_report_is_a_page_that_needs_nothing_else(case, tmp_path):
     assert evil not in page
     assert "&lt;script&gt;alert(1)" in page
     assert "src=" not in page.replace('src="data:', "")
-    for told in ("texts differ on 1 of 2 clips", "A note.", "layer 3", "encoder-model.onnx", "1 of 2"):
+    for told in ("texts differ on 1 of 2 clips", "A note.", "static", "layer 3", "encoder-model.onnx", "1 of 2"):
         assert told in page, told
     again = read_report(tmp_path, "--model")
     assert again["sides"][1]["equal"] == 1
@@ -458,6 +478,7 @@ def test_int8_that_cannot_hold_a_model_is_not_kept(clips, tmp_path, capsys):
     save_nemo(model, tmp_path / "odd.nemo")
     out = tmp_path / "int8"
     wanted = ["--to", "onnx", "--precision", "int8", "--max-loss", "0", "--data", clips / "manifest.jsonl"]
+    wanted += ["--calibrate", clips / "manifest.jsonl"]
     assert export("--model", tmp_path / "odd.nemo", "--output", out, *wanted) == 1
     said = capsys.readouterr().err
     assert "The model was not kept" in said
@@ -465,10 +486,10 @@ def test_int8_that_cannot_hold_a_model_is_not_kept(clips, tmp_path, capsys):
     assert {path.name for path in out.iterdir()} == {"export.json", "export.html"}
     report = json.loads((out / "export.json").read_text(encoding="utf-8"))
     assert not report["passed"]
-    kept = [row["kept"] for row in report["tries"]]
-    assert kept[0] == "none"
-    assert len(kept) > 1
-    assert [row["bytes"] for row in report["tries"]] == sorted(row["bytes"] for row in report["tries"])
+    assert [(row["inputs"], row["kept"]) for row in report["tries"]][:2] == [("dynamic", "none"), ("static", "none")]
+    assert len(report["tries"]) > 2
+    sizes = [row["bytes"] for row in report["tries"][1:]]
+    assert sizes == sorted(sizes)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
@@ -535,6 +556,7 @@ def test_what_is_asked_for_wrongly_is_refused_before_anything_is_loaded(clips, t
         (["--to", "onnx", "--look-ahead", "6"], "is for --to sherpa"),
         (["--to", "sherpa", "--look-ahead", "6", "--precision", "fp16"], "fp32 or int8"),
         (["--to", "onnx", "--precision", "int8", "--max-loss", "-1"], "from 0 to 100"),
+        (["--to", "onnx", "--calibrate", "d"], "is for --precision int8"),
         (["--to", "hf", "--tokenizer", "t"], "--to hf does not take"),
         (["--to", "onnx", "--hotwords-score", "1"], "is for --to hotwords"),
     ):

@@ -253,7 +253,10 @@ def test_a_cut_that_is_not_the_models_is_named(case: SimpleNamespace, clips: Pat
 @pytest.mark.slow
 def test_int8_ranks_its_layers_window_by_window(case: SimpleNamespace, clips: Path, tmp_path: Path) -> None:
     from finetune.tools.export.gate.gate import gather_clips
-    from finetune.tools.export.gate.one_ranking import nodes_of, rank
+    from finetune.tools.export.gate.one_calibration import inputs_of
+    from finetune.tools.export.gate.one_ranking import features_of, nodes_of, rank
+    from finetune.tools.export.online import cut_of_metadata
+    from finetune.tools.export.precision import calibrate
 
     gathered = gather_clips([str(clips / "manifest.jsonl")], "validation", 16000, tmp_path / "clips", max_samples=1)
     source = case.graphs.files["encoder"]
@@ -262,9 +265,13 @@ def test_int8_ranks_its_layers_window_by_window(case: SimpleNamespace, clips: Pa
     found = rank(request)
     assert {row["name"] for row in found} == set(nodes_of(source))
     assert all(row["harm"] > 0 for row in found)
-    (tmp_path / "int8").mkdir()
-    write_layout(case.graphs, tmp_path / "int8", "sherpa", "int8")
-    assert load_exported(tmp_path / "int8").texts([gathered.audio(0)])[0]
+    mels = features_of(request, cut_of_metadata(request["online"]))
+    calibrate(source, tmp_path / "ranges.json", inputs_of(source, mels, 1, cut_of_metadata(request["online"])))
+    for name, ranges in (("dynamic", None), ("static", tmp_path / "ranges.json")):
+        (tmp_path / name).mkdir()
+        write_layout(case.graphs, tmp_path / name, "sherpa", "int8", ranges=ranges)
+        assert load_exported(tmp_path / name).texts([gathered.audio(0)])[0]
+    assert rank({**request, "ranges": str(tmp_path / "ranges.json")}) != found
 
 
 def wav_of(audio_S: np.ndarray, folder: Path) -> Path:

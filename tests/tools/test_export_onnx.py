@@ -27,7 +27,7 @@ from finetune.models.nemo import set_head
 from finetune.tools.export.gate.graph_parts import Graphs
 from finetune.tools.export.layouts import whole_or_nothing, write_layout
 from finetune.tools.export.onnx import graphs_of
-from finetune.tools.export.precision import quantize, rounded, save, sensitivities, size_of
+from finetune.tools.export.precision import calibrate, quantize, rounded, save, sensitivities, size_of
 from finetune.tools.export.refusals import check_expressible
 from finetune.tools.export.runtimes import Exported, is_exported, load_exported
 from finetune.tools.export.sherpa_features import online_features, sherpa_features
@@ -194,6 +194,15 @@ def test_sensitive_products_stay_in_float(graphs: Any, audios: list[np.ndarray],
     exact, whole = outputs(source), outputs(quantize(source, tmp_path / "whole.onnx"))
     mixed = outputs(quantize(source, tmp_path / "mixed.onnx", {damaged.name}))
     assert np.abs(mixed - exact).mean() < 0.7 * np.abs(whole - exact).mean()
+    # Static: in ranges of the same signal nearly as near, in those of silence far off.
+    errors = {}
+    for name, factor in (("signal", 1), ("silence", 0)):
+        ranges = tmp_path / f"{name}.json"
+        calibrate(source, ranges, [{**feed, "audio_signal": feed["audio_signal"] * np.float32(factor)}])
+        static = outputs(quantize(source, tmp_path / "static.onnx", {damaged.name}, ranges))
+        errors[name] = np.abs(static - exact).mean()
+    assert errors["signal"] < 2 * np.abs(mixed - exact).mean()
+    assert errors["signal"] < 0.8 * errors["silence"]
 
 
 def test_rounding_keeps_zero_and_extremes() -> None:

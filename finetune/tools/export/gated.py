@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from finetune.durable_files import sha256_of
 from finetune.errors import UserError
 from finetune.evaluation.dataset import open_sources
@@ -34,12 +36,14 @@ from finetune.tools.export.gate.report import (
 from finetune.tools.export.gate.sides import run_alone
 from finetune.tools.export.layouts import PARTS, check_output, whole_or_nothing, write_layout
 from finetune.tools.export.onnx import graphs_of
+from finetune.tools.export.own_data import own_data
 from finetune.tools.export.precision import size_of
 from finetune.tools.export.runtimes import SAMPLE_RATE, check_installed, cut_of_directory, is_ctc, layout_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from finetune.tools.export.gate.clips import Clips
     from finetune.tools.export.graphs import Graphs
 
 log = logging.getLogger(__name__)
@@ -47,6 +51,8 @@ log = logging.getLogger(__name__)
 HEAD_NAMES = {"ctc": "CTC", "transducer": "transducer"}
 RANKING_CLIPS = 4
 """Clips on which the harm of int8 to each layer is measured."""
+CALIBRATION_CLIPS, READ_CLIPS = 64, 512
+"""Clips that static int8 is calibrated on, and the first ones among which they are taken evenly."""
 
 
 @dataclass
@@ -68,6 +74,8 @@ class Wanted:
     """Points of WER; None: MAX_LOSS, and equal texts for fp32."""
     look_ahead: str | None = None
     """Of a streaming model, in encoder frames, for sherpa-onnx's online recogniser."""
+    calibrate: list[str] | None = None
+    """Clips whose activations give static int8 its ranges; None: the run's own data.train."""
 
     @property
     def runtime(self) -> str:
@@ -98,6 +106,8 @@ def export_gated(wanted: Wanted, output: Path) -> str:
     check_installed(w.runtime)
     data, key = choose_clips(w.model, w.data)
     open_sources(data, w.split, key)  # a wrong name is said before minutes of work
+    if w.calibrate:
+        open_sources(w.calibrate, "train", "--calibrate")
     with (
         whole_or_nothing(output) as aside,
         tempfile.TemporaryDirectory(prefix=f".{output.name}.work-", dir=aside.parent) as name,
@@ -204,9 +214,12 @@ def write_and_check(
     """
     w = wanted
     outcome: Outcome | None = None
+    encoder = graphs.files.get("encoder") or graphs.files["model"]
+    online = None if graphs.online is None else graphs.online.metadata()
+    ranges = work / "ranges.json"
 
-    def write(keep_float: Collection[str]) -> int:
-        write_layout(graphs, aside, w.to, w.precision, keep_float)
+    def write(keep_float: Collection[str], static: bool = False) -> int:
+        write_layout(graphs, aside, w.to, w.precision, keep_float, ranges if static else None)
         write_beside(graphs, aside, w.to, w.precision)
         return bytes_of(aside)
 
@@ -215,12 +228,22 @@ def write_and_check(
         outcome = gate.check(aside, w.runtime, **w.limit)
         return outcome
 
-    def rank() -> list[Block]:
+    def calibrate() -> bool:
+        clips = calibration_clips(w, graphs.sample_rate, work / "calibration")
+        if clips is None:
+            return False
+        log.info("measuring the ranges of activations on clips of %s", clips.source)
+        chosen = sorted({int(i) for i in np.linspace(0, len(clips) - 1, CALIBRATION_CLIPS)})
+        request = {**vars(gate.request), "clips": clips.folder, "graph": str(encoder), "chosen": chosen}
+        request |= {"online": online, "ranges": str(ranges)}
+        run_alone("finetune.tools.export.gate.one_calibration", request, gate.threads)
+        return True
+
+    def rank(static: bool) -> list[Block]:
         log.info("measuring which layers int8 hurts most")
-        encoder = graphs.files.get("encoder") or graphs.files["model"]
         chosen = list(range(min(RANKING_CLIPS, len(gate.clips))))
-        online = None if graphs.online is None else graphs.online.metadata()
         request = {**vars(gate.request), "graph": str(encoder), "work": str(work), "chosen": chosen, "online": online}
+        request["ranges"] = str(ranges) if static else None
         rows = run_alone("finetune.tools.export.gate.one_ranking", request, gate.threads)["blocks"]
         blocks = [Block(**row) for row in rows]
         assert outcome is not None
@@ -232,11 +255,31 @@ def write_and_check(
         return sorted(blocks, key=lambda block: -block.harm)
 
     if w.precision == "int8":
-        return search_precision(
-            write, check, rank, sum(size_of(graphs.files[p]) for p in PARTS[w.to] if p in graphs.files)
-        )
+        float_bytes = sum(size_of(graphs.files[part]) for part in PARTS[w.to] if part in graphs.files)
+        return search_precision(write, check, calibrate, rank, float_bytes)
     write(())
     return check(), []
+
+
+def calibration_clips(wanted: Wanted, rate: int, folder: Path) -> Clips | None:
+    """Keep the clips that static int8 is calibrated on in a folder; None, with a warning, where there are none.
+
+    Args:
+        rate: of the model, in Hz.
+
+    Raises:
+        UserError: those of --calibrate cannot be used.
+    """
+    if wanted.calibrate:
+        return gather_clips(wanted.calibrate, "train", rate, folder, "--calibrate", READ_CLIPS)
+    reason = f"{wanted.model} is of no run with data.train"
+    if own := own_data(wanted.model, "train"):
+        try:
+            return gather_clips(own, "train", rate, folder, "data.train", READ_CLIPS)
+        except UserError as error:
+            reason = str(error)
+    log.warning("static int8 is not tried: %s. Name clips with --calibrate", reason)
+    return None
 
 
 def report_of(

@@ -25,8 +25,8 @@ def write_hotwords(model: str, phrases: list[Phrase], directory: Path, score: fl
     """Write hotwords.txt, a phrase a line as the vocabulary writes it, and bpe.vocab, by which sherpa-onnx divides
     them into tokens.
 
-    A phrase of a weight other than 1 gets a score of its own, the weight times `score`; the others get the
-    hotwords_score that sherpa-onnx is started with, which has to be the same.
+    A phrase of a weight other than 1 gets a score of its own, the weight times `score`; the others have the
+    hotwords_score that sherpa-onnx is started with, which has to be `score`.
 
     Args:
         model: whose tokens they are, as `finetune.models.loading.read_tokenizer` takes it.

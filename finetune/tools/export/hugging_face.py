@@ -32,7 +32,7 @@ from finetune.tools.export.equal_texts import (
     through_nemo,
     through_transformers,
 )
-from finetune.tools.export.validation import own_validation
+from finetune.tools.export.own_data import own_data
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def samples_for(model_name: str, data: list[str] | None, split: str, rate: int) 
     if data:
         return read_samples(list(data), split, rate, CLIPS, longest=LONGEST_CLIP)
     reason = "no --data was given"
-    if own := own_validation(model_name):
+    if own := own_data(model_name, "validation"):
         try:
             return read_samples(own, "validation", rate, CLIPS, "data.validation", LONGEST_CLIP)
         except UserError as error:

@@ -36,7 +36,12 @@ def suffix_of(precision: str) -> str:
 
 
 def write_layout(
-    graphs: Graphs, directory: Path, to: str, precision: str, keep_float: Collection[str] = frozenset()
+    graphs: Graphs,
+    directory: Path,
+    to: str,
+    precision: str,
+    keep_float: Collection[str] = frozenset(),
+    ranges: Path | None = None,
 ) -> None:
     """Write what a runtime loads into `directory`, which has to exist.
 
@@ -46,12 +51,15 @@ def write_layout(
         precision: fp32, fp16 or int8.
         keep_float: nodes of the encoder's graph that int8 leaves in float32, by name
             (`finetune.tools.export.precision.sensitivities`).
+        ranges: for static int8 of the encoder, of `finetune.tools.export.precision.calibrate`; None: dynamic.
     """
     metadata = _sherpa_metadata(graphs) if to == "sherpa" else {}
     for part, stem in PARTS[to].items():
         if part in graphs.files:
             path = directory / f"{stem}{suffix_of(precision)}.onnx"
-            convert(graphs.files[part], path, precision, keep_float, metadata if part in ("encoder", "model") else {})
+            encoder = part in ("encoder", "model")
+            more = (metadata, ranges) if encoder else ({}, None)
+            convert(graphs.files[part], path, precision, keep_float, *more)
     lines = "".join(f"{piece} {i}\n" for i, piece in enumerate([*graphs.pieces, BLANK]))
     (directory / ("vocab.txt" if to == "onnx" else "tokens.txt")).write_text(lines, encoding="utf-8")
     if to == "onnx":

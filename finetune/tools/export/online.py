@@ -19,7 +19,7 @@ from finetune.errors import UserError
 from finetune.tools.export.sherpa_features import SHIFT, WINDOW
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from finetune.models.look_ahead import Context
     from finetune.models.protocols import AsrModel
@@ -122,13 +122,18 @@ def encode_windows(session: Any, mel_FT: np.ndarray, cut: Cut) -> np.ndarray:
         session: of onnxruntime.
         mel_FT: (F, T) features of a recording with its tail, without the frames before it.
     """
-    names, found = [i.name for i in session.get_inputs()], []
+    return np.concatenate([out_1HT for _, out_1HT in run_windows(session, mel_FT, cut)], axis=2)
+
+
+def run_windows(session: Any, mel_FT: np.ndarray, cut: Cut) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
+    """Yield the inputs of each window, states included, and its (1, H, T) outputs; arguments as `encode_windows`'."""
+    names = [i.name for i in session.get_inputs()]
     shapes = (1, *cut.channel), (1, *cut.time)
     states = [*(np.zeros(shape, dtype=np.float32) for shape in shapes), np.zeros(1, dtype=np.int64)]
     mel_FT = np.pad(mel_FT, ((0, 0), (cut.skipped, 0)))
     for end in range(cut.window, mel_FT.shape[1] + 1, cut.window):
         window_1FT = np.ascontiguousarray(mel_FT[None, :, end - cut.window : end], dtype=np.float32)
         values = [window_1FT, np.array([cut.window]), *states]
-        out_1HT, _, *states = session.run(None, dict(zip(names, values, strict=True)))
-        found.append(out_1HT)
-    return np.concatenate(found, axis=2)
+        inputs = dict(zip(names, values, strict=True))
+        out_1HT, _, *states = session.run(None, inputs)
+        yield inputs, out_1HT

@@ -1,4 +1,5 @@
-"""Float32 ONNX graphs in fewer bits: float16, or int8 with activations quantised as they come (dynamically).
+"""Float32 ONNX graphs in fewer bits: float16, or int8 with activations quantised as they come (dynamic), or in ranges
+that were measured before (static).
 
 N rows, K inputs, M outputs of a product of matrices.
 """
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 WHOLE = 1_900_000_000  # bytes of a graph with its weights; protobuf ends at 2 GiB
 QUANTIZED = ("MatMul", "Gemm", "Gather")
@@ -24,7 +25,12 @@ texts of the quickstart's model, and convolutions are a hundredth of the bytes."
 
 
 def convert(
-    source: Path, path: Path, precision: str, keep_float: Collection[str], metadata: Mapping[str, str]
+    source: Path,
+    path: Path,
+    precision: str,
+    keep_float: Collection[str],
+    metadata: Mapping[str, str],
+    ranges: Path | None = None,
 ) -> None:
     """Write a float32 graph in another precision.
 
@@ -34,12 +40,13 @@ def convert(
         precision: fp32, fp16 or int8.
         keep_float: names of nodes that int8 leaves alone.
         metadata: of the new file.
+        ranges: of `calibrate`, for static int8; None: dynamic.
     """
     import onnx
 
     with tempfile.TemporaryDirectory(prefix=".precision-", dir=path.parent) as folder:
         if precision == "int8":
-            source = quantize(source, Path(folder) / path.name, keep_float)
+            source = quantize(source, Path(folder) / path.name, keep_float, ranges)
         model = _in_float16(source) if precision == "fp16" else onnx.load(str(source))
     for key, value in metadata.items():
         entry = model.metadata_props.add()
@@ -78,18 +85,22 @@ def size_of(source: Path) -> int:
     return source.stat().st_size + sum((source.parent / name).stat().st_size for name in beside)
 
 
-def quantize(source: Path, path: Path, keep_float: Collection[str] = frozenset()) -> Path:
+def quantize(source: Path, path: Path, keep_float: Collection[str] = frozenset(), ranges: Path | None = None) -> Path:
     """Write a graph with the weights of its products of matrices in 8 bits, a scale for each output, and return its
-    path; the products' inputs are quantised as they come.
+    path; the products' inputs are quantised as they come, or in ranges that were measured.
 
     Weights are unsigned: on processors without VNNI the signed product saturates.
 
     Args:
         keep_float: names of nodes that stay as they are, such as the first of `sensitivities`.
+        ranges: of `calibrate` for the same graph; None: inputs are quantised as they come.
     """
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     _remove(path)
+    if ranges is not None:
+        _quantize_static(source, path, keep_float, ranges, None)
+        return path
     with _quiet(), _temporary_files_in(path.parent):
         quantize_dynamic(
             str(source),
@@ -102,6 +113,56 @@ def quantize(source: Path, path: Path, keep_float: Collection[str] = frozenset()
             extra_options={"MatMulConstBOnly": True},
         )
     return path
+
+
+def calibrate(source: Path, ranges: Path, inputs: Iterable[Mapping[str, np.ndarray]]) -> None:
+    """Measure the least and the largest value of what enters products of matrices, for `quantize`.
+
+    Args:
+        source: the float32 graph.
+        ranges: new file for the ranges.
+        inputs: of the whole graph, clip by clip or window by window.
+    """
+    with tempfile.TemporaryDirectory(prefix=".calibration-", dir=ranges.parent) as folder:
+        _quantize_static(source, Path(folder) / source.name, (), ranges, iter(inputs))
+
+
+def _quantize_static(
+    source: Path,
+    path: Path,
+    keep_float: Collection[str],
+    ranges: Path,
+    inputs: Iterator[Mapping[str, np.ndarray]] | None,
+) -> None:
+    """Outputs of products stay in float, as in dynamic int8: quantised as well they changed more texts."""
+    from onnxruntime.quantization import (
+        CalibrationDataReader,
+        CalibrationMethod,
+        QuantFormat,
+        QuantType,
+        quantize_static,
+    )
+
+    class Reader(CalibrationDataReader):
+        def get_next(self) -> Any:
+            return None if inputs is None else next(inputs, None)
+
+    with _quiet(), _temporary_files_in(path.parent):
+        quantize_static(
+            str(source),
+            str(path),
+            Reader(),
+            quant_format=QuantFormat.QDQ,
+            op_types_to_quantize=["MatMul"],
+            per_channel=True,
+            activation_type=QuantType.QUInt8,
+            weight_type=QuantType.QUInt8,
+            calibrate_method=CalibrationMethod.MinMax,
+            calibration_cache_path=ranges,
+            nodes_to_exclude=sorted(keep_float),
+            use_external_data_format=size_of(source) > WHOLE,
+            extra_options={"MatMulConstBOnly": True, "OpTypesToExcludeOutputQuantization": ["MatMul"]},
+        )
 
 
 @contextlib.contextmanager

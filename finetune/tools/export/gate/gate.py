@@ -20,7 +20,7 @@ from finetune.tools.export.gate.clips import AUDIO, Clips
 from finetune.tools.export.gate.report import bytes_of, side_row, with_original
 from finetune.tools.export.gate.sides import Request, SideFailed, run_alone, run_side
 from finetune.tools.export.gate.verdict import Verdict, judge
-from finetune.tools.export.validation import own_validation
+from finetune.tools.export.own_data import own_data
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def choose_clips(model_name: str, data: list[str] | None) -> tuple[Any, str]:
     Raises:
         UserError: there is neither.
     """
-    value, key = (list(data), "--data") if data else (own_validation(model_name), "data.validation")
+    value, key = (list(data), "--data") if data else (own_data(model_name, "validation"), "data.validation")
     if not value:
         raise UserError(
             f"--data: an export is kept only if its runtime gives the model's texts, and {model_name} brings no "

@@ -75,6 +75,7 @@ def outputs_of(path: Path, mels: list[np.ndarray], threads: int, cut: Cut | None
 def rank(request: dict[str, Any]) -> list[dict[str, Any]]:
     """Return each layer with its nodes and the difference that it makes in 8 bits alone, the largest first."""
     source, threads = Path(request["graph"]), request["threads"]
+    ranges = None if request.get("ranges") is None else Path(request["ranges"])
     groups = nodes_of(source)
     cut = None if request.get("online") is None else cut_of_metadata(request["online"])
     mels = features_of(request, cut)
@@ -85,7 +86,7 @@ def rank(request: dict[str, Any]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="finetune-ranking-", dir=request["work"]) as folder:
         for name, nodes in groups.items():
             path = Path(folder) / "one.onnx"
-            quantize(source, path, every - set(nodes))
+            quantize(source, path, every - set(nodes), ranges)
             rounded = outputs_of(path, mels, threads, cut)
             harm = max(float(np.abs(a - b).max()) for a, b in zip(exact, rounded, strict=True)) / largest
             found.append({"name": name, "nodes": nodes, "harm": harm})

@@ -177,7 +177,7 @@ def write_report(directory: Path, report: dict[str, Any]) -> None:
         heads=list(HEADS),
         rows=table(report),
         parts=[[part[key] for key in ("part", "state", "difference", "note")] for part in report["parts"]],
-        tries=[[t["kept"], f"{t['bytes'] / 1e6:,.1f}", t["reason"]] for t in report["tries"]],
+        tries=[[t["inputs"], t["kept"], f"{t['bytes'] / 1e6:,.1f}", t["reason"]] for t in report["tries"]],
         differing=[[d["id"], d["reference"], d["original"], d["exported"]] for d in report["differing"][:SHOWN]],
         not_shown=max(0, len(report["differing"]) - SHOWN),
         files=[[name, f"{entry['bytes']:,}", entry["sha256"]] for name, entry in report["files"].items()],

@@ -1,4 +1,4 @@
-"""The validation clips that a run brings."""
+"""The clips that a run brings."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from finetune.models.adapters import is_adapter
 from finetune.security.documents import read_settings
 
 
-def own_validation(model_name: str) -> Any:
-    """Return data.validation of the run that a model is from; None where it has none, or there is no run.
+def own_data(model_name: str, part: str) -> Any:
+    """Return a setting of data of the run that a model is from; None where it has none, or there is no run.
 
     Args:
         model_name: as `model.name`.
+        part: validation or train.
     """
     path = Path(model_name)
     if path.is_file():
@@ -22,4 +23,4 @@ def own_validation(model_name: str) -> Any:
     if not run_file.is_file():
         return None
     section = read_settings(run_file, "--model").get("data")
-    return section.get("validation") if isinstance(section, dict) else None
+    return section.get(part) if isinstance(section, dict) else None
