@@ -33,7 +33,7 @@ PLAYED = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a")  # by browsers
 def rows_at(sources: list[OpenSource], places: set[str], light: bool = False) -> Iterator[tuple[OpenSource, str, Row]]:
     """Yield source, place and content of the rows at some places; `light`: without their audio where it lies apart."""
     left = set(places)
-    for source, shard, number, row in all_rows(sources, light):
+    for source, shard, number, row in all_rows(sources, light, skip_damage=True):
         if not left:
             return
         place = shard.place(number)
