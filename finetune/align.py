@@ -112,7 +112,7 @@ def job_of(arguments: argparse.Namespace) -> Job:
     return Job(
         command="align",
         directory=a.output.with_name(f".{a.output.name}.job"),
-        settings=vars(settings),
+        settings={key: value for key, value in vars(settings).items() if key != "batch_size"},
         sources=open_sources(a.data, split_to_read(a.data, a.split, "test")),
         make_worker=MakeAlignmentWorker(settings, worker_device(a)),
         max_samples=a.max_samples,

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,14 @@ def put_in_place(aside: Path, path: Path) -> None:
     sync_directory(path.parent)
 
 
+def aside_of(path: Path) -> Path:
+    """The name under which this process writes a file before `put_in_place`: others may write the same one."""
+    return path.with_name(f".{path.name.lstrip('.')}.{socket.gethostname()}.{os.getpid()}.tmp")
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes a file aside and renames it, so that it is whole or as before."""
-    aside = path.with_name(f".{path.name}.tmp")
+    aside = aside_of(path)
     try:
         aside.write_text(text, encoding="utf-8", errors="backslashreplace")
         put_in_place(aside, path)

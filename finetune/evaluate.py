@@ -69,7 +69,7 @@ OF_EXPORTS = {
     "device": "it runs on the CPU",
 }
 """Options that an exported model cannot follow, and why."""
-OF_JOBS = ("engine", "address", "shard", "max_failed")
+OF_JOBS = ("engine", "address", "shard", "max_failed", "retry_failed")
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -126,6 +126,7 @@ def main(argv: list[str] | None = None) -> int:
         print_error(error)
         return error.exit_code
     if summary is None:
+        print("this part is done; the --shard that ends last chooses among the labels, or this line without --shard")
         return 0
     return print_summary(summary, arguments.output)
 

@@ -117,8 +117,11 @@ def segment_file(a: argparse.Namespace) -> dict[str, Any]:
     from finetune.tools.segmentation.output import table
     from finetune.tools.segmentation.recording import load_segmenter, open_recording, opened, segment_recording
 
-    if (a.engine, a.workers, a.address, a.shard) != ("local", None, None, (0, 1)):
-        raise UserError("--engine, --workers, --address and --shard share out recordings: name folders of these.")
+    if (a.engine, a.workers, a.address, a.shard, a.retry_failed) != ("local", None, None, (0, 1), False):
+        raise UserError(
+            "--engine, --workers, --address, --shard and --retry-failed are for many recordings: name folders of "
+            "these."
+        )
     settings, recording = settings_of(a), open_recording(a.audio, a.text)
     with writing("--output", a.output), opened(a.output, recording, settings):
         model = load_segmenter(settings, device_of(a))

@@ -23,14 +23,15 @@ from finetune.tools.jobs.running import run_job
 
 @dataclass
 class TextWorker:
-    """Return each text, and do what it says: raise, kill this process, or kill it once only."""
+    """Return each text, and do what it says: raise, raise until there is a file `go`, kill this process, or kill it
+    once only."""
 
     folder: Path
 
     def process(self, clips: Clips) -> Iterator[dict[str, Any]]:
         for source, place, _, row in clips.rows():
             text = row[source.columns["text"]]
-            if "raise" in text:
+            if "raise" in text or ("later" in text and not (self.folder / "go").exists()):
                 raise ValueError("a clip that cannot be processed")
             if "kill" in text or ("once" in text and self.is_first(text)):
                 self.end_process()
@@ -62,9 +63,10 @@ class MakeTextWorker:
 
 def make_job(folder: Path, **fields: Any) -> Job:
     """Make a job over folder/manifest.jsonl, 10 clips a shard, into folder/out."""
-    sources = [open_source(s, "--data") for s in parse_sources(str(folder / "manifest.jsonl"), "--data", "train")]
-    values = {"settings": {"model": "m"}, "clips_a_shard": 10, "max_failed": 0.5, **fields}
-    return Job("label", folder / "out", sources=sources, make_worker=MakeTextWorker(folder), **values)
+    manifest = folder / "manifest.jsonl"
+    sources = [open_source(s, "--data") for s in parse_sources(str(manifest), "--data", "train") if manifest.exists()]
+    values = {"settings": {"model": "m"}, "clips_a_shard": 10, "max_failed": 0.5, "sources": sources, **fields}
+    return Job("label", folder / "out", make_worker=MakeTextWorker(folder), **values)
 
 
 def main() -> int:

@@ -6,12 +6,18 @@ from pathlib import Path
 import torch
 
 from finetune.errors import UserError
-from finetune.models import nemo_archive
+from finetune.models import adapters, nemo_archive
 from finetune.models.adapters import check_base, is_adapter, merge_adapter, read_adapter
 from finetune.models.host_lstm import use_native_lstm
 from finetune.models.host_memory import keep_freed_memory
 from finetune.models.huggingface.layout import piece_count
-from finetune.models.huggingface.reading import fetch, is_hugging_face, load_hugging_face, nemo_config
+from finetune.models.huggingface.reading import (
+    WANTED_FILES,
+    fetch,
+    is_hugging_face,
+    load_hugging_face,
+    nemo_config,
+)
 from finetune.models.huggingface.tokenizer import sentencepiece_of
 from finetune.models.nemo import build, check_heads, set_head
 from finetune.models.prompts import check_prompts
@@ -53,6 +59,22 @@ def load_model(name: str, tokenizer: str | None = None) -> AsrModel:
     if path.suffix in (".yaml", ".yml"):
         return _build(path, tokenizer)
     return _download(name)
+
+
+def files_of(name: str, key: str = "model.name") -> list[Path]:
+    """Return the files that `load_model` reads for a name, without those of an adapter's base; none for a hub name.
+
+    Raises:
+        UserError: a directory holds several .nemo files, and none of them is model.nemo.
+    """
+    path = Path(name)
+    if (archive := nemo_archive.archive_of(path, key)) is not None:
+        return [archive]
+    if not path.is_dir():
+        return [path] if path.is_file() else []
+    if is_adapter(path):
+        return [path / file for file in (adapters.CONFIG, adapters.WEIGHTS, adapters.BASE) if (path / file).is_file()]
+    return sorted({file for pattern in WANTED_FILES for file in path.glob(pattern) if file.is_file()})
 
 
 def load_option(name: str, tokenizer: str | None = None) -> AsrModel:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from finetune.tools.jobs.engines import EngineSettings
     from finetune.tools.jobs.work import Result
 
-IDENTITY = ("split", "batch_size", "chunk", "dtype", "head", "language", "tokenizer")
+IDENTITY = ("split", "chunk", "dtype", "head", "language", "tokenizer")
 
 
 @dataclass

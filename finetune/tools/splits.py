@@ -177,8 +177,18 @@ def check_audio(source: OpenSource, write_audio: bool, folder: Path) -> None:
         return
 
 
-def all_rows(sources: list[OpenSource], light: bool) -> Iterator[tuple[OpenSource, Shard, int, Row]]:
-    """Yield all rows in their order; `light`: without the audio where lengths are known without it."""
+def all_rows(
+    sources: list[OpenSource], light: bool, skip_damage: bool = False
+) -> Iterator[tuple[OpenSource, Shard, int, Row]]:
+    """Yield all rows in their order.
+
+    Args:
+        light: without the audio where lengths are known without it.
+        skip_damage: go on behind a shard that is damaged, such as where a job has noted its rows.
+
+    Raises:
+        UserError: a shard cannot be read on.
+    """
     for source in sources:
         for shard in tqdm(source.shards, desc=source.source.path, unit="shard", leave=False, delay=2, disable=None):
             read = replace(shard, read=partial(read_light, shard, lengths=True)) if light else shard
@@ -186,7 +196,8 @@ def all_rows(sources: list[OpenSource], light: bool) -> Iterator[tuple[OpenSourc
                 for number, row in rows_from(read, 0, RETRIES if source.remote else 0):
                     yield source, shard, number, row
             except UnreadableShard as error:
-                raise UserError(f"--data: {error}", exit_code=1) from error
+                if not skip_damage or error.is_outage(source.remote):
+                    raise UserError(f"--data: {error}", exit_code=1) from error
 
 
 def _read(sources: list[OpenSource], by: str | None, leave_out: LeaveOut | None) -> Utterances:

@@ -9,7 +9,7 @@ import pytest
 from conftest import LAYOUT, ROOT
 
 from finetune.errors import UserError
-from finetune.models.loading import load_model, load_option
+from finetune.models.loading import files_of, load_model, load_option
 from finetune.tools.export.hugging_face import nemo_file
 
 
@@ -45,6 +45,22 @@ def test_a_mistyped_path_is_no_hub_name(runs: Path, name: str, hint: str) -> Non
         with pytest.raises(UserError) as loading:
             of_a_command(name)
         assert (str(loading.value), loading.value.exit_code) == (f"--model: {message}", 2)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "beside"),
+    [
+        (["model.nemo"], ["report.html", "metrics.jsonl", "config.json"]),
+        (["adapter_config.json", "adapter_model.safetensors", "base_model.json"], ["other.nemo", "README.md"]),
+        (["config.json", "model.safetensors", "tokenizer.json"], ["README.md", "model.safetensors.tmp"]),
+        ([], ["report.html"]),
+    ],
+)
+def test_the_files_of_a_model_are_those_that_are_loaded(tmp_path: Path, loaded: list[str], beside: list[str]) -> None:
+    for name in (*loaded, *beside):
+        (tmp_path / name).touch()
+    assert files_of(str(tmp_path)) == [tmp_path / name for name in loaded]
+    assert files_of("nvidia/parakeet-tdt-0.6b-v3") == []
 
 
 def test_a_command_names_its_own_option_for_the_tokenizer() -> None:

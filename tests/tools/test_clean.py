@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from conftest import ROOT, read_lines, write_manifest
 
 from finetune import clean
 from finetune.data.leave_out import LeaveOut
+from finetune.data.shards import NumberedRows, Shard
 from finetune.evaluation.dataset import open_sources
 from finetune.tools.cleaning.edits import MISSING, NOT_SAID, OTHER, Edit, edits_of, split_words
 from finetune.tools.cleaning.energy import energy_of
@@ -22,7 +25,7 @@ from finetune.tools.cleaning.judging import Judgement, Problem, count_words, jud
 from finetune.tools.cleaning.mixtures import fit_mixture, probability
 from finetune.tools.cleaning.outputs import sentences_of, write_outputs
 from finetune.tools.cleaning.repeats import repeated
-from finetune.tools.cleaning.second_look import audio_for_page, name_exchanged
+from finetune.tools.cleaning.second_look import audio_for_page, name_exchanged, rows_at
 
 BASE = ROOT / "examples" / "base" / "fastconformer_tdt_3m.nemo"
 
@@ -494,6 +497,19 @@ def test_audio_that_a_browser_cannot_find_is_copied(data: Path, tmp_path: Path) 
     found = audio_for_page(problems, sources, folder, 16_000)
     assert found == {f"{data} line 1": "../0.wav", f"{data} line 2": "audio/00000.flac"}
     assert soundfile.info(folder / "audio" / "00000.flac").frames == 4000
+
+
+def test_the_second_look_goes_on_behind_damage(data: Path) -> None:
+    sources = open_sources([str(data), str(data)], "train")
+    (shard,) = sources[0].shards
+    sources[0].shards = [replace(shard, file="damaged", read=partial(damaged, shard))]
+    wanted = {"damaged line 1", f"{data} line 2"}
+    assert {place for _, place, _ in rows_at(sources, wanted)} == wanted
+
+
+def damaged(shard: Shard, first: int) -> NumberedRows:
+    yield from list(shard.read(first))[:1]
+    raise ValueError("the rest is damaged")
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

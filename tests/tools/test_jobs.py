@@ -1,29 +1,39 @@
 """Sharded jobs: nothing lost, nothing twice, whatever ends a clip, a worker, a node or the process that runs them."""
 
+import errno
 import json
+import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import pyarrow
 import pytest
 from hypothesis import given, settings, strategies
 from job_workers import MakeTextWorker, TextWorker, make_job
 
 from finetune.data.batching import BatchLimits
 from finetune.data.options import StreamOptions
+from finetune.data.reader import rows_from
+from finetune.data.retry import UnreadableShard
+from finetune.data.shards import NumberedRows, Shard
 from finetune.data.sources import Source, open_source
 from finetune.data.utterances import no_tokens
+from finetune.durable_files import aside_of, put_in_place, write_text
 from finetune.errors import UserError
 from finetune.tools.jobs.clips import Clips, cut_into_shards, halves, with_counts
 from finetune.tools.jobs.engines import Died, Done, EngineSettings, Event, Ready
 from finetune.tools.jobs.job import Job
+from finetune.tools.jobs.on_ray import RayEngine, share_of_a_gpu
 from finetune.tools.jobs.running import run_job
-from finetune.tools.jobs.work import Task, answer
+from finetune.tools.jobs.work import Outcome, Task, answer
 
 TEXTS = [f"text {i}" for i in range(43)]
 
@@ -112,6 +122,90 @@ def test_too_many_failures_end_the_job_with_one_message(tmp_path):
     assert len([*(tmp_path / "out" / "shards").iterdir()]) == 5
 
 
+def test_what_failed_is_done_again_when_it_is_asked_for(tmp_path):
+    write_manifest(tmp_path, ["later" if i in (3, 21) else "text" for i in range(43)])
+    assert len(run_job(make_job(tmp_path), EngineSettings(), InlineEngine).failed) == 2
+    (tmp_path / "go").touch()
+    other = tmp_path / "out" / "shards" / "00001.jsonl"
+    written = other.stat().st_mtime_ns
+    assert len(run_job(make_job(tmp_path), EngineSettings(), InlineEngine).failed) == 2
+    third = EngineSettings(part=(2, 3), retry_failed=True)  # has one of the two
+    assert len(run_job(make_job(tmp_path), third, InlineEngine).failed) == 1
+    assert not run_job(make_job(tmp_path), EngineSettings(retry_failed=True), InlineEngine).failed
+    assert ids(make_job(tmp_path)) == expected(43)
+    assert (tmp_path / "out" / "failed.jsonl").read_text() == ""
+    assert other.stat().st_mtime_ns == written
+
+
+def breaks_off(shard: Shard, error: Exception, mended: Path, first: int) -> NumberedRows:
+    """Read a shard, up to an error at its sixth row until a file is there."""
+    for number, row in shard.read(first):
+        if number >= 5 and not mended.exists():
+            raise error
+        yield number, row
+
+
+def job_that_breaks_off(folder: Path, error: Exception) -> Job:
+    write_manifest(folder, TEXTS[:20])
+    job = make_job(folder)
+    (source,) = job.sources
+    (shard,) = source.shards
+    source.shards = [replace(shard, read=partial(breaks_off, shard, error, folder / "mended"))]
+    return replace(job, sources=[source])
+
+
+def test_storage_that_does_not_answer_ends_the_job_and_loses_nothing(tmp_path):
+    job = job_that_breaks_off(tmp_path, OSError(errno.EIO, "Input/output error"))
+    with pytest.raises(UserError, match=r"from line 6 on: OSError: .*Input/output error.*the same line goes on there"):
+        run_job(job, EngineSettings(), InlineEngine)
+    (tmp_path / "mended").touch()
+    totals = run_job(job, EngineSettings(), InlineEngine)
+    assert totals.is_whole
+    assert not totals.failed
+    assert ids(job) == expected(20)
+
+
+def test_all_rows_behind_damage_count_as_failed(tmp_path):
+    job = job_that_breaks_off(tmp_path, pyarrow.ArrowInvalid("corrupt"))
+    totals = run_job(replace(job, max_failed=1.0), EngineSettings(), InlineEngine)
+    assert totals.clips == 20
+    assert [f["source"].split()[-1] for f in totals.failed] == [str(n) for n in range(6, 21)]
+    assert {f["kind"] for f in totals.failed} == {"unreadable"}
+    assert ids(job) == expected(5)
+
+
+@pytest.mark.parametrize(
+    ("error", "local", "remote"),
+    [
+        (OSError(errno.ESTALE, "stale"), True, True),
+        (FileNotFoundError("a.parquet"), True, True),
+        (TimeoutError(), True, True),
+        (RuntimeError("a client's own"), False, True),
+        (OSError("Corrupt snappy compressed data."), False, False),
+        (pyarrow.ArrowInvalid("no parquet"), False, False),
+        (EOFError(), False, False),
+    ],
+)
+def test_an_outage_is_told_from_damage(error, local, remote):
+    shard = Shard("a.parquet", "row", 0, 3, partial(broken, error))
+    with pytest.raises(UnreadableShard) as caught:
+        list(rows_from(shard, 0, 0))
+    assert (caught.value.is_outage(False), caught.value.is_outage(True)) == (local, remote)
+
+
+def broken(error: Exception, first: int) -> NumberedRows:
+    raise error
+    yield
+
+
+def test_what_the_data_say_and_what_was_read_is_compared(tmp_path, caplog):
+    write_manifest(tmp_path, TEXTS)
+    job = make_job(tmp_path)
+    job.sources[0].clips = 44
+    run_job(job, EngineSettings(), InlineEngine)
+    assert "the data say that they have 44 clips, and 43 were read" in caplog.text
+
+
 def test_workers_that_always_end_do_not_go_on_for_ever(tmp_path):
     write_manifest(tmp_path, ["kill"] * 1000)
     with pytest.raises(UserError, match="26 worker processes in a row ended without a result"):
@@ -145,7 +239,9 @@ def test_another_model_under_the_same_name_is_another_job(tmp_path):
     write_manifest(tmp_path, TEXTS)
     model = tmp_path / "m.nemo"
     model.write_text("a")
-    named = {"model": str(model)}
+    named = {"model": str(tmp_path)}
+    run_job(make_job(tmp_path, settings=named), EngineSettings(), InlineEngine)
+    (tmp_path / "report.html").touch()  # of the run whose directory it is
     run_job(make_job(tmp_path, settings=named), EngineSettings(), InlineEngine)
     model.write_text("trained again")
     with pytest.raises(UserError, match="another job: model_files have changed"):
@@ -183,8 +279,35 @@ def test_two_processes_do_not_do_the_same_shards(tmp_path):
     write_manifest(tmp_path, TEXTS)
     job = make_job(tmp_path)
     job.begin()
-    with job.alone((0, 1)), pytest.raises(UserError, match="another process works on"):
-        run_job(make_job(tmp_path), EngineSettings(), InlineEngine)
+    for part, refused in (((0, 1), [(0, 1), (1, 3)]), ((0, 2), [(0, 2), (0, 4), (1, 3), (0, 1)])):
+        with job.alone(part):
+            for other in refused:
+                with pytest.raises(UserError, match="another process works on"):
+                    run_job(make_job(tmp_path), EngineSettings(part=other), InlineEngine)
+            if part == (0, 2):
+                run_job(make_job(tmp_path), EngineSettings(part=(3, 4)), InlineEngine)
+    assert run_job(make_job(tmp_path), EngineSettings(), InlineEngine).is_whole
+
+
+def test_two_processes_may_write_a_file_at_once(tmp_path):
+    file = tmp_path / "failed.jsonl"
+    aside = aside_of(file)
+    aside.write_text("mine")
+    other = multiprocessing.get_context("spawn").Process(target=write_text, args=(file, "theirs"))
+    other.start()
+    other.join()
+    assert file.read_text() == "theirs"
+    put_in_place(aside, file)
+    assert file.read_text() == "mine"
+
+
+def test_an_output_that_cannot_be_written_is_one_message(tmp_path):
+    write_manifest(tmp_path, TEXTS)
+    job = make_job(tmp_path)
+    job.begin()
+    shutil.rmtree(tmp_path / "out" / "counts")
+    with pytest.raises(UserError, match=r"--output: .*out cannot be written"):
+        job.write(0, Outcome())
 
 
 @pytest.mark.parametrize("form", ["shards", "manifest.jsonl"])
@@ -240,6 +363,20 @@ def test_a_source_that_does_not_tell_its_rows_is_cut_after_counting(corpus):
     assert sum(piece.rows() for pieces in cut_into_shards(group, 5, max_samples=12) for piece in pieces) == 12
 
 
+def test_an_audio_folder_is_cut_by_its_metadata(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    names = [f"{i:03d}.wav" for i in range(25)]
+    for name in names:
+        (folder / name).write_bytes(b"RIFF")
+    lines = "".join(f"{name},text\n" for name in names)
+    (folder / "metadata.csv").write_text(f"file_name,text\n{lines}")
+    job = make_job(tmp_path, sources=[open_source(Source(path=str(folder), split="train"), "--data")])
+    assert len(job.shards) == 3
+    assert run_job(job, EngineSettings(), InlineEngine).clips == 25
+    assert [Path(name).name for name in ids(job)] == names
+
+
 @pytest.mark.slow
 def test_a_killed_worker_process_is_replaced(tmp_path):
     write_manifest(tmp_path, ["text", "kill", "raise", "text"])
@@ -275,29 +412,39 @@ def test_a_cluster_that_does_not_answer_is_told_at_once(tmp_path):
             run_job(make_job(tmp_path), EngineSettings("ray", address=address))
 
 
+@pytest.mark.parametrize(("workers", "gpus", "share"), [(3, 0, 0), (2, 2, 1), (1, 4, 1), (3, 2, 1 / 2), (5, 2, 1 / 3)])
+def test_workers_share_gpus(workers, gpus, share):
+    assert share_of_a_gpu(workers, gpus) == share
+
+
 @pytest.mark.slow
-def test_a_ray_node_that_is_killed_loses_nothing(tmp_path):
+def test_a_ray_node_that_comes_is_used_and_one_that_is_killed_loses_nothing(tmp_path, monkeypatch):
     from ray.cluster_utils import Cluster
 
     texts = ["wait" if i >= 20 else "text" for i in range(60)]
     texts[3], texts[15] = "kill", "raise"
     before = signal.getsignal(signal.SIGTERM)
     write_manifest(tmp_path, texts)
-    job = make_job(tmp_path)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    monkeypatch.chdir(tmp_path)
+    job = make_job(Path())  # relative paths begin here for the actors too
 
-    def kill_a_node() -> None:
-        wait_for(lambda: len([*(tmp_path / "out" / "shards").glob("*.jsonl")]) >= 2)
-        cluster.remove_node(nodes[1], allow_graceful=False)
-        (tmp_path / "go").touch()
+    class ChangingCluster(RayEngine):
+        """Has a third node when two shards are done, and loses one when all three have a worker."""
 
-    killer = threading.Thread(target=kill_a_node)
-    killer.start()
+        def wait(self, seconds: float) -> list[Event]:
+            made = (tmp_path / "made").read_text().split() if (tmp_path / "made").exists() else []
+            if len(nodes) == 2 and len([*(tmp_path / "out" / "shards").glob("*.jsonl")]) == 2:
+                nodes.append(cluster.add_node(num_cpus=1))
+            elif not (tmp_path / "go").exists() and sum(Path(f"/proc/{pid}").exists() for pid in made) == 3:
+                cluster.remove_node(nodes[1], allow_graceful=False)
+                (tmp_path / "go").touch()
+            return super().wait(seconds)
+
     try:
-        totals = run_job(job, EngineSettings("ray", address=cluster.address))
+        totals = run_job(job, EngineSettings("ray", address=cluster.address), ChangingCluster)
     finally:
-        killer.join()
         cluster.shutdown()
         signal.signal(signal.SIGTERM, before)  # a cluster in a process takes it over
     assert ids(job) == expected(60, (3, 15))
@@ -333,7 +480,7 @@ def test_an_evaluation_in_shards_finds_what_one_process_finds(tiny_model, clips,
     assert main(in_shards) == 0
     assert parts.read_text() == whole.read_text()
     began = (tmp_path / "out" / "shards" / "00000.jsonl").stat().st_mtime_ns
-    assert main(in_shards) == 0  # there is nothing left to do
+    assert main([*in_shards, "--batch-size", "2"]) == 0  # there is nothing left to do
     assert (tmp_path / "out" / "shards" / "00000.jsonl").stat().st_mtime_ns == began
     capsys.readouterr()
     assert main([*in_shards, "--language", "de"]) == 2

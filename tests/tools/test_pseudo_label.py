@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from finetune.data.sources import OpenSource, open_source, parse_sources
 from finetune.errors import UserError
 from finetune.pseudo_label import main, print_summary
 from finetune.tools.jobs.clips import Clips
-from finetune.tools.jobs.engines import EngineSettings
-from finetune.tools.jobs.job import Job
-from finetune.tools.jobs.work import Outcome
+from finetune.tools.jobs.engines import Done, EngineSettings, Event, Ready
+from finetune.tools.jobs.job import Job, Totals
+from finetune.tools.jobs.running import run_job
+from finetune.tools.jobs.work import Outcome, Task, answer
 from finetune.tools.pseudo_labels.audio import open_audio_sources
 from finetune.tools.pseudo_labels.calibration import (
     Labelled,
@@ -30,7 +32,7 @@ from finetune.tools.pseudo_labels.calibration import (
     upper_rate,
 )
 from finetune.tools.pseudo_labels.labelling import SIGNALS, Labeller, MakeLabeller
-from finetune.tools.pseudo_labels.labels import LabelSettings, clips_a_shard
+from finetune.tools.pseudo_labels.labels import LabelSettings, clips_a_shard, label
 from finetune.tools.pseudo_labels.outputs import summarise, table
 from finetune.tools.pseudo_labels.rounds import Rounds, run_rounds
 from finetune.tools.pseudo_labels.selection import read_labelled, select
@@ -262,6 +264,61 @@ def test_parts_of_a_recording_that_calibrate_are_not_labelled(tmp_path):
     kinds = {row["offset"]: row["kind"] for row in read_lines(tmp_path / "left_out.jsonl")}
     assert kinds.pop(26.0) == "calibration"
     assert "calibration" not in kinds.values()
+
+
+class KnownResults:
+    """An engine without a model: rows hold their results."""
+
+    workers = 1
+
+    def __init__(self, job: Job, settings: EngineSettings):
+        self.job = job
+        self.events: list[Event] = []
+
+    def start(self) -> int:
+        self.events.append(Ready(1))
+        return 1
+
+    def submit(self, worker: int, task: Task) -> None:
+        self.events.append(Done(worker, answer(self, self.job.group, task)))
+
+    def process(self, clips: Clips) -> Iterator[dict[str, Any]]:
+        for _, place, _, row in clips.rows():
+            yield {**row["result"], "source": place}
+
+    def wait(self, seconds: float) -> list[Event]:
+        return [self.events.pop()]
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_task_of_an_array_that_ends_last_chooses(tmp_path):
+    known = simulated(120, 5, wer=0.05)
+    rows: dict[str, list[dict[str, Any]]] = {"c": [], "a": []}
+    for i, (words, errors) in enumerate(zip(known.words_N, known.errors_N, strict=True)):
+        text = ("a " * words).strip()
+        heard = ("a " * (words - errors) + "b " * errors).strip()
+        signals = known.signals_NF[i].tolist()
+        for name, its in (("c", {"text": heard, "signals": signals}), ("a", {"text": "sure", "signals": [6.0] * 6})):
+            result = {"id": f"{name}{i}", "lang": "en", "duration": 1.0, "digest": f"{name}{i}", **its}
+            result |= {"reference": text} if name == "c" else {}
+            row = {"audio_filepath": f"{name}{i}.flac", "duration": 1.0, "text": text, "result": result}
+            rows[name].append(row)
+    data = {name: str(write_manifest(tmp_path / f"{name}.jsonl", rows[name])) for name in rows}
+    settings = LabelSettings([data["a"]], [data["c"]], precision=0.9)
+    folder, found = tmp_path / "out", []
+
+    def run(job: Job, engine: EngineSettings) -> Totals:
+        if engine.part == (0, 2) and job.directory.name == "labels":  # its part of the calibration is done
+            found.append(label("m.nemo", settings, EngineSettings(part=(1, 2)), folder, run))
+        return run_job(job, engine, KnownResults)
+
+    found.append(label("m.nemo", settings, EngineSettings(part=(0, 2)), folder, run))
+    other, last = found
+    assert other is None
+    assert last is not None
+    assert last["clips"] == last["kept_clips"] == len(read_lines(folder / "manifest.jsonl")) == 120
 
 
 # ---- the model -----------------------------------------------------------------------------------------------------

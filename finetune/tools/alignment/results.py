@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from finetune.durable_files import put_in_place, sync_directory, write_text
+from finetune.durable_files import aside_of, put_in_place, sync_directory, write_text
 from finetune.security.safe_text import json_line, one_line
 from finetune.tools.alignment.formats import file_name, subtitles, text_grid
 from finetune.tools.report.formats import duration
@@ -95,7 +95,7 @@ def write_results(rows: Iterable[dict[str, Any]], output: Path, formats: tuple[s
             name = file_name(row["id"], taken)
             for kind, suffix, text in (("textgrid", "TextGrid", text_grid), ("srt", "srt", subtitles)):
                 if kind in formats:
-                    aside = output / f".{suffix}.tmp"
+                    aside = aside_of(output / suffix)
                     aside.write_text(text(row), encoding="utf-8")
                     aside.replace(output / f"{name}.{suffix}")
     if not alone:
@@ -117,7 +117,7 @@ def write_failed(totals: Totals, output: Path, formats: tuple[str, ...]) -> Path
 @contextmanager
 def _whole(file: Path) -> Iterator[TextIO]:
     """Write a file aside and give it its name at the end."""
-    aside = file.with_name(f".{file.name}.tmp")
+    aside = aside_of(file)
     try:
         with aside.open("w", encoding="utf-8", errors="backslashreplace") as lines:
             yield lines

@@ -52,7 +52,8 @@ class ListenerSettings:
     language: str | None = None
     """For the prompt of a prompt model; None: each clip's own."""
     batch_size: int = 16
-    device: str = "cpu"
+    device: str | None = None
+    """None: the GPU, where the worker's process has one."""
 
     def __call__(self) -> Listener:
         return Listener(self)
@@ -66,7 +67,8 @@ class Listener:
 
     def __post_init__(self) -> None:
         s = self.settings
-        self.model = move_to_device(load_option(s.model, s.tokenizer), s.device)
+        device = s.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = move_to_device(load_option(s.model, s.tokenizer), device)
         set_head(self.model, s.head, s.model)
         if s.language is not None:
             check_language(self.model, s.language)

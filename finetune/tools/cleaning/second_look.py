@@ -33,7 +33,7 @@ PLAYED = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a")  # by browsers
 def rows_at(sources: list[OpenSource], places: set[str], light: bool = False) -> Iterator[tuple[OpenSource, str, Row]]:
     """Yield source, place and content of the rows at some places; `light`: without their audio where it lies apart."""
     left = set(places)
-    for source, shard, number, row in all_rows(sources, light):
+    for source, shard, number, row in all_rows(sources, light, skip_damage=True):
         if not left:
             return
         place = shard.place(number)
@@ -124,7 +124,11 @@ def audio_for_page(
     problems: list[Problem], sources: list[OpenSource], folder: Path, sample_rate: int
 ) -> dict[str, str]:
     """Return the address of each problem's audio, relative to `folder`: the file itself where a browser plays it, else
-    a copy below audio/."""
+    a copy below audio/.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     found, inside = {}, set()
     for source, place, row in rows_at(sources, {p.row["source"] for p in problems}):
         audio = row.get(source.columns["audio"])
@@ -139,7 +143,11 @@ def audio_for_page(
     (folder / "audio").mkdir(exist_ok=True)
     for n, (place, clip) in enumerate(read_clips(sources, inside, sample_rate)):
         samples_S = clip.audio_S if clip.audio_S.dtype == np.int16 else np.clip(clip.audio_S, -1, 1)
-        soundfile.write(folder / "audio" / f"{n:05d}.flac", samples_S, sample_rate, subtype="PCM_16")
+        file = folder / "audio" / f"{n:05d}.flac"
+        try:
+            soundfile.write(file, samples_S, sample_rate, subtype="PCM_16")
+        except soundfile.LibsndfileError as error:
+            raise OSError(f"{file}: {error}") from error
         found[place] = f"audio/{n:05d}.flac"
     return found
 

@@ -16,8 +16,8 @@ MAX_FAILED = 0.05  # as data.max_bad_fraction
 def add_engine(
     parser: argparse.ArgumentParser, *, workers: bool = True, what: str = "clips", max_failed: float = MAX_FAILED
 ) -> None:
-    """Add the options of a job: --engine, --workers (unless the command has its own), --address, --shard and
-    --max-failed."""
+    """Add the options of a job: --engine, --workers (unless the command has its own), --address, --shard,
+    --max-failed and --retry-failed."""
     group = parser.add_argument_group(f"many {what}", "docs/jobs.md has the whole of it")
     if workers:
         group.add_argument("--workers", type=positive, metavar="N", help=WORKERS)
@@ -36,6 +36,8 @@ def add_engine(
         metavar="SHARE",
         help=f"give up where a larger share of the {what} fails (default: {max_failed:g})",
     )
+    again = f"do the shards again in which {what} failed: where memory was short, or files were not there"
+    group.add_argument("--retry-failed", action="store_true", help=again)
 
 
 def add_cluster(group: argparse._ActionsContainer) -> None:
@@ -64,7 +66,7 @@ def engine_of(arguments: argparse.Namespace) -> "EngineSettings":
 
     a = arguments
     check_address(a)
-    return EngineSettings(a.engine, a.workers, a.address, getattr(a, "device", None), a.shard)
+    return EngineSettings(a.engine, a.workers, a.address, getattr(a, "device", None), a.shard, a.retry_failed)
 
 
 def worker_device(arguments: argparse.Namespace) -> str | None:

@@ -12,7 +12,7 @@ from finetune.data.order import Piece, deal
 from finetune.data.position import FINISHED
 from finetune.data.quarantine import BadUtterance, Record
 from finetune.data.reader import Group, rows_from
-from finetune.data.retry import RETRIES, UnreadableShard
+from finetune.data.retry import RETRIES, Unreachable, UnreadableShard
 from finetune.data.shards import Row, Shard
 from finetune.data.sources import OpenSource
 from finetune.data.utterances import decode, examine, row_id
@@ -24,7 +24,7 @@ Pieces = list[Piece]
 def cut_into_shards(group: Group, clips: int, max_samples: int = -1) -> list[Pieces]:
     """Cut data into shards of a job, in their order, of so many rows each.
 
-    What does not tell its number of rows (tar) is a shard by itself.
+    What does not tell its number of rows (several tar files) is a shard by itself.
 
     Args:
         max_samples: only the first so many rows; -1: all.
@@ -32,7 +32,7 @@ def cut_into_shards(group: Group, clips: int, max_samples: int = -1) -> list[Pie
     shards: list[Pieces] = [[]]
     room, left = clips, max_samples
     for index, (source, shard) in enumerate(group):
-        rows = shard.rows
+        rows = known_rows(source, shard)
         if rows is None and left >= 0:
             rows = count_rows(source, shard)
         if rows is None:
@@ -53,14 +53,26 @@ def cut_into_shards(group: Group, clips: int, max_samples: int = -1) -> list[Pie
     return [pieces for pieces in shards if pieces]
 
 
+def known_rows(source: OpenSource, shard: Shard) -> int | None:
+    """Return the rows of a shard; None where only reading tells. An audio folder's are known by its metadata."""
+    is_whole = len(source.shards) == 1 and not source.remote
+    return source.clips if shard.rows is None and is_whole else shard.rows
+
+
 def count_rows(source: OpenSource, shard: Shard) -> int:
-    """Return the rows of a shard by reading it; where it cannot be read on, that row is the last."""
+    """Return the rows of a shard by reading it; where it cannot be read on, that row is the last.
+
+    Raises:
+        Unreachable: storage does not answer.
+    """
     light = shard if shard.light is None else replace(shard, read=shard.light)
     rows = 0
     try:
         for number, _ in rows_from(light, 0, RETRIES if source.remote else 0):
             rows = number + 1
-    except UnreadableShard:
+    except UnreadableShard as error:
+        if error.is_outage(source.remote):
+            raise Unreachable(str(error)) from error
         rows += 1
     return rows
 
@@ -92,20 +104,29 @@ class Clips:
     filtered: Counter[str] = field(default_factory=Counter)
 
     def rows(self) -> Iterator[tuple[OpenSource, str, tuple[int, int], Row]]:
-        """Yield source, place, (shard, row) and content of each row."""
+        """Yield source, place, (shard, row) and content of each row. Where a shard is damaged, that row and those
+        behind it are noted as unreadable.
+
+        Raises:
+            Unreachable: storage does not answer.
+        """
         for piece in self.pieces:
             source, shard = self.group[piece.shard]
+            following = piece.start
             try:
                 for number, row in rows_from(shard, piece.start, RETRIES if source.remote else 0):
                     if piece.stop is not None and number >= piece.stop:
                         break
-                    place = shard.place(number)
+                    place, following = shard.place(number), number + 1
                     self.read += 1
                     self.ids[place] = row_id(source, place, row)
                     yield source, place, (piece.shard, number), row
             except UnreadableShard as error:
-                self.read += 1
-                self.fail("unreadable", shard.place(piece.start), str(error))
+                if error.is_outage(source.remote):
+                    raise Unreachable(str(error)) from error
+                for number in range(following, following + 1 if piece.stop is None else piece.stop):
+                    self.read += 1
+                    self.fail("unreadable", shard.place(number), str(error))
 
     def fail(self, kind: str, place: str, reason: str) -> None:
         """Note a clip that cannot be used."""

@@ -20,6 +20,8 @@ class EngineSettings:
     """cpu: GPUs are not used; cuda:N: only this one is, by the local engine; else all are."""
     part: tuple[int, int] = (0, 1)
     """(i, n): only every n-th shard, from shard i on."""
+    retry_failed: bool = False
+    """Whether shards in which clips failed are done again."""
 
 
 @dataclass
@@ -52,6 +54,7 @@ class Engine(Protocol):
     """Worker processes, each of which does one task at a time."""
 
     workers: int
+    """How many there should be; with nodes that come and go it changes."""
 
     def start(self) -> int:
         """Start a worker process; return its number."""

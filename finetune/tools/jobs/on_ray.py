@@ -35,10 +35,16 @@ JOIN = "import sys, ray; ray.init(address=sys.argv[1], logging_level='error', lo
 class _Actor:
     """A worker in an actor's process."""
 
-    def begin(self, make_worker: MakeWorker, group: Group) -> None:
+    def begin(self, folder: str, make_worker: MakeWorker, group: Group) -> None:
         """Make the worker. What fails here is told as it is; of a constructor that fails Ray tells that the actor
-        died."""
+        died.
+
+        Args:
+            folder: where relative paths begin, if it is there: each node has its own copy of a --working-dir.
+        """
         set_up_logging()
+        if os.path.isdir(folder):
+            os.chdir(folder)
         self.worker, self.group = make_worker(), group
 
     def answer(self, task: Task) -> Outcome | Pieces:
@@ -53,26 +59,32 @@ class RayEngine:
         self.joined = not ray.is_initialized()
         if self.joined:
             join(settings.address)
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        cpus = [int(node.get("CPU", 0)) for node in nodes if node.get("CPU", 0) >= 1]
-        gpus = 0 if settings.device == "cpu" else sum(int(node.get("GPU", 0)) for node in nodes)
+        self.settings = settings
+        cpus, gpus = self._resources()
         if not cpus:
             raise UserError("the Ray cluster has no node with a CPU for a worker: start its nodes.", exit_code=1)
+        self.on_gpus = gpus > 0
         self.workers = settings.workers or gpus or len(cpus)
         a_node = -(-self.workers // len(cpus))
         # Ray gives an actor as many threads as CPUs.
         threads = 1 if gpus else max(min(cpus) // a_node, 1)
         self.make = ray.remote(_Actor).options(
             num_cpus=threads,
-            num_gpus=min(1.0, gpus / self.workers) if gpus else 0,
+            num_gpus=share_of_a_gpu(self.workers, gpus),
             scheduling_strategy="SPREAD",
             runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(own_paths())}},
         )
-        self.work = ray.put(job.make_worker), ray.put(job.group)
+        self.work = os.getcwd(), ray.put(job.make_worker), ray.put(job.group)
         self.actors: dict[int, Any] = {}
         self.asked: dict[Any, tuple[int, bool]] = {}
         """By the reference of an answer: the worker, and whether it is that it is made."""
         self.started = 0
+
+    def _resources(self) -> tuple[list[int], int]:
+        """Return the CPUs of each node that is there now and has any, and all GPUs that may be used."""
+        nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
+        cpus = [int(node["CPU"]) for node in nodes if node.get("CPU", 0) >= 1]
+        return cpus, 0 if self.settings.device == "cpu" else sum(int(node.get("GPU", 0)) for node in nodes)
 
     def start(self) -> int:
         worker, self.started = self.started, self.started + 1
@@ -87,6 +99,9 @@ class RayEngine:
         asked = list(self.asked)
         self.ray.wait(asked, timeout=seconds)  # for one; to wait for all would leave who is ready idle
         there, _ = self.ray.wait(asked, num_returns=len(asked), timeout=0)
+        if self.settings.workers is None:  # nodes come and go
+            cpus, gpus = self._resources()
+            self.workers = max(gpus if self.on_gpus else len(cpus), 1)
         return [self._event(reference, *self.asked.pop(reference)) for reference in there]
 
     def _event(self, reference: Any, worker: int, is_made: bool) -> Event:
@@ -111,6 +126,11 @@ class RayEngine:
             self._end(worker)
         if self.joined:
             self.ray.shutdown()
+
+
+def share_of_a_gpu(workers: int, gpus: int) -> float:
+    """Return what each of so many workers has of a GPU, so that there is room for all of them."""
+    return 1 / max(-(-workers // gpus), 1) if gpus else 0
 
 
 def import_ray() -> Any:

@@ -45,22 +45,26 @@ def run_job(
     `job.results()` has it.
 
     Raises:
-        UserError: the directory holds another job, no worker can be made, too many clips fail, or a signal came
-            (exit code 75): what is done is kept.
+        UserError: the directory holds another job or cannot be written, no worker can be made, storage does not
+            answer, too many clips fail, or a signal came (exit code 75): what is done is kept.
         KeyboardInterrupt: Ctrl-C; what is done is kept.
     """
     job.begin()
-    before = job.totals().seconds
     part, parts = settings.part
+    own = range(part, len(job.shards), parts)
     with job.alone(settings.part), signals.listening(), signals.saving_first():
-        missing = [n for n in range(part, len(job.shards), parts) if not job.is_done(n)]
+        if settings.retry_failed:
+            job.forget_failed(own)
+        before = job.totals().seconds
+        missing = [n for n in own if not job.is_done(n)]
         if missing:
             with contextlib.closing(make_engine(job, settings)) as engine, Progress(job, missing) as progress:
                 _Run(job, engine, missing, progress).go()
-    totals = job.totals()
+    totals = job.finish()
     totals.seconds_now = totals.seconds - before
-    job.write_failed(totals)
     _check_failures(job, totals, all_read=totals.is_whole)
+    if totals.is_whole and job.said_clips not in (None, totals.clips):
+        log.warning("the data say that they have %d clips, and %d were read", job.said_clips, totals.clips)
     return totals
 
 
@@ -84,6 +88,7 @@ class _Run:
         while self.waiting or self.busy:
             self._give_work()
             events = self.engine.wait(POLL_SECONDS)
+            self.at_once = max(self.at_once, self.engine.workers - 1)
             self._stop_if_asked()
             for event in events:
                 self._take(event)
@@ -193,7 +198,8 @@ def _check_failures(job: Job, totals: Totals, all_read: bool) -> None:
         for record in totals.failed:
             reasons.add(record["kind"], f"{record['id']}: {record['reason']}")
         raise UserError(
-            f"{failed} of {totals.clips} clips failed, more than --max-failed {job.max_failed:g}: {reasons}. Mend the "
-            "data, or raise --max-failed; what is done is kept.",
+            f"{failed} of {totals.clips} clips failed, more than --max-failed {job.max_failed:g}: {reasons}. What is "
+            "done is kept. Where the cause is mended, add --retry-failed; other data need another --output. To go on "
+            "without these clips, raise --max-failed.",
             exit_code=1,
         )

@@ -65,16 +65,14 @@ def process(worker: Worker, group: Group, pieces: Pieces) -> Outcome:
     """Process clips. Where that raises, do it again in halves, down to the clips that raise, which are noted.
 
     Raises:
-        UserError: the data or the settings are at fault, or storage does not answer.
+        UserError: the data or the settings are at fault; Unreachable: storage does not answer.
     """
     clips = Clips(group, pieces)
     try:
         results = list(worker.process(clips))
         reason = None
-    except UserError:
+    except (UserError, Unreachable):
         raise
-    except Unreachable as error:
-        raise UserError(f"{error}. What is done is kept; the same line goes on there.", exit_code=1) from error
     except Exception as error:
         if isinstance(error, torch.AcceleratorError):
             os._exit(LOST_DEVICE)  # nothing can be computed in this process any more
@@ -104,5 +102,12 @@ class Task:
 
 
 def answer(worker: Worker, group: Group, task: Task) -> Outcome | Pieces:
-    """Do a task."""
-    return with_counts(group, task.pieces) if task.only_count else process(worker, group, task.pieces)
+    """Do a task.
+
+    Raises:
+        UserError: the data or the settings are at fault, or storage does not answer.
+    """
+    try:
+        return with_counts(group, task.pieces) if task.only_count else process(worker, group, task.pieces)
+    except Unreachable as error:
+        raise UserError(f"{error}. What is done is kept; the same line goes on there.", exit_code=1) from error

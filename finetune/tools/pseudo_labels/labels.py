@@ -10,7 +10,7 @@ import logging
 import statistics
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finetune.data.quarantine import BadUtterance
 from finetune.data.reader import rows_from
@@ -20,24 +20,28 @@ from finetune.data.survey import length_of
 from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.evaluation.dataset import open_sources
-from finetune.models.nemo_archive import archive_of
+from finetune.tools.command_line import writing
 from finetune.tools.jobs.engines import EngineSettings
-from finetune.tools.jobs.job import MOST_CLIPS, Job, stamp
+from finetune.tools.jobs.job import MOST_CLIPS, Job
 from finetune.tools.jobs.running import run_job
 from finetune.tools.pseudo_labels.audio import RECORDINGS, open_audio_sources
-from finetune.tools.pseudo_labels.calibration import calibrate
+from finetune.tools.pseudo_labels.calibration import Calibration, calibrate
 from finetune.tools.pseudo_labels.labelling import MakeLabeller
 from finetune.tools.pseudo_labels.outputs import Summary, summarise
-from finetune.tools.pseudo_labels.selection import read_labelled, select
+from finetune.tools.pseudo_labels.selection import Heard, read_labelled, select
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from finetune.data.sources import OpenSource
+    from finetune.tools.jobs.job import Totals
 
 log = logging.getLogger(__name__)
 
 SHARD_SECONDS = 6000.0
 LOOKED_AT = 20
 """Rows of each source."""
+NOT_THE_RESULT = ("device", "labelled", "batch_size")
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,13 @@ class LabelSettings:
     max_failed: float = 0.05
 
 
-def label(model: str, settings: LabelSettings, engine: EngineSettings, folder: Path) -> Summary | None:
+def label(
+    model: str,
+    settings: LabelSettings,
+    engine: EngineSettings,
+    folder: Path,
+    run: Callable[[Job, EngineSettings], Totals] = run_job,
+) -> Summary | None:
     """Label audio into a folder; return its summary, None where other tasks of an array are still at work.
 
     A labelling that was cut short goes on. Another precision, certainty or normalisation transcribes nothing again,
@@ -80,28 +90,34 @@ def label(model: str, settings: LabelSettings, engine: EngineSettings, folder: P
         if s.language is not None and source.source.language is None:
             source.source = source.source.model_copy(update={"language": s.language})
     make = MakeLabeller(model, False, s.tokenizer, s.head, s.language, s.device, s.batch_size, s.longest)
-    files = stamp(str(archive_of(Path(model)) or model))
-    identity = {**{k: v for k, v in vars(make).items() if k not in ("device", "labelled")}, "model_files": files}
+    identity: dict[str, Any] = {k: v for k, v in vars(make).items() if k not in NOT_THE_RESULT}
     job = Job("pseudo_label", folder / "labels", identity, audio, make, clips_a_shard(audio), max_failed=s.max_failed)
     job.begin()  # another job is refused before anything is heard
     theirs = Job("pseudo_label", folder, identity, labelled, replace(make, labelled=True), max_failed=s.max_failed)
     digest = hashlib.blake2b(json.dumps(theirs.identity()).encode(), digest_size=4).hexdigest()
     theirs.directory = folder / f"calibration-{digest}"
-    calibration = None
-    if run_job(theirs, engine).is_whole:
-        heard = read_labelled(theirs, s.normalization)
-        calibration = calibrate(heard.labelled, s.precision, s.certainty)
-    totals = run_job(job, engine)
-    if calibration is None or not totals.is_whole:
-        log.info(
-            "%d of %d shards are done; the last --shard chooses among the labels", totals.shards_done, totals.shards
-        )
+    calibrated = None
+    if run(theirs, engine).is_whole:  # what cannot be promised is said before hours of audio are heard
+        calibrated = _calibrated(theirs, s)
+    totals = run(job, engine)
+    if calibrated is None and totals.is_whole and theirs.totals().is_whole:  # which other tasks have finished since
+        calibrated = _calibrated(theirs, s)
+    if calibrated is None or not totals.is_whole:
+        log.info("%d of %d shards are done", totals.shards_done, totals.shards)
         return None
+    heard, calibration = calibrated
     selection = select(job, heard, calibration, folder, s.keep_silence, totals)
     options = {k: v for k, v in asdict(s).items() if k not in ("precision", "certainty", "device")}
     summary = summarise(calibration, heard, selection, {"model": model, **options})
-    write_json(folder / "summary.json", summary)
+    with writing("--output", folder):
+        write_json(folder / "summary.json", summary)
     return summary
+
+
+def _calibrated(job: Job, s: LabelSettings) -> tuple[Heard, Calibration]:
+    """Return what was heard in the labelled clips, and what the confidence is worth by them."""
+    heard = read_labelled(job, s.normalization)
+    return heard, calibrate(heard.labelled, s.precision, s.certainty)
 
 
 def clips_a_shard(sources: list[OpenSource]) -> int | None:
@@ -128,7 +144,8 @@ def check_output(folder: Path, ours: str) -> None:
         raise UserError(f"--output: {folder} is no directory.")
     if (folder / ours).exists() or not folder.exists():
         return
-    if other := [p.name for p in folder.iterdir() if not p.name.startswith(".") and p.name != RECORDINGS]:
+    other = [p.name for p in folder.iterdir() if not p.name.startswith(".") and p.name != RECORDINGS]
+    if other and not (folder / ours).exists():  # another task of an array may have begun by now
         raise UserError(f"--output: {folder} holds other things ({min(other)}). Name a new or an empty directory.")
 
 

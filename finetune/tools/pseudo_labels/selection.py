@@ -12,7 +12,7 @@ import numpy as np
 
 from finetune.data.reader import rows_from
 from finetune.data.retry import RETRIES, UnreadableShard
-from finetune.durable_files import put_in_place
+from finetune.durable_files import aside_of, put_in_place
 from finetune.errors import UserError
 from finetune.evaluation.scores import normalize_for_scores, score_pair
 from finetune.security.safe_text import json_line
@@ -143,7 +143,7 @@ def select(
     """
     selection = Selection()
     names = ("manifest.jsonl", "left_out.jsonl")
-    asides = {name: folder / f".{name}.tmp" for name in names}
+    asides = {name: aside_of(folder / name) for name in names}
     with writing("--output", folder):
         with asides[names[0]].open("w", encoding="utf-8") as kept, asides[names[1]].open("w", encoding="utf-8") as out:
             for source, row, result in _with_rows(job):
@@ -212,8 +212,10 @@ def _with_rows(job: Job) -> Iterator[tuple[OpenSource, Row, Result]]:
                 if shard.place(number) == place:
                     yield from ((source, row, result) for result in sorted(results, key=lambda r: r.get("offset", 0)))
                     wanted = next(groups, None)
-        except UnreadableShard:  # counted when it was labelled
-            continue
+        except UnreadableShard as error:
+            if error.is_outage(source.remote):
+                raise UserError(f"{error}. The same line goes on there.", exit_code=1) from error
+            continue  # counted when it was labelled
     if wanted is not None:
         raise UserError(f"{wanted[0]} is not there any more; start again with another --output.", exit_code=1)
 

@@ -21,7 +21,7 @@ from finetune.models.loading import load_option, move_to_device
 from finetune.models.nemo import set_head, warn_about_search
 from finetune.models.prompts import check_language
 from finetune.paths import near_path
-from finetune.tools.jobs.job import alone_in, stamp
+from finetune.tools.jobs.job import alone_in, stamp_of_model
 from finetune.tools.segmentation.clips import Limits, make_clips
 from finetune.tools.segmentation.hearing import Pauses, Progress, SameRecording, hear, stretches_of
 from finetune.tools.segmentation.judging import Writing, judge
@@ -60,7 +60,7 @@ class SegmentSettings:
 
     def fixed(self) -> dict[str, Any]:
         """Return what the work of an earlier start depends on beside recording and text."""
-        return {**{key: getattr(self, key) for key in FIXED}, "model_files": stamp(self.model)}
+        return {**{key: getattr(self, key) for key in FIXED}, "model_files": stamp_of_model(self.model)}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import shutil
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +19,10 @@ import torch
 
 from finetune.data.augment import AUDIO_SUFFIXES
 from finetune.data.sources import Source, open_source
-from finetune.durable_files import put_in_place, write_json
+from finetune.durable_files import aside_of, put_in_place, write_json
 from finetune.errors import UserError
 from finetune.security.safe_text import json_line
-from finetune.tools.jobs.job import Job, stamp
+from finetune.tools.jobs.job import Job, stamp, write_failed
 from finetune.tools.jobs.running import run_job
 from finetune.tools.segmentation.output import name_in_ids, open_job, sum_of
 from finetune.tools.segmentation.recording import (
@@ -160,8 +159,7 @@ def segment_recordings(
     folders = {result["id"]: folder / "recordings" / result["folder"] for result in results}
     _together(folder / "manifest.jsonl", folders, lambda name, row: row)
     _together(folder / "left_out.jsonl", folders, lambda name, row: {"recording": name, **row})
-    job.write_failed(totals)
-    put_in_place(job.directory / "failed.jsonl", folder / "failed.jsonl")
+    write_failed(totals, folder / "failed.jsonl")
     total = sum_of([result["summary"] for result in results])
     by_name = {result["id"]: result["summary"] for result in results}
     write_json(folder / "summary.json", {**total, "failed": len(totals.failed), "recordings": by_name})
@@ -180,14 +178,14 @@ def _listed(pairs: dict[str, Pair], folder: Path, s: SegmentSettings) -> Path:
             "folder": audio.relative_to(root).as_posix(),
             "audio_filepath": str(audio.resolve()),
             "text": str(text.resolve()),
-            "stamps": [stamp(str(audio)), stamp(str(text))],
+            "stamps": [stamp(audio), stamp(text)],
         }
         for name, (root, audio, text) in pairs.items()
     ]
     content = "".join(json_line(line) + "\n" for line in lines)
     digest = hashlib.blake2b((content + repr(s)).encode(), digest_size=4).hexdigest()
     path = folder / f".work-{digest}.jsonl"
-    aside = path.with_suffix(f".{socket.gethostname()}.{os.getpid()}.tmp")
+    aside = aside_of(path)
     aside.write_text(content, encoding="utf-8")
     os.utime(aside, (0, 0))  # a part of the job's identity, and several tasks of an array may write it
     put_in_place(aside, path)
@@ -196,7 +194,7 @@ def _listed(pairs: dict[str, Pair], folder: Path, s: SegmentSettings) -> Path:
 
 def _together(file: Path, folders: dict[str, Path], change: Callable[[str, dict[str, Any]], dict[str, Any]]) -> None:
     """Write the rows of all recordings into one file, whole or not at all."""
-    aside = file.with_name(f".{file.name}.tmp")
+    aside = aside_of(file)
     with aside.open("w", encoding="utf-8") as written:
         for name, folder in folders.items():
             with (folder / file.name).open(encoding="utf-8") as lines:
